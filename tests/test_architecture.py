@@ -6,6 +6,8 @@ that breaks it.
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -31,7 +33,7 @@ from support.architecture import (
     unplaced,
     upward,
 )
-from support.source_tree import PACKAGE_FOLDERS, Tree, read_tree
+from support.source_tree import PACKAGE_FOLDERS, SERVER, Tree, read_tree
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -245,3 +247,39 @@ def test_a_tree_that_breaks_the_rule_is_caught(rule: Rule, path: str, text: str,
 
 def test_each_rule_is_shown_to_fail() -> None:
     assert {rule for rule, *_ in BROKEN} == set(RULES)
+
+
+# --- The page that describes it ------------------------------------------------------------------------------------
+
+PAGE = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+
+
+def test_the_page_lists_the_packages_from_the_ground_up() -> None:
+    listed = re.findall(r"^\| `(\w+)/` \|", PAGE, re.MULTILINE)
+    rows = [{name for name in row if (ROOT / SERVER_FILE / name).is_dir()} for row in LAYERS[SERVER]]
+
+    assert sorted(listed) == sorted(set.union(*rows))
+    assert [next(i for i, row in enumerate(rows) if name in row) for name in listed] == sorted(
+        i for i, row in enumerate(rows) for _ in row
+    )
+
+
+def test_each_way_on_the_page_runs_along_imports(project: Tree) -> None:
+    needs = {
+        module.name: {other.name for target, _ in module.imports if (other := project.resolve(target))}
+        for module in project.of(SERVER)
+    }
+    ways = [
+        re.findall(r"^([a-z_.]+) {2,}", block, re.MULTILINE) for block in re.findall(r"```text\n(.*?)```", PAGE, re.S)
+    ]
+
+    assert len(ways) == 3
+    for way in ways:
+        for one, other in pairwise(f"{SERVER}.{name}" for name in way):
+            linked = other in needs[one] or one in needs[other]
+            assert linked, f"ARCHITECTURE.md: {one} and {other} do not know each other"
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", PAGE))))
+def test_each_path_on_the_page_is_there(path: str) -> None:
+    assert any((start / path).exists() for start in (ROOT, ROOT / SERVER_FILE, ROOT / "client" / "tokenloom"))

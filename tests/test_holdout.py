@@ -36,7 +36,7 @@ from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.planning.planner import Planner
 from tokenloom_server.prepare.job import Job
 from tokenloom_server.sources.base import Content, Rows, Shard
-from tokenloom_server.sources.held_out import HeldOut
+from tokenloom_server.sources.holdout import HoldoutSource
 
 SEED = 7
 SHARE = 0.3
@@ -115,7 +115,7 @@ def sides(column: Any, share: float = SHARE) -> list[list[Any]]:
     content = Content.TEXT if pa.types.is_large_string(column.type) else Content.IDS
     found = []
     for gives_held in (False, True):
-        source = HeldOut(Held(content, [Rows(0, column)]), share, SEED, gives_held=gives_held)
+        source = HoldoutSource(Held(content, [Rows(0, column)]), share, SEED, gives_held=gives_held)
         (rows,) = source.read(0, 0)
         assert len(rows.column) == len(column)
         found.append(rows.column.to_pylist())

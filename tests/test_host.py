@@ -748,7 +748,7 @@ def test_ranks_whose_state_stands_before_a_skip_agree_also_after_a_restart(place
     joined = served.join_handler.join(call_of(1, attempt="b", state=late))
     assert (joined.opening.start_index, joined.opening.skipped) == (17, 5)
     # The launch after it, from a state of its own, jumps over nothing.
-    with pytest.raises(BeyondHorizon, match="4000 samples behind sample 12 cannot be skipped: the data end at sample"):
+    with pytest.raises(BeyondHorizon, match="4000 samples after sample 12 cannot be skipped: the data end at sample"):
         place.runs.get(RUN).start_points.restore(sample_index=12, skip_samples=4000)
     with pytest.raises(LimitExceeded, match="one restore goes forward through"):
         place.runs.get(RUN).start_points.restore(sample_index=12, skip_tokens=2**35)

@@ -94,7 +94,7 @@ def test_what_is_damaged_cut_off_or_no_such_file_is_an_error_that_names_it(tmp_p
     whole = pack("\n".join(TEXTS).encode())
     for bad in (whole[:-5], whole[:20], whole[:-4] + b"\0\1\2\3", b"plain text\n", whole + b"more"):
         (tmp_path / f"a.txt{suffix}").write_bytes(bad)
-        with pytest.raises(SourceError, match=rf"a\.txt{suffix}' cannot be decompressed behind byte \d+ .*again"):
+        with pytest.raises(SourceError, match=rf"a\.txt{suffix}' cannot be decompressed after byte \d+ .*again"):
             values(opened(tmp_path, f"txt:a.txt{suffix}:text"))
 
 

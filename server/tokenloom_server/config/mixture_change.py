@@ -64,5 +64,5 @@ class MixtureChange(_Asked):
     mixture: dict[str, Any] | None = None
     """A whole new root, as in a mixture file, instead of ``set``, ``add`` and ``drop``."""
     append_files: list[str] = Field(default_factory=list)
-    """Sources of which files that appeared since the run began are to be read, too, behind those they have."""
+    """Sources of which files that appeared since the run began are to be read, too, after those they have."""
     exclude: Exclusion | None = None

@@ -19,6 +19,8 @@ Constant: TypeAlias = str | int | float | bool
 _COMPARISON = re.compile(
     r"\s*(?P<column>.*?)(?:\s*(?P<sign>==|!=|<=|>=|<|>)|\s+(?P<word>not\s+in|in)(?=[\s\[]))\s*(?P<value>.*?)\s*", re.S
 )
+#: What is more than plain text in a template: a doubled brace, or a column in braces.
+_GAPS = re.compile(r"(\{\{|\}\}|\{[^{}]+\})")
 _EXAMPLES = """such as 'score >= 0.5', 'lang == "en"' or 'lang in ["en", "de"]'"""
 
 
@@ -34,26 +36,26 @@ class Comparison:
     @classmethod
     def parse(cls, text: str) -> Comparison:
         """Reads ``COLUMN OPERATOR VALUE``; the value is JSON. Raises ``ConfigError``."""
-        found = _COMPARISON.fullmatch(text)
-        if found is None or not found["column"]:
+        match = _COMPARISON.fullmatch(text)
+        if match is None or not match["column"]:
             raise ConfigError(f"{text!r} is no comparison; expected COLUMN OPERATOR VALUE, {_EXAMPLES}")
-        operator = cast("Operator", found["sign"] or " ".join(found["word"].split()))
+        operator = cast("Operator", match["sign"] or " ".join(match["word"].split()))
         try:
-            value = json.loads(found["value"], parse_constant=_refuse_constant)
+            value = json.loads(match["value"], parse_constant=_refuse_constant)
         except ValueError:
             raise ConfigError(
-                f"{text!r}: {found['value']!r} is no value; expected a number, true, false, a text in double quotes, "
+                f"{text!r}: {match['value']!r} is no value; expected a number, true, false, a text in double quotes, "
                 f"or a list of those, {_EXAMPLES}"
             ) from None
         if isinstance(value, list) is not operator.endswith("in"):
             expected = "a list" if operator.endswith("in") else "one value (a list is for 'in' and 'not in')"
-            raise ConfigError(f"{text!r}: found {found['value']} behind {operator!r}, expected {expected}")
+            raise ConfigError(f"{text!r}: found {match['value']} after {operator!r}, expected {expected}")
         values = tuple(_constant(text, each) for each in (value if isinstance(value, list) else [value]))
         if not values or len({_kind(each) for each in values}) > 1:
             raise ConfigError(f"{text!r}: expected a list of numbers, or of texts, with something in it")
         if isinstance(values[0], bool) and operator[0] in "<>":
             raise ConfigError(f"{text!r}: true and false have no order; expected == or !=")
-        return cls(found["column"], operator, values)
+        return cls(match["column"], operator, values)
 
     @property
     def kind(self) -> Literal["text", "number", "truth"]:
@@ -98,30 +100,21 @@ class Template:
     @classmethod
     def parse(cls, text: str) -> Template:
         """Reads ``{column}`` as a gap, and doubled braces as one. Raises ``ConfigError``."""
-        texts, columns, at = [""], [], 0
-        while at < len(text):
-            brace = text[at]
-            if brace in "{}" and text[at : at + 2] == brace * 2:
-                texts[-1] += brace
-                at += 2
-            elif brace == "{":
-                end = text.find("}", at)
-                name = text[at + 1 : end]
-                if end < 0 or not name or "{" in name:
-                    raise ConfigError(
-                        f"the brace at character {at + 1} of {text!r} begins no {{column}}; write {{{{ for a brace "
-                        "itself"
-                    )
-                columns.append(name)
+        texts, columns, position = [""], [], 1
+        for part in _GAPS.split(text):
+            if part in ("{{", "}}"):
+                texts[-1] += part[0]
+            elif part.startswith("{") and part.endswith("}"):
+                columns.append(part[1:-1])
                 texts.append("")
-                at = end + 1
-            elif brace == "}":
+            elif brace := re.search("[{}]", part):
+                fault = "begins no {column}; write {{" if brace[0] == "{" else "ends no {column}; write }}"
                 raise ConfigError(
-                    f"the brace at character {at + 1} of {text!r} ends no {{column}}; write }}}} for a brace itself"
+                    f"the brace at character {position + brace.start()} of {text!r} {fault} for a brace itself"
                 )
             else:
-                texts[-1] += brace
-                at += 1
+                texts[-1] += part
+            position += len(part)
         if not columns:
             raise ConfigError(f"{text!r} names no column; expected a text such as '{{title}}\\n\\n{{text}}'")
         return cls(tuple(texts), tuple(columns))
@@ -135,7 +128,7 @@ class RowRules:
     """All have to hold."""
     template: Template | None = None
     skip_bad: bool = False
-    """Rows that do not decode are told among the others (``Rows.bad``); else reading ends at the first."""
+    """Rows that do not decode are marked among the others (``Rows.bad``); else reading ends at the first."""
 
     @property
     def plain(self) -> bool:

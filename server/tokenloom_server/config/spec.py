@@ -32,7 +32,7 @@ class SpecScheme(Protocol):
         """Whether a location has commits, of which a run may name the one that it begins with."""
 
     def write(self, location: str, column: str) -> str:
-        """The spec's text behind ``scheme:``."""
+        """The spec's text after ``scheme:``."""
 
     def place(self, location: str) -> str:
         """Where the files lie: a path, a pattern or a URL."""

@@ -27,8 +27,8 @@ from tokenloom_server.packing.real_tokens import RealTokens
 from tokenloom_server.packing.samples import SampleFormat
 from tokenloom_server.packing.unpacked import UnpackedPacker
 from tokenloom_server.sources.base import Content, Source
-from tokenloom_server.sources.paired import PairedSource
-from tokenloom_server.sources.watched import Watched
+from tokenloom_server.sources.loss_mask import SourceWithLossMask
+from tokenloom_server.sources.timed import TimedSource
 from tokenloom_server.storage.urls import is_remote
 from tokenloom_server.tokenizer.crash_child import Isolation
 from tokenloom_server.tokenizer.crash_guard import CarefulEncoder
@@ -197,15 +197,15 @@ class PipelineFactory:
     ) -> Documents:
         source = self.config.sources[source_id]
         io_stats = self.resources.io_stats
-        watched: Source = Watched(reader, io_stats, source.spec)
+        timed: Source = TimedSource(reader, io_stats, source.spec)
         encoder = self.encoder(source_id, reader)
         if source.loss_mask is not None:
-            mask = Watched(self.readers.open_mask(source_id, reader, source.loss_mask), io_stats, source.spec)
-            watched = PairedSource(watched, mask)
+            mask = TimedSource(self.readers.open_mask(source_id, reader, source.loss_mask), io_stats, source.spec)
+            timed = SourceWithLossMask(timed, mask)
             encoder = MaskedEncoder(encoder, source.loss_mask, adds_bos=self.config.adds_bos(source))
         return Documents(
             source.source,
-            self.readers.kept(source_id, watched),
+            self.readers.kept(source_id, timed),
             encoder,
             self.config.epochs[source_id],
             self.record.excluded.of(source.source),

@@ -18,7 +18,7 @@ from tokenloom_server.packing.buckets import Epochs
 from tokenloom_server.packing.reading import FileOrder, Layout, Reading, ShuffledFiles, Windows, shuffled_files
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.block_index import blocks
-from tokenloom_server.sources.held_out import HeldOut
+from tokenloom_server.sources.holdout import HoldoutSource
 from tokenloom_server.sources.tensors.buckets import Bucketing, bucket_index
 from tokenloom_server.sources.tensors.source import FeatureSource
 
@@ -73,7 +73,7 @@ class SourceReaders:
         share = config.sources[source_id].holdout
         if share is None:
             return reader
-        return HeldOut(reader, share, config.seed, gives_held=self._record.gives_held_out)
+        return HoldoutSource(reader, share, config.seed, gives_held=self._record.gives_held_out)
 
     # --- the order of rows ---------------------------------------------------------------------------
 

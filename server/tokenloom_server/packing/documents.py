@@ -334,8 +334,8 @@ class Documents:
         piece = TokenizedRows(epoch, shard, rows.first_row, documents.values, documents.ends, mask=documents.mask)
         if not rows.bad and not documents.bad and rows.filtered is None:
             return piece
-        reasons = {row.at: row.reason for row in rows.bad}
-        reasons |= {row.at: f"{where}: {row.reason}" for row in documents.bad}
+        reasons = {row.position: row.reason for row in rows.bad}
+        reasons |= {row.position: f"{where}: {row.reason}" for row in documents.bad}
         row_status = np.zeros(len(rows.column), np.uint8)
         if rows.filtered is not None:
             row_status[rows.filtered] = FILTERED

@@ -244,8 +244,8 @@ class Evaluation:
         """
         stream, deadline = self._stream, time.monotonic() + timeout_s
         if not stream.wait_for(self._wanted, timeout_s, interrupted):
-            what = f" of {self._call.samples}" if self._call.samples else ""
-            return Waiting(f"{stream.made()}{what} samples of stream {stream.name!r} are made")
+            wanted = f" of {self._call.samples}" if self._call.samples else ""
+            return Waiting(f"{stream.made()}{wanted} samples of stream {stream.name!r} are made")
         total = stream.available(self._call.samples)
         self._check_digest(total)
         with self._news:

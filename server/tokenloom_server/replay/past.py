@@ -88,19 +88,19 @@ class Past:
 
         Raises ``BeyondHorizon`` where that is too far away, ``NotFound`` for an unknown generation.
         """
-        known = self._history.nearest(index, generation)
-        state, line = known.state, known.generation
+        nearest = self._history.nearest(index, generation)
+        state, line = nearest.state, nearest.generation
         with self._lock:
-            between = [at for of, at in self._known if of == line and state.sample_index < at <= index]
-            if known.timeline is self._in_force() and between:
+            between = [known for of, known in self._known if of == line and state.sample_index < known <= index]
+            if nearest.timeline is self._in_force() and between:
                 state = self._known[line, max(between)]
-        if index > known.reach and index - state.sample_index > AHEAD_SAMPLES:
+        if index > nearest.reach and index - state.sample_index > AHEAD_SAMPLES:
             raise BeyondHorizon(
                 f"sample {index} is {index - state.sample_index} samples beyond sample {state.sample_index}, the last "
                 f"before it that is known of run {self._coordinator.name!r}; a peek goes {AHEAD_SAMPLES} further at "
-                f"most (committed: {known.reach})"
+                f"most (committed: {nearest.reach})"
             )
-        return known._replace(state=state)
+        return nearest._replace(state=state)
 
     def remember(self, generation: int, state: State, timeline: Timeline) -> None:
         """Keeps a state of a generation's line to go forward from, as long as no revision changes its timeline."""

@@ -158,7 +158,7 @@ class Receipts:
 def _source(timeline: Timeline, index: int, figure: SourceStats, state: SourceState) -> SourceReport:
     order = timeline.at(index)
     shards = order.record.shards[figure.id]
-    found = unique_tokens(figure, state, steady=_is_steady(timeline, index, figure.id))
+    unique = unique_tokens(figure, state, steady=_is_steady(timeline, index, figure.id))
     listed = [[shard.path, shard.size, shard.fingerprint] for shard in shards]
     return SourceReport(
         id=figure.id,
@@ -176,8 +176,8 @@ def _source(timeline: Timeline, index: int, figure: SourceStats, state: SourceSt
         share=figure.actual_share,
         target_share=figure.target_share,
         epochs=figure.epoch,
-        unique_tokens=found.tokens,
-        unique_is_exact=found.exact,
+        unique_tokens=unique.tokens,
+        unique_is_exact=unique.exact,
         dropped_tokens=figure.dropped_tokens,
         exhausted=figure.exhausted,
     )
@@ -186,7 +186,7 @@ def _source(timeline: Timeline, index: int, figure: SourceStats, state: SourceSt
 def _is_steady(timeline: Timeline, index: int, source: int) -> bool:
     """Whether a source ends by its epochs alone, and had the same rows and epochs since it is there."""
     orders = [segment.order for segment in timeline.segments if segment.begin <= index]
-    found = [
+    states = [
         (
             order.record.shards[source],
             order.config.epochs[source],
@@ -195,13 +195,13 @@ def _is_steady(timeline: Timeline, index: int, source: int) -> bool:
         for order in orders
         if source < len(order.record.specs)
     ]
-    return all(each == found[0] for each in found) and timeline.at(index).config.sources[source].max_tokens is None
+    return all(each == states[0] for each in states) and timeline.at(index).config.sources[source].max_tokens is None
 
 
 def unique_tokens(figure: SourceStats, state: SourceState, *, steady: bool = True) -> Unique:
     """Of a source's consumed tokens, those of rows that were read at least once.
 
-    A source's tokens are one stream, epoch behind epoch, of which samples take all but the last tail. So an epoch has
+    A source's tokens are one stream, epoch after epoch, of which samples take all but the last tail. So an epoch has
     tokens / epochs of it once all of them, whole ones, were read; and before that, if more than one was begun, what
     the rows say: an estimate. ``steady``: all epochs have the same rows.
     """
@@ -225,13 +225,13 @@ def lineage_of(openings: Sequence[Opening]) -> list[Opening]:
     """The generations that the run's samples are of, oldest first: the present one, the one that it went on from, …,
     without those of which nothing is left."""
     by_number = {opening.generation: opening for opening in openings}
-    found: list[Opening] = []
+    lineage: list[Opening] = []
     opening = openings[-1] if openings else None
     while opening is not None:
-        if not found or opening.start_index < _branched_at(found[-1]):
-            found.append(opening)
+        if not lineage or opening.start_index < _branched_at(lineage[-1]):
+            lineage.append(opening)
         opening = by_number.get(opening.parent)
-    return found[::-1]
+    return lineage[::-1]
 
 
 def skipped_before(lineage: Sequence[Opening], index: int) -> list[Range]:
@@ -260,10 +260,10 @@ def revision_info(timeline: Timeline, revision: StoredRevision, committed: int) 
 
 
 def _generations(openings: Sequence[Opening], lineage: Sequence[Opening], end: int) -> list[GenerationReport]:
-    kept = {before.generation: (before.start_index, _branched_at(behind)) for before, behind in pairwise(lineage)}
+    kept = {before.generation: (before.start_index, _branched_at(after)) for before, after in pairwise(lineage)}
     if lineage:
         kept[lineage[-1].generation] = (lineage[-1].start_index, end)
-    ramps = {opening.generation: steps_of(opening) for opening in openings}
+    schedules = {opening.generation: steps_of(opening) for opening in openings}
     return [
         GenerationReport(
             generation=opening.generation,
@@ -273,9 +273,9 @@ def _generations(openings: Sequence[Opening], lineage: Sequence[Opening], end: i
             batch_size=opening.batch_size,
             batch_sizes=[
                 BatchSizeFrom(sample_index=plan.start_index, batch_size=plan.batch_size)
-                for plan in ramps[opening.generation].plans[1:]
+                for plan in schedules[opening.generation].plans[1:]
             ],
-            accumulate=ramps[opening.generation].accumulate,
+            accumulate=schedules[opening.generation].accumulate,
             opened_at=opening.opened_at,
             start_index=opening.start_index,
             kept=Range(first=span[0], behind=span[1]) if (span := kept.get(opening.generation)) else None,
@@ -285,10 +285,10 @@ def _generations(openings: Sequence[Opening], lineage: Sequence[Opening], end: i
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

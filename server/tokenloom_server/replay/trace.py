@@ -1,7 +1,7 @@
 """The past of a run, explained: which documents a sample's tokens are of, and which sample a rank got.
 
-Nothing of this is kept while a run trains. A trace goes forward from the nearest state known, as a peek does and in
-turns with the peeks, makes the samples again, and reads their rows once more from the cursors before them.
+Nothing of this is kept while a run trains. A trace goes forward from the nearest state known, in turns with the peeks,
+makes the samples again, and reads their rows once more from the cursors before them.
 """
 
 from __future__ import annotations
@@ -53,14 +53,13 @@ class Traces:
         Raises ``BeyondHorizon`` for a sample that was not produced, ``NotFound`` for an unknown generation,
         ``TooManyPeeks``, ``LimitExceeded``, and what reading the data raises.
         """
-        openings, asked = self._generation(generation)
-        if asked is openings[-1]:
-            self._check_produced(f"sample {index}", index, asked)
-        opening = covering(openings, index, generation)
-        found, end = self._read(index, 1, generation, text)
-        if not found:
+        openings, last = self._openings(generation)
+        if last is openings[-1]:
+            self._check_produced(f"sample {index}", index, last)
+        samples, end = self._read(index, 1, generation, text)
+        if not samples:
             raise beyond_the_end(index, end)
-        return self._placed(found[0], opening, openings)
+        return self._placed(samples[0], covering(openings, index, generation), openings)
 
     def evaluated(self, stream: str, index: int, text: bool) -> TracedSample:
         """One sample that was evaluated on, of a stream beside training.
@@ -94,7 +93,7 @@ class Traces:
 
         Raises what ``sample`` does, and ``ConfigError`` for a rank that the generation does not have.
         """
-        openings, opening = self._generation(generation)
+        openings, opening = self._openings(generation)
         plan = steps_of(opening).at_step(step)
         world, size = plan.world_size, plan.batch_size
         if rank is not None and rank >= world:
@@ -107,17 +106,17 @@ class Traces:
             each: begin + (each + rotation) % world * size for each in (range(world) if rank is None else (rank,))
         }
         first, count = (begin, plan.step_samples) if rank is None else (begins[rank], size)
-        found, end = self._read(first, count, generation, text)
+        samples, end = self._read(first, count, generation, text)
         if end <= begin or (end < first + count and self._coordinator.order.config.last_step == "drop"):
             raise BeyondHorizon(
                 f"step {step} of generation {opening.generation} does not exist: it would begin at sample {begin} and "
                 f"have {plan.step_samples}, and the data end at sample {end}"
             )
-        placed = {sample.sample: self._placed(sample, opening, openings) for sample in found}
+        placed = {sample.sample: self._placed(sample, opening, openings) for sample in samples}
         ranks = []
-        for each, at in begins.items():
-            got = [placed[i] for i in range(at, at + size) if i in placed]
-            ranks.append(TracedRank(rank=each, samples=got, padding=size - len(got)))
+        for each, rank_begin in begins.items():
+            of_rank = [placed[index] for index in range(rank_begin, rank_begin + size) if index in placed]
+            ranks.append(TracedRank(rank=each, samples=of_rank, padding=size - len(of_rank)))
         return TracedStep(
             generation=opening.generation,
             step=step,
@@ -129,28 +128,28 @@ class Traces:
             ranks=ranks,
         )
 
-    def _generation(self, generation: int | None) -> tuple[Sequence[Opening], Opening]:
-        """All generations, and the one that is asked for."""
+    def _openings(self, generation: int | None) -> tuple[Sequence[Opening], Opening]:
+        """The openings of all generations, and of the given one (None: the present one)."""
         self._coordinator.require_lead()
         openings = self._history.openings()
         if not openings:
             raise BeyondHorizon(f"run {self._coordinator.name!r} has delivered nothing yet: no trainer has joined it")
-        asked = covering(openings, MAX_COUNTER, generation)
-        assert asked is not None, "no generation begins beyond the last index"
-        return openings, asked
+        opening = covering(openings, MAX_COUNTER, generation)
+        assert opening is not None, "no generation begins beyond the last index"
+        return openings, opening
 
-    def _check_produced(self, what: str, index: int, opening: Opening) -> None:
-        """That the present generation came so far."""
+    def _check_produced(self, name: str, index: int, opening: Opening) -> None:
+        """That the present generation has produced what begins at a sample index. Raises ``BeyondHorizon``."""
         coordinator = self._coordinator
         view = coordinator.view()
-        at = view.commit.sample_index
+        produced = view.commit.sample_index
         if view.generation.number == opening.generation:
-            at = max(at, view.generation.produced_index)
-        if index >= at:
+            produced = max(produced, view.generation.produced_index)
+        if index >= produced:
             raise BeyondHorizon(
-                f"{what} of run {coordinator.name!r} was not delivered: it begins at sample {index}, and generation "
-                f"{opening.generation}, which began at sample {opening.start_index}, has produced those before {at}; "
-                "`tokenloom peek` shows what comes"
+                f"{name} of run {coordinator.name!r} was not delivered: it begins at sample {index}, and generation "
+                f"{opening.generation}, which began at sample {opening.start_index}, has produced those before "
+                f"{produced}; `tokenloom peek` shows what comes"
             )
 
     def _placed(self, sample: TracedSample, opening: Opening | None, openings: Sequence[Opening]) -> TracedSample:
@@ -159,10 +158,10 @@ class Traces:
         if opening is None:
             return sample.model_copy(update={"status": status})
         plan = steps_of(opening).at_index(sample.sample)
-        steps, at = divmod(sample.sample - plan.start_index, plan.step_samples)
-        piece, place = divmod(at, plan.batch_size)
-        rotation = slice_rotation(self._coordinator.order.config.seed, sample.sample - at, plan.world_size)
-        rank = (piece - rotation) % plan.world_size
+        steps, in_step = divmod(sample.sample - plan.start_index, plan.step_samples)
+        slice_number, place = divmod(in_step, plan.batch_size)
+        rotation = slice_rotation(self._coordinator.order.config.seed, sample.sample - in_step, plan.world_size)
+        rank = (slice_number - rotation) % plan.world_size
         update = {
             "generation": opening.generation,
             "status": status,

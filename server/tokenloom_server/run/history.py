@@ -34,13 +34,13 @@ class Known(NamedTuple):
     state: State
     generation: int
     reach: int
-    #: The course that the line has.
+    #: The timeline that the line has.
     timeline: Timeline
 
 
 class Pin(NamedTuple):
     """A pinned resume point: where a trainer's own state has to stand; and where the next generation starts, so many
-    ``skipped`` samples of the order behind it."""
+    ``skipped`` samples of the order after it."""
 
     point: ResumePoint
     start: ResumePoint
@@ -70,7 +70,7 @@ class History:
         )
 
     def pin(self, text: str, skip: int, advance: Callable[[State, int], State] | None = None) -> str:
-        """A snapshot as the ledger keeps it until the next opening, with ``skip`` samples behind it to jump over.
+        """A snapshot as the ledger keeps it until the next opening, with ``skip`` samples after it to jump over.
 
         Goes forward, which proves the point before it is pinned and not when the next job starts; ``advance`` as in
         ``forward``. Raises ``SnapshotInvalid``, and ``BeyondHorizon`` where the data end among those to skip.
@@ -85,7 +85,7 @@ class History:
         after = (advance or self._advance)(before, before.sample_index + skip)
         if after.sample_index < before.sample_index + skip:
             raise BeyondHorizon(
-                f"{skip} samples behind sample {before.sample_index} cannot be skipped: the data end at sample "
+                f"{skip} samples after sample {before.sample_index} cannot be skipped: the data end at sample "
                 f"{after.sample_index}"
             )
         # So the next opening has not to go forward: the state that it starts with lies here.
@@ -129,7 +129,7 @@ class History:
         """The rolling digest at a sample index of the present line."""
         begin = self._began(self.openings())
         if begin is not None and begin.sample_index == index:
-            # Where nothing goes forward to, and which may lie before the first generation, behind what it skipped.
+            # Where nothing goes forward to, and which may lie before the first generation, after what it skipped.
             return digest_hex(begin.digest)
         return digest_hex(self._advance(self.nearest(index).state, index).digest)
 
@@ -146,19 +146,17 @@ class History:
 
         Raises ``NotFound`` where only the ledger that a fork began with knows that."""
         origin = self._coordinator.timeline.origin
-        if origin is not None and not origin.state:
+        if origin is None:
+            index, digest, tokens = 0, digest_hex(0), 0
+        elif origin.state:
+            index, digest, tokens = origin.sample_index, origin.digest, origin.total_tokens
+        else:
             raise NotFound(
                 f"run {self._coordinator.name!r} was forked from {origin.run!r} at sample {origin.sample_index}, and "
-                f"this "
-                "ledger does not have the state there: load a checkpoint"
+                "this ledger does not have the state there: load a checkpoint"
             )
         return ResumePoint(
-            sample_index=origin.sample_index if origin is not None else 0,
-            digest=origin.digest if origin is not None else digest_hex(0),
-            total_tokens=origin.total_tokens if origin is not None else 0,
-            base=None,
-            run_uid=None,
-            generation=0,
+            sample_index=index, digest=digest, total_tokens=tokens, base=None, run_uid=None, generation=0
         )
 
     def order_at(self, sample_index: int) -> PipelineFactory:
@@ -216,17 +214,15 @@ class History:
         if origin is not None and index < origin.sample_index:
             raise BeyondHorizon(
                 f"sample {index} lies before sample {origin.sample_index}, at which run {coordinator.name!r} was "
-                f"forked from "
-                f"{origin.run!r}: look for it there"
+                f"forked from {origin.run!r}: look for it there"
             )
         if opening is None:
             begin = self._began(openings)
             if begin is not None:
                 raise BeyondHorizon(
                     f"sample {index} lies before the first state that the ledger holds; run {coordinator.name!r} "
-                    f"began at "
-                    f"sample {begin.sample_index} from an older data loader's checkpoint, and samples before that are "
-                    "not of its order"
+                    f"began at sample {begin.sample_index} from an older data loader's checkpoint, and samples before "
+                    "that are not of its order"
                 )
             return Known(timeline.initial(), 0, 0, timeline)
         state = self._journalled(opening, index, timeline)
@@ -249,7 +245,7 @@ class History:
         return self._coordinator.timeline.decode(openings[-1].start_state).imported if openings else None
 
     def timeline_of(self, openings: Sequence[Opening], generation: int | None) -> Timeline:
-        """The course that a generation had when it ended; that of the run for the present one, or None."""
+        """The timeline that a generation had when it ended; the run's for the present one, or None."""
         coordinator = self._coordinator
         later = [opening for opening in openings if generation is not None and opening.generation > generation]
         if not later:
@@ -268,11 +264,10 @@ class History:
         if last is None:
             return 0
         timeline.decode(last.state)
-        before = coordinator.ledger.journal(
-            coordinator.uid, coordinator.stream, generation, max(0, last.sample_index - 1)
-        )
+        earlier = max(0, last.sample_index - 1)
+        before = coordinator.ledger.journal(coordinator.uid, coordinator.stream, generation, earlier)
         # Every second entry may have gone since, the newest too.
-        return last.sample_index + 2 * (last.sample_index - (before.sample_index if before else last.sample_index))
+        return last.sample_index + 2 * (last.sample_index - (before or last).sample_index)
 
     def openings(self) -> Sequence[Opening]:
         return self._coordinator.ledger.openings(self._coordinator.uid, self._coordinator.stream)
@@ -289,17 +284,17 @@ class History:
             raise SnapshotInvalid(
                 f"the snapshot is at sample {point.sample_index}, but the data end at sample {state.sample_index}"
             )
-        found = digest_hex(state.digest), state.total_tokens
-        if found != (point.digest or found[0], point.total_tokens):
+        digest, tokens = digest_hex(state.digest), state.total_tokens
+        if (digest, tokens) != (point.digest or digest, point.total_tokens):
             raise SnapshotInvalid(
-                f"going forward from sample {base.sample_index} to {point.sample_index} gives digest {found[0]} and "
-                f"{found[1]} tokens, but the snapshot says {point.digest} and {point.total_tokens}: it was made from "
+                f"going forward from sample {base.sample_index} to {point.sample_index} gives digest {digest} and "
+                f"{tokens} tokens, but the snapshot says {point.digest} and {point.total_tokens}: it was made from "
                 "other data or by other software"
             )
         return state
 
     def _check_cursors(self, state: State) -> None:
-        """Whether each source has what its cursor points behind: what is read first only shows there."""
+        """That each source has the rows before its cursor: reading on from there would not show it."""
         timeline = self._coordinator.timeline
         order = timeline.at(state.sample_index)
         # A revision, or the run that this one was forked from, may have had more epochs than there are from now on.

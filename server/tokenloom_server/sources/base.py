@@ -1,4 +1,4 @@
-"""What the pipeline asks of a source: which shards there are, and the rows of one from a row on."""
+"""A source as the pipeline sees it: its files (shards), and the rows of one from any row on."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Shard:
 
 
 class BadRow(NamedTuple):
-    """A row that does not decode: its place among its ``Rows``, and the whole message of an error about it."""
+    """A row that does not decode: its position in its ``Rows``, and the whole message of an error about it."""
 
-    at: int
+    position: int
     reason: str
 
 
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
 
     ``column`` is a ``pyarrow.Array`` without chunks: (large_)string for text, (large_)list of an
     integer type for ids. A null counts as an empty row. ``bad`` (ascending) and ``filtered`` (bool, [rows]; None:
-    every row passed) tell of rows that are there as empty ones; none is both.
+    every row passed) are the rows that are there as empty ones; none is both.
     """
 
     first_row: int
@@ -54,7 +54,7 @@ class Rows(NamedTuple):
 
     def cut(self, start: int, stop: int) -> Rows:
         """The rows from ``start`` to ``stop``, counted from the first."""
-        bad = tuple(BadRow(row.at - start, row.reason) for row in self.bad if start <= row.at < stop)
+        bad = tuple(BadRow(row.position - start, row.reason) for row in self.bad if start <= row.position < stop)
         filtered = None if self.filtered is None else self.filtered[start:stop]
         return Rows(self.first_row + start, self.column.slice(start, stop - start), bad, filtered)
 
@@ -74,9 +74,9 @@ class Source(Protocol):
         """Rows in a shard; builds that shard's index on first touch (cached by its fingerprint)."""
 
     def blocks(self, shard: int) -> npt.NDArray[np.int64]:
-        """The rows with which a shard's blocks begin, ascending from 0, and behind them its row count. A block is what
-        can be read by itself: a row group, a record batch, the lines of a stretch of text; a shuffle of rows takes them
-        in another order. One block for all, where reading always begins at the file's head."""
+        """The rows with which a shard's blocks begin, ascending from 0, and after them its row count. A block is what
+        can be read by itself: a row group, a record batch, some lines of a text; a shuffle of rows takes the blocks in
+        another order. A file that is always read from its head is one block."""
 
     def read(self, shard: int, row: int) -> Iterator[Rows]:
         """Rows of a shard from ``row`` to its end, in order.
@@ -84,6 +84,6 @@ class Source(Protocol):
         Opening costs at most one row group, record batch or seek, whatever ``row`` is. ``row`` may
         equal the number of rows: then nothing is yielded. One ``Rows`` holds at most about a
         mebibyte of text or ids unless a single row is larger. Raises ``SourceError``, naming the
-        file, when it is unreadable or damaged, and behind all rows before it at a row that does not decode, naming
+        file, when it is unreadable or damaged; and after all rows before it, at a row that does not decode, naming
         the row, unless the source was opened with ``RowRules.skip_bad``.
         """

@@ -1,14 +1,12 @@
 """Where the blocks of all files of a source begin: looked up many files at once, and kept under their signatures.
 
-A shuffle of rows, lanes and fractions of an epoch need to know how many rows lie before any row; of 10,000 files behind
+A shuffle of rows, lanes and fractions of an epoch need to know how many rows lie before any row; of 10,000 files beyond
 a network, one after the other, that would take minutes at each start.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +20,7 @@ from tokenloom_server.sources import line_index
 from tokenloom_server.sources.base import Shard, Source
 from tokenloom_server.sources.files import in_threads
 from tokenloom_server.sources.line_index import LineIndex
+from tokenloom_server.sources.progress import FileProgress
 from tokenloom_server.sources.scheme import scheme_of
 from tokenloom_server.storage.urls import is_remote
 
@@ -74,12 +73,13 @@ def blocks(source: Source, spec: Spec, base_dir: Path, index_dir: Path | None) -
 
 def _of_each(source: Source, ask: Callable[[int], _Out]) -> list[_Out]:
     files = len(source.shards)
-    progress = _Progress(source.shards[0].path, files)
+    first, progress = source.shards[0].path, FileProgress(PROGRESS_S)
 
     def asked(shard: int) -> _Out:
-        found = ask(shard)
-        progress.one_more()
-        return found
+        answer = ask(shard)
+        if (done := progress.file_done()) is not None:
+            _log.info("looking up where rows lie: %d of %d files (the first is %s)", done, files, first)
+        return answer
 
     if files < KEPT_FILES:
         return [asked(shard) for shard in range(files)]
@@ -98,23 +98,3 @@ def _key(spec: Spec, shards: tuple[Shard, ...], base_dir: Path) -> str | None:
     except OSError:
         return None
     return xxhash.xxh3_128_hexdigest("\n".join([str(spec), *lines]).encode())
-
-
-class _Progress:
-    """Thread-safe."""
-
-    def __init__(self, first: str, files: int) -> None:
-        self._first = first
-        self._files = files
-        self._done = 0
-        self._lock = threading.Lock()
-        self._say_at = time.monotonic() + PROGRESS_S
-
-    def one_more(self) -> None:
-        with self._lock:
-            self._done += 1
-            if time.monotonic() < self._say_at:
-                return
-            self._say_at += PROGRESS_S
-            done = self._done
-        _log.info("looking up where rows lie: %d of %d files (the first is %s)", done, self._files, self._first)

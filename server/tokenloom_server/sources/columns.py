@@ -206,7 +206,7 @@ def decoded(array: Any, first_row: int, where: str, *, damaged: bool) -> tuple[A
 def blanked(array: Any, bad: Iterable[BadRow]) -> Any:
     """An array of ``Rows`` with nulls in place of some rows."""
     keep = np.ones(len(array), np.bool_)
-    keep[[row.at for row in bad]] = False
+    keep[[row.position for row in bad]] = False
     return arrays.blanked(array, keep)
 
 
@@ -224,14 +224,14 @@ def _not_utf8(array: Any, first_row: int, where: str) -> tuple[BadRow, ...]:
 def _with_null_items(array: Any, first_row: int, where: str) -> tuple[BadRow, ...]:
     if array.values.null_count == 0:
         return ()
-    at = np.flatnonzero(arrays.flags(array.values.is_null()))
+    nulls = np.flatnonzero(arrays.flags(array.values.is_null()))
     offsets = offsets_of(array)
-    behind = np.searchsorted(offsets, at, "right") - 1
-    # What lies before the first or behind the last row of a slice, or under nothing, is no row's.
-    inside = (at >= offsets[0]) & (at < offsets[-1])
+    rows_of_nulls = np.searchsorted(offsets, nulls, "right") - 1
+    # What lies before the first or after the last row of a slice, or under no row, is no row's.
+    inside = (nulls >= offsets[0]) & (nulls < offsets[-1])
     return tuple(
         BadRow(i, f"{where}: row {first_row + i} has a null among its ids; expected integers only")
-        for i in np.unique(behind[inside]).tolist()
+        for i in np.unique(rows_of_nulls[inside]).tolist()
     )
 
 
@@ -299,7 +299,7 @@ def joined(parts: Sequence[Rows]) -> Rows:
         found = [array.cast(wide) for array in found]
     at, bad, out = 0, [], np.zeros(sum(map(len, found)), np.bool_)
     for part in parts:
-        bad += [BadRow(at + row.at, row.reason) for row in part.bad]
+        bad += [BadRow(at + row.position, row.reason) for row in part.bad]
         if part.filtered is not None:
             out[at : at + len(part.column)] = part.filtered
         at += len(part.column)

@@ -1,4 +1,4 @@
-"""Compressed files, decompressed as they are read: streams, which have no way to a row but past all before it."""
+"""Compressed files, decompressed as they are read: a row is reached only past all before it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from tokenloom_server.errors import SourceError
+from tokenloom_server.storage.arrow_input import FileStream
 from tokenloom_server.storage.file import File, Range
 
 #: What names end with, and how Arrow calls what they are compressed by.
@@ -35,15 +36,17 @@ class Decompressed:
 
     def __init__(self, file: File, codec: str) -> None:
         """``file`` stays its opener's to close."""
-        self._raw = _Raw(file)
+        file.plan([Range(0, file.size)])
+        self._name = file.name
+        self._compressed = FileStream(file)
         self._codec = codec
-        self._stream: Any = pa.CompressedInputStream(pa.PythonFile(self._raw, mode="r"), codec)
-        self._given = 0
+        self._stream: Any = pa.CompressedInputStream(self._compressed.for_arrow(), codec)
+        self._decompressed_bytes = 0
 
     @property
     def read_bytes(self) -> int:
         """How much of the file was needed so far."""
-        return self._raw.position
+        return self._compressed.position
 
     def read(self, length: int) -> bytes:
         """The next ``length`` bytes, fewer only at the end. Raises ``SourceError`` where the file is damaged, cut off,
@@ -52,44 +55,13 @@ class Decompressed:
             data: bytes = self._stream.read(length)
         except (pa.ArrowException, OSError) as error:
             raise SourceError(
-                f"{self._raw.name} cannot be decompressed behind byte {self._given} of its content ({error}); it is "
-                f"no {self._codec} file, truncated or damaged: write or copy it again"
+                f"{self._name} cannot be decompressed after byte {self._decompressed_bytes} of its content ({error}); "
+                f"it is no {self._codec} file, truncated or damaged: write or copy it again"
             ) from None
-        self._given += len(data)
-        if self._given > FREE_BYTES + MAX_RATIO * self._raw.position:
+        self._decompressed_bytes += len(data)
+        if self._decompressed_bytes > FREE_BYTES + MAX_RATIO * self._compressed.position:
             raise SourceError(
-                f"{self._raw.name}: its first {self._raw.position} bytes become {self._given}, more than {MAX_RATIO} "
-                "times as many; decompress it yourself if that is what it is to hold"
+                f"{self._name}: its first {self._compressed.position} bytes become {self._decompressed_bytes}, more "
+                f"than {MAX_RATIO} times as many; decompress it yourself if that is what it is to hold"
             )
         return data
-
-
-class _Raw:
-    """A file as Arrow reads one from its beginning to its end."""
-
-    def __init__(self, file: File) -> None:
-        self._file = file
-        self.name = file.name
-        self.position = 0
-        self.closed = False
-        file.plan([Range(0, file.size)])
-
-    def read(self, length: int) -> bytes | memoryview:
-        data = self._file.read_at(self.position, length)
-        self.position += len(data)
-        return data
-
-    def readable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return False
-
-    def seekable(self) -> bool:
-        return False
-
-    def tell(self) -> int:
-        return self.position
-
-    def close(self) -> None:
-        self.closed = True

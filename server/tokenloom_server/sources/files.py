@@ -30,7 +30,7 @@ FILE_THREADS = 16
 #: The same where each answer takes round trips over a network.
 REMOTE_THREADS = 64
 
-#: What the fingerprint of a file begins with that is told from others by its content.
+#: What a fingerprint begins with that is made of a file's content.
 HASH = "xxh3"
 
 _In = TypeVar("_In")
@@ -87,7 +87,7 @@ def in_threads(work: Callable[[_In], _Out], items: Iterable[_In], *, remote: boo
         try:
             return list(pool.map(work, items))
         except BaseException:
-            # Nobody waits for the thousands behind the one that failed.
+            # Nobody waits for the thousands after the one that failed.
             pool.shutdown(wait=True, cancel_futures=True)
             raise
 

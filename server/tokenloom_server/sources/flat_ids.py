@@ -24,7 +24,7 @@ class FlatIds:
     """``count`` ids of an integer type from byte ``begin`` of a file on. Stays mapped while an array of it is alive."""
 
     def __init__(self, file: File, kind: npt.DTypeLike, begin: int, count: int) -> None:
-        """The file may be closed behind it. Raises ``SourceError``."""
+        """The file may be closed afterwards. Raises ``SourceError``."""
         self.kind = np.dtype(kind)
         self.count = count
         self._begin = begin
@@ -34,21 +34,19 @@ class FlatIds:
         except OSError as error:
             raise SourceError(f"{file.name} cannot be mapped ({error.strerror or error})") from None
 
-    def numbers(self, first: int, behind: int) -> npt.NDArray[Any]:
-        """The ids from position ``first`` up to ``behind``; not copied."""
-        return np.frombuffer(self._buffer(first, behind), self.kind)
+    def numbers(self, first: int, stop: int) -> npt.NDArray[Any]:
+        """The ids from position ``first`` up to, not with, ``stop``; not copied."""
+        return np.frombuffer(self._buffer(first, stop), self.kind)
 
     def rows(self, edges: npt.NDArray[np.int64]) -> Any:
         """Lists of ids: row i lies between the positions ``edges[i]`` and ``edges[i + 1]``; not copied."""
-        first, behind = int(edges[0]), int(edges[-1])
-        ids = pa.Array.from_buffers(
-            pa.from_numpy_dtype(self.kind), behind - first, [None, self._buffer(first, behind)], 0
-        )
+        first, stop = int(edges[0]), int(edges[-1])
+        ids = pa.Array.from_buffers(pa.from_numpy_dtype(self.kind), stop - first, [None, self._buffer(first, stop)], 0)
         return arrays.lists(np.subtract(edges, first), ids)
 
-    def _buffer(self, first: int, behind: int) -> Any:
-        if self._mapped is None or first == behind:
+    def _buffer(self, first: int, stop: int) -> Any:
+        if self._mapped is None or first == stop:
             return pa.py_buffer(b"")
         # Range by range, since Arrow has the kernel fetch all that is asked for.
         self._mapped.seek(self._begin + first * self.kind.itemsize)
-        return self._mapped.read_buffer((behind - first) * self.kind.itemsize)
+        return self._mapped.read_buffer((stop - first) * self.kind.itemsize)

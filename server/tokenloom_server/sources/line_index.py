@@ -8,7 +8,6 @@ and the line that reaches into it.
 from __future__ import annotations
 
 import logging
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import xxhash
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.compressed import Decompressed, codec_of
 from tokenloom_server.storage.file import File, Range
-from tokenloom_server.storage.local import LocalFile
+from tokenloom_server.storage.local import LocalFile, replaced
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ class LineIndex:
 
 
 def first_offset(file: File) -> int:
-    """Where a file's first line begins: behind a UTF-8 byte order mark, where there is one."""
+    """Where a file's first line begins: after a UTF-8 byte order mark, where there is one."""
     return len(BOM) if bytes(file.read_at(0, len(BOM))) == BOM else 0
 
 
@@ -139,15 +138,8 @@ def keep(cache: Path, index: LineIndex) -> None:
     """Writes an index to a file of the cache, whole or not at all; where that fails, a line is logged."""
     content = np.vstack([index.entries, np.array([[FORMAT, _checksum(index.entries)]], np.int64)])
     try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=cache.parent, prefix=".index-", delete=False) as file:
-            try:
-                np.save(file, content, allow_pickle=False)
-                file.flush()
-                Path(file.name).replace(cache)  # whole or not at all, whoever else writes it
-            except BaseException:
-                Path(file.name).unlink(missing_ok=True)
-                raise
+        with replaced(cache) as file:
+            np.save(file, content, allow_pickle=False)
     except OSError as error:
         # Without its cache the index still serves; only the next start has to scan again.
         _log.warning("the index %s cannot be kept: %s", cache, error)

@@ -61,7 +61,7 @@ class Block(NamedTuple):
         return Block(self.first_row + start, data, self.ends[start:stop] - first)
 
 
-#: Turns a block into rows, bad ones told; the string begins an error and names source and file.
+#: Turns a block into rows, the bad ones marked; the string begins an error and names source and file.
 Decoder = Callable[[Block, str], Iterator[Rows]]
 
 
@@ -92,19 +92,18 @@ class LinesSource(ShardedSource):
         if row > 0 and codec_of(entry.path) is None:
             # Only now: a corpus that is read from its beginning must not be scanned first.
             index = self._index(shard)
-            if row > index.row_count:
-                raise SourceError(f"{where} has {index.row_count} rows, but row {row} was asked for")
+            self._check_row(shard, row, index.row_count)
             position = index.seek(row)
         count = 0
         with self._open(entry) as file:
             file.plan([Range(position[1] if position is not None else 0, file.size)])
             for block in blocks_of(file, entry, position):
-                behind = row - block.first_row
-                if behind < len(block.ends):
-                    yield from self._decode(block.cut(max(behind, 0), len(block.ends)), where)
+                skipped = max(row - block.first_row, 0)
+                if skipped < len(block.ends):
+                    yield from self._decode(block.cut(skipped, len(block.ends)), where)
                 count = block.first_row + len(block.ends)
-        if row > count and position is None:
-            raise SourceError(f"{where} has {count} rows, but row {row} was asked for")
+        if position is None:
+            self._check_row(shard, row, count)
 
     def head_bytes(self, shard: int, rows: int) -> int:
         """Bytes of a shard's first lines with their ends, at the cost of reading them: no index is made.

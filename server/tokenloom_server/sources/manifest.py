@@ -99,7 +99,7 @@ class Manifest:
 
 def commits_of(shards: Iterable[Shard]) -> Sequence[str]:
     """Of a dataset on the Hub: each ``ORG/NAME@COMMIT`` that a run reads, whatever is pushed there later. The first is
-    where it began, those behind it brought more files. None for other sources."""
+    where it began, those after it brought more files. None for other sources."""
     paths = (HubPath.parse(shard.path) for shard in shards if is_hub(shard.path))
     return tuple(dict.fromkeys(f"{at.repo}@{at.revision}" for at in paths))
 

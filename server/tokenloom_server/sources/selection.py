@@ -92,8 +92,16 @@ class Selection:
         damaged = {name: not valid and columns.is_damaged(array, first_row, where) for name, array in found.items()}
         for start in range(0, len(found[self._column]), STEP_ROWS):
             part = {name: array.slice(start, STEP_ROWS) for name, array in found.items()}
-            known = [BadRow(row.at - start, row.reason) for row in bad if start <= row.at < start + STEP_ROWS]
+            known = [
+                BadRow(row.position - start, row.reason) for row in bad if start <= row.position < start + STEP_ROWS
+            ]
             yield from columns.pieces(self._rows(part, first_row + start, where, damaged, known))
+
+    def rows_from(self, row: int, batch: Any, first_row: int, where: str) -> Iterator[Rows]:
+        """``rows`` of what a batch has from ``row`` on; its own first is ``first_row``."""
+        skipped = max(row - first_row, 0)
+        if skipped < len(batch):
+            yield from self.rows(batch.slice(skipped), first_row + skipped, where)
 
     def _rows(
         self,
@@ -114,8 +122,8 @@ class Selection:
             # Whether a row passes does not depend on what its text is like.
             counts = name in self._rules.filter_columns
             for row in faults[name]:
-                if counts or passing is None or passing[row.at]:
-                    bad.setdefault(row.at, row)
+                if counts or passing is None or passing[row.position]:
+                    bad.setdefault(row.position, row)
         column = self.text(plain)
         filtered = None
         if passing is not None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources import files
+from tokenloom_server.sources import columns, files
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.storage.file import File
@@ -49,14 +49,24 @@ class ShardedSource(ABC):
         for rows in self._read(shard, row):
             if rows.bad and not self._rules.skip_bad:
                 first = rows.bad[0]
-                if first.at:
-                    yield rows.cut(0, first.at)
+                if first.position:
+                    yield rows.cut(0, first.position)
                 raise SourceError(first.reason)
             yield rows
 
     @abstractmethod
     def _read(self, shard: int, row: int) -> Iterator[Rows]:
         """As ``read``, with all bad rows marked and none raised."""
+
+    def _check_row(self, shard: int, row: int, count: int) -> None:
+        """Raises ``SourceError`` where a shard of ``count`` rows has no ``row`` to begin with."""
+        if row > count:
+            raise SourceError(f"{self._where(self._shards[shard])} has {count} rows, but row {row} was asked for")
+
+    def _check_schema(self, shard: int, schema: Any) -> None:
+        """Raises ``SourceError`` where the column is missing in a shard, or holds something else than in the first."""
+        path = self._shards[shard].path
+        columns.check_same(columns.check_schema(schema, self._spec, path), self._content, self._spec, path)
 
     def _where(self, shard: Shard) -> str:
         return files.where(self._spec, shard)

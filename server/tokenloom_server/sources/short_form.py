@@ -229,12 +229,12 @@ class _Reader:
         if len(meant) == 1:
             return meant[0]
         listed = ", ".join(f"{name} ({held.value if held else 'neither'})" for name, held in columns.items()) or "none"
-        behind = "" if weight is None else f":{weight:g}"
+        suffix = "" if weight is None else f":{weight:g}"
         raise ConfigError(
             f"{self._where}: which column is meant does not show, for {file!r} has "
             f"{' and '.join(meant) if meant else 'none of ' + ', '.join(COLUMNS)}; its columns, with what they hold "
-            f"(text or ids): {listed}. Name one: {shlex.quote(f'{spec.location}@COLUMN{behind}')}, or "
-            f"{shlex.quote(f'{spec.scheme.name}:{spec.location}:COLUMN{behind}')}"
+            f"(text or ids): {listed}. Name one: {shlex.quote(f'{spec.location}@COLUMN{suffix}')}, or "
+            f"{shlex.quote(f'{spec.scheme.name}:{spec.location}:COLUMN{suffix}')}"
         )
 
 

@@ -16,30 +16,32 @@ def for_arrow(file: File) -> Any:
 
     What reading raises comes out of Arrow as it is.
     """
-    return str(file.path) if isinstance(file, LocalFile) else pa.PythonFile(_Stream(file), mode="r")
+    return str(file.path) if isinstance(file, LocalFile) else FileStream(file).for_arrow()
 
 
-class _Stream:
-    """A position in a file."""
+class FileStream:
+    """A file with a position, as Python's streams are."""
 
     def __init__(self, file: File) -> None:
         self._file = file
-        self._position = 0
+        self.position = 0
         self.closed = False
 
+    def for_arrow(self) -> Any:
+        """The stream as a ``pa.NativeFile``."""
+        return pa.PythonFile(self, mode="r")
+
     def read(self, length: int = -1) -> bytes | memoryview:
-        if length < 0:
-            length = self._file.size - self._position
-        data = self._file.read_at(self._position, length)
-        self._position += len(data)
+        data = self._file.read_at(self.position, self._file.size - self.position if length < 0 else length)
+        self.position += len(data)
         return data
 
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size}[whence]
-        return self._position
+    def seek(self, offset: int, origin: int = io.SEEK_SET) -> int:
+        self.position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self._file.size}[origin]
+        return self.position
 
     def tell(self) -> int:
-        return self._position
+        return self.position
 
     def readable(self) -> bool:
         return not self.closed

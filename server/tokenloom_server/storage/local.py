@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import mmap
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from tokenloom_server.errors import SourceChanged, StorageError
 from tokenloom_server.storage.file import File
@@ -51,3 +55,17 @@ class LocalFile(File):
 
     def close(self) -> None:
         self._file.close()
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[IO[bytes]]:
+    """A new file that takes the place of ``path`` whole or not at all, whoever else writes it. Raises ``OSError``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name[:16]}-", delete=False) as file:
+        try:
+            yield file
+            file.flush()
+            Path(file.name).replace(path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise

@@ -50,10 +50,10 @@ class Prefetcher:
             return None
         if not self._blocks:
             self._fetch_ahead(begin)
-        behind = next((i for i, block in enumerate(self._blocks) if block.begin <= begin < block.end), None)
-        if behind is None:
+        passed = next((i for i, block in enumerate(self._blocks) if block.begin <= begin < block.end), None)
+        if passed is None:
             return None
-        for _ in range(behind):
+        for _ in range(passed):
             self._drop()
         block = self._blocks[0]
         data = memoryview(block.fetch.result())[begin - block.begin : end - block.begin]

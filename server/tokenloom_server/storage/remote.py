@@ -1,4 +1,4 @@
-"""Files behind URLs, read by ranges with whatever fsspec has for their protocol."""
+"""Files at URLs, read by ranges through fsspec's file system for their protocol."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PACKAGES = {
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     scheme: {"config_kwargs": {"max_pool_connections": 64}} for scheme in ("s3", "s3a")
 }
-#: What storage says of an object's content, best first: the key of fsspec's description, and how it is told apart.
+#: What storage says of an object's content, best first: the key in fsspec's description, and the kind of signature.
 _SIGNATURES = (
     *(
         ("sha256", "sha256"),

@@ -78,7 +78,7 @@ class DocumentEncoder:
             raise TokenizerError(f"a column of {column.type} has no tokens; expected text, or lists of integer ids")
         bad = self._out_of_range(encoded, first_row)
         if bad and not self._skip_bad:
-            raise TokenizerError(bad[0].reason, bad[0].at)
+            raise TokenizerError(bad[0].reason, bad[0].position)
         if bad:
             encoded = _without(encoded, bad)
         return self._bounded(encoded)._replace(bad=bad)
@@ -159,7 +159,7 @@ def _without(encoded: Encoded, rows: Iterable[BadRow]) -> Encoded:
     """The same rows, these without ids."""
     lengths = np.diff(encoded.ends, prepend=0)
     keep = np.ones(len(lengths), np.bool_)
-    keep[[row.at for row in rows]] = False
+    keep[[row.position for row in rows]] = False
     return Encoded(encoded.values[np.repeat(keep, lengths)], np.cumsum(lengths * keep))
 
 

@@ -1,4 +1,4 @@
-"""Rows of ids with a loss mask beside them: a column of structs, as ``PairedSource`` reads it."""
+"""Rows of ids with a loss mask beside them: a column of structs, as ``SourceWithLossMask`` reads it."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class ArrowSource(ShardedSource):
 
     def row_count(self, shard: int) -> int:
         if shard not in self._batches:
-            self._check(shard, self._open_arrow(shard, again=True).schema)
+            self._check_schema(shard, self._open_arrow(shard, again=True).schema)
             self._scan(shard)
         return int(self._batches[shard].ends[-1])
 
@@ -60,13 +60,11 @@ class ArrowSource(ShardedSource):
     def _read(self, shard: int, row: int) -> Iterator[Rows]:
         opened = self._open_arrow(shard)
         file, schema = opened.file, opened.schema
-        self._check(shard, schema)
+        self._check_schema(shard, schema)
         first_batch, first_row = 0, 0
         if row > 0:
             ends = self._scan(shard).ends
-            if row > ends[-1]:
-                where = self._where(self._shards[shard])
-                raise SourceError(f"{where} has {ends[-1]} rows, but row {row} was asked for")
+            self._check_row(shard, row, int(ends[-1]))
             first_batch = int(np.searchsorted(ends, row, "right")) - 1
             first_row = int(ends[first_batch])
         known = self._batches.get(shard)
@@ -91,9 +89,7 @@ class ArrowSource(ShardedSource):
                 raise self._damaged(shard, error, f"after row {first_row}: ") from None
             if batch is None:
                 return
-            behind = max(row - first_row, 0)
-            if behind < len(batch):
-                yield from selection.rows(batch.slice(behind), first_row + behind, where)
+            yield from selection.rows_from(row, batch, first_row, where)
             first_row += len(batch)
 
     def _read_batches(self, shard: int, opened: ArrowFile, fields: list[int], first: int) -> Iterator[Any]:
@@ -101,8 +97,8 @@ class ArrowSource(ShardedSource):
         options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
         stream = opened.stream
         if opened.is_file_format:
-            # Arrow copies the fields that it is told to include of a file, though not those of a stream;
-            # that only pays where it spares decompressing the others.
+            # Of a file, though not of a stream, Arrow copies the fields that are included; that only pays where it
+            # spares decompressing the others.
             whole = not self._is_compressed(shard)
             reader = pa.ipc.open_file(stream, options=None if whole else options)
             for i in range(first, reader.num_record_batches):
@@ -125,7 +121,7 @@ class ArrowSource(ShardedSource):
         """Whether a shard has a row, by its first batch that is not empty: no walk over all headers."""
         opened = self._open_arrow(shard, again=True)
         schema = opened.schema
-        self._check(shard, schema)
+        self._check_schema(shard, schema)
         try:
             column = columns.column_of(schema, self._spec.column, self._where(self._shards[shard]))
             fields = [schema.get_field_index(column.names[0])]
@@ -134,10 +130,6 @@ class ArrowSource(ShardedSource):
             raise self._damaged(shard, error) from None
         finally:
             opened.file.close()
-
-    def _check(self, shard: int, schema: Any) -> None:
-        path = self._shards[shard].path
-        columns.check_same(columns.check_schema(schema, self._spec, path), self._content, self._spec, path)
 
     def _scan(self, shard: int) -> Batches:
         if shard not in self._batches:

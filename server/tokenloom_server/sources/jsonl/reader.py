@@ -219,12 +219,12 @@ class Decoder:
         parts: list[Rows] = []
         start = 0
         for row in (*bad, None):
-            stop = len(block.ends) if row is None else row.at
+            stop = len(block.ends) if row is None else row.position
             if start < stop:
                 parts += self._rows(block.cut(start, stop), where)
             if row is not None:
-                parts.append(self._bad(block.first_row + row.at, row.reason))
-                start = row.at + 1
+                parts.append(self._bad(block.first_row + row.position, row.reason))
+                start = row.position + 1
         yield from parts if len(parts) == 1 else columns.pieces(columns.joined(parts))
 
     def _rows(self, block: Block, where: str) -> Iterator[Rows]:

@@ -1,6 +1,6 @@
 """Rows of the indexed datasets of Megatron-LM, mapped and not converted.
 
-A dataset is two files. ``PREFIX.bin`` is the ids of all sequences, one behind the other. ``PREFIX.idx`` is, in
+A dataset is two files. ``PREFIX.bin`` is the ids of all sequences, one after the other. ``PREFIX.idx`` is, in
 little-endian order: nine bytes of magic, the version (uint64, 1), a code for the type of the ids (uint8), the numbers
 of sequences S and of document edges D (uint64 each), then of each sequence its length in ids (S × int32) and where it
 begins in the ``.bin``, in bytes (S × int64), and the sequences at which documents begin and the last one ends (D ×
@@ -72,8 +72,7 @@ class MegatronSource(ShardedSource):
         entry = self._shards[shard]
         where = self._where(entry)
         count = self.row_count(shard)
-        if row > count:
-            raise SourceError(f"{where} has {count} rows, but row {row} was asked for")
+        self._check_row(shard, row, count)
         if row == count:
             return
         index = self._index(shard)
@@ -107,11 +106,11 @@ class _Index(NamedTuple):
     """In the whole ``.bin``."""
     lengths: npt.NDArray[np.int32]
     pointers: _Int64s
-    documents_at: _Int64s
+    document_starts: _Int64s
 
     @property
     def documents(self) -> int:
-        return len(self.documents_at) - 1
+        return len(self.document_starts) - 1
 
     @classmethod
     def of(cls, content: memoryview, data: Shard, where: str) -> _Index:
@@ -148,12 +147,12 @@ class _Index(NamedTuple):
             raise SourceError(f"{where} has no document edges, expected at least one; write it again")
         lengths = np.frombuffer(content, "<i4", sequences, HEADER.size)
         pointers = np.frombuffer(content, "<i8", sequences, HEADER.size + 4 * sequences)
-        documents_at = np.frombuffer(content, "<i8", edges, HEADER.size + 12 * sequences)
-        if documents_at[0] != 0 or documents_at[-1] != sequences:
+        document_starts = np.frombuffer(content, "<i8", edges, HEADER.size + 12 * sequences)
+        if document_starts[0] != 0 or document_starts[-1] != sequences:
             raise SourceError(
-                f"{where}: its documents reach from sequence {documents_at[0]} to {documents_at[-1]}, expected 0 to "
-                f"{sequences}, all there are: end the last document (end_document()) before finalize(), or write the "
-                "file again"
+                f"{where}: its documents reach from sequence {document_starts[0]} to {document_starts[-1]}, expected 0 "
+                f"to {sequences}, all there are: end the last document (end_document()) before finalize(), or "
+                "write the file again"
             )
         end = int(pointers[-1]) + int(lengths[-1]) * kind.itemsize if sequences else 0
         if end != data.size:
@@ -161,31 +160,32 @@ class _Index(NamedTuple):
                 f"{where} says that {data.path!r} has {end} bytes of {kind.name}, but it has {data.size}: the two do "
                 "not belong together, or one is truncated; write or copy both again"
             )
-        return cls(where, kind, data.size // kind.itemsize, lengths, pointers, documents_at)
+        return cls(where, kind, data.size // kind.itemsize, lengths, pointers, document_starts)
 
-    def edges(self, first: int, behind: int) -> _Int64s:
-        """Where the documents ``first`` up to ``behind`` begin, in ids, and where the last ends: [documents + 1].
+    def edges(self, first: int, stop: int) -> _Int64s:
+        """Where the documents from ``first`` up to ``stop`` (exclusive) begin, in ids, and where the last of them ends:
+        [documents + 1].
 
         Raises ``SourceError`` unless each of their sequences ends where the next one begins.
         """
-        at = self.documents_at[first : behind + 1].astype(np.int64)
-        begin, end = int(at[0]), int(at[-1])
-        if begin < 0 or end > len(self.lengths) or bool((np.diff(at) < 0).any()):
-            raise self._damaged("document edges", first, behind)
+        starts = self.document_starts[first : stop + 1].astype(np.int64)
+        begin, end = int(starts[0]), int(starts[-1])
+        if begin < 0 or end > len(self.lengths) or bool((np.diff(starts) < 0).any()):
+            raise self._damaged("document edges", first, stop)
         size = self.kind.itemsize
         # The last sequence of all ends where the file does.
         pointers = np.append(self.pointers[begin : end + 1], self.ids * size if end == len(self.pointers) else [])
         pointers = pointers.astype(np.int64, copy=False)
         lengths = self.lengths[begin:end]
         if bool((lengths < 0).any()) or pointers[0] < 0 or pointers[0] % size or pointers[-1] > self.ids * size:
-            raise self._damaged("sequences", first, behind)
+            raise self._damaged("sequences", first, stop)
         if not np.array_equal(np.diff(pointers), lengths.astype(np.int64) * size):
-            raise self._damaged("sequences", first, behind)
-        found: _Int64s = pointers[at - begin] // size
-        return found
+            raise self._damaged("sequences", first, stop)
+        edges: _Int64s = pointers[starts - begin] // size
+        return edges
 
-    def _damaged(self, what: str, first: int, behind: int) -> SourceError:
+    def _damaged(self, what: str, first: int, stop: int) -> SourceError:
         return SourceError(
-            f"{self.where}: the {what} of documents {first} to {behind - 1} do not lie one behind the other: it is "
+            f"{self.where}: the {what} of documents {first} to {stop - 1} do not lie one after the other: it is "
             "damaged, or no file that Megatron-LM wrote; write or copy it again"
         )

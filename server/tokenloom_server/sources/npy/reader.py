@@ -87,14 +87,13 @@ class NpySource(ShardedSource):
         if row > 0:
             # Only now: a corpus that is read from its beginning must not be scanned first.
             index = self._index(shard)
-            if row > index.row_count:
-                raise SourceError(f"{where} has {index.row_count} rows, but row {row} was asked for")
+            self._check_row(shard, row, index.row_count)
             first, position = index.seek(row)
         while position < ids.count:
             edges = self._edges(ids, position, where)
-            behind = max(row - first, 0)
-            if behind < len(edges) - 1:
-                yield from columns.rows(ids.rows(edges[behind:]), first + behind, where, valid=True)
+            skipped = max(row - first, 0)
+            if skipped < len(edges) - 1:
+                yield from columns.rows(ids.rows(edges[skipped:]), first + skipped, where, valid=True)
             first += len(edges) - 1
             position = int(edges[-1])
 
@@ -102,9 +101,9 @@ class NpySource(ShardedSource):
         """Where the rows begin that end in the next chunk, and where the last of them ends: [rows + 1]."""
         wanted = CHUNK_BYTES // ids.kind.itemsize
         while True:
-            behind = min(position + wanted, ids.count)
-            ends = np.flatnonzero(self._is_end(ids.numbers(position, behind))) + (position + 1)
-            if behind == ids.count and (not len(ends) or ends[-1] < ids.count):
+            end = min(position + wanted, ids.count)
+            ends = np.flatnonzero(self._is_end(ids.numbers(position, end))) + (position + 1)
+            if end == ids.count and (not len(ends) or ends[-1] < ids.count):
                 ends = np.append(ends, ids.count)
             if len(ends):
                 if int(ends[0]) - position > MAX_ROW_IDS:

@@ -75,7 +75,7 @@ class ListReader:
         Raises ``Unusual``; what was yielded before it stands.
         """
         try:
-            chunk = next(self._chunks.behind(self._file, group), None)
+            chunk = next(self._chunks.from_group(self._file, group), None)
             if chunk is None or chunk.physical_type != self._column.physical_type:
                 raise Unusual("a footer that contradicts itself")
             if chunk.levels < MIN_VALUES:
@@ -153,8 +153,8 @@ def _starts(begins: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
 def _absent(begins: npt.NDArray[np.int32], present: npt.NDArray[np.int32], column: ListColumn) -> npt.NDArray[np.int64]:
     """The levels that stand for no item, but for an empty list or for a null instead of one."""
     absent = np.flatnonzero(present != column.item_level)
-    behind = absent[absent + 1 < len(begins)] + 1
-    if bool((present[absent] > column.empty_level).any() or begins[absent].any() or begins[behind].any()):
+    after = absent[absent + 1 < len(begins)] + 1
+    if bool((present[absent] > column.empty_level).any() or begins[absent].any() or begins[after].any()):
         raise Unusual("a null among the ids, or levels that contradict each other")
     return absent
 

@@ -100,15 +100,15 @@ def chunks(file: File, leaf: int) -> Iterator[Chunk]:
 
 
 class Chunks:
-    """Those of one column of a file, gone through once however often the file is opened for one of its row groups."""
+    """The chunks of one column of a file, looked up once, however often the file is opened for a row group."""
 
     def __init__(self, leaf: int) -> None:
         self._leaf = leaf
         self._found: list[Chunk] = []
         self._more: Iterator[Chunk] | None = None
 
-    def behind(self, file: File, group: int) -> Iterator[Chunk]:
-        """From that of a row group on. ``file`` is asked for the footer, once. Raises what ``chunks`` does."""
+    def from_group(self, file: File, group: int) -> Iterator[Chunk]:
+        """The chunk of a row group, and those after it. The footer is read once. Raises what ``chunks`` does."""
         while True:
             while len(self._found) <= group:
                 if self._more is None:
@@ -191,7 +191,7 @@ def _page_v2(details: dict[int, Any], codec: int, body: memoryview, size: int) -
 
 
 def _sized(data: memoryview, at: int) -> tuple[memoryview, int]:
-    """Bytes with their length before them, and the position behind."""
+    """Bytes with their length before them, and the position after both."""
     end = at + 4 + int.from_bytes(data[at : at + 4], "little")
     if end > len(data):
         raise Unusual("levels that are longer than their page")

@@ -74,9 +74,7 @@ class ParquetSource(ShardedSource):
         with self._open_parquet(shard) as (file, parquet):
             self._check(shard, parquet)
             ends = self._group_ends[shard]
-            if row > ends[-1]:
-                where = self._where(self._shards[shard])
-                raise SourceError(f"{where} has {ends[-1]} rows, but row {row} was asked for")
+            self._check_row(shard, row, int(ends[-1]))
             chunks = self._chunks(shard, parquet, keep=row > 0)
             file.plan(self._ranges(file, chunks, int(np.searchsorted(ends, row, "right")) - 1))
             yield from self._read_groups(parquet, self._lists(file, parquet, chunks), shard, row)
@@ -91,9 +89,7 @@ class ParquetSource(ShardedSource):
             first_row, last_row = ends[group], ends[group + 1]
             for batch in self._read_group(file, group, size, where, lists, selection):
                 if first_row + len(batch) <= last_row:
-                    behind = max(row - first_row, 0)
-                    if behind < len(batch):
-                        yield from selection.rows(batch.slice(behind), first_row + behind, where)
+                    yield from selection.rows_from(row, batch, first_row, where)
                 first_row += len(batch)
             if first_row != last_row:
                 raise SourceError(
@@ -138,15 +134,15 @@ class ParquetSource(ShardedSource):
         return ListReader(file, column, chunks) if column is not None else None
 
     def _ranges(self, file: File, chunks: Chunks, group: int) -> Iterator[Range]:
-        """Where the column lies in a row group and in those behind it; ends where that does not show."""
+        """Where the column lies in a row group and in those after it; ends where that does not show."""
         try:
-            for chunk in chunks.behind(file, group):
+            for chunk in chunks.from_group(file, group):
                 yield Range(chunk.start, chunk.start + chunk.size)
         except parquet_pages.FAULTS as error:
             _log.debug("%s: nothing is read ahead: %s", file.name, error)
 
     def _chunks(self, shard: int, parquet: Any, keep: bool) -> Chunks:
-        """Those of the column; ``keep``: the file's footer is likely to be needed again."""
+        """The column's chunks; ``keep``: the file's footer is likely to be needed again."""
         known = self._footers.pop(shard, None)
         if known is None:
             names = [parquet.schema.column(i).path for i in range(len(parquet.schema))]
@@ -162,8 +158,7 @@ class ParquetSource(ShardedSource):
     def _check(self, shard: int, file: Any) -> None:
         if shard in self._group_ends:
             return
-        path = self._shards[shard].path
-        columns.check_same(columns.check_schema(file.schema_arrow, self._spec, path), self._content, self._spec, path)
+        self._check_schema(shard, file.schema_arrow)
         counts = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
         self._group_ends[shard] = np.cumsum([0, *counts], dtype=np.int64)
 

@@ -19,7 +19,7 @@ Fields = dict[int, Any]
 
 
 def unsigned(data: Sequence[int], at: int) -> tuple[int, int]:
-    """A variable-length integer, and the position behind it."""
+    """A variable-length integer, and the position after it."""
     value = shift = 0
     while (byte := data[at]) > 0x7F:
         value |= (byte & 0x7F) << shift
@@ -31,7 +31,7 @@ def unsigned(data: Sequence[int], at: int) -> tuple[int, int]:
 
 
 def read_struct(data: Sequence[int], at: int, depth: int = 2) -> tuple[Fields, int]:
-    """A structure's integers, booleans and, to a depth, structures; and the position behind it."""
+    """A structure's integers, booleans and, to a depth, structures; and the position after it."""
     fields: Fields = {}
     number = 0
     while head := data[at]:
@@ -67,7 +67,7 @@ def list_header(data: Sequence[int], at: int) -> tuple[int, int, int]:
 
 
 def skip(data: Sequence[int], at: int, kind: int) -> int:
-    """The position behind a value; of a structure, ``at`` may be any of its fields."""
+    """The position after a value; of a structure, ``at`` may be any of its fields."""
     if I16 <= kind <= I64:
         while data[at] > 0x7F:
             at += 1

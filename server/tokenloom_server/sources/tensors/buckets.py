@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import tempfile
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +21,9 @@ import xxhash
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.errors import SourceError
+from tokenloom_server.sources.progress import FileProgress
 from tokenloom_server.sources.tensors.source import FeatureSource
+from tokenloom_server.storage.local import replaced
 
 _log = logging.getLogger(__name__)
 
@@ -119,12 +117,13 @@ class _Coded(NamedTuple):
 
 def _build(source: FeatureSource, bucketing: Bucketing, name: str) -> BucketIndex:
     count = len(source.shards)
-    progress = _Progress(name, count)
+    progress = FileProgress(PROGRESS_S)
 
     def coded(shard: int) -> _Coded:
-        found = _coded(source, shard, bucketing)
-        progress.done()
-        return found
+        rows = _coded(source, shard, bucketing)
+        if (done := progress.file_done()) is not None:
+            _log.info("%s: bucket index: %d of %d files read", name, done, count)
+        return rows
 
     with ThreadPoolExecutor(THREADS, thread_name_prefix="buckets") as pool:
         shards = list(pool.map(coded, range(count)))
@@ -146,23 +145,6 @@ def _build(source: FeatureSource, bucketing: Bucketing, name: str) -> BucketInde
     return BucketIndex(keys=tuple(map(str, keys)), begins=begins, rows=rows, shard_ends=ends, left_out=left_out)
 
 
-class _Progress:
-    def __init__(self, name: str, count: int) -> None:
-        self._name = name
-        self._count = count
-        self._done = 0
-        self._told_at = time.monotonic()
-        self._lock = threading.Lock()
-
-    def done(self) -> None:
-        with self._lock:
-            self._done += 1
-            now = time.monotonic()
-            if now - self._told_at > PROGRESS_S:
-                self._told_at = now
-                _log.info("%s: bucket index: %d of %d files read", self._name, self._done, self._count)
-
-
 def _coded(source: FeatureSource, shard: int, bucketing: Bucketing) -> _Coded:
     where = source.where(shard)
     keys: dict[Any, int] = {}
@@ -177,10 +159,10 @@ def _coded(source: FeatureSource, shard: int, bucketing: Bucketing) -> _Coded:
         row += len(array)
         if bucketing.edges:
             edges = np.array(bucketing.edges)
-            at = np.searchsorted(edges, found, "left")
-            # Keys stay those of the edges, the one behind the last stands for none.
+            places = np.searchsorted(edges, found, "left")
+            # Keys stay those of the edges, the one after the last stands for none.
             own = np.append(np.array([keys.setdefault(int(edge), len(keys)) for edge in edges], np.int32), _LEFT_OUT)
-            codes.append(own[at])
+            codes.append(own[places])
             continue
         unique, inverse = _unique(found)
         own = np.array([keys.setdefault(key, len(keys)) for key in unique], np.int32)
@@ -251,7 +233,6 @@ def _values(array: Any, column: str, where: str) -> Any:
 
 
 def _save(index: BucketIndex, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     rows = np.ascontiguousarray(index.rows, index.rows.dtype.newbyteorder("<"))
     header = canonical(
         {
@@ -264,16 +245,10 @@ def _save(index: BucketIndex, path: Path) -> None:
             "checksum": xxhash.xxh3_128_hexdigest(rows.data),
         }
     ).encode()
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(len(header).to_bytes(8, "little"))
-            file.write(header.ljust(-(-len(header) // 8) * 8))
-            rows.tofile(file)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replaced(path) as file:
+        file.write(len(header).to_bytes(8, "little"))
+        file.write(header.ljust(-(-len(header) // 8) * 8))
+        file.write(rows.data)
 
 
 def _load(path: Path) -> BucketIndex:

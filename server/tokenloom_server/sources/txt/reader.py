@@ -9,15 +9,8 @@ import numpy as np
 import pyarrow as pa
 
 from tokenloom_server.sources import columns
-from tokenloom_server.sources.base import Content, Rows
-from tokenloom_server.sources.lines import Block, LinesSource, not_utf8, require_rows
-from tokenloom_server.sources.scheme import ReadRequest
-
-
-def open_txt(request: ReadRequest) -> LinesSource:
-    """Opens a source of plain text. Raises ``SourceError`` when all of its files are empty."""
-    require_rows(request)
-    return LinesSource(request, Content.TEXT, decode)
+from tokenloom_server.sources.base import Rows
+from tokenloom_server.sources.lines import Block, not_utf8
 
 
 def decode(block: Block, where: str) -> Iterator[Rows]:

@@ -28,9 +28,11 @@ class TxtScheme(Scheme):
         return location, column
 
     def open(self, request: ReadRequest) -> Source:
-        from tokenloom_server.sources.txt.reader import open_txt
+        from tokenloom_server.sources.lines import LinesSource, require_rows
+        from tokenloom_server.sources.txt.reader import decode
 
-        return open_txt(request)
+        require_rows(request)
+        return LinesSource(request, Content.TEXT, decode)
 
     def columns(self, file: File, path: str) -> Mapping[str, Content | None]:
         return {COLUMN: Content.TEXT}

@@ -15,7 +15,7 @@ from tokenloom_server.storage.hub.client import HubClient, HubRefused, retried
 COMMIT = re.compile(r"[0-9a-f]{40}")
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
-#: Bytes of a dataset's card at most: what lies behind them is no header.
+#: Bytes of a dataset's card at most: what comes after them is no header.
 CARD_BYTES = 16 * 2**20
 
 #: Folders of a repository that are listed one by one; then the whole is, since many sources may be parts of it.
@@ -63,26 +63,18 @@ class OnlineRepository:
 
     def __init__(self, client: HubClient, name: str, revision: str | None) -> None:
         """Resolves the revision; one request. Raises ``HubRefused`` and ``HubBusy``."""
-        behind = f"/revision/{quote(revision, safe='')}" if revision else ""
+        suffix = f"/revision/{quote(revision, safe='')}" if revision else ""
         # Alone: without it the answer names every file.
-        info, _ = client.get_json(f"api/datasets/{name}{behind}", {"expand": "sha"})
+        info, _ = client.get_json(f"api/datasets/{name}{suffix}", {"expand": "sha"})
         self._client = client
         try:
-            self._name, self._commit = str(info["id"]), str(info["sha"])
+            self.name, self.commit = str(info["id"]), str(info["sha"])
         except (KeyError, TypeError):
             raise _no_hub(client, "the description of a dataset") from None
-        if not _NAME.fullmatch(self._name) or not COMMIT.fullmatch(self._commit):
+        if not _NAME.fullmatch(self.name) or not COMMIT.fullmatch(self.commit):
             raise _no_hub(client, "the name and commit of a dataset")
         self._listed: dict[tuple[str, bool], Sequence[HubFile]] = {}
         self._lock = threading.Lock()
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def commit(self) -> str:
-        return self._commit
 
     def below(self, folder: str, *, deep: bool) -> Sequence[HubFile]:
         with self._lock:
@@ -102,7 +94,7 @@ class OnlineRepository:
         return None if whole is None else _in_folder(whole, folder, deep)
 
     def _list(self, folder: str, deep: bool) -> Sequence[HubFile]:
-        path = f"api/datasets/{self._name}/tree/{self._commit}" + (f"/{quote(folder, safe='')}" if folder else "")
+        path = f"api/datasets/{self.name}/tree/{self.commit}" + (f"/{quote(folder, safe='')}" if folder else "")
         query: dict[str, str] | None = {"recursive": str(deep), "expand": "False"}
         found: list[HubFile] = []
         while query is not None:
@@ -119,12 +111,12 @@ class OnlineRepository:
         return sorted(found, key=lambda file: file.path)
 
     def text(self, path: str) -> str | None:
-        cached = self._client.cached_file(self._name, self._commit, path)
+        cached = self._client.cached_file(self.name, self.commit, path)
         if cached is not None:
             return Path(cached).read_text(encoding="utf-8", errors="replace")
 
         def read() -> bytes:
-            address = f"{self._client.endpoint}/datasets/{self._name}/resolve/{self._commit}/{quote(path)}"
+            address = f"{self._client.endpoint}/datasets/{self.name}/resolve/{self.commit}/{quote(path)}"
             with self._client.ask("GET", address) as reply:
                 return reply.body(CARD_BYTES)
 
@@ -142,45 +134,35 @@ class CachedRepository:
     def __init__(self, client: HubClient, name: str, revision: str | None) -> None:
         """Raises ``HubRefused`` where the cache does not know the revision, or which files it has."""
         self._client = client
-        self._name = name
-        self._commit = self._resolved(revision)
-        tree = client.cached_tree(name, self._commit)
+        self.name = name
+        self.commit = self._resolved(revision)
+        tree = client.cached_tree(name, self.commit)
         if tree is None:
-            raise HubRefused(
-                "offline",
-                f"is not known at commit {self._commit} by the cache {client.cache_dir!r}, and HF_HUB_OFFLINE is set; "
-                f"while online: hf download {name} --repo-type dataset --revision {self._commit}",
-            )
+            raise self._offline(f"is not known at commit {self.commit} by the cache {client.cache_dir!r}", self.commit)
         self._files = sorted((self._known(file) for file in tree), key=lambda file: file.path)
 
     def _resolved(self, revision: str | None) -> str:
         if revision is not None and COMMIT.fullmatch(revision):
             return revision
-        folder = Path(self._client.cache_dir) / f"datasets--{self._name.replace('/', '--')}" / "refs"
+        folder = Path(self._client.cache_dir) / f"datasets--{self.name.replace('/', '--')}" / "refs"
         try:
             return (folder / (revision or "main")).read_text(encoding="utf-8").strip()
         except OSError:
-            branch = f" --revision {revision}" if revision else ""
-            raise HubRefused(
-                "offline",
-                f"is not in the cache {self._client.cache_dir!r} at {revision or 'main'!r}, and HF_HUB_OFFLINE is set; "
-                f"while online: hf download {self._name} --repo-type dataset{branch}",
-            ) from None
+            missing = f"is not in the cache {self._client.cache_dir!r} at {revision or 'main'!r}"
+            raise self._offline(missing, revision) from None
+
+    def _offline(self, missing: str, revision: str | None, path: str = "") -> HubRefused:
+        download = f"hf download {self.name}{path} --repo-type dataset" + (
+            f" --revision {revision}" if revision else ""
+        )
+        return HubRefused("offline", f"{missing}, and HF_HUB_OFFLINE is set; while online: {download}")
 
     def _known(self, file: Any) -> HubFile:
         """A ``RepoFile`` of the cache. The file itself is a link to one that is named by its digest."""
-        cached = self._client.cached_file(self._name, self._commit, file.path)
+        cached = self._client.cached_file(self.name, self.commit, file.path)
         digest = Path(cached).readlink().name if cached is not None and Path(cached).is_symlink() else ""
         kind = {64: "sha256", 40: "blob"}.get(len(digest))
         return HubFile(file.path, int(file.size), f"{kind}:{digest}" if kind else "")
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def commit(self) -> str:
-        return self._commit
 
     def below(self, folder: str, *, deep: bool) -> Sequence[HubFile]:
         return _in_folder(self._files, folder, deep)
@@ -188,14 +170,10 @@ class CachedRepository:
     def text(self, path: str) -> str | None:
         if all(file.path != path for file in self._files):
             return None
-        cached = self._client.cached_file(self._name, self._commit, path)
+        cached = self._client.cached_file(self.name, self.commit, path)
         if cached is None:
-            raise HubRefused(
-                "offline",
-                f"has {path!r} at commit {self._commit}, but the cache {self._client.cache_dir!r} does not, and "
-                f"HF_HUB_OFFLINE is set; while online: hf download {self._name} {path} --repo-type dataset "
-                f"--revision {self._commit}",
-            )
+            missing = f"has {path!r} at commit {self.commit}, but the cache {self._client.cache_dir!r} does not"
+            raise self._offline(missing, self.commit, f" {path}")
         return Path(cached).read_text(encoding="utf-8", errors="replace")
 
 

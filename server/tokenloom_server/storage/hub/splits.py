@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-#: Endings that stand behind that of the content.
+#: Endings that follow that of the content.
 COMPRESSED = ("gz", "zst", "bz2", "xz", "lz4")
 
 #: Files that are never data, whatever pattern they match.

@@ -21,39 +21,26 @@ import xxhash
 
 from tokenloom_server.core.hashing import Purpose, draw
 from tokenloom_server.sources import arrays, columns
-from tokenloom_server.sources.base import Content, Rows, Shard, Source
+from tokenloom_server.sources.base import Rows, Source
+from tokenloom_server.sources.wrapped import WrappedSource
 
 
-class HeldOut:
-    """Implements ``Source``: another one, of whose rows those on one side are empty.
+class HoldoutSource(WrappedSource):
+    """Another source, in which the rows of one side are empty.
 
-    Bad and filtered rows are told among those that are trained on: nobody knows what they hold.
+    Bad and filtered rows count as trained on, since nobody knows what they hold.
     """
 
     def __init__(self, source: Source, share: float, seed: int, *, gives_held: bool) -> None:
         """``share`` of the documents are held out; ``gives_held``: these are given, and not the others."""
-        self._source = source
+        super().__init__(source)
         # As the decimal that it is written as, so that the same rows are held out on every machine.
         self._limit = math.floor(Fraction(repr(share)) * 2**64)
         self._key = draw(seed, Purpose.HOLDOUT, 0, 0)
         self._gives_held = gives_held
 
-    @property
-    def content(self) -> Content:
-        return self._source.content
-
-    @property
-    def shards(self) -> tuple[Shard, ...]:
-        return self._source.shards
-
-    def row_count(self, shard: int) -> int:
-        return self._source.row_count(shard)
-
-    def blocks(self, shard: int) -> npt.NDArray[np.int64]:
-        return self._source.blocks(shard)
-
     def read(self, shard: int, row: int) -> Iterator[Rows]:
-        for rows in self._source.read(shard, row):
+        for rows in super().read(shard, row):
             held = self._held(rows.column)
             if self._gives_held:
                 yield Rows(rows.first_row, _blanked(rows.column, held))
@@ -74,8 +61,8 @@ class HeldOut:
         data = memoryview(content) if content is not None else memoryview(b"")
         digest, key, limit = xxhash.xxh3_64_intdigest, self._key, self._limit
         edges = (offsets.astype(np.int64) * width).tolist()
-        found = [digest(data[begin:end], key) < limit for begin, end in pairwise(edges)]
-        return np.array(found, np.bool_)
+        held = (digest(data[begin:end], key) < limit for begin, end in pairwise(edges))
+        return np.fromiter(held, np.bool_, len(edges) - 1)
 
 
 def _blanked(column: Any, keep: npt.NDArray[np.bool_]) -> Any:

@@ -1,4 +1,4 @@
-"""A source of which it is seen how long is waited for its rows: also where the operating system does not come back."""
+"""A source whose reads are noted while they last, so that a wait shows, also for a disk that never answers."""
 
 from __future__ import annotations
 
@@ -9,43 +9,35 @@ import numpy.typing as npt
 
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.sources import files
-from tokenloom_server.sources.base import Content, Rows, Shard, Source
+from tokenloom_server.sources.base import Rows, Source
+from tokenloom_server.sources.wrapped import WrappedSource
 from tokenloom_server.storage.io_stats import IoStats
 
 
-class Watched:
-    """Implements ``Source``: another one, whose reads are noted while they last."""
+class TimedSource(WrappedSource):
+    """Another source, whose reads are among the waits of ``IoStats`` while they last."""
 
     def __init__(self, source: Source, io_stats: IoStats, spec: Spec) -> None:
-        self._source = source
+        super().__init__(source)
         self._io_stats = io_stats
         self._spec = spec
 
-    @property
-    def content(self) -> Content:
-        return self._source.content
-
-    @property
-    def shards(self) -> tuple[Shard, ...]:
-        return self._source.shards
-
     def row_count(self, shard: int) -> int:
         with self._io_stats.waiting(self._where(shard), at_once=True):
-            return self._source.row_count(shard)
+            return super().row_count(shard)
 
     def blocks(self, shard: int) -> npt.NDArray[np.int64]:
         with self._io_stats.waiting(self._where(shard), at_once=True):
-            return self._source.blocks(shard)
+            return super().blocks(shard)
 
     def read(self, shard: int, row: int) -> Iterator[Rows]:
-        where = self._where(shard)
-        rows = self._source.read(shard, row)
+        where, iterator = self._where(shard), super().read(shard, row)
         while True:
             with self._io_stats.waiting(where, at_once=True):
-                found = next(rows, None)
-            if found is None:
+                rows = next(iterator, None)
+            if rows is None:
                 return
-            yield found
+            yield rows
 
     def _where(self, shard: int) -> str:
-        return files.where(self._spec, self._source.shards[shard])
+        return files.where(self._spec, self.shards[shard])
