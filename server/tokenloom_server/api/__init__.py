@@ -3,6 +3,6 @@
 In come gRPC calls (``grpc``) and HTTP requests (``rest``, with a module per resource, and ``page``); each is checked
 against the tokens (``auth``) by the scope that stands beside its RPC or route. Out go what a run's owners answer.
 
-``service`` finds a run by its name, ``served_run`` names the owner of each thing that may be asked of it, ``metrics`` is
+``service`` finds a run by its name, ``served_run`` names the owner of each thing that is asked of it, ``metrics`` is
 the table of all metrics, and ``server`` brings a server process up and closes it; ``local`` is one without a socket.
 """
