@@ -140,7 +140,7 @@ class Runs:
         origin = Origin.from_json(openings[0].parent_run) if openings else None
         timeline = Timeline(order, self._ledger.revisions(stored.uid, stored.stream), origin)
         in_force = timeline.as_revised()
-        # A file that was brought up to date behind a revision differs from the record, and from nothing in force.
+        # A file that was brought up to date after a revision differs from the record, and from nothing in force.
         if not differences_of_files(in_force, found):
             return order, None
         if revise is None:
@@ -167,7 +167,7 @@ class Runs:
 
     def stop(self) -> None:
         """Commits what is acknowledged and ends every run's threads; bounded."""
-        # All are told first, so that they end side by side: the bound is one for all of them.
+        # All are asked to end first, so that they end side by side: the bound is one for all of them.
         for served in self._runs.values():
             served.coordinator.stop(0.0)
         deadline = time.monotonic() + STOP_S
