@@ -24,7 +24,7 @@ from tokenloom_server.cli import app
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import SnapshotInvalid
-from tokenloom_server.order import snapshot
+from tokenloom_server.order import snapshot_encode
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.tools.checkpoint import report
 from tokenloom_server.tools.checkpoint.content import Child, Content, Node, read
@@ -57,7 +57,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         pipeline.advance(more)
         state = pipeline.state()
         template = order.record.template(UID, "train", 2)
-        text = snapshot.compose(template, base, state.sample_index, digest_hex(state.digest), state.total_tokens)
+        text = snapshot_encode.compose(template, base, state.sample_index, digest_hex(state.digest), state.total_tokens)
         found.append(text)
     return found
 

@@ -21,8 +21,10 @@ from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.records import StoredRun
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.revision import as_file, differences_of_files
-from tokenloom_server.order.timeline import Origin, Timeline
+from tokenloom_server.order.mixture_content import as_file
+from tokenloom_server.order.origin import Origin
+from tokenloom_server.order.revision import differences_of_files
+from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.reports.stats import ResumePoint
 from tokenloom_server.run.committer import Committer
 from tokenloom_server.run.coordinator import RunCoordinator

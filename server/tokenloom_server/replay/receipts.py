@@ -17,7 +17,7 @@ from tokenloom_proto.seal import canonical
 from tokenloom_server.core.state import ORDER_VERSION, SourceState, digest_hex
 from tokenloom_server.errors import BeyondHorizon
 from tokenloom_server.ledger.records import Opening, StoredRevision
-from tokenloom_server.order.revision import as_file
+from tokenloom_server.order.mixture_content import as_file
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.replay.past import Past
 from tokenloom_server.reports.receipt import (

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tokenloom_server.core.state import MAX_COUNTER
-from tokenloom_server.order.snapshot import FORMAT, VERSION
+from tokenloom_server.order.snapshot_document import FORMAT, VERSION
 from tokenloom_server.tools.checkpoint.content import INDEX, OLDER, SNAPSHOT, Child, Content, Node, Source, left_samples
 from tokenloom_server.tools.checkpoint.probabilities import points, policy_of
 
