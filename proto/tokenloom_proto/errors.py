@@ -82,7 +82,7 @@ class LedgerUnsafe(LedgerError):
 
 
 class LedgerRolledBack(LedgerError):
-    """The ledger is behind a commit that it has acknowledged: it lost data."""
+    """The ledger lacks a commit that it has acknowledged: it lost data."""
 
     #: What to do about it, whoever finds it; a sentence without its full stop.
     remedy: ClassVar[str] = (

@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
-from support.server_process import ServerProcess, run_module
+from support.server_process import ServerProcess
+from support.timelines import revised
 from support.trainer import World
+from tokenloom_server.catalog import open_catalog
+from tokenloom_server.config.mixture_file import parse
 from tokenloom_server.config.stream import TRAIN
-from tokenloom_server.errors import ConfigError
+from tokenloom_server.errors import ConfigError, SourceChanged
 from tokenloom_server.ledger.open import open_ledger
+from tokenloom_server.order.builder import create
+from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources.catalog import SourceCatalog
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "sources" / "plugins.md"
@@ -38,6 +45,17 @@ class Package:
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         (info / "entry_points.txt").write_text(f"[tokenloom.sources]\n{entry}\n")
+
+
+def tokenloom(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """A command in an interpreter of its own, which finds packages by ``PYTHONPATH``."""
+    return subprocess.run(
+        [sys.executable, "-m", "tokenloom_server", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+    )
 
 
 @pytest.fixture
@@ -97,18 +115,38 @@ def test_a_run_of_a_plugin_is_served_resumed_and_refused_at_another_version(
     assert plugins == {"csv": {"distribution": "acme-csv", "version": "1.0"}}
 
 
+def test_a_revision_that_names_one_records_it_and_is_refused_at_another_version(
+    package: Package, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(package.folder))
+    (tmp_path / "a.txt").write_text("a line of text\n" * 50, encoding="utf-8")
+    document = yaml.safe_load(mixture.read_text(encoding="utf-8"))
+    added = document["mixture"]["children"][0]
+    document["mixture"]["children"] = [{"source": "txt:a.txt:text"}]
+
+    def begun() -> Timeline:
+        return Timeline(create(parse(document, where="test", catalog=open_catalog(["csv"])), tmp_path, None))
+
+    timeline = revised(begun(), 4, add=[{"child": added}])
+    content = json.loads(timeline.revisions[0].content)
+    assert content["plugins"] == {"csv": {"distribution": "acme-csv", "version": "1.0"}}
+    package.install("1.1")
+    with pytest.raises(SourceChanged, match=r"comes from acme-csv 1\.1, but the run began with acme-csv 1\.0"):
+        begun().with_revisions(timeline.revisions)
+
+
 def test_commands_load_it_where_option_or_environment_allow_it(
     package: Package, mixture: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(package.folder))
-    refused = run_module("validate", mixture)
-    assert refused.status == 2
-    output = " ".join(refused.output.split())
+    refused = tokenloom("validate", mixture)
+    assert refused.returncode == 2
+    output = " ".join(refused.stdout.split())
     assert "comes from the package acme-csv 1.0, whose code is not run unless you allow it: start with " in output
     assert "--allow-plugins csv" in output
-    assert run_module("validate", mixture, *ALLOW).status == 0
+    assert tokenloom("validate", mixture, *ALLOW).returncode == 0
     monkeypatch.setenv("TOKENLOOM_ALLOW_PLUGINS", "csv")
-    assert run_module("plan", mixture, "--json").status == 0
+    assert tokenloom("plan", mixture, "--json").returncode == 0
 
 
 def test_one_that_is_not_there_is_refused() -> None:

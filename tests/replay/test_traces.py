@@ -419,7 +419,7 @@ def test_samples_before_and_behind_revisions_are_told_by_the_rows_they_had(
         held = []
         for to, revision in zip((7, 30, 60), revisions, strict=True):
             rank.train(to)
-            held.append(served.revising.revise(revision).sample_index)
+            held.append(served.revision_handler.revise(revision).sample_index)
         assert held == sorted(set(held))
         rank.train(10**6)
         told_as_received(served, rank, sorted(rank.samples))
@@ -448,7 +448,7 @@ def test_a_generation_from_before_a_revision_is_told_without_it(
         first = Rank0(served, "a").train(60)
         text, _ = served.history.snapshot(20)
         second = Rank0(served, "b", text.encode()).train(24)
-        index = served.revising.revise(change(drop=[PROSE])).sample_index
+        index = served.revision_handler.revise(change(drop=[PROSE])).sample_index
         assert 24 < index < 50
         second.train(60)
         assert second.samples[59] != first.samples[59]
@@ -478,7 +478,7 @@ def test_a_peek_ahead_takes_a_revision_that_comes_or_is_told_that_it_came_too_la
         monkeypatch.setattr("tokenloom_server.replay.peek.REST_S", 0.0)
         assert isinstance(resting.next(0.01, lambda: False), Waiting)
         assert resting._replay.rests
-        index = served.revising.revise(change(drop=[PROSE])).sample_index
+        index = served.revision_handler.revise(change(drop=[PROSE])).sample_index
         assert 6 < index < 60
         near.progress(6, 100)
         rank.train(10**6)
@@ -511,7 +511,7 @@ def test_a_skip_that_was_pinned_before_a_revision_takes_it(
         coordinator = served.coordinator
         text, _ = served.history.snapshot(8)
         coordinator.ledger.pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, served.past.pin(text, 60))
-        index = served.revising.revise(change(drop=[PROSE])).sample_index
+        index = served.revision_handler.revise(change(drop=[PROSE])).sample_index
         assert index < 60
         behind = Rank0(served, "b")
         assert (behind.opening.start_index, behind.opening.skipped) == (68, 60)
@@ -528,13 +528,13 @@ def test_a_generation_whose_revision_was_dropped_since_is_not_told_without_it(
     with serving(folder, tmp_path, flat([CODE, PROSE, WIKI], window_steps=4)) as served:
         first = Rank0(served, "a").train(4)
         text, _ = served.history.snapshot(4)
-        index = served.revising.revise(change(drop=[PROSE])).sample_index
+        index = served.revision_handler.revise(change(drop=[PROSE])).sample_index
         for to in range(8, 60, 4):
             first.train(to)
         told_as_received(served, first, range(56))
         second = Rank0(served, "b", text.encode()).train(5)
         told_as_received(served, first, range(56), 1)
-        served.revising.drop(1)
+        served.revision_handler.drop(1)
         told_as_received(served, second, range(4, 5))
         for at in (index - 1, index, 50):
             with pytest.raises(SnapshotInvalid, match="a revision was dropped"):

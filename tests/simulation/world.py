@@ -474,7 +474,7 @@ class World(Scheduler):
         if self.rng.random() < 0.4:
             asked["sample_index"] = coordinator.view().first_revisable + self.rng.choice([0, 1, 7, 30])
         try:
-            revision = server.served.revising.revise(MixtureChange.model_validate(asked))
+            revision = server.served.revision_handler.revise(MixtureChange.model_validate(asked))
         except (ConfigError, LedgerError) as error:
             self.note(server.name, "no revision", error.name, str(error))
         except BeyondHorizon as error:
@@ -513,7 +513,7 @@ class World(Scheduler):
         number = self.rng.randint(1, len(coordinator.timeline.revisions))
         self.checker.asked_to_drop(coordinator.timeline.revisions[number - 1 :])
         try:
-            server.served.revising.drop(number)
+            server.served.revision_handler.drop(number)
         except (BeyondHorizon, LedgerError, NotFound) as error:
             self.note(server.name, "nothing dropped", error.name)
         else:

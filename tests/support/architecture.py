@@ -60,7 +60,7 @@ ONLY: dict[str, frozenset[str]] = {
     f"{SERVER}.run.slots": frozenset(),
     f"{SERVER}.run.delivery": frozenset({"order.pipeline"}),
     f"{SERVER}.run.generation": frozenset(
-        {"core", "errors", "order.batch_schedule", "order.pipeline", "run.delivery", "run.slots"},
+        {"core", "errors", "order.batch_schedule", "order.pipeline", "run.delivery", "run.sizing", "run.slots"},
     ),
 }
 

@@ -89,7 +89,7 @@ class Message:
     def batch(self, step: int, pool: ArrayPool) -> Batch:
         """The batch of a step, counted from 0 in the message.
 
-        No tensor is a view of another. Autograd is told of each write, and must not take one into the labels, or
+        No tensor is a view of another. Autograd hears of each write, and must not take one into the labels, or
         into a later step, for one into the ids that it keeps.
         """
         layout, ids = self._layout, self._ids[step]

@@ -171,9 +171,9 @@ class TokenLRScheduler(LRScheduler):
         if len(base_lrs) != len(self.base_lrs):
             raise ValueError(f"the state has {len(base_lrs)} parameter groups, the optimizer {len(self.base_lrs)}")
         total_tokens = _tokens("total_tokens", state_dict["total_tokens"])
-        given = [float(base) for base in self.base_lrs]
-        if [float(base) for base in base_lrs] != given:
-            log.warning("base_lrs: the loaded %s replaces %s", base_lrs, given)
+        own_lrs = [float(base) for base in self.base_lrs]
+        if [float(base) for base in base_lrs] != own_lrs:
+            log.warning("base_lrs: the loaded %s replaces %s", base_lrs, own_lrs)
         if set(state_dict) == _KEYS:
             for key in _SCHEDULE:
                 if state_dict[key] != getattr(self, key):

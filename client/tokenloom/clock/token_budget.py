@@ -84,14 +84,14 @@ class TokenBudget:
                 "at the last one's, %d: its steps are not those that the run will have",
                 plan["run"], samples, tokens, length,
             )  # fmt: skip
-        found = plan["until_tokens"] if plan["ends"] else _one_epoch(plan)
+        data_tokens = plan["until_tokens"] if plan["ends"] else _one_epoch(plan)
         return cls(
             context_length=length,
             batch_size=dataset.batch_size,
             world_size=dataset.world_size,
             accumulate=dataset.accumulate,
             shifts_inside=plan["labels"] == "same",
-            dataset_samples=None if found is None else found // length,
+            dataset_samples=None if data_tokens is None else data_tokens // length,
             ends=plan["ends"],
             parameters=parameters,
             factor=factor,
@@ -188,5 +188,5 @@ class TokenBudget:
 
 def _one_epoch(plan: Mapping[str, Any]) -> int | None:
     """Tokens of one epoch of every source of a plan, where all are known."""
-    found = [source["tokens_per_epoch"] for source in plan["sources"] if source["rows"] is not None]
-    return None if None in found else sum(found)
+    epochs = [source["tokens_per_epoch"] for source in plan["sources"] if source["rows"] is not None]
+    return None if None in epochs else sum(epochs)

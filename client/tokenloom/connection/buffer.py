@@ -171,8 +171,8 @@ class StepBuffer:
         return time.monotonic() - self._heard_at > SILENCE_S
 
     def all_committed(self) -> bool:
-        """Whether the data ended, the trainer has all of it, and the ledger, too: other ranks may be behind,
-        and until they are not, a restarted server has to be told again."""
+        """Whether the data ended, the trainer has all of it, and the ledger, too: other ranks may be slower, and
+        until they are done a restarted server has to hear it again."""
         return self.drained and self.nothing_to_commit()
 
     def nothing_to_commit(self) -> bool:
@@ -241,15 +241,15 @@ class StepBuffer:
                     self._report.notify_all()
                 if self.silent():
                     on_silence()
-                what = self._waiting_for or "nothing that it names"
+                obstacle = self._waiting_for or "nothing that it names"
                 if waited_s > self._timeout_s:
                     raise ServerUnavailable(
-                        f"no batch for {self._timeout_s:g} s (batch_timeout_s); waiting for: {what}. See the server's "
-                        "log; where it is back, next() goes on"
+                        f"no batch for {self._timeout_s:g} s (batch_timeout_s); waiting for: {obstacle}. See the "
+                        "server's log; where it is back, next() goes on"
                     )
                 if waited_s > patience_s:
                     patience_s += PATIENCE_S
-                    log.warning("no batch for %.0f s; waiting for: %s", waited_s, what)
+                    log.warning("no batch for %.0f s; waiting for: %s", waited_s, obstacle)
             self._starved = False
             self._waits.note(self.taken, time.perf_counter() - began)
             if self._error is not None and len(self._steps) < count:

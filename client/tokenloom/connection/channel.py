@@ -86,8 +86,8 @@ def times_out(error: grpc.RpcError) -> bool:
 
 def retry_for_s(error: grpc.RpcError) -> float | None:
     """For how long the server says that trying again makes sense; None where it does not say."""
-    found = _metadata(error, "tokenloom-retry-for-s")
-    return float(found) if found else None
+    seconds = _metadata(error, "tokenloom-retry-for-s")
+    return float(seconds) if seconds else None
 
 
 def _name(error: grpc.RpcError) -> str:

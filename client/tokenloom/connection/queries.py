@@ -22,17 +22,17 @@ Answer = TypeVar("Answer")
 def plan(address: Address, credentials: Credentials, until_tokens: int, timeout_s: float) -> dict[str, Any]:
     """The run's plan from its beginning; 0: as far as its data go."""
     request = wire.PlanRequest(run=address.run, until_tokens=until_tokens)
-    answer = _ask(address, credentials, timeout_s, lambda stub, given: stub.Plan(request, **given))
-    found: dict[str, Any] = json.loads(answer.plan_json)
-    return found
+    answer = _ask(address, credentials, timeout_s, lambda stub, options: stub.Plan(request, **options))
+    document: dict[str, Any] = json.loads(answer.plan_json)
+    return document
 
 
 def stats(address: Address, credentials: Credentials, timeout_s: float) -> dict[str, Any]:
     """The run's figures."""
     request = wire.StatsRequest(run=address.run)
-    answer = _ask(address, credentials, timeout_s, lambda stub, given: stub.Stats(request, **given))
-    found: dict[str, Any] = json.loads(answer.stats_json)
-    return found
+    answer = _ask(address, credentials, timeout_s, lambda stub, options: stub.Stats(request, **options))
+    document: dict[str, Any] = json.loads(answer.stats_json)
+    return document
 
 
 def _ask(
@@ -47,8 +47,8 @@ def _ask(
     while True:
         with open_channel(address, next(targets), credentials) as channel:
             try:
-                given = {"timeout": max(retry.remaining_s(), 0.001), "metadata": credentials.metadata}
-                return call(DataLoaderStub(channel), given)
+                options = {"timeout": max(retry.remaining_s(), 0.001), "metadata": credentials.metadata}
+                return call(DataLoaderStub(channel), options)
             except grpc.RpcError as error:
                 delay_s = retry.next_delay_s()
                 if delay_s is None or not retryable(error):

@@ -111,13 +111,13 @@ class Reporter:
             yield report
 
     def _send(self, channel: grpc.Channel, report: Report) -> None:
-        asked = self._request
+        request = self._request
         message = wire.ReportRequest(
-            run=asked.address.run,
-            stream=asked.stream,
+            run=request.address.run,
+            stream=request.stream,
             run_uid=self._opening.run_uid,
             generation=self._opening.generation,
-            attempt=asked.topology.attempt,
+            attempt=request.topology.attempt,
             sample_index=report.sample_index,
             total_tokens=report.total_tokens,
             step=report.step,
@@ -128,16 +128,16 @@ class Reporter:
             loss=report.loss,
             learning_rate=report.learning_rate,
         )
-        DataLoaderStub(channel).Report(message, timeout=CALL_S, metadata=asked.credentials.metadata)
+        DataLoaderStub(channel).Report(message, timeout=CALL_S, metadata=request.credentials.metadata)
 
     def _failed(self, error: grpc.RpcError | TokenloomError, report: Report) -> None:
         later = False
-        found = error
+        reason = error
         if isinstance(error, grpc.RpcError):
             later = retryable(error) or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            found = failure(error, self._request.address)
+            reason = failure(error, self._request.address)
         with self._wakes:
-            self._warn(f"{type(found).__name__}: {found}")
+            self._warn(f"{type(reason).__name__}: {reason}")
             if later:
                 # It waits on: the server may be back soon. The thread that closes wakes this one.
                 self._wakes.wait_for(lambda: self._closing, PAUSE_S)

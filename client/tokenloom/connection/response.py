@@ -62,45 +62,45 @@ def _read_around_ids(data: bytes) -> Response:
     return Response(message, batches, memoryview(data)[ids:ids_end])
 
 
-def _find(key: int, data: bytes, at: int, end: int) -> tuple[int, int, int]:
+def _find(key: int, data: bytes, offset: int, end: int) -> tuple[int, int, int]:
     """Where the one field with a key begins, where its content does, and where both end.
 
     Raises ``_Unusual``, or ``IndexError``, unless there is exactly one (several would have to be merged).
     """
-    found = None
-    while at < end:
-        begin = at
-        field, at = (data[at], at + 1) if data[at] < 0x80 else _varint(data, at)
+    field_bounds = None
+    while offset < end:
+        begin = offset
+        field, offset = (data[offset], offset + 1) if data[offset] < 0x80 else _varint(data, offset)
         kind = field & 7
         if kind == _LENGTH_DELIMITED:
-            size, at = (data[at], at + 1) if data[at] < 0x80 else _varint(data, at)
+            size, offset = (data[offset], offset + 1) if data[offset] < 0x80 else _varint(data, offset)
             if field == key:
-                if found is not None:
+                if field_bounds is not None:
                     raise _Unusual
-                found = begin, at, at + size
-            at += size
+                field_bounds = begin, offset, offset + size
+            offset += size
         elif kind == _VARINT:
-            while data[at] >= 0x80:
-                at += 1
-            at += 1
+            while data[offset] >= 0x80:
+                offset += 1
+            offset += 1
         elif kind == _FIXED64:
-            at += 8
+            offset += 8
         elif kind == _FIXED32:
-            at += 4
+            offset += 4
         else:
             raise _Unusual
-    if found is None or at != end:
+    if field_bounds is None or offset != end:
         raise _Unusual
-    return found
+    return field_bounds
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def _varint(data: bytes, offset: int) -> tuple[int, int]:
     """A number of several bytes, and where it ends."""
     value = shift = 0
-    while data[at] >= 0x80:
-        value |= (data[at] & 0x7F) << shift
+    while data[offset] >= 0x80:
+        value |= (data[offset] & 0x7F) << shift
         shift += 7
-        at += 1
-    if not data[at]:
+        offset += 1
+    if not data[offset]:
         raise _Unusual  # longer than need be
-    return value | data[at] << shift, at + 1
+    return value | data[offset] << shift, offset + 1

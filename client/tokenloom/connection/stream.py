@@ -150,14 +150,14 @@ class Connection:
     def _keep_streaming(self) -> None:
         retry = Retry(self._request.options.reconnect_timeout_s, len(self._request.address.targets))
         while True:
-            began, had = time.monotonic(), self.buffer.received_through
+            began, received = time.monotonic(), self.buffer.received_through
             broken = self._stream()
             if broken is None:
                 return
             if self.buffer.closing:
                 self._report_once()
                 return
-            if self.buffer.received_through > had or self._heard_at - began > SOUND_STREAM_S:
+            if self.buffer.received_through > received or self._heard_at - began > SOUND_STREAM_S:
                 retry.reset()
             delay_s = retry.next_delay_s()
             if delay_s is None:
@@ -265,27 +265,27 @@ class Connection:
 
     def stream_open(self, consumed: Point) -> wire.StreamRequest:
         """The first message of a stream: who we are, and where it goes on."""
-        asked = self._request
-        received = self.buffer.received
+        request = self._request
+        received_point = self.buffer.received
         return wire.StreamRequest(
             open=wire.StreamOpen(
-                run=asked.address.run,
-                stream=asked.stream,
+                run=request.address.run,
+                stream=request.stream,
                 run_uid=self.opening.run_uid,
                 generation=self.opening.generation,
-                attempt=asked.topology.attempt,
-                rank=asked.topology.rank,
+                attempt=request.topology.attempt,
+                rank=request.topology.rank,
                 nonce=self._nonce,
-                received_through=received.sample_index,
-                received_digest=received.digest,
+                received_through=received_point.sample_index,
+                received_digest=received_point.digest,
                 committed_through=self.buffer.committed_through,
                 server_epoch=self._server_epoch,
                 progress=self.progress(consumed),
                 document_starts=self.opening.layout.document_starts,
-                peek=asked.peek,
-                batch_size=0 if asked.counted else self.opening.layout.batch_size,
-                samples=asked.samples or 0,
-                world_size=0 if asked.samples is None else asked.topology.world_size,
+                peek=request.peek,
+                batch_size=0 if request.counted else self.opening.layout.batch_size,
+                samples=request.samples or 0,
+                world_size=0 if request.samples is None else request.topology.world_size,
                 process=topology.process(),
             )
         )

@@ -163,13 +163,13 @@ def _shared(store: Store, prefix: str, rank: int, world_size: int, timeout_s: fl
     answered: dict[int, bytes] = dict.fromkeys(range(1, world_size), b"")
     while answered:
         for other, known in list(answered.items()):
-            found = value_of(store, f"{prefix}/asked-{other}")
+            question = value_of(store, f"{prefix}/asked-{other}")
             # Looked at in this order: after its confirmation a rank may ask for its next dataset.
             if value_of(store, f"{prefix}/{attempt}-{other}"):
                 del answered[other]
-            elif found != known:
-                answered[other] = found
-                store.set(f"{prefix}/answer-{found.decode()}", attempt)
+            elif question != known:
+                answered[other] = question
+                store.set(f"{prefix}/answer-{question.decode()}", attempt)
         if answered and time.monotonic() > deadline:
             absent = ", ".join(map(str, list(answered)[:8])) + (", …" if len(answered) > 8 else "")
             raise ValueError(

@@ -31,8 +31,8 @@ class Waits:
     def read(self, taken: int) -> Waited:
         """``taken``: the steps up to now. A step that was ready was waited for no time."""
         steps, self._seen = taken - self._seen, taken
-        found = Waited(
+        waited = Waited(
             self._last_s if self._last_step == taken - 1 else 0.0, self._total_s / max(1, steps), self._longest_s
         )
         self._total_s = self._longest_s = 0.0
-        return found
+        return waited

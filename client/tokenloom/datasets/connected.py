@@ -60,17 +60,17 @@ class ConnectedDataset(BatchDataset):
         stream: str = TRAIN,
         columns: Iterable[str],
         device: str | torch.device | None,
-        **asked: Any,
+        **fields: Any,
     ) -> None:
         """``slot_of`` gives this process's slot by the run's name; it may wait for other ranks, so all else is checked
-        before. ``asked`` are further fields of ``Request``."""
+        before. ``fields`` are further fields of ``Request``."""
         super().__init__()
         options = connection or ConnectionOptions()
-        asked["columns"] = check_columns(columns)
-        asked["device"] = resolve(device) if device is not None else None
+        fields["columns"] = check_columns(columns)
+        fields["device"] = resolve(device) if device is not None else None
         server, topology = _find_server(url, options, stream, slot_of)
         #: What a Join asks for, where no state was loaded.
-        self._request = Request(server=server, topology=topology, stream=stream, options=options, **asked)
+        self._request = Request(server=server, topology=topology, stream=stream, options=options, **fields)
         closer = weakref.finalize(self, server.share().release)
         self._server_closer: weakref.finalize[[], ConnectedDataset] | None = closer
         # In memory that forked and spawned DataLoader workers share, so that the trainer's copy can
@@ -116,13 +116,13 @@ class ConnectedDataset(BatchDataset):
         """What the run will be, from its beginning to the end of its data or up to so many total tokens, if nothing is
         changed: the document of ``GET /v1/runs/{run}/plan``. Where data never end and no ``tokens`` are given,
         ``ends`` is false. It does not depend on how far the run is, and needs no Join."""
-        asked = self._request
-        return queries.plan(asked.address, asked.credentials, tokens or 0, asked.options.connect_timeout_s)
+        request = self._request
+        return queries.plan(request.address, request.credentials, tokens or 0, request.options.connect_timeout_s)
 
     def stats(self) -> dict[str, Any]:
         """The run's figures as the server has them now: the document of ``GET /v1/runs/{run}/stats``. Needs no Join."""
-        asked = self._request
-        return queries.stats(asked.address, asked.credentials, asked.options.connect_timeout_s)
+        request = self._request
+        return queries.stats(request.address, request.credentials, request.options.connect_timeout_s)
 
     def metrics(self) -> dict[str, float]:
         """Figures of this rank for experiment trackers; all 0 before the Join. Costs no step anything, and asks nobody.

@@ -46,7 +46,7 @@ def check_collation(caller: FrameType | None) -> None:
     fetcher = caller.f_locals.get("self")
     if getattr(fetcher, "auto_collation", False) and getattr(fetcher, "collate_fn", None) is default_collate:
         raise RuntimeError(
-            "this DataLoader makes batches (batch_size=1 unless it is told otherwise), but this dataset gives whole "
+            "this DataLoader makes batches (batch_size=1 unless another is given), but this dataset gives whole "
             "batches already, so tensors would get one dimension more: use DataLoader(dataset, batch_size=None); the "
             "samples of a rank and step are the dataset's own batch_size"
         )

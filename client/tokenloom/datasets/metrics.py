@@ -15,10 +15,17 @@ def read(connection: Connection | None) -> dict[str, float]:
     if connection is None:
         return dict.fromkeys(NAMES, 0)
     buffer = connection.buffer
-    waited, at = buffer.waits(), buffer.consumed
-    figures = (
-        *(1000 * waited.last_s, 1000 * waited.mean_s, 1000 * waited.longest_s),
-        *(buffer.waiting_steps(), buffer.capacity_steps, buffer.taken, at.total_tokens - buffer.start.total_tokens),
-        *(at.sample_index, at.total_tokens, max(0, at.sample_index - buffer.committed_through), connection.reconnects),
-    )
-    return dict(zip(NAMES, figures, strict=True))
+    waited, point = buffer.waits(), buffer.consumed
+    return {
+        "wait_ms_last": 1000 * waited.last_s,
+        "wait_ms_mean": 1000 * waited.mean_s,
+        "wait_ms_max": 1000 * waited.longest_s,
+        "queue_steps": buffer.waiting_steps(),
+        "queue_capacity_steps": buffer.capacity_steps,
+        "steps": buffer.taken,
+        "tokens": point.total_tokens - buffer.start.total_tokens,
+        "sample_index": point.sample_index,
+        "total_tokens": point.total_tokens,
+        "uncommitted_samples": max(0, point.sample_index - buffer.committed_through),
+        "reconnects": connection.reconnects,
+    }

@@ -35,12 +35,12 @@ class OrderDataset(ConnectedDataset, ResumableDataset):
         *,
         fork_from: Mapping[str, Any] | None = None,
         at_end: Literal["stop", "raise"] = "stop",
-        **asked: Any,
+        **fields: Any,
     ) -> None:
         """``fork_from``: the state of another run that this one begins at, where none is loaded; the rest as for
         ``ConnectedDataset``."""
         self._fork = Loaded.read(fork_from) if fork_from is not None else None
-        super().__init__(url, slot_of, connection, **asked)
+        super().__init__(url, slot_of, connection, **fields)
         self._start = Loaded.start(self.run, self.stream)
         self._at_end = at_end
 
@@ -80,10 +80,10 @@ class OrderDataset(ConnectedDataset, ResumableDataset):
     def _join(self) -> None:
         fork = self._fork if self._loaded is None else None
         loaded = self._loaded or fork
-        asked = self._request
+        request = self._request
         if loaded is not None:
-            asked = replace(asked, resume="", state=loaded.text, fork=fork is not None)
-        connection = self._connect(asked)
+            request = replace(request, resume="", state=loaded.text, fork=fork is not None)
+        connection = self._connect(request)
         start, skipped = connection.opening.start, connection.opening.skipped_samples
         if loaded is not None:
             _check_start(connection, loaded)

@@ -34,9 +34,9 @@ class TrainingDataset(OrderDataset):
         fork_from: Mapping[str, Any] | None,
         accumulate: int,
         at_end: Literal["stop", "raise"],
-        **asked: Any,
+        **fields: Any,
     ) -> None:
-        """``asked``: further fields of ``Request``."""
+        """``fields``: further fields of ``Request``."""
         check_count("accumulate", accumulate)
         prefetched = connection.prefetch_steps if connection else None
         if prefetched is not None and prefetched < accumulate:
@@ -52,11 +52,11 @@ class TrainingDataset(OrderDataset):
             raise ValueError(f"fork_from begins a new run, and resume={resume!r} goes on with one: give one of them")
         if isinstance(batch_size, int):
             check_count("batch_size", batch_size)
-            asked["batch_size"] = batch_size
+            fields["batch_size"] = batch_size
         elif batch_size is not None:
-            asked["batch_sizes"] = BatchSchedule.read(batch_size, accumulate).sizes
-        asked |= {"resume": resume or "", "accumulate": accumulate}
-        super().__init__(url, slot_of, connection, fork_from=fork_from, at_end=at_end, **asked)
+            fields["batch_sizes"] = BatchSchedule.read(batch_size, accumulate).sizes
+        fields |= {"resume": resume or "", "accumulate": accumulate}
+        super().__init__(url, slot_of, connection, fork_from=fork_from, at_end=at_end, **fields)
 
     @property
     def accumulate(self) -> int:
@@ -74,30 +74,30 @@ class TrainingDataset(OrderDataset):
     ) -> EvaluationDataset:
         """This run's data to evaluate on, for the same rank, with the same connection and by the same server, also
         where the job has started that: see ``EvaluationDataset``. What is not given is as it is here. Close both."""
-        asked = self._request
+        request = self._request
         return EvaluationDataset(
-            asked.server,
-            batch_size or asked.batch_size,
+            request.server,
+            batch_size or request.batch_size,
             stream=stream,
             samples=samples,
             rank=self.rank,
             world_size=self.world_size,
-            columns=asked.columns if columns is None else columns,
-            device=asked.device if device is None else device,
-            connection=asked.options,
+            columns=request.columns if columns is None else columns,
+            device=request.device if device is None else device,
+            connection=request.options,
         )
 
     def peek(
         self, at: int | str | Mapping[str, Any] | None = None, *, columns: Iterable[str] | None = None
     ) -> PeekDataset:
         """A look at this run's order, by the same server: see ``PeekDataset``. Close both."""
-        asked = self._request
+        request = self._request
         return PeekDataset(
-            asked.server,
-            asked.batch_size or None,
+            request.server,
+            request.batch_size or None,
             at=at,
-            columns=asked.columns if columns is None else columns,
-            connection=asked.options,
+            columns=request.columns if columns is None else columns,
+            connection=request.options,
         )
 
     def report(  # type: ignore[override]

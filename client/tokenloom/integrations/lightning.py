@@ -170,8 +170,8 @@ class TokenloomDataModule(LightningDataModule):
 
     @property
     def _callbacks(self) -> list[Callback]:
-        found: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
-        return found
+        callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
+        return callbacks
 
     @property
     def _trainer(self) -> Trainer:
@@ -258,10 +258,10 @@ class _Loader:
             if fetched.place.sample_index == index:
                 self._begun = fetched.place
                 return
-        found = f"one with sample_index={index}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+        kind = f"one with sample_index={index}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
         raise RuntimeError(
             "Lightning trains on a batch that is not one of this data module's: each must come with the sample_index "
-            f"that it was given out with, and this is {found}. Leave sample_index in the batch where "
+            f"that it was given out with, and this is {kind}. Leave sample_index in the batch where "
             "on_before_batch_transfer or a collate changes it, and let training_step take a batch, not dataloader_iter"
         )
 

@@ -6,40 +6,30 @@ batch. One of them, the leader, is a rank of the run; the others get what it get
     leader   RemoteDataset.next() → frame: [header | numbers and tensors, one after the other] ─┐
     peers    ◀── broadcast (gloo, CPU) ─────────────────────────────────────────────────────────┘
              tensors over the frame's memory; a History, so that each process can write the state
-
-A frame has the room that the last batch needed. What does not fit, or comes seldom (a layout, the state at a boundary,
-an end, an error), follows in a second broadcast, of which the header says how long it is. Nothing is pickled.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from tokenloom_proto.batch_schedule import Sizes
-from tokenloom_proto.errors import JoinRefused, named
+from tokenloom_proto.errors import JoinRefused
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import get_worker_info
 
-from tokenloom.batch.frame import frame_layout, read_frame, write_frame
+from tokenloom.batch.frame import frame_layout, read_frame
 from tokenloom.batch.layout import IGNORED, Batch
 from tokenloom.connection.join import RunFacts, Source
 from tokenloom.connection.options import ConnectionOptions
 from tokenloom.datasets.base import ResumableDataset
+from tokenloom.datasets.peer_line import BATCH, END, MADE, OPENED, PeerLine
 from tokenloom.datasets.remote import RemoteDataset
 from tokenloom.snapshot import KEY, Base, History, Loaded, Older, Point
 
-#: What a message is.
-MADE, OPENED, BATCH, END, ERROR = range(5)
-#: int64 numbers at a frame's begin: the kind, bytes of JSON and of a body that follow, sample index, total tokens, and
-#: two of the digest.
-HEADER = 8
 #: Peers wait so much longer than their leader may wait for the server, seconds.
 MARGIN_S = 60.0
 #: A batch's columns with a place for each token.
@@ -128,7 +118,7 @@ class GroupDataset(ResumableDataset):
         connection = connection or ConnectionOptions()
         self._rank = rank
         self._world_size = world_size
-        self._line = _Line.open(peers, _peer_timeout_s(connection))
+        self._line = PeerLine.open(peers, _peer_timeout_s(connection))
         self._dataset: RemoteDataset | None = None
         self._batches: Iterator[Batch] | None = None
         self._layout: dict[str, Any] = {}
@@ -318,101 +308,6 @@ def context_slice(batch: Batch, rank: int, size: int, *, labels: str, load_balan
         if name in whole:
             whole[name] = torch.cat([whole[name][:, part * width : (part + 1) * width] for part in parts], dim=1)
     return cast("Batch", whole)
-
-
-class _Message(NamedTuple):
-    kind: int
-    place: tuple[int, int, str]
-    document: dict[str, Any]
-    body: NDArray[np.uint8]
-
-
-class _Line:
-    """The broadcasts of a group, in the order in which all its processes make them."""
-
-    def __init__(self, group: dist.ProcessGroup | None, leader: int) -> None:
-        """``group``: None where the leader has no peers."""
-        self._group = group
-        self.leader = leader
-        self.leads = dist.get_rank() == leader
-        # Bytes of a body that a frame has room for.
-        self._room = 0
-
-    @classmethod
-    def open(cls, peers: Sequence[int], timeout_s: float) -> _Line:
-        """On all processes of a group at the same time."""
-        if dist.get_rank() not in peers:
-            raise ValueError(f"this process (global rank {dist.get_rank()}) is none of the peers {list(peers)}")
-        group = None
-        if len(peers) > 1:
-            # Of its own, on the CPU, so that its order is nobody else's business. Known to its members only: a job
-            # may have thousands of such groups.
-            group = dist.new_group(
-                list(peers), timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True
-            )
-        return cls(group, peers[0])
-
-    def send_error(self, error: Exception) -> None:
-        """Tells the peers what this process raises."""
-        self.send(ERROR, {"name": type(error).__name__, "message": str(error)})
-
-    def send(
-        self,
-        kind: int,
-        document: Mapping[str, Any] | None = None,
-        point: Point | None = None,
-        batch: Batch | None = None,
-        layout: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Tells the peers, with a batch whose layout they know or find in the document."""
-        if self._group is None:
-            return
-        text = json.dumps(document).encode() if document else b""
-        size = layout["bytes"] if layout else 0
-        fits = not size or size == self._room
-        frame = np.empty(8 * HEADER + self._room, np.uint8)
-        numbers = frame[: 8 * HEADER].view(np.int64)
-        numbers[:] = 0
-        numbers[:3] = kind, len(text), 0 if fits else size
-        if point is not None:
-            numbers[3:5] = point.sample_index, point.total_tokens
-            numbers[5:7] = np.frombuffer(bytes.fromhex(point.digest), np.int64)
-        rest = np.empty(len(text) + (0 if fits else size), np.uint8)
-        rest[: len(text)] = np.frombuffer(text, np.uint8)
-        if batch is not None and layout is not None:
-            write_frame(batch, layout, frame[8 * HEADER :] if fits else rest[len(text) :])
-        self._broadcast(frame)
-        if len(rest):
-            self._broadcast(rest)
-        if not fits:
-            self._room = size
-
-    def receive(self, *kinds: int) -> _Message:
-        """What the leader tells; raises the error that it tells of."""
-        frame = np.empty(8 * HEADER + self._room, np.uint8)
-        self._broadcast(frame)
-        kind, text_bytes, size, *place = frame[: 8 * HEADER].view(np.int64)[:5].tolist()
-        rest = np.empty(text_bytes + size, np.uint8)
-        if len(rest):
-            self._broadcast(rest)
-        document = json.loads(rest[:text_bytes].tobytes()) if text_bytes else {}
-        body = frame[8 * HEADER :]
-        if size:
-            self._room = size
-            body = rest[text_bytes:].copy()  # to begin where numbers may
-        if kind == ERROR:
-            raise self._error(document)
-        assert kind in kinds, f"the leader tells {kind} where {kinds} was expected"
-        digest = frame[40:56].tobytes().hex()
-        return _Message(kind, (place[0], place[1], digest), document, body)
-
-    def _broadcast(self, data: NDArray[np.uint8]) -> None:
-        dist.broadcast(torch.from_numpy(data), src=self.leader, group=self._group)
-
-    def _error(self, document: Mapping[str, str]) -> Exception:
-        name, message = document["name"], document["message"]
-        error = named(name, f"{message} (met by global rank {self.leader}, which leads this model-parallel group)")
-        return error if type(error).__name__ == name else RuntimeError(str(error))
 
 
 def _plain(base: Base) -> list[Any]:

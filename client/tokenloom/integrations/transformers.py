@@ -167,11 +167,11 @@ class TokenloomMixin(_Trainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """As Trainer's own; of a ``RemoteDataset`` this rank's batches, without what is not for the model."""
-        found = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(found, str):
-            found = self.eval_dataset[found]
-        if isinstance(found, ConnectedDataset):
-            return _loader(found, _inputs)
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]
+        if isinstance(dataset, ConnectedDataset):
+            return _loader(dataset, _inputs)
         loader: DataLoader[Any] = super().get_eval_dataloader(eval_dataset)
         return loader
 
@@ -346,12 +346,12 @@ def last_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
     """The newest checkpoint in a folder that was saved whole, for ``train(resume_from_checkpoint=…)``; None where there
     is none. One that a job was killed in the midst of is left out."""
     folder = Path(output_dir)
-    found = [
+    checkpoints = [
         (int(match[1]), path)
         for path in (folder.iterdir() if folder.is_dir() else ())
         if (match := _CHECKPOINT.fullmatch(path.name)) and path.is_dir()
     ]
-    for _, path in sorted(found, reverse=True):
+    for _, path in sorted(checkpoints, reverse=True):
         if _is_whole(path):
             return str(path)
         log.warning("%s was not saved to the end and is left out", path)
@@ -385,14 +385,14 @@ def _state_of(checkpoint: Path) -> Mapping[str, Any]:
 def _check_arguments(args: TrainingArguments) -> None:
     """Refuses what means another way to read data."""
     reads = "each process reads its own batches, which are fetched in the background already"
-    for name, found, wanted, why in (
+    for name, value, wanted, why in (
         ("dataloader_num_workers", args.dataloader_num_workers, 0, reads),
         ("accelerator_config.dispatch_batches", bool(args.accelerator_config.dispatch_batches), False, reads),
         ("accelerator_config.split_batches", bool(args.accelerator_config.split_batches), False, reads),
         ("auto_find_batch_size", args.auto_find_batch_size, False, "the batch size is the dataset's"),
     ):
-        if found != wanted:
-            raise ValueError(f"{name}={found!r} is not for a RemoteDataset: {why}. Set it to {wanted!r}")
+        if value != wanted:
+            raise ValueError(f"{name}={value!r} is not for a RemoteDataset: {why}. Set it to {wanted!r}")
 
 
 def _inputs(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -133,10 +133,10 @@ class ChildServer:
                 if self._closing.is_set():
                     return
                 attempts = attempts + 1 if time.monotonic() - began < SOUND_S else 1
-                told = f"the server of {self.mixture} ended with {_status(status)}; its log is {self.log}"
+                ending = f"the server of {self.mixture} ended with {_status(status)}; its log is {self.log}"
                 if attempts >= ATTEMPTS:
-                    raise ServerUnavailable(f"{told}, {attempts} times in a row:\n{_tail(self.log, 0)}")
-                log.warning("%s; starting it again", told)
+                    raise ServerUnavailable(f"{ending}, {attempts} times in a row:\n{_tail(self.log, 0)}")
+                log.warning("%s; starting it again", ending)
         except Exception as error:
             failure = error if isinstance(error, TokenloomError) else ServerUnavailable(f"{self.mixture}: {error}")
             with self._lock:
@@ -227,9 +227,9 @@ def _folder(mixture: Path) -> Path:
     """Where the server's log goes: beside the mixture file, or where that cannot be, among temporary files. For each
     host a folder, since several may train on one file system, and in it one for each mixture file, since the jobs of
     several may lie in one folder and start at once."""
-    found = mixture.resolve()
-    beside = found.parent
-    folder = beside / FOLDER / socket.gethostname() / found.name
+    path = mixture.resolve()
+    beside = path.parent
+    folder = beside / FOLDER / socket.gethostname() / path.name
     try:
         if beside.is_dir():  # else the server tells, which looks for the mixture file there
             folder.mkdir(parents=True, exist_ok=True)
@@ -239,7 +239,7 @@ def _folder(mixture: Path) -> Path:
         pass
     # The same one at each launch: there is the address that the last one had.
     own = Path(tempfile.gettempdir()) / f"tokenloom-{os.getuid()}"
-    folder = own / f"server-{hashlib.sha256(os.fsencode(found)).hexdigest()[:16]}"
+    folder = own / f"server-{hashlib.sha256(os.fsencode(path)).hexdigest()[:16]}"
     try:
         own.mkdir(mode=0o700, exist_ok=True)
         there = own.lstat()  # anybody may make such a folder, or a link, among temporary files
@@ -267,10 +267,10 @@ def _port_before(address_file: Path, host: str) -> int:
 
 def _read(ready_file: Path) -> dict[str, Any] | None:
     try:
-        found: dict[str, Any] = json.loads(ready_file.read_text(encoding="utf-8"))
+        ready: dict[str, Any] = json.loads(ready_file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found
+    return ready
 
 
 def _environment(environment: Mapping[str, str], token: str) -> dict[str, str]:
@@ -292,8 +292,8 @@ def _why(file: Path, begin: int, what: str) -> TokenloomError:
     """The error that a server ended with, as its log has it from ``begin`` on."""
     tail = _tail(file, begin)
     text = _since(file, begin)
-    for found in reversed(list(_ERROR.finditer(text))):
-        error = named(found[1], text[found.end() :].strip())
+    for match in reversed(list(_ERROR.finditer(text))):
+        error = named(match[1], text[match.end() :].strip())
         if type(error) is not TokenloomError:
             return error
     return ServerUnavailable(f"{what}; the end of its log, {file}:\n{tail}")

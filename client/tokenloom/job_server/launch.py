@@ -42,7 +42,7 @@ _SERVERS = ChildServers()
 
 
 class LaunchServer(RunServer):
-    """A rank's part in the server of a launch: rank 0 starts it, the others are told its address."""
+    """A rank's part in the server of a launch: rank 0 starts it, and gives the others its address."""
 
     in_job = True
 

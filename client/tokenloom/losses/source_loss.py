@@ -111,7 +111,7 @@ class SourceLoss:
             alias = known.get(source, f"source {source}")
             named[alias if alias not in named else f"{alias} ({source})"] = source
         count = sum(tokens)
-        found = MeanLosses(
+        means = MeanLosses(
             losses={name: by_id[source][0] for name, source in named.items()},
             tokens={name: by_id[source][1] for name, source in named.items()},
             loss=sum(total) / count if count else None,
@@ -130,7 +130,7 @@ class SourceLoss:
             self._sums, self._room = None, 2 * self._room
         else:
             sums.zero_()
-        return found
+        return means
 
     def report(self, found: MeanLosses, *, step: int | None = None, learning_rate: float | None = None) -> None:
         """Shows what was reduced at the server: in its figures, metrics and page. Rank 0 sends it, in the background; a
@@ -157,9 +157,9 @@ class SourceLoss:
 
     def log(self, *, step: int | None = None, learning_rate: float | None = None) -> MeanLosses:
         """``reduce()``, and ``report()`` of it."""
-        found = self.reduce()
-        self.report(found, step=step, learning_rate=learning_rate)
-        return found
+        means = self.reduce()
+        self.report(means, step=step, learning_rate=learning_rate)
+        return means
 
     def _sums_on(self, device: torch.device) -> torch.Tensor:
         if self._sums is None:

@@ -32,7 +32,7 @@ def token_losses(
         logits, labels = logits[:, :-1], labels[:, 1:]
     samples, length = labels.shape
     rows = max(1, chunk_tokens // max(1, length))
-    found = []
+    rows_of_losses = []
     for top in range(0, samples, rows):
         parts = []
         for left in range(0, length, chunk_tokens):
@@ -42,5 +42,5 @@ def token_losses(
                 logits[here].float().flatten(0, 1), wanted.flatten(), ignore_index=IGNORED, reduction="none"
             )
             parts.append(losses.view(wanted.shape))
-        found.append(torch.cat(parts, dim=1))
-    return torch.cat(found)
+        rows_of_losses.append(torch.cat(parts, dim=1))
+    return torch.cat(rows_of_losses)

@@ -16,12 +16,12 @@ from tokenloom_server.replay.saved_snapshots import SavedSnapshots
 from tokenloom_server.replay.start_points import StartPoints
 from tokenloom_server.replay.trace import Traces
 from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.fork import Forking
+from tokenloom_server.run.fork import ForkHandler
 from tokenloom_server.run.history import History
 from tokenloom_server.run.join import JoinHandler
 from tokenloom_server.run.leadership import Leadership
 from tokenloom_server.run.losses import Losses
-from tokenloom_server.run.revise import Revising
+from tokenloom_server.run.revise import RevisionHandler
 from tokenloom_server.run.stats import StatsReader
 from tokenloom_server.run.streams import Streams
 
@@ -40,17 +40,17 @@ class ServedRun:
         self.coordinator = coordinator
         self.leadership = leadership
         self.history = History(coordinator)
-        self.revising = Revising(coordinator)
-        self.forking = Forking(coordinator, self.history, other)
-        self.join_handler = JoinHandler(coordinator, self.history, self.revising, self.forking)
+        self.revision_handler = RevisionHandler(coordinator)
+        self.fork_handler = ForkHandler(coordinator, self.history, other)
+        self.join_handler = JoinHandler(coordinator, self.history, self.revision_handler, self.fork_handler)
         self.losses = Losses(coordinator)
         self.stats = StatsReader(coordinator, self.losses)
         self.past = Past(coordinator, self.history)
         self.peeks = Peeks(coordinator, self.history, self.past)
         self.evaluations = Evaluations(coordinator, streams)
         self.snapshots = SavedSnapshots(coordinator, self.history)
-        self.start_points = StartPoints(coordinator, self.history, self.snapshots, self.past, self.forking)
-        self.mixture = Mixture(coordinator, self.revising)
+        self.start_points = StartPoints(coordinator, self.history, self.snapshots, self.past, self.fork_handler)
+        self.mixture = Mixture(coordinator, self.revision_handler)
         self.receipts = Receipts(coordinator, self.history, self.past, self.stats)
         self.traces = Traces(coordinator, self.history, self.past, self.evaluations)
         self._planner = Planner()

@@ -118,7 +118,7 @@ class Runs:
         coordinator.start(Producer(coordinator), Committer(coordinator))
         leadership.start()
         if change is not None:
-            served.revising.revise(change)
+            served.revision_handler.revise(change)
         return served
 
     def _refuse_one_too_many(self, where: str) -> None:

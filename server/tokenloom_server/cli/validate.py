@@ -75,7 +75,7 @@ def validate(
     if run_config.batching is None:
         out.print(f"tokeniser engine: {engine}; vocabulary: {record.vocab_size:,}; ids travel as {record.dtype.name}")
     for name in streams.names:
-        out.print(f"stream to evaluate on: {name}, of {streams.told(name)}", highlight=False)
+        out.print(f"stream to evaluate on: {name}, of {streams.described(name)}", highlight=False)
     for warning in builder.warnings(record):
         out.print(f"warning: {warning}", style="yellow")
     if samples.ended is not None:

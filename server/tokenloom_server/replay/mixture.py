@@ -9,13 +9,13 @@ from tokenloom_server.replay.receipts import revision_info
 from tokenloom_server.reports.receipt import RevisionInfo
 from tokenloom_server.reports.stats import MixtureInfo, PhaseInfo
 from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.revise import Revising
+from tokenloom_server.run.revise import RevisionHandler
 
 
 class Mixture:
     """The mixture of one run."""
 
-    def __init__(self, coordinator: RunCoordinator, revising: Revising) -> None:
+    def __init__(self, coordinator: RunCoordinator, revising: RevisionHandler) -> None:
         self._coordinator = coordinator
         self._revising = revising
 
@@ -50,8 +50,9 @@ class Mixture:
         )
 
     def revise(self, change: MixtureChange) -> RevisionInfo:
-        """Changes the mixture from a sample index on; returns once that is durable. Raises what ``Revising.revise``
-        raises."""
+        """Changes the mixture from a sample index on; returns once that is durable.
+
+        Raises what ``RevisionHandler.revise`` raises."""
         revision = self._revising.revise(change)
         return revision_info(self._coordinator.timeline, revision, self._coordinator.committed_through)
 

@@ -9,7 +9,7 @@ from tokenloom_server.replay.past import Past
 from tokenloom_server.replay.saved_snapshots import SavedSnapshots
 from tokenloom_server.reports.stats import ResumePoint
 from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.fork import Forking
+from tokenloom_server.run.fork import ForkHandler
 from tokenloom_server.run.history import History
 
 _log = logging.getLogger(__name__)
@@ -27,13 +27,13 @@ class StartPoints:
         history: History,
         snapshots: SavedSnapshots,
         past: Past,
-        forking: Forking,
+        forks: ForkHandler,
     ) -> None:
         self._coordinator = coordinator
         self._history = history
         self._snapshots = snapshots
         self._past = past
-        self._forking = forking
+        self._forks = forks
 
     def restore(
         self,
@@ -83,7 +83,7 @@ class StartPoints:
 
     def fork(self, text: str) -> ResumePoint:
         """Where another run stood, as its snapshot says. Raises ``ConfigError`` where this run has begun, and what
-        ``Forking.fork`` raises."""
+        ``ForkHandler.fork`` raises."""
         run = self._coordinator
         stored = run.ledger.read_run(run.name, run.stream)
         if stored is not None and stored.opening is not None:
@@ -91,7 +91,7 @@ class StartPoints:
                 f"run {run.name!r} has begun (generation {stored.opening.generation}), and a fork is a new run: give "
                 "it another name in its mixture file"
             )
-        own = self._forking.fork(text)
+        own = self._forks.fork(text)
         run.ledger.pin(run.uid, run.stream, run.lease.epoch, self._past.pin(own, 0))
         point = self._history.parse(own)
         assert point.digest is not None, "a fork begins from a snapshot"

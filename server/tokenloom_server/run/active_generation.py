@@ -59,7 +59,7 @@ class GenerationView(NamedTuple):
     #: Steps that are produced and not committed, and how many may be.
     held_steps: int = 0
     window_steps: int = 1
-    #: When all of its ranks had been heard; None where one was not.
+    #: By when all of its ranks were heard, by the coordinator's clock; None where one was not.
     heard_at: float | None = None
     ranks: Sequence[RankView] = ()
 

@@ -25,7 +25,6 @@ from tokenloom_server.errors import (
     NotLeader,
     OrderMismatch,
     ServerStopping,
-    SourceError,
     TokenloomError,
 )
 from tokenloom_server.ledger.records import Commit, Opening, StoredRun
@@ -380,13 +379,11 @@ class RunCoordinator(StreamCommands):
 
     # --- failures ----------------------------------------------------------------------------------
 
-    def fail(self, active: ActiveGeneration, error: TokenloomError) -> None:
-        """Stops the run with an error, if the generation is still the present one."""
+    def fail(self, active: ActiveGeneration, error: TokenloomError, level: int = logging.ERROR) -> None:
+        """Stops the run with an error, if the generation is still the present one; ``level`` is the log's."""
         with self._lock:
             if active is self._active:
-                self._stop_for_all(error)
-            else:
-                self._wakes.everyone()
+                self._stop_for_all(error, level)
 
     def on_commit_failed(self, active: ActiveGeneration, error: TokenloomError) -> None:
         """The ledger refused a commit of a generation for good."""
@@ -394,13 +391,3 @@ class RunCoordinator(StreamCommands):
             self.fail(active, error)
         elif active is self._active:
             self.on_lease_lost(error)
-
-    def end_with_interpreter(self, active: ActiveGeneration) -> None:
-        """As ``fail``, where this process is ending, which is nobody's fault."""
-        with self._lock:
-            if active is self._active:
-                self._error = SourceError(
-                    "this process ends with its main thread, so no more samples are read: let that wait for the one "
-                    "that trains"
-                )
-            self._wakes.everyone()

@@ -19,7 +19,7 @@ from tokenloom_server.run.history import History
 from tokenloom_server.sources.scheme import scheme_of
 
 
-class Forking:
+class ForkHandler:
     """Forks of other runs into one that has not begun. Thread-safe."""
 
     def __init__(self, coordinator: RunCoordinator, history: History, parent: Callable[[str], History | None]) -> None:
@@ -29,19 +29,19 @@ class Forking:
         self._parent = parent
 
     def fork(self, text: str | bytes) -> str:
-        """The snapshot of this run at the place that another run's snapshot tells.
+        """The snapshot of this run at the place that another run's snapshot names.
 
         Cursors of the sources that both have stay, exactly; the others begin at their first row. Sample index, tokens
         and rolling digest go on. Raises ``SnapshotInvalid`` for what cannot be carried over, ``JoinRefused`` where
         this run has begun.
         """
         coordinator = self._coordinator
-        found = snapshot.foreign(text)
-        if found is None:
+        foreign = snapshot.foreign(text)
+        if foreign is None:
             raise SnapshotInvalid("the state is of a run that has not begun: there is nothing to fork")
-        if found.run == coordinator.name:
+        if foreign.run == coordinator.name:
             raise SnapshotInvalid(
-                f"the state is of run {found.run!r} itself: load it with load_state_dict, or give the fork another "
+                f"the state is of run {foreign.run!r} itself: load it with load_state_dict, or give the fork another "
                 "name in its mixture file"
             )
         with coordinator.one_change():
@@ -49,44 +49,44 @@ class Forking:
             stored = coordinator.ledger.read_run(coordinator.name, coordinator.stream)
             begun = stored is not None and stored.opening is not None
             origin = coordinator.timeline.origin
-            if origin is None or not _is_at(origin, found):
+            if origin is None or not _is_at(origin, foreign):
                 if begun:
                     raise JoinRefused(
-                        f"run {coordinator.name!r} has begun already, and not from sample {found.sample_index} of "
-                        f"{found.run!r}: a fork is a new run; give it another name in its mixture file"
+                        f"run {coordinator.name!r} has begun already, and not from sample {foreign.sample_index} of "
+                        f"{foreign.run!r}: a fork is a new run; give it another name in its mixture file"
                     )
-                origin = self._origin(text, found)
+                origin = self._origin(text, foreign)
                 coordinator.put_in_force(epoch, coordinator.timeline.with_origin(origin))
             template = coordinator.order.record.template(coordinator.uid, coordinator.stream, 0)
             return snapshot.compose(template, origin.state, origin.sample_index, origin.digest, origin.total_tokens)
 
-    def _origin(self, text: str | bytes, found: Foreign) -> Origin:
+    def _origin(self, text: str | bytes, foreign: Foreign) -> Origin:
         """Where this run begins; its state is that of the other run's sources as far as this run has them."""
         coordinator = self._coordinator
-        self._refuse_other_tokens(found)
-        theirs, same = self._sources(text, found)
+        self._refuse_other_tokens(foreign)
+        theirs, same = self._sources(text, foreign)
         if same is None:
-            self._refuse_other_batches(found)
+            self._refuse_other_batches(foreign)
         ours = {source.source for source in coordinator.order.config.sources}
         kept = [source.state for source in theirs if source.spec in ours]
         origin = Origin(
-            run=found.run,
-            uid=found.run_uid or "",
-            generation=found.generation or 0,
-            sample_index=found.sample_index,
-            total_tokens=found.total_tokens,
-            digest=found.digest,
+            run=foreign.run,
+            uid=foreign.run_uid or "",
+            generation=foreign.generation or 0,
+            sample_index=foreign.sample_index,
+            total_tokens=foreign.total_tokens,
+            digest=foreign.digest,
             # Those of the run that theirs was forked from are among them.
-            left_samples=found.sample_index - sum(source.samples for source in kept),
-            left_tokens=found.total_tokens - sum(source.tokens for source in kept),
+            left_samples=foreign.sample_index - sum(source.samples for source in kept),
+            left_tokens=foreign.total_tokens - sum(source.tokens for source in kept),
         )
         timeline = coordinator.timeline.with_origin(origin)
         state = same if same is not None else _transplanted(timeline, origin, {each.spec: each for each in theirs})
         return replace(origin, state=timeline.encode(state))
 
-    def _refuse_other_tokens(self, found: Foreign) -> None:
+    def _refuse_other_tokens(self, foreign: Foreign) -> None:
         ours = self._coordinator.order.record.template("", self._coordinator.stream, 0)["tokenizer"]
-        theirs = found.tokenizer or {}
+        theirs = foreign.tokenizer or {}
         if theirs.get("digest") == ours["digest"] and "none" in (theirs.get("engine"), ours["engine"]):
             return  # in one of them every source holds ids, and so do those that both have
         if theirs != ours:
@@ -95,17 +95,17 @@ class Forking:
                 "counted in tokens, so a fork needs the same tokeniser and engine"
             )
 
-    def _refuse_other_batches(self, found: Foreign) -> None:
+    def _refuse_other_batches(self, foreign: Foreign) -> None:
         """A place among batches from buckets is one only where these are made in the same way."""
-        parent, ours = self._parent(found.run), self._coordinator.order
+        parent, ours = self._parent(foreign.run), self._coordinator.order
         if ours.config.batching is None:
             return
         if parent is None:
             raise SnapshotInvalid(
-                f"whether run {found.run!r} made its batches as this one does cannot be told: serve its mixture file "
+                f"whether run {foreign.run!r} made its batches as this one does cannot be told: serve its mixture file "
                 "with this server, too (tokenloom serve A.yaml B.yaml)"
             )
-        theirs = parent.order_at(found.sample_index)
+        theirs = parent.order_at(foreign.sample_index)
         there = {source.source: source.id for source in theirs.config.sources}
         compared = [
             (field, getattr(theirs.config, field), getattr(ours.config, field))
@@ -122,41 +122,41 @@ class Forking:
         for field, before, now in compared:
             if before != now:
                 raise SnapshotInvalid(
-                    f"{field}: {before!r} in run {found.run!r}, {now!r} in {ours.name!r}: its batches would be others, "
-                    "and a place among them another one; make them the same"
+                    f"{field}: {before!r} in run {foreign.run!r}, {now!r} in {ours.name!r}: its batches would be "
+                    "others, and a place among them another one; make them the same"
                 )
 
-    def _sources(self, text: str | bytes, found: Foreign) -> tuple[tuple[Source, ...], State | None]:
+    def _sources(self, text: str | bytes, foreign: Foreign) -> tuple[tuple[Source, ...], State | None]:
         """The other run's sources at the sample index; and its state, where this run has the same rules."""
         coordinator = self._coordinator
         ours = coordinator.order.record.template("", coordinator.stream, 0)
-        fields = (found.config_digest, found.manifest_digest)
-        carries = found.revisions or found.origin
+        fields = (foreign.config_digest, foreign.manifest_digest)
+        carries = foreign.revisions or foreign.origin
         plain = fields == (ours["config_digest"], ours["manifest_digest"]) and not carries
         same = plain and not coordinator.timeline.revisions
-        parent = self._parent(found.run)
+        parent = self._parent(foreign.run)
         if parent is not None:
             state = parent.forward(parent.parse(text))
             _refuse_other_documents(parent.order_at(state.sample_index), coordinator.order)
             return _named(parent.order_at(state.sample_index), state), state if same else None
         if same:
-            point = snapshot.parse(text, {**ours, "run": found.run}, coordinator.timeline.shape_at)
+            point = snapshot.parse(text, {**ours, "run": foreign.run}, coordinator.timeline.shape_at)
             state = self._history.forward(point)
             return _named(coordinator.timeline.at(state.sample_index), state), state
-        told_at = found.resume_state.sample_index
-        if told_at == found.sample_index:
-            for source in found.sources():
+        state_index = foreign.resume_state.sample_index
+        if state_index == foreign.sample_index:
+            for source in foreign.sources():
                 drawn = source.shuffle != "none" or source.state.lanes
-                if drawn and source.spec in coordinator.timeline.at(found.sample_index).record.specs:
+                if drawn and source.spec in coordinator.timeline.at(foreign.sample_index).record.specs:
                     raise SnapshotInvalid(
-                        f"source {source.spec!r} is shuffled in run {found.run!r}, so where it stands means something "
-                        "under that run's mixture only: serve its mixture file with this server, too (tokenloom serve "
-                        "A.yaml B.yaml)"
+                        f"source {source.spec!r} is shuffled in run {foreign.run!r}, so where it stands means "
+                        "something under that run's mixture only: serve its mixture file with this server, too "
+                        "(tokenloom serve A.yaml B.yaml)"
                     )
-            return found.sources(), None
+            return foreign.sources(), None
         raise SnapshotInvalid(
-            f"the state tells where the sources of run {found.run!r} stood at sample {told_at}, and to go "
-            f"forward to sample {found.sample_index} takes that run's mixture: serve its mixture file with this "
+            f"the state tells where the sources of run {foreign.run!r} stood at sample {state_index}, and to go "
+            f"forward to sample {foreign.sample_index} takes that run's mixture: serve its mixture file with this "
             "server, too (tokenloom serve A.yaml B.yaml)"
         )
 
@@ -205,13 +205,13 @@ def _refuse_another_shuffle(
     """What a shuffled source's place means follows from all that draws its order."""
     before_files, files = theirs.record.shards[known.id], ours.record.shards[source.id]
     if source.shuffle == "shards" and source.lanes == 1:
-        files = files[: len(before_files)]  # those behind have a turn of their own
+        files = files[: len(before_files)]  # those after them have a turn of their own
     for field, before, now in (
         *((name, getattr(known, name), getattr(source, name)) for name in ("shuffle", "shuffle_window_rows", "lanes")),
         ("seed", theirs.config.seed, ours.config.seed),
         ("place in the mixture (source id)", known.id, source.id),
-        ("files", *(", ".join(shard.path for shard in found[:5]) for found in (before_files, files))),
-        ("files' fingerprints", *({shard.fingerprint for shard in found} for found in (before_files, files))),
+        ("files", *(", ".join(shard.path for shard in shards[:5]) for shards in (before_files, files))),
+        ("files' fingerprints", *({shard.fingerprint for shard in shards} for shards in (before_files, files))),
     ):
         if before != now:
             raise SnapshotInvalid(
@@ -221,8 +221,8 @@ def _refuse_another_shuffle(
             )
 
 
-def _is_at(origin: Origin, found: Foreign) -> bool:
-    there = (found.run, found.run_uid or "", found.sample_index, found.digest)
+def _is_at(origin: Origin, foreign: Foreign) -> bool:
+    there = (foreign.run, foreign.run_uid or "", foreign.sample_index, foreign.digest)
     return (origin.run, origin.uid, origin.sample_index, origin.digest) == there
 
 

@@ -18,6 +18,7 @@ from tokenloom_server.errors import AttemptUsed, BeyondHorizon, Fenced, JoinRefu
 from tokenloom_server.order.batch_schedule import Ramp
 from tokenloom_server.order.pipeline import StepGroup
 from tokenloom_server.run.delivery import Delivery, EndOfData
+from tokenloom_server.run.sizing import horizon_of
 from tokenloom_server.run.slots import Slot, Slots
 
 #: Ranks that a message names, at most.
@@ -59,7 +60,7 @@ class Generation:
         # After a restart of the server, production begins again at the boundary before the committed step.
         self.produced = self.released = self.first_needed
         self._first_group = self.ramp.at_step(self.produced).group_number(self.produced)
-        self.horizon = self._horizon()
+        self.horizon = horizon_of(self.ramp, self.windows, self.committed)
 
     @property
     def window_steps(self) -> int:
@@ -102,13 +103,13 @@ class Generation:
 
     def group_of(self, step: int) -> StepGroup:
         """The group that holds a step (0-based)."""
-        at = self.ramp.at_step(step).group_number(step) - self._first_group
-        if 0 <= at < len(self.groups):
-            return self.groups[at]
+        index = self.ramp.at_step(step).group_number(step) - self._first_group
+        if 0 <= index < len(self.groups):
+            return self.groups[index]
         raise BeyondHorizon(f"step {step} of generation {self.number} is not held; steps {self.committed} on are")
 
     def digest_after(self, steps: int) -> str:
-        """The rolling digest behind the first ``steps`` steps of those that are held."""
+        """The rolling digest after the first ``steps`` steps of those that are held."""
         if steps == self.ramp.group_begin(steps):
             for group in self.groups:
                 if group.begin == self.index_of(steps):
@@ -159,7 +160,7 @@ class Generation:
     def attach(
         self, rank: int, nonce: str, received_through: int, committed_through: int, now: float, digest: str = ""
     ) -> int:
-        """A stream of a slot begins behind ``received_through``, where the client has the rolling digest ``digest``
+        """A stream of a slot begins after ``received_through``, where the client has the rolling digest ``digest``
         (empty: it does not say); returns its session number.
 
         Raises ``AttemptUsed`` (another process's slot), ``LedgerRolledBack`` (the client saw a later
@@ -175,9 +176,9 @@ class Generation:
             )
         step = self.step_at(received_through, f"rank {rank}'s received_through")
         if step < max(self.committed, self.released):
-            behind = self.index_of(max(self.committed, self.released))
+            acknowledged = self.index_of(max(self.committed, self.released))
             raise JoinRefused(
-                f"rank {rank} goes on at sample {received_through}, but all ranks acknowledged {behind}; "
+                f"rank {rank} goes on at sample {received_through}, but all ranks acknowledged {acknowledged}; "
                 "restart the training job from its checkpoint"
             )
         if digest:
@@ -192,7 +193,7 @@ class Generation:
             slot.left = True
 
     def claim(self, rank: int, step: int, digest: str) -> None:
-        """A rank says what the rolling digest is behind a step. Raises ``OrderMismatch`` where it is another here,
+        """A rank says what the rolling digest is after a step. Raises ``OrderMismatch`` where it is another here,
         at once or, after a restart, as soon as the step is produced again (``check_claims``)."""
         if step > self.produced:
             self.claims[rank] = step, digest
@@ -200,7 +201,7 @@ class Generation:
             self._check_claim(rank, step, digest)
 
     def check_claims(self) -> None:
-        """Raises ``OrderMismatch`` where a rank had something else than what is produced now."""
+        """Raises ``OrderMismatch`` where a rank was sent something else than what is produced now."""
         for rank, (step, digest) in list(self.claims.items()):
             if step <= self.produced:
                 del self.claims[rank]
@@ -286,7 +287,7 @@ class Generation:
     def set_committed(self, steps: int) -> None:
         """The ledger holds the first ``steps`` steps: what lies before leaves memory."""
         self.committed = max(self.committed, steps)
-        self.horizon = self._horizon()
+        self.horizon = horizon_of(self.ramp, self.windows, self.committed)
         keep = self.first_needed
         while len(self.groups) > 1 and self.groups[0].first_step < keep:
             self.groups.popleft()
@@ -300,11 +301,11 @@ class Generation:
                 f"sample {self.index_of(self.produced)}: the data, the tokeniser or the software changed; nothing was "
                 "delivered"
             )
-        found = self.digest_after(self.committed)
-        if found != expected:
+        digest = self.digest_after(self.committed)
+        if digest != expected:
             raise OrderMismatch(
                 f"sample {self.index_of(self.committed)} was committed with digest {expected}, but producing it again "
-                f"gives {found}: the data, the tokeniser or the software changed; nothing was delivered"
+                f"gives {digest}: the data, the tokeniser or the software changed; nothing was delivered"
             )
 
     def stalled(self, rank: int, session: int, now: float) -> float:
@@ -342,29 +343,17 @@ class Generation:
     # -----------------------------------------------------------------------------------------------
 
     def _held_from(self) -> int:
-        """Behind this step the marks are held."""
+        """From this step on the marks are held."""
         return self.groups[0].first_step if self.groups else self.produced
 
     def _check_claim(self, rank: int, step: int, digest: str) -> None:
-        found = self.digest_after(step)
-        if found != digest:
+        produced = self.digest_after(step)
+        if produced != digest:
             raise OrderMismatch(
-                f"rank {rank} has digest {digest} at sample {self.index_of(step)}, but this server's order has {found} "
-                "there: the ranks no longer see one order, because the data, the tokeniser or the software changed "
-                "while they trained; nothing more is served. Restart the training job from its last checkpoint"
+                f"rank {rank} has digest {digest} at sample {self.index_of(step)}, but this server's order has "
+                f"{produced} there: the ranks no longer see one order, because the data, the tokeniser or the software "
+                "changed while they trained; nothing more is served. Restart the training job from its last checkpoint"
             )
-
-    def _horizon(self) -> int:
-        """The committed step and its window: the least of those of all plans that lie between, so that what is held
-        is never more than the window of one plan's steps."""
-        at = self.ramp.number_at(self.committed)
-        window = self.windows[at]
-        horizon = self.committed + window
-        while horizon > self.ramp.plans[at].behind:
-            at += 1
-            window = min(window, self.windows[at])
-            horizon = max(self.ramp.plans[at].first_step, self.committed + window)
-        return horizon
 
     def _release(self) -> None:
         """Lets the ids of groups go that every rank has consumed; their marks stay until they are committed."""
@@ -375,8 +364,8 @@ class Generation:
 
     def _sendable(self, slot: Slot, flush: bool = False) -> int:
         """The step up to which a message for the slot would go now; what it was sent already for none."""
-        at = self.ramp.number_at(slot.sent)
-        plan, message_steps = self.ramp.plans[at], self.message_steps[at]
+        number = self.ramp.number_at(slot.sent)
+        plan, message_steps = self.ramp.plans[number], self.message_steps[number]
         begin = plan.group_begin(slot.sent)
         in_message = (slot.sent - begin) % message_steps
         message_end = min(slot.sent + message_steps - in_message, begin + plan.group_steps, plan.behind)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server.core.state import MAX_COUNTER, Cursor, Imported, State, digest_hex, jumped_over
+from tokenloom_server.core.state import MAX_COUNTER, Imported, State, digest_hex, jumped_over
 from tokenloom_server.errors import BeyondHorizon, NotFound, SnapshotInvalid
 from tokenloom_server.ledger.records import Opening, StoredRun
 from tokenloom_server.order import foreign_checkpoint, snapshot
@@ -19,6 +19,7 @@ from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.commits import resume_state_of
 from tokenloom_server.run.coordinator import RunCoordinator
+from tokenloom_server.run.cursor_check import check_cursors
 from tokenloom_server.run.sizing import steps_of
 
 #: What ``resume`` may be, beside a snapshot's id.
@@ -34,12 +35,12 @@ class Known(NamedTuple):
     state: State
     generation: int
     reach: int
-    #: The timeline that the line has.
+    #: The order of that line.
     timeline: Timeline
 
 
 class Pin(NamedTuple):
-    """A pinned resume point: where a trainer's own state has to stand; and where the next generation starts, so many
+    """A pinned resume point: where a trainer's own state has to stand, and where the next generation starts:
     ``skipped`` samples of the order after it."""
 
     point: ResumePoint
@@ -61,10 +62,10 @@ class History:
         coordinator = self._coordinator
         payload = foreign_checkpoint.read(text)
         if payload is not None:
-            known, timeline = self._imported, coordinator.timeline
-            if known is None or known[:2] != (payload, timeline):
-                known = self._imported = payload, timeline, foreign_checkpoint.resume_point(payload, timeline)
-            return known[2]
+            timeline, newest = coordinator.timeline, self._imported
+            if newest is None or newest[:2] != (payload, timeline):
+                newest = self._imported = payload, timeline, foreign_checkpoint.resume_point(payload, timeline)
+            return newest[2]
         return snapshot.parse(
             text, coordinator.order.record.template("", coordinator.stream, 0), coordinator.timeline.shape_at
         )
@@ -90,8 +91,8 @@ class History:
             )
         # So the next opening has not to go forward: the state that it starts with lies here.
         start = self._composed(point, jumped_over(before, after))
-        passed = self._revisions_before(after.sample_index)
-        return canonical({"revisions": passed, "skipped": skip, "snapshot": text, "start": start})
+        revisions = self._revisions_before(after.sample_index)
+        return canonical({"revisions": revisions, "skipped": skip, "snapshot": text, "start": start})
 
     def _composed(self, point: ResumePoint, state: State) -> str:
         """The snapshot of a state in the line of a point."""
@@ -245,7 +246,7 @@ class History:
         return self._coordinator.timeline.decode(openings[-1].start_state).imported if openings else None
 
     def timeline_of(self, openings: Sequence[Opening], generation: int | None) -> Timeline:
-        """The timeline that a generation had when it ended; the run's for the present one, or None."""
+        """The timeline that a generation had when it ended; that of the run for the present one, or None."""
         coordinator = self._coordinator
         later = [opening for opening in openings if generation is not None and opening.generation > generation]
         if not later:
@@ -278,44 +279,20 @@ class History:
         ``advance`` goes from a state to a sample index, in the caller's own way.
         """
         base = point.base or self._coordinator.timeline.initial()
-        self._check_cursors(base)
+        check_cursors(self._coordinator.timeline, base)
         state = (advance or self._advance)(base, point.sample_index)
         if state.sample_index != point.sample_index:
             raise SnapshotInvalid(
                 f"the snapshot is at sample {point.sample_index}, but the data end at sample {state.sample_index}"
             )
-        digest, tokens = digest_hex(state.digest), state.total_tokens
-        if (digest, tokens) != (point.digest or digest, point.total_tokens):
+        digest = digest_hex(state.digest)
+        if (digest, state.total_tokens) != (point.digest or digest, point.total_tokens):
             raise SnapshotInvalid(
                 f"going forward from sample {base.sample_index} to {point.sample_index} gives digest {digest} and "
-                f"{tokens} tokens, but the snapshot says {point.digest} and {point.total_tokens}: it was made from "
-                "other data or by other software"
+                f"{state.total_tokens} tokens, but the snapshot says {point.digest} and {point.total_tokens}: it was "
+                "made from other data or by other software"
             )
         return state
-
-    def _check_cursors(self, state: State) -> None:
-        """That each source has the rows before its cursor: reading on from there would not show it."""
-        timeline = self._coordinator.timeline
-        order = timeline.at(state.sample_index)
-        # A revision, or the run that this one was forked from, may have had more epochs than there are from now on.
-        known = None if timeline.revisions or timeline.origin is not None else timeline.epochs_until(state.sample_index)
-        for i, source in enumerate(state.sources):
-            for cursor in [lane.cursor for lane in source.lanes] or [source.cursor]:
-                self._check_cursor(order, i, cursor, known)
-
-    def _check_cursor(self, order: PipelineFactory, i: int, cursor: Cursor, known: Sequence[float] | None) -> None:
-        config = order.config.sources[i]
-        if cursor == Cursor():
-            return
-        place, rows = order.readers.rows_around(i, cursor)
-        if cursor.row > rows or (cursor.row == rows and (cursor.offset or (config.shuffle == "rows" and not rows))):
-            field = "window_row" if config.shuffle == "rows" else "row_offset"
-            raise SnapshotInvalid(f"resume_state.datasets.{i}: {field} is {cursor.row}, but {place} has {rows} rows")
-        if known is not None and cursor.epoch >= known[i]:
-            raise SnapshotInvalid(
-                f"resume_state.datasets.{i}: epoch is {cursor.epoch}, but {config.source!r} is read for "
-                f"{known[i]} epochs, counted from 0"
-            )
 
     def snapshot(self, sample_index: int | None) -> tuple[str, int]:
         """(sealed text, sample index) at a sample index, None for the committed one.

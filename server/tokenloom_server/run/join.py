@@ -17,12 +17,12 @@ from tokenloom_server.errors import (
 from tokenloom_server.ledger.records import Opening
 from tokenloom_server.run import join_call
 from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.fork import Forking
+from tokenloom_server.run.fork import ForkHandler
 from tokenloom_server.run.history import History
 from tokenloom_server.run.join_call import JoinCall
 from tokenloom_server.run.opening import GenerationOpener
 from tokenloom_server.run.resume_choice import ResumeChoice
-from tokenloom_server.run.revise import Revising
+from tokenloom_server.run.revise import RevisionHandler
 
 #: How long the other ranks' Joins wait for rank 0's, seconds: as long as clients by default try to join at all.
 RANK_0_WAIT_S = 300.0
@@ -43,12 +43,18 @@ class Joined:
 class JoinHandler:
     """Answers the Joins of one run. Thread-safe."""
 
-    def __init__(self, coordinator: RunCoordinator, history: History, revising: Revising, forking: Forking) -> None:
+    def __init__(
+        self,
+        coordinator: RunCoordinator,
+        history: History,
+        revisions: RevisionHandler,
+        forks: ForkHandler,
+    ) -> None:
         self._coordinator = coordinator
         self._history = history
-        self._revising = revising
-        self._forking = forking
-        self._opener = GenerationOpener(coordinator, history, revising)
+        self._revisions = revisions
+        self._forks = forks
+        self._opener = GenerationOpener(coordinator, history, revisions)
 
     def join(self, call: JoinCall) -> Joined:
         """Takes a slot; rank 0 opens the attempt's generation, the others wait for it, bounded.
@@ -105,7 +111,7 @@ class JoinHandler:
         if not call.state:
             return call
         if not call.fork:
-            self._revising.adopt(call.state)
+            self._revisions.adopt(call.state)
             return call
         opening = self._coordinator.stored().opening
         if opening is not None and opening.attempt != call.attempt:
@@ -114,7 +120,7 @@ class JoinHandler:
                 "leave fork_from out and load this run's own checkpoint with load_state_dict, or say resume='fresh' to "
                 "begin again where it was forked"
             )
-        return replace(call, state=self._forking.fork(call.state).encode(), fork=False)
+        return replace(call, state=self._forks.fork(call.state).encode(), fork=False)
 
     def _open(self, call: JoinCall) -> Opening:
         """Rank 0's part."""

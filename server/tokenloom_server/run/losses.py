@@ -92,9 +92,9 @@ class Losses:
     def newest(self) -> tuple[ReportStats | None, dict[int, tuple[float, float]]]:
         """The last report, and by source id the smoothed loss and the last one."""
         with self._lock:
-            last, found = self._last, dict(self._newest)
+            last, newest = self._last, dict(self._newest)
             age_s = self._coordinator.clock() - self._reported_at
-        by_source = {source: (total / weight, loss) for source, (loss, total, weight) in found.items()}
+        by_source = {source: (total / weight, loss) for source, (loss, total, weight) in newest.items()}
         if last is None:
             return None, by_source
         reported = ReportStats(
@@ -145,27 +145,27 @@ class Curve:
         self._rates = np.full(most, np.nan)
 
     def add(self, report: Report) -> None:
-        """Adds a report that stands behind all others."""
+        """Adds a report that comes after all others."""
         self._make_room(max(report.sources, default=-1) + 1)
         if self._count and self._filled < self._stride:
-            at = self._count - 1
+            point = self._count - 1
         else:
             if self._count == self._most:
                 self._halve()
-            at, self._count, self._filled = self._count, self._count + 1, 0
+            point, self._count, self._filled = self._count, self._count + 1, 0
         self._filled += 1
-        self._ends[at] = report.sample_index, report.total_tokens, report.step
+        self._ends[point] = report.sample_index, report.total_tokens, report.step
         for source, (loss, tokens) in report.sources.items():
-            self._losses[at, source] += loss * tokens
-            self._tokens[at, source] += tokens
+            self._losses[point, source] += loss * tokens
+            self._tokens[point, source] += tokens
         if report.loss is not None:
             weight = sum(tokens for _, tokens in report.sources.values()) or 1
-            self._overall[at] += report.loss * weight, weight
+            self._overall[point] += report.loss * weight, weight
         if report.learning_rate is not None:
-            self._rates[at] = report.learning_rate
+            self._rates[point] = report.learning_rate
 
     def rewind(self, sample_index: int) -> None:
-        """Takes back every point that ends at a sample index or behind it."""
+        """Takes back every point that ends at a sample index or after it."""
         kept = int(np.searchsorted(self._ends[: self._count, 0], sample_index))
         self._clear(kept)
         self._filled = self._stride

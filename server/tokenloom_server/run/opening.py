@@ -16,7 +16,7 @@ from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.history import History
 from tokenloom_server.run.join_call import JoinCall
 from tokenloom_server.run.resume_choice import ResumeChoice, position_of
-from tokenloom_server.run.revise import Revising, brings
+from tokenloom_server.run.revise import RevisionHandler, brings
 from tokenloom_server.run.sizing import steps_of
 
 _log = logging.getLogger(__name__)
@@ -35,10 +35,10 @@ class _Start(NamedTuple):
 class GenerationOpener:
     """Opens the generations of one run, for rank 0 of each attempt. Thread-safe."""
 
-    def __init__(self, coordinator: RunCoordinator, history: History, revising: Revising) -> None:
+    def __init__(self, coordinator: RunCoordinator, history: History, revisions: RevisionHandler) -> None:
         self._coordinator = coordinator
         self._history = history
-        self._revising = revising
+        self._revisions = revisions
         # The attempt that opened last (or tried to), and what its rank 0 asked for.
         self._newest: tuple[str, ResumeChoice] | None = None
 
@@ -69,7 +69,7 @@ class GenerationOpener:
                 return stored.opening
             self._refuse_busy(call)
             # Of a ledger that lost a revision, too: what the trainer's state is under, it brings.
-            self._revising.take_over(call.state or stored.pin or "")
+            self._revisions.take_over(call.state or stored.pin or "")
             choice = self.choice_of(call)
             point, skipped = self._resolve(call, stored)
             start = self._history.forward(point)

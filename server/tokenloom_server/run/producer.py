@@ -60,10 +60,13 @@ class Producer(threading.Thread):
             if coordinator.stopping:
                 return  # the interpreter ends: it lets nothing more be read ahead
             if isinstance(error, RuntimeError) and "cannot schedule new futures" in str(error):
-                # The same, of a process that has the run within it and did not close it. Only a thread of its own
-                # that trains on has to hear of it.
-                self._active = None
-                coordinator.end_with_interpreter(task.active)
+                # The same, of a process that has the run within it and did not close it: nobody's fault. Only a thread
+                # of its own that trains on has to hear of it.
+                ending = SourceError(
+                    "this process ends with its main thread, so no more samples are read: let that wait for the one "
+                    "that trains"
+                )
+                self._give_up(task, ending, logging.INFO)
                 return
             _log.exception("%s: producing failed", coordinator.name)
             self._give_up(task, SourceError(f"producing samples failed: {type(error).__name__}: {error}"))
@@ -98,6 +101,6 @@ class Producer(threading.Thread):
         except TokenloomError as error:
             self._give_up(task, error)
 
-    def _give_up(self, task: ProductionTask, error: TokenloomError) -> None:
+    def _give_up(self, task: ProductionTask, error: TokenloomError, level: int = logging.ERROR) -> None:
         self._active = None
-        self._coordinator.fail(task.active, error)
+        self._coordinator.fail(task.active, error, level)

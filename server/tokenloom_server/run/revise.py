@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 MAX_REVISIONS = 1000
 
 
-class Revising:
+class RevisionHandler:
     """Makes and drops the revisions of one run. Thread-safe."""
 
     def __init__(self, coordinator: RunCoordinator) -> None:
@@ -109,7 +109,7 @@ class Revising:
         """A ledger that is not as far as a snapshot of the run takes over the revisions that the snapshot carries; one
         that never opened it the origin of a fork, too (the caller holds ``one_change``, and nobody trains).
 
-        So a run may move to an empty ledger, and goes on with one that lost what it had. What is no such snapshot, or
+        So a run may move to an empty ledger, and goes on with one that lost data. What is no such snapshot, or
         has been decided otherwise here, is left to who reads it.
         """
         coordinator = self._coordinator

@@ -227,9 +227,9 @@ class RunState:
         self._wakes.lease.notify_all()
         self._end_leading(self._lease.awaiting_ledger(f"the ledger did not say whether {possibly}: {error}"))
 
-    def _stop_for_all(self, error: TokenloomError) -> None:
+    def _stop_for_all(self, error: TokenloomError, level: int = logging.ERROR) -> None:
         """All ranks get the error, once they have consumed what is produced."""
-        _log.error("%s: stopped: %s: %s", self.name, error.name, error)
+        _log.log(level, "%s: stopped: %s: %s", self.name, error.name, error)
         self._error = error
         self._wakes.everyone()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tokenloom_server.ledger.records import Opening
 from tokenloom_server.order.batch_schedule import Ramp
 from tokenloom_server.order.pipeline import BatchPlan
@@ -40,6 +42,19 @@ def window_steps(sample_bytes: int, plan: BatchPlan) -> int:
     fewest, most = WINDOW_GROUPS
     groups = WINDOW_BYTES // (plan.group_samples * sample_bytes)
     return min(max(groups, fewest), most) * plan.group_steps
+
+
+def horizon_of(ramp: Ramp, windows: Sequence[int], committed: int) -> int:
+    """The step up to which production may go: the committed one and its window, which is the least of those of all
+    plans that lie between, so that what is held is never more than the window of one plan's steps."""
+    number = ramp.number_at(committed)
+    window = windows[number]
+    horizon = committed + window
+    while horizon > ramp.plans[number].behind:
+        number += 1
+        window = min(window, windows[number])
+        horizon = max(ramp.plans[number].first_step, committed + window)
+    return horizon
 
 
 def steps_of(opening: Opening) -> Ramp:

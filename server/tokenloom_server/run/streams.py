@@ -81,7 +81,7 @@ class Streams:
             known = ", ".join(map(repr, (TRAIN, *self.names)))
             raise NotFound(f"run {self._config.run!r} has no stream {stream!r}; it has {known}")
 
-    def told(self, name: str) -> str:
+    def described(self, name: str) -> str:
         """What a stream is made of, for people."""
         manifest = self._manifests.get(name)
         if manifest is not None:
@@ -107,10 +107,10 @@ class Streams:
             config = Timeline(self._first).segments[-1].order.config
             sources = {source.id for source in config.sources if source.holdout is not None}
         if alias:
-            found = [config.sources[i] for i in sorted(sources)]
-            chosen = {source.id for source in found if alias in (source.alias, source.source)}
+            own = [config.sources[i] for i in sorted(sources)]
+            chosen = {source.id for source in own if alias in (source.alias, source.source)}
             if not chosen:
-                names = ", ".join(repr(source.name) for source in found)
+                names = ", ".join(repr(source.name) for source in own)
                 raise NotFound(f"stream {stream!r} of run {self._config.run!r} has no source {alias!r}; it has {names}")
             sources = chosen
         root = _once(config.mixture, sources, frozen=manifest is not None)
@@ -124,14 +124,14 @@ def _once(node: NodeConfig, sources: set[int], *, frozen: bool) -> dict[str, Any
     children = []
     for child in node.children:
         if isinstance(child, NodeConfig):
-            found = _once(child, sources, frozen=frozen)
+            fields = _once(child, sources, frozen=frozen)
         else:
-            found = child.model_dump() | {"presence": "live" if child.id in sources else "dropped"}
+            fields = child.model_dump() | {"presence": "live" if child.id in sources else "dropped"}
             if not frozen:
-                found |= {"epochs": 1.0, "max_tokens": None, "on_exhausted": None, "lanes": 1}
+                fields |= {"epochs": 1.0, "max_tokens": None, "on_exhausted": None, "lanes": 1}
         if by_progress:
-            found["weight"] = 1.0
-        children.append(found)
+            fields["weight"] = 1.0
+        children.append(fields)
     presence = "live" if any(child["presence"] == "live" for child in children) else "dropped"
     fields = node.model_dump(exclude={"children"}) | {"presence": presence, "children": children}
     if not frozen:
@@ -158,16 +158,16 @@ def _record(config: RunConfig, mixture: NodeConfig, manifest: Manifest) -> str:
 
 
 def _frozen(config: RunConfig, name: str, mixture: NodeConfig, record: str) -> Manifest:
-    found = json.loads(record)
+    stored = json.loads(record)
     for field, ours in (("format", FORMAT), ("order_version", ORDER_VERSION)):
-        if found.get(field) != ours:
+        if stored.get(field) != ours:
             raise LedgerError(
-                f"run {config.run!r}: the record of stream {name!r} has {field} {found.get(field)!r}, this server "
+                f"run {config.run!r}: the record of stream {name!r} has {field} {stored.get(field)!r}, this server "
                 f"honours {ours!r}: serve it with the Tokenloom release that began it"
             )
-    if found["mixture"] != json.loads(canonical(mixture_order_fields(mixture, config))):
+    if stored["mixture"] != json.loads(canonical(mixture_order_fields(mixture, config))):
         raise ConfigError(
             f"streams.{name}: its mixture is not the one that it began with, and its samples would be others; put it "
-            f"back, or give the new one a name of its own. It began with {canonical(found['mixture'])}"
+            f"back, or give the new one a name of its own. It began with {canonical(stored['mixture'])}"
         )
-    return Manifest.from_json(canonical(found["manifest"]))
+    return Manifest.from_json(canonical(stored["manifest"]))

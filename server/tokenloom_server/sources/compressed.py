@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -11,24 +10,10 @@ from tokenloom_server.errors import SourceError
 from tokenloom_server.storage.arrow_input import FileStream
 from tokenloom_server.storage.file import File, Range
 
-#: What names end with, and how Arrow calls what they are compressed by.
-CODECS = {".gz": "gzip", ".zst": "zstd"}
-
 #: A file may become so many times as large as it is, and so many bytes beside that. Text becomes ten times as large,
 #: and tables of numbers fifty times; what becomes more is made to.
 MAX_RATIO = 250
 FREE_BYTES = 1 << 26
-
-
-def codec_of(path: str) -> str | None:
-    """What a file is compressed by, as its name says; None where it is not."""
-    return next((codec for ending, codec in CODECS.items() if path.lower().endswith(ending)), None)
-
-
-def ending_of(name: str) -> str:
-    """What the name of a file ends with: ``.jsonl``, or ``.jsonl.gz`` where it is compressed."""
-    path = Path(name)
-    return f"{Path(path.stem).suffix}{path.suffix}" if codec_of(name) is not None else path.suffix
 
 
 class Decompressed:

@@ -16,7 +16,8 @@ import numpy as np
 import xxhash
 
 from tokenloom_server.sources.base import Shard
-from tokenloom_server.sources.compressed import Decompressed, codec_of
+from tokenloom_server.sources.compressed import Decompressed
+from tokenloom_server.sources.endings import codec_of
 from tokenloom_server.storage.file import File, Range
 from tokenloom_server.storage.local import LocalFile, replaced
 

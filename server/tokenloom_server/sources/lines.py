@@ -17,7 +17,8 @@ import pyarrow as pa
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import line_index
 from tokenloom_server.sources.base import BadRow, Content, Rows, Shard
-from tokenloom_server.sources.compressed import Decompressed, codec_of
+from tokenloom_server.sources.compressed import Decompressed
+from tokenloom_server.sources.endings import codec_of
 from tokenloom_server.sources.line_index import LineIndex
 from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.sources.sharded import ShardedSource

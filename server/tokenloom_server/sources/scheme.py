@@ -17,7 +17,7 @@ from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.sources import locations
 from tokenloom_server.sources.base import Content, Shard, Source
-from tokenloom_server.sources.compressed import CODECS, ending_of
+from tokenloom_server.sources.endings import CODECS, ending_of
 from tokenloom_server.sources.files import open_shard, shard_at, shards_of
 from tokenloom_server.storage.file import File
 from tokenloom_server.storage.io_stats import IoStats

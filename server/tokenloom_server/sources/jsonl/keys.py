@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from tokenloom_server.sources.base import Content
-from tokenloom_server.sources.compressed import Decompressed, codec_of
+from tokenloom_server.sources.compressed import Decompressed
+from tokenloom_server.sources.endings import codec_of
 from tokenloom_server.storage.file import File
 
 #: Lines are looked at until each key had a value, and so many at most; a longer line is not looked at.

@@ -194,7 +194,7 @@ def _kind(value: Any) -> str:
 
 
 def _shown(item: Any) -> str:
-    # A float's repr is its value; longer things are told by kind.
+    # A float's repr is its value; of longer values the kind is said.
     return f"the number {item!r}" if type(item) in (int, float) else _kind(item)
 
 

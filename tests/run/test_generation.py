@@ -52,7 +52,7 @@ def point(sample_index: int) -> Point:
 
 
 class Producer:
-    """Fills a generation's groups as the host does; the data end at a sample index."""
+    """Fills a generation's groups as the run does; the data end at a sample index."""
 
     def __init__(self, generation: Generation, total: int, pad: bool) -> None:
         self.generation = generation

@@ -16,8 +16,8 @@ from support.catalog import SOURCES, spec_of
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import compressed, lines
 from tokenloom_server.sources.base import Source
-from tokenloom_server.sources.compressed import codec_of, ending_of
 from tokenloom_server.sources.detect_columns import columns_of
+from tokenloom_server.sources.endings import CODECS, codec_of, ending_of
 from tokenloom_server.sources.open import open_source
 from tokenloom_server.storage.local import LocalFile
 
@@ -149,7 +149,7 @@ def test_endings(tmp_path: Path) -> None:
         ".gz",
     ]
     assert {ending for ending in SOURCES.endings if codec_of(f"a{ending}")} == {
-        f"{plain}{packed}" for plain in (".jsonl", ".ndjson", ".json", ".txt") for packed in compressed.CODECS
+        f"{plain}{packed}" for plain in (".jsonl", ".ndjson", ".json", ".txt") for packed in CODECS
     }
     (tmp_path / "a.gz").write_bytes(gzip.compress(b"abc"))
     with LocalFile(tmp_path / "a.gz", "'a.gz'") as file:

@@ -1,0 +1,36 @@
+"""Whether each source has what the cursors of a state point after: what is read first only shows there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenloom_server.core.state import Cursor, State
+from tokenloom_server.errors import SnapshotInvalid
+from tokenloom_server.order.factory import PipelineFactory
+from tokenloom_server.order.timeline import Timeline
+
+
+def check_cursors(timeline: Timeline, state: State) -> None:
+    """Raises ``SnapshotInvalid`` naming the field of ``resume_state``, its value, and what the source has."""
+    order = timeline.at(state.sample_index)
+    # A revision, or the run that this one was forked from, may have had more epochs than there are from now on.
+    has_other_epochs = timeline.revisions or timeline.origin is not None
+    epochs = None if has_other_epochs else timeline.epochs_until(state.sample_index)
+    for i, source in enumerate(state.sources):
+        for cursor in [lane.cursor for lane in source.lanes] or [source.cursor]:
+            _check_cursor(order, i, cursor, epochs)
+
+
+def _check_cursor(order: PipelineFactory, i: int, cursor: Cursor, epochs: Sequence[float] | None) -> None:
+    config = order.config.sources[i]
+    if cursor == Cursor():
+        return
+    place, rows = order.readers.rows_around(i, cursor)
+    if cursor.row > rows or (cursor.row == rows and (cursor.offset or (config.shuffle == "rows" and not rows))):
+        field = "window_row" if config.shuffle == "rows" else "row_offset"
+        raise SnapshotInvalid(f"resume_state.datasets.{i}: {field} is {cursor.row}, but {place} has {rows} rows")
+    if epochs is not None and cursor.epoch >= epochs[i]:
+        raise SnapshotInvalid(
+            f"resume_state.datasets.{i}: epoch is {cursor.epoch}, but {config.source!r} is read for {epochs[i]} "
+            "epochs, counted from 0"
+        )

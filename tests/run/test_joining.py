@@ -1,0 +1,193 @@
+"""Joins: rank 0 opens an attempt's generation, the others agree or are refused."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import pytest
+from support.served import RAMP, Place, Trainer, call_of
+from tokenloom_server.api.served_run import ServedRun
+from tokenloom_server.errors import (
+    AttemptUsed,
+    JoinRefused,
+    LedgerRolledBack,
+    LedgerUnavailable,
+    NotFound,
+    RunBusy,
+    ServerStopping,
+)
+from tokenloom_server.run.timeouts import Timeouts
+
+
+def test_rank_0_opens_with_one_write_and_the_others_join_it(place: Place, served: ServedRun) -> None:
+    assert place.stored().opening is None
+    first = served.join_handler.join(call_of(0))
+    stored = place.stored()
+    assert stored.opening == first.opening
+    assert (first.opening.generation, first.opening.parent, first.opening.start_index) == (1, 0, 0)
+    assert (place.committed().sample_index, place.committed().digest) == (0, "0" * 32)
+    assert served.join_handler.join(call_of(1)) == first
+    assert place.stored() == stored
+
+
+def test_a_rank_that_comes_first_waits_for_rank_0(served: ServedRun, in_thread: Any) -> None:
+    outcome = in_thread(lambda: served.join_handler.join(call_of(1)))
+    first = served.join_handler.join(call_of(0))
+    assert outcome() == first
+
+
+def test_a_waiting_rank_hears_why_rank_0_was_refused(served: ServedRun, in_thread: Any) -> None:
+    outcome = in_thread(lambda: served.join_handler.join(call_of(1, resume="nothing-of-that-name")))
+    with pytest.raises(NotFound):
+        served.join_handler.join(call_of(0, resume="nothing-of-that-name"))
+    error = outcome()
+    assert isinstance(error, NotFound) and "nothing-of-that-name" in str(error)
+    # What was refused once may be mended, under the same attempt; a rank that comes before rank 0 waits for it.
+    outcome = in_thread(lambda: served.join_handler.join(call_of(1)))
+    served.join_handler.join(call_of(0))
+    assert outcome().opening.generation == 1
+    assert served.join_handler.join(call_of(1)).opening.generation == 1
+
+
+def test_a_waiting_rank_hears_that_the_server_stops(served: ServedRun, in_thread: Any) -> None:
+    outcome = in_thread(lambda: served.join_handler.join(call_of(1)))
+    served.coordinator.stop()
+    assert isinstance(outcome(), ServerStopping)
+
+
+def test_waiting_for_rank_0_is_bounded(served: ServedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenloom_server.run.join.RANK_0_WAIT_S", 0.05)
+    with pytest.raises(JoinRefused, match="rank 1 waited 0 s for rank 0 of attempt 'a'"):
+        served.join_handler.join(call_of(1))
+
+
+def test_the_same_process_may_ask_again(place: Place, served: ServedRun) -> None:
+    first = served.join_handler.join(call_of(0))
+    assert served.join_handler.join(call_of(0)) == first
+    assert place.restart().join_handler.join(call_of(0)).opening == first.opening == place.stored().opening
+
+
+def test_another_process_on_a_slot_needs_a_new_attempt(served: ServedRun) -> None:
+    for rank in (0, 1):
+        served.join_handler.join(call_of(rank))
+    for rank in (0, 1):
+        with pytest.raises(AttemptUsed):
+            served.join_handler.join(call_of(rank, nonce="another"))
+    # Nothing of that hurts those that are there.
+    for rank in (0, 1):
+        served.join_handler.join(call_of(rank))
+
+
+def test_an_attempt_id_opens_once(place: Place, served: ServedRun) -> None:
+    for attempt in ("one", "two"):
+        served.join_handler.join(call_of(0, attempt=attempt))
+    for restart in (False, True):
+        served = place.restart() if restart else served
+        for rank in (0, 1):
+            with pytest.raises(AttemptUsed, match="one"):
+                served.join_handler.join(call_of(rank, attempt="one"))
+    assert place.stored().opening is not None
+    assert served.coordinator.view().generation.number
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"world_size": 3}, "rank 1 has world size 3, but rank 0 of attempt 'a' opened it with 2"),
+        ({"batch_size": 4}, "rank 1 has batch size 4, but rank 0 of attempt 'a' opened it with 2"),
+        ({"batch_size": RAMP}, "rank 1 has batch size 2, 5 from 240 total tokens on, 1 from 800 .* opened it with 2$"),
+        ({"accumulate": 2}, "rank 1 has accumulate 2, but rank 0 of attempt 'a' opened it with 1"),
+        ({"resume": "latest"}, "rank 1 resumes from resume='latest', but rank 0 of attempt 'a' from no state"),
+    ],
+)
+def test_a_rank_that_disagrees_is_refused_with_both_values(
+    served: ServedRun, fields: dict[str, Any], says: str
+) -> None:
+    served.join_handler.join(call_of(0))
+    with pytest.raises(JoinRefused, match=says):
+        served.join_handler.join(call_of(1, **fields))
+    # Rank 0 once more, from a process that disagrees with itself, spoils nothing for the others.
+    with pytest.raises(JoinRefused):
+        served.join_handler.join(replace(call_of(1, **fields), rank=0, nonce="a-nonce-0"))
+    served.join_handler.join(call_of(1))
+
+
+def test_ranks_with_different_states_are_refused_also_after_a_restart(place: Place, trainer: Trainer) -> None:
+    trainer.train(3)
+    late, early, served = trainer.state(), trainer.state(4), trainer.ranks[0].served
+    served.join_handler.join(call_of(0, attempt="b", state=late))
+    for _ in range(2):
+        with pytest.raises(JoinRefused, match=r"a loaded state at sample 4 .* sample 12 .*same checkpoint on every"):
+            served.join_handler.join(call_of(1, attempt="b", state=early))
+        served = place.restart()
+    served.join_handler.join(call_of(1, attempt="b", state=late))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"rank": 2}, "rank 2 is not below the world size 2"),
+        ({"world_size": 0}, "world size is 0"),
+        ({"world_size": 4097}, "world size is 4097; expected 1 to 4096"),
+        ({"batch_size": 0}, "batch size is 0"),
+        ({"batch_size": 2**20 + 1}, "batch size is 1048577"),
+        ({"batch_sizes": RAMP}, "batch size is 2 and also a schedule, 2, 5 from 240 .*: give one of them"),
+        ({"batch_size": ((8, 2),)}, "begins at 8 total tokens; expected 0"),
+        (
+            {"world_size": 100, "batch_size": ((0, 2), (8, 2**20))},
+            r"a step of 100 ranks × 1048576 samples × 16 bytes has .*; expected at most",
+        ),
+        ({"batch_size": 2**18, "accumulate": 1025}, "accumulate is 1025, and so many steps of 8388608 bytes have"),
+        ({"accumulate": 0}, "accumulate is 0; expected 1 to"),
+        ({"accumulate": 4}, "accumulate is 4, but window_steps in the mixture file is 6; expected at least 8"),
+        ({"attempt": ""}, "attempt has 0 characters"),
+        ({"attempt": "a" * 257}, "attempt has 257 characters"),
+        ({"nonce": ""}, "nonce has 0 characters"),
+    ],
+)
+def test_a_join_that_makes_no_sense_is_refused(
+    place: Place, served: ServedRun, fields: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(JoinRefused, match=says):
+        served.join_handler.join(call_of(**({"rank": 0} | fields)))
+    assert place.stored().opening is None
+
+
+def test_ranks_that_hear_of_a_busy_run_ask_for_longer_than_rank_0(place: Place) -> None:
+    # It may be cut off from the server for a while; they gave up before it was heard again.
+    place.timeouts = Timeouts(liveness_s=50.0)
+    join_handler = place.serve().join_handler
+    for rank in range(2):
+        join_handler.join(call_of(rank))
+    retry_for_s = []
+    for rank in range(2):
+        with pytest.raises(RunBusy) as refused:
+            join_handler.join(call_of(rank, attempt="b", resume="latest"))
+        retry_for_s.append(refused.value.retry_for_s)
+    assert retry_for_s[1] >= retry_for_s[0] + 30
+
+
+def test_the_other_ranks_wait_on_while_rank_0_cannot_reach_the_ledger(
+    place: Place, served: ServedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: object) -> NoReturn:
+        raise LedgerUnavailable("away on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place.ledger, "read_run", unreachable)
+        with pytest.raises(LedgerUnavailable):
+            served.join_handler.join(call_of(0))
+    assert served.join_handler.try_join(call_of(1)) is None
+    assert served.join_handler.join(call_of(0)).opening == served.join_handler.join(call_of(1)).opening
+
+
+def test_a_rank_whose_opening_the_ledger_has_lost_is_told_so(place: Place, served: ServedRun) -> None:
+    served.join_handler.join(call_of(0))
+    with contextlib.closing(sqlite3.connect(place.ledger_path)) as file, file:
+        file.execute("UPDATE runs SET generation = 0")
+        file.execute("DELETE FROM openings")
+    with pytest.raises(LedgerRolledBack, match=r"'a' opened a generation of run 'test', but sqlite://.* has none"):
+        served.join_handler.join(call_of(1))

@@ -1,0 +1,150 @@
+"""Servers that come and go while ranks train, and how a run ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from support.corpora import mixture
+from support.served import PATIENCE_S, RAMP, RUN, FaultyLedger, Place, Trainer, part, recount, sequence
+from tokenloom_server.api.served_run import ServedRun
+from tokenloom_server.api.service import Runs
+from tokenloom_server.errors import LedgerUnavailable, ServerStopping
+from tokenloom_server.run.delivery import EndOfData
+from tokenloom_server.run.sizing import steps_of
+
+
+def test_ranks_go_on_over_restarts_with_what_they_hold(place: Place, served: ServedRun, trainer: Trainer) -> None:
+    samples = sequence(served)
+    for round_ in range(6):
+        trainer.take(3 + round_)
+        # One rank holds more than it consumed, the other less.
+        if not trainer.ranks[0].buffer:
+            trainer.ranks[0].receive()
+        if round_ % 2:
+            trainer.settle()
+        served = trainer.connect(place.restart())
+    trainer.train(1000)
+    assert trainer.taken() == part(samples, 0, 172)
+    assert place.counters() == recount(served, trainer.taken())
+
+
+def test_a_server_that_is_restarted_at_every_step_of_a_ramp_goes_on_with_the_size_that_comes_next(
+    made: Callable[..., Place],
+) -> None:
+    place = made(window_steps=8)
+    served = place.serve()
+    samples = sequence(served)
+    trainer = Trainer(served, batch_size=RAMP, accumulate=3)
+    ends = []
+    while trainer.take(1):
+        ends.append(trainer.index)
+        if len(ends) % 2:
+            trainer.settle()
+        assert served.history.snapshot(trainer.index)[0].encode() == trainer.state()
+        served = trainer.connect(place.restart())
+    # Nine steps of 2 × 2, then nine of 2 × 5, of which the last begins before sample 100, then those of 2 × 1.
+    assert ends == [*range(4, 37, 4), *range(46, 127, 10), *range(128, 175, 2)]
+    assert trainer.taken() == part(samples, 0, 174)
+    opening = place.stored().opening
+    assert opening is not None
+    assert (opening.batch_size, steps_of(opening).accumulate) == (2, 3)
+
+
+@pytest.mark.parametrize(("last_step", "end", "dropped"), [("drop", 168, 7), ("pad", 175, 0)])
+def test_all_ranks_end_at_the_same_step_with_the_reason_also_after_a_restart(
+    made: Callable[..., Place], last_step: str, end: int, dropped: int
+) -> None:
+    place = made(last_step=last_step, window_steps=4)
+    served = place.serve()
+    trainer = Trainer(served, world_size=4, batch_size=2)
+    trainer.take(1000)
+    expected = EndOfData(end, "every source is exhausted", dropped)
+    assert [rank.end for rank in trainer.ranks] == [expected] * 4
+    assert trainer.index == end
+    state = trainer.state()
+    for settled in (False, True):
+        if settled:
+            trainer.settle()
+        served = trainer.connect(place.restart())
+        for rank in trainer.ranks:
+            assert not rank.receive()
+            assert rank.end == expected
+    trainer.settle()
+    assert place.committed().sample_index == end
+    assert served.history.snapshot(end)[0].encode() == state
+    over = Trainer(served, world_size=1, batch_size=1, state=state)
+    assert list(over.take(100)) == list(range(end, 175))
+
+
+def test_a_smaller_window_after_a_restart_lets_the_run_go_on(made: Callable[..., Place]) -> None:
+    place = made(window_steps=12)
+    trainer = Trainer(place.serve())
+    trainer.train(1)
+    place.ledger.away = True
+    trainer.take(11)
+    place.stop()
+    document = yaml.safe_load(place.path.read_text())
+    place.path.write_text(yaml.safe_dump(document | {"window_steps": 2}))
+    served = trainer.connect(place.serve())
+    trainer.train(5)
+    assert place.counters() == recount(served, trainer.taken())
+
+
+# --- servers that stop -------------------------------------------------------------------------------
+
+
+def test_a_server_that_stops_commits_what_was_acknowledged(place: Place, trainer: Trainer) -> None:
+    trainer.take(5)
+    place.restart()
+    assert place.committed().sample_index == 20
+
+
+def test_a_server_that_stops_waits_once_for_a_ledger_that_hangs_however_many_runs_it_has(
+    folder: Path, tmp_path: Path
+) -> None:
+    hangs = threading.Event()
+
+    class Hanging(FaultyLedger):
+        def release(self, *_: object) -> None:
+            hangs.wait(3.0)
+            raise LedgerUnavailable("no answer")
+
+    ledger = Hanging(tmp_path / "ledger.db")
+    runs = Runs(ledger)
+    for number in range(6):
+        path = folder / f"{tmp_path.name}-{number}.yaml"
+        path.write_text(yaml.safe_dump(mixture(run=f"run-{number}")))
+        runs.add(path, None)
+    began = time.monotonic()
+    runs.stop()
+    assert time.monotonic() - began < 8
+    hangs.set()
+    for name in runs.names():
+        runs.get(name).leadership.join(PATIENCE_S)
+    ledger.close()
+
+
+def test_a_server_that_stops_makes_no_more_blocks_ahead(place: Place) -> None:
+    def makers() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name.startswith(f"{RUN}-ahead")}
+
+    before = makers()
+    Trainer(place.serve()).take(2)
+    ours = makers() - before
+    assert ours
+    place.stop()
+    # The interpreter waits for them when it ends, and they for all that they have to do.
+    for thread in ours:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
+def test_streams_of_a_stopping_server_end_with_a_word(served: ServedRun, trainer: Trainer) -> None:
+    served.coordinator.stop()
+    with pytest.raises(ServerStopping):
+        trainer.take(1)

@@ -1,0 +1,285 @@
+"""Where a generation starts: from a state, the ledger, a snapshot or a restore, with samples skipped or not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.corpora import CODE, WIKI
+from support.served import RUN, Place, Trainer, call_of, never, part, sequence
+from tokenloom_proto.seal import canonical, seal, unseal
+from tokenloom_server.api.served_run import ServedRun
+from tokenloom_server.config.mixture_change import MixtureChange
+from tokenloom_server.core.state import digest_hex
+from tokenloom_server.errors import (
+    BeyondHorizon,
+    ConfigError,
+    JoinRefused,
+    LimitExceeded,
+    NotFound,
+    ResumePointNeeded,
+    SnapshotInvalid,
+    SourceError,
+)
+from tokenloom_server.replay.peek import PeekCall
+
+
+def test_progress_and_nothing_to_resume_from_is_refused_with_the_choices(served: ServedRun, trainer: Trainer) -> None:
+    trainer.train(2)
+    with pytest.raises(ResumePointNeeded) as refused:
+        Trainer(served)
+    for word in ("sample 8", "load_state_dict", "resume='latest'", "resume='fresh'", "snapshot id"):
+        assert word in str(refused.value)
+    # The generation that is there goes on.
+    trainer.take(1)
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_every_resume_point_gives_exactly_what_follows_it(place: Place, served: ServedRun, restart: bool) -> None:
+    samples = sequence(served)
+    assert Trainer(served, resume="latest").index == 0  # of a run that never began
+    trainer = Trainer(served)
+    assert trainer.take(7) == part(samples, 0, 28)
+    state = trainer.state(12)
+    _, saved = place.runs.get(RUN).snapshots.take(17, save=True)
+    trainer.train(2)
+    for ask, begin in (
+        ({"resume": "latest"}, 36),
+        ({"state": state}, 12),
+        ({"resume": saved}, 17),
+        ({"resume": "fresh"}, 0),
+        ({"state": state}, 12),
+    ):
+        if restart:
+            served = place.restart()
+        trainer = Trainer(served, world_size=3, batch_size=1, **ask)
+        assert trainer.index == place.committed().sample_index == begin
+        assert trainer.take(4) == part(samples, begin, begin + 12)
+        if ask == {"resume": "latest"}:
+            trainer.settle()
+            assert Trainer(served, resume="latest").index == 48
+
+
+def test_an_unknown_snapshot_id_is_refused_with_those_that_there_are(place: Place, served: ServedRun) -> None:
+    with pytest.raises(NotFound, match=r"resume='9-abc': run 'test' has no snapshot of that id \(newest: none"):
+        Trainer(served, resume="9-abc")
+    Trainer(served).take(1)
+    _, saved = place.runs.get(RUN).snapshots.take(None, save=True)
+    with pytest.raises(NotFound, match=str(saved)):
+        Trainer(served, resume="9-abc")
+
+
+def test_a_state_before_the_first_batch_is_sample_0_of_the_generation(served: ServedRun, trainer: Trainer) -> None:
+    state = trainer.state()
+    assert state.decode() == served.history.snapshot(0)[0]
+    assert Trainer(served, state=state).index == 0
+    with pytest.raises(JoinRefused, match="brings a loaded state and resume='latest': give one of them"):
+        Trainer(served, state=state, resume="latest")
+
+
+def test_a_state_of_another_run_is_refused(place: Place, trainer: Trainer, tmp_path: Path) -> None:
+    trainer.take(2)
+    elsewhere = place.serve(tmp_path / "elsewhere.db")
+    Trainer(elsewhere)
+    with pytest.raises(SnapshotInvalid, match=r"the state is of run_uid .* and has progress of its own"):
+        Trainer(elsewhere, state=trainer.state())
+
+
+def test_an_empty_ledger_adopts_the_trainers_run(place: Place, served: ServedRun, tmp_path: Path) -> None:
+    samples = sequence(served)
+    Trainer(served)
+    trainer = Trainer(served)
+    trainer.take(5)
+    state, uid = trainer.state(), served.coordinator.uid
+    place.stop()
+    elsewhere = place.serve(tmp_path / "elsewhere.db")
+    assert elsewhere.coordinator.uid != uid
+    moved = Trainer(elsewhere, world_size=1, batch_size=3, state=state)
+    assert (elsewhere.coordinator.uid, place.stored().uid) == (uid, uid)
+    # Above every generation that the old ledger had when the state was taken.
+    assert moved.ranks[0].joined.opening.generation == 3
+    assert moved.train(9) == part(samples, 20, 47)
+    assert elsewhere.history.snapshot(33)[0].encode() != moved.state()
+    assert elsewhere.history.snapshot(47)[0].encode() == moved.state()
+    with pytest.raises(BeyondHorizon, match="sample 19 lies before the first state"):
+        elsewhere.history.snapshot(19)
+
+
+def changed(state: bytes, change: Callable[[dict[str, Any]], Any]) -> bytes:
+    document = unseal(state)
+    change(document)
+    return seal(document).encode()
+
+
+def test_a_state_that_going_forward_does_not_meet_is_refused_before_anything_changes(
+    place: Place, served: ServedRun, trainer: Trainer
+) -> None:
+    trainer.train(3)
+    before = place.stored()
+    faults: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
+        ("gives digest", lambda d: d.update(digest="1" * 32)),
+        ("gives digest", lambda d: d["resume_state"].update(digest="1" * 32)),
+        ("data end at sample", lambda d: d.update(sample_index=10**6, total_tokens=8 * 10**6)),
+        ("row_offset|rows", lambda d: d["resume_state"]["datasets"][0].update(row_offset=10**9)),
+        ("token 99999 of row", lambda d: d["resume_state"]["datasets"][0].update(row_token_offset=99999)),
+    ]
+    for says, change in faults:
+        for state in (changed(trainer.state(), change), changed(trainer.state(8), change)):
+            with pytest.raises((SnapshotInvalid, SourceError), match=says):
+                Trainer(served, state=state)
+            with pytest.raises((SnapshotInvalid, SourceError), match=says):
+                place.runs.get(RUN).start_points.restore(text=state.decode())
+    assert place.stored() == before
+    trainer.take(1)
+
+
+def test_a_cursor_beyond_the_files_is_refused_also_where_there_is_nothing_to_go_forward(
+    place: Place, served: ServedRun, trainer: Trainer
+) -> None:
+    trainer.take(4)
+    # A state at a boundary, as a server's opening holds it.
+    state = Trainer(served, state=trainer.state()).state()
+    document = json.loads(state)
+    assert document["sample_index"] == 16
+    at_boundary = served.coordinator.timeline.encode(served.history.forward(served.history.parse(state)))
+    document["resume_state"] = json.loads(at_boundary)
+    document.pop("checksum")
+    assert served.history.parse(seal(document)).base is not None
+    before = place.stored()
+    for field, value in (("row_offset", 15), ("row_offset", 2**53 - 1), ("epoch", 9)):
+        damaged = json.loads(canonical(document))
+        damaged["resume_state"]["datasets"][0][field] = value
+        with pytest.raises(SnapshotInvalid, match=f"resume_state.datasets.0: {field} is {value}"):
+            Trainer(served, state=seal(damaged).encode())
+    assert place.stored() == before
+
+
+def test_a_run_whose_source_was_left_fewer_epochs_than_it_had_begun_is_resumed(made: Callable[..., Place]) -> None:
+    children = [{"source": CODE, "alias": "code", "epochs": 3, "weight": 9}, {"source": WIKI}]
+    served = made(mixture={"policy": "least_consumed", "children": children}).serve()
+    change = {"reason": "a test", "sample_index": 100, "set": [{"child": "code", "epochs": 1}]}
+    served.revision_handler.revise(MixtureChange.model_validate(change))
+    trainer = Trainer(served)
+    trainer.take(27)
+    assert trainer.index == 108 and datasets(trainer.state())[0]["epoch"] == 1
+    again = Trainer(served, state=trainer.state(), takeover=True)
+    again.take(2)
+    assert again.index == 116
+
+
+# --- restores --------------------------------------------------------------------------------------
+
+
+def test_a_restore_pins_the_next_resume_point(place: Place, served: ServedRun, trainer: Trainer) -> None:
+    samples = sequence(served)
+    trainer.train(6)
+    state = trainer.state(12)
+    assert place.runs.get(RUN).start_points.restore(sample_index=9).sample_index == 9
+    # The generation that is there goes on; the pin survives a restart of the server.
+    trainer.take(1)
+    served = place.restart()
+    with pytest.raises(JoinRefused, match=r"a restore pinned sample 9 .* but rank 0 resumes from sample 12"):
+        Trainer(served, state=state)
+    with pytest.raises(JoinRefused, match="a restore pinned sample 9"):
+        Trainer(served, resume="fresh")
+    assert Trainer(served).take(2) == part(samples, 9, 17)
+    assert place.stored().pin is None
+    place.runs.get(RUN).start_points.restore(text=state.decode())
+    assert Trainer(served, state=state).index == 12
+
+
+def consumed_and_skipped(place: Place) -> dict[str, tuple[int, int, int, int]]:
+    """By spec: samples and rows that the ledger counts, and those that are reported as skipped."""
+    counters = place.committed().counters
+    return {
+        source.spec: (
+            counters[source.spec].samples,
+            counters[source.spec].rows,
+            source.skipped_samples,
+            source.skipped_rows,
+        )
+        for source in place.runs.get(RUN).stats.read().sources
+    }
+
+
+def datasets(text: str | bytes) -> Any:
+    return json.loads(text)["resume_state"]["datasets"]
+
+
+@pytest.mark.parametrize("end", [10, 60, 61, 100, 174])
+def test_any_range_after_any_point_can_be_skipped(place: Place, served: ServedRun, trainer: Trainer, end: int) -> None:
+    samples, order = sequence(served), served.coordinator.order
+    trainer.train(44)
+    for begin in {0, end // 3, end - 1}:
+        point = place.runs.get(RUN).start_points.restore(sample_index=begin, skip_samples=end - begin)
+        assert (point.sample_index, point.skipped_samples, point.start_index) == (begin, end - begin, end)
+        rest = Trainer(served, world_size=1, batch_size=1)
+        opening = rest.ranks[0].joined.opening
+        assert (opening.start_index, opening.skipped) == (end, end - begin)
+        assert rest.train(1000) == part(samples, end, 175)
+        states = []
+        for index in (begin, end, 175):
+            pipeline = order.pipeline(order.initial())
+            pipeline.advance(index)
+            states.append(pipeline.state().sources)
+        assert rest.ranks[0].history.last.digest == digest_hex(pipeline.state().digest)
+        for spec, before, after, last in zip(order.record.specs, *states, strict=True):
+            skipped = after.samples - before.samples, after.rows - before.rows
+            assert consumed_and_skipped(place)[spec] == (last.samples - skipped[0], last.rows - skipped[1], *skipped)
+        # The generation's own snapshots carry it on, whichever index they are at.
+        text, _ = served.history.snapshot(min(end + 3, 175))
+        assert sum(entry.get("skipped_samples", 0) for entry in datasets(text)) == end - begin
+
+
+def test_ranks_whose_state_stands_before_a_skip_agree_also_after_a_restart(
+    place: Place, served: ServedRun, trainer: Trainer
+) -> None:
+    trainer.train(3)
+    late, early = trainer.state(), trainer.state(4)
+    place.runs.get(RUN).start_points.restore(text=late.decode(), skip_samples=5)
+    served.join_handler.join(call_of(0, attempt="b", state=late))
+    for _ in range(2):
+        with pytest.raises(JoinRefused, match=r"a loaded state at sample 4 .* sample 12 .*same checkpoint on every"):
+            served.join_handler.join(call_of(1, attempt="b", state=early))
+        served = place.restart()
+    joined = served.join_handler.join(call_of(1, attempt="b", state=late))
+    assert (joined.opening.start_index, joined.opening.skipped) == (17, 5)
+    # The launch after it, from a state of its own, jumps over nothing.
+    with pytest.raises(BeyondHorizon, match="4000 samples after sample 12 cannot be skipped: the data end at sample"):
+        place.runs.get(RUN).start_points.restore(sample_index=12, skip_samples=4000)
+    with pytest.raises(LimitExceeded, match="one restore goes forward through"):
+        place.runs.get(RUN).start_points.restore(sample_index=12, skip_tokens=2**35)
+    with pytest.raises(ConfigError, match="a restore skips 1 samples and 1 tokens: give one of them"):
+        place.runs.get(RUN).start_points.restore(sample_index=12, skip_samples=1, skip_tokens=1)
+    assert served.join_handler.join(call_of(0, attempt="c", state=late)).opening.start_index == 12
+
+
+def test_a_peek_does_not_take_its_states_from_a_line_that_was_left(
+    place: Place, served: ServedRun, trainer: Trainer
+) -> None:
+    trainer.train(10)
+    call = PeekCall(rank=0, world_size=1, batch_size=1, resume="60", state=b"")
+    assert sum(source.skipped_samples for source in served.peeks.join(call, never).state.sources) == 0
+    place.runs.get(RUN).start_points.restore(sample_index=20, skip_samples=10)
+    Trainer(served).take(1)
+    again = served.peeks.join(call, never)
+    assert (again.generation, again.state.sample_index) == (2, 60)
+    assert sum(source.skipped_samples for source in again.state.sources) == 10
+
+
+def test_a_restore_names_one_point_that_exists(place: Place, trainer: Trainer) -> None:
+    trainer.take(1)
+    for point in ({}, {"snapshot_id": "a", "sample_index": 1}, {"text": "{}", "sample_index": 1}):
+        with pytest.raises(ConfigError, match="names one of snapshot id, sample index and snapshot"):
+            place.runs.get(RUN).start_points.restore(**point)  # type: ignore[arg-type]
+    for point, error in (
+        ({"snapshot_id": "none"}, NotFound),
+        ({"sample_index": 10**6}, BeyondHorizon),
+        ({"text": "{}"}, SnapshotInvalid),
+    ):
+        with pytest.raises(error):
+            place.runs.get(RUN).start_points.restore(**point)  # type: ignore[arg-type]
+    assert place.stored().pin is None

@@ -1,0 +1,65 @@
+"""Revisions while ranks train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.served import Place, Sizes, Trainer, part, sequence
+from tokenloom_server.config.mixture_change import MixtureChange
+from tokenloom_server.errors import NotLeader
+from tokenloom_server.ledger.records import StoredRevision
+
+
+@pytest.fixture(autouse=True)
+def short_groups(small_groups: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """State boundaries every two steps, so that revisions hold soon."""
+    monkeypatch.setattr("tokenloom_server.run.sizing.MESSAGE_STEPS", 2)
+
+
+def heavier(**fields: Any) -> MixtureChange:
+    return MixtureChange.model_validate({"reason": "a test", "set": [{"child": "docs", "weight": 20}], **fields})
+
+
+@pytest.mark.parametrize("batch_size", [2, ((0, 2), (160, 3), (256, 1))])
+@pytest.mark.parametrize("later", [0, 3])
+def test_ranks_go_on_to_a_revision_that_is_being_written_and_no_further(
+    made: Callable[..., Place], later: int, batch_size: Sizes
+) -> None:
+    place = made(window_steps=4)
+    served = place.serve()
+    trainer = Trainer(served, batch_size=batch_size)
+    step = 2 * (batch_size if isinstance(batch_size, int) else 3)
+    trainer.train(3)
+
+    def meanwhile(revision: StoredRevision) -> None:
+        # Commits go on, and with them the window: nothing but the revision stops production now.
+        while trainer.index + 2 * step <= revision.sample_index:
+            trainer.train(1)
+
+    place.ledger.meanwhile = meanwhile  # type: ignore[method-assign]
+    index = served.coordinator.view().first_revisable + later
+    assert served.revision_handler.revise(heavier(sample_index=index)).sample_index == index
+    trainer.take(20)
+    samples = sequence(served)
+    assert dict(sorted(trainer.taken().items())) == part(samples, 0, trainer.index)
+    plain = served.coordinator.timeline.with_revisions(())
+    assert served.coordinator.timeline.at(index).config != plain.at(index).config
+    # A restore anywhere, and another server, find the same.
+    trainer.settle()
+    again = Trainer(served, 3, 1, state=trainer.state(), takeover=True)
+    assert again.take(2) == part(samples, trainer.index, again.index)
+
+
+def test_a_revision_of_an_epoch_that_is_over_is_not_written(made: Callable[..., Place]) -> None:
+    place = made(window_steps=4)
+    served = place.serve()
+    coordinator = served.coordinator
+    # Another server took the lead and gave it back while the revision was on its way.
+    place.ledger.meanwhile = lambda revision: served.leadership._acquire()  # type: ignore[method-assign]
+    with pytest.raises(NotLeader):
+        served.revision_handler.revise(heavier(sample_index=0))
+    assert not coordinator.timeline.revisions
+    assert not place.ledger.revisions(coordinator.uid, "train")
+    assert coordinator._revising_at is None

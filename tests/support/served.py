@@ -1,0 +1,302 @@
+"""A run at work without a socket: real files, a real SQLite ledger, and ranks that keep what they got."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import yaml
+from tokenloom.snapshot import Base, History, Point
+from tokenloom_proto.seal import canonical
+from tokenloom_server.api.served_run import ServedRun
+from tokenloom_server.api.service import Runs
+from tokenloom_server.errors import LedgerUnavailable, NotLeader
+from tokenloom_server.ledger.records import Commit, StoredRevision, StoredRun
+from tokenloom_server.ledger.sqlite import SqliteLedger
+from tokenloom_server.order.pipeline import BatchPlan
+from tokenloom_server.run.commits import resume_state_of
+from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
+from tokenloom_server.run.join import Joined
+from tokenloom_server.run.join_call import JoinCall
+from tokenloom_server.run.timeouts import Timeouts
+from tokenloom_server.run.views import Session
+
+RUN = "test"
+PATIENCE_S = 20.0
+#: A batch size, or pairs (total tokens, batch size).
+Sizes: TypeAlias = int | tuple[tuple[int, int], ...]
+#: Samples have 8 tokens: 2 at first, 5 from sample 30 on, 1 from 100 on.
+RAMP = ((0, 2), (240, 5), (800, 1))
+T = TypeVar("T")
+
+
+class Sample(NamedTuple):
+    source: int
+    ids: bytes
+
+
+class Step(NamedTuple):
+    """One step of one rank, as it travels."""
+
+    begin: int
+    end: int
+    samples: dict[int, Sample]
+    point: Point
+
+
+class FaultyLedger(SqliteLedger):
+    """A ledger that can be away for commits, lose an opening or the answer to it, and be slow with a revision."""
+
+    away = lose_answer = lose_request = keep_opening = False
+    #: The opening that was kept on its way.
+    kept: tuple[Any, ...] = ()
+    #: Is done while a revision is on its way.
+    meanwhile: Callable[[StoredRevision], None] = staticmethod(lambda revision: None)
+
+    def commit(self, *args: Any) -> int:
+        if self.away:
+            raise LedgerUnavailable("away on purpose")
+        return super().commit(*args)
+
+    def open(self, *args: Any) -> None:
+        if self.lose_request:
+            self.lose_request = False
+            raise LedgerUnavailable("the request was lost on purpose")
+        if self.keep_opening:
+            self.keep_opening, self.kept = False, args
+            raise LedgerUnavailable("it is on its way")
+        super().open(*args)
+        if self.lose_answer:
+            self.lose_answer = False
+            raise LedgerUnavailable("the answer was lost on purpose")
+
+    def revise(self, uid: str, stream: str, epoch: int, revision: StoredRevision) -> None:
+        self.meanwhile(revision)
+        super().revise(uid, stream, epoch, revision)
+
+
+class Rank:
+    """A client of one slot, which keeps the points that it was at as the real one does."""
+
+    def __init__(self, served: ServedRun, call: JoinCall, loaded: Any = None) -> None:
+        self.served = served
+        self.call = call
+        self.joined: Joined = served.join_handler.join(call)
+        opening, start = self.joined.opening, self.joined.start
+        self.base = Base(start.sample_index, opening.start_state.encode())
+        point = Point(start.sample_index, start.total_tokens, f"{start.digest:032x}", self.base)
+        template = canonical(
+            served.coordinator.order.record.template(self.joined.uid, "train", opening.generation)
+        ).encode()
+        self.history = History(template, point, loaded)
+        self.buffer: deque[Step] = deque()
+        self.received = self.consumed = opening.start_index
+        self.committed_seen = 0
+        self.taken: dict[int, Sample] = {}
+        self.end: EndOfData | None = None
+        self.session = self.connect(served)
+
+    def connect(self, served: ServedRun, credit_steps: int = 1000) -> Session:
+        """A new stream, perhaps to another server: it goes on after what was received."""
+        self.served, self.end = served, None
+        coordinator, opening = served.coordinator, self.joined.opening
+        self.session = coordinator.attach(
+            self.joined.uid, opening.generation, self.call.rank, self.call.nonce, self.received, self.committed_seen
+        )
+        coordinator.progress(self.session, self.consumed, credit_steps)
+        return self.session
+
+    def receive(self) -> bool:
+        """One message; False at the end of data."""
+        coordinator = self.served.coordinator
+        message = coordinator.next_for(self.session, PATIENCE_S, never)
+        assert not isinstance(message, Waiting), message.waiting_for
+        if isinstance(message, EndOfData):
+            self.end = message
+            return False
+        self._keep(message)
+        self.committed_seen = max(self.committed_seen, coordinator.committed_through)
+        return True
+
+    def _keep(self, message: Delivery) -> None:
+        group = message.group
+        rank, batch = self.call.rank, group.plan.batch_size
+        if message.with_base:
+            self.base = Base(group.begin, resume_state_of(self.served.coordinator.timeline, group).encode())
+        assert self.base.sample_index == group.begin
+        for step in range(message.first, message.last):
+            mark, begin = group.marks[step], group.step_begin(step)
+            assert begin == self.received
+            first = begin + group.slice_of(step, rank) * batch
+            samples = {
+                first + i: Sample(int(group.source_ids[rank, step, i]), group.ids(rank, step, step + 1)[i].tobytes())
+                for i in range(batch)
+                if group.source_ids[rank, step, i] >= 0
+            }
+            point = Point(mark.sample_index, mark.total_tokens, f"{mark.digest:032x}", self.base)
+            self.buffer.append(Step(begin, mark.sample_index, samples, point))
+            self.received = mark.sample_index
+
+    def take(self, steps: int) -> int:
+        """Consumes steps one by one; returns how many there were before the data ended."""
+        for count in range(steps):
+            while not self.buffer:
+                if not self.receive():
+                    return count
+            step = self.buffer.popleft()
+            assert not self.taken.keys() & step.samples.keys()
+            self.taken |= step.samples
+            self.history.append(step.point)
+            self.consumed = step.end
+            self.served.coordinator.progress(self.session, self.consumed, 1000)
+        return steps
+
+    def state(self, index: int | None = None) -> bytes:
+        return self.history.text(index).encode()
+
+
+class Trainer:
+    """All ranks of one launch, in step."""
+
+    attempts = 0
+
+    def __init__(self, served: ServedRun, world_size: int = 2, batch_size: Sizes = 2, **ask: Any) -> None:
+        Trainer.attempts += 1
+        self.attempt = f"attempt-{Trainer.attempts}"
+        self.ranks = [
+            Rank(served, call_of(rank, world_size, batch_size, self.attempt, **ask)) for rank in range(world_size)
+        ]
+
+    def connect(self, served: ServedRun) -> ServedRun:
+        """New streams of all ranks, to another server."""
+        for rank in self.ranks:
+            rank.connect(served)
+        return served
+
+    def take(self, steps: int) -> dict[int, Sample]:
+        """The samples of the next steps, by index; every rank ends at the same step."""
+        before = len(self.taken())
+        for _ in range(steps):
+            counts = {rank.take(1) for rank in self.ranks}
+            assert len(counts) == 1
+            if counts == {0}:
+                break
+        return dict(sorted(self.taken().items())[before:])
+
+    def train(self, steps: int) -> dict[int, Sample]:
+        """``take``, until all of it is committed."""
+        samples = self.take(steps)
+        self.settle()
+        return samples
+
+    def taken(self) -> dict[int, Sample]:
+        taken: dict[int, Sample] = {}
+        for rank in self.ranks:
+            assert not taken.keys() & rank.taken.keys()
+            taken |= rank.taken
+        return taken
+
+    def settle(self) -> None:
+        """Until all that was consumed is committed."""
+        self.ranks[0].served.coordinator.finish(self.ranks[0].session, PATIENCE_S)
+
+    def state(self, index: int | None = None) -> bytes:
+        states = {rank.state(index) for rank in self.ranks}
+        assert len(states) == 1, "ranks wrote different states"
+        return states.pop()
+
+    @property
+    def index(self) -> int:
+        return self.ranks[0].consumed
+
+
+class Place:
+    """A folder with a corpus, a mixture file and a ledger; servers come and go."""
+
+    def __init__(self, folder: Path, ledger_folder: Path, document: dict[str, Any]) -> None:
+        self.path = folder / f"{ledger_folder.name}.yaml"
+        self.path.write_text(yaml.safe_dump(document))
+        self.ledger_path = ledger_folder / "ledger.db"
+        #: Without liveness, a new attempt need not wait for the one before to be silent.
+        self.timeouts = Timeouts(liveness_s=0.0)
+        self._up: list[tuple[Runs, FaultyLedger]] = []
+
+    def serve(self, ledger_path: Path | None = None) -> ServedRun:
+        """A server comes up (beside one that may still be there)."""
+        self.ledger = FaultyLedger(ledger_path or self.ledger_path)
+        # One holder for all: a server that comes up beside another is taken for that one's restart, and leads at once.
+        self.runs = Runs(self.ledger, "one", self.timeouts)
+        self._up.append((self.runs, self.ledger))
+        return self.runs.add(self.path, None)
+
+    def stop(self) -> None:
+        for runs, ledger in self._up:
+            runs.stop()
+            ledger.close()
+        self._up.clear()
+
+    def restart(self) -> ServedRun:
+        self.stop()
+        return self.serve()
+
+    def stored(self) -> StoredRun:
+        stored = self.ledger.read_run(RUN, "train")
+        assert stored is not None
+        return stored
+
+    def committed(self) -> Commit:
+        commit = self.stored().committed
+        assert commit is not None
+        return commit
+
+    def counters(self) -> dict[str, tuple[int, int]]:
+        """Committed samples and tokens of each source."""
+        return {spec: (counters.samples, counters.tokens) for spec, counters in self.committed().counters.items()}
+
+
+def never() -> bool:
+    return False
+
+
+def call_of(rank: int = 0, world_size: int = 2, batch_size: Sizes = 2, attempt: str = "a", **ask: Any) -> JoinCall:
+    fields: dict[str, Any] = {"resume": "", "state": b"", "nonce": f"{attempt}-nonce-{rank}"}
+    if not isinstance(batch_size, int):
+        fields["batch_sizes"], batch_size = batch_size, 0
+    return JoinCall(rank=rank, world_size=world_size, batch_size=batch_size, attempt=attempt, **(fields | ask))
+
+
+def sequence(served: ServedRun) -> list[Sample]:
+    """The canonical order to its end, straight from the pipeline."""
+    timeline = served.coordinator.timeline
+    pipeline = timeline.pipeline(timeline.initial())
+    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=1000))
+    pipeline.fill(group, 1000)
+    assert pipeline.ended is not None
+    return [
+        Sample(int(group.source_ids[0, step, 0]), group.ids(0, step, step + 1)[0].tobytes())
+        for step in range(len(group.marks))
+    ]
+
+
+def part(samples: list[Sample], begin: int, end: int) -> dict[int, Sample]:
+    return {index: samples[index] for index in range(begin, end)}
+
+
+def recount(served: ServedRun, samples: dict[int, Sample]) -> dict[str, tuple[int, int]]:
+    """What ``Place.counters`` has to be after these samples."""
+    counts = Counter(sample.source for sample in samples.values())
+    return {spec: (counts[i], counts[i] * 8) for i, spec in enumerate(served.coordinator.order.record.specs)}
+
+
+def until_led(call: Callable[[], T]) -> T:
+    """What a client does while the server does not lead: it asks again."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return call()
+        except NotLeader:
+            assert time.monotonic() < deadline, "the server does not lead any more"
+            time.sleep(0.01)
