@@ -172,19 +172,28 @@ def ledger(request: pytest.FixtureRequest) -> str:
 StartServer = Callable[..., ServerProcess]
 
 
-@pytest.fixture
-def start_server(tmp_path: Path) -> Iterator[StartServer]:
-    """Starts servers, each in a folder of its own unless ``name`` is given; what still runs is killed at the end."""
+def _starting(folder: Path) -> Iterator[StartServer]:
     servers: list[ServerProcess] = []
 
     def start(*mixtures: Path, **options: Any) -> ServerProcess:
-        folder = tmp_path / options.pop("name", f"server-{len(servers)}")
-        servers.append(ServerProcess(folder, *mixtures, **options))
+        servers.append(ServerProcess(folder / options.pop("name", f"server-{len(servers)}"), *mixtures, **options))
         return servers[-1].start()
 
     yield start
     for server in servers:
         server.kill()
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[StartServer]:
+    """Starts servers, each in a folder of its own unless ``name`` is given; what still runs is killed at the end."""
+    yield from _starting(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
+    """As ``start_server``, for servers that a module's tests share."""
+    yield from _starting(tmp_path_factory.mktemp("shared"))
 
 
 class Rpc:

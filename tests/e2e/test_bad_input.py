@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import yaml
 from conftest import Corpus, StartServer
 from support.ports import free_port
 from support.redis_server import RedisServer
-from support.server_process import CommandLine, Finished
+from support.server_process import CommandLine, Finished, run_module
 from support.trainer import World
 
 ADDRESSES = ("--grpc", "127.0.0.1:0", "--rest", "127.0.0.1:0")
@@ -264,8 +262,8 @@ def test_the_command_says_what_it_is_for(tokenloom: CommandLine) -> None:
 
 
 def test_the_command_tells_its_version_and_refuses_what_it_does_not_know(tokenloom: CommandLine) -> None:
-    command = [sys.executable, "-m", "tokenloom_server", "--version"]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0] == "tokenloom"
+    version = run_module("--version")
+    assert (version.status, version.output.split()[0]) == (0, "tokenloom")
     for arguments in (("server",), ("serve",), ("serve", "m.yaml", "--log-level", "loud"), ("validate",)):
         refused = tokenloom(*arguments)
         assert refused.status == 2

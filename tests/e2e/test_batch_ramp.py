@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from conftest import LENGTH, Corpus
+from conftest import LENGTH, Corpus, StartServer
 from support.server_process import ServerProcess
 from support.trainer import Sample, World
 
@@ -17,10 +16,8 @@ RUNS = ("ramp", "accumulated", "refused")
 
 
 @pytest.fixture(scope="module")
-def server(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    server = ServerProcess(tmp_path_factory.mktemp("ramp"), *(corpus.mixture(run) for run in RUNS)).start()
-    yield server
-    server.kill()
+def server(corpus: Corpus, serve: StartServer) -> ServerProcess:
+    return serve(*(corpus.mixture(run) for run in RUNS))
 
 
 def size_at(sample_index: int) -> int:

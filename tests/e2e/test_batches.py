@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from conftest import LENGTH, Corpus
+from conftest import LENGTH, Corpus, StartServer
 from support.server_process import ServerProcess
 from support.trainer import Sample, World
 from tokenloom import Batch
 
 
 @pytest.fixture(scope="module")
-def server(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def server(corpus: Corpus, serve: StartServer) -> ServerProcess:
     mixtures = [
         corpus.mixture("same"),
         corpus.mixture("shifted", labels="shifted"),
         corpus.mixture("padded", last_step="pad"),
     ]
-    server = ServerProcess(tmp_path_factory.mktemp("batches"), *mixtures).start()
-    yield server
-    server.kill()
+    return serve(*mixtures)
 
 
 def batches(world: World) -> Iterator[Batch]:

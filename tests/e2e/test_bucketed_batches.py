@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from conftest import Rpc
+from conftest import Rpc, StartServer
 from support.features import SHAPES, document, latents, write_features, write_mixture
 from support.server_process import CommandLine, ServerProcess
 from tokenloom import ConnectionOptions, PeekDataset, RemoteDataset
@@ -36,10 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    server = ServerProcess(tmp_path_factory.mktemp("server"), write_mixture(folder, document())).start()
-    yield server
-    server.kill()
+def server(folder: Path, serve: StartServer) -> ServerProcess:
+    return serve(write_mixture(folder, document()))
 
 
 @pytest.fixture(scope="module")

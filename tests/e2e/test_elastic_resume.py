@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,12 +19,10 @@ RUNS = ("rewound", "processes", "loader-0", "loader-1", "workers")
 
 
 @pytest.fixture(scope="module")
-def server(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def server(corpus: Corpus, serve: StartServer) -> ServerProcess:
     """Serves a run for each test that needs no server of its own."""
     mixtures = [corpus.mixture(run, window_steps=2) for run in RUNS]
-    server = ServerProcess(tmp_path_factory.mktemp("shared"), *mixtures).start()
-    yield server
-    server.kill()
+    return serve(*mixtures)
 
 
 def plain_counters(server: ServerProcess, run: str) -> tuple[int, dict[str, int], dict[str, int], dict[str, int]]:

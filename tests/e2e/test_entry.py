@@ -35,6 +35,14 @@ def dataset(url: str, **options: Any) -> RemoteDataset:
     return RemoteDataset(url, 1, **{"rank": 0, "world_size": 1} | with_connection(options))
 
 
+def token_file(folder: Path, token: str) -> Path:
+    file = folder / "token"
+    file.unlink(missing_ok=True)
+    file.write_text(token, encoding="utf-8")
+    file.chmod(0o600)
+    return file
+
+
 # Tokens
 
 
@@ -56,9 +64,7 @@ def test_who_only_looks_needs_no_more_than_the_token_for_reading(
     mixture: Path, start_server: StartServer, tokenloom: CommandLine, tmp_path: Path
 ) -> None:
     server = start_server(mixture, environment=TOKENS)
-    file = tmp_path / "token"
-    file.write_text(READ, encoding="utf-8")
-    file.chmod(0o600)
+    file = token_file(tmp_path, READ)
     with (
         World(server.url(RUN), token=CONTROL) as world,
         PeekDataset(
@@ -80,11 +86,8 @@ def test_the_figures_are_read_with_a_token_file(
     mixture: Path, start_server: StartServer, tokenloom: CommandLine, tmp_path: Path
 ) -> None:
     server = start_server(mixture, environment=TOKENS)
-    file = tmp_path / "token"
     for token in (READ, CONTROL):
-        file.unlink(missing_ok=True)
-        file.write_text(token, encoding="utf-8")
-        file.chmod(0o600)
+        file = token_file(tmp_path, token)
         shown = tokenloom("stats", server.rest_url, "--token-file", file)
         assert (shown.status, RUN in shown.output) == (0, True), shown.output
     refused = tokenloom("stats", server.rest_url)
@@ -100,9 +103,7 @@ def test_the_figures_are_read_with_a_token_file(
 
 
 def test_a_token_is_not_sent_on_to_where_a_server_redirects(tmp_path: Path, tokenloom: CommandLine) -> None:
-    file = tmp_path / "token"
-    file.write_text(READ, encoding="utf-8")
-    file.chmod(0o600)
+    file = token_file(tmp_path, READ)
     with Redirecting() as site:
         tokenloom("stats", site.url, "--token-file", file)
         heard = site.heard
@@ -212,9 +213,7 @@ def test_with_tls_trainers_and_readers_check_the_certificate(
     with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
         status_over_tls(server, ssl.create_default_context(), "/readyz")
 
-    file = tmp_path / "token"
-    file.write_text(READ, encoding="utf-8")
-    file.chmod(0o600)
+    file = token_file(tmp_path, READ)
     url = f"https://{server.rest}"
     assert f"https://{server.rest}/" in server.log
     shown = tokenloom("stats", url, "--token-file", file, "--tls-ca", authority.file)

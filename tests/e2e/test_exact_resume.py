@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -23,10 +23,8 @@ class Whole:
 
 
 @pytest.fixture(scope="module")
-def server(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    server = ServerProcess(tmp_path_factory.mktemp("exact"), corpus.mixture(RUN)).start()
-    yield server
-    server.kill()
+def server(corpus: Corpus, serve: StartServer) -> ServerProcess:
+    return serve(corpus.mixture(RUN))
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,9 @@ WHY = ("--reason", "because", "--author", "ada")
 
 
 @pytest.fixture(scope="module")
-def server(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def server(corpus: Corpus, serve: StartServer) -> ServerProcess:
     """One run, on which nobody trains: a change of its mixture holds from sample 0 on."""
-    server = ServerProcess(tmp_path_factory.mktemp("by-hand"), corpus.mixture(RUN)).start()
-    yield server
-    server.kill()
+    return serve(corpus.mixture(RUN))
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -26,12 +26,10 @@ RUN, OTHER = "strict", "other"
 
 
 @pytest.fixture(scope="module")
-def server(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def server(corpus: Corpus, serve: StartServer) -> ServerProcess:
     """Serves a run that has progress, and one without."""
     mixtures = [corpus.mixture(RUN), corpus.mixture(OTHER, seed=8, window_steps=4)]
-    server = ServerProcess(tmp_path_factory.mktemp("strict"), *mixtures).start()
-    yield server
-    server.kill()
+    return serve(*mixtures)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import grpc
 import httpx
 import pytest
-from conftest import SPECS, Corpus, Rpc
+from conftest import SPECS, Corpus, Rpc, StartServer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from support.server_process import CommandLine, ServerProcess
@@ -20,11 +20,9 @@ RUNS = ("first", "second", "pinned", "counted")
 
 
 @pytest.fixture(scope="module")
-def server(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def server(corpus: Corpus, serve: StartServer) -> ServerProcess:
     mixtures = [corpus.mixture(run) for run in RUNS]
-    server = ServerProcess(tmp_path_factory.mktemp("rest"), *mixtures).start()
-    yield server
-    server.kill()
+    return serve(*mixtures)
 
 
 @pytest.fixture

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 import time
 
 import pytest
-from conftest import SPECS, Corpus, StartServer
+from conftest import Corpus, StartServer
 from support.trainer import Sample, World
 
 
@@ -48,26 +47,3 @@ def test_a_server_that_starts_removes_the_ready_file_of_one_that_was_killed(
     assert server.ready_file.stat().st_mtime_ns > stale
     line = f"tokenloom is ready: gRPC on {server.grpc}, REST and page on http://{server.rest}/ (runs: ready)"
     assert server.log.splitlines().count(line) == 2
-
-
-def test_the_log_says_in_one_line_where_each_source_goes_on(corpus: Corpus, start_server: StartServer) -> None:
-    server = start_server(corpus.mixture("logged"))
-    with World(server.url("logged"), 2, 3) as world:
-        state = world.steps(9).state()
-    with World(server.url("logged"), state=state) as world:
-        world.join()
-    form = re.compile(r"resume: spec=(\S+) sample_row=(\d+) shard=(\S+) offset=(\d+)$", re.MULTILINE)
-    found = form.findall(server.log)
-    assert [spec for spec, *_ in found] == [*SPECS, *SPECS]
-    assert [(row, offset) for _, row, _, offset in found[:4]] == [("0", "0")] * 4
-    datasets = json.loads(state["tokenloom"])["resume_state"]["datasets"]
-    assert len(datasets) == 4
-    rows = corpus.rows(world_samples(corpus, server.url("logged"), 54))
-    assert {spec: int(row) for spec, row, _, _ in found[4:]} == rows
-    assert all(shard in {"code-0.parquet", "code-1.parquet", "prose.txt", "docs.jsonl"} or "wiki/data-" in shard
-               for _, _, shard, _ in found)  # fmt: skip
-
-
-def world_samples(corpus: Corpus, url: str, count: int) -> list[Sample]:
-    with World(url, resume="fresh") as world:
-        return world.steps(count).receipt.sequence()

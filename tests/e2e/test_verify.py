@@ -197,61 +197,6 @@ def test_a_report_says_what_was_read_and_by_which_launches(
     assert f"`{found['digest']}`" in card
 
 
-def test_revisions_are_part_of_the_proof_and_of_the_report(
-    corpus: Corpus, tmp_path: Path, tokenloom: CommandLine, sequence: list[Sample]
-) -> None:
-    names = ("revised", "revised-too", "plain")
-    rows = corpus.folder / "takedown.csv"
-    rows.write_text("spec,shard,row\n" + "".join(f"code,code-0.parquet,{row}\n" for row in range(20, 30)))
-    server = ServerProcess(tmp_path, *(corpus.mixture(run) for run in names)).start()
-    change = {
-        "sample_index": 21,
-        "reason": "taken down",
-        "author": "ada",
-        "set": [{"child": "code", "weight": 5}],
-        "exclude": {"file": str(rows)},
-    }
-    try:
-        with httpx.Client(base_url=server.rest_url, trust_env=False, timeout=30) as http:
-            for run in names[:2]:
-                answer = http.patch(f"/v1/runs/{run}/mixture", json=change)
-                assert answer.status_code in (200, 201), answer.text
-            with World(server.url("revised"), 2, 2) as world:
-                got = world.steps(11).receipt.sequence()
-            with World(server.url("revised-too"), 1, 7) as world:
-                world.steps(5)
-            with World(server.url("plain"), 3, 4) as world:
-                world.steps(1)
-            for index in (20, 21, 22, 35):
-                found = http.get(f"/v1/runs/revised/receipt?sample_index={index}").json()
-                assert found["digest"] == rolling_digest(got[:index])
-                assert len(found["revisions"]) == (index > 21)
-                assert sum(found["samples"].values()) == index
-        url = server.rest_url
-        same = tokenloom("verify", f"{url}/revised", f"{url}/revised-too")
-        assert (same.status, "the same through sample index 35" in same.output) == (0, True), same.output
-        before = tokenloom("verify", f"{url}/revised", f"{url}/plain", "--json")
-        assert (before.status, json.loads(before.output)["differences"]) == (0, {})
-        with World(server.url("plain"), 3, 4, resume="latest") as world:
-            world.steps(3)
-        other = tokenloom("verify", f"{url}/revised", f"{url}/plain", "--json")
-        assert other.status == 1, other.output
-        found = json.loads(other.output)
-        first = next(n for n, sample in enumerate(got) if sample != sequence[n])
-        assert found["first_differing_sample"] == first >= 21
-        assert found["differences"]["revisions"][1] == []
-        report = json.loads(tokenloom("report", url, "--run", "revised", "--json").output)
-        card = tokenloom("report", url, "--run", "revised").output
-    finally:
-        server.kill()
-    assert [(r["sample_index"], r["author"], r["reason"]) for r in report["revisions"]] == [(21, "ada", "taken down")]
-    assert [file["rows"] for file in report["exclusions"]] == [10]
-    assert [source["excluded_rows"] for source in report["sources"]] == [10, 0, 0, 0]
-    assert report["digest"] == rolling_digest(got)
-    assert "### Changes of the mixture" in card
-    assert "- `code`: 10 rows of each epoch" in card
-
-
 def test_what_one_run_skipped_is_found_and_reported(corpus: Corpus, tmp_path: Path, tokenloom: CommandLine) -> None:
     server = ServerProcess(tmp_path, corpus.mixture("skipping"), corpus.mixture("reading")).start()
     try:

@@ -184,3 +184,12 @@ class CommandLine:
         finally:
             process.kill()
         return Finished(status, self._output.read_text(encoding="utf-8"))
+
+
+def run_module(*arguments: object) -> Finished:
+    """``python -m tokenloom_server`` as a user types it, in an interpreter of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tokenloom_server", *map(str, arguments)],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMMAND_DEADLINE_S,
+    )  # fmt: skip
+    return Finished(done.returncode, done.stdout + done.stderr)

@@ -62,9 +62,8 @@ def interleaved(seed: int) -> Iterator[int]:
     yield from np.bincount(found.with_format("numpy")["source"][:], minlength=2).tolist()
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_interleaving_ends_with_the_first_that_is_exhausted_at_88_900_samples(seed: int) -> None:
-    short, long = interleaved(seed)
+def test_interleaving_ends_with_the_first_that_is_exhausted_at_88_900_samples() -> None:
+    short, long = interleaved(seed=0)
     assert short in (SHORT, SHORT - 1)
     # So 99 % of the long one was never read.
     assert abs(short + long - EXPECTED) <= 5 * DEVIATION
