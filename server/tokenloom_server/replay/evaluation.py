@@ -24,7 +24,7 @@ from tokenloom_server.errors import (
     OrderMismatch,
     ServerStopping,
 )
-from tokenloom_server.order.pipeline import PADDING
+from tokenloom_server.order.steps import PADDING
 from tokenloom_server.replay.stream_samples import Sample, StreamSamples
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.delivery import EndOfData, Waiting
