@@ -33,11 +33,11 @@ PACKED_AGAIN = 2**52
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Where a source stands: just behind the last token that a sample took.
+    """Where a source stands: just after the last token that a sample took.
 
     ``epoch`` counts from 0. ``shard`` is the position in the manifest, ``row`` counts within the
     shard, ``offset`` in tokens within the row (with its begin- and end-of-text ids). A row that was
-    taken to its end is written as (row + 1, 0), also where that is behind the shard's last row. So (0, 0, 0) is
+    taken to its end is written as (row + 1, 0), also where that is after the shard's last row. So (0, 0, 0) is
     nothing but the beginning of an epoch. Of shuffled rows, ``shard`` is a window and ``row`` a place in it.
 
     With best-fit packing a cursor among rows that are packed together stands at the first of them, and ``offset``

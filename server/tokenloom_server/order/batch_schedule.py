@@ -108,7 +108,7 @@ class Ramp:
         return self.at_step(step).index_of(step)
 
     def steps_until(self, sample_index: int) -> tuple[int, int]:
-        """How many whole steps lie before a sample index, and how many samples behind them."""
+        """How many whole steps lie before a sample index, and how many samples after them."""
         plan = self.plans[bisect_right(self._start_indices, sample_index) - 1]
         steps, rest = divmod(sample_index - plan.start_index, plan.world_size * plan.batch_size)
         return plan.first_step + steps, rest
@@ -126,7 +126,7 @@ class Ramp:
         return sample_index - ((sample_index - plan.start_index - 1) % plan.group_samples + 1)
 
     def boundary_behind(self, sample_index: int) -> int:
-        """The first state boundary behind a sample index."""
+        """The first state boundary after a sample index."""
         plan = self.at_index(sample_index)
         groups = (sample_index - plan.start_index) // plan.group_samples + 1
         return plan.index_of(min(plan.first_step + groups * plan.group_steps, plan.behind))

@@ -34,7 +34,7 @@ class Feed:
     def load(self, count: int) -> int:
         """Makes ``count`` samples ready to be picked, as far as there are so many; returns how many are.
 
-        A source that fails behind them is told by ``has_sample``, once nothing before the fault is left.
+        A source that fails after them is told by ``has_sample``, once nothing before the fault is left.
         """
         while self._loaded - self.picked < count and not self.exhausted and self._error is None:
             try:
@@ -62,7 +62,7 @@ class Feed:
         return False
 
     def rows_picked(self) -> tuple[int, int]:
-        """The rows counter, and the offset of the cursor, behind the last picked sample."""
+        """The rows counter, and the offset of the cursor, after the last picked sample."""
         place = self.place
         if self.picked != self._taken:
             last = self.picked - 1
@@ -71,7 +71,7 @@ class Feed:
 
     def take(self, count: int) -> tuple[list[memoryview], list[int], list[SampleOrigins]]:
         """The next ``count`` picked samples: their ids, their hashes, and the places they have. Moves the cursor
-        behind them."""
+        after them."""
         ids, hashes = self._ids[:count], self._hashes[:count]
         del self._ids[:count], self._hashes[:count]
         self._taken += count

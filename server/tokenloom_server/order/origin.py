@@ -21,7 +21,7 @@ class Origin:
     #: Samples and tokens before that of sources which this run does not have.
     left_samples: int
     left_tokens: int
-    #: ``resume_state`` at the sample index, as this run has it; empty where only a snapshot behind it tells of it.
+    #: ``resume_state`` at the sample index, as this run has it; empty where only a snapshot after it tells of it.
     state: str = ""
 
     def to_json(self) -> str:

@@ -57,7 +57,7 @@ class Switch(NamedTuple):
     packers: PackerFactory
     #: The state there as the other config has it.
     carry: Callable[[State], State]
-    #: Why batches end here, because those behind have another shape; None where they go on.
+    #: Why batches end here, because those after have another shape; None where they go on.
     ends: str | None
     #: Of the other config's ``measured_sources``, by id.
     size_estimates: Mapping[int, SizeEstimate] = MappingProxyType({})
@@ -79,7 +79,7 @@ class Pipeline:
     ) -> None:
         """``sample_bytes``: of a sample as it travels. ``real`` counts what of it is documents'. ``size_estimates`` of
         the ``RunConfig.measured_sources``, by id.
-        ``switches``, in order, lie behind the state."""
+        ``switches``, in order, lie after the state."""
         self._padding = memoryview(bytes(sample_bytes))
         self._real = real
         self._switches = deque(switches)
@@ -106,7 +106,7 @@ class Pipeline:
         return self._index
 
     def switch(self, switches: Sequence[Switch]) -> None:
-        """From now on these, in order, are the switches behind the present sample index."""
+        """From now on these, in order, are the switches after the present sample index."""
         assert all(switch.sample_index > self._index for switch in switches), "samples behind a switch are made already"
         self._switches = deque(switches)
 
@@ -152,7 +152,7 @@ class Pipeline:
             hashes += self._take(group, picks[:taken], where[done - len(picks) :][:taken])
             ends = self._cross()
             if ends is not None:
-                # In force behind the sample before it, so that the state at the switch is the other config's.
+                # In force after the sample before it, so that the state at the switch is the other config's.
                 changes.append((done - 1, self._segment, self._segment.mixer.mix_weights))
                 self._note_tails(group)
                 self.ended = ends or None
@@ -166,7 +166,7 @@ class Pipeline:
         at = 0
         for end in ends_at:
             self._digest = _digest_behind(self._digest, hashes[at:end], self._powers)
-            # A change found behind the step's last sample is the next decision's; but none follows a padded step.
+            # A change found after the step's last sample is the next decision's; but none follows a padded step.
             while len(changes) > 1 and changes[1][0] < end + (end % size > 0):
                 del changes[0]
             group.marks.append(StepMark(begin + end, tokens + end * length, self._digest, *changes[0][1:]))
@@ -251,7 +251,7 @@ class Pipeline:
         return np.concatenate(parts) if parts else np.empty(0, np.int32), changes
 
     def _rows_picked(self, source: int) -> tuple[int, int]:
-        """The rows counter of a source, and the tokens of the row that is not at its end, behind its last picked
+        """The rows counter of a source, and the tokens of the row that is not at its end, after its last picked
         sample."""
         rows, offset = self._feeds[source].rows_picked()
         # Of samples that are padded, no part of the tokens is a row's.
@@ -303,7 +303,7 @@ class Pipeline:
 
 
 def _digest_behind(digest: int, hashes: Sequence[int], powers: Sequence[int]) -> int:
-    """The rolling digest behind more samples: one reduction for many, where each one's would cost more than the
+    """The rolling digest after more samples: one reduction for many, where each one's would cost more than the
     product (see ``state``). ``powers`` are the multiplier's, from that of 0 on."""
     for at in range(0, len(hashes), len(powers) - 1):
         some = hashes[at : at + len(powers) - 1]

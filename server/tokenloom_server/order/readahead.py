@@ -44,7 +44,7 @@ class ReadAhead:
 
 class LazyPacker:
     """Implements ``Packer``: one whose source is opened once it is asked for, or before that by a thread that has
-    nothing else to do, with its first block. To open a source behind a network takes round trips, and a mixture may
+    nothing else to do, with its first block. To open a source after a network takes round trips, and a mixture may
     have thousands: none waits for the others."""
 
     def __init__(self, make: Callable[[], Packer], pools: Pools | None) -> None:

@@ -58,7 +58,7 @@ def _in_phase(
         return order
     mixture = phase.mixture
     if ends is not None:
-        # What the mixture gives is what the run has, but for what a fork left behind: after its last phase it ends.
+        # What the mixture gives is what the run has, but for what a fork left after: after its last phase it ends.
         # To the next whole sample, like every phase.
         unit = length * order.config.pick_samples
         ends = tokens + -(-(ends - tokens) // unit) * unit if ends > tokens else ends

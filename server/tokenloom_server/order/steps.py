@@ -32,7 +32,7 @@ class Stage(NamedTuple):
 
 
 class StepMark(NamedTuple):
-    """What a state behind a step has that cannot be counted from the samples before it: taken every step."""
+    """What a state after a step has that cannot be counted from the samples before it: taken every step."""
 
     sample_index: int
     total_tokens: int
@@ -46,7 +46,7 @@ class BatchPlan:
     """How consecutive steps of one batch size cut the order: the n-th of them covers samples
     [start + n·world_size·batch_size, …); every ``group_steps`` steps is a state boundary.
 
-    A generation's steps are counted from its start; ``ramp.Ramp`` puts plans of several sizes behind one another.
+    A generation's steps are counted from its start; ``batch_schedule`` puts plans of several sizes after one another.
     """
 
     start_index: int
@@ -56,7 +56,7 @@ class BatchPlan:
     #: Steps, and groups, of the generation before it.
     first_step: int = 0
     first_group: int = 0
-    #: The step behind its last one, which begins a group of its own.
+    #: The step after its last one, which begins a group of its own.
     behind: int = MAX_COUNTER
 
     @property
@@ -76,7 +76,7 @@ class BatchPlan:
         return step - (step - self.first_step) % self.group_steps
 
     def group_end(self, step: int) -> int:
-        """The step behind the last one of the group that a step is of."""
+        """The step after the last one of the group that a step is of."""
         return min(self.group_begin(step) + self.group_steps, self.behind)
 
     def group_number(self, step: int) -> int:
@@ -90,7 +90,7 @@ class StepGroup:
 
     ``samples`` are the ids of each rank's samples, as views of the blocks that they came from, by rank, step
     and place in the batch ([world_size, group_steps, batch_size], as ``source_ids``, int32); empty once released.
-    ``marks[g]`` is the mark *behind* step g, ``rotations[g]`` the rotation of its slices. ``places`` are those of
+    ``marks[g]`` is the mark *after* step g, ``rotations[g]`` the rotation of its slices. ``places`` are those of
     the blocks that the samples came from, and
     ``dropped_tokens`` the tails, by source and by where the segment began.
     """
@@ -131,7 +131,7 @@ class StepGroup:
         return (rank + self.rotations[step]) % self.plan.world_size
 
     def forget_behind(self, steps: int) -> None:
-        """Drops what lies behind the first ``steps`` steps: a burst that failed half-way."""
+        """Drops what lies after the first ``steps`` steps: a burst that failed half-way."""
         del self.marks[steps:], self.rotations[steps:], self.counts[steps:]
 
     def real_tokens(self, step: int) -> tuple[int, int]:
@@ -190,7 +190,7 @@ class StepGroup:
 
     def _origins(self, steps: int) -> npt.NDArray[np.int64]:
         """The number within its source of each sample of the first steps, arranged as ``source_ids``."""
-        # Not of those behind them: the producer may be about to add some.
+        # Not of those after them: the producer may be about to add some.
         where = places_of_steps(self.plan, self.rotations[:steps], 0)
         picks = self.source_ids.reshape(-1)[where]
         where, picks = where[picks != PADDING], picks[picks != PADDING]
@@ -204,7 +204,7 @@ class StepGroup:
         return origins
 
     def state_behind(self, step: int) -> State:
-        """The state behind a step."""
+        """The state after a step."""
         mark = self.marks[step]
         before = self.source_ids[:, : step + 1]
         counts = np.bincount(before[before != PADDING], minlength=len(mark.segment.start.sources)).tolist()

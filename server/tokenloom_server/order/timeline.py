@@ -81,7 +81,7 @@ class Timeline:
         return [max(found) for found in zip_longest(*had, fillvalue=0.0)]
 
     def index_at(self, total_tokens: int) -> int:
-        """The first sample index at which the run has had so many tokens; with ``batching`` behind a whole batch."""
+        """The first sample index at which the run has had so many tokens; with ``batching`` after a whole batch."""
         for segment, behind in zip(self._segments, [*self._segments[1:], None], strict=True):
             config = segment.order.config
             index = (
@@ -113,7 +113,7 @@ class Timeline:
         )
 
     def switches(self, sample_index: int, *, ahead: bool = False) -> list[Switch]:
-        """Those behind a sample index."""
+        """Those after a sample index."""
         found = []
         before = self._segment(sample_index).order
         for segment in self._segments[bisect_right(self._begins, sample_index) :]:
@@ -138,7 +138,7 @@ class Timeline:
     def shape_at(self, sample_index: int) -> state_shape.Shape:
         """What the states at a sample index look like."""
         shape = self.at(sample_index).record.shape
-        held = [told for told in self._told if told.begin <= sample_index]
+        held = [one for one in self._recorded if one.begin <= sample_index]
         if held:
             shape = replace(shape, revision=(held[-1].begin, held[-1].what))
         if self._one_length:
@@ -150,9 +150,9 @@ class Timeline:
         """``resume_state``: the canonical JSON of a state, with the revision in force and all that are to come: what a
         ledger that knows none of them needs to go on."""
         index = state.sample_index
-        in_force = [told for told in self._told if told.begin <= index]
-        ahead = [told for told in self._told if told.begin > index]
-        revisions = [{"sample_index": told.begin, "content": told.content} for told in (*in_force[-1:], *ahead)]
+        in_force = [one for one in self._recorded if one.begin <= index]
+        ahead = [one for one in self._recorded if one.begin > index]
+        revisions = [{"sample_index": one.begin, "content": one.content} for one in (*in_force[-1:], *ahead)]
         origin = asdict(replace(self.origin, state="")) if self.origin is not None else None
         return snapshot_encode.encode_state(state, self.shape_at(index), revisions, origin)
 
@@ -161,8 +161,8 @@ class Timeline:
         return snapshot.decode_state(resume_state, self.shape_at)
 
     @cached_property
-    def _told(self) -> Sequence[_Recorded]:
-        """The revisions as states tell them: for who has none of those before, so with all files that the run did not
+    def _recorded(self) -> Sequence[_Recorded]:
+        """The revisions as states carry them: readable without those before, so with all files that the run did not
         begin with."""
         found = []
         for segment in self._segments:
@@ -180,7 +180,7 @@ class Timeline:
     def holds(self, sample_index: int, content: Mapping[str, Any]) -> bool:
         """Whether a revision, as a state tells it, is one of this course."""
         what = snapshot_checks.what_of(content)
-        return any((told.begin, told.what) == (sample_index, what) for told in self._told)
+        return any((one.begin, one.what) == (sample_index, what) for one in self._recorded)
 
     # --- revisions -----------------------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class Timeline:
         )
 
     def as_revised(self) -> RunConfig:
-        """What the newest revision made of the mixture, as a file has it: phases that begin behind it, and the end of
+        """What the newest revision made of the mixture, as a file has it: phases that begin after it, and the end of
         the last one, stand there by themselves."""
         revised = [segment for segment in self._segments if segment.revision is not None]
         config = (revised[-1] if revised else self._segments[0]).order.config

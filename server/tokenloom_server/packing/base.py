@@ -1,4 +1,4 @@
-"""The seam for packers: blocks of whole samples, each with the cursor behind it."""
+"""The seam for packers: blocks of whole samples, each with the cursor after it."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class SampleOrigins:
     """Where a block's samples lie in their source: what is kept of a block once its ids are sent.
 
     ``length``: tokens that a sample advances by, or counts. ``cursors`` [n, 5] int64: epoch, shard, row, offset and the
-    source's rows counter *behind* each sample. ``starts`` uint32: the positions, in tokens from the block's
+    source's rows counter *after* each sample. ``starts`` uint32: the positions, in tokens from the block's
     first, where documents begin; those of sample i are ``starts[bounds[i]:bounds[i + 1]]``. ``bounds``
-    [n + 1] int64. ``tallies`` [n, 5] int64: the source's ``RowCounts`` behind each sample; [1, 5] where it is the same
-    behind all of them.
+    [n + 1] int64. ``tallies`` [n, 5] int64: the source's ``RowCounts`` after each sample; [1, 5] where it is the same
+    after all of them.
     """
 
     length: int
@@ -75,7 +75,7 @@ class SampleOrigins:
     batch: Batch | None = field(default=None, kw_only=True)
 
     def behind(self, sample: int) -> SourcePosition:
-        """Where the source stands behind a sample (its number within the source)."""
+        """Where the source stands after a sample (its number within the source)."""
         at = sample - self.first_sample
         epoch, shard, row, offset, rows = self.cursors[at].tolist()
         tally = RowCounts(*self.tallies[min(at, len(self.tallies) - 1)].tolist())

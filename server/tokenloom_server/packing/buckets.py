@@ -71,7 +71,7 @@ class Epochs:
         return self.index.row_count - self.batches * self.size
 
     def count(self, epoch: int) -> int:
-        """The batches of an epoch; 0 behind the last."""
+        """The batches of an epoch; 0 after the last."""
         if epoch < self._whole:
             return self.batches
         return math.floor(self._fraction * self.batches) if epoch == self._whole else 0
@@ -89,7 +89,7 @@ class Epochs:
 
     def _shuffled(self, epoch: int, bucket: int, places: _Int64s) -> _Int64s:
         """Where the rows lie in their bucket that come at some places of its shuffled order: whole windows in a drawn
-        order, what is left behind them, and the rows of each in a drawn order."""
+        order, what is left after them, and the rows of each in a drawn order."""
         assert self._window is not None
         count, width = int(self.index.counts[bucket]), self._window
         # A key for each bucket, whatever number others have in front of it.
@@ -211,7 +211,7 @@ class BucketPacker:
         """The one shape of a column in a batch; ``edge``: what its first dimension is padded to. Raises
         ``SourceError`` naming a row that has another."""
         dims = values.dims[:, 1:] if edge is not None else values.dims
-        # Of a row without items, the dimensions behind the first one are not known.
+        # Of a row without items, the dimensions after the first one are not known.
         known = values.sizes > 0 if edge is not None else np.ones(len(dims), np.bool_)
         first = int(np.argmax(known))
         different = np.flatnonzero(known & (dims != dims[first]).any(axis=1))

@@ -191,10 +191,10 @@ class _Held:
         self.rows += count
 
     def cursors(self, positions: Int64s) -> Int64s:
-        """[n, 5]: epoch, shard, row, offset, rows counter behind the token before each position."""
+        """[n, 5]: epoch, shard, row, offset, rows counter after the token before each position."""
         first, end, epoch, shard, row, number = self._table()
-        # The first row that ends at or behind the position holds the last token taken: rows without
-        # tokens behind it are not passed yet, whatever piece they come in.
+        # The first row that ends at or after the position holds the last token taken: rows without
+        # tokens after it are not passed yet, whatever piece they come in.
         at = np.searchsorted(end, positions, side="left")
         whole = end[at] == positions
         offset = np.where(whole, 0, positions - first[at])

@@ -137,7 +137,7 @@ class Documents:
         ``mark_excluded``: rows that are excluded have their tokens, and ``out`` says which these are.
 
         Raises ``SourceError`` when a whole epoch, or all that is read of the first, has no token at all:
-        it would be read for ever, or for nothing; and behind the rows before it at a bad row that is one too many.
+        it would be read for ever, or for nothing; and after the rows before it at a bad row that is one too many.
         """
         bad = self._bad_rows
         for piece in self._pieces(start, mark_excluded):
@@ -172,7 +172,7 @@ class Documents:
 
     def _pieces(self, start: Cursor, mark_excluded: bool) -> Iterator[TokenizedRows]:
         epoch, row = start.epoch, start.row
-        # A cursor stands behind what was taken, so only the one before all has nothing of a part behind it.
+        # A cursor stands after what was taken, so only the one before all has nothing of a part after it.
         first = None if (start.shard, row, start.offset) == (0, 0, 0) else start.shard
         # A row that a sample has begun is read to its end, even if it was excluded since.
         begun = (epoch, start.shard, row) if start.offset else None
@@ -415,7 +415,7 @@ class Documents:
         return part, rows
 
     def _row_limit(self, epoch: int) -> int | None:
-        """Rows of this epoch that are read; None for all, 0 behind the last epoch."""
+        """Rows of this epoch that are read; None for all, 0 after the last epoch."""
         if epoch < self._whole:
             return None
         if epoch > self._whole or not self._fraction:

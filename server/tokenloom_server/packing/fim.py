@@ -84,7 +84,7 @@ class FillInMiddle:
 
     def _joined(self, ids: _Ids, cuts: _Int64s, spm: npt.NDArray[np.bool_]) -> _Ids:
         """``cuts`` [n, 4]: where prefix, middle, suffix of each row begin, and where the last ends."""
-        # Chunk 4i is what lies before the i-th prefix, and then come that, its middle and its suffix; behind the last
+        # Chunk 4i is what lies before the i-th prefix, and then come that, its middle and its suffix; after the last
         # of these the rest, and the three marks. Arrow copies chunks, in whichever order, as it does strings of bytes.
         count, width = len(cuts), ids.itemsize
         edges = np.concatenate(([0], cuts.ravel(), len(ids) + np.arange(4))) * width

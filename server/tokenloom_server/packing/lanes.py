@@ -150,7 +150,7 @@ def _turns(given: Sequence[int], waiting: Sequence[int]) -> _Int64s:
     numbers = np.concatenate([given[lane] + np.arange(waiting[lane]) for lane in live])
     lanes = np.repeat(live, [waiting[lane] for lane in live])
     order = np.lexsort((lanes, numbers))
-    # The first sample that does not wait: behind it, it would be that one's turn.
+    # The first sample that does not wait: after it, it would be that one's turn.
     end, lane = min((given[lane] + waiting[lane], lane) for lane in live)
     known = (numbers < end) | ((numbers == end) & (lanes < lane))
     turns: _Int64s = lanes[order[known[order]]][:BLOCK_SAMPLES]

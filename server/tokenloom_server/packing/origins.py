@@ -45,7 +45,7 @@ def part_of(piece: TokenizedRows, row: int, begin: int, end: int) -> DocumentSpa
 
 
 def parts_behind(documents: Documents, cursor: Cursor, tokens: int) -> Iterator[DocumentSpan]:
-    """The next ``tokens`` tokens behind a cursor, row by row; fewer where the source ends. Rows without tokens have
+    """The next ``tokens`` tokens after a cursor, row by row; fewer where the source ends. Rows without tokens have
     no part. Reads at most a piece more. Raises what ``Documents`` does."""
     skip = cursor.offset
     for piece in documents.read(cursor) if tokens else ():

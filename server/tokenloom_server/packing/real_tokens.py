@@ -38,7 +38,7 @@ class RealTokens:
     def of(
         self, samples: list[memoryview], steps: int, padding: Flags, boundaries: Boundaries | None
     ) -> list[tuple[int, int]]:
-        """Tokens and labels of ``steps`` steps of equally many samples, one behind the other, as they travel.
+        """Tokens and labels of ``steps`` steps of equally many samples, one after the other, as they travel.
         ``padding``: which samples only fill up a last step. ``boundaries``: with ``mask_boundaries``."""
         form = self._form
         trailers = np.empty((len(samples), 0), np.uint8)

@@ -15,7 +15,7 @@ _Int64s = npt.NDArray[np.int64]
 
 class RowTallies:
     """Counts such rows of one source by their numbers since the run began, so that each sample's tally follows from the
-    rows counter behind it."""
+    rows counter after it."""
 
     def __init__(self, tally: RowCounts) -> None:
         """``tally``: where the source stands."""

@@ -1,4 +1,4 @@
-"""How a sample travels: its ids, and behind them, where samples are padded or masked, a trailer that says so."""
+"""How a sample travels: its ids, and after them, where samples are padded or masked, a trailer that says so."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class SampleFormat:
     def assemble(
         self, ids: Ids, begins: Int64s, ends: Int64s, order: Int64s, counts: Int64s, mask: Mask | None = None
     ) -> memoryview:
-        """The bytes of samples, one behind the other, made of stretches of ``ids``.
+        """The bytes of samples, one after the other, made of stretches of ``ids``.
 
         Stretch i is ``ids[begins[i] : ends[i]]``; they ascend and do not overlap. ``order`` names them in the order
         of the samples, each of which takes the next ``counts[k]``, at least one, of at most ``width`` ids in all.

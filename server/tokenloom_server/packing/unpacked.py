@@ -139,7 +139,7 @@ def unpacked_samples(lengths: Int64s, form: SampleFormat, *, splits: bool) -> in
 
 class _Chunks(NamedTuple):
     """What of a piece becomes a sample each: of its row ``row[i]`` the tokens ``begins[i]`` to ``ends[i]`` of the
-    piece's, with how many are lost behind them, whether a document begins there that is cut, and whether the row is at
+    piece's, with how many are lost after them, whether a document begins there that is cut, and whether the row is at
     its end."""
 
     row: Int64s

@@ -105,7 +105,7 @@ class Tokens(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[Tokens]) -> Tokens:
-        """All of them, one behind the other."""
+        """All of them, one after the other."""
         ids = np.concatenate([part.ids for part in parts])
         before = np.cumsum([0, *(len(part.ids) for part in parts)])
         ends = np.concatenate([part.ends + begin for part, begin in zip(parts, before, strict=False)])

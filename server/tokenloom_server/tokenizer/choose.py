@@ -138,7 +138,7 @@ def load_engine(
     """The engine that a run began with. One per thread that encodes.
 
     ``parallel`` lets gigatoken use all cores in a call; ``check_one_in`` is how many documents stand
-    behind each one that is checked against the reference (0: none). Raises ``TokenizerError`` when the
+    after each one that is checked against the reference (0: none). Raises ``TokenizerError`` when the
     tokeniser's digest, the engine or its installed version is not the recorded one.
     """
     if record.digest != definition.digest:

@@ -97,7 +97,7 @@ class TokenizersEngine:
         return ids
 
     def character_of(self, text: str, position: int) -> int:
-        """Where in ``text`` the token at ``position`` begins; the text's length behind the last token."""
+        """Where in ``text`` the token at ``position`` begins; the text's length after the last token."""
         offsets = self._tokenizer.encode(text, add_special_tokens=False).offsets
         return int(offsets[position][0]) if position < len(offsets) else len(text)
 
