@@ -106,17 +106,9 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
 PURE = tuple(
     f"{SERVER}.{name}"
     for name in (
-        *(
-            "core",
-            "mixing",
-            "packing",
-            "order.batch_schedule",
-            "order.feed",
-            "order.pipeline",
-            "order.steps",
-            "run.generation",
-            "run.slots",
-        ),
+        *("core", "mixing", "packing", "ledger.commands", "ledger.rules"),
+        *("order.batch_schedule", "order.feed", "order.pipeline", "order.replay", "order.steps"),
+        *("run.generation", "run.slots"),
         *("run.active_generation", "run.commits", "run.delivery", "run.lease_state", "run.resume_choice", "run.sizing"),
         *("run.views",),
         *("tokenizer.boundary", "tokenizer.check", "tokenizer.choose", "tokenizer.definition", "tokenizer.documents"),
