@@ -43,9 +43,9 @@ from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_server.catalog import open_catalog
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.core.state import State, digest_hex
-from tokenloom_server.order import builder, snapshot
+from tokenloom_server.order import builder, snapshot_encode
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.pipeline import BatchPlan
+from tokenloom_server.order.steps import BatchPlan
 
 from benchmarks import corpora
 from benchmarks.corpora import Documents, IdCorpus
@@ -279,7 +279,9 @@ def snapshots(order: PipelineFactory) -> list[str]:
         pipeline.advance(plan.group_samples // 2)
         there = pipeline.state()
         position = there.sample_index, digest_hex(there.digest), there.total_tokens
-        found.append(snapshot.compose(template, snapshot.encode_state(state, order.record.shape), *position))
+        found.append(
+            snapshot_encode.compose(template, snapshot_encode.encode_state(state, order.record.shape), *position)
+        )
     return found
 
 

@@ -89,9 +89,9 @@ GOOD = {
     "server/tokenloom_server/errors.py": "class TokenloomError(Exception): ...",
     **{f"server/tokenloom_server/{package}/__init__.py": "" for package in ("api", "order", "run")},
     "server/tokenloom_server/api/grpc.py": "import grpc\nfrom tokenloom_proto import dataloader_pb2",
-    "server/tokenloom_server/order/pipeline.py": "from tokenloom_server.sources import base",
+    "server/tokenloom_server/order/steps.py": "from tokenloom_server.sources import base",
     "server/tokenloom_server/run/generation.py": (
-        "import re\nfrom tokenloom_server.order.pipeline import samples\nNAME = re.compile('a')\nTABLE = {'a': 1}\n"
+        "import re\nfrom tokenloom_server.order.steps import samples\nNAME = re.compile('a')\nTABLE = {'a': 1}\n"
         "def read():\n    local = {}\n    local['b'] = TABLE['a']\n    return local"
     ),
     "server/tokenloom_server/sources/__init__.py": "",
@@ -118,9 +118,9 @@ BROKEN: tuple[tuple[Rule, str, str, str], ...] = (
     (upward, RUN_FILE, "from tokenloom_server.sources import base", "run.slots'] only"),
     (
         circles,
-        SERVER_FILE + "order/pipeline.py",
+        SERVER_FILE + "order/steps.py",
         "from tokenloom_server.run import generation",
-        "run.generation → tokenloom_server.order.pipeline",
+        "run.generation → tokenloom_server.order.steps",
     ),
     (upward, "client/tokenloom/connection.py", "import tokenloom.datasets", "connection imports datasets"),
     (crossings, "client/tokenloom/datasets.py", "from tokenloom_server import errors", "they meet only in"),

@@ -27,7 +27,7 @@ from support.corpora import (
 )
 from tokenloom_server.core.state import State
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.pipeline import BatchPlan
+from tokenloom_server.order.steps import BatchPlan
 
 #: Three shards of each source.
 IDS = [id_rows(9, 1, 40), [[], *id_rows(7, 2, 60)], id_rows(8, 3, 30)]

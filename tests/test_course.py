@@ -16,7 +16,8 @@ from tokenloom_server.config.differences import differences, refuse
 from tokenloom_server.core.state import PACKED_AGAIN, State
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.ledger.records import StoredRevision
-from tokenloom_server.order.pipeline import BatchPlan, Pipeline, StepGroup
+from tokenloom_server.order.pipeline import Pipeline
+from tokenloom_server.order.steps import BatchPlan, StepGroup
 from tokenloom_server.order.timeline import Timeline
 
 

@@ -28,7 +28,7 @@ from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.order import size_estimates
-from tokenloom_server.order.snapshot import MAX_BYTES as MAX_SNAPSHOT_BYTES
+from tokenloom_server.order.snapshot_document import MAX_BYTES as MAX_SNAPSHOT_BYTES
 from tokenloom_server.planning import picture, segments
 from tokenloom_server.prepare import shards
 from tokenloom_server.replay import past

@@ -19,8 +19,9 @@ from tokenloom_server.mixing import elsewhere
 from tokenloom_server.mixing.mixer import Mixer
 from tokenloom_server.order import foreign_checkpoint
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.pipeline import BatchPlan, Pipeline
+from tokenloom_server.order.pipeline import Pipeline
 from tokenloom_server.order.snapshot import ResumePoint
+from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.order.timeline import Timeline
 
 SPECS = [CODE, DOCS, PROSE, WIKI]

@@ -30,7 +30,7 @@ from tokenloom_server.core.hashing import slice_rotation
 from tokenloom_server.core.state import ORDER_VERSION, SourceState, State
 from tokenloom_server.mixing.mixer import target_shares
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.pipeline import PADDING, BatchPlan, StepGroup
+from tokenloom_server.order.steps import PADDING, BatchPlan, StepGroup
 
 GOLDEN = Path(__file__).parent / "golden" / f"order_v{ORDER_VERSION}.json"
 END_OF_TEXT = 256

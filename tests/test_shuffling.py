@@ -29,7 +29,7 @@ from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.order import foreign_checkpoint
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.pipeline import BatchPlan
+from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.fork import _refuse_other_documents
 from tokenloom_server.run.stats import StatsReader

@@ -25,9 +25,10 @@ from tokenloom_server.core.state import (
 )
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.mixing.mixer import node_shapes
-from tokenloom_server.order import snapshot
+from tokenloom_server.order import snapshot, snapshot_document, snapshot_encode
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.snapshot import ResumePoint, Shape
+from tokenloom_server.order.snapshot import ResumePoint
+from tokenloom_server.order.state_shape import Shape
 
 UID = "0123456789abcdef0123456789abcdef"
 BASE, INDEX = 60, 63
@@ -45,7 +46,7 @@ class Case:
         self.state = pipeline.state()
         self.template = self.order.record.template(UID, "train", 4)
         self.resume_state = encode_state(self.order, self.base)
-        self.text = snapshot.compose(
+        self.text = snapshot_encode.compose(
             self.template, self.resume_state, INDEX, digest_hex(self.state.digest), self.state.total_tokens
         )
 
@@ -103,7 +104,7 @@ def test_the_text_is_canonical_and_depends_on_no_order_of_keys(case: Case) -> No
     shuffled = {key: document[key] for key in reversed(document)}
     assert seal(shuffled) == case.text
     args = (INDEX, digest_hex(case.state.digest), case.state.total_tokens)
-    assert snapshot.compose(dict(reversed(case.template.items())), case.resume_state, *args) == case.text
+    assert snapshot_encode.compose(dict(reversed(case.template.items())), case.resume_state, *args) == case.text
 
 
 def test_earlier_tools_find_what_they_read(case: Case) -> None:
@@ -118,7 +119,7 @@ def test_earlier_tools_find_what_they_read(case: Case) -> None:
 def test_the_state_before_the_first_sample_comes_back(case: Case) -> None:
     initial = case.order.initial()
     assert reread(case.order, initial) == initial
-    text = snapshot.compose(case.template, encode_state(case.order, initial), 0, digest_hex(0), 0)
+    text = snapshot_encode.compose(case.template, encode_state(case.order, initial), 0, digest_hex(0), 0)
     assert case.parse(text).base == initial
 
 
@@ -145,8 +146,8 @@ def test_two_hundred_sources_take_at_most_64_kilobytes() -> None:
         nodes=(tuple(ChildState(samples, 8 * samples, -(10**6)) for _ in specs),),
     )
     template = dict.fromkeys(("manifest_digest", "config_digest"), "f" * 64) | {
-        "format": snapshot.FORMAT,
-        "version": snapshot.VERSION,
+        "format": snapshot_document.FORMAT,
+        "version": snapshot_document.VERSION,
         "run": "r" * 40,
         "run_uid": UID,
         "stream": "train",
@@ -155,9 +156,9 @@ def test_two_hundred_sources_take_at_most_64_kilobytes() -> None:
         "order_version": 1,
         "tokenizer": {"digest": "f" * 64, "engine": "gigatoken", "version": "0.10.0"},
     }
-    resume_state = snapshot.encode_state(state, shape)
+    resume_state = snapshot_encode.encode_state(state, shape)
     args = state.sample_index + 999, digest_hex(1), state.total_tokens + 8 * 999
-    text = snapshot.compose(template, resume_state, *args)
+    text = snapshot_encode.compose(template, resume_state, *args)
     assert len(text.encode()) <= 64 * 1024
     assert snapshot.parse(text, template, lambda _: shape).base == state
 
@@ -403,7 +404,7 @@ def test_a_swapped_resume_state_is_refused_where_the_ledger_keeps_it_too(case: C
 
 
 def start_of(run: str = "test", **fields: Any) -> str:
-    document = {"format": snapshot.FORMAT, "version": 1, "run": run, "stream": "train"}
+    document = {"format": snapshot_document.FORMAT, "version": 1, "run": run, "stream": "train"}
     return seal(document | {"sample_index": 0, "total_tokens": 0, "digest": "0" * 32} | fields)
 
 

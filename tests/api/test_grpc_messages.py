@@ -13,7 +13,7 @@ from tokenloom_server.api.grpc.messages import _varint, encode_delivery
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.order import builder
-from tokenloom_server.order.pipeline import BatchPlan
+from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.delivery import Delivery
 

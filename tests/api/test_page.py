@@ -327,10 +327,10 @@ def test_what_is_wrong_with_a_run_is_said_beside_its_name(page: Page, service: M
 
 
 @pytest.mark.browser
-def test_of_ten_thousand_ranks_those_furthest_behind_are_shown(page: Page, service: MemoryService) -> None:
+def test_of_ten_thousand_ranks_those_that_lag_most_are_shown(page: Page, service: MemoryService) -> None:
     ranks = [rank_stats(rank, lag=rank % 97) for rank in range(10_000)]
     service.put(run_stats(RUN, world_size=10_000, ranks=ranks))
-    expect(page.get_by_text("The 16 furthest behind, of 10,000")).to_be_visible()
+    expect(page.get_by_text("The 16 that lag most, of 10,000")).to_be_visible()
     assert page.locator("table.ranks tbody tr").count() == 16
     assert page.locator("table.ranks tbody tr").first.inner_text().split()[0] == "96"
 

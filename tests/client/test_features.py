@@ -13,7 +13,7 @@ from support.features import document, order_of, write_arrow
 from tokenloom.batch.layout import StepNumbers
 from tokenloom.batch.rows import Bucket, Feature, RowsMessage
 from tokenloom.errors import ProtocolError
-from tokenloom_server.order.pipeline import BatchPlan
+from tokenloom_server.order.steps import BatchPlan
 
 ROWS = 8
 SIZE = 4

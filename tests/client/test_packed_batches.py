@@ -18,7 +18,7 @@ from tokenloom.batch.memory import ArrayPool
 from tokenloom.batch.packed import Message
 from tokenloom.errors import ProtocolError
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.pipeline import PADDING, BatchPlan
+from tokenloom_server.order.steps import PADDING, BatchPlan
 from tokenloom_server.packing.origins import DocumentSpan
 from torch.nn.functional import scaled_dot_product_attention
 

@@ -65,8 +65,8 @@ def test_what_is_exported_is_read_back_and_is_what_trainers_get(
     said = json.loads(out.with_suffix(".json").read_text())
     assert (said["run"], said["from"], said["to"], said["format"]) == (RUN, BEGIN, END, form)
     assert said["digest_before"] == rolling_digest(sequence[:BEGIN])
-    assert said["digest_behind"] == rolling_digest(sequence[:END])
-    assert (said["total_tokens_before"], said["total_tokens_behind"]) == (BEGIN * LENGTH, END * LENGTH)
+    assert said["digest_after"] == rolling_digest(sequence[:END])
+    assert (said["total_tokens_before"], said["total_tokens_after"]) == (BEGIN * LENGTH, END * LENGTH)
     assert said["tokens"] == (END - BEGIN) * LENGTH
     assert said["samples_by_source"] == {
         spec: count

@@ -14,7 +14,7 @@ from support.s3_server import BUCKET, S3Server, for_ever, s3_server
 from support.server_process import ServerProcess
 from support.trainer import Sample, World
 from tokenloom import ConnectionOptions, RemoteDataset, ServerUnavailable, StorageError
-from tokenloom_server.order.pipeline import BatchPlan
+from tokenloom_server.order.steps import BatchPlan
 
 PLACE = f"s3://{BUCKET}"
 

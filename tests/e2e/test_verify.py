@@ -188,7 +188,7 @@ def test_a_report_says_what_was_read_and_by_which_launches(
     launches = [
         (g["world_size"], g["batch_size"], g["start_index"], g["parent"], g["kept"]) for g in found["generations"]
     ]
-    assert launches == [(2, 4, 0, 0, {"first": 0, "behind": 24}), (3, 1, 24, 1, {"first": 24, "behind": 51})]
+    assert launches == [(2, 4, 0, 0, {"first": 0, "end": 24}), (3, 1, 24, 1, {"first": 24, "end": 51})]
     assert found["software"]["tokenloom"]
     assert found["tokenizer"]["engine"] in ("gigatoken", "tokenizers")
     card = tokenloom("report", runs["rewound"], "--run", "rewound").output
@@ -222,13 +222,13 @@ def test_what_one_run_skipped_is_found_and_reported(corpus: Corpus, tmp_path: Pa
     finally:
         server.kill()
     assert (ours["digest"], ours["samples"]) == (theirs["digest"], theirs["samples"])
-    assert (ours["skipped"], theirs["skipped"]) == ([{"first": 20, "behind": 29}], [])
-    assert within["skipped"] == [{"first": 20, "behind": 25}]
+    assert (ours["skipped"], theirs["skipped"]) == ([{"first": 20, "end": 29}], [])
+    assert within["skipped"] == [{"first": 20, "end": 25}]
     assert done.status == 1, done.output
     assert json.loads(done.output)["first_differing_sample"] == 20
     assert "of which 9 samples were skipped" in text
     assert (report["sample_index"], report["total_tokens"], report["consumed_tokens"]) == (69, 69 * LENGTH, 60 * LENGTH)
     assert sum(source["skipped_tokens"] for source in report["sources"]) == 9 * LENGTH
-    assert [g["kept"] for g in report["generations"]] == [{"first": 0, "behind": 20}, {"first": 29, "behind": 69}]
+    assert [g["kept"] for g in report["generations"]] == [{"first": 0, "end": 20}, {"first": 29, "end": 69}]
     assert f"{60 * LENGTH:,} tokens in 60 samples of {LENGTH}" in card
     assert "| skipped samples, given to no trainer | 20 to 28 |" in card

@@ -166,6 +166,14 @@ class LedgerMachine(RuleBasedStateMachine):
         if self.last is not None and not isinstance(self.last, commands.Acquire):
             self._do(who, self.last)
 
+    @rule(start=st.integers(0, 20), attempt=st.integers(6, 60))
+    def relaunch(self, start: int, attempt: int) -> None:
+        """A new generation, whose opening comes twice, and whose ranks are new processes."""
+        self.claim(True, 0, 0, "a")
+        self.open(True, 1, start, attempt, "0")
+        self.repeat(self.leader)
+        self.claim(True, 0, 0, "b")
+
     @rule(leads=LEADS)
     def thin(self, leads: bool) -> None:
         who, epoch = self._server(leads)

@@ -24,7 +24,7 @@ from tokenloom_server.errors import ConfigError, SnapshotInvalid, SourceError
 from tokenloom_server.mixing.varying import UPDATE_PICKS
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.pipeline import BatchPlan
+from tokenloom_server.order.steps import BatchPlan
 
 #: Rows, and the tokens of the longest: about 2,100, 5,400 and 900 samples of 4 tokens.
 SIZES = {"a": (420, 40), "b": (270, 160), "c": (1200, 6)}

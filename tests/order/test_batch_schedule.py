@@ -10,7 +10,7 @@ import pytest
 from tokenloom_proto.batch_schedule import MAX_ACCUMULATE, MAX_SIZES, BatchSchedule
 from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.order.batch_schedule import Ramp
-from tokenloom_server.order.pipeline import BatchPlan
+from tokenloom_server.order.steps import BatchPlan
 
 WORLD_SIZE = 3
 

@@ -22,7 +22,7 @@ from support.documents import EOT, Row, Sample, documents_of, samples_of, state_
 from tokenloom_server.core.hashing import Purpose, draw
 from tokenloom_server.core.state import Cursor, RowCounts, SourceState
 from tokenloom_server.errors import SourceError
-from tokenloom_server.order.pipeline import BatchPlan
+from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.packing.best_fit import BestFitPacker, Window
 from tokenloom_server.packing.fit import best_fit
 from tokenloom_server.packing.samples import SampleFormat

@@ -17,7 +17,8 @@ from support.timelines import revised
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import ConfigError, JoinRefused, SourceError
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.pipeline import BatchPlan, Pipeline
+from tokenloom_server.order.pipeline import Pipeline
+from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.packing.base import Batch
 from tokenloom_server.packing.buckets import Epochs

@@ -14,7 +14,8 @@ from support.messages import message_of
 from tokenloom.batch.layout import IGNORED, Batch, Layout
 from tokenloom.batch.memory import ArrayPool
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.pipeline import PADDING, BatchPlan, Pipeline
+from tokenloom_server.order.pipeline import Pipeline
+from tokenloom_server.order.steps import PADDING, BatchPlan
 
 WORLD, BATCH, GROUP = 3, 2, 4
 FIM = {"fim": {"rate": 0.5, "ids": {"prefix": 1, "suffix": 2, "middle": 3}}}

@@ -9,6 +9,7 @@ from tokenloom_proto.resume import NamedSource, sources_of
 from tokenloom_proto.seal import canonical
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.ledger.records import StoredRevision
+from tokenloom_server.order.revision_content import revise
 from tokenloom_server.order.timeline import Timeline
 
 EXTRA = "parquet:data/extra.parquet:ids"
@@ -19,7 +20,7 @@ def test_a_source_is_known_as_soon_as_the_revision_that_brings_it_is_made(tmp_pa
     write_parquet(tmp_path / "data/extra.parquet", [[1, 2, 3] * 9] * 20)
     timeline = Timeline(order_of(tmp_path))
     change = {"reason": "why", "add": [{"child": {"source": EXTRA, "alias": "extra"}, "to": "rest"}]}
-    content = timeline.revise(MixtureChange.model_validate(change), 20)
+    content = revise(timeline, MixtureChange.model_validate(change), 20)
     revision = StoredRevision(
         number=1, sample_index=20, made_at=0.0, author="", reason="why", content=canonical(content)
     )

@@ -16,7 +16,7 @@ from tokenloom_server.api.service import Runs
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import BeyondHorizon, JoinRefused, NotFound, OrderMismatch, ServerStopping
 from tokenloom_server.ledger.sqlite import SqliteLedger
-from tokenloom_server.order.pipeline import BatchPlan
+from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.replay.peek import Peek, PeekCall
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
 from tokenloom_server.run.join_call import JoinCall

@@ -163,7 +163,7 @@ def test_a_card_says_all_of_a_report_and_its_names_do_not_break_its_tables() -> 
         accumulate=2,
         opened_at=1.8e9,
         start_index=64,
-        kept=Range(first=64, behind=4096),
+        kept=Range(first=64, end=4096),
     )
     gone = launch.model_copy(update={"generation": 1, "parent": 0, "start_index": 0, "kept": None, "batch_sizes": []})
     sources = [source.model_copy(update={"unique_is_exact": False}) for source in report.sources]
@@ -180,7 +180,7 @@ def test_a_card_says_all_of_a_report_and_its_names_do_not_break_its_tables() -> 
     )
     changes = {
         "generations": [gone, launch],
-        "skipped": [Range(first=10, behind=20)],
+        "skipped": [Range(first=10, end=20)],
         "sources": sources,
         "revisions": [revision],
         "exclusions": [ExclusionReport(path="takedown|2.csv", sha256="12" * 32, rows=7)],

@@ -11,7 +11,7 @@ import pytest
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import AttemptUsed, BeyondHorizon, Fenced, JoinRefused, LedgerRolledBack, OrderMismatch
 from tokenloom_server.order.batch_schedule import BatchSchedule, Ramp
-from tokenloom_server.order.pipeline import BatchPlan, StepGroup
+from tokenloom_server.order.steps import BatchPlan, StepGroup
 from tokenloom_server.run.delivery import Delivery, EndOfData
 from tokenloom_server.run.generation import Generation
 

@@ -24,7 +24,8 @@ from tokenloom_server.errors import ConfigError
 from tokenloom_server.mixing import mixer
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.pipeline import BatchPlan, Pipeline, StepGroup
+from tokenloom_server.order.pipeline import Pipeline
+from tokenloom_server.order.steps import BatchPlan, StepGroup
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources.manifest import Manifest, SourceFiles, build
 

@@ -24,9 +24,10 @@ from tokenloom_server.config.spec import Spec
 from tokenloom_server.core.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, State
 from tokenloom_server.ledger.records import Counters, StoredRevision
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.pipeline import BatchPlan, Pipeline, StepGroup, Switch
+from tokenloom_server.order.pipeline import Pipeline, Switch
 from tokenloom_server.order.record import RunRecord
 from tokenloom_server.order.resources import RunResources
+from tokenloom_server.order.steps import BatchPlan, StepGroup
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.sources.manifest import Manifest, SourceFiles

@@ -32,6 +32,7 @@ from tokenloom_server.core.hashing import Purpose, draw
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
+from tokenloom_server.order.revision_content import revise
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.planning.planner import Planner
 from tokenloom_server.prepare.job import Job
@@ -227,4 +228,4 @@ def test_a_revision_cannot_change_what_is_held_out(tmp_path: Path) -> None:
     order = order_of(write_corpus(tmp_path), of_one(CODE))
     changed = of_one(CODE, 0.1)["mixture"]
     with pytest.raises(ConfigError, match=r"holdout is 0\.3 in this run and 0\.1 in the new mixture"):
-        Timeline(order).revise(MixtureChange(reason="other", author="test", mixture=changed), 8)
+        revise(Timeline(order), MixtureChange(reason="other", author="test", mixture=changed), 8)

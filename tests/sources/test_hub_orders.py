@@ -20,6 +20,7 @@ from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
+from tokenloom_server.order.revision_content import revise
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources import short_form
 from tokenloom_server.sources.open import open_source
@@ -195,10 +196,10 @@ def test_files_that_a_dataset_got_since_enter_by_a_revision(hub: StandInHub, tmp
     timeline = Timeline(create(tmp_path))
     change = MixtureChange(append_files=[SPEC], reason="more")
     with pytest.raises(ConfigError, match="has no file that the run does not read already"):
-        timeline.revise(change, 100)
+        revise(timeline, change, 100)
 
     repo.commit(repo.commits[repo.refs["main"]] | {"data/train-1.parquet": parquet(ROWS[1])})
-    content = timeline.revise(change, 100)
+    content = revise(timeline, change, 100)
     assert [shard[0].rpartition("/")[2] for shard in content["shards"][SPEC]] == [
         "train-0.parquet", "train-1.parquet",
     ]  # fmt: skip
@@ -207,7 +208,7 @@ def test_files_that_a_dataset_got_since_enter_by_a_revision(hub: StandInHub, tmp
     with pytest.raises(
         SourceChanged, match=r"1 of the 1 files that the run reads are gone or others at \w+ \(the first"
     ):
-        timeline.revise(change, 100)
+        revise(timeline, change, 100)
 
 
 # --- where data may lie ---------------------------------------------------------------------------------

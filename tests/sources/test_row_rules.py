@@ -29,7 +29,7 @@ from tokenloom_server.core.state import Cursor, State
 from tokenloom_server.errors import SnapshotInvalid, SourceError, TokenizerError
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.pipeline import BatchPlan
+from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.packing.documents import BAD
 from tokenloom_server.packing.fim import FillInMiddle
 from tokenloom_server.run.fork import _refuse_other_documents

@@ -16,7 +16,7 @@ from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.pipeline import BatchPlan
+from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.sources import manifest
 from tokenloom_server.sources.base import Source
 from tokenloom_server.sources.open import open_source

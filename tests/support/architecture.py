@@ -58,9 +58,9 @@ ONLY: dict[str, frozenset[str]] = {
     f"{SERVER}.config": frozenset({"config", "core", "errors", "storage"}),
     f"{SERVER}.ledger": frozenset({"ledger", "core", "errors"}),
     f"{SERVER}.run.slots": frozenset(),
-    f"{SERVER}.run.delivery": frozenset({"order.pipeline"}),
+    f"{SERVER}.run.delivery": frozenset({"order.steps"}),
     f"{SERVER}.run.generation": frozenset(
-        {"core", "errors", "order.batch_schedule", "order.pipeline", "run.delivery", "run.sizing", "run.slots"},
+        {"core", "errors", "order.batch_schedule", "order.steps", "run.delivery", "run.sizing", "run.slots"},
     ),
 }
 
@@ -106,7 +106,9 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
 PURE = tuple(
     f"{SERVER}.{name}"
     for name in (
-        *("core", "mixing", "packing", "order.batch_schedule", "order.pipeline", "run.generation", "run.slots"),
+        *("core", "mixing", "packing", "ledger.commands", "ledger.rules"),
+        *("order.batch_schedule", "order.feed", "order.pipeline", "order.replay", "order.steps"),
+        *("run.generation", "run.slots"),
         *("run.active_generation", "run.commits", "run.delivery", "run.lease_state", "run.resume_choice", "run.sizing"),
         *("run.views",),
         *("tokenizer.boundary", "tokenizer.check", "tokenizer.choose", "tokenizer.definition", "tokenizer.documents"),

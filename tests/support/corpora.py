@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import State
-from tokenloom_server.order import builder, snapshot
+from tokenloom_server.order import builder, snapshot, snapshot_encode
 from tokenloom_server.order.factory import PipelineFactory
 
 from support.catalog import CATALOG
@@ -213,7 +213,7 @@ def random_presences(rng: random.Random, run: RunConfig, share: float = 0.12) ->
 
 def encode_state(order: PipelineFactory, state: State) -> str:
     """``resume_state`` of a run without phases and revisions."""
-    return snapshot.encode_state(state, order.record.shape)
+    return snapshot_encode.encode_state(state, order.record.shape)
 
 
 def decode_state(order: PipelineFactory, resume_state: str) -> State:

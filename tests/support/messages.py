@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenloom.batch.layout import Layout, StepNumbers
 from tokenloom.batch.packed import Message
-from tokenloom_server.order.pipeline import StepGroup
+from tokenloom_server.order.steps import StepGroup
 
 
 def message_of(layout: Layout, group: StepGroup, rank: int = 0) -> Message:

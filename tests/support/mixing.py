@@ -11,7 +11,7 @@ from tokenloom_server.core.state import ChildState, SourceState, State
 from tokenloom_server.mixing.mixer import Mixer, initial_nodes
 from tokenloom_server.mixing.node import NOTHING
 from tokenloom_server.mixing.varying import UPDATE_PICKS
-from tokenloom_server.order.revision import carry
+from tokenloom_server.order.carry_over import carry
 
 #: Tokens of every row.
 ROW = 13

@@ -16,7 +16,7 @@ from tokenloom_server.api.service import Runs
 from tokenloom_server.errors import LedgerUnavailable, NotLeader
 from tokenloom_server.ledger.records import Commit, StoredRevision, StoredRun
 from tokenloom_server.ledger.sqlite import SqliteLedger
-from tokenloom_server.order.pipeline import BatchPlan
+from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.run.commits import resume_state_of
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
 from tokenloom_server.run.join import Joined

@@ -24,13 +24,13 @@ from tokenloom_server.cli import app
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import SnapshotInvalid
-from tokenloom_server.order import snapshot
+from tokenloom_server.order import snapshot_encode
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.tools.checkpoint import report
 from tokenloom_server.tools.checkpoint.content import Child, Content, Node, read
 from tokenloom_server.tools.checkpoint.difference import difference
 from tokenloom_server.tools.checkpoint.faults import faults
-from tokenloom_server.tools.checkpoint.file import Found, find
+from tokenloom_server.tools.checkpoint.file import DataState, find
 from tokenloom_server.tools.checkpoint.probabilities import chances
 from typer.testing import CliRunner
 
@@ -57,7 +57,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         pipeline.advance(more)
         state = pipeline.state()
         template = order.record.template(UID, "train", 2)
-        text = snapshot.compose(template, base, state.sample_index, digest_hex(state.digest), state.total_tokens)
+        text = snapshot_encode.compose(template, base, state.sample_index, digest_hex(state.digest), state.total_tokens)
         found.append(text)
     return found
 
@@ -286,7 +286,7 @@ def set_dataset(i: int, field: str, value: Any) -> Callable[[dict[str, Any]], No
         (lambda d: d.pop("run_uid"), "run_uid: missing"),
         (lambda d: d.pop("resume_state"), "resume_state: is missing, though sample_index is 63"),
         (lambda d: d.update(version=9), "version: found 9, expected 1"),
-        (lambda d: d.update(sample_index=59), "resume_state.sample_index: 60 lies behind sample_index 59"),
+        (lambda d: d.update(sample_index=59), "resume_state.sample_index: 60 lies after sample_index 59"),
         (lambda d: d["resume_state"]["mixture"][0]["children"][0].__setitem__(1, "a lot"), "weight: found 'a lot'"),
     ],
 )
@@ -411,13 +411,13 @@ def test_whatever_a_snapshot_holds_it_can_be_shown(data: st.DataObject, texts: l
             within = within[key]
         within[last] = copy.deepcopy(data.draw(VALUES))
     mixture_file = data.draw(st.sampled_from([None, config.parse(mixture(), where="m", catalog=CATALOG)]))
-    a, b = (read(Path("x"), Found("", document), mixture_file) for document in documents)
+    a, b = (read(Path("x"), DataState("", document), mixture_file) for document in documents)
     out = Console(file=io.StringIO(), width=120)
     report.show(a, out)
     report.show_probabilities(a, out)
     for pair in ((a, b), (b, a)):
         report.show_difference(difference(*pair), *pair, out)
-    json.dumps([report.shown(a), report.probabilities(a)])
+    json.dumps([report.as_json(a), report.probabilities(a)])
 
 
 # --- Probabilities -----------------------------------------------------------------------------------------------

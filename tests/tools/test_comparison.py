@@ -49,7 +49,7 @@ class Told:
             digest=known,
             tokens=TOKENS * index,
             samples={letter: known.count(letter) for letter in "abc"},
-            skipped=sum(skip.behind - skip.first for skip in skips or ()),
+            skipped=sum(skip.end - skip.first for skip in skips or ()),
             skips=skips,
         )
 
@@ -114,11 +114,11 @@ def test_nothing_is_proven_of_what_neither_ledger_holds() -> None:
 
 
 def test_what_one_run_skipped_and_the_other_had_is_a_difference() -> None:
-    skip = Range(first=3, behind=5)
+    skip = Range(first=3, end=5)
     a, b = Told("abcabcab", skips=(skip,)), Told("abcabcab")
     found = compare(*sides(a, b))
     assert (found.outcome, found.same_samples) == ("differ", 3)
-    elsewhere = Told("abcabcab", skips=(Range(first=4, behind=6),))
+    elsewhere = Told("abcabcab", skips=(Range(first=4, end=6),))
     assert compare(*sides(a, elsewhere)).outcome == "differ"
     assert compare(*sides(a, Told("abcabcab", skips=(skip,)))).outcome == "same"
     assert "of which 2 samples were skipped" in explain(found, *sides(a, b))[0]

@@ -87,10 +87,10 @@ class Access:
         return held
 
     def _scope_of(self, token: str) -> Scope:
-        given = _digest(token)
+        digest = _digest(token)
         # Digests of equal length, compared in constant time, and always both: the time tells nothing of a token.
-        is_control = hmac.compare_digest(given, self._control)
-        is_read = hmac.compare_digest(given, self._read)
+        is_control = hmac.compare_digest(digest, self._control)
+        is_read = hmac.compare_digest(digest, self._read)
         return Scope.CONTROL if is_control else Scope.READ if is_read else Scope.OPEN
 
 

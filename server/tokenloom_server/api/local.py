@@ -22,7 +22,7 @@ class LocalServer:
     """One mixture file, served to this process alone.
 
     Its ledger goes with it: where the process goes on, it does so from a trainer's state, which an empty ledger takes.
-    So nothing is left behind, and no other server of the run is in the way.
+    So nothing stays on disk, and no other server of the run is in the way.
     """
 
     def __init__(self, mixture: Path) -> None:
@@ -45,7 +45,7 @@ class LocalServer:
             self._ledger = open_ledger(f"sqlite:///{FILE_NAME}", folder)
             self._ledger.check()
         finally:
-            # Its one connection has it open, and that is enough: nothing stays behind, however this process ends.
+            # Its one connection has it open, and that is enough: nothing stays on disk, however this process ends.
             shutil.rmtree(folder, ignore_errors=True)
         try:
             self._runs = Runs(self._ledger)

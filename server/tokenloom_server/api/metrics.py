@@ -213,7 +213,7 @@ SOURCE_METRICS: tuple[RowMetric[SourceStats], ...] = (
 RANK_METRICS: tuple[RowMetric[RankStats], ...] = (
     RowMetric("tokenloom_rank_connected", "1 while the rank is connected.", lambda rank: rank.connected),
     RowMetric("tokenloom_rank_position", "Sample index up to which the rank has consumed.", lambda rank: rank.position),
-    RowMetric("tokenloom_rank_lag_samples", "Samples behind the fastest rank.", lambda rank: rank.lag),
+    RowMetric("tokenloom_rank_lag_samples", "Samples that the fastest rank is ahead.", lambda rank: rank.lag),
     RowMetric("tokenloom_rank_last_heard_seconds", "Seconds since the last message.", lambda rank: rank.last_heard_s),
 )
 

@@ -1,6 +1,6 @@
-"""A process that does not outlive the one which wants it.
+"""A process that ends with the process that started it.
 
-As a program, ``leash.py PARENT_PID PROGRAM ARGUMENTS…`` starts another one like that: run as a file, in a Python
+As a program, ``parent_death.py PARENT_PID PROGRAM ARGUMENTS…`` starts another one like that: run as a file, in a Python
 without site packages, this costs some 20 ms, and then becomes the program. The other way, a ``preexec_fn``, is not
 safe beside threads. Only Linux can do this; elsewhere a process lives on all the same.
 """
@@ -24,7 +24,7 @@ def hold(parent: int) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Turns into the program, leashed."""
+    """Turns into the program."""
     parent, program = int(arguments[0]), arguments[1:]
     hold(parent)
     os.execv(program[0], program)

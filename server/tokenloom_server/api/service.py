@@ -21,8 +21,10 @@ from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.records import StoredRun
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.revision import as_file, differences_of_files
-from tokenloom_server.order.timeline import Origin, Timeline
+from tokenloom_server.order.mixture_content import as_file
+from tokenloom_server.order.origin import Origin
+from tokenloom_server.order.revision import differences_of_files
+from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.reports.stats import ResumePoint
 from tokenloom_server.run.committer import Committer
 from tokenloom_server.run.coordinator import RunCoordinator
@@ -140,7 +142,7 @@ class Runs:
         origin = Origin.from_json(openings[0].parent_run) if openings else None
         timeline = Timeline(order, self._ledger.revisions(stored.uid, stored.stream), origin)
         in_force = timeline.as_revised()
-        # A file that was brought up to date behind a revision differs from the record, and from nothing in force.
+        # A file that was brought up to date after a revision differs from the record, and from nothing in force.
         if not differences_of_files(in_force, found):
             return order, None
         if revise is None:
@@ -167,7 +169,7 @@ class Runs:
 
     def stop(self) -> None:
         """Commits what is acknowledged and ends every run's threads; bounded."""
-        # All are told first, so that they end side by side: the bound is one for all of them.
+        # All are asked to end first, so that they end side by side: the bound is one for all of them.
         for served in self._runs.values():
             served.coordinator.stop(0.0)
         deadline = time.monotonic() + STOP_S

@@ -27,12 +27,12 @@ class Tls:
         if cert is None and key is None and client_ca is None:
             return None
         if cert is None or key is None:
-            given = " and ".join(
+            options = " and ".join(
                 option
                 for option, file in (("--tls-cert", cert), ("--tls-key", key), ("--tls-client-ca", client_ca))
                 if file is not None
             )
-            raise ConfigError(f"{given} without the rest; TLS needs --tls-cert and --tls-key")
+            raise ConfigError(f"{options} without the rest; TLS needs --tls-cert and --tls-key")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         chain, secret = _read("--tls-cert", cert), _read("--tls-key", key)
         try:

@@ -46,7 +46,7 @@ def show_checkpoint(
     from tokenloom_server.tools.checkpoint import report
 
     content = _content(file, mixture, inside)
-    print_json(report.shown(content)) if as_json else report.show(content, console())
+    print_json(report.as_json(content)) if as_json else report.show(content, console())
 
 
 @command(app, "diff")

@@ -32,7 +32,7 @@ def export(
         typer.Option(
             "--to",
             min=1,
-            help="The sample index behind the last; where the ledger stands if not given.",
+            help="The sample index after the last; where the ledger stands if not given.",
             show_default=False,
         ),
     ] = None,
@@ -50,7 +50,7 @@ def export(
     for each document that it has a part of; as parquet a row with sample, source, ids and starts. Where labels are the
     next ids (labels: shifted), a sample has one id more, as it travels.
 
-    OUT.json says of which run and range they are, with the digests before and behind, the config's digest and the
+    OUT.json says of which run and range they are, with the digests before and after it, the config's digest and the
     files' checksums. It is written last: where it is, all is whole. A server that goes away is waited for a minute.
     """
     from tokenloom_server.cli.progress import Progress

@@ -54,7 +54,7 @@ def prepare(
     and the tokeniser. A run of it has the same tokens in the same order as one of the text, served at the speed of
     memory.
 
-    It may be ended at any time: the same command goes on behind the shards that are whole, after a check of what lies
+    It may be ended at any time: the same command goes on after the shards that are whole, after a check of what lies
     there. Other files, another tokeniser or other settings are refused, with the difference.
     """
     from tokenloom_server.cli.progress import Progress
@@ -83,7 +83,7 @@ def prepare(
         with Progress(input_bytes(job), "rows") as progress:
             done = make(job, base_dir, out, threads=workers, tell=progress.tell, found=progress.found)
     except KeyboardInterrupt:
-        console(stderr=True).print("stopped; the same command goes on behind what is done")
+        console(stderr=True).print("stopped; the same command goes on after what is done")
         raise typer.Exit(130) from None
     without = [
         f"{count:,} {kind}" for count, kind in ((done.bad_rows, "bad"), (done.filtered_rows, "filtered")) if count

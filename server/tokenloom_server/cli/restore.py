@@ -31,17 +31,17 @@ def restore(
         typer.Option(help="A file with a snapshot, or with what state_dict() gave, as JSON.", show_default=False),
     ] = None,
     skip_samples: Annotated[
-        int, typer.Option(min=0, help="Samples behind that point that are not delivered: a bad range.")
+        int, typer.Option(min=0, help="Samples after that point that are not delivered: a bad range.")
     ] = 0,
     skip_tokens: Annotated[int, typer.Option(min=0, help="The same in tokens, rounded up to whole samples.")] = 0,
     *,
     access: ControlAccess,
 ) -> None:
-    """Pin where the next launch of the trainers starts, and what it jumps over behind that point.
+    """Pin where the next launch of the trainers starts, and what it jumps over after that point.
 
     Nothing moves until that launch joins. A trainer that brings a state of its own has to bring this one; another is
-    refused. Samples to skip are those of the order right behind it, such as a range at which the loss went up: they
-    count as skipped, not as consumed, and the launch begins behind them.
+    refused. Samples to skip are those of the order right after it, such as a range at which the loss went up: they
+    count as skipped, not as consumed, and the launch begins after them.
     """
     if [snapshot, sample, state].count(None) != 2:
         raise ConfigError("give one of --snapshot, --sample and --state")

@@ -34,7 +34,7 @@ def verify(
 
     Compares rolling digests. Where they differ, servers are asked for digests at earlier samples until the first
     sample that differs is found. Exit status: 0 if the data are the same up to the end of the shorter run, 1 if they
-    differ, 2 if that cannot be told.
+    differ, 2 if that is not known.
     """
     from tokenloom_server.tools.verify.compare import compare
     from tokenloom_server.tools.verify.digests import open_source

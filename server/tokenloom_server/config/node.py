@@ -21,10 +21,7 @@ class NodeConfig(Section):
     """The node id: given once, by ``RunConfig`` or a revision."""
     presence: Presence = "live"
     policy: str
-    """``least_consumed``: deterministic, within one sample of target. ``weighted``: seeded draws. ``round_robin``: a
-    sample of each child in turn. ``sequential``: one child after the other. ``soft_sequential``: the same, but each
-    begins while the one before it comes to its end. ``balance_remaining``: all end together. ``schedule``: weights by
-    the run's total tokens."""
+    """How its samples fall to the children: the name of a policy, such as ``least_consumed``."""
     children: Annotated[list[Child], Field(min_length=1)]
     """Sources, or nodes."""
     alias: Name | None = None

@@ -115,10 +115,10 @@ def packed_again(source: SourceState) -> SourceState:
 class ChildState:
     """What a mixture node knows about one of its children.
 
-    ``credit`` (least_consumed) is what the child is owed, in 1/W tokens, where W is the sum of the
-    integer weights of the node's live children; frozen while the child is out. (round_robin: turns that went by
-    before it joined.) Where the policy makes the weights itself (soft_sequential, balance_remaining, schedule),
-    ``weight`` is the one in force, and ``total`` the estimate of all that the child will give, in samples.
+    ``credit`` is the policy's, frozen while the child is out: what the child is owed, in 1/W tokens, where W is the
+    sum of the integer weights of the node's live children, or turns that went by before it joined; 0 where the policy
+    keeps none. Where the policy makes the weights itself, ``weight`` is the one in force, and ``total`` the estimate of
+    all that the child will give, in samples.
     """
 
     samples: int = 0

@@ -138,7 +138,7 @@ def _build_prose(folder: Path, progress: Progress) -> list[str]:
 
 def _sources(library: Path) -> list[tuple[str, str]]:
     """(name, text) of each file, in an order that mixes the packages: sources are read in file order."""
-    found: list[tuple[bytes, str, str]] = []
+    files: list[tuple[bytes, str, str]] = []
     for path in library.rglob("*.py"):
         name = path.relative_to(library)
         if SKIPPED_FOLDERS.isdisjoint(name.parts):
@@ -147,8 +147,8 @@ def _sources(library: Path) -> list[tuple[str, str]]:
             except (OSError, UnicodeDecodeError):
                 continue
             if text.strip():
-                found.append((hashlib.sha256(name.as_posix().encode()).digest(), name.as_posix(), text))
-    return [(name, text) for _, name, text in sorted(found)]
+                files.append((hashlib.sha256(name.as_posix().encode()).digest(), name.as_posix(), text))
+    return [(name, text) for _, name, text in sorted(files)]
 
 
 def _docstrings(name: str, text: str) -> Iterator[str]:
@@ -166,11 +166,11 @@ def _docstrings(name: str, text: str) -> Iterator[str]:
 
 
 def _licences() -> Iterator[str]:
-    found = [library_folder() / "LICENSE.txt"]
+    paths = [library_folder() / "LICENSE.txt"]
     for distribution in distributions():
         files = distribution.files or ()
-        found += [Path(str(file.locate())) for file in files if file.name.upper().startswith(LICENCE_NAMES)]
-    for path in sorted(found, key=lambda path: (path.parent.name, path.name)):
+        paths += [Path(str(file.locate())) for file in files if file.name.upper().startswith(LICENCE_NAMES)]
+    for path in sorted(paths, key=lambda path: (path.parent.name, path.name)):
         try:
             yield path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):

@@ -208,8 +208,8 @@ class Demo:
         with self.report.progress() as progress:
             bar = progress.add_task("samples", total=self.plan.end_index)
             while not done():
-                what = f"step {len(seen) + 1} of the {launch.name} launch, or its end"
-                wait_until(moved, what, STALL_TIMEOUT_S, [*ranks, server.child])
+                awaited = f"step {len(seen) + 1} of the {launch.name} launch, or its end"
+                wait_until(moved, awaited, STALL_TIMEOUT_S, [*ranks, server.child])
                 seen = self.steps_of(launch)
                 if seen:
                     last = seen[-1]

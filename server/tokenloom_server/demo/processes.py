@@ -35,11 +35,11 @@ class Child:
         self.log = log
         self.killed = False
         log.parent.mkdir(parents=True, exist_ok=True)
-        # -I and -S: the leash needs nothing that is installed. The program's own Python starts as usual.
-        leashed = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), *command]
+        # -I and -S: ``parent_death`` needs nothing that is installed. The program's own Python starts as usual.
+        guarded = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), *command]
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                leashed,
+                guarded,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -43,12 +43,12 @@ class Report:
     def claim(self, text: str, check: Callable[[], str]) -> None:
         """Checks one claim and prints how it went."""
         try:
-            found = check()
+            evidence = check()
         except Disproved as fault:
             self.disproved += 1
             self.console.print(f"  [bold red]✗ {escape(text)}: {escape(str(fault))}[/]", highlight=False)
         else:
-            self.console.print(f"  [green]✓[/] {escape(text)} [dim]({escape(found)})[/]", highlight=False)
+            self.console.print(f"  [green]✓[/] {escape(text)} [dim]({escape(evidence)})[/]", highlight=False)
 
     def verdict(self, serve: Sequence[str], logs: Path) -> int:
         """How to go on, the last line, and the exit status."""

@@ -18,12 +18,9 @@ from tokenloom_server.core.state import MAX_COUNTER, ChildState
 from tokenloom_server.mixing.leap import Leaps
 from tokenloom_server.mixing.node import Node, NodeWeights, Picks
 from tokenloom_server.mixing.policy import NodeShape
-from tokenloom_server.mixing.totals import SourceTotal, rows_of
+from tokenloom_server.mixing.totals import RowsPicked, Totals
 from tokenloom_server.mixing.varying import UPDATE_PICKS
 from tokenloom_server.mixing.weights import integer_weights
-
-#: The rows counter of a source, and the offset of its cursor, after its last pick.
-RowsPicked = Callable[[int], tuple[int, int]]
 
 #: Of every node, in node-id order.
 MixWeights = tuple[NodeWeights, ...]
@@ -62,10 +59,7 @@ class Mixer:
         self._root = build(config.mixture)
         self._nodes = sorted(self._upwards, key=lambda node: node.id)
         self._varying = [node for node in self._nodes if node.policy.makes_weights]
-        self._size_estimates = size_estimates or {}
-        self._source_totals: dict[int, SourceTotal] = {}
-        estimated = {below for node in self._nodes if node.policy.estimates for below in node.nodes()}
-        self._estimated = [node for node in self._upwards if node in estimated]
+        self._totals = Totals(config, self._upwards, size_estimates or {})
         #: What a state has beside the counters, now.
         self.mix_weights: MixWeights = self._mix_weights()
 
@@ -202,39 +196,10 @@ class Mixer:
         """Makes the weights of these nodes anew."""
         if not nodes:
             return
-        totals = self._totals(rows_picked) if any(node in self._estimated for node in nodes) else {}
+        totals = self._totals.by_node(rows_picked) if any(node.policy.estimates for node in nodes) else {}
         for node in nodes:
             node.chooser.update(totals.get(node, ()), total_tokens)
         self.mix_weights = self._mix_weights()
-
-    def _totals(self, rows_picked: RowsPicked) -> dict[Node, list[int]]:
-        """Of each node from which an estimate is made, its children's totals in picks."""
-        by_node: dict[Node, list[int]] = {}
-        for node in self._estimated:
-            picks, tokens = node.counters.picks, node.counters.tokens
-            # What is out gives no more than it gave.
-            totals = list(picks)
-            for i in node.counters.live:
-                child = node.children[i]
-                if isinstance(child, Node):
-                    rest = sum(by_node[child]) - sum(child.counters.picks)
-                    totals[i] += max(1, min(rest, child.room()))
-                else:
-                    totals[i] = self._source_total(child).at(picks[i], tokens[i], *rows_picked(child))
-            by_node[node] = totals
-        return by_node
-
-    def _source_total(self, source: int) -> SourceTotal:
-        if source not in self._source_totals:
-            measured = source in self._config.measured_sources
-            estimate = self._size_estimates[source] if measured else None
-            self._source_totals[source] = SourceTotal(
-                rows=rows_of(estimate.rows, self._config.epochs[source]) if estimate is not None else None,
-                tokens_per_1000_rows=estimate.tokens_per_1000_rows if estimate is not None else 0,
-                max_tokens=self._config.sources[source].max_tokens,
-                pick_tokens=self._config.pick_tokens,
-            )
-        return self._source_totals[source]
 
 
 def node_shapes(config: RunConfig) -> Iterator[tuple[NodeConfig, NodeShape]]:

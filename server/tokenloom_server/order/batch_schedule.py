@@ -15,7 +15,7 @@ from functools import cached_property
 from tokenloom_proto.batch_schedule import BatchSchedule
 
 from tokenloom_server.core.state import MAX_COUNTER
-from tokenloom_server.order.pipeline import BatchPlan
+from tokenloom_server.order.steps import BatchPlan
 
 
 class Ramp:

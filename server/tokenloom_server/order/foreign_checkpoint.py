@@ -23,7 +23,9 @@ from tokenloom_server.core.state import DIGEST_MODULUS, MAX_COUNTER, Cursor, Imp
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.mixing import elsewhere
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.snapshot import MAX_BYTES, ResumePoint, Shape
+from tokenloom_server.order.snapshot import ResumePoint
+from tokenloom_server.order.snapshot_document import MAX_BYTES
+from tokenloom_server.order.state_shape import Shape
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources.scheme import scheme_of
 

@@ -22,7 +22,7 @@ from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import ORDER_VERSION
 from tokenloom_server.errors import ConfigError, LedgerError
 from tokenloom_server.mixing.mixer import node_shapes
-from tokenloom_server.order import snapshot
+from tokenloom_server.order import snapshot_document, state_shape
 from tokenloom_server.order.exclusions import NOTHING_EXCLUDED, Exclusions
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.manifest import Manifest
@@ -123,10 +123,10 @@ class RunRecord:
         return begin_of_text_id(self.tokenizer, self.config.begin_of_text_id, needed=needed)
 
     @cached_property
-    def shape(self) -> snapshot.Shape:
+    def shape(self) -> state_shape.Shape:
         """What states of the run look like."""
         config = self.config
-        return snapshot.Shape(
+        return state_shape.Shape(
             specs=self.specs,
             shards=self.shard_paths,
             nodes={shape.node_id: shape.child_ids for _, shape in node_shapes(config)},
@@ -170,8 +170,8 @@ class RunRecord:
     def _same_in_every_snapshot(self) -> dict[str, Any]:
         # Digests of the whole mixture and of every file's name: not to be made again for each snapshot.
         return {
-            "format": snapshot.FORMAT,
-            "version": snapshot.VERSION,
+            "format": snapshot_document.FORMAT,
+            "version": snapshot_document.VERSION,
             "run": self.name,
             "seed": self.config.seed,
             "order_version": ORDER_VERSION,

@@ -12,7 +12,8 @@ from itertools import zip_longest
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import BeyondHorizon, OrderMismatch, SourceError, TokenizerError
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.pipeline import BatchPlan, Pipeline, StepGroup
+from tokenloom_server.order.pipeline import Pipeline
+from tokenloom_server.order.steps import BatchPlan, StepGroup
 from tokenloom_server.order.timeline import Timeline
 
 #: A turn goes forward by so many tokens at most: about a second of one core.

@@ -15,7 +15,7 @@ from tokenloom_server.core.state import MAX_COUNTER, Cursor, State
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.mixing.mixer import Ending, Mixer
 from tokenloom_server.mixing.node import NOTHING, Picks
-from tokenloom_server.order.revision import carry
+from tokenloom_server.order.carry_over import carry
 from tokenloom_server.order.token_curve import TokenCurve
 from tokenloom_server.planning.plan import PlannedEnding, PlannedSegment, PlannedSource, RunPlan
 from tokenloom_server.planning.segments import MAX_SEGMENTS, PlanSegment, merged

@@ -13,7 +13,7 @@ import xxhash
 from tokenloom_server.core.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, SourceState, digest_hex
 from tokenloom_server.errors import OrderMismatch
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.pipeline import StepGroup
+from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.packing.buckets import described
 from tokenloom_server.reports.trace import TracedDocument, TracedSample
 from tokenloom_server.tokenizer.text import Decode

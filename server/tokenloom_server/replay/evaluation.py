@@ -24,7 +24,7 @@ from tokenloom_server.errors import (
     OrderMismatch,
     ServerStopping,
 )
-from tokenloom_server.order.pipeline import PADDING
+from tokenloom_server.order.steps import PADDING
 from tokenloom_server.replay.stream_samples import Sample, StreamSamples
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.delivery import EndOfData, Waiting
@@ -102,7 +102,7 @@ class Evaluations:
         Raises ``JoinRefused``, ``NotFound``, ``LimitExceeded``, ``ServerStopping``, and what making samples raises.
         """
         stream = self._find(call)
-        count = call.samples or self._most(stream)
+        count = call.samples or _more_than_fit(stream)
         try:
             while not stream.wait_for(count, _LOOK_S, interrupted):
                 if interrupted():
@@ -131,7 +131,7 @@ class Evaluations:
             )
         if index < 0:
             raise JoinRefused(f"an evaluation goes on at sample {index}; expected one from 0 on")
-        return Evaluation(self._coordinator, self._find(call), call, index, digest, self._most)
+        return Evaluation(self._coordinator, self._find(call), call, index, digest)
 
     def samples(self, stream: str) -> StreamSamples | None:
         """What there is of a stream; None where nobody evaluated on it yet."""
@@ -173,10 +173,6 @@ class Evaluations:
             )
         return stream
 
-    def _most(self, stream: StreamSamples) -> int:
-        """More than may be kept: whoever asks for a whole stream gets that, or an error."""
-        return MAX_KEPT_BYTES // stream.order.form.sample_bytes + 1
-
     def _require_room(self, size: int) -> None:
         with self._lock:
             if self._bytes + size <= MAX_KEPT_BYTES:
@@ -211,7 +207,6 @@ class Evaluation:
         call: EvaluationCall,
         index: int,
         digest: str,
-        most: Callable[[StreamSamples], int],
     ) -> None:
         self.rank = call.rank
         self.name = f"{coordinator.name}-{call.stream}-rank-{call.rank}"
@@ -219,7 +214,7 @@ class Evaluation:
         self._call = call
         self._index = index
         self._digest = digest
-        self._wanted = call.samples or most(stream)
+        self._wanted = call.samples or _more_than_fit(stream)
         self._message_steps = coordinator.message_steps(call.batch_size)
         self._credit = 0
         self._over = False
@@ -304,3 +299,8 @@ class Evaluation:
                 f"sample {self._index} of stream {self._stream.name!r} has digest {actual} here, but this evaluation "
                 f"came there with {expected}: the data, the tokeniser or the software changed; evaluate again"
             )
+
+
+def _more_than_fit(stream: StreamSamples) -> int:
+    """More samples than may be kept: whoever asks for a whole stream gets that, or an error."""
+    return MAX_KEPT_BYTES // stream.order.form.sample_bytes + 1

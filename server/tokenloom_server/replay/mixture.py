@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.config.node import NodeConfig
-from tokenloom_server.order.revision import as_file, places
+from tokenloom_server.order.mixture_content import as_file, places
 from tokenloom_server.replay.receipts import revision_info
 from tokenloom_server.reports.receipt import RevisionInfo
 from tokenloom_server.reports.stats import MixtureInfo, PhaseInfo

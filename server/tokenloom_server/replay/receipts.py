@@ -17,7 +17,7 @@ from tokenloom_proto.seal import canonical
 from tokenloom_server.core.state import ORDER_VERSION, SourceState, digest_hex
 from tokenloom_server.errors import BeyondHorizon
 from tokenloom_server.ledger.records import Opening, StoredRevision
-from tokenloom_server.order.revision import as_file
+from tokenloom_server.order.mixture_content import as_file
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.replay.past import Past
 from tokenloom_server.reports.receipt import (
@@ -236,8 +236,8 @@ def lineage_of(openings: Sequence[Opening]) -> list[Opening]:
 
 def skipped_before(lineage: Sequence[Opening], index: int) -> list[Range]:
     """What was jumped over by restores, before a sample index."""
-    skips = [Range(first=_branched_at(opening), behind=min(opening.start_index, index)) for opening in lineage]
-    return [skipped for skipped in skips if skipped.first < skipped.behind]
+    skips = [Range(first=_branched_at(opening), end=min(opening.start_index, index)) for opening in lineage]
+    return [skipped for skipped in skips if skipped.first < skipped.end]
 
 
 def _branched_at(opening: Opening) -> int:
@@ -278,7 +278,7 @@ def _generations(openings: Sequence[Opening], lineage: Sequence[Opening], end: i
             accumulate=schedules[opening.generation].accumulate,
             opened_at=opening.opened_at,
             start_index=opening.start_index,
-            kept=Range(first=span[0], behind=span[1]) if (span := kept.get(opening.generation)) else None,
+            kept=Range(first=span[0], end=span[1]) if (span := kept.get(opening.generation)) else None,
         )
         for opening in openings
     ]

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import ServerStopping, TokenloomError
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.pipeline import StepGroup
 from tokenloom_server.order.replay import Replay
+from tokenloom_server.order.steps import StepGroup
 
 _log = logging.getLogger(__name__)
 

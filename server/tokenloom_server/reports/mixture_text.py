@@ -82,8 +82,8 @@ def _in_yaml(value: Any) -> Any:
 def _tree(node: dict[str, Any], place: str, paused: Collection[str]) -> Tree:
     tree = Tree(_line(node, place, paused))
     for i, child in enumerate(node["children"]):
-        at = f"{place}.children.{i}"
-        tree.add(_tree(child, at, paused) if "children" in child else _line(child, at, paused))
+        path = f"{place}.children.{i}"
+        tree.add(_tree(child, path, paused) if "children" in child else _line(child, path, paused))
     return tree
 
 

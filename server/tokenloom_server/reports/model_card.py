@@ -18,7 +18,7 @@ def _lines(report: RunReport) -> Iterator[str]:
     yield ""
     over = f", where the data end: {report.ended}" if report.ended is not None else ""
     parent = report.parent_run
-    samples = report.sample_index - sum(skipped.behind - skipped.first for skipped in report.skipped)
+    samples = report.sample_index - sum(skipped.end - skipped.first for skipped in report.skipped)
     samples -= parent["left_samples"] if parent is not None else 0
     length = f"{report.sequence_length:,}"
     one = report.consumed_tokens == samples * report.sequence_length
@@ -33,8 +33,8 @@ def _lines(report: RunReport) -> Iterator[str]:
         yield (
             f"The first {parent['sample_index']:,} samples ({parent['total_tokens']:,} tokens) are those of "
             f"{_code(parent['run'])}, which this run was forked from. {parent['left_samples']:,} of them "
-            f"({parent['left_tokens']:,} tokens) are of sources that this run does not have, and told of in the other "
-            "report alone."
+            f"({parent['left_tokens']:,} tokens) are of sources that this run does not have, and only in the other "
+            "report."
         )
         yield ""
     yield from _table(
@@ -43,8 +43,8 @@ def _lines(report: RunReport) -> Iterator[str]:
     )
     yield ""
     for source in report.sources:
-        at = f", read at {', '.join(map(_code, source.commits))}" if source.commits else ""
-        yield f"- {_code(source.alias)}: {_code(source.spec)}{at}"
+        commits = f", read at {', '.join(map(_code, source.commits))}" if source.commits else ""
+        yield f"- {_code(source.alias)}: {_code(source.spec)}{commits}"
     yield ""
     yield "### How they were read"
     yield ""
@@ -137,9 +137,9 @@ def _generation(found: GenerationReport) -> Sequence[str]:
 
 
 def _range(found: Range) -> str:
-    if found.behind == found.first:
+    if found.end == found.first:
         return f"none yet, from {found.first:,}"
-    return f"{found.first:,} to {found.behind - 1:,}"
+    return f"{found.first:,} to {found.end - 1:,}"
 
 
 def _unique(tokens: int, exact: bool) -> str:

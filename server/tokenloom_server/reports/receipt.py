@@ -12,10 +12,10 @@ class _Figures(BaseModel):
 
 
 class Range(_Figures):
-    """Sample indices from ``first`` up to, and without, ``behind``."""
+    """Sample indices from ``first`` up to, and without, ``end``."""
 
     first: int
-    behind: int
+    end: int
 
 
 class Tokenizer(_Figures):
@@ -123,7 +123,7 @@ class GenerationReport(_Figures):
     batch_size: int
     """Samples per rank and step, where it began."""
     batch_sizes: list[BatchSizeFrom]
-    """What it becomes behind that; empty where it stays."""
+    """What it becomes after that; empty where it stays."""
     accumulate: int
     """Steps of an optimiser step."""
     opened_at: float

@@ -1,4 +1,4 @@
-"""A run's figures: one document for REST, gRPC, metrics, the command line and the page."""
+"""A run's stats: one document for REST, gRPC, metrics, the command line and the page."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class SourceStats(_Figures):
     """``cut_documents`` for each row that was taken to its end (0 to 1); null with ``packing: concat``, which does not
     count them."""
     skipped_samples: int
-    """What restores jumped over (``--skip-samples``) is told apart: the counters above are without it."""
+    """What restores jumped over (``--skip-samples``) is counted apart: the counters above are without it."""
     skipped_rows: int
     skipped_tokens: int
     loss: float | None
@@ -76,7 +76,7 @@ class RankStats(_Figures):
     position: int
     """Sample index up to which the rank has consumed."""
     lag: int
-    """Samples behind the fastest rank."""
+    """Samples that the fastest rank is ahead."""
     last_heard_s: float | None
     """Seconds since the rank's last message; null if it was never heard."""
 
@@ -99,7 +99,7 @@ class ReportStats(_Figures):
     step: int
     """Its own count."""
     loss: float | None
-    """Over all sources; null where it was not told."""
+    """Over all sources; null where it was not reported."""
     learning_rate: float | None
     age_s: float
     """Seconds since it came."""
@@ -208,14 +208,14 @@ class SnapshotInfo(_Figures):
 
 
 class ResumePoint(_Figures):
-    """Where the next generation starts: at a sample index, or so many samples behind it."""
+    """Where the next generation starts: at a sample index, or so many samples after it."""
 
     sample_index: int
     """Where a trainer that brings a state of its own has to stand."""
     digest: str
     """The rolling digest there."""
     skipped_samples: int
-    """Samples of the order that are jumped over behind it."""
+    """Samples of the order that are jumped over after it."""
     start_index: int
     """The first sample of the next generation."""
 

@@ -1,4 +1,4 @@
-"""What a trace tells of a sample, or of a step by rank: the documents that its tokens are of."""
+"""What a trace says of a sample, or of a step by rank: the documents that its tokens are of."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class TracedSample(_Traced):
     hash: str
     """XXH3-128 of its ids as they travel, seeded with the source's id: what the rolling digest takes in."""
     digest: str
-    """The rolling digest behind it."""
+    """The rolling digest after it."""
     documents: list[TracedDocument]
     ids: list[int] | None = None
     """Its ids as they travel; null where text was not asked for."""
@@ -81,7 +81,7 @@ class TracedRank(_Traced):
     rank: int
     samples: list[TracedSample]
     padding: int
-    """Padding samples behind them, where the data ended within the step."""
+    """Padding samples after them, where the data ended within the step."""
 
 
 class TracedStep(_Traced):

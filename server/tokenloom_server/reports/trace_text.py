@@ -43,7 +43,7 @@ def _print_sample(out: Console, begin: str, sample: TracedSample, text: bool) ->
     out.print(f"{begin}sample {sample.sample:,} ({sample.status}) in {where}", highlight=False)
     out.print(
         f"source {sample.source} ({sample.spec}), its sample {sample.source_sample:,}; hash {sample.hash}, digest "
-        f"behind it {sample.digest}",
+        f"after it {sample.digest}",
         highlight=False,
         soft_wrap=True,
     )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.ledger.records import StoredRun, date_of
-from tokenloom_server.order.pipeline import StepGroup
+from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.run.delivery import EndOfData
 from tokenloom_server.run.generation import Generation
 

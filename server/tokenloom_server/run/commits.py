@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.ledger.records import Commit, Counters
-from tokenloom_server.order.pipeline import StepGroup
+from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.order.timeline import Timeline
 
 

@@ -28,7 +28,7 @@ from tokenloom_server.errors import (
     TokenloomError,
 )
 from tokenloom_server.ledger.records import Commit, Opening, StoredRun
-from tokenloom_server.order.pipeline import StepGroup
+from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.active_generation import ActiveGeneration
 from tokenloom_server.run.resume_choice import ResumeChoice

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tokenloom_server.order.pipeline import StepGroup
+from tokenloom_server.order.steps import StepGroup
 
 
 class Delivery(NamedTuple):

@@ -9,11 +9,12 @@ from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.state import SourceState, State, packed_again
 from tokenloom_server.errors import JoinRefused, SnapshotInvalid
 from tokenloom_server.mixing.elsewhere import forked
-from tokenloom_server.order import snapshot
+from tokenloom_server.order import foreign_snapshot, snapshot, snapshot_encode
 from tokenloom_server.order.builder import moves_parts
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.snapshot import Foreign, Source
-from tokenloom_server.order.timeline import Origin, Timeline
+from tokenloom_server.order.foreign_snapshot import Foreign, Source
+from tokenloom_server.order.origin import Origin
+from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.history import History
 from tokenloom_server.sources.scheme import scheme_of
@@ -36,7 +37,7 @@ class ForkHandler:
         this run has begun.
         """
         coordinator = self._coordinator
-        foreign = snapshot.foreign(text)
+        foreign = foreign_snapshot.foreign(text)
         if foreign is None:
             raise SnapshotInvalid("the state is of a run that has not begun: there is nothing to fork")
         if foreign.run == coordinator.name:
@@ -58,7 +59,9 @@ class ForkHandler:
                 origin = self._origin(text, foreign)
                 coordinator.put_in_force(epoch, coordinator.timeline.with_origin(origin))
             template = coordinator.order.record.template(coordinator.uid, coordinator.stream, 0)
-            return snapshot.compose(template, origin.state, origin.sample_index, origin.digest, origin.total_tokens)
+            return snapshot_encode.compose(
+                template, origin.state, origin.sample_index, origin.digest, origin.total_tokens
+            )
 
     def _origin(self, text: str | bytes, foreign: Foreign) -> Origin:
         """Where this run begins; its state is that of the other run's sources as far as this run has them."""

@@ -16,7 +16,7 @@ from itertools import islice
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import AttemptUsed, BeyondHorizon, Fenced, JoinRefused, LedgerRolledBack, OrderMismatch
 from tokenloom_server.order.batch_schedule import Ramp
-from tokenloom_server.order.pipeline import StepGroup
+from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.run.delivery import Delivery, EndOfData
 from tokenloom_server.run.sizing import horizon_of
 from tokenloom_server.run.slots import Slot, Slots

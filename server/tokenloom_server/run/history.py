@@ -12,7 +12,7 @@ from tokenloom_proto.seal import canonical
 from tokenloom_server.core.state import MAX_COUNTER, Imported, State, digest_hex, jumped_over
 from tokenloom_server.errors import BeyondHorizon, NotFound, SnapshotInvalid
 from tokenloom_server.ledger.records import Opening, StoredRun
-from tokenloom_server.order import foreign_checkpoint, snapshot
+from tokenloom_server.order import foreign_checkpoint, snapshot, snapshot_encode
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.replay import Replay, beyond_the_end
 from tokenloom_server.order.snapshot import ResumePoint
@@ -97,7 +97,7 @@ class History:
     def _composed(self, point: ResumePoint, state: State) -> str:
         """The snapshot of a state in the line of a point."""
         coordinator = self._coordinator
-        return snapshot.compose(
+        return snapshot_encode.compose(
             coordinator.order.record.template(point.run_uid or coordinator.uid, coordinator.stream, point.generation),
             coordinator.timeline.encode(state),
             state.sample_index,
@@ -328,7 +328,7 @@ class History:
     def _sealed(self, generation: int, resume_state: str, index: int, digest: str, total_tokens: int) -> str:
         coordinator = self._coordinator
         template = coordinator.order.record.template(coordinator.uid, coordinator.stream, generation)
-        return snapshot.compose(template, resume_state, index, digest, total_tokens)
+        return snapshot_encode.compose(template, resume_state, index, digest, total_tokens)
 
     def _recomputed(self, index: int) -> str:
         """By going forward from the nearest state that the ledger has in the index's lineage."""

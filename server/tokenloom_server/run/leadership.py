@@ -19,7 +19,7 @@ from tokenloom_server.errors import (
     NotLeader,
     TokenloomError,
 )
-from tokenloom_server.order.timeline import Origin
+from tokenloom_server.order.origin import Origin
 from tokenloom_server.run.coordinator import RunCoordinator
 
 _log = logging.getLogger(__name__)

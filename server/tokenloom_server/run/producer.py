@@ -6,7 +6,8 @@ import logging
 import threading
 
 from tokenloom_server.errors import SourceError, TokenizerError, TokenloomError
-from tokenloom_server.order.pipeline import Pipeline, StepGroup
+from tokenloom_server.order.pipeline import Pipeline
+from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.active_generation import ActiveGeneration
 from tokenloom_server.run.coordinator import RunCoordinator

@@ -15,8 +15,8 @@ from tokenloom_server.errors import (
     SnapshotInvalid,
 )
 from tokenloom_server.ledger.records import StoredRevision
-from tokenloom_server.order import snapshot
-from tokenloom_server.order.timeline import Origin
+from tokenloom_server.order import foreign_snapshot, revision_content, snapshot
+from tokenloom_server.order.origin import Origin
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.views import RunView
 
@@ -49,7 +49,7 @@ class RevisionHandler:
             ) as (view, index),
         ):
             timeline, epoch = view.timeline, view.lease.epoch
-            content = timeline.revise(change, index, view.generation.number)
+            content = revision_content.revise(timeline, change, index, view.generation.number)
             revision = StoredRevision(
                 number=len(timeline.revisions) + 1,
                 sample_index=index,
@@ -212,10 +212,10 @@ def _droppable(run: str, number: int, view: RunView) -> int:
     return index
 
 
-def brings(run: str, text: str | bytes) -> snapshot.Foreign | None:
+def brings(run: str, text: str | bytes) -> foreign_snapshot.Foreign | None:
     """A snapshot of the run that says more than its mixture file does; None for any other text."""
     try:
-        foreign = snapshot.foreign(text)
+        foreign = foreign_snapshot.foreign(text)
     except SnapshotInvalid:
         return None
     says_more = foreign is not None and foreign.run == run and (foreign.revisions or foreign.origin)

@@ -17,7 +17,7 @@ from tokenloom_server.errors import LedgerError, LedgerRolledBack, NotLeader, To
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.records import Commit, Opening, StoredRun
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.pipeline import StepGroup
+from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run import sizing
 from tokenloom_server.run.active_generation import ActiveGeneration, GenerationView, LedgerLoss

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tokenloom_server.ledger.records import Opening
 from tokenloom_server.order.batch_schedule import Ramp
-from tokenloom_server.order.pipeline import BatchPlan
+from tokenloom_server.order.steps import BatchPlan
 
 #: A message to a rank is about this large: that is where gRPC is cheap.
 MESSAGE_BYTES = 512 * 1024

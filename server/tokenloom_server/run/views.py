@@ -8,7 +8,7 @@ from typing import NamedTuple
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.ledger.records import Commit
-from tokenloom_server.order.pipeline import BatchPlan, StepGroup
+from tokenloom_server.order.steps import BatchPlan, StepGroup
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.active_generation import ActiveGeneration, GenerationView
 from tokenloom_server.run.lease_state import LeaseState

@@ -143,9 +143,9 @@ def _described(start: RangeStart, begin: int, last: PeekedSample) -> dict[str, A
         "from": begin,
         "to": last.index + 1,
         "digest_before": start.digest,
-        "digest_behind": last.digest,
+        "digest_after": last.digest,
         "total_tokens_before": start.total_tokens,
-        "total_tokens_behind": last.total_tokens,
+        "total_tokens_after": last.total_tokens,
         "sequence_length": start.sequence_length,
         "labels": start.labels,
         "vocab_size": start.vocab_size,
@@ -167,7 +167,7 @@ class _Megatron:
     def add(self, sample: PeekedSample) -> None:
         self._data.write(sample.ids_with_label.astype(self._kind.newbyteorder("<"), copy=False).tobytes())
         edges = sorted({0, *sample.starts, len(sample.ids_with_label)})
-        self._lengths.extend(behind - begin for begin, behind in pairwise(edges))
+        self._lengths.extend(end - begin for begin, end in pairwise(edges))
         self._edges.append(len(self._lengths))
 
     def finish(self) -> None:

@@ -72,8 +72,8 @@ class Remote:
         try:
             if control:
                 # Where there is only the one for reading, the server says that it is not enough.
-                found = find_token(CONTROL_VARIABLE, environment, token_file)
-                self._token = found or find_token(READ_VARIABLE, environment)
+                control_token = find_token(CONTROL_VARIABLE, environment, token_file)
+                self._token = control_token or find_token(READ_VARIABLE, environment)
             else:
                 self._token = token_to_look(environment, token_file)
             if self._token is not None and parts.scheme == "http":
@@ -176,7 +176,7 @@ class Remote:
             if body is not None:
                 request.add_header("Content-Type", "application/json")
             if self._token is not None:
-                # Where the server sends us elsewhere, the token stays behind.
+                # Where the server sends us elsewhere, the token does not go there.
                 request.add_unredirected_header("Authorization", authorization(self._token))
             with self._opener.open(request, timeout=timeout_s) as response:
                 answer: bytes = response.read()
@@ -184,8 +184,8 @@ class Remote:
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace")
             try:
-                found = json.loads(text)
-                name, message = str(found["error"]), str(found["message"])
+                problem = json.loads(text)
+                name, message = str(problem["error"]), str(problem["message"])
             except (ValueError, KeyError, TypeError):
                 name, message = "", text[:200]
             known = getattr(errors, name, None)
@@ -207,8 +207,8 @@ def _path(run: str) -> str:
 
 def _query(asked: Mapping[str, int | bool | str | None]) -> str:
     named = ((name, value) for name, value in asked.items() if value is not None and value is not False)
-    given = {name: "true" if value is True else value for name, value in named}
-    return f"?{urllib.parse.urlencode(given)}" if given else ""
+    fields = {name: "true" if value is True else value for name, value in named}
+    return f"?{urllib.parse.urlencode(fields)}" if fields else ""
 
 
 def token_to_look(environment: Mapping[str, str], file: Path | None) -> str | None:

@@ -80,7 +80,7 @@ class ChannelWithin(grpc.Channel):
         callback(grpc.ChannelConnectivity.READY)
 
     def unsubscribe(self, callback: Callable[[grpc.ChannelConnectivity], None]) -> None:
-        """Nothing changes that it could be told."""
+        """The channel is always ready, so there is nothing to report."""
 
     def close(self) -> None:
         """Nothing is open."""
@@ -149,7 +149,7 @@ class _Entry(NamedTuple):
 
 
 class _Context:
-    """What the service knows of a call, as far as it asks."""
+    """The part of ``grpc.ServicerContext`` that the servicer uses."""
 
     def __init__(self) -> None:
         self._active = True

@@ -13,7 +13,7 @@ from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import JoinRefused
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.pipeline import BatchPlan
+from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.replay.evaluation import EvaluationCall
 from tokenloom_server.replay.peek import PeekCall
 from tokenloom_server.run.coordinator import RunCoordinator

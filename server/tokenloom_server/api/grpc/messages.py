@@ -10,7 +10,7 @@ from tokenloom_proto import dataloader_pb2 as wire
 
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import Fenced
-from tokenloom_server.order.pipeline import StepGroup
+from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.replay.evaluation import Slice
 from tokenloom_server.run.commits import resume_state_of

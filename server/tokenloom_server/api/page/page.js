@@ -10,7 +10,7 @@ const SNAPSHOT_TIMEOUT_MS = 120000; // going forward to a sample index may take 
 const SNAPSHOTS_EVERY = 10; // polls
 const LOSSES_EVERY = 5; // polls
 const SNAPSHOTS_SHOWN = 10;
-const RANKS_SHOWN = 16; // beyond twice as many ranks, only those furthest behind
+const RANKS_SHOWN = 16; // beyond twice as many ranks, only those that lag most
 
 const $ = (id) => document.getElementById(id);
 const views = new Map(); // run name → view
@@ -269,16 +269,16 @@ class RunView extends View {
 
   showRanks(ranks, step) {
     const many = ranks.length > 2 * RANKS_SHOWN;
-    const behind = (a, b) => a.connected - b.connected || b.lag - a.lag || a.rank - b.rank;
-    const shown = many ? [...ranks].sort(behind).slice(0, RANKS_SHOWN) : ranks;
-    this.text("ranks_note", many ? `The ${RANKS_SHOWN} furthest behind, of ${grouped(ranks.length)}` : "");
+    const byLag = (a, b) => a.connected - b.connected || b.lag - a.lag || a.rank - b.rank;
+    const shown = many ? [...ranks].sort(byLag).slice(0, RANKS_SHOWN) : ranks;
+    this.text("ranks_note", many ? `The ${RANKS_SHOWN} that lag most, of ${grouped(ranks.length)}` : "");
     this.slot("ranks-card").hidden = ranks.length === 0;
     keep(this.slot("ranks"), this.ranks, shown, (rank) => rank.rank, "rank", (row, rank) => {
       row.text("rank", grouped(rank.rank));
       row.slot("dot").dataset.state = rank.connected ? "good" : "bad";
       row.text("connected", rank.connected ? "connected" : "away");
       row.text("position", grouped(rank.position));
-      row.text("lag", grouped(rank.lag), "samples behind the fastest rank").classList.toggle("behind", rank.lag > step);
+      row.text("lag", grouped(rank.lag), "samples that the fastest rank is ahead").classList.toggle("lagging", rank.lag > step);
       row.text("last_heard", ago(rank.last_heard_s));
     });
   }

@@ -38,10 +38,10 @@ class RestApp(FastAPI):
         super().__init__(
             title="Tokenloom",
             version=version,
-            summary="Figures, snapshots and restore of training runs' data.",
+            summary="Stats, snapshots and restore of training runs' data.",
             description='Every error is `{"error": name, "message": text}`. POST requests must carry '
             "`Content-Type: application/json`, with or without a body.",
-            docs_url=None,  # both load their scripts from elsewhere, which users behind firewalls cannot
+            docs_url=None,  # both load their scripts from elsewhere, which a cluster without internet cannot
             redoc_url=None,
             redirect_slashes=False,
             license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},

@@ -89,7 +89,7 @@ class Routes:
         self._app.add_route(path, serve, methods=["GET"], include_in_schema=False)
 
     def scope_of(self, request: RequestScope) -> Scope:
-        """What the route of a request asks for. Where there is no such route, only readers are told so."""
+        """What the route of a request asks for. Where there is no such route, only a reader learns that."""
         for route in self._app.routes:
             if route.matches(request)[0] is Match.FULL:
                 method = "GET" if request["method"] == "HEAD" else request["method"]

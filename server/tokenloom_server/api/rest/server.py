@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: The packages behind REST take as long to import as all else that a start needs. So they are imported when
-#: somebody asks, or this long behind the start, seconds: a trainer that waits then has its first batch.
+#: The packages of REST take as long to import as all else that a start needs. So they are imported when
+#: somebody asks, or this long after the start, seconds: a trainer that waits then has its first batch.
 IMPORT_AFTER_S = 2.0
 #: How often the thread looks whether it is to end before that, seconds.
 _TICK_S = 0.1
@@ -108,9 +108,9 @@ class RestServer:
 
     def _await_somebody(self) -> None:
         until = time.monotonic() + IMPORT_AFTER_S
-        asked: list[socket.socket] = []
-        while not asked and not self._stopping and time.monotonic() < until:
-            asked, _, _ = select.select([self._listener], [], [], _TICK_S)
+        ready: list[socket.socket] = []
+        while not ready and not self._stopping and time.monotonic() < until:
+            ready, _, _ = select.select([self._listener], [], [], _TICK_S)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -118,9 +118,9 @@ def _listen(host: str, port: int) -> socket.socket:
         if not 0 <= port < 2**16:
             # Further down, getaddrinfo would take its lower 16 bits.
             raise OSError(0, f"a port is 0 to {2**16 - 1}")
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         # Where a name has both, IPv4 first: it is what people type and what the line at start shows.
-        family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+        family, _, _, _, address = min(addresses, key=lambda entry: entry[0] != socket.AF_INET)
         listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
         reason = getattr(error, "strerror", None) or str(error)

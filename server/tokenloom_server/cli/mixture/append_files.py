@@ -22,5 +22,5 @@ def append_files(
     revision: RevisionOptions,
     access: ControlAccess,
 ) -> None:
-    """Read files, too, that match a source's spec and appeared since the run began: behind those that it has."""
+    """Read files, too, that match a source's spec and appeared since the run began: after those that it has."""
     revision.make(url, access, {"append_files": sources})

@@ -32,7 +32,7 @@ def apply(
     """
     from tokenloom_server.catalog import allowed_plugins, open_catalog
     from tokenloom_server.config import mixture_file as config
-    from tokenloom_server.order.revision import as_file
+    from tokenloom_server.order.mixture_content import as_file
 
     run_config = config.load(mixture, open_catalog(allowed_plugins()))
     revision.make(url, access, {"mixture": as_file(run_config)}, run=run_config.run, ask=not yes)

@@ -32,15 +32,20 @@ class RevisionOptions:
         str | None, typer.Option(help="Who asks for it; the name of the user if not given.", show_default=False)
     ] = None
     run: RunName = None
-    at: Annotated[
+    sample_index: Annotated[
         int | None,
         typer.Option(
-            min=0, help="The first sample index under it; the first possible one if not given.", show_default=False
+            "--at",
+            min=0,
+            help="The first sample index under it; the first possible one if not given.",
+            show_default=False,
         ),
     ] = None
-    at_tokens: Annotated[
+    total_tokens: Annotated[
         str | None,
-        typer.Option(help="From so many tokens of the run on instead, such as 2B or 1.5T.", show_default=False),
+        typer.Option(
+            "--at-tokens", help="From so many tokens of the run on instead, such as 2B or 1.5T.", show_default=False
+        ),
     ] = None
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what it would change, and change nothing.")] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print the revision as JSON.")] = False
@@ -57,10 +62,10 @@ class RevisionOptions:
         from tokenloom_server.reports.mixture_text import print_revision
 
         body = {"reason": self.reason, "author": _user() if self.author is None else self.author, **change}
-        if self.at is not None:
-            body["sample_index"] = self.at
-        if self.at_tokens is not None:
-            body["total_tokens"] = parse_amount(self.at_tokens, "--at-tokens")
+        if self.sample_index is not None:
+            body["sample_index"] = self.sample_index
+        if self.total_tokens is not None:
+            body["total_tokens"] = parse_amount(self.total_tokens, "--at-tokens")
         server = access.connect(url)
         name = server.only_run(self.run or run)
         if self.dry_run or ask:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.tools.checkpoint.file import Found
+from tokenloom_server.tools.checkpoint.file import DataState
 
 #: No counter of any loader is beyond this; with larger ones nothing can be computed.
 _MOST = 2**64
@@ -119,13 +119,13 @@ class Content:
     damage: str | None = None
 
 
-def read(path: Path, found: Found, mixture: RunConfig | None = None) -> Content:
+def read(path: Path, state: DataState, mixture: RunConfig | None = None) -> Content:
     """The content of a checkpoint; ``mixture`` says which child is which where the checkpoint does not."""
-    document = found.document
+    document = state.document
     resume = _mapping(document.get("resume_state"))
     entries = [entry for entry in _list(resume.get("datasets")) if isinstance(entry, dict)]
     kind = OLDER if entries else INDEX
-    if "format" in document or found.damage is not None:
+    if "format" in document or state.damage is not None:
         kind = SNAPSHOT
     index, tokens = _count(resume.get("sample_index")), _count(resume.get("total_tokens"))
     sources = _sources(entries, mixture)
@@ -137,7 +137,7 @@ def read(path: Path, found: Found, mixture: RunConfig | None = None) -> Content:
         nodes = _summed(nodes, sources, mixture)
     return Content(
         file=str(path),
-        where=found.where,
+        where=state.where,
         kind=kind,
         run=_text(document.get("run")),
         run_uid=_text(document.get("run_uid")),
@@ -162,21 +162,21 @@ def read(path: Path, found: Found, mixture: RunConfig | None = None) -> Content:
         sources=sources,
         nodes=nodes,
         document=document,
-        damage=found.damage,
+        damage=state.damage,
     )
 
 
 def _sources(entries: Sequence[Mapping[str, Any]], mixture: RunConfig | None) -> tuple[Source, ...]:
     ids = {source.source: source for source in mixture.sources} if mixture is not None else {}
     total = sum(_count(entry.get("token_offset")) or 0 for entry in entries if not entry.get("unknown"))
-    found = []
+    sources = []
     for entry in entries:
         spec, tokens = str(entry.get("spec")), _count(entry.get("token_offset"))
         known = ids.get(spec)
         number = _count(entry.get("id"))
         # Of rows in batches it counts those that the epoch gave, whatever file they lie in.
         in_batches = spec.endswith(":*")
-        found.append(
+        sources.append(
             Source(
                 id=number if number is not None or known is None else known.id,
                 spec=spec,
@@ -197,7 +197,7 @@ def _sources(entries: Sequence[Mapping[str, Any]], mixture: RunConfig | None) ->
                 unknown=entry.get("unknown") is True,
             )
         )
-    return tuple(found)
+    return tuple(sources)
 
 
 def _tree(resume: Mapping[str, Any], mixture: RunConfig | None) -> tuple[dict[int, dict[str, Any]], str | None]:

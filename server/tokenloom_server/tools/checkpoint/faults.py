@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tokenloom_server.core.state import MAX_COUNTER
-from tokenloom_server.order.snapshot import FORMAT, VERSION
+from tokenloom_server.order.snapshot_document import FORMAT, VERSION
 from tokenloom_server.tools.checkpoint.content import INDEX, OLDER, SNAPSHOT, Child, Content, Node, Source, left_samples
 from tokenloom_server.tools.checkpoint.probabilities import points, policy_of
 
@@ -45,7 +45,7 @@ def _of_document(content: Content) -> Iterator[str]:
         and content.sample_index is not None
         and content.counted_at > content.sample_index
     ):
-        yield f"resume_state.sample_index: {content.counted_at} lies behind sample_index {content.sample_index}"
+        yield f"resume_state.sample_index: {content.counted_at} lies after sample_index {content.sample_index}"
     if resume is not None and content.mixture != "checkpoint":
         yield (
             "resume_state.mixture: is missing, as in snapshots of older releases: "
@@ -83,8 +83,8 @@ def _of_sums(content: Content) -> Iterator[str]:
     left = left_samples(content)
     samples = sum(source.samples or 0 for source in known)
     if samples != content.counted_at - left:
-        given = samples + left
-        yield f"resume_state.sample_index: found {content.counted_at}, but the sources' samples add up to {given}"
+        total = samples + left
+        yield f"resume_state.sample_index: found {content.counted_at}, but the sources' samples add up to {total}"
     tokens, total = sum(source.tokens or 0 for source in known), content.document["resume_state"].get("total_tokens")
     if tokens != total and not left:
         yield f"resume_state.total_tokens: found {total}, but the sources' tokens add up to {tokens}"

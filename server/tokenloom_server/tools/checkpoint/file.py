@@ -1,6 +1,6 @@
 """A checkpoint's file: where in it the state of the data lies. Nothing that is read can run code.
 
-A sealed snapshot can be told by its first bytes, and its checksum proves it; so it is found in any file that holds it
+A sealed snapshot is known by its first bytes, and its checksum proves it; so it is found in any file that holds it
 as plain text, such as a torch checkpoint (whose structure is a pickle) without unpickling, and without torch.
 """
 
@@ -34,31 +34,31 @@ _MOST_DEPTH = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """The state of the data in a checkpoint. ``where`` in the file it was; ``damage`` says what is wrong with its
-    seal."""
+class DataState:
+    """A state of the data in a checkpoint: ``where`` in the file it lies, and what is wrong with its seal, if
+    anything."""
 
     where: str
     document: dict[str, Any]
     damage: str | None = None
 
 
-def find(path: Path, inside: str | None = None) -> Found:
+def find(path: Path, inside: str | None = None) -> DataState:
     """The one state of data that a checkpoint holds; ``inside`` names its place where there are several.
 
     Raises ``SnapshotInvalid``: what the file is, what was expected, and what to do.
     """
     try:
-        found = list(_distinct(_states(path)))
+        states = list(_distinct(_states(path)))
     except OSError as error:
         raise SnapshotInvalid(f"{path}: cannot be read ({error.strerror or error})") from None
     if inside is not None:
-        found = [state for state in found if state.where == inside]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        places = ", ".join(f"{state.where!r} (sample {state.document.get('sample_index')})" for state in found[:8])
-        raise SnapshotInvalid(f"{path}: holds {len(found)} different states of data, at {places}; name one: --inside")
+        states = [state for state in states if state.where == inside]
+    if len(states) == 1:
+        return states[0]
+    if states:
+        places = ", ".join(f"{state.where!r} (sample {state.document.get('sample_index')})" for state in states[:8])
+        raise SnapshotInvalid(f"{path}: holds {len(states)} different states of data, at {places}; name one: --inside")
     raise SnapshotInvalid(
         f"{path}: holds no state of data{f' at {inside!r}' if inside is not None else ''}; expected what "
         f"RemoteDataset.state_dict() gives (under the key {KEY!r}), a sealed snapshot, or an older data loader's "
@@ -66,7 +66,7 @@ def find(path: Path, inside: str | None = None) -> Found:
     )
 
 
-def _states(path: Path) -> Iterator[Found]:
+def _states(path: Path) -> Iterator[DataState]:
     if path.is_dir():
         yield from _of_folder(path)
     elif zipfile.is_zipfile(path):
@@ -83,7 +83,7 @@ def _states(path: Path) -> Iterator[Found]:
             yield from _sealed_in(path) or _unpickled(path, mapped=False)
 
 
-def _of_text(path: Path) -> Iterator[Found]:
+def _of_text(path: Path) -> Iterator[DataState]:
     if path.stat().st_size > _MOST_TEXT:
         raise SnapshotInvalid(f"{path}: has {path.stat().st_size} bytes; a JSON file of at most {_MOST_TEXT} is read")
     text = path.read_bytes()
@@ -97,42 +97,42 @@ def _of_text(path: Path) -> Iterator[Found]:
         yield from _within(document)
 
 
-def _of_torch(path: Path) -> Iterator[Found]:
+def _of_torch(path: Path) -> Iterator[DataState]:
     with zipfile.ZipFile(path) as archive:
         structures = [entry for entry in archive.infolist() if entry.filename.rpartition("/")[2] == "data.pkl"]
         if not structures:
             raise SnapshotInvalid(f"{path}: is a zip archive, but none that torch.save wrote (it has no data.pkl)")
         if structures[0].file_size > _MOST_STRUCTURE:
             raise SnapshotInvalid(f"{path}: its data.pkl has {structures[0].file_size} bytes, too many to be searched")
-        found = list(_sealed(archive.read(structures[0]), "data.pkl"))
-    if len(list(_distinct(iter(found)))) == 1:
-        yield from found
+        snapshots = list(_sealed(archive.read(structures[0]), "data.pkl"))
+    if len(list(_distinct(iter(snapshots)))) == 1:
+        yield from snapshots
         return
     try:
         # Several: their places in the dictionaries tell more than bytes do.
         yield from list(_unpickled(path, mapped=True))
     except SnapshotInvalid:
-        if not found:
+        if not snapshots:
             raise
-        yield from found
+        yield from snapshots
 
 
-def _of_folder(path: Path) -> Iterator[Found]:
+def _of_folder(path: Path) -> Iterator[DataState]:
     """A folder of ``torch.distributed.checkpoint``: its own index is a pickle that only running it would read."""
     parts = sorted(path.glob("*.distcp"))
     if not parts:
         raise SnapshotInvalid(f"{path}: is a folder, but none of torch.distributed.checkpoint (it has no *.distcp)")
-    found = [state for part in parts for state in _sealed_in(part)]
-    if not found:
+    snapshots = [state for part in parts for state in _sealed_in(part)]
+    if not snapshots:
         raise SnapshotInvalid(
             f"{path}: its {len(parts)} .distcp files hold no sealed snapshot. What else is in them can only be read by "
             "running the pickles they are made of, which this command does not. If you trust the files, make one of "
             f"them: python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} checkpoint.pt"
         )
-    yield from found
+    yield from snapshots
 
 
-def _unpickled(path: Path, *, mapped: bool) -> Iterator[Found]:
+def _unpickled(path: Path, *, mapped: bool) -> Iterator[DataState]:
     """What torch's own reader gives, which builds tensors and plain containers and refuses all else."""
     try:
         import torch
@@ -153,10 +153,10 @@ def _unpickled(path: Path, *, mapped: bool) -> Iterator[Found]:
     yield from _within(document)
 
 
-def _within(document: Any) -> Iterator[Found]:
+def _within(document: Any) -> Iterator[DataState]:
     """Every state within nested containers; a bare ``sample_index`` counts where there is nothing else."""
-    bare: list[Found] = []
-    found = 0
+    bare: list[DataState] = []
+    has_state = False
     waiting: list[tuple[str, Any, int]] = [("", document, 0)]
     while waiting:
         path, value, depth = waiting.pop()
@@ -164,14 +164,14 @@ def _within(document: Any) -> Iterator[Found]:
         if isinstance(value, Mapping):
             text = value.get(KEY)
             if isinstance(text, str):
-                found += 1
+                has_state = True
                 yield _of_snapshot(f"{below}{KEY}", text)
             if isinstance(value.get("resume_state"), Mapping):
-                found += 1
+                has_state = True
                 yield _of_mapping(path, value)
                 continue
             if type(value.get("sample_index")) is int:
-                bare.append(Found(path, {"sample_index": value["sample_index"]}))
+                bare.append(DataState(path, {"sample_index": value["sample_index"]}))
             items = [(str(key), inner) for key, inner in value.items()]
         elif isinstance(value, list | tuple):
             items = [(str(i), inner) for i, inner in enumerate(value)]
@@ -179,23 +179,23 @@ def _within(document: Any) -> Iterator[Found]:
             continue
         if depth < _MOST_DEPTH:
             waiting += [(below + key, inner, depth + 1) for key, inner in reversed(items)]
-    if not found:
+    if not has_state:
         yield from bare
 
 
-def _of_mapping(path: str, value: Mapping[str, Any]) -> Found:
+def _of_mapping(path: str, value: Mapping[str, Any]) -> DataState:
     if CHECKSUM in value or "format" in value:
         try:
             return _of_snapshot(path, canonical(value))
         except (TypeError, ValueError):
             pass  # not plain JSON, so no snapshot
-    return Found(path, {key: value[key] for key in _OLDER_KEYS if key in value})
+    return DataState(path, {key: value[key] for key in _OLDER_KEYS if key in value})
 
 
-def _of_snapshot(where: str, text: str) -> Found:
+def _of_snapshot(where: str, text: str) -> DataState:
     """A text that should be a sealed snapshot, or an older payload where no batch came before it was saved."""
     try:
-        return Found(where, unseal(text))
+        return DataState(where, unseal(text))
     except ValueError as error:
         damage = str(error)
     try:
@@ -205,11 +205,11 @@ def _of_snapshot(where: str, text: str) -> Found:
     if not isinstance(document, dict):
         raise SnapshotInvalid(f"at {where or 'its beginning'!r}: {damage}")
     if CHECKSUM not in document and "format" not in document:
-        return Found(where, document)
-    return Found(where, {key: value for key, value in document.items() if key != CHECKSUM}, damage)
+        return DataState(where, document)
+    return DataState(where, {key: value for key, value in document.items() if key != CHECKSUM}, damage)
 
 
-def _sealed_in(path: Path) -> list[Found]:
+def _sealed_in(path: Path) -> list[DataState]:
     """The sealed snapshots in a file, which is mapped and not read into memory."""
     if not path.stat().st_size:
         return []
@@ -217,20 +217,20 @@ def _sealed_in(path: Path) -> list[Found]:
         return list(_sealed(content, path.name))
 
 
-def _sealed(content: bytes | mmap.mmap, name: str) -> Iterator[Found]:
-    at = content.find(_SEALED)
-    while at >= 0:
-        # What lies behind the text may be anything; the decoder stops at the text's end.
-        text = bytes(content[at : at + _MOST_SEALED]).decode(errors="replace")
+def _sealed(content: bytes | mmap.mmap, name: str) -> Iterator[DataState]:
+    begin = content.find(_SEALED)
+    while begin >= 0:
+        # What follows the text may be anything; the decoder stops at the text's end.
+        text = bytes(content[begin : begin + _MOST_SEALED]).decode(errors="replace")
         try:
             _, end = json.JSONDecoder().raw_decode(text)
-            yield Found(f"{name}, byte {at}", unseal(text[:end]))
+            yield DataState(f"{name}, byte {begin}", unseal(text[:end]))
         except (ValueError, RecursionError):
             pass  # looks like one, but its checksum does not say so
-        at = content.find(_SEALED, at + 1)
+        begin = content.find(_SEALED, begin + 1)
 
 
-def _distinct(states: Iterator[Found]) -> Iterator[Found]:
+def _distinct(states: Iterator[DataState]) -> Iterator[DataState]:
     """Each state once: ranks and optimisers may each have written the same."""
     seen: set[str] = set()
     for state in states:

@@ -16,7 +16,7 @@ from tokenloom_server.tools.checkpoint.content import Child, Content, Node
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chance:
     """A child's share of its node's next samples, 0 to 1: as saved (None where the policy saves no weights), made anew
-    from the saved counters, and as it would be if those were lost and began at 0. None where it cannot be told."""
+    from the saved counters, and as it would be if those were lost and began at 0. None where it is not known."""
 
     in_force: float | None
     with_counters: float | None

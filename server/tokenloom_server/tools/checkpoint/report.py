@@ -18,14 +18,14 @@ from tokenloom_server.tools.checkpoint.faults import faults
 from tokenloom_server.tools.checkpoint.probabilities import Chance, chances, owed_samples
 
 
-def shown(content: Content) -> dict[str, Any]:
+def as_json(content: Content) -> dict[str, Any]:
     """All of a checkpoint's content, with what is suspicious of it, for JSON."""
-    found = asdict(content)
-    del found["document"]
-    for node, into in zip(content.nodes, found["nodes"], strict=True):
+    shown = asdict(content)
+    del shown["document"]
+    for node, into in zip(content.nodes, shown["nodes"], strict=True):
         for child, chance in zip(into["children"], chances(content, node), strict=True):
             child["probability"] = chance.in_force
-    return found | {"faults": faults(content)}
+    return shown | {"faults": faults(content)}
 
 
 def show(content: Content, out: Console) -> None:
@@ -36,10 +36,10 @@ def show(content: Content, out: Console) -> None:
         out.print(_sources(content))
     if content.nodes:
         out.print(_tree(content))
-    found = faults(content)
-    if not found:
+    suspicious = faults(content)
+    if not suspicious:
         out.print("nothing is missing, and all counters add up", style="green")
-    for fault in found:
+    for fault in suspicious:
         out.print(Text(f"suspicious: {fault}", style="yellow"), soft_wrap=True)
 
 

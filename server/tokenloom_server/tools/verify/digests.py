@@ -96,7 +96,7 @@ class ServedRun:
             digest=receipt.digest,
             tokens=receipt.total_tokens,
             samples=receipt.samples,
-            skipped=sum(skip.behind - skip.first for skip in receipt.skipped),
+            skipped=sum(skip.end - skip.first for skip in receipt.skipped),
             skips=tuple(receipt.skipped),
         )
         self._known[point.index] = point

@@ -11,7 +11,7 @@ from tokenloom_server.api.rest.models import Model
 from tokenloom_server.api.rest.routes import Backend, Routes
 from tokenloom_server.errors import TokenloomError
 
-_REASON_WITHHELD = "this server is not ready; why is told to who brings its token, and stands in its log"
+_REASON_WITHHELD = "this server is not ready; its log says why, and so does this route to a caller with a token"
 
 
 class Alive(Model):

@@ -19,7 +19,7 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         "/metrics",
         Scope.READ,
         errors=(503,),
-        summary="The figures for Prometheus",
+        summary="The metrics for Prometheus",
         tags=["health"],
         response_class=Response,
         responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},

@@ -62,7 +62,7 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         Scope.CONTROL,
         errors=(404, 409, 413, 415, 416, 422, 500, 503),
         summary="Change the mixture while the run trains",
-        description="Holds from the next state boundary behind all that may have been produced, or from a later sample "
+        description="Holds from the next state boundary after all that may have been produced, or from a later sample "
         "index or token count. Journalled before production passes it; snapshots carry it, and a restore applies it "
         "again at its index.",
         tags=["mixture"],

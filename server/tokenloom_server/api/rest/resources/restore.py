@@ -30,7 +30,7 @@ class RestoreRequest(Model):
     saved, as JSON in a string."""
 
     skip_samples: SampleIndex = 0
-    """Samples of the order behind that point that are not delivered: a bad range after a loss spike."""
+    """Samples of the order after that point that are not delivered: a bad range after a loss spike."""
     skip_tokens: SampleIndex = 0
     """The same in tokens, rounded up to whole samples."""
 
@@ -65,7 +65,7 @@ _RESTORE_EXAMPLES = {
     "saved": {"summary": "A saved snapshot", "value": {"snapshot_id": "4096-1f9a3c0d72be"}},
     "index": {"summary": "A sample index", "value": {"sample_index": 4096}},
     "skip": {
-        "summary": "A sample index, and a range behind it that is jumped over",
+        "summary": "A sample index, and a range after it that is jumped over",
         "value": {"sample_index": 4096, "skip_samples": 512},
     },
     "text": _SNAPSHOT_EXAMPLE,
@@ -84,7 +84,7 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         errors=_ERRORS,
         summary="Pin where the next generation starts",
         description="Nothing moves until the next trainer opens its generation. One that brings a state of its own "
-        "must bring this one; another is refused with both named. Samples to skip are jumped over behind it, are "
+        "must bring this one; another is refused with both named. Samples to skip are jumped over after it, are "
         "counted apart, and may take a while: the server goes forward through them.",
         tags=["snapshots"],
     )

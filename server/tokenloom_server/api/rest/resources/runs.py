@@ -16,7 +16,7 @@ class RunList(Model):
     version: str = Field(examples=["0.1.0"])
     """The server's version."""
     grpc_address: str | None = Field(examples=["127.0.0.1:50051"])
-    """Where trainers connect; null where the server was not told."""
+    """Where trainers connect; null where that is not known."""
 
 
 def add_routes(routes: Routes, backend: Backend) -> None:
@@ -29,7 +29,7 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         "/v1/runs/{run}/stats",
         Scope.READ,
         errors=(404, 422, 503),
-        summary="A run's figures",
+        summary="A run's stats",
         description="Counters are committed ones: they move when every rank has acknowledged and the ledger holds it.",
         tags=["runs"],
     )

@@ -1,0 +1,84 @@
+"""One source's samples: loaded ahead, then picked one after the other."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from tokenloom_server.core.state import (
+    SourceState,
+)
+from tokenloom_server.errors import TokenloomError
+from tokenloom_server.packing.base import Packer, SampleOrigins, SourcePosition
+
+
+class Feed:
+    """One source's samples: loaded ahead, then picked one after the other."""
+
+    def __init__(self, packer: Packer, state: SourceState) -> None:
+        self._packer = packer
+        self._blocks = packer.blocks()
+        self._held: deque[SampleOrigins] = deque()
+        self._loaded = state.samples
+        self._error: TokenloomError | None = None
+        self._taken = state.samples
+        #: Samples picked since the run began.
+        self.picked = state.samples
+        # Of the samples that are loaded and not yet taken.
+        self._ids: list[memoryview] = []
+        self._hashes: list[int] = []
+        # Behind the last sample that was taken.
+        self.place = SourcePosition.of(state)
+        self.exhausted = state.exhausted
+        self.dropped_tokens = state.dropped_tokens
+
+    def load(self, count: int) -> int:
+        """Makes ``count`` samples ready to be picked, as far as there are so many; returns how many are.
+
+        A source that fails behind them is told by ``has_sample``, once nothing before the fault is left.
+        """
+        while self._loaded - self.picked < count and not self.exhausted and self._error is None:
+            try:
+                block = next(self._blocks, None)
+            except TokenloomError as error:
+                self._error = error
+                break
+            if block is None:
+                self.exhausted = True
+                self.dropped_tokens = self._packer.dropped_tokens
+                break
+            assert block.places.first_sample == self._loaded, "a packer skipped or repeated samples"
+            self._loaded += len(block.ids)
+            self._held.append(block.places)
+            self._ids += block.ids
+            self._hashes += block.hashes
+        return min(count, self._loaded - self.picked)
+
+    def has_sample(self) -> bool:
+        """Whether a pick succeeds. Raises what the source failed with."""
+        if self.load(1):
+            return True
+        if self._error is not None:
+            raise self._error
+        return False
+
+    def rows_picked(self) -> tuple[int, int]:
+        """The rows counter, and the offset of the cursor, behind the last picked sample."""
+        place = self.place
+        if self.picked != self._taken:
+            last = self.picked - 1
+            place = next(held for held in reversed(self._held) if held.first_sample <= last).behind(last)
+        return place.rows, place.cursor.offset
+
+    def take(self, count: int) -> tuple[list[memoryview], list[int], list[SampleOrigins]]:
+        """The next ``count`` picked samples: their ids, their hashes, and the places they have. Moves the cursor
+        behind them."""
+        ids, hashes = self._ids[:count], self._hashes[:count]
+        del self._ids[:count], self._hashes[:count]
+        self._taken += count
+        last = self._taken - 1
+        places = [self._held[0]]
+        while last - self._held[0].first_sample >= len(self._held[0].cursors):
+            self._held.popleft()
+            places.append(self._held[0])
+        self.place = places[-1].behind(last)
+        return ids, hashes, places

@@ -1,0 +1,34 @@
+"""Where a run was forked from another."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from tokenloom_proto.seal import canonical
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where a run was forked from another: it begins there, at that sample index and with those tokens."""
+
+    run: str
+    uid: str
+    generation: int
+    sample_index: int
+    total_tokens: int
+    digest: str
+    #: Samples and tokens before that of sources which this run does not have.
+    left_samples: int
+    left_tokens: int
+    #: ``resume_state`` at the sample index, as this run has it; empty where only a snapshot behind it tells of it.
+    state: str = ""
+
+    def to_json(self) -> str:
+        """Canonical JSON, as an opening keeps it."""
+        return str(canonical(asdict(self)))
+
+    @classmethod
+    def from_json(cls, text: str) -> Origin | None:
+        """Reads ``to_json``; None for the empty text of a run that was not forked."""
+        return cls(**json.loads(text)) if text else None

@@ -1,0 +1,138 @@
+"""Whether a ``resume_state`` fits the run that is to go on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import zip_longest
+from typing import Any
+
+from tokenloom_proto.seal import canonical
+
+from tokenloom_server.core.state import (
+    DIGEST_MODULUS,
+    MAX_COUNTER,
+    ChildState,
+    SourceState,
+)
+from tokenloom_server.errors import SnapshotInvalid
+from tokenloom_server.order.snapshot_document import (
+    SKIPPED,
+    Dataset,
+    InFiles,
+    KnownDataset,
+    ResumeStateDocument,
+    lane_of,
+)
+from tokenloom_server.order.state_shape import Shape
+
+
+def check_mixture(resume: ResumeStateDocument, shape: Shape) -> None:
+    """Whether the state was made under the mixture that is in force there."""
+    if resume.mixture is None or not shape.mixture:
+        return
+    theirs = [node.model_dump(exclude_none=True) for node in resume.mixture]
+    for found, expected in zip_longest(theirs, shape.mixture):
+        if found != expected:
+            raise SnapshotInvalid(
+                f"resume_state.mixture at sample {resume.sample_index} has {_shortened(found)}, but in force there is "
+                f"{_shortened(expected)}: a revision was dropped or made elsewhere; use that run's ledger, or an empty "
+                "one with the same mixture file, or fork a new run from this state"
+            )
+    # Limits, files and rows that are left out are not among what describes a node.
+    held = [revision for revision in resume.revisions or () if revision.sample_index <= resume.sample_index]
+    made_under = (held[-1].sample_index, what_of(held[-1].content)) if held else None
+    if made_under != shape.revision:
+        raise SnapshotInvalid(
+            f"resume_state.revisions at sample {resume.sample_index} has {_of_revision(made_under)}, but in force "
+            f"there is {_of_revision(shape.revision)}: it was dropped, or made on another line of the run; use that "
+            "run's ledger, or resume from a state of the present line"
+        )
+
+
+def what_of(content: Mapping[str, Any]) -> str:
+    """What a revision makes of the run, as canonical JSON: not during which generation it was made."""
+    return canonical({key: value for key, value in content.items() if key != "generation"})
+
+
+def _of_revision(revision: tuple[int, str] | None) -> str:
+    return f"the revision from sample {revision[0]} on" if revision is not None else "none"
+
+
+def _shortened(value: Any) -> str:
+    text = canonical(value)
+    return text if len(text) <= 200 else text[:199] + "…"
+
+
+def check_position(where: str, sample_index: int, total_tokens: int, digest: str, shape: Shape) -> None:
+    if int(digest, 16) >= DIGEST_MODULUS:
+        raise SnapshotInvalid(f"{where}digest {digest!r} is not below 2^127 − 1")
+    expected = shape.tokens_at(sample_index)
+    if total_tokens != expected:
+        of = "" if shape.total_tokens is not None else f" of {shape.sample_tokens} tokens"
+        raise SnapshotInvalid(f"{where}total_tokens is {total_tokens}, but {sample_index} samples{of} have {expected}")
+
+
+def check_lanes(i: int, dataset: KnownDataset, shape: Shape) -> None:
+    """A source of several lanes has all of them, and gave what they gave; before its first sample it has none."""
+    where, several = f"resume_state.datasets.{i}: ", shape.lanes[i]
+    expected = several if several > 1 and dataset.samples else 0
+    if len(dataset.lanes) != expected:
+        raise SnapshotInvalid(f"{where}lanes has {len(dataset.lanes)} entries, but this run's source has {expected}")
+    lanes = [lane_of(entry) for entry in dataset.lanes]
+    for field in ("samples", "rows") if lanes else ():
+        given = sum(getattr(lane, field) for lane in lanes)
+        if given != getattr(dataset, field):
+            raise SnapshotInvalid(f"{where}{field} is {getattr(dataset, field)}, but its lanes have {given}")
+    if lanes and dataset.cursor not in [lane.cursor for lane in lanes]:
+        raise SnapshotInvalid(f"{where}none of its lanes stands where the source does, at {dataset.cursor}")
+    for number, lane in enumerate(lanes):
+        if isinstance(dataset, InFiles) and lane.cursor.shard >= len(shape.shards[i]):
+            raise SnapshotInvalid(
+                f"{where}lanes.{number} stands in shard {lane.cursor.shard}, but there are {len(shape.shards[i])}"
+            )
+
+
+def check_skipped(i: int, dataset: Dataset) -> None:
+    """What was jumped over is a part of all that the source gave; without samples it is nothing."""
+    for skipped, name in zip(SKIPPED, ("samples", "rows", "token_offset"), strict=True):
+        part, whole = getattr(dataset, skipped), getattr(dataset, name)
+        if part > whole or (part and not dataset.skipped_samples):
+            raise SnapshotInvalid(
+                f"resume_state.datasets.{i}: {skipped} is {part}, but it is a part of {name}, which is {whole}, and "
+                f"skipped_samples is {dataset.skipped_samples}"
+            )
+
+
+def check_nodes(
+    nodes: tuple[tuple[ChildState, ...], ...], sources: tuple[SourceState, ...], sample_index: int, shape: Shape
+) -> None:
+    """The tree has the run's shape, and what a node counts of a child is what the child says itself."""
+    found, expected = [len(children) for children in nodes], [len(ids) for ids in shape.nodes.values()]
+    if found != expected:
+        raise SnapshotInvalid(
+            f"resume_state.nodes: the nodes have {found} children, but this run's mixture has {expected}"
+        )
+    by_number = dict(zip(shape.nodes, nodes, strict=True))
+    issued = {number: sum(child.samples for child in children) for number, children in by_number.items()}
+    tokens = {number: sum(child.tokens for child in children) for number, children in by_number.items()}
+    if issued[0] + shape.left_samples != sample_index:
+        raise SnapshotInvalid(
+            f"resume_state.nodes.0: its children have {issued[0]} samples, but sample_index is {sample_index}"
+        )
+    for children, (number, ids) in zip(nodes, shape.nodes.items(), strict=True):
+        for i, (child, child_id) in enumerate(zip(children, ids, strict=True)):
+            own, is_node = divmod(child_id, 2)
+            samples = issued[own] if is_node else sources[own].samples
+            given = samples * shape.sample_tokens
+            if shape.total_tokens is not None:
+                given = tokens[own] if is_node else sources[own].tokens
+            exhausted = child.exhausted if is_node else sources[own].exhausted
+            if (child.samples, child.tokens, child.exhausted) != (samples, given, exhausted):
+                raise SnapshotInvalid(
+                    f"resume_state.nodes.{number}.{i}: {child} is not what {'node' if is_node else 'source'} {own} "
+                    f"says itself: {samples} samples, exhausted {exhausted}"
+                )
+            if abs(child.credit) > MAX_COUNTER:
+                raise SnapshotInvalid(
+                    f"resume_state.nodes.{number}.{i}: credits are within ±2^53, found {child.credit}"
+                )

@@ -1,0 +1,45 @@
+"""What a run's states look like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What a run's states look like: a state that does not fit is refused before anything uses it."""
+
+    specs: tuple[str, ...]
+    """By source id."""
+    shards: tuple[tuple[str, ...], ...]
+    """Each source's shard paths."""
+    nodes: Mapping[int, tuple[int, ...]]
+    """By node id, ascending, the children's stable ids: 2 × source id, or 2 × node id + 1."""
+    sample_tokens: int
+    """Of a sample that begins here."""
+    names: tuple[str | None, ...]
+    """The sources' aliases."""
+    shuffles: tuple[str, ...]
+    """The sources' ``shuffle``."""
+    lanes: tuple[int, ...]
+    """How many lanes the sources have."""
+    mixture: tuple[Mapping[str, Any], ...]
+    """The nodes as ``resume_state`` describes them."""
+    revision: tuple[int, str] | None = None
+    """The newest revision that holds: its sample index and ``what_of`` its content."""
+    best_fit: bool = False
+    """Whether a cursor's offset counts the samples that a window of rows has given, and not tokens of a row."""
+    left_samples: int = 0
+    """Samples before a fork whose sources the run does not have."""
+    total_tokens: Callable[[int], int] | None = None
+    """The run's total tokens at a sample index, where samples were not always of one length."""
+
+    def tokens_at(self, sample_index: int) -> int:
+        """The run's total tokens at a sample index."""
+        return self.total_tokens(sample_index) if self.total_tokens is not None else sample_index * self.sample_tokens
+
+
+#: The shape that the states of a run have at a sample index.
+ShapeAt = Callable[[int], Shape]

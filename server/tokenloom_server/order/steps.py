@@ -1,0 +1,285 @@
+"""Steps: how they cut the order for the ranks of a world, and what is kept of those between two state boundaries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.core.state import (
+    MAX_COUNTER,
+    SourceState,
+    State,
+)
+from tokenloom_server.mixing.mixer import Mixer, MixWeights
+from tokenloom_server.packing.base import Batch, SampleOrigins, SourcePosition
+from tokenloom_server.packing.real_tokens import Boundaries, RealTokens
+
+#: What a padding sample's source is called.
+PADDING = -1
+
+
+class Stage(NamedTuple):
+    """What decides the samples from a state on."""
+
+    config: RunConfig
+    mixer: Mixer
+    start: State
+
+
+class StepMark(NamedTuple):
+    """What a state behind a step has that cannot be counted from the samples before it: taken every step."""
+
+    sample_index: int
+    total_tokens: int
+    digest: int
+    segment: Stage
+    mix_weights: MixWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """How consecutive steps of one batch size cut the order: the n-th of them covers samples
+    [start + n·world_size·batch_size, …); every ``group_steps`` steps is a state boundary.
+
+    A generation's steps are counted from its start; ``ramp.Ramp`` puts plans of several sizes behind one another.
+    """
+
+    start_index: int
+    world_size: int
+    batch_size: int
+    group_steps: int
+    #: Steps, and groups, of the generation before it.
+    first_step: int = 0
+    first_group: int = 0
+    #: The step behind its last one, which begins a group of its own.
+    behind: int = MAX_COUNTER
+
+    @property
+    def step_samples(self) -> int:
+        return self.world_size * self.batch_size
+
+    @property
+    def group_samples(self) -> int:
+        return self.step_samples * self.group_steps
+
+    def index_of(self, step: int) -> int:
+        """The sample index at which a step begins."""
+        return self.start_index + (step - self.first_step) * self.world_size * self.batch_size
+
+    def group_begin(self, step: int) -> int:
+        """The first step of the group that a step is of."""
+        return step - (step - self.first_step) % self.group_steps
+
+    def group_end(self, step: int) -> int:
+        """The step behind the last one of the group that a step is of."""
+        return min(self.group_begin(step) + self.group_steps, self.behind)
+
+    def group_number(self, step: int) -> int:
+        """Groups of the generation before that which a step is of."""
+        return self.first_group + (step - self.first_step) // self.group_steps
+
+
+@dataclass(slots=True)
+class StepGroup:
+    """The steps between two state boundaries, filled one burst after the other.
+
+    ``samples`` are the ids of each rank's samples, as views of the blocks that they came from, by rank, step
+    and place in the batch ([world_size, group_steps, batch_size], as ``source_ids``, int32); empty once released.
+    ``marks[g]`` is the mark *behind* step g, ``rotations[g]`` the rotation of its slices. ``places`` are those of
+    the blocks that the samples came from, and
+    ``dropped_tokens`` the tails, by source and by where the segment began.
+    """
+
+    plan: BatchPlan
+    base: State
+    real: RealTokens
+    samples: npt.NDArray[np.object_]
+    source_ids: npt.NDArray[np.int32]
+    places: list[list[SampleOrigins]] = field(default_factory=list)
+    dropped_tokens: dict[int, list[int]] = field(default_factory=dict)
+    marks: list[StepMark] = field(default_factory=list)
+    rotations: list[int] = field(default_factory=list)
+    #: Tokens and labels of each step, over all ranks; empty where every sample has as many (``real``).
+    counts: list[tuple[int, int]] = field(default_factory=list)
+    #: The base as canonical JSON, and steps as the wire has them, once somebody made them.
+    resume_state: str | None = None
+    step_infos: dict[int, bytes] = field(default_factory=dict)
+
+    @property
+    def begin(self) -> int:
+        return self.base.sample_index
+
+    @property
+    def end(self) -> int:
+        return self.marks[-1].sample_index if self.marks else self.begin
+
+    @property
+    def first_step(self) -> int:
+        """Its first step, counted from the generation's start."""
+        return self.plan.first_step + (self.begin - self.plan.start_index) // self.plan.step_samples
+
+    def step_begin(self, step: int) -> int:
+        return self.marks[step - 1].sample_index if step else self.begin
+
+    def slice_of(self, step: int, rank: int) -> int:
+        """Which slice of the step the rank gets: its samples begin at step_begin + slice × batch_size."""
+        return (rank + self.rotations[step]) % self.plan.world_size
+
+    def forget_behind(self, steps: int) -> None:
+        """Drops what lies behind the first ``steps`` steps: a burst that failed half-way."""
+        del self.marks[steps:], self.rotations[steps:], self.counts[steps:]
+
+    def real_tokens(self, step: int) -> tuple[int, int]:
+        """Tokens and labels of a step over all ranks, as ``RealTokens`` says."""
+        if self.real.varies:
+            return self.counts[step]
+        samples, (tokens, labels) = self.marks[step].sample_index - self.step_begin(step), self.real.full
+        return samples * tokens, samples * labels
+
+    def count(self, first: int, last: int) -> None:
+        """Counts the real tokens of the steps [first, last), whose samples and rotations are there."""
+        samples = self.samples.reshape(self.source_ids.shape)[:, first:last].swapaxes(0, 1).reshape(-1)
+        sources = self.source_ids[:, first:last].swapaxes(0, 1).reshape(-1)
+        boundaries = self._boundaries(first, last, sources) if self.real.mask_boundaries else None
+        self.counts += self.real.of(samples.tolist(), last - first, sources == PADDING, boundaries)
+
+    def _boundaries(self, first: int, last: int, sources: npt.NDArray[np.int32]) -> Boundaries:
+        """Where documents begin in the samples of the steps [first, last), arranged as ``sources``: by step, rank
+        and place."""
+        origins = self._origins(last)[:, first:last].swapaxes(0, 1).reshape(-1)
+        samples, starts = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for source in np.unique(sources[sources != PADDING]).tolist():
+            # In consecutive steps a source's numbers are consecutive.
+            where = np.flatnonzero(sources == source)
+            where = where[np.argsort(origins[where])]
+            begin, behind = int(origins[where[0]]), int(origins[where[-1]]) + 1
+            at = behind
+            while at > begin:
+                places = self._places(source, at - 1)
+                upto, at = at, max(begin, places.first_sample)
+                sample, start = places.boundaries(at, upto)
+                samples.append(where[sample + at - begin])
+                starts.append(start)
+        return Boundaries(np.concatenate(samples), np.concatenate(starts))
+
+    def ids(self, rank: int, first: int, last: int) -> list[memoryview]:
+        """The ids of a rank's steps [first, last), one sample after the other, as they travel; empty once released."""
+        plan = self.plan
+        at = rank * plan.group_steps
+        found: list[memoryview] = self.samples[(at + first) * plan.batch_size : (at + last) * plan.batch_size].tolist()
+        return found
+
+    def release(self) -> None:
+        """Lets the ids go: every rank has consumed them. States can still be made."""
+        self.samples = self.samples[:0].copy()
+
+    def document_starts(self, rank: int, first: int, last: int) -> tuple[list[int], npt.NDArray[np.uint32]]:
+        """(how many documents begin in each sample, their positions in it) of a rank's steps [first, last)."""
+        found = []
+        sources = self.source_ids[rank, first:last].ravel().tolist()
+        for source, sample in zip(sources, self._origins(last)[rank, first:last].ravel().tolist(), strict=True):
+            found.append(
+                np.empty(0, np.uint32) if source == PADDING else self._places(source, sample).starts_of(sample)
+            )
+        return [len(starts) for starts in found], np.concatenate(found)
+
+    def _origins(self, steps: int) -> npt.NDArray[np.int64]:
+        """The number within its source of each sample of the first steps, arranged as ``source_ids``."""
+        # Not of those behind them: the producer may be about to add some.
+        where = places_of_steps(self.plan, self.rotations[:steps], 0)
+        picks = self.source_ids.reshape(-1)[where]
+        where, picks = where[picks != PADDING], picks[picks != PADDING]
+        counts = np.bincount(picks, minlength=len(self.base.sources))
+        before = np.zeros(len(counts), np.int64)
+        before[: len(self.base.sources)] = [source.samples for source in self.base.sources]
+        first = before - np.cumsum([0, *counts[:-1]])
+        origins = np.zeros(self.source_ids.shape, np.int64)
+        # Sorted by source, each source's samples are one range of consecutive numbers.
+        origins.reshape(-1)[where[np.argsort(picks, kind="stable")]] = np.arange(len(picks)) + np.repeat(first, counts)
+        return origins
+
+    def state_behind(self, step: int) -> State:
+        """The state behind a step."""
+        mark = self.marks[step]
+        before = self.source_ids[:, : step + 1]
+        counts = np.bincount(before[before != PADDING], minlength=len(mark.segment.start.sources)).tolist()
+        # A source that came within the group had nothing before.
+        known = [*self.base.sources, *[SourceState()] * (len(counts) - len(self.base.sources))]
+        samples = [was.samples + count for was, count in zip(known, counts, strict=True)]
+        places = [
+            self._places(i, samples[i] - 1).behind(samples[i] - 1) if count else SourcePosition.of(was)
+            for i, (count, was) in enumerate(zip(counts, known, strict=True))
+        ]
+        return state_at(mark, samples, places, self.dropped_tokens[mark.segment.start.sample_index])
+
+    @property
+    def of_rows(self) -> bool:
+        """Whether its steps are batches of rows (``batching``)."""
+        return bool(self.marks) and self.marks[0].segment.config.batching is not None
+
+    def batch_of(self, step: int) -> Batch:
+        """What a step is made of that is a batch of rows."""
+        picks = self.source_ids[0, : step + 1, 0]
+        source = int(picks[step])
+        before = self.base.sources[source].samples if source < len(self.base.sources) else 0
+        batch = self._places(source, before + int((picks[:-1] == source).sum()) * self.plan.step_samples).batch
+        assert batch is not None, "only packers of rows are in a run with batching"
+        return batch
+
+    def places_of(self, source: int) -> list[SampleOrigins]:
+        """Those of a source's samples, to be added to."""
+        while len(self.places) <= source:
+            self.places.append([])
+        return self.places[source]
+
+    def _places(self, source: int, sample: int) -> SampleOrigins:
+        # Behind a switch blocks are made anew, where those of before may have reached further.
+        return next(places for places in reversed(self.places[source]) if places.first_sample <= sample)
+
+
+def state_at(
+    mark: StepMark, samples: Sequence[int], places: Sequence[SourcePosition], dropped_tokens: Sequence[int]
+) -> State:
+    """The state at a mark. By source: ``samples`` since the run began, and where it stands."""
+    config, mixer, start = mark.segment
+    given = [now - was.samples for now, was in zip(samples, start.sources, strict=True)]
+    exhausted = mixer.exhausted(mark.mix_weights)
+    sources = [
+        replace(
+            was,
+            cursor=place.cursor,
+            samples=was.samples + more,
+            rows=place.rows,
+            tally=place.tally,
+            lanes=place.lanes,
+            tokens=was.tokens + more * config.sequence_length,
+            dropped_tokens=dropped if out else 0,
+            exhausted=out,
+        )
+        for was, more, place, dropped, out in zip(start.sources, given, places, dropped_tokens, exhausted, strict=True)
+    ]
+    return replace(
+        start,
+        sample_index=mark.sample_index,
+        total_tokens=mark.total_tokens,
+        digest=mark.digest,
+        sources=tuple(sources),
+        nodes=mixer.states(mark.mix_weights, given),
+        preserved=start.preserved,
+        imported=start.imported,
+    )
+
+
+def places_of_steps(plan: BatchPlan, rotations: Sequence[int], first: int) -> npt.NDArray[np.int64]:
+    """Where each sample of consecutive steps, the ``first`` and following of a group, lies among
+    [rank, step, place]: slice j of a step is rank j − rotation's."""
+    turned = np.array(rotations, np.int64)[:, None]
+    ranks = (np.arange(plan.world_size) - turned) % plan.world_size
+    rows = ranks * plan.group_steps + np.arange(first, first + len(rotations))[:, None]
+    found: npt.NDArray[np.int64] = (rows[:, :, None] * plan.batch_size + np.arange(plan.batch_size)).ravel()
+    return found
