@@ -33,7 +33,7 @@ from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.packing.documents import BAD
 from tokenloom_server.packing.fim import FillInMiddle
 from tokenloom_server.run.fork import _refuse_other_documents
-from tokenloom_server.tokenizer.crash_records import Suspect
+from tokenloom_server.tokenizer.crash_records import SuspectRows
 
 EOT = 256  # of the `bytes` tokeniser
 LENGTH = 8
@@ -517,7 +517,7 @@ def test_a_document_at_which_both_engines_crash_is_a_bad_row(
     (tmp_path / "a.txt").write_text("".join(text + "\n" for text in texts))
     # As two servers that died of these rows leave it behind.
     (tmp_path / "index").mkdir()
-    suspect = Suspect(0, 0, 0, len(texts), deaths=2)
+    suspect = SuspectRows(0, 0, 0, len(texts), deaths=2)
     (tmp_path / "index/rows@suspects.json").write_text(json.dumps([asdict(suspect)]))
     document = {
         "run": "rows",

@@ -30,8 +30,8 @@ from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.loss_mask import SourceWithLossMask
 from tokenloom_server.sources.timed import TimedSource
 from tokenloom_server.storage.urls import is_remote
-from tokenloom_server.tokenizer.crash_child import Isolation
-from tokenloom_server.tokenizer.crash_guard import CarefulEncoder
+from tokenloom_server.tokenizer.crash_child import ChildEncoder
+from tokenloom_server.tokenizer.crash_guard import CrashGuardEncoder
 from tokenloom_server.tokenizer.documents import DocumentEncoder
 from tokenloom_server.tokenizer.masked import MaskedEncoder
 
@@ -250,16 +250,16 @@ class PipelineFactory:
         if engine is None or record.engine is None or crash_records is None or reader.content is not Content.TEXT:
             return around(engine)
         assert config.tokenizer is not None
-        isolation = Isolation(
+        child = ChildEncoder(
             tokenizer=config.tokenizer,
             base_dir=self.resources.base_dir,
             record=record.engine,
             special_tokens_in_text=config.special_tokens_in_text,
         )
-        return CarefulEncoder(
+        return CrashGuardEncoder(
             around,
             engine,
-            isolation,
+            child,
             crash_records,
             source_id=source_id,
             spec=source.source,

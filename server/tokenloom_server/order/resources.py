@@ -24,9 +24,9 @@ from tokenloom_server.sources.manifest import Manifest
 from tokenloom_server.sources.open import open_source
 from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.tokenizer.choose import load_engine
-from tokenloom_server.tokenizer.crash_records import Suspects
+from tokenloom_server.tokenizer.crash_records import CrashRecords
 from tokenloom_server.tokenizer.engine import Engine
-from tokenloom_server.tokenizer.engine_pool import Engines
+from tokenloom_server.tokenizer.engine_pool import EnginePool
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class RunResources:
         # One more than read ahead: for whoever looks at samples or goes forward to a resume point meanwhile.
         self._encoders = encoders or readahead.threads() + 1
         self._engines: Cache[Engine] = Cache()
-        self._crash_records: Cache[Suspects | None] = Cache()
+        self._crash_records: Cache[CrashRecords | None] = Cache()
 
     def open_source(
         self, spec: Spec, shards: tuple[Shard, ...], rules: RowRules = PLAIN, end_of_text_id: int | None = None
@@ -94,9 +94,9 @@ class RunResources:
         if record.engine is None or record.tokenizer is None:
             return None
         load = partial(load_engine, record.tokenizer, record.engine, record.config.special_tokens_in_text)
-        return self._engines.get(record.engine, lambda: Engines(load, self._encoders))
+        return self._engines.get(record.engine, lambda: EnginePool(load, self._encoders))
 
-    def crash_records(self, record: RunRecord) -> Suspects | None:
+    def crash_records(self, record: RunRecord) -> CrashRecords | None:
         """The rows that may crash a tokeniser; None where there is none that could, or nowhere to note them."""
         if record.engine is None or record.engine.engine == "bytes" or self.index_dir is None:
             return None
@@ -117,9 +117,9 @@ class RunResources:
             self.roots.check_paths(f"source {source.spec!r}", self.base_dir, [shard.path for shard in source.shards])
 
 
-def _crash_records(folder: Path, name: str) -> Suspects | None:
+def _crash_records(folder: Path, name: str) -> CrashRecords | None:
     try:
-        return Suspects(folder, name)
+        return CrashRecords(folder, name)
     except OSError as error:
         _log.warning(
             "%s: %s cannot be written (%s): a document at which the tokeniser crashes will not be found",

@@ -1,7 +1,7 @@
-"""Texts encoded in a process of their own, one after the other: where that dies, it is known of which.
+"""Encodes texts in a process of its own, one after the other: where that dies, it is known at which text.
 
 ``python -m tokenloom_server.tokenizer.crash_child``: a JSON line with the tokeniser, then the texts as an Arrow
-stream, come in; for each text its number goes out before it is encoded, and its ids behind it.
+stream, come in; for each text its number goes out before it is encoded, and its ids after that.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ Which = Literal["own", "other"]
 
 
 class Outcome(NamedTuple):
-    """Ids of the first texts; and, where the process died, how: it did so at the text behind them."""
+    """``ids`` of the first texts; ``death``: how the process died at the text after these, None where it did not."""
 
     ids: list[Ids]
     death: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Isolation:
-    """A run's tokeniser, as a process of its own has to know it."""
+class ChildEncoder:
+    """Encodes with a run's tokeniser in a child process."""
 
     tokenizer: str
     base_dir: Path
@@ -100,7 +100,7 @@ def _death(status: int) -> str | None:
 
 
 def _read(out: bytes) -> tuple[list[Ids], bool]:
-    """The ids that came, and whether a text was begun behind the last of them."""
+    """The ids that came, and whether a text was begun after the last of them."""
     found: list[Ids] = []
     begun, at = False, 0
     while at + _FRAME.size <= len(out):

@@ -1,4 +1,4 @@
-"""A source's texts encoded so that a document at which the tokeniser crashes is found, named, and got over."""
+"""Encodes a source's texts so that a document at which the tokeniser crashes is named, and the run goes on."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pyarrow as pa
 
 from tokenloom_server.errors import TokenizerError
 from tokenloom_server.sources.base import BadRow
-from tokenloom_server.tokenizer.crash_child import Isolation
-from tokenloom_server.tokenizer.crash_records import Suspects
+from tokenloom_server.tokenizer.crash_child import ChildEncoder
+from tokenloom_server.tokenizer.crash_records import CrashRecords
 from tokenloom_server.tokenizer.documents import DocumentEncoder, Documents
 from tokenloom_server.tokenizer.engine import Encoded, Engine, Ids
 
@@ -22,15 +22,16 @@ _log = logging.getLogger(__name__)
 MAX_CULPRITS = 20
 
 
-class CarefulEncoder:
-    """Notes the rows of one source before they are encoded; encodes those at which the process died before apart."""
+class CrashGuardEncoder:
+    """Implements ``Encoder`` for one source: notes rows before they are encoded, and encodes those at which the process
+    died before in a process of their own."""
 
     def __init__(
         self,
         encoder: Callable[[Engine | None], DocumentEncoder],
         engine: Engine,
-        isolation: Isolation,
-        suspects: Suspects,
+        child: ChildEncoder,
+        crash_records: CrashRecords,
         *,
         source_id: int,
         spec: str,
@@ -41,8 +42,8 @@ class CarefulEncoder:
         is a bad row, not an error."""
         self._around = encoder
         self._encoder = encoder(engine)
-        self._isolation = isolation
-        self._suspects = suspects
+        self._child = child
+        self._crash_records = crash_records
         self._source_id = source_id
         self._spec = spec
         self._paths = shard_paths
@@ -51,56 +52,56 @@ class CarefulEncoder:
     def encode(self, column: pa.Array, first_row: int, shard: int) -> Documents:
         """As ``DocumentEncoder.encode``, of a column that begins at a shard's row."""
         rows = (self._source_id, shard, first_row, first_row + len(column))
-        if self._suspects.at(*rows):
-            return self._apart(column, first_row, shard)
-        with self._suspects.noting(*rows):
+        if self._crash_records.suspected(*rows):
+            return self._encode_in_child(column, first_row, shard)
+        with self._crash_records.noting(*rows):
             return self._encoder.encode(column, first_row)
 
-    def _apart(self, column: pa.Array, first_row: int, shard: int) -> Documents:
+    def _encode_in_child(self, column: pa.Array, first_row: int, shard: int) -> Documents:
         where, end = f"{self._spec}: {self._paths[shard]}", first_row + len(column)
         _log.warning(
             "%s: rows %d to %d: the server died here before; they are encoded apart", where, first_row, end - 1
         )
-        engine = _Apart(self._isolation, where, first_row, skip_bad=self._skip_bad)
+        engine = _ChildEngine(self._child, where, first_row, skip_bad=self._skip_bad)
         try:
             documents = self._around(engine).encode(column, first_row)
         except TokenizerError:
             if engine.culprits:
                 end = engine.culprits[-1] + 1
-                self._suspects.judge(self._source_id, shard, first_row, end, engine.culprits)
+                self._crash_records.settle(self._source_id, shard, first_row, end, engine.culprits)
             raise
-        self._suspects.judge(self._source_id, shard, first_row, end, engine.culprits)
+        self._crash_records.settle(self._source_id, shard, first_row, end, engine.culprits)
         if not engine.culprits:
             _log.info("%s: rows %d to %d: nothing died of any of them; no longer suspected", where, first_row, end - 1)
         # Both ascend, and none is in both: what has no ids has none outside the vocabulary.
         return documents._replace(bad=tuple(sorted((*documents.bad, *engine.bad))))
 
 
-class _Apart:
+class _ChildEngine:
     """Implements ``Engine``: each text in a process that may die of it; what the run's engine dies of, by the other."""
 
-    def __init__(self, isolation: Isolation, where: str, first_row: int, *, skip_bad: bool) -> None:
-        self.name = isolation.record.engine
-        self.version = isolation.record.version
+    def __init__(self, child: ChildEncoder, where: str, first_row: int, *, skip_bad: bool) -> None:
+        self.name = child.record.engine
+        self.version = child.record.version
         self.culprits: list[int] = []
         self.bad: list[BadRow] = []
         self._skip_bad = skip_bad
-        self._isolation = isolation
+        self._child = child
         self._where = where
         self._first_row = first_row
 
     def encode(self, texts: pa.LargeStringArray) -> Encoded:
         ids: list[Ids] = []
         while len(ids) < len(texts):
-            found, death = self._isolation.encode(texts[len(ids) :], "own")
+            found, death = self._child.encode(texts[len(ids) :], "own")
             ids += found
             if death is not None:
-                ids.append(self._by_the_other(texts, len(ids), death))
+                ids.append(self._with_other_engine(texts, len(ids), death))
         ends = np.cumsum(np.array([len(each) for each in ids], np.int64))
         values: np.ndarray[Any, np.dtype[np.uint32]] = np.concatenate(ids) if ids else np.empty(0, np.uint32)
         return Encoded(values, ends)
 
-    def _by_the_other(self, texts: pa.LargeStringArray, number: int, death: str) -> Ids:
+    def _with_other_engine(self, texts: pa.LargeStringArray, number: int, death: str) -> Ids:
         row = self._first_row + number
         self.culprits.append(row)
         if len(self.culprits) > MAX_CULPRITS:
@@ -108,7 +109,7 @@ class _Apart:
                 f"rows {', '.join(map(str, self.culprits))}: {self.name} {self.version} crashes at each of them; "
                 "install another version of it, and begin a new run"
             )
-        found, other_death = self._isolation.encode(texts[number : number + 1], "other")
+        found, other_death = self._child.encode(texts[number : number + 1], "other")
         if other_death is not None:
             reason = (
                 f"row {row}: a process that encodes this document with {self.name} {self.version} {death}, and one "

@@ -1,9 +1,9 @@
-"""Rows at which the process may die: those that are encoded now, and those that an earlier process died at.
+"""Records of rows at which the process may die: those that are encoded now, and those that an earlier process died at.
 
 A tokeniser is native code: a document that makes it crash takes the server along, and again after each restart. So
-before rows are encoded their place is noted in a mapped file. That is a write to memory, and yet outlives the process.
-Whoever starts next finds the file, and suspects what is noted there; what has been there at two deaths is treated with
-care (``careful``).
+before rows are encoded their place is noted in a mapped file: a write to memory that outlives the process. The process
+that starts next finds the file and suspects what is noted there; what was noted at two deaths is encoded in a
+process of its own (``crash_guard``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 _log = logging.getLogger(__name__)
 
-#: Rows are treated with care once the process has died at them so often. One death may be anybody's: a kill, or a
+#: Rows are encoded apart once the process has died at them so often. One death may have another reason: a kill, or a
 #: machine without memory.
 DEATHS = 2
 
@@ -35,9 +35,9 @@ _NOTES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Suspect:
-    """Rows [begin, end) of a shard. ``deaths``: at how many ends of a process they were being encoded. ``proven``: of
-    this very row it was seen, in a process of its own."""
+class SuspectRows:
+    """Rows [begin, end) of a shard. ``deaths``: how many processes ended while these were encoded. ``proven``: a
+    process of its own died at this very row."""
 
     source: int
     shard: int
@@ -46,12 +46,12 @@ class Suspect:
     deaths: int = 1
     proven: bool = False
 
-    def meets(self, other: Suspect) -> bool:
+    def meets(self, other: SuspectRows) -> bool:
         """Whether they have a row in common."""
         same = (self.source, self.shard) == (other.source, other.shard)
         return same and self.begin < other.end and other.begin < self.end
 
-    def without(self, other: Suspect) -> list[Suspect]:
+    def without(self, other: SuspectRows) -> list[SuspectRows]:
         """What is left of it: blocks do not always begin at the same row."""
         if not self.meets(other):
             return [self]
@@ -59,17 +59,17 @@ class Suspect:
         return [part for part in parts if part.begin < part.end]
 
 
-class Suspects:
-    """Those of one run. Thread-safe."""
+class CrashRecords:
+    """The suspect rows of one run, or of a stream with files of its own. Thread-safe."""
 
     def __init__(self, folder: Path, run: str) -> None:
-        """Takes up what processes that died left in ``folder``. Raises ``OSError`` where that cannot be written."""
+        """Reads what processes that died left in ``folder``. Raises ``OSError`` where that cannot be written."""
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
         self._list = folder / f"{run}@suspects.json"
         self._known = self._read()
-        for noted in _left_behind(folder, run):
-            self._known = _after_a_death(self._known, noted)
+        for noted in _notes_of_dead_processes(folder, run):
+            self._known = _known_after_death(self._known, noted)
             self._write()
         self._path = folder / f"{run}@{uuid.uuid4().hex}.at-work"
         with self._path.open("x+b") as file:
@@ -81,7 +81,7 @@ class Suspects:
 
     @contextmanager
     def noting(self, source: int, shard: int, begin: int, end: int) -> Iterator[None]:
-        """Rows [begin, end) are being encoded; where the process dies meanwhile, the next one knows."""
+        """Rows [begin, end) are being encoded; if the process dies meanwhile, the next one finds them noted."""
         try:
             at = self._free.pop()
         except IndexError:  # more callers than there are notes: nothing but the note is lost
@@ -94,29 +94,29 @@ class Suspects:
             _NOTE.pack_into(self._notes, at, 0, 0, 0, 0)
             self._free.append(at)
 
-    def at(self, source: int, shard: int, begin: int, end: int) -> list[Suspect]:
-        """Those among rows [begin, end) that are to be treated with care."""
+    def suspected(self, source: int, shard: int, begin: int, end: int) -> list[SuspectRows]:
+        """Those among rows [begin, end) that are to be encoded apart."""
         if not self._known:  # the usual case
             return []
-        rows = Suspect(source, shard, begin, end)
+        rows = SuspectRows(source, shard, begin, end)
         with self._lock:
             return [known for known in self._known if known.deaths >= DEATHS and known.meets(rows)]
 
-    def judge(self, source: int, shard: int, begin: int, end: int, culprits: list[int]) -> None:
-        """Of rows [begin, end) all were encoded apart from each other: the process died of ``culprits`` alone."""
-        rows = Suspect(source, shard, begin, end)
+    def settle(self, source: int, shard: int, begin: int, end: int, culprits: list[int]) -> None:
+        """Rows [begin, end) were encoded each by itself, and the process died at the ``culprits`` alone."""
+        rows = SuspectRows(source, shard, begin, end)
         with self._lock:
             self._known = [rest for known in self._known for rest in known.without(rows)]
-            self._known += [Suspect(source, shard, row, row + 1, DEATHS, True) for row in culprits]
+            self._known += [SuspectRows(source, shard, row, row + 1, DEATHS, True) for row in culprits]
             self._write()
 
     def close(self) -> None:
-        """An orderly end: nothing is left behind but what is known."""
+        """An orderly end: the notes go, what is known stays."""
         self._path.unlink(missing_ok=True)
 
-    def _read(self) -> list[Suspect]:
+    def _read(self) -> list[SuspectRows]:
         try:
-            return [Suspect(**entry) for entry in json.loads(self._list.read_text(encoding="utf-8"))]
+            return [SuspectRows(**entry) for entry in json.loads(self._list.read_text(encoding="utf-8"))]
         except FileNotFoundError:
             return []
         except (ValueError, TypeError) as error:
@@ -132,20 +132,20 @@ class Suspects:
         draft.replace(self._list)
 
 
-def _left_behind(folder: Path, run: str) -> Iterator[list[Suspect]]:
+def _notes_of_dead_processes(folder: Path, run: str) -> Iterator[list[SuspectRows]]:
     """What each process that died was encoding; the files go."""
     for path in sorted(folder.glob(f"{run}@*.at-work")):
         with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             data = file.read()
             notes = _NOTE.iter_unpack(data[: len(data) // _NOTE.size * _NOTE.size])
-            found = [Suspect(source - 1, shard, begin, end) for source, shard, begin, end in notes if source > 0]
+            found = [SuspectRows(source - 1, shard, begin, end) for source, shard, begin, end in notes if source > 0]
             path.unlink(missing_ok=True)
             if found:
                 yield found
 
 
-def _after_a_death(known: list[Suspect], noted: list[Suspect]) -> list[Suspect]:
+def _known_after_death(known: list[SuspectRows], noted: list[SuspectRows]) -> list[SuspectRows]:
     """Rows that were noted again are narrowed to what was so both times; others than proven ones are forgotten."""
     found = [suspect for suspect in known if suspect.proven]
     for new in noted:

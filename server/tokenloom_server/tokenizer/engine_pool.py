@@ -1,4 +1,4 @@
-"""Several copies of one engine, for several threads."""
+"""Copies of one engine for several threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow as pa
 from tokenloom_server.tokenizer.engine import Encoded, Engine
 
 
-class Engines:
+class EnginePool:
     """Implements ``Engine`` for several threads, with as many engines as are at work at once: each serves one
     caller at a time."""
 
