@@ -69,7 +69,7 @@ def test_a_corpus_of_text_has_each_text_once_and_a_tokeniser(cache: Path) -> Non
     ]
     assert sizes[0] > sizes[1], "the sources are cut to their weights"
     found = builder.create(config.load(_written(corpus, cache), CATALOG), cache, None)
-    assert found.vocab_size > 256
+    assert found.record.vocab_size > 256
 
 
 def _written(corpus: Corpus, folder: Path, form: Form | OwnedForm = "parquet") -> Path:

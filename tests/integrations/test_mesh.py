@@ -48,9 +48,9 @@ def test_peers_get_their_leaders_batches_states_and_errors(torch_forks: Forks, t
         script = Path(__file__).with_name("mesh_peers.py")
         job = launch(torch_forks, script, [url, tmp_path], world_size=4, folder=tmp_path / "job")
         deadline = time.monotonic() + 90
-        while any(torch_forks.status(pid) is None for pid in job.pids) and time.monotonic() < deadline:
+        while None in job.statuses() and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert [torch_forks.status(pid) for pid in job.pids] == [-9, 0, 0, 0], job.output[-4000:]
+        assert job.statuses() == [-9, 0, 0, 0], job.output[-4000:]
         with PeekDataset(url, 1, at="0", columns=["position_ids"]) as peek:
             order = {int(batch["sample_ids"]): batch for batch in peek}
     lines = [

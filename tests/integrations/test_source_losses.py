@@ -145,9 +145,9 @@ def test_the_mixture_follows_the_losses_and_a_resume_has_the_same_mixtures_again
         jobs.append(launch(torch_forks, SCRIPT, whole, world_size=1, folder=tmp_path / "job"))
         mixer, trainer = jobs
         deadline = time.monotonic() + 75
-        while torch_forks.status(mixer.pids[0]) is None:
+        while mixer.statuses() == [None]:
             assert time.monotonic() < deadline, trainer.output[-2000:]
-            assert torch_forks.status(trainer.pids[0]) is None, trainer.output[-2000:]
+            assert trainer.statuses() == [None], trainer.output[-2000:]
             # A checkpoint of the time when the second turn was known to nobody.
             if not kept.exists() and (checkpoint / "last.pt").exists():
                 shutil.copytree(checkpoint, kept, ignore=shutil.ignore_patterns("*.part"))

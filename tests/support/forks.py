@@ -43,6 +43,7 @@ class Forks:
             # idle threads of each rank would spin for the same few cores.
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
+        self._count = 0
         self._statuses: dict[int, int] = {}
         self._lock = threading.Lock()
         assert self._answer_line() == "ready\n", f"{modules} cannot be imported"
@@ -69,18 +70,19 @@ class Forks:
             "environment": {**os.environ, **(environment or {})},
         }
         with self._lock:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._count += 1
+            self._process.stdin.write(json.dumps({**request, "number": self._count}).encode() + b"\n")
             self._process.stdin.flush()
             while "pid" not in (answer := self._answer()):
                 pass
-        return Fork(self, answer["pid"])
+            return Fork(self, self._count, answer["pid"])
 
-    def status(self, pid: int) -> int | None:
-        """A process's exit status, as that of ``subprocess``; None while it runs."""
+    def status(self, number: int) -> int | None:
+        """How the fork of that number ended, as ``subprocess`` says it; None while it runs."""
         with self._lock:
-            while pid not in self._statuses and select.select([self._process.stdout], [], [], 0)[0]:
+            while number not in self._statuses and select.select([self._process.stdout], [], [], 0)[0]:
                 self._answer()
-            return self._statuses.get(pid)
+            return self._statuses.get(number)
 
     def close(self) -> None:
         """Ends it, and with it every process that it forked."""
@@ -105,13 +107,14 @@ class Forks:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """One of them, to be used as a ``subprocess.Popen``."""
+    """One of them, to be used as a ``subprocess.Popen``. Its number is its own; its pid is another's once it ended."""
 
     forks: Forks
+    number: int
     pid: int
 
     def poll(self) -> int | None:
-        return self.forks.status(self.pid)
+        return self.forks.status(self.number)
 
     def wait(self, timeout: float = 60.0) -> int:
         """Raises ``subprocess.TimeoutExpired``."""
@@ -151,23 +154,24 @@ def _main() -> None:
                     importlib.import_module(module.name)
     gc.collect()
     gc.freeze()  # a fork's collections leave alone what was imported, and the pages that it lies in
-    running: set[int] = set()
+    running: dict[int, int] = {}
     print("ready", flush=True)
     while True:
         if select.select([0], [], [], 0.01 if running else None)[0]:
             line = _line(0)
             if not line:
                 return
+            request = json.loads(line)
             pid = os.fork()
             if not pid:
-                _run(json.loads(line))
-            running.add(pid)
+                _run(request)
+            running[pid] = request["number"]
             print(json.dumps({"pid": pid}), flush=True)
         for pid in list(running):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                running.discard(pid)
-                print(json.dumps({"ended": pid, "status": os.waitstatus_to_exitcode(status)}), flush=True)
+                answer = {"ended": running.pop(pid), "status": os.waitstatus_to_exitcode(status)}
+                print(json.dumps(answer), flush=True)
 
 
 def _run(request: dict[str, Any]) -> NoReturn:

@@ -123,7 +123,7 @@ def kill_and_resume(
     record, job = start(urls[1], "killed", world_size)
     deadline = time.monotonic() + STEPS_DEADLINE_S
     while len(before := steps_of(record)) < kill_at:
-        if any(job.forks.status(pid) is not None for pid in job.pids) or time.monotonic() > deadline:
+        if any(status is not None for status in job.statuses()) or time.monotonic() > deadline:
             job.wait()
             break
         time.sleep(0.002)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .forks import Forks
+from .forks import Fork, Forks
 from .ports import free_port
 
 #: Longer than any job here takes on two busy cores.
@@ -20,34 +18,32 @@ JOB_DEADLINE_S = 90.0
 class Job:
     """The ranks of one launch of a script."""
 
-    forks: Forks
-    pids: tuple[int, ...]
+    ranks: tuple[Fork, ...]
     folder: Path
 
     @property
     def output(self) -> str:
         return (self.folder / "output.txt").read_text(encoding="utf-8", errors="replace")
 
+    def statuses(self) -> list[int | None]:
+        """How each rank ended; None for one that runs."""
+        return [rank.poll() for rank in self.ranks]
+
     def wait(self) -> None:
         """Until every rank has ended, well; raises with what they printed otherwise."""
         deadline = time.monotonic() + JOB_DEADLINE_S
-        while (waiting := [pid for pid in self.pids if self.forks.status(pid) is None]) and time.monotonic() < deadline:
-            if any(self.forks.status(pid) for pid in self.pids):
-                break
+        while None in (statuses := self.statuses()) and not any(statuses) and time.monotonic() < deadline:
             time.sleep(0.02)
-        statuses = [self.forks.status(pid) for pid in self.pids]
         if any(status != 0 for status in statuses):
-            for pid in waiting:
-                os.kill(pid, signal.SIGKILL)
+            self.kill()
             raise AssertionError(f"the ranks ended with {statuses}:\n{self.output[-8000:]}")
 
     def kill(self) -> None:
         """SIGKILL for every rank, as the end of a preempted node; waits until they are gone."""
-        for pid in self.pids:
-            if self.forks.status(pid) is None:
-                os.kill(pid, signal.SIGKILL)
-        while any(self.forks.status(pid) is None for pid in self.pids):
-            time.sleep(0.01)
+        for rank in self.ranks:
+            rank.kill()
+        for rank in self.ranks:
+            rank.wait()
 
 
 def launch(
@@ -62,7 +58,7 @@ def launch(
     """Starts a script on every rank, with the variables that torchrun sets."""
     folder.mkdir(parents=True, exist_ok=True)
     port = str(free_port())
-    pids = []
+    ranks = []
     for rank in range(world_size):
         variables = {
             "MASTER_ADDR": "127.0.0.1",
@@ -74,8 +70,6 @@ def launch(
             "LOCAL_WORLD_SIZE": str(world_size),
             **(environment or {}),
         }
-        rank_process = forks.fork(
-            script.resolve(), arguments, output=folder / "output.txt", folder=folder, environment=variables
-        )
-        pids.append(rank_process.pid)
-    return Job(forks, tuple(pids), folder)
+        output = folder / "output.txt"
+        ranks.append(forks.fork(script.resolve(), arguments, output=output, folder=folder, environment=variables))
+    return Job(tuple(ranks), folder)

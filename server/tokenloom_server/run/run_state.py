@@ -52,6 +52,7 @@ class RunState:
         self.stream = "train"
         self.ledger = ledger
         self.timeouts = timeouts
+        order.resources.io_stats.wait_at_most(timeouts.storage_timeout_s)
         self.clock = clock
         self.wall_clock = wall_clock
         self._lock = threading.Lock()

@@ -18,8 +18,8 @@ from tokenloom_server.mixing import elsewhere
 from tokenloom_server.mixing.catalog import BUILT_IN, policies
 from tokenloom_server.mixing.mixer import Mixer, initial_nodes
 from tokenloom_server.mixing.policy import Children, Choices, Chooser, NodeStart, Policy, SavedNode
+from tokenloom_server.order.carry_over import carry
 from tokenloom_server.order.pipeline import initial_state
-from tokenloom_server.order.revision import carry
 from tokenloom_server.order.token_curve import TokenCurve
 from tokenloom_server.planning.forecast import Part, forecast
 
