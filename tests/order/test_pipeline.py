@@ -32,7 +32,7 @@ from tokenloom_server.mixing.mixer import target_shares
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.steps import PADDING, BatchPlan, StepGroup
 
-GOLDEN = Path(__file__).parent / "golden" / f"order_v{ORDER_VERSION}.json"
+GOLDEN = Path(__file__).parents[1] / "golden" / f"order_v{ORDER_VERSION}.json"
 END_OF_TEXT = 256
 
 
