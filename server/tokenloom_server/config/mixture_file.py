@@ -45,13 +45,9 @@ def parse(document: dict[str, Any], *, where: str, catalog: Catalog) -> RunConfi
         config = RunConfig.model_validate(document, context=catalog)
     except ValidationError as error:
         raise ConfigError(explain(error, where)) from None
-    server_keys = list(given_by_the_server(document, ""))
-    if server_keys:
-        raise ConfigError(
-            "\n".join(
-                f"{where}: {key_path}: unknown key; ids and presence are this server's" for key_path in server_keys
-            )
-        )
+    keys = list(given_by_the_server(document, ""))
+    if keys:
+        raise ConfigError("\n".join(f"{where}: {key}: unknown key; ids and presence are this server's" for key in keys))
     shortest = min([config.pick_tokens, *(phase.sequence_length or math.inf for phase in config.phases)])
     mixtures = [*config.mixtures()]
     mixtures += [
