@@ -269,7 +269,7 @@ def torch_in_server(tree: Tree) -> Iterator[str]:
 
 
 def edges(tree: Tree) -> Iterator[str]:
-    """Wire types stop at grpc_service and at the client's connection, HTTP at REST, databases at the ledger."""
+    """Wire types stop at api/grpc and at the client's connection, HTTP at REST, databases at the ledger."""
     for module in tree.modules.values():
         for names, owners in EDGES:
             for target, line in module.imports:

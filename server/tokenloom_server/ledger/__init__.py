@@ -2,4 +2,18 @@
 
 Enters: commands of the server that leads a run (``commands``). ``rules`` decides on each by the head of the run, and
 SQLite or Redis owns what is stored. Leaves: a run's records, or the refusal of a command.
+
+Who writes, and what a write has to name:
+
+| command | written by | names |
+|---|---|---|
+| Create | ``api.service``, ``run.streams``, ``run.leadership`` | the run, which must not be there yet |
+| Acquire | ``run.leadership`` | its holder; gives the next server epoch |
+| Renew, Release | ``run.leadership`` | server epoch |
+| Open, Adopt | ``run.coordinator``, ``run.opening`` | server epoch |
+| ClaimSlot | ``run.coordinator``, ``run.stream_commands`` | server epoch, generation |
+| Commit, ThinJournal | ``run.committer`` | server epoch; a commit its generation, too |
+| Revise, DropRevisions | ``run.revise`` | server epoch |
+| Pin | ``replay.start_points`` | server epoch |
+| SaveSnapshot | ``replay.saved_snapshots`` | the run's uid: it moves nothing |
 """

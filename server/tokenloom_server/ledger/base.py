@@ -24,8 +24,8 @@ class Ledger(ABC):
     what was done already is not done again (``acquire`` gives a further epoch, ``thin_journal`` thins
     once more, and both do no harm).
 
-    A run is (uid, stream). Every write after ``acquire`` names the server epoch, and every write inside a generation
-    names that too; both are checked in the same atomic operation as the write.
+    A run is (uid, stream). Every write after ``acquire`` but ``save_snapshot`` names the server epoch, and every write
+    inside a generation names that too; both are checked in the same atomic operation as the write.
 
     All but ``create_run`` and ``read_run`` raise ``NotFound`` where the ledger has no such run, and
     ``NotLeader`` where the run has taken another uid since (``adopt``). Calls with an epoch raise

@@ -1,4 +1,4 @@
-"""The policies that there are. To add one: its module, its test, its section in the docs, and its line here."""
+"""The policies that there are. CONTRIBUTING.md shows how to add one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The samples of an order once more, from a state that is known: peeks, traces, receipts, evaluations and snapshots go
 forward with it.
 
-Here is only what is made. Who may have it made, on which thread and for how long is for each of them to say: a restore
-never waits for a peek.
+This module makes the samples. Each of those decides on which thread it does so and for how long it may take.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The lease on a run: the thread that takes it, keeps it, and says when it is lost.
 
-A lease is for liveness, not for safety: every write names the server epoch, and the ledger checks it in the
-same transaction. What the lease brings is that a server which may have been replaced stops sending, by its own
+A lease is for liveness, not for safety: each write that moves the run names the server epoch, and the ledger checks it
+in the same transaction. What the lease brings is that a server which may have been replaced stops sending, by its own
 monotonic clock, before another one begins; so that ranks are not split between two servers (Gray and Cheriton,
 *Leases*, SOSP 1989).
 """

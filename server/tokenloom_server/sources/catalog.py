@@ -1,4 +1,4 @@
-"""The source schemes that there are. To add one: its package, its test, its page in the docs, and its line here."""
+"""The source schemes that there are. CONTRIBUTING.md shows how to add one."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tokenloom_server.sources.scheme import Scheme
 from tokenloom_server.sources.txt.scheme import TxtScheme
 from tokenloom_server.storage.urls import is_remote, redacted, refuse_unsafe
 
+#: Schemes of files, which are found in repositories of the Hub, too.
 _FILES = (ParquetScheme(), JsonlScheme(), TxtScheme(), ArrowScheme())
 BUILT_IN: tuple[Scheme, ...] = (*_FILES, HubScheme(_FILES), MegatronScheme(), NpyScheme())
 

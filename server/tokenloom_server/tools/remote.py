@@ -33,7 +33,8 @@ from tokenloom_server.reports.trace import TracedSample, TracedStep
 _TIMEOUT_S = 10.0
 #: A new mixture's files are listed, and looked into, before the answer, seconds.
 _REVISE_TIMEOUT_S = 300.0
-#: What goes forward to a sample may take so long, seconds: longer than the server tries (``tracing.MAX_FORWARD_S``).
+#: What goes forward to a sample may take so long, seconds: longer than the server tries
+#: (``replay.trace.MAX_FORWARD_S``).
 _FORWARD_TIMEOUT_S = 900.0
 #: Going forward through what a restore skips, seconds: for as much as the server allows (``MAX_SKIPPED_TOKENS``).
 _RESTORE_TIMEOUT_S = 3600.0
