@@ -35,7 +35,7 @@ def main(options: argparse.Namespace) -> None:
 
     last = newest(options.checkpoint)
     if last:
-        accelerator.load_state(last)  # 3. the data go on behind the last sample that the weights have seen
+        accelerator.load_state(last)  # 3. the data go on after the last sample that the weights have seen
 
     steps, total = 0, torch.zeros(())
     for batch in batches:
@@ -61,8 +61,8 @@ def main(options: argparse.Namespace) -> None:
 
 def newest(folder: Path) -> Path | None:
     """The last checkpoint that was saved whole."""
-    found = [path for path in folder.glob("*") if path.name.isdigit()]
-    return max(found, key=lambda path: int(path.name), default=None)
+    checkpoints = [path for path in folder.glob("*") if path.name.isdigit()]
+    return max(checkpoints, key=lambda path: int(path.name), default=None)
 
 
 def save(accelerator: Accelerator, folder: Path) -> None:

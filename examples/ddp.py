@@ -41,7 +41,7 @@ def main(options: argparse.Namespace) -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
-        dataset.load_state_dict(state["dataset"])  # 3. goes on behind the last sample that the weights have seen
+        dataset.load_state_dict(state["dataset"])  # 3. goes on after the last sample that the weights have seen
     replica = DistributedDataParallel(model)
 
     batches = dataset if dataset.sample_index < options.samples else []  # one that is done is not trained further

@@ -1,4 +1,4 @@
-"""Distributed training behind a DataLoader, killed and resumed at will, on any number of ranks.
+"""Distributed training through a DataLoader, killed and resumed at will, on any number of ranks.
 
     tokenloom serve examples/compose/mixture.yaml
     torchrun --nproc-per-node 2 examples/loaders.py grpc://127.0.0.1:50051/sample --loader stateful --workers 1

@@ -39,7 +39,7 @@ class Stage(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY) if last else None
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """Features [B, L, 16] to such or, behind the last stage, to the sum of the losses."""
+        """Features [B, L, 16] to such or, after the last stage, to the sum of the losses."""
         if self.tokens is not None and self.places is not None:
             x = self.tokens(batch["input_ids"]) + self.places(batch["position_ids"])
         x = x + self.perceptron(x)

@@ -18,7 +18,7 @@ and its loss L_i, measured in that turn, becomes its reward as a moving average,
 So every source keeps at least the share ε_t, which falls as the estimates become better.
 
 What is this example's own: a turn is ``--every`` tokens under one mixture, not one step. It begins where the revision
-that makes it holds, which is a little behind the present, so that a loss is divided by the share it was measured under.
+that makes it holds, which is a little after the present, so that a loss is divided by the share it was measured under.
 The first turn is the mixture as it is. Every turn is a revision of the run, with its reason and author: in the ledger
 before production passes it, shown by ``tokenloom mixture show``, and applied again at its sample where training resumes
 from a checkpoint. A run has at most 1,000 of them.
@@ -69,7 +69,7 @@ def distribution(rewards: Mapping[str, float], turn: int) -> dict[str, float]:
 
 
 def rewarded(turn: Turn, losses: Mapping[str, float], smoothing: float) -> dict[str, float]:
-    """The rewards behind a turn in which these losses were measured. A source that had no sample keeps its own."""
+    """The rewards after a turn in which these losses were measured. A source that had no sample keeps its own."""
     return turn.rewards | {
         source: smoothing * turn.rewards[source] + (1 - smoothing) * loss / turn.shares[source]
         for source, loss in losses.items()
@@ -81,13 +81,13 @@ def measured(curve: RunLosses, turn: Turn, tokens: int) -> dict[str, float] | No
     if not curve.total_tokens or curve.total_tokens[-1] < turn.total_tokens + tokens:
         return None
     own = [point for point, index in enumerate(curve.sample_index) if index > turn.sample_index]
-    found = {}
+    losses = {}
     for source in curve.sources:
         parts = [(source.losses[point] or 0.0, source.tokens[point]) for point in own]
         count = sum(n for _, n in parts)
         if count and source.alias in turn.shares:
-            found[source.alias] = sum(loss * n for loss, n in parts) / count
-    return found
+            losses[source.alias] = sum(loss * n for loss, n in parts) / count
+    return losses
 
 
 def first_turn(remote: Remote, run: str) -> Turn:
@@ -104,12 +104,12 @@ def next_turn(remote: Remote, run: str, turn: Turn, losses: Mapping[str, float],
     """Rewards the sources, and makes the revision that the next turn is."""
     rewards = rewarded(turn, losses, smoothing)
     shares = distribution(rewards, turn.number + 1)
-    told = ", ".join(f"{source} {loss:.4f}" for source, loss in losses.items())
+    loss_texts = ", ".join(f"{source} {loss:.4f}" for source, loss in losses.items())
     revision = remote.revise(
         run,
         {
             "author": AUTHOR,
-            "reason": f"online data mixing, turn {turn.number + 1}; losses of turn {turn.number}: {told}"[:2000],
+            "reason": f"online data mixing, turn {turn.number + 1}; losses of turn {turn.number}: {loss_texts}"[:2000],
             "set": [{"child": source, "weight": round(share, 6)} for source, share in shares.items()],
         },
     )
@@ -158,8 +158,8 @@ def main(options: argparse.Namespace) -> None:
         part = options.state.with_suffix(".part")
         part.write_text(json.dumps(asdict(turn)), encoding="utf-8")
         part.replace(options.state)
-        told = ", ".join(f"{source} {share:.2%}" for source, share in turn.shares.items())
-        print(f"turn {turn.number} from sample {turn.sample_index} on: {told}", flush=True)
+        share_texts = ", ".join(f"{source} {share:.2%}" for source, share in turn.shares.items())
+        print(f"turn {turn.number} from sample {turn.sample_index} on: {share_texts}", flush=True)
 
 
 if __name__ == "__main__":

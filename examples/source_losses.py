@@ -67,8 +67,8 @@ def main(options: argparse.Namespace) -> None:
 
         if step % options.every == 0:
             # 3. on every rank, for it is a collective; all get the same numbers, and rank 0 tells the server
-            found = source_loss.log(step=step, learning_rate=optimizer.param_groups[0]["lr"])
-            record(options, rank, dataset, found)
+            means = source_loss.log(step=step, learning_rate=optimizer.param_groups[0]["lr"])
+            record(options, rank, dataset, means)
             if rank == 0:
                 options.checkpoint.mkdir(parents=True, exist_ok=True)
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -80,14 +80,14 @@ def main(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def record(options: argparse.Namespace, rank: int, dataset: RemoteDataset, found: MeanLosses) -> None:
+def record(options: argparse.Namespace, rank: int, dataset: RemoteDataset, means: MeanLosses) -> None:
     """What was measured, for people and for ``--record``."""
     if rank == 0:
-        told = "  ".join(f"{name} {loss:.4f} ({found.tokens[name]})" for name, loss in found.losses.items())
-        print(f"samples {dataset.sample_index}  tokens {dataset.total_tokens}  {told}", flush=True)
+        loss_texts = "  ".join(f"{name} {loss:.4f} ({means.tokens[name]})" for name, loss in means.losses.items())
+        print(f"samples {dataset.sample_index}  tokens {dataset.total_tokens}  {loss_texts}", flush=True)
     if options.record:
         line = {"sample_index": dataset.sample_index, "digest": dataset.digest}
-        line |= {"losses": found.losses, "tokens": found.tokens, "loss": found.loss}
+        line |= {"losses": means.losses, "tokens": means.tokens, "loss": means.loss}
         with options.record.with_suffix(f".{rank}").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-#: The variables that hold a token; with ``_FILE`` behind it, the variable that names a file with one.
+#: The variables that hold a token; the same name with ``_FILE`` at its end is the variable that names a file with one.
 CONTROL_VARIABLE = "TOKENLOOM_TOKEN"
 READ_VARIABLE = "TOKENLOOM_READ_TOKEN"
 #: Hosts, separated by commas, to which a token may be sent without TLS.
@@ -27,7 +27,7 @@ _USE_TLS = "serve with --tls-cert and --tls-key, and write grpcs:// in place of 
 #: Nobody guesses that many characters, and no header has room for a token that is longer than the other bound.
 MIN_CHARACTERS, MAX_CHARACTERS = 16, 1024
 
-#: What may stand behind ``Bearer`` (RFC 6750, section 2.1).
+#: What may follow ``Bearer`` (RFC 6750, section 2.1).
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 
 #: The permission bits of everybody but the file's owner.
@@ -69,9 +69,9 @@ def read_token(file: Path) -> str:
 def check_token(token: str, where: str) -> str:
     """The token itself. Raises ``ValueError`` naming ``where`` it is from."""
     if not MIN_CHARACTERS <= len(token) <= MAX_CHARACTERS or not _TOKEN.fullmatch(token):
-        found = f"{len(token)} characters" if token else "nothing"
+        content = f"{len(token)} characters" if token else "nothing"
         raise ValueError(
-            f"{where} holds {found}; expected a token of {MIN_CHARACTERS} to {MAX_CHARACTERS} letters, digits and "
+            f"{where} holds {content}; expected a token of {MIN_CHARACTERS} to {MAX_CHARACTERS} letters, digits and "
             "-._~+/ (make one: openssl rand -hex 32)"
         )
     return token

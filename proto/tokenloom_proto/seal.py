@@ -50,11 +50,11 @@ def unseal(text: str | bytes) -> dict[str, Any]:
         raise ValueError(f"a snapshot is a JSON object, but this does not parse: {error}") from None
     if not isinstance(document, dict):
         raise ValueError(f"a snapshot is a JSON object, but this is a {type(document).__name__}")
-    found = document.pop(CHECKSUM, None)
+    recorded = document.pop(CHECKSUM, None)
     expected = checksum(document)
-    if found != expected:
+    if recorded != expected:
         raise ValueError(
-            f"the snapshot's checksum is {found!r}, but its content gives {expected!r}: it was changed or cut"
+            f"the snapshot's checksum is {recorded!r}, but its content gives {expected!r}: it was changed or cut"
         )
     return document
 

@@ -56,7 +56,7 @@ def nothing(*_: int) -> None:
 
 
 def run(job: Job, folder: Path, out: Path, *, threads: int = 2, tell: Tell = nothing) -> Done:
-    return prepare(job, folder, out, threads=threads, tell=tell, found=nothing)
+    return prepare(job, folder, out, threads=threads, tell=tell, tell_kept=nothing)
 
 
 def served(path: Path) -> PipelineFactory:
@@ -156,7 +156,7 @@ def test_what_is_read_of_rows_is_done_with_and_what_is_drawn_each_epoch_is_kept(
     del child["max_bad_rows"]
     child["fim"] = {"rate": 1.0, "ids": {"prefix": 1, "middle": 2, "suffix": 3}}
     done = run(job_of(tmp_path, document), tmp_path, tmp_path / "out")
-    assert done.found == done.shards, "what is drawn anew each epoch decides no shard"
+    assert done.kept == done.shards, "what is drawn anew each epoch decides no shard"
     (child,) = yaml.safe_load(done.mixture.read_text())["mixture"]["children"]
     assert child["fim"]["ids"] == {"prefix": 1, "middle": 2, "suffix": 3}
     ours, theirs = end_of(served(done.mixture)), end_of(job_order(tmp_path, document))
@@ -226,9 +226,9 @@ def test_whatever_ends_it_the_next_call_goes_on_to_the_same_shards(folder: Path,
             assert not list(out.glob("sources/*/*.draft"))
             assert not (out / "mixture.yaml").exists()
     assert 0 < stops < 50
-    assert done.found > 0
+    assert done.kept > 0
     assert files_of(out) == files_of(tmp_path / "whole")
-    assert run(job_of(folder, mixture()), folder, out).found == done.shards
+    assert run(job_of(folder, mixture()), folder, out).kept == done.shards
 
 
 def test_a_killed_command_goes_on(tmp_path: Path, tokenloom: CommandLine) -> None:
@@ -271,12 +271,12 @@ def test_what_lies_there_is_verified(folder: Path, tmp_path: Path, caplog: pytes
     with (out / "journal.jsonl").open("ab") as journal:
         journal.write(b'{"name": "sources/001-docs/00')
     again = run(job_of(folder, mixture()), folder, out)
-    assert again.found == done.shards - 3
+    assert again.kept == done.shards - 3
     assert files_of(out) == whole
     for fault in ("has checksum xxh3:", "bytes, but it was written with", "cannot be read"):
         assert fault in caplog.text
     assert caplog.text.count("it is made again") == 3
-    assert run(job_of(folder, mixture()), folder, out).found == done.shards
+    assert run(job_of(folder, mixture()), folder, out).kept == done.shards
 
 
 def test_something_else_is_refused_with_the_difference(folder: Path, tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_something_else_is_refused_with_the_difference(folder: Path, tmp_path: P
     run(job_of(folder, mixture()), folder, out)
     weights = mixture(run="another", seed=8)
     weights["mixture"]["children"][1]["weight"] = 5
-    assert run(job_of(folder, weights), folder, out).found == len(files_of(out)), "weights decide no shard"
+    assert run(job_of(folder, weights), folder, out).kept == len(files_of(out)), "weights decide no shard"
     assert yaml.safe_load((out / "mixture.yaml").read_text())["mixture"]["children"][1]["weight"] == 5
     for document, options, field in (
         (mixture(special_tokens_in_text="parse"), {}, r'special_tokens_in_text: it was "text", it is "parse"'),

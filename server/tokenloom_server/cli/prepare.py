@@ -81,7 +81,7 @@ def prepare(
                 threads=workers,
             )
         with Progress(input_bytes(job), "rows") as progress:
-            done = make(job, base_dir, out, threads=workers, tell=progress.tell, found=progress.found)
+            done = make(job, base_dir, out, threads=workers, tell=progress.tell, tell_kept=progress.found)
     except KeyboardInterrupt:
         console(stderr=True).print("stopped; the same command goes on after what is done")
         raise typer.Exit(130) from None
@@ -89,6 +89,6 @@ def prepare(
         f"{count:,} {kind}" for count, kind in ((done.bad_rows, "bad"), (done.filtered_rows, "filtered")) if count
     ]
     rows = f"{done.rows:,} rows" + (f" ({' and '.join(without)} ones, without tokens)" if without else "")
-    before = f" ({done.found} were there already)" if done.found else ""
+    before = f" ({done.kept} were there already)" if done.kept else ""
     say(f"{rows}, {done.tokens:,} tokens, {done.bytes / 1e6:,.1f} MB in {done.shards} shards{before}")
     say(f"serve it: tokenloom serve {done.mixture}")

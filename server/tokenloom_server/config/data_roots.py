@@ -80,4 +80,4 @@ class DataRoots:
 
 
 def _wild_at(pattern: str) -> int:
-    return min((at for at in map(pattern.find, "*?[") if at >= 0), default=len(pattern))
+    return min((index for index in map(pattern.find, "*?[") if index >= 0), default=len(pattern))

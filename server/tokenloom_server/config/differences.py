@@ -67,12 +67,12 @@ def began_with(config: RunConfig, record: str) -> RunConfig:
 def _differences(record: Any, file: Any, path: str) -> list[tuple[str, str]]:
     """Each field with another value, and both of them, in the file's own terms."""
     if isinstance(record, dict) and isinstance(file, dict):
-        found = []
+        lines = []
         for key in sorted(record.keys() | file.keys()):
-            at = f"{path}.{key}" if path else key
-            default = _default_of(at)
-            found += _differences(record.get(key, default), file.get(key, default), at)
-        return found
+            key_path = f"{path}.{key}" if path else key
+            default = _default_of(key_path)
+            lines += _differences(record.get(key, default), file.get(key, default), key_path)
+        return lines
     if isinstance(record, list) and isinstance(file, list) and len(record) == len(file):
         pairs: Sequence[tuple[Any, Any]] = list(zip(record, file, strict=True))
         return [line for i, (old, new) in enumerate(pairs) for line in _differences(old, new, f"{path}.{i}")]
@@ -80,7 +80,7 @@ def _differences(record: Any, file: Any, path: str) -> list[tuple[str, str]]:
 
 
 def _default_of(path: str) -> Any:
-    """What a field that the record or the file leaves out stands for: the run's own fields have defaults."""
+    """The default of a field of the run that the record or the file leaves out."""
     field = RunConfig.model_fields.get(path)
     return "(not given)" if field is None or field.default is None else field.default
 

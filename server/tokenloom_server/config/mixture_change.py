@@ -1,4 +1,4 @@
-"""What somebody asks to be changed of a mixture: the body of a PATCH, and what the command line makes."""
+"""A requested change of a mixture: the body of a PATCH, also made by the command line."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class _Asked(BaseModel):
+class _ChangePart(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
 
-class Setting(_Asked):
+class Setting(_ChangePart):
     """New values for one source or node. What is null is not given any more: an alias, a limit."""
 
     child: str
@@ -29,7 +29,7 @@ class Setting(_Asked):
     """Whether it is to give nothing until it is set to false again."""
 
 
-class Addition(_Asked):
+class Addition(_ChangePart):
     """A new child."""
 
     child: dict[str, Any]
@@ -38,14 +38,14 @@ class Addition(_Asked):
     """The node that gets it: its alias, or its place."""
 
 
-class Exclusion(_Asked):
+class Exclusion(_ChangePart):
     """Rows to leave out from then on."""
 
     file: str
     """JSON lines, or CSV with a header: spec (or alias), shard, row. The path is the server's."""
 
 
-class MixtureChange(_Asked):
+class MixtureChange(_ChangePart):
     """What a revision is to change, from when on, and why."""
 
     reason: Annotated[str, Field(min_length=1, max_length=2000)]

@@ -45,22 +45,22 @@ def parse(document: dict[str, Any], *, where: str, catalog: Catalog) -> RunConfi
         config = RunConfig.model_validate(document, context=catalog)
     except ValidationError as error:
         raise ConfigError(explain(error, where)) from None
-    found = list(given_by_the_server(document, ""))
-    if found:
-        raise ConfigError("\n".join(f"{where}: {at}: unknown key; ids and presence are this server's" for at in found))
+    keys = list(given_by_the_server(document, ""))
+    if keys:
+        raise ConfigError("\n".join(f"{where}: {key}: unknown key; ids and presence are this server's" for key in keys))
     shortest = min([config.pick_tokens, *(phase.sequence_length or math.inf for phase in config.phases)])
     mixtures = [*config.mixtures()]
     mixtures += [
         (stream.mixture, f"streams.{name}.mixture") for name, stream in config.streams.items() if stream.mixture
     ]
-    small = [line for mixture, at in mixtures for line in too_small_limits(mixture, at, int(shortest))]
+    small = [line for mixture, path in mixtures for line in too_small_limits(mixture, path, int(shortest))]
     if small:
         raise ConfigError("\n".join(f"{where}: {line}" for line in small))
     return config
 
 
 def given_by_the_server(value: object, path: str) -> Iterator[str]:
-    """Where a document has what only this server writes."""
+    """The paths of the keys of a document that only this server writes."""
     if isinstance(value, dict):
         yield from (f"{path}{key}" for key in ("id", "presence") if key in value)
         for key, below in value.items():

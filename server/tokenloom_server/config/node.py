@@ -66,8 +66,8 @@ class NodeConfig(Section):
         self._rules = policies[self.policy]
         options = {"unit": self.unit, "interpolate": self.interpolate}
         self.rules.check([child.weight for child in self.children], options)
-        for option, found in options.items():
-            if found != type(self).model_fields[option].default and option not in self.rules.options:
+        for option, value in options.items():
+            if value != type(self).model_fields[option].default and option not in self.rules.options:
                 owner = next(policy.name for policy in policies.values() if option in policy.options)
                 raise ValueError(f"{option}: is for the policy {owner!r}, but this is {self.policy!r}; leave it out")
         return self
@@ -132,11 +132,11 @@ def too_small_limits(child: Child, path: str, sample_tokens: int) -> Iterator[st
 
 def walk(node: NodeConfig, path: str) -> Iterator[tuple[str, SourceConfig]]:
     for i, child in enumerate(node.children):
-        at = f"{path}.children.{i}"
+        child_path = f"{path}.children.{i}"
         if isinstance(child, NodeConfig):
-            yield from walk(child, at)
+            yield from walk(child, child_path)
         else:
-            yield at, child
+            yield child_path, child
 
 
 def numbered(mixture: NodeConfig) -> NodeConfig:

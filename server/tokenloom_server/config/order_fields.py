@@ -55,7 +55,7 @@ def _child_order_fields(child: NodeConfig | SourceConfig, run: RunConfig) -> dic
     own = child.model_dump(
         mode="json", exclude_defaults=True, exclude={*fields, "id", "presence", *SOURCE_OUTSIDE_THE_ORDER}
     )
-    # An override that says what the run says decides nothing.
+    # An override equal to the run's own value changes nothing.
     plain = child.model_copy(update={"add_bos": None, "add_eot": None})
     inherited = {"add_bos": run.adds_bos(plain), "add_eot": run.adds_eot(plain)}
     return fields | {key: value for key, value in own.items() if value != inherited.get(key, getattr(run, key, None))}

@@ -61,13 +61,13 @@ class RunConfig(RunFields):
     @cached_property
     def sources(self) -> tuple[SourceConfig, ...]:
         """Every source that the run ever had, the dropped ones, too; the position is the source id."""
-        found = [source for _, source in self.sources_with_paths()]
-        return tuple(sorted(found, key=lambda source: source.id))
+        sources = [source for _, source in self.sources_with_paths()]
+        return tuple(sorted(sources, key=lambda source: source.id))
 
     @cached_property
     def epochs(self) -> tuple[float, ...]:
         """How often each source is read, by id: its own epochs times those of the nodes above it."""
-        found: dict[int, float] = {}
+        by_source: dict[int, float] = {}
 
         def visit(node: NodeConfig, above: list[float]) -> None:
             for child in node.children:
@@ -75,17 +75,17 @@ class RunConfig(RunFields):
                 if isinstance(child, NodeConfig):
                     visit(child, factors)
                 elif any(math.isinf(factor) for factor in factors):
-                    found[child.id] = math.inf
+                    by_source[child.id] = math.inf
                 else:
                     # As the decimals that they are written as: 3 × 0.1 is not 0.30000000000000004.
-                    found[child.id] = float(math.prod(Fraction(repr(factor)) for factor in factors))
+                    by_source[child.id] = float(math.prod(Fraction(repr(factor)) for factor in factors))
 
         visit(self.mixture, [self.mixture.epochs])
-        return tuple(found[source] for source in range(len(found)))
+        return tuple(by_source[source] for source in range(len(by_source)))
 
     @cached_property
     def measured_sources(self) -> tuple[int, ...]:
-        """The ids of the sources whose extent decides: those that end of themselves below a policy that estimates."""
+        """The ids of the sources whose size counts: those that end by themselves below a policy that estimates."""
 
         def below(node: NodeConfig, estimated: bool) -> Iterator[int]:
             for child in node.children:

@@ -31,8 +31,8 @@ def _check_without_batching(run: RunFields) -> None:
             "global_batch_size: is for batching; without it any batch size gives the same order, so each client says "
             "its own: leave it out"
         )
-    for mixture, at in run.mixtures():
-        for path, source in walk(mixture, at):
+    for mixture, mixture_path in run.mixtures():
+        for path, source in walk(mixture, mixture_path):
             if source.spec.column == ALL_COLUMNS:
                 raise ValueError(f"{path}.source: the column '*' is for batching; name one column")
 
@@ -44,8 +44,8 @@ def _check_with_batching(run: RunFields) -> None:
     for i, phase in enumerate(run.phases):
         if phase.sequence_length is not None:
             raise ValueError(f"phases.{i}.sequence_length: does not apply with batching; leave it out")
-    for mixture, at in run.mixtures():
-        for path, source in walk(mixture, at):
+    for mixture, mixture_path in run.mixtures():
+        for path, source in walk(mixture, mixture_path):
             _check_batched_source(source, path)
 
 
@@ -137,8 +137,8 @@ def _check_loss_masks(run: RunFields) -> None:
 def _holdouts(run: RunFields) -> dict[str, float | None]:
     """By spec, the share of each source that is held out: the same one in every phase."""
     shares: dict[str, float | None] = {}
-    for mixture, at in run.mixtures():
-        for path, source in walk(mixture, at):
+    for mixture, mixture_path in run.mixtures():
+        for path, source in walk(mixture, mixture_path):
             if shares.setdefault(source.source, source.holdout) != source.holdout:
                 raise ValueError(
                     f"{path}.holdout: found {source.holdout}, but {source.source!r} has {shares[source.source]} "
@@ -149,19 +149,21 @@ def _holdouts(run: RunFields) -> dict[str, float | None]:
 
 def _check_streams(run: RunFields, holdouts: dict[str, float | None]) -> None:
     for name, stream in run.streams.items():
-        at = f"streams.{name}"
+        stream_path = f"streams.{name}"
         if run.batching is not None:
-            raise ValueError(f"{at}: does not apply with batching, whose streams are batches of rows; leave it out")
+            raise ValueError(
+                f"{stream_path}: does not apply with batching, whose streams are batches of rows; leave it out"
+            )
         if stream.mixture is None:
             if not any(holdouts.values()):
                 raise ValueError(
-                    f"{at}: has no mixture, and no source holds rows out for it; give it a mixture, or a source a "
-                    "holdout"
+                    f"{stream_path}: has no mixture, and no source holds rows out for it; give it a mixture, or a "
+                    "source a holdout"
                 )
             continue
-        check_distinct(stream.mixture, f"{at}.mixture")
-        check_ends(stream.mixture, f"{at}.mixture")
-        for path, source in walk(stream.mixture, f"{at}.mixture"):
+        check_distinct(stream.mixture, f"{stream_path}.mixture")
+        check_ends(stream.mixture, f"{stream_path}.mixture")
+        for path, source in walk(stream.mixture, f"{stream_path}.mixture"):
             if source.holdout is not None:
                 raise ValueError(f"{path}.holdout: is for the sources that are trained on; leave it out")
             if source.loss_mask is not None and not run.masks_loss:

@@ -116,8 +116,8 @@ class RunFields(Section):
     def named_sources(self) -> Iterator[tuple[str, SourceConfig]]:
         """Every source of every phase with its place in the file; each spec once."""
         seen: set[str] = set()
-        for mixture, at in self.mixtures():
-            for path, source in walk(mixture, at):
+        for mixture, mixture_path in self.mixtures():
+            for path, source in walk(mixture, mixture_path):
                 if source.source not in seen:
                     seen.add(source.source)
                     yield path, source

@@ -48,7 +48,7 @@ FIELDS_OF_SERVING = frozenset(
 FIELDS_OF_READING = frozenset({"shuffle", "shuffle_window_rows"})
 
 
-class Passage(NamedTuple):
+class PartRows(NamedTuple):
     """Rows [row, row + rows) of a part of an epoch (see ``packing.reading``): a file, or a window of shuffled rows."""
 
     part: int
@@ -58,17 +58,17 @@ class Passage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Passages that become one shard. ``bytes``: their share of the files, by their rows."""
+    """Row ranges that become one shard. ``bytes``: their share of the files, by their rows."""
 
     source: int
-    passages: tuple[Passage, ...]
+    ranges: tuple[PartRows, ...]
     bytes: int
     name: str
     """The shard's path, relative to the folder."""
 
     @property
     def rows(self) -> int:
-        return sum(passage.rows for passage in self.passages)
+        return sum(each.rows for each in self.ranges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,8 @@ class Job:
             source = named[order.record.specs[i]]
             folder = f"sources/{i:03d}-{_file_name(source)}"
             self.sources.append(Prepared(i, source, folder))
-            for number, (passages, size) in enumerate(self._cut(i)):
-                self.tasks.append(Task(i, passages, size, f"{folder}/{number:06d}.{form}"))
+            for number, (ranges, size) in enumerate(self._cut(i)):
+                self.tasks.append(Task(i, ranges, size, f"{folder}/{number:06d}.{form}"))
 
     @classmethod
     def create(
@@ -167,19 +167,19 @@ class Job:
         return any(source.shuffle != "none" for source in self.order.config.sources)
 
     def _described(self, prepared: Prepared, fields: dict[str, Any]) -> dict[str, Any]:
-        found = self.order.config.sources[prepared.source]
+        source = self.order.config.sources[prepared.source]
         return {
             **{key: value for key, value in fields.items() if key not in ("weight", "epochs")},
-            "add_bos": self.order.config.adds_bos(found),
-            "add_eot": self.order.config.adds_eot(found),
+            "add_bos": self.order.config.adds_bos(source),
+            "add_eot": self.order.config.adds_eot(source),
             "files": [
                 {"path": shard.path, "size": shard.size, "fingerprint": shard.fingerprint}
                 for shard in self.order.record.shards[prepared.source]
             ],
         }
 
-    def _cut(self, source: int) -> Iterator[tuple[tuple[Passage, ...], int]]:
-        """The passages of each shard, and their bytes."""
+    def _cut(self, source: int) -> Iterator[tuple[tuple[PartRows, ...], int]]:
+        """The row ranges of each shard, and their bytes."""
         order, shards = self.order, self.order.record.shards[source]
         if order.config.sources[source].shuffle == "rows":
             yield from self._cut_windows(source)
@@ -188,7 +188,7 @@ class Job:
         for file in order.readers.reading(source, order.readers.open(source)).parts(0):
             rows, size = edges[file][-1], shards[file].size
             for begin, end in pairwise(edges[file]):
-                yield (Passage(file, begin, end - begin),), size * (end - begin) // rows
+                yield (PartRows(file, begin, end - begin),), size * (end - begin) // rows
 
     def _edges(self, source: int, file: int) -> list[int]:
         """The rows at which a file is cut: where it can be read from without reading what lies before."""
@@ -198,21 +198,21 @@ class Job:
         wanted = [int(blocks[-1]) * part // parts for part in range(parts + 1)]
         return sorted(set(blocks[np.searchsorted(blocks, wanted)].tolist()))
 
-    def _cut_windows(self, source: int) -> Iterator[tuple[tuple[Passage, ...], int]]:
-        # To read on in the middle of a window takes all of it, so none is parted.
+    def _cut_windows(self, source: int) -> Iterator[tuple[tuple[PartRows, ...], int]]:
+        # Reading from the middle of a window needs all of it, so no window is divided.
         order, total = self.order, sum(shard.size for shard in self.order.record.shards[source])
         reading = order.readers.reading(source, order.readers.open(source))
-        passages: list[Passage] = []
+        ranges: list[PartRows] = []
         rows = 0
         for window in reading.parts(0):
-            passages.append(Passage(window, 0, reading.rows_in(window)))
-            rows += passages[-1].rows
+            ranges.append(PartRows(window, 0, reading.rows_in(window)))
+            rows += ranges[-1].rows
             size = total * rows // reading.rows
             if size >= self.shard_bytes:
-                yield tuple(passages), size
-                passages, rows = [], 0
-        if passages:
-            yield tuple(passages), total * rows // reading.rows
+                yield tuple(ranges), size
+                ranges, rows = [], 0
+        if ranges:
+            yield tuple(ranges), total * rows // reading.rows
 
 
 def _reading(config: RunConfig, shuffled: bool) -> RunConfig:

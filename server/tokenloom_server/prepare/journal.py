@@ -1,7 +1,7 @@
-"""A folder of prepared shards: what lies there, and what of it is whole.
+"""A folder of prepared shards: which are there, and which of them are whole.
 
 ``job.json`` says what the shards are made from. ``journal.jsonl`` has a line for each that is done. A shard is written
-under a temporary name, brought to disk, renamed, and then journalled: whatever a kill leaves behind is either whole and
+under a temporary name, brought to disk, renamed, and then journalled: whatever a kill leaves is either whole and
 journalled, or made again.
 """
 
@@ -60,8 +60,9 @@ class Journal:
 
     @classmethod
     @contextmanager
-    def open(cls, folder: Path, job: Job, found: Callable[[Task, Shard], None]) -> Iterator[Journal]:
-        """Takes the folder, and up what is done there, verified to the byte; ``found`` is told of it, from any thread.
+    def open(cls, folder: Path, job: Job, on_kept: Callable[[Task, Shard], None]) -> Iterator[Journal]:
+        """Locks the folder, and keeps the shards that lie there whole, verified to the byte; ``on_kept`` is called with
+        each, from any thread.
 
         Raises ``ConfigError`` where something else was prepared there, or lies there, or another process is at work.
         """
@@ -73,7 +74,7 @@ class Journal:
             except OSError:
                 raise ConfigError(f"{folder}: another process prepares into it now; wait for it, or end it") from None
             _agree(folder, job)
-            yield cls(folder, file, _whole(folder, job, _read(file), found))
+            yield cls(folder, file, _whole(folder, job, _read(file), on_kept))
 
     def is_done(self, task: Task) -> bool:
         return task.name in self._done
@@ -150,12 +151,12 @@ def _agree(folder: Path, job: Job) -> None:
         raise ConfigError(
             f"{path}: cannot be read ({error}); prepare into another folder, or remove this one"
         ) from None
-    found = list(_differences(theirs, ours, ""))
-    if found:
-        more = f"\n  and {len(found) - 10} more" if len(found) > 10 else ""
+    differences = list(_differences(theirs, ours, ""))
+    if differences:
+        more = f"\n  and {len(differences) - 10} more" if len(differences) > 10 else ""
         raise ConfigError(
             f"{folder}: was prepared from something else:\n  "
-            + "\n  ".join(found[:10])
+            + "\n  ".join(differences[:10])
             + f"{more}\nput that back, or prepare into another folder"
         )
 
@@ -179,9 +180,9 @@ def _short(value: Any) -> str:
 
 
 def _read(file: IO[bytes]) -> dict[str, Shard]:
-    """The lines of a journal; what a kill left of a last one is cut off."""
+    """The lines of a journal; a partly written last one is cut off."""
     file.seek(0)
-    found, end = {}, 0
+    shards, end = {}, 0
     for line in file.read().splitlines(keepends=True):
         try:
             shard = Shard(**json.loads(line))
@@ -189,15 +190,15 @@ def _read(file: IO[bytes]) -> dict[str, Shard]:
             break
         if not line.endswith(b"\n"):
             break
-        found[shard.name] = shard
+        shards[shard.name] = shard
         end += len(line)
     file.truncate(end)
     file.seek(end)
-    return found
+    return shards
 
 
 def _whole(
-    folder: Path, job: Job, journalled: dict[str, Shard], found: Callable[[Task, Shard], None]
+    folder: Path, job: Job, journalled: dict[str, Shard], on_kept: Callable[[Task, Shard], None]
 ) -> dict[str, Shard]:
     """Of the job's shards, those that lie there as they were journalled."""
     tasks = {task.name: task for task in job.tasks}
@@ -213,7 +214,7 @@ def _whole(
     def looked_at(shard: Shard) -> str | None:
         fault = _fault(folder, shard)
         if fault is None:
-            found(tasks[shard.name], shard)
+            on_kept(tasks[shard.name], shard)
         return fault
 
     faults = in_threads(looked_at, known)
@@ -229,7 +230,7 @@ def _fault(folder: Path, shard: Shard) -> str | None:
         size = path.stat().st_size
         if size != shard.bytes:
             return f"has {size} bytes, but it was written with {shard.bytes}"
-        found = checksum(path)
+        actual = checksum(path)
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    return None if found == shard.checksum else f"has checksum {found}, but it was written with {shard.checksum}"
+    return None if actual == shard.checksum else f"has checksum {actual}, but it was written with {shard.checksum}"

@@ -43,30 +43,31 @@ class Done:
     tokens: int
     bytes: int
     shards: int
-    found: int
+    kept: int
+    """Of the shards, how many were there already."""
     mixture: Path
 
 
-def prepare(job: Job, base_dir: Path, folder: Path, *, threads: int, tell: Tell, found: Tell) -> Done:
-    """Makes the shards that are not there yet, then the manifest and the mixture file. ``found`` is told of those that
-    are.
+def prepare(job: Job, base_dir: Path, folder: Path, *, threads: int, tell: Tell, tell_kept: Tell) -> Done:
+    """Makes the shards that are not there yet, then the manifest and the mixture file. ``tell_kept`` gets the
+    counts of each shard that is.
 
     Raises ``ConfigError``, also where the folder cannot be written, ``SourceError`` and ``TokenizerError``. Whatever
-    ends it, the next call goes on behind the shards that are whole.
+    ends it, the next call goes on after the shards that are whole.
     """
     try:
-        return _prepare(job, base_dir, folder, threads, tell, found)
+        return _prepare(job, base_dir, folder, threads, tell, tell_kept)
     except OSError as error:
-        # What readers raise is told as theirs.
+        # Errors of reading are ``SourceError`` by now: this one is of writing.
         raise ConfigError(
             f"{error.filename or folder}: cannot be written ({error.strerror or error}); make room, or give another "
             "--out, and call it again"
         ) from None
 
 
-def _prepare(job: Job, base_dir: Path, folder: Path, threads: int, tell: Tell, found: Tell) -> Done:
+def _prepare(job: Job, base_dir: Path, folder: Path, threads: int, tell: Tell, tell_kept: Tell) -> Done:
     stop = threading.Event()
-    with Journal.open(folder, job, lambda task, shard: found(shard.rows, shard.tokens, task.bytes)) as journal:
+    with Journal.open(folder, job, lambda task, shard: tell_kept(shard.rows, shard.tokens, task.bytes)) as journal:
         missing = [task for task in job.tasks if not journal.is_done(task)]
         with ThreadPoolExecutor(threads, thread_name_prefix="prepare") as pool:
             # Large ones first would end sooner, but in order of the files a disk reads them faster.
@@ -89,7 +90,7 @@ def _make(job: Job, task: Task, journal: Journal, tell: Tell, stop: threading.Ev
         left, bad, filtered = task.rows, 0, 0
         with ShardWriter(draft, job.order.record.dtype, job.form) as writer:
             documents = job.order.documents(task.source)
-            for part, row, rows in task.passages:
+            for part, row, rows in task.ranges:
                 for piece in documents.part(Cursor(shard=part, row=row), rows):
                     if stop.is_set():
                         return
@@ -105,24 +106,26 @@ def _make(job: Job, task: Task, journal: Journal, tell: Tell, stop: threading.Ev
 
 
 def _bad_rows(job: Job, task: Task, piece: TokenizedRows, before: int) -> int:
-    """How many a piece has; told of the first of a shard. Raises ``SourceError`` where these are too many already."""
-    found = np.flatnonzero(piece.row_status == BAD)
-    if not len(found):
+    """How many bad rows a piece has; logs the first one of a shard. Raises ``SourceError`` where they are too many."""
+    positions = np.flatnonzero(piece.row_status == BAD)
+    if not len(positions):
         return 0
-    reason = piece.reasons[piece.origin(int(found[0]))]
+    reason = piece.reasons[piece.origin(int(positions[0]))]
     if before == 0:
         _log.warning("%s; bad rows are skipped, and counted", reason)
     most = job.order.max_bad_rows(task.source)
-    if most is not None and before + len(found) > most:
-        raise SourceError(f"{reason}; so far {before + len(found)} rows of {task.name} are bad, and {_allowed(most)}")
-    return len(found)
+    if most is not None and before + len(positions) > most:
+        raise SourceError(
+            f"{reason}; so far {before + len(positions)} rows of {task.name} are bad, and {_allowed(most)}"
+        )
+    return len(positions)
 
 
 def _allowed(most: int) -> str:
     return f"max_bad_rows allows {most} in an epoch: repair the files, or allow more"
 
 
-def _finish(job: Job, base_dir: Path, journal: Journal, found: int) -> Done:
+def _finish(job: Job, base_dir: Path, journal: Journal, kept: int) -> Done:
     document = job.document()
     described = {source["source"]: source for source in document["sources"]}
     sources = [_source(job, prepared, described[prepared.config.source], journal) for prepared in job.sources]
@@ -149,7 +152,7 @@ def _finish(job: Job, base_dir: Path, journal: Journal, found: int) -> Done:
     tokenizer = _copy_tokenizer(job, base_dir, folder)
     write_whole(folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
     write_whole(folder / MIXTURE, short_form.as_yaml(_mixture(job, base_dir, tokenizer)))
-    return Done(**totals, shards=len(job.tasks), found=found, mixture=folder / MIXTURE)
+    return Done(**totals, shards=len(job.tasks), kept=kept, mixture=folder / MIXTURE)
 
 
 def _source(job: Job, prepared: Prepared, document: dict[str, Any], journal: Journal) -> dict[str, Any]:
@@ -184,9 +187,9 @@ def _adds_eot(job: Job, prepared: Prepared) -> bool:
 
 
 def _origin(job: Job, task: Task) -> dict[str, Any]:
-    first = task.passages[0]
+    first = task.ranges[0]
     if job.order.config.sources[task.source].shuffle == "rows":
-        return {"windows": [first.part, task.passages[-1].part + 1]}
+        return {"windows": [first.part, task.ranges[-1].part + 1]}
     return {"of": job.order.record.shard_paths[task.source][first.part], "first_row": first.row}
 
 

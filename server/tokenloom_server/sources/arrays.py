@@ -65,12 +65,12 @@ def flags(array: Any) -> npt.NDArray[np.bool_]:
     if buffer is None or not len(array):
         return np.zeros(len(array), np.bool_)
     bits = np.unpackbits(np.frombuffer(buffer, np.uint8), count=array.offset + len(array), bitorder="little")
-    found: npt.NDArray[np.bool_] = bits[array.offset :].view(np.bool_)
-    return found
+    values: npt.NDArray[np.bool_] = bits[array.offset :].view(np.bool_)
+    return values
 
 
 def blanked(array: Any, keep: npt.NDArray[np.bool_]) -> Any:
-    """(Large) strings or lists with a null for each row that is not to be kept; what lies under it is not looked at."""
+    """(Large) strings or lists with a null for each row that is not to be kept; values under a null are not read."""
     wide = pa.types.is_large_string(array.type) or pa.types.is_large_list(array.type)
     width = 8 if wide else 4
     if array.null_count:

@@ -61,14 +61,14 @@ def blocks(source: Source, spec: Spec, base_dir: Path, index_dir: Path | None) -
         if kept is not None:
             edges, owners = kept.entries[:-1, 0], kept.entries[:-1, 1]
             return np.split(edges, np.searchsorted(owners, np.arange(1, files)))
-    found = _of_each(source, source.blocks)
+    edges_by_file = _of_each(source, source.blocks)
     if cache is not None:
-        owners = np.repeat(np.arange(files), [len(each) for each in found])
-        rows = sum(int(each[-1]) for each in found)
-        table = np.stack((np.concatenate(found), owners), axis=1)
-        # The last entry says what all of it is about, as that of an index of lines does.
+        owners = np.repeat(np.arange(files), [len(each) for each in edges_by_file])
+        rows = sum(int(each[-1]) for each in edges_by_file)
+        table = np.stack((np.concatenate(edges_by_file), owners), axis=1)
+        # The last entry holds the totals (rows, files), as that of an index of lines holds its own.
         line_index.keep(cache, LineIndex(np.vstack((table, np.array([[rows, files]], np.int64)))))
-    return found
+    return edges_by_file
 
 
 def _of_each(source: Source, ask: Callable[[int], _Out]) -> list[_Out]:
@@ -87,7 +87,7 @@ def _of_each(source: Source, ask: Callable[[int], _Out]) -> list[_Out]:
 
 
 def _key(spec: Spec, shards: tuple[Shard, ...], base_dir: Path) -> str | None:
-    """None where a file is not there: whoever asks for its rows says so."""
+    """None where a file is missing: the reader of its rows raises the error."""
 
     def described(shard: Shard) -> str:
         modified = "" if is_remote(shard.path) else (base_dir / shard.path).stat().st_mtime_ns

@@ -61,11 +61,11 @@ def find(names_of: Callable[[Any], Mapping[str, Any] | None], within: Any, name:
         return None
     if name in fields:
         return (name,)
-    for at, character in enumerate(name):
-        if character == "." and name[:at] in fields:
-            rest = find(names_of, fields[name[:at]], name[at + 1 :])
+    for dot, character in enumerate(name):
+        if character == "." and name[:dot] in fields:
+            rest = find(names_of, fields[name[:dot]], name[dot + 1 :])
             if rest is not None:
-                return (name[:at], *rest)
+                return (name[:dot], *rest)
     return None
 
 
@@ -211,14 +211,14 @@ def blanked(array: Any, bad: Iterable[BadRow]) -> Any:
 
 
 def _not_utf8(array: Any, first_row: int, where: str) -> tuple[BadRow, ...]:
-    found = []
+    bad_rows = []
     for i, text in enumerate(_as_bytes(array)):
         try:
             (text.as_py() or b"").decode()
         except UnicodeDecodeError as error:
             reason = f"{error.reason}: byte 0x{error.object[error.start]:02x} at {error.start}"
-            found.append(BadRow(i, f"{where}: row {first_row + i} is damaged: its text is not UTF-8 ({reason})"))
-    return tuple(found)
+            bad_rows.append(BadRow(i, f"{where}: row {first_row + i} is damaged: its text is not UTF-8 ({reason})"))
+    return tuple(bad_rows)
 
 
 def _with_null_items(array: Any, first_row: int, where: str) -> tuple[BadRow, ...]:
@@ -227,7 +227,7 @@ def _with_null_items(array: Any, first_row: int, where: str) -> tuple[BadRow, ..
     nulls = np.flatnonzero(arrays.flags(array.values.is_null()))
     offsets = offsets_of(array)
     rows_of_nulls = np.searchsorted(offsets, nulls, "right") - 1
-    # What lies before the first or after the last row of a slice, or under no row, is no row's.
+    # Values before the first row of a slice, after the last, or between rows belong to no row.
     inside = (nulls >= offsets[0]) & (nulls < offsets[-1])
     return tuple(
         BadRow(i, f"{where}: row {first_row + i} has a null among its ids; expected integers only")
@@ -293,17 +293,17 @@ def joined(parts: Sequence[Rows]) -> Rows:
     """Rows that follow each other as one."""
     if len(parts) == 1:
         return parts[0]
-    found = [part.column for part in parts]
-    if len({array.type for array in found}) > 1:
-        wide = pa.large_string() if is_text(found[0]) else pa.large_list(found[0].type.value_type)
-        found = [array.cast(wide) for array in found]
-    at, bad, out = 0, [], np.zeros(sum(map(len, found)), np.bool_)
+    arrow_arrays = [part.column for part in parts]
+    if len({array.type for array in arrow_arrays}) > 1:
+        wide = pa.large_string() if is_text(arrow_arrays[0]) else pa.large_list(arrow_arrays[0].type.value_type)
+        arrow_arrays = [array.cast(wide) for array in arrow_arrays]
+    begin, bad, out = 0, [], np.zeros(sum(map(len, arrow_arrays)), np.bool_)
     for part in parts:
-        bad += [BadRow(at + row.position, row.reason) for row in part.bad]
+        bad += [BadRow(begin + row.position, row.reason) for row in part.bad]
         if part.filtered is not None:
-            out[at : at + len(part.column)] = part.filtered
-        at += len(part.column)
-    return Rows(parts[0].first_row, pa.concat_arrays(found), tuple(bad), out if out.any() else None)
+            out[begin : begin + len(part.column)] = part.filtered
+        begin += len(part.column)
+    return Rows(parts[0].first_row, pa.concat_arrays(arrow_arrays), tuple(bad), out if out.any() else None)
 
 
 def is_text(array: Any) -> bool:

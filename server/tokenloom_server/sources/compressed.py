@@ -11,7 +11,7 @@ from tokenloom_server.storage.arrow_input import FileStream
 from tokenloom_server.storage.file import File, Range
 
 #: A file may become so many times as large as it is, and so many bytes beside that. Text becomes ten times as large,
-#: and tables of numbers fifty times; what becomes more is made to.
+#: and tables of numbers fifty times; a higher ratio is made on purpose.
 MAX_RATIO = 250
 FREE_BYTES = 1 << 26
 

@@ -1,15 +1,15 @@
-"""What names of files end with: the kind of content, and after it what it is compressed by."""
+"""Endings of file names: the kind of content, and after it the compression."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-#: What names end with, and how Arrow calls what they are compressed by.
+#: The ending of each compression, and Arrow's name of that.
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 
 
 def codec_of(path: str) -> str | None:
-    """What a file is compressed by, as its name says; None where it is not."""
+    """The compression of a file by its name; None where it has none."""
     return next((codec for ending, codec in CODECS.items() if path.lower().endswith(ending)), None)
 
 

@@ -102,9 +102,9 @@ def difference(shard: Shard, base_dir: Path, listed: Entry | None = None) -> str
     try:
         if is_remote(shard.path):
             entry = listed or stat(shard.path, repr(shard.path), IoStats())
-            found = _sizes_differ(shard, entry.size) or _signatures_differ(shard, entry)
-            if found is not None or not shard.fingerprint.startswith(f"{HASH}:"):
-                return found
+            fault = _sizes_differ(shard, entry.size) or _signatures_differ(shard, entry)
+            if fault is not None or not shard.fingerprint.startswith(f"{HASH}:"):
+                return fault
         with open_file(shard.path, base_dir) as file:
             return _sizes_differ(shard, file.size) or _fingerprints_differ(shard, fingerprint_of(file))
     except FileNotFoundError:
@@ -137,7 +137,7 @@ def _fingerprints_differ(shard: Shard, found: str) -> str | None:
 
 
 def refused(where: str, error: Exception) -> StorageError | None:
-    """What to raise where the operating system, and not the content of a file, is what Arrow failed at; else None."""
+    """The error to raise where Arrow failed at the operating system; None where it failed at the file's content."""
     if not isinstance(error, OSError) or error.errno is None:
         return None
     reason, remedy = os.strerror(error.errno), "look at the disk or mount"
@@ -164,14 +164,14 @@ def open_shard(spec: Spec, shard: Shard, base_dir: Path, io_stats: IoStats | Non
         raise SourceChanged(
             f"{where(spec, shard)} cannot be read ({error.strerror or error}); let the server read it, or {REMEDY}"
         ) from None
-    found = _sizes_differ(shard, file.size)
-    if found is None and isinstance(file, RemoteFile):
-        found = _signatures_differ(shard, file.entry)
-    if found is None and io_stats is not None and isinstance(file, LocalFile):
-        found = _written_since(shard, file, io_stats)
-    if found is not None:
+    fault = _sizes_differ(shard, file.size)
+    if fault is None and isinstance(file, RemoteFile):
+        fault = _signatures_differ(shard, file.entry)
+    if fault is None and io_stats is not None and isinstance(file, LocalFile):
+        fault = _written_since(shard, file, io_stats)
+    if fault is not None:
         file.close()
-        raise SourceChanged(f"source {str(spec)!r}: {found}; {REMEDY}")
+        raise SourceChanged(f"source {str(spec)!r}: {fault}; {REMEDY}")
     return file
 
 
@@ -179,10 +179,10 @@ def _written_since(shard: Shard, file: LocalFile, io_stats: IoStats) -> str | No
     """``difference`` of a file that was written since it was first opened: a run may go on for weeks, and only its
     beginning compares all files."""
     name, modified = str(file.path), file.modified_ns
-    # What lies in the Hub's cache has another kind of fingerprint, and is never written to.
+    # Files in the Hub's cache have another kind of fingerprint, and never change.
     if not shard.fingerprint.startswith(f"{HASH}:") or io_stats.modified.setdefault(name, modified) == modified:
         return None
-    found = _fingerprints_differ(shard, fingerprint_of(file))
-    if found is None:
+    fault = _fingerprints_differ(shard, fingerprint_of(file))
+    if fault is None:
         io_stats.modified[name] = modified
-    return found
+    return fault

@@ -62,9 +62,9 @@ def build(file: File) -> LineIndex:
         data = file.read_at(position, STRIDE_BYTES)
         if not isinstance(data, bytes):
             data = bytes(data)
-        found = data.find(b"\n")
-        if found >= 0 and position + found + 1 < size:
-            entries.append((newlines + 1, position + found + 1))
+        newline = data.find(b"\n")
+        if newline >= 0 and position + newline + 1 < size:
+            entries.append((newlines + 1, position + newline + 1))
         newlines += data.count(b"\n")
         ends_line = data[-1] == 0x0A
         position += len(data)
@@ -103,10 +103,10 @@ def load_or_build(shard: Shard, file: File, index_dir: Path | None) -> LineIndex
 
 
 def key(shard: Shard, file: File) -> str:
-    """What tells a shard's content from that of others, in the name of a file of the cache."""
+    """The identity of a shard's content, for the name of its file in the cache."""
     if isinstance(file, LocalFile):
         return f"{shard.fingerprint.replace(':', '-')}-{file.modified_ns:x}"
-    # A signature may be anything, and only with the name it tells one object from all others.
+    # A signature is any text of the storage's; only together with the name it identifies an object.
     return xxhash.xxh3_128_hexdigest(f"{shard.path}\n{shard.fingerprint}".encode())
 
 
@@ -119,10 +119,10 @@ def stored(cache: Path, size: int) -> LineIndex | None:
     """The index in a file of the cache; None where there is none, or one that is damaged or does not end at ``size``:
     then a line is logged."""
     try:
-        found = np.load(cache, allow_pickle=False)
-        if found.dtype != np.int64 or found.ndim != 2 or found.shape[0] < 3 or found.shape[1] != 2:
-            raise ValueError(f"an array of {found.dtype} {found.shape} is no index")
-        entries, trailer = found[:-1], found[-1]
+        table = np.load(cache, allow_pickle=False)
+        if table.dtype != np.int64 or table.ndim != 2 or table.shape[0] < 3 or table.shape[1] != 2:
+            raise ValueError(f"an array of {table.dtype} {table.shape} is no index")
+        entries, trailer = table[:-1], table[-1]
         if int(trailer[1]) != _checksum(entries):
             raise ValueError("its checksum differs")
         if int(entries[-1, 1]) != size:

@@ -28,7 +28,7 @@ from tokenloom_server.storage.file import File, Range
 #: buffers of that size back to the kernel, and each new one is faulted in again.
 BLOCK_BYTES = 1 << 19
 
-#: Bytes of a line in a compressed file: it is held as a whole, and what it becomes does not show before.
+#: Bytes of a line in a compressed file at most: a line is held as a whole, and its size is not known before.
 MAX_LINE_BYTES = 1 << 28
 
 #: Indexes held in memory (16 bytes per mebibyte of text each); the others are read from the cache again.
@@ -231,12 +231,12 @@ def not_utf8(block: Block, where: str) -> tuple[BadRow, ...]:
     """The lines of a block that are not UTF-8; of each, where the bad byte is, counted from 1."""
     if is_utf8(block.data):
         return ()
-    found = []
+    bad_rows = []
     for i in range(len(block.ends)):
         try:
             block.line(i).decode()
         except UnicodeDecodeError as error:
             reason = f"{error.reason}: byte 0x{error.object[error.start]:02x} at column {error.start + 1}"
             line = f"{where}: line {block.first_row + i + 1} is not UTF-8 ({reason}); convert the file to UTF-8"
-            found.append(BadRow(i, line))
-    return tuple(found)
+            bad_rows.append(BadRow(i, line))
+    return tuple(bad_rows)

@@ -70,9 +70,9 @@ class Manifest:
         """Raises ``SourceError`` when the text is no manifest or one of another format."""
         try:
             document = json.loads(text)
-            found = document["format"]
-            if found != FORMAT:
-                raise SourceError(f"the manifest has format {found!r}, but this server reads format {FORMAT}")
+            format_number = document["format"]
+            if format_number != FORMAT:
+                raise SourceError(f"the manifest has format {format_number!r}, but this server reads format {FORMAT}")
             return cls(
                 tuple(
                     SourceFiles(
@@ -89,7 +89,7 @@ class Manifest:
     @property
     def commits(self) -> Mapping[str, Sequence[str]]:
         """``commits_of`` each source on the Hub, by spec."""
-        return {source.spec: found for source in self.sources if (found := commits_of(source.shards))}
+        return {source.spec: commits for source in self.sources if (commits := commits_of(source.shards))}
 
     @property
     def digest(self) -> str:
@@ -101,7 +101,7 @@ def commits_of(shards: Iterable[Shard]) -> Sequence[str]:
     """Of a dataset on the Hub: each ``ORG/NAME@COMMIT`` that a run reads, whatever is pushed there later. The first is
     where it began, those after it brought more files. None for other sources."""
     paths = (HubPath.parse(shard.path) for shard in shards if is_hub(shard.path))
-    return tuple(dict.fromkeys(f"{at.repo}@{at.revision}" for at in paths))
+    return tuple(dict.fromkeys(f"{location.repo}@{location.revision}" for location in paths))
 
 
 def build(specs: Iterable[Spec], base_dir: Path) -> Manifest:
@@ -182,10 +182,10 @@ def verify(manifest: Manifest, base_dir: Path, schemes: SourceSchemes, listings:
 
     remote = any(is_remote(shard.path) for _, shard in shards)
     differences = files.in_threads(difference, shards, remote=remote)
-    found = [(spec, text) for (spec, _), text in zip(shards, differences, strict=True) if text is not None]
-    if found:
-        spec, text = found[0]
-        more = f" ({len(found) - 1} more files differ)" if len(found) > 1 else ""
+    changed = [(spec, text) for (spec, _), text in zip(shards, differences, strict=True) if text is not None]
+    if changed:
+        spec, text = changed[0]
+        more = f" ({len(changed) - 1} more files differ)" if len(changed) > 1 else ""
         raise SourceChanged(f"source {spec!r}: {text}{more}; {REMEDY}")
 
 
@@ -194,9 +194,9 @@ def _refuse_other_plugins(manifest: Manifest, schemes: SourceSchemes) -> None:
         scheme = scheme_of(schemes.spec(name))
         recorded = manifest.plugins.get(scheme.name)
         if scheme.plugin != recorded:
-            found, expected = (str(plugin or "Tokenloom itself") for plugin in (scheme.plugin, recorded))
+            actual, expected = (str(plugin or "Tokenloom itself") for plugin in (scheme.plugin, recorded))
             raise SourceChanged(
-                f"source {name!r}: the scheme {scheme.name!r} comes from {found}, but the run began with {expected}, "
+                f"source {name!r}: the scheme {scheme.name!r} comes from {actual}, but the run began with {expected}, "
                 "and other code may read other rows; install that again, or begin a new run under another name"
             )
 

@@ -16,15 +16,15 @@ OPTION = "--allow-plugins"
 
 def installed_plugins() -> Mapping[str, metadata.EntryPoint]:
     """The entry points of all installed packages, by the name of their scheme. None of them is loaded."""
-    found: dict[str, metadata.EntryPoint] = {}
+    entries: dict[str, metadata.EntryPoint] = {}
     for entry in metadata.entry_points(group=GROUP):
-        other = found.setdefault(entry.name, entry)
+        other = entries.setdefault(entry.name, entry)
         if other is not entry:
             raise ConfigError(
                 f"the source scheme {entry.name!r} comes from {_package(other)} and from {_package(entry)}; uninstall "
                 "one of them"
             )
-    return found
+    return entries
 
 
 def load_plugins(names: Iterable[str], built_in: Iterable[str]) -> list[Scheme]:
@@ -66,7 +66,7 @@ def _loaded(entry: metadata.EntryPoint) -> Scheme:
 
 
 def why_unknown(name: str) -> str | None:
-    """Why a scheme is not there although a package brings it; None where none does."""
+    """Why a scheme of an installed package is not in use; None where no package has it."""
     entry = installed_plugins().get(name)
     if entry is None:
         return None

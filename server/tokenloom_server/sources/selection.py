@@ -19,7 +19,7 @@ from tokenloom_server.sources import arrays, columns
 from tokenloom_server.sources.base import BadRow, Rows
 from tokenloom_server.sources.columns import Column
 
-#: Rows that are looked at together: what is made of them is held beside them.
+#: Rows that are filtered and formatted together: their results are in memory beside them.
 STEP_ROWS = columns.DECODE_ROWS
 
 _FUNCTIONS = {
@@ -48,29 +48,29 @@ class Selection:
         """Raises ``SourceError``, beginning with ``where``, for a column that is not there, too."""
         return cls(rules, column, {name: columns.column_of(schema, name, where) for name in rules.reads(column)}, where)
 
-    def __init__(self, rules: RowRules, column: str, found: Mapping[str, Column], where: str) -> None:
-        """``found``: where all columns lie that are read, by their names in the rules; ``column`` is the source's own.
+    def __init__(self, rules: RowRules, column: str, by_name: Mapping[str, Column], where: str) -> None:
+        """``by_name``: where each column that is read lies, by its name in the rules; ``column`` is the source's own.
 
         Raises ``SourceError``, beginning with ``where``, for a column that cannot be compared so, or is no text.
         """
         self._rules = rules
         self._column = column
-        self._found = found
-        self._tests = [_test(comparison, found[comparison.column].kind, where) for comparison in rules.filter]
+        self._columns = by_name
+        self._tests = [_test(comparison, by_name[comparison.column].kind, where) for comparison in rules.filter]
         for name in rules.text_columns:
-            kind = _plain_kind(found[name].kind)
+            kind = _plain_kind(by_name[name].kind)
             if not (_is_text(kind) or pa.types.is_integer(kind)):
                 raise SourceError(f"{where}: template: column {name!r} is of type {kind}, expected text or integers")
 
     @property
     def paths(self) -> list[str]:
         """All that is read, as Parquet names it: the fields' names, joined by dots."""
-        return [".".join(column.names) for column in self._found.values()]
+        return [".".join(column.names) for column in self._columns.values()]
 
     @property
     def fields(self) -> list[str]:
         """The top-level fields that are read, each once."""
-        return list(dict.fromkeys(column.names[0] for column in self._found.values()))
+        return list(dict.fromkeys(column.names[0] for column in self._columns.values()))
 
     def rows(
         self, batch: Any, first_row: int, where: str, *, valid: bool = False, bad: Sequence[BadRow] = ()
@@ -80,18 +80,18 @@ class Selection:
         ``bad`` are known to be; the source's own column is null there.
         """
         try:
-            found = {name: column.of(batch) for name, column in self._found.items()}
+            by_name = {name: column.of(batch) for name, column in self._columns.items()}
         except pa.ArrowException as error:
             raise SourceError(f"{where}: rows from {first_row} on are damaged: {error}") from None
         if self._rules.plain and bad:
-            yield from columns.pieces(Rows(first_row, columns.without_nulls(found[self._column]), tuple(bad)))
+            yield from columns.pieces(Rows(first_row, columns.without_nulls(by_name[self._column]), tuple(bad)))
             return
         if self._rules.plain:
-            yield from columns.rows(found[self._column], first_row, where, valid=valid)
+            yield from columns.rows(by_name[self._column], first_row, where, valid=valid)
             return
-        damaged = {name: not valid and columns.is_damaged(array, first_row, where) for name, array in found.items()}
-        for start in range(0, len(found[self._column]), STEP_ROWS):
-            part = {name: array.slice(start, STEP_ROWS) for name, array in found.items()}
+        damaged = {name: not valid and columns.is_damaged(array, first_row, where) for name, array in by_name.items()}
+        for start in range(0, len(by_name[self._column]), STEP_ROWS):
+            part = {name: array.slice(start, STEP_ROWS) for name, array in by_name.items()}
             known = [
                 BadRow(row.position - start, row.reason) for row in bad if start <= row.position < start + STEP_ROWS
             ]
@@ -105,7 +105,7 @@ class Selection:
 
     def _rows(
         self,
-        found: Mapping[str, Any],
+        by_name: Mapping[str, Any],
         first_row: int,
         where: str,
         damaged: Mapping[str, bool],
@@ -113,13 +113,13 @@ class Selection:
     ) -> Rows:
         plain: dict[str, Any] = {}
         faults: dict[str, Sequence[BadRow]] = {}
-        for name, array in found.items():
+        for name, array in by_name.items():
             plain[name], faults[name] = _decoded(array, first_row, where, damaged[name])
         faults[self._column] = [*known, *faults[self._column]]
         passing = self.passing(plain)
         bad: dict[int, BadRow] = {}
-        for name in found:
-            # Whether a row passes does not depend on what its text is like.
+        for name in by_name:
+            # Whether a row passes depends on its filter columns, not on its text.
             counts = name in self._rules.filter_columns
             for row in faults[name]:
                 if counts or passing is None or passing[row.position]:
@@ -133,7 +133,9 @@ class Selection:
                 column = arrays.blanked(column, passing)
         if bad:
             column = columns.blanked(column, bad.values())
-        return Rows(first_row, columns.without_nulls(column), tuple(bad[at] for at in sorted(bad)), filtered)
+        return Rows(
+            first_row, columns.without_nulls(column), tuple(bad[position] for position in sorted(bad)), filtered
+        )
 
     def passing(self, found: Mapping[str, Any]) -> npt.NDArray[np.bool_] | None:
         """Which rows pass the filter; None where there is none."""
@@ -183,15 +185,15 @@ def _is_text(kind: Any) -> bool:
 def _test(comparison: Comparison, kind: Any, where: str) -> _Test:
     """Raises ``SourceError`` where a column of this type cannot be compared so."""
     compared = _compared_as(comparison, _plain_kind(kind))
-    at = f"{where}: filter {str(comparison)!r}: column {comparison.column!r} is of type {kind}"
+    prefix = f"{where}: filter {str(comparison)!r}: column {comparison.column!r} is of type {kind}"
     if compared is None:
-        raise SourceError(f"{at}, which is not compared with {_NAMES[comparison.kind]}")
+        raise SourceError(f"{prefix}, which is not compared with {_NAMES[comparison.kind]}")
     try:
-        # As what the column has for them: float16 is compared as float32, where 0.1 is another number.
+        # First rounded to the column's own type: float16 is compared as float32, where 0.1 is another number.
         own = pa.float16() if pa.types.is_float16(_plain_kind(kind)) else compared
         return _Test(comparison, compared, _constants(comparison, own).cast(compared))
     except (pa.ArrowException, OverflowError) as error:
-        raise SourceError(f"{at}, and the constant is none ({error})") from None
+        raise SourceError(f"{prefix}, and the constant is none ({error})") from None
 
 
 def _constants(comparison: Comparison, kind: Any) -> Any:
@@ -237,8 +239,8 @@ def _passes(test: _Test, array: Any) -> npt.NDArray[np.bool_]:
         if pa.types.is_floating(array.type):
             # Arrow looks values up by their bits, but -0.0 equals 0, as it does for ==.
             array = pc.add(array, pa.scalar(0, array.type))
-        found = arrays.flags(pc.call_function("is_in", [array], pc.SetLookupOptions(test.constants)))
-        found = found if operator == "in" else ~found
+        passing = arrays.flags(pc.call_function("is_in", [array], pc.SetLookupOptions(test.constants)))
+        passing = passing if operator == "in" else ~passing
     else:
-        found = arrays.flags(pc.call_function(_FUNCTIONS[operator], [array, test.constants[0]]))
-    return found & arrays.flags(array.is_valid()) if array.null_count else found
+        passing = arrays.flags(pc.call_function(_FUNCTIONS[operator], [array, test.constants[0]]))
+    return passing & arrays.flags(array.is_valid()) if array.null_count else passing

@@ -1,4 +1,4 @@
-"""What readers of files have in common: a spec, shards below a folder, and what their column holds."""
+"""The common base of readers of files: a spec, shards below a folder, and the content of their column."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ShardedSource(ABC):
         return files.where(self._spec, shard)
 
     def _open(self, shard: Shard, *, again: bool = False) -> File:
-        """``again``: it will be opened once more, soon; what is known of a remote one by then is kept for that.
+        """``again``: the file is opened once more soon, so the head and end that were read of a remote one are kept.
 
         Raises ``SourceChanged`` where it is missing or another file.
         """

@@ -72,8 +72,8 @@ def document(
         if item.weight is not None:
             child["weight"] = int(item.weight) if item.weight.is_integer() else item.weight
         children.append(child)
-    given = {name: value for name, value in fields.items() if value is not None}
-    return {**given, "mixture": {"policy": policy, "children": children}}
+    own_fields = {name: value for name, value in fields.items() if value is not None}
+    return {**own_fields, "mixture": {"policy": policy, "children": children}}
 
 
 def as_yaml(mixture: dict[str, Any]) -> str:
@@ -176,10 +176,10 @@ class _Reader:
             return Spec(self._scheme(self._matches(path)), path, column)
         folder = self._base_dir / path
         if not folder.is_dir():
-            found = [name for name in self._matches(path) if (self._base_dir / name).is_file()]
-            if not found:
+            files = [name for name in self._matches(path) if (self._base_dir / name).is_file()]
+            if not files:
                 raise ConfigError(f"{self._where}: matches folders only; name each of them, or files in them")
-            return Spec(self._scheme(found), path, column)
+            return Spec(self._scheme(files), path, column)
         path = path.rstrip("/") or "/"
         for scheme in self._catalog.schemes.values():
             try:
@@ -239,7 +239,7 @@ class _Reader:
 
 
 def _refuse_alike(items: Sequence[_Item], base_dir: Path) -> None:
-    """A file is read by one item: whoever names it twice has made a mistake, and the weights would not add up."""
+    """Refuses a file that two items read: that is a mistake, and the weights would not add up."""
     owners: dict[Path | str, _Item] = {}
     for item in items:
         for name in item.files:
@@ -255,7 +255,7 @@ def _refuse_alike(items: Sequence[_Item], base_dir: Path) -> None:
 def _aliases(specs: Sequence[Spec]) -> list[str]:
     """A short name for each, by the last parts of its location: as many as it takes to tell them apart."""
     parts = [scheme_of(spec).name_parts(spec.location) or [str(spec)] for spec in specs]
-    found: list[str] = []
+    aliases: list[str] = []
     for own in parts:
         alias = next(
             (
@@ -265,9 +265,9 @@ def _aliases(specs: Sequence[Spec]) -> list[str]:
             ),
             "/".join(own),
         )
-        found.append(alias)
-    repeated = {alias for alias, times in Counter(found).items() if times > 1}
-    return [str(spec) if alias in repeated else alias for spec, alias in zip(specs, found, strict=True)]
+        aliases.append(alias)
+    repeated = {alias for alias, times in Counter(aliases).items() if times > 1}
+    return [str(spec) if alias in repeated else alias for spec, alias in zip(specs, aliases, strict=True)]
 
 
 def _last(names: Sequence[str], depth: int) -> str:

@@ -1,4 +1,4 @@
-"""A source whose reads are noted while they last, so that a wait shows, also for a disk that never answers."""
+"""A source whose reads are registered while they last: a wait is visible even where a disk never answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What readers ask of a file, wherever it lies."""
+"""The protocol of a file that readers use, local or remote."""
 
 from __future__ import annotations
 

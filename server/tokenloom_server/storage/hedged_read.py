@@ -56,10 +56,10 @@ class HedgedRead(Generic[_T]):
         self._attempt()
 
     def result(self) -> _T:
-        """What the first attempt brings that is answered.
+        """The result of the first attempt that succeeds.
 
         Raises an error that another attempt would meet again, as it is, and ``StorageError`` where there was no answer
-        for as long as patience lasts.
+        within ``RetryPolicy.total_s``.
         """
         with self._changed:
             if self._answer:
@@ -105,7 +105,7 @@ class HedgedRead(Generic[_T]):
     def _run(self) -> None:
         began = self._io_stats.clock()
         try:
-            found = self._work()
+            result = self._work()
         except Exception as error:
             with self._changed:
                 self._running -= 1
@@ -116,7 +116,7 @@ class HedgedRead(Generic[_T]):
         with self._changed:
             self._running -= 1
             if not self._answer:
-                self._answer.append(found)
+                self._answer.append(result)
             self._changed.notify_all()
 
     def _given_up(self, attempts: int, trouble: str) -> StorageError:
@@ -152,9 +152,9 @@ def _response(error: Exception) -> Any:
 def _status(error: Exception) -> int | None:
     """The HTTP status that an error of a client library brings, if it does."""
     for holder, field in ((error, "status"), (_response(error), "status_code"), (_response(error), "status")):
-        found = getattr(holder, field, None)
-        if isinstance(found, int):
-            return found
+        status = getattr(holder, field, None)
+        if isinstance(status, int):
+            return status
     return None
 
 

@@ -23,13 +23,13 @@ class RetryPolicy(NamedTuple):
     #: After an error: the first pause; each further one is twice as long, up to the longest.
     pause_s: float = 0.25
     longest_pause_s: float = 15.0
-    #: After so long without what was asked for: an error.
+    #: Seconds without an answer after which a read is an error.
     total_s: float = 300.0
 
 
 #: Reads under way, of one file: the first attempt and those made because it does not answer.
 AT_ONCE = 3
-#: Bytes that all readers of a run together hold of what is read ahead of them.
+#: Bytes that all readers of a run together prefetch and hold.
 AHEAD_BYTES = 256 << 20
 #: So many reads of a size are remembered, and so many are needed to say what is usual.
 _REMEMBERED, _TELLING = 64, 8

@@ -1,4 +1,4 @@
-"""What lies at a URL: one listing for a pattern or a folder, with sizes and signatures."""
+"""The files at a URL: one listing for a pattern or a folder, with sizes and signatures."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def find(pattern: str, io_stats: IoStats) -> tuple[Entry, ...]:
 
 
 def _is_hidden(path: str, pattern: str) -> bool:
-    given = pattern.split("/")
-    literal = next(i for i, part in enumerate(given) if has_magic(part))
-    dotted = [part for part in given[literal:] if part.startswith(".")]
+    pattern_parts = pattern.split("/")
+    literal = next(i for i, part in enumerate(pattern_parts) if has_magic(part))
+    dotted = [part for part in pattern_parts[literal:] if part.startswith(".")]
     return any(
         name.startswith(".") and not any(fnmatchcase(name, part) for part in dotted)
         for name in path.split("/")[literal:]
@@ -42,18 +42,18 @@ def _matching(pattern: str, io_stats: IoStats) -> tuple[Entry, ...]:
     if name[:1] in tuple("*?[") and "**" not in name and not has_magic(above):
         # What fsspec would list twice, and ask for by itself: nothing but the folder is before the wildcard.
         return tuple(entry for entry in folder(above, io_stats) if fnmatchcase(entry.path.rpartition("/")[2], name))
-    found: Mapping[str, Any] = HedgedRead(lambda: files.glob(pattern, detail=True), pattern, io_stats).result()
-    return _entries(pattern, found.values(), io_stats)
+    infos: Mapping[str, Any] = HedgedRead(lambda: files.glob(pattern, detail=True), pattern, io_stats).result()
+    return _entries(pattern, infos.values(), io_stats)
 
 
 def folder(url: str, io_stats: IoStats) -> tuple[Entry, ...]:
     """The files directly in a folder; none where there is no such folder. Raises ``OSError`` and ``StorageError``."""
     files = filesystem(root(url))
     try:
-        found = HedgedRead(lambda: files.ls(url, detail=True), url, io_stats).result()
+        infos = HedgedRead(lambda: files.ls(url, detail=True), url, io_stats).result()
     except FileNotFoundError:
         return ()
-    return _entries(url, found, io_stats)
+    return _entries(url, infos, io_stats)
 
 
 def _entries(url: str, infos: Iterable[Mapping[str, Any]], io_stats: IoStats) -> tuple[Entry, ...]:
@@ -64,8 +64,8 @@ def _entries(url: str, infos: Iterable[Mapping[str, Any]], io_stats: IoStats) ->
         if info.get("size") is not None:
             return entry_of(root(url), info)
         # The index page of a web server, say, has names alone.
-        found = str(info["name"])
-        return stat(found, repr(found), io_stats)
+        file_url = str(info["name"])
+        return stat(file_url, repr(file_url), io_stats)
 
     if all(info.get("size") is not None for info in files):
         return tuple(sorted(set(map(entry, files))))

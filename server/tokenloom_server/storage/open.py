@@ -1,4 +1,4 @@
-"""Opening a file, wherever it lies."""
+"""Opens a file, local or remote."""
 
 from __future__ import annotations
 

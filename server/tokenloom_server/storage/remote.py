@@ -58,12 +58,12 @@ class Entry(NamedTuple):
 
     @property
     def signature(self) -> str:
-        """What tells this content from others; empty where storage has nothing of the kind."""
+        """The signature of this content; empty where the storage has none."""
         return self.signatures[0] if self.signatures else ""
 
     def signed(self, kind: str) -> str:
         """The signature of a kind (``etag`` of ``etag:…``), or an empty string."""
-        return next((found for found in self.signatures if found.partition(":")[0] == kind), "")
+        return next((signature for signature in self.signatures if signature.partition(":")[0] == kind), "")
 
 
 @functools.cache
@@ -82,12 +82,12 @@ def filesystem(place: str) -> Any:
     except ImportError:
         raise ConfigError(f"{place}: to read URLs, install {install} (fsspec is missing)") from None
     try:
-        found, _ = fsspec.core.url_to_fs(place, use_listings_cache=False, **_OPTIONS.get(scheme, {}))
+        opened, _ = fsspec.core.url_to_fs(place, use_listings_cache=False, **_OPTIONS.get(scheme, {}))
     except ImportError as error:
         raise ConfigError(f"{place}: to read such URLs, install {install} ({redacted(str(error))})") from None
     except ValueError as error:
         raise ConfigError(f"{place}: this is storage that fsspec cannot read ({redacted(str(error))})") from None
-    return found
+    return opened
 
 
 def cached_copy(url: str) -> Path | None:
@@ -148,7 +148,7 @@ class RemoteFile(File):
         self.entry = entry_of(root(url), info)._replace(path=url)
         self.size = self.entry.size
         self._range: Callable[[int, int], bytes] = (
-            # Which knows what the object was when it was opened, and asks storage for that one alone.
+            # It knows the object's version at the opening, and requests that one alone.
             handle._fetch_range
             if hasattr(handle, "_fetch_range")
             else lambda begin, end: files.cat_file(url, start=begin, end=end)
@@ -201,7 +201,7 @@ class RemoteFile(File):
         except TokenloomError:
             raise
         except Exception as error:
-            # Is it another object by now? Then that is what is to be said, and asking again would not help.
+            # If the object was replaced, that is the error to report, and a retry would not help.
             self._refuse_changed()
             raise refused(self.name, error) if is_final(error) else error from error
         if len(data) != length:
@@ -213,14 +213,14 @@ class RemoteFile(File):
         if is_hub(self.url):
             return  # every answer of the Hub is held to the digest already
         try:
-            found = entry_of(root(self.url), filesystem(root(self.url)).info(self.url))._replace(path=self.url)
+            present = entry_of(root(self.url), filesystem(root(self.url)).info(self.url))._replace(path=self.url)
         except FileNotFoundError:
             raise SourceChanged(f"{self.name} is missing: it was deleted while being read; {REMEDY}") from None
         except Exception:
             return  # storage answers nothing just now
-        if found != self.entry:
+        if present != self.entry:
             raise SourceChanged(
-                f"{self.name} was changed while being read: found {found.size} bytes ({found.signature}), "
+                f"{self.name} was changed while being read: found {present.size} bytes ({present.signature}), "
                 f"expected {self.size} ({self.entry.signature}); {REMEDY}"
             )
 

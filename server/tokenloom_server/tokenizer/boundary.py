@@ -60,11 +60,11 @@ def _resolve(
         # Some vocabularies hold HTML's <s> and </s> beside their own; those are not special.
         ids = {token.content: token.id for token in definition.added_tokens if token.special}
         for group in groups:
-            found = [name for name in group if name in ids]
-            if len(found) == 1:
-                return ids[found[0]]
-            if found:
-                fault = f"the tokeniser has {' and '.join(map(repr, found))}, and nothing says which is meant"
+            known_names = [name for name in group if name in ids]
+            if len(known_names) == 1:
+                return ids[known_names[0]]
+            if known_names:
+                fault = f"the tokeniser has {' and '.join(map(repr, known_names))}, and nothing says which is meant"
                 break
         else:
             fault = "the tokeniser has no special token by a known name"

@@ -25,21 +25,21 @@ class Difference(NamedTuple):
 
     row: int
     position: int
-    found: list[int]
+    actual: list[int]
     expected: list[int]
 
     def describe(self) -> str:
         """The ids on both sides, from the position on."""
-        at = slice(self.position, self.position + _LISTED_IDS)
-        return f"at token {self.position} (gigatoken {self.found[at]}, tokenizers {self.expected[at]})"
+        shown = slice(self.position, self.position + _LISTED_IDS)
+        return f"at token {self.position} (gigatoken {self.actual[shown]}, tokenizers {self.expected[shown]})"
 
 
-def first_difference(found: Encoded, expected: Encoded) -> Difference | None:
+def first_difference(actual: Encoded, expected: Encoded) -> Difference | None:
     """Compares ids text by text; both have the same number of texts."""
-    if np.array_equal(found.ends, expected.ends) and np.array_equal(found.values, expected.values):
+    if np.array_equal(actual.ends, expected.ends) and np.array_equal(actual.values, expected.values):
         return None
     for row in range(len(expected.ends)):
-        ours, theirs = _row(found, row), _row(expected, row)
+        ours, theirs = _row(actual, row), _row(expected, row)
         if ours != theirs:
             same = zip(ours, theirs, strict=False)
             position = next((i for i, (a, b) in enumerate(same) if a != b), min(len(ours), len(theirs)))
@@ -91,9 +91,9 @@ class CheckedEngine:
 def sampled(values: Ids, begins: Ends, ends: Ends, one_in: int) -> npt.NDArray[np.bool_]:
     """One in ``one_in`` of the documents ``values[begins:ends]`` (none empty), by a hash of length and three ids."""
     key = (ends - begins).view(np.uint64)
-    for at in (begins, (begins + ends) // 2, ends - 1):
+    for position in (begins, (begins + ends) // 2, ends - 1):
         # Multiplication by an odd number wraps and mixes upwards.
-        key = (key ^ values[at]) * _MIXER
+        key = (key ^ values[position]) * _MIXER
     # The high bits are the ones that all of the input has reached.
     picked: npt.NDArray[np.bool_] = (key >> 32) % one_in == 0
     return picked

@@ -116,8 +116,8 @@ def choose_engine(
         cost = EngineCost(tokenizers=slow.tokens_per_cpu_s)
         return _fall_back(definition, reference, str(error), cost)
     cost = EngineCost(gigatoken=fast.tokens_per_cpu_s, tokenizers=slow.tokens_per_cpu_s)
-    for part, found, expected in zip(parts, fast.results, slow.results, strict=True):
-        difference = first_difference(found, expected)
+    for part, actual, expected in zip(parts, fast.results, slow.results, strict=True):
+        difference = first_difference(actual, expected)
         if difference is not None:
             excerpt = _excerpt(reference, part[difference.row], difference)
             why = f"gigatoken {engine.version} gives other ids for the text {excerpt} {difference.describe()}"
@@ -205,8 +205,8 @@ def _fall_back(
 
 
 def _excerpt(reference: TokenizersEngine, text: str, difference: Difference) -> str:
-    at = reference.character_of(text, difference.position)
-    begin, end = max(0, at - 20), at + 20
+    character = reference.character_of(text, difference.position)
+    begin, end = max(0, character - 20), character + 20
     return ("…" if begin else "") + repr(text[begin:end]) + ("…" if end < len(text) else "")
 
 

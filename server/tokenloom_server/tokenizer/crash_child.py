@@ -101,19 +101,19 @@ def _death(status: int) -> str | None:
 
 def _read(out: bytes) -> tuple[list[Ids], bool]:
     """The ids that came, and whether a text was begun after the last of them."""
-    found: list[Ids] = []
-    begun, at = False, 0
-    while at + _FRAME.size <= len(out):
-        kind, count = _FRAME.unpack_from(out, at)
-        at += _FRAME.size
+    encoded: list[Ids] = []
+    begun, position = False, 0
+    while position + _FRAME.size <= len(out):
+        kind, count = _FRAME.unpack_from(out, position)
+        position += _FRAME.size
         if kind == _BEGUN:
             begun = True
             continue
-        if at + 4 * count > len(out):
+        if position + 4 * count > len(out):
             break
-        found.append(np.frombuffer(out, np.uint32, count, at))
-        begun, at = False, at + 4 * count
-    return found, begun
+        encoded.append(np.frombuffer(out, np.uint32, count, position))
+        begun, position = False, position + 4 * count
+    return encoded, begun
 
 
 def _serve() -> None:
@@ -122,12 +122,12 @@ def _serve() -> None:
     # It may be about to crash: no image of it is wanted.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     source, out = sys.stdin.buffer, sys.stdout.fileno()
-    asked = json.loads(source.readline())
-    definition = find_tokenizer(asked["tokenizer"], Path(asked["base_dir"]))
-    record = EngineRecord(asked["digest"], asked["engine"], asked["version"])
-    special = asked["special_tokens_in_text"]
+    request = json.loads(source.readline())
+    definition = find_tokenizer(request["tokenizer"], Path(request["base_dir"]))
+    record = EngineRecord(request["digest"], request["engine"], request["version"])
+    special = request["special_tokens_in_text"]
     engine: Engine
-    if asked["which"] == "own":
+    if request["which"] == "own":
         engine = load_engine(definition, record, special, check_one_in=0)
     else:
         engine = other_engine(definition, record, special)

@@ -93,8 +93,8 @@ class _ChildEngine:
     def encode(self, texts: pa.LargeStringArray) -> Encoded:
         ids: list[Ids] = []
         while len(ids) < len(texts):
-            found, death = self._child.encode(texts[len(ids) :], "own")
-            ids += found
+            encoded, death = self._child.encode(texts[len(ids) :], "own")
+            ids += encoded
             if death is not None:
                 ids.append(self._with_other_engine(texts, len(ids), death))
         ends = np.cumsum(np.array([len(each) for each in ids], np.int64))
@@ -109,7 +109,7 @@ class _ChildEngine:
                 f"rows {', '.join(map(str, self.culprits))}: {self.name} {self.version} crashes at each of them; "
                 "install another version of it, and begin a new run"
             )
-        found, other_death = self._child.encode(texts[number : number + 1], "other")
+        encoded, other_death = self._child.encode(texts[number : number + 1], "other")
         if other_death is not None:
             reason = (
                 f"row {row}: a process that encodes this document with {self.name} {self.version} {death}, and one "
@@ -125,4 +125,4 @@ class _ChildEngine:
             "%s: row %d: a process that encodes this document with %s %s %s; its ids come from the other engine",
             self._where, row, self.name, self.version, death,
         )  # fmt: skip
-        return found[0]
+        return encoded[0]

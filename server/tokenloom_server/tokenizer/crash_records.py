@@ -83,16 +83,16 @@ class CrashRecords:
     def noting(self, source: int, shard: int, begin: int, end: int) -> Iterator[None]:
         """Rows [begin, end) are being encoded; if the process dies meanwhile, the next one finds them noted."""
         try:
-            at = self._free.pop()
+            note_offset = self._free.pop()
         except IndexError:  # more callers than there are notes: nothing but the note is lost
             yield
             return
-        _NOTE.pack_into(self._notes, at, source + 1, shard, begin, end)
+        _NOTE.pack_into(self._notes, note_offset, source + 1, shard, begin, end)
         try:
             yield
         finally:
-            _NOTE.pack_into(self._notes, at, 0, 0, 0, 0)
-            self._free.append(at)
+            _NOTE.pack_into(self._notes, note_offset, 0, 0, 0, 0)
+            self._free.append(note_offset)
 
     def suspected(self, source: int, shard: int, begin: int, end: int) -> list[SuspectRows]:
         """Those among rows [begin, end) that are to be encoded apart."""
@@ -139,19 +139,19 @@ def _notes_of_dead_processes(folder: Path, run: str) -> Iterator[list[SuspectRow
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             data = file.read()
             notes = _NOTE.iter_unpack(data[: len(data) // _NOTE.size * _NOTE.size])
-            found = [SuspectRows(source - 1, shard, begin, end) for source, shard, begin, end in notes if source > 0]
+            suspects = [SuspectRows(source - 1, shard, begin, end) for source, shard, begin, end in notes if source > 0]
             path.unlink(missing_ok=True)
-            if found:
-                yield found
+            if suspects:
+                yield suspects
 
 
 def _known_after_death(known: list[SuspectRows], noted: list[SuspectRows]) -> list[SuspectRows]:
     """Rows that were noted again are narrowed to what was so both times; others than proven ones are forgotten."""
-    found = [suspect for suspect in known if suspect.proven]
+    suspects = [suspect for suspect in known if suspect.proven]
     for new in noted:
         before = [old for old in known if old.meets(new) and not old.proven]
-        found += [
+        suspects += [
             replace(new, begin=max(old.begin, new.begin), end=min(old.end, new.end), deaths=old.deaths + 1)
             for old in before
         ] or [new]
-    return found
+    return suspects

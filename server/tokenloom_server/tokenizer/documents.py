@@ -48,7 +48,7 @@ class DocumentEncoder:
         skip_bad: bool = False,
     ) -> None:
         """``engine`` may be None where the source holds ids. ``skip_bad``: rows with ids outside the vocabulary are
-        told (``Documents.bad``) instead of being an error.
+        reported in ``Documents.bad`` instead of being an error.
 
         Raises ``TokenizerError`` when an id that is to be added is missing or outside the vocabulary, or
         the vocabulary is wider than uint32.
@@ -121,15 +121,15 @@ class DocumentEncoder:
         unsigned = values.view(f"u{values.dtype.itemsize}")
         if int(unsigned.max()) < limit:
             return ()
-        found = np.flatnonzero(unsigned >= limit)
-        rows, first = np.unique(np.searchsorted(encoded.ends, found, side="right"), return_index=True)
+        positions = np.flatnonzero(unsigned >= limit)
+        rows, first = np.unique(np.searchsorted(encoded.ends, positions, side="right"), return_index=True)
         return tuple(
             BadRow(
                 row,
-                f"row {first_row + row}: the id {values[at]} is outside the vocabulary (0 to {self.vocab_size - 1}); "
-                "name the tokeniser that made these ids, or set vocab_size to theirs",
+                f"row {first_row + row}: the id {values[index]} is outside the vocabulary "
+                f"(0 to {self.vocab_size - 1}); name the tokeniser that made these ids, or set vocab_size to theirs",
             )
-            for row, at in zip(rows.tolist(), found[first].tolist(), strict=True)
+            for row, index in zip(rows.tolist(), positions[first].tolist(), strict=True)
         )
 
     def _bounded(self, encoded: Encoded) -> Documents:
@@ -197,8 +197,8 @@ def _flattened(column: pa.Array, first_row: int) -> Encoded:
         ends = np.subtract(offsets[1:], offsets[0], dtype=np.int64)
         ids = column.values.slice(offsets[0], offsets[-1] - offsets[0])
     if ids.null_count:
-        at = int(pc.indices_nonzero(ids.is_null())[0].as_py())
-        row = first_row + int(np.searchsorted(ends, at, side="right"))
+        position = int(pc.indices_nonzero(ids.is_null())[0].as_py())
+        row = first_row + int(np.searchsorted(ends, position, side="right"))
         raise TokenizerError(f"row {row}: there is a null among the ids; expected integers only")
     return Encoded(arrays.numbers(ids), ends)
 

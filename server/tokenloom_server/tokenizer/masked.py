@@ -37,9 +37,10 @@ class MaskedEncoder:
         own, masked = arrays.lengths(ids), arrays.lengths(mask)
         other = np.flatnonzero(filled & (own != masked))
         if len(other):
-            at = int(other[0])
+            index = int(other[0])
             raise TokenizerError(
-                f"row {first_row + at}: {self._column!r} has {masked[at]} values for {own[at]} ids; expected one each"
+                f"row {first_row + index}: {self._column!r} has {masked[index]} values for {own[index]} ids; "
+                "expected one each"
             )
         flat = mask.flatten()
         if flat.null_count:
@@ -49,16 +50,16 @@ class MaskedEncoder:
         # Of rows that give no tokens, nobody asks for the mask.
         values = arrays.numbers(flat)[np.repeat(filled, masked)]
         if len(values) and not 0 <= int(values.min()) <= int(values.max()) <= 1:
-            at = int(np.flatnonzero((values < 0) | (values > 1))[0])
-            row = int(np.searchsorted(np.cumsum(own * filled), at, side="right"))
-            raise TokenizerError(f"row {first_row + row}: {self._column!r} has {values[at]}; expected 0 or 1")
+            index = int(np.flatnonzero((values < 0) | (values > 1))[0])
+            row = int(np.searchsorted(np.cumsum(own * filled), index, side="right"))
+            raise TokenizerError(f"row {first_row + row}: {self._column!r} has {values[index]}; expected 0 or 1")
         begins = (documents.ends - lengths)[filled]
         inside = np.ones(len(documents.values), np.bool_)
         if self._adds_bos:
             inside[begins] = False
         ended = documents.ends[filled & (lengths - self._adds_bos > own)] - 1
         inside[ended] = False
-        found = np.zeros(len(documents.values), np.uint8)
-        found[inside] = values
-        found[ended] = found[ended - 1]
-        return documents._replace(mask=found)
+        full_mask = np.zeros(len(documents.values), np.uint8)
+        full_mask[inside] = values
+        full_mask[ended] = full_mask[ended - 1]
+        return documents._replace(mask=full_mask)

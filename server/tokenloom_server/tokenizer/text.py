@@ -26,13 +26,13 @@ def load_decoder(tokenizer_json: str) -> Decode:
     import tokenizers
 
     try:
-        found = tokenizers.Tokenizer.from_str(tokenizer_json)
+        tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
     except Exception as error:
         raise TokenizerError(
             f"the run's tokenizer.json is not supported by tokenizers {tokenizers.__version__} here ({error}); "
             "install the version that its server has"
         ) from None
-    decode: Decode = partial(found.decode, skip_special_tokens=False)
+    decode: Decode = partial(tokenizer.decode, skip_special_tokens=False)
     return decode
 
 

@@ -124,5 +124,5 @@ def _names_in_state(where: str, state: str, text: bytes) -> list[str]:
 
 def _data_files(names: Iterable[str]) -> list[str]:
     # cache-*.arrow and tmp* are what `datasets` leaves beside the data: results of map and filter.
-    found = sorted(name for name in names if name.endswith(".arrow"))
-    return [name for name in found if not name.startswith(("cache-", "tmp", "."))]
+    arrow_files = sorted(name for name in names if name.endswith(".arrow"))
+    return [name for name in arrow_files if not name.startswith(("cache-", "tmp", "."))]

@@ -24,7 +24,7 @@ from tokenloom_server.storage.hub.repository import Repository, find, open_repos
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-#: Where the Hub keeps what it made of a dataset: a folder per config, in it one per split, with Parquet files.
+#: The Hub's revision with its own conversion of a dataset: CONFIG/SPLIT/*.parquet.
 CONVERSION = "refs/convert/parquet"
 #: What the names of those files end with.
 CONVERTED = ".parquet"
@@ -50,7 +50,7 @@ def _most_common(schemes: FileSchemes, paths: Iterable[str]) -> Scheme | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _SplitFiles:
     """A split's files in a repository, all of one scheme; None where no scheme reads them."""
 
     repository: Repository
@@ -64,14 +64,14 @@ class _NotThere(Exception):
 
 @dataclass(slots=True)
 class _Answer:
-    """To one question: a list of it, or of the error that it is, as soon as it is known."""
+    """The answer to one question. ``outcome`` holds it, or the error raised instead, as soon as it is known."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
-    found: list[Any] = field(default_factory=list)
+    outcome: list[Any] = field(default_factory=list)
 
 
-class _Asked:
-    """Questions that are asked once, however many threads have them; a refusal is an answer, too."""
+class _AnswerCache:
+    """Asks each question once, however many threads need the answer; a refusal is an answer, too."""
 
     def __init__(self) -> None:
         self._answers: dict[object, _Answer] = {}
@@ -81,15 +81,15 @@ class _Asked:
         with self._lock:
             answer = self._answers.setdefault(question, _Answer())
         with answer.lock:
-            if not answer.found:
+            if not answer.outcome:
                 try:
-                    answer.found.append(ask())
+                    answer.outcome.append(ask())
                 except (HubRefused, splits.CardError) as error:
-                    answer.found.append(error)
-        found: _T | Exception = answer.found[0]
-        if isinstance(found, Exception):
-            raise found
-        return found
+                    answer.outcome.append(error)
+        outcome: _T | Exception = answer.outcome[0]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
 
 class HubResolver:
@@ -101,7 +101,7 @@ class HubResolver:
     def __init__(self, schemes: FileSchemes) -> None:
         self._schemes = schemes
         self._client: HubClient | None = None
-        self._asked = _Asked()
+        self._answers_of_hub = _AnswerCache()
         self._lock = threading.Lock()
 
     def shards(self, spec: Spec) -> tuple[Shard, ...]:
@@ -129,17 +129,17 @@ class HubResolver:
             with contextlib.suppress(_NotThere):  # what that run read was what the Hub converted
                 return self._taken(_converted(repository, location, self._schemes))
         try:
-            own: _Found | _NotThere = _own(repository, self._configs(repository), location, self._schemes)
+            own: _SplitFiles | _NotThere = _own(repository, self._configs(repository), location, self._schemes)
         except (_NotThere, splits.CardError) as error:
             own = _NotThere(str(error))
-        if isinstance(own, _Found) and own.scheme is self._schemes[CONVERTED]:
+        if isinstance(own, _SplitFiles) and own.scheme is self._schemes[CONVERTED]:
             return self._taken(own)
-        # With a revision given, what is read is that revision and not what was once made of another.
+        # A given revision is read itself, and never a conversion, which may be of another one.
         converted = self._conversion(location) if commit is None and location.revision is None else None
         if converted is not None:
-            why = own if isinstance(own, _NotThere) else f"has no Parquet files of its own for {_asked(location)}"
+            why = own if isinstance(own, _NotThere) else f"has no Parquet files of its own for {_named(location)}"
             _log.warning(
-                "the dataset %s %s: read is what the Hub converted it to (%s at %s), which may lag behind; add @main "
+                "the dataset %s %s: read is what the Hub converted it to (%s at %s), which may be older; add @main "
                 "to the dataset's name to read its own files",
                 repository.name, why, CONVERSION, converted.repository.commit,
             )  # fmt: skip
@@ -149,7 +149,7 @@ class HubResolver:
         if own.scheme is None:
             first = f"the first is {own.paths[0]!r}, {splits.ending_of(own.paths[0])}"
             raise _NotThere(
-                f"has {len(own.paths)} files for {_asked(location)} that cannot be read ({first}), and the Hub has no "
+                f"has {len(own.paths)} files for {_named(location)} that cannot be read ({first}), and the Hub has no "
                 "Parquet conversion of them; expected .parquet, .arrow, .jsonl or .txt (also with .gz or .zst)"
             )
         return self._taken(own)
@@ -159,15 +159,15 @@ class HubResolver:
             if self._client is None:
                 self._client = HubClient()
             client = self._client
-        return self._asked.once((name, revision), lambda: open_repository(client, name, revision))
+        return self._answers_of_hub.once((name, revision), lambda: open_repository(client, name, revision))
 
     def _configs(self, repository: Repository) -> Mapping[str, splits.Config]:
-        return self._asked.once(
+        return self._answers_of_hub.once(
             (repository.name, repository.commit, "card"),
             lambda: splits.configs_of(repository.text("README.md") or ""),
         )
 
-    def _conversion(self, location: HubLocation) -> _Found | None:
+    def _conversion(self, location: HubLocation) -> _SplitFiles | None:
         """The split in the Hub's conversion; None where there is none, or not all of it."""
         try:
             return _converted(self._repository(location.repo, CONVERSION), location, self._schemes)
@@ -175,12 +175,12 @@ class HubResolver:
             _log.debug("no conversion of %s: %s", location, error)
             return None
 
-    def _taken(self, found: _Found) -> tuple[Shard, ...]:
-        repository = found.repository
-        folders = {path.rpartition("/")[0] for path in found.paths}
-        # Found by a listing, so that this asks for nothing new.
+    def _taken(self, split: _SplitFiles) -> tuple[Shard, ...]:
+        repository = split.repository
+        folders = {path.rpartition("/")[0] for path in split.paths}
+        # The folders were listed already, so this sends no request.
         known = {file.path: file for folder in folders for file in repository.below(folder, deep=False)}
-        files = [known[path] for path in found.paths]
+        files = [known[path] for path in split.paths]
         missing = [file.path for file in files if not file.fingerprint]
         if missing:
             raise HubRefused(
@@ -195,15 +195,15 @@ class HubResolver:
         )
 
     def _instead(self, location: HubLocation, error: HubRefused) -> str:
-        """What there is instead of what was refused, where the Hub tells."""
+        """The datasets, or branches and tags, that the Hub has instead of a refused one; else empty."""
         client = self._client
         if client is None or client.offline:
             return ""
         try:
             if error.kind == "repo" and "/" in location.repo:
                 org = location.repo.partition("/")[0]
-                found, _ = client.get_json("api/datasets", {"author": org, "limit": str(LISTED)})
-                return f"; datasets of {org!r}: {_listed([str(one['id']) for one in found])}"
+                datasets, _ = client.get_json("api/datasets", {"author": org, "limit": str(LISTED)})
+                return f"; datasets of {org!r}: {_listed([str(one['id']) for one in datasets])}"
             if error.kind == "revision":
                 refs, _ = client.get_json(f"api/datasets/{location.repo}/refs")
                 names = [str(one["name"]) for kind in ("branches", "tags", "converts") for one in refs.get(kind, ())]
@@ -236,7 +236,7 @@ def _other(one: Shard, another: Shard) -> bool:
 
 def _own(
     repository: Repository, configs: Mapping[str, splits.Config], location: HubLocation, schemes: FileSchemes
-) -> _Found:
+) -> _SplitFiles:
     """A split in a repository's own files, by its card or their names."""
     if location.config is None:
         config = next((config for config in configs.values() if config.is_default), None)
@@ -247,24 +247,24 @@ def _own(
     else:
         raise _NotThere(f"has no config {location.config!r}; its configs: {_listed(configs)}")
     look = partial(_find, repository)
-    found = splits.splits_of(config, look)
-    if location.split not in found:
-        raise _NotThere(_no_split(location, config.name, list(found)))
-    paths = splits.files_of(found[location.split], look)
+    patterns = splits.splits_of(config, look)
+    if location.split not in patterns:
+        raise _NotThere(_no_split(location, config.name, list(patterns)))
+    paths = splits.files_of(patterns[location.split], look)
     if not paths:
         raise _NotThere(
-            f"has no file for {_asked(location)}, whose patterns are {_listed(found[location.split])}; its splits: "
-            f"{_listed(found)}"
+            f"has no file for {_named(location)}, whose patterns are {_listed(patterns[location.split])}; "
+            f"its splits: {_listed(patterns)}"
         )
     scheme = _most_common(schemes, paths)
     left = [path for path in paths if reading_scheme(schemes, path) is not scheme]
     if left and scheme is not None:
         _log.warning(
             "the dataset %s: %d files of %s are not read, since most are %s (the first is %s)",
-            repository.name, len(left), _asked(location), scheme.name, left[0],
+            repository.name, len(left), _named(location), scheme.name, left[0],
         )  # fmt: skip
         paths = [path for path in paths if reading_scheme(schemes, path) is scheme]
-    return _Found(repository, paths, scheme)
+    return _SplitFiles(repository, paths, scheme)
 
 
 def _find(repository: Repository, pattern: str) -> Sequence[str]:
@@ -276,24 +276,24 @@ def _find(repository: Repository, pattern: str) -> Sequence[str]:
         raise splits.CardError(f"its card has the pattern {pattern!r}, which is none ({error})") from None
 
 
-def _converted(repository: Repository, location: HubLocation, schemes: FileSchemes) -> _Found:
+def _converted(repository: Repository, location: HubLocation, schemes: FileSchemes) -> _SplitFiles:
     """A split in the Hub's own conversion: ``CONFIG/SPLIT/0000.parquet`` and so on."""
     files = [file.path for file in repository.below("", deep=True) if file.path.endswith(CONVERTED)]
     folders = {tuple(path.split("/")[:-1]) for path in files}
     configs = sorted({folder[0] for folder in folders if len(folder) == 2})
     name = location.config or (configs[0] if len(configs) == 1 else "default")
     if name not in configs:
-        asked = f"config {name!r}" if location.config else "default config"
-        raise _NotThere(f"has no {asked} in the Hub's conversion; its configs: {_listed(configs)}")
-    found = sorted(folder[1] for folder in folders if len(folder) == 2 and folder[0] == name)
-    if location.split not in found:
-        if f"partial-{location.split}" in found:
+        config_text = f"config {name!r}" if location.config else "default config"
+        raise _NotThere(f"has no {config_text} in the Hub's conversion; its configs: {_listed(configs)}")
+    split_names = sorted(folder[1] for folder in folders if len(folder) == 2 and folder[0] == name)
+    if location.split not in split_names:
+        if f"partial-{location.split}" in split_names:
             raise _NotThere(
                 f"is converted in part only: the split {location.split!r} is there as {'partial-' + location.split!r}, "
                 "the first gigabytes of it; name that one if it is what you want"
             )
-        raise _NotThere(_no_split(location, name, found))
-    return _Found(
+        raise _NotThere(_no_split(location, name, split_names))
+    return _SplitFiles(
         repository, [path for path in files if path.startswith(f"{name}/{location.split}/")], schemes[CONVERTED]
     )
 
@@ -303,7 +303,7 @@ def _no_split(location: HubLocation, config: str, there: Sequence[str]) -> str:
     return f"has no split {location.split!r}{of}; its splits: {_listed(there)}"
 
 
-def _asked(location: HubLocation) -> str:
+def _named(location: HubLocation) -> str:
     config = f" of config {location.config!r}" if location.config else ""
     return f"the split {location.split!r}{config}"
 

@@ -21,19 +21,19 @@ READ_BYTES = 2**16
 
 def columns_of(file: File, path: str) -> dict[str, Content | None]:
     """The keys of the first objects, in the order in which they occur."""
-    found: dict[str, Content | None] = {}
+    contents: dict[str, Content | None] = {}
     undecided: set[str] = set()
     for document in _documents(file, codec_of(path)):
         for key, value in document.items():
-            if value is None and key not in found:
+            if value is None and key not in contents:
                 undecided.add(key)
-            if key not in found or key in undecided:
-                found[key] = _content_of_value(value)
+            if key not in contents or key in undecided:
+                contents[key] = _content_of_value(value)
             if value is not None:
                 undecided.discard(key)
         if not undecided:
             break
-    return found
+    return contents
 
 
 def _documents(file: File, codec: str | None) -> Iterator[dict[str, Any]]:

@@ -48,10 +48,10 @@ def open_jsonl(request: ReadRequest) -> LinesSource:
     """
     require_rows(request)
     spec, rules = request.spec, request.rules
-    found = _probe(request)
-    selection = Selection(rules, spec.column, found, f"source {str(spec)!r}")
-    decode = Decoder(spec.column, rules, found, selection)
-    return LinesSource(request, _content_of(found[spec.column]), decode)
+    probed = _probe(request)
+    selection = Selection(rules, spec.column, probed, f"source {str(spec)!r}")
+    decode = Decoder(spec.column, rules, probed, selection)
+    return LinesSource(request, _content_of(probed[spec.column]), decode)
 
 
 def _probe(request: ReadRequest) -> dict[str, Column]:
@@ -59,16 +59,16 @@ def _probe(request: ReadRequest) -> dict[str, Column]:
     spec, rules = request.spec, request.rules
     wanted, seen = rules.reads(spec.column), 0
     paths: dict[str, tuple[str, ...]] = {}
-    # A column that is only compared is what the constant is, whatever its first value.
+    # A column that is only compared has the type of the constant, whatever its first value.
     compared = {"text": pa.string(), "number": pa.float64(), "truth": pa.bool_()}
     kinds = {each.column: compared[each.kind] for each in rules.filter}
     for name in (spec.column, *rules.text_columns):
         kinds.pop(name, None)
     for block, where in _all_blocks(request):
         for i in range(len(block.ends)):
-            at = f"{where}: line {block.first_row + i + 1}"
+            line_name = f"{where}: line {block.first_row + i + 1}"
             try:
-                _look_at(document_of(block, i, where), spec, wanted, paths, kinds, at)
+                _look_at(document_of(block, i, where), spec, wanted, paths, kinds, line_name)
             except SourceError:
                 if not rules.skip_bad:
                     raise
@@ -152,24 +152,24 @@ def _kind_of(value: Any, name: str, at: str, *, ids: bool) -> Any:
 
 def document_of(block: Block, i: int, where: str) -> dict[str, Any]:
     """The object in the i-th line of a block, by Python's ``json``. Raises ``SourceError`` naming file and line."""
-    at = f"{where}: line {block.first_row + i + 1}"
+    line_name = f"{where}: line {block.first_row + i + 1}"
     try:
         text = block.line(i).decode()
     except UnicodeDecodeError:
         raise SourceError(not_utf8(block.cut(i, i + 1), where)[0].reason) from None
     if not text.strip():
-        raise SourceError(f"{at} is blank, expected a JSON object; remove the line")
+        raise SourceError(f"{line_name} is blank, expected a JSON object; remove the line")
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise SourceError(f"{at} is malformed JSON ({error}); expected one object per line") from None
+        raise SourceError(f"{line_name} is malformed JSON ({error}); expected one object per line") from None
     if not isinstance(document, dict):
-        raise SourceError(f"{at} is {_kind(document)}, expected a JSON object")
+        raise SourceError(f"{line_name} is {_kind(document)}, expected a JSON object")
     return document
 
 
 def value_of(document: dict[str, Any], path: tuple[str, ...], name: str, at: str, *, required: bool) -> Any:
-    """What lies at a path of an object; None below a null, and where there is nothing and need not be.
+    """The value at a path of an object; None below a null, and where a key is missing that is not ``required``.
 
     Raises ``SourceError`` beginning with ``at``.
     """
@@ -201,15 +201,15 @@ def _shown(item: Any) -> str:
 class Decoder:
     """Turns blocks of JSON lines into rows of one column."""
 
-    def __init__(self, column: str, rules: RowRules, found: Mapping[str, Column], selection: Selection) -> None:
-        """``found``: all columns that are read, by their names in the rules."""
+    def __init__(self, column: str, rules: RowRules, by_name: Mapping[str, Column], selection: Selection) -> None:
+        """``by_name``: each column that is read, by its name in the rules."""
         self._column = column
         self._rules = rules
-        self._found = found
+        self._columns = by_name
         self._selection = selection
-        self._content = _content_of(found[column])
+        self._content = _content_of(by_name[column])
         self._options = pa.json.ParseOptions(
-            explicit_schema=_schema(found),
+            explicit_schema=_schema(by_name),
             unexpected_field_behavior="ignore",
             newlines_in_values=False,
         )
@@ -239,7 +239,7 @@ class Decoder:
             yield self._row(block, where)
         else:
             bad = []
-            own = self._found[self._column].of(batch)
+            own = self._columns[self._column].of(batch)
             for i in arrays.numbers(pc.indices_nonzero(own.is_null())).tolist() if own.null_count else ():
                 try:
                     self._own(document_of(block, i, where), f"{where}: line {block.first_row + i + 1}")
@@ -249,16 +249,16 @@ class Decoder:
 
     def _row(self, block: Block, where: str) -> Rows:
         """A block of one line."""
-        at = f"{where}: line {block.first_row + 1}"
+        line_name = f"{where}: line {block.first_row + 1}"
         try:
             document = document_of(block, 0, where)
-            found = {name: self._other(document, name, at) for name in self._rules.filter_columns}
-            passing = self._selection.passing(found)
+            values = {name: self._other(document, name, line_name) for name in self._rules.filter_columns}
+            passing = self._selection.passing(values)
             if passing is not None and not passing[0]:
                 return Rows(block.first_row, self._empty(), (), ~passing)
-            found |= {name: self._other(document, name, at) for name in self._rules.text_columns}
-            found[self._column] = pa.array([self._own(document, at)], self._found[self._column].kind)
-            return Rows(block.first_row, columns.without_nulls(self._selection.text(found)))
+            values |= {name: self._other(document, name, line_name) for name in self._rules.text_columns}
+            values[self._column] = pa.array([self._own(document, line_name)], self._columns[self._column].kind)
+            return Rows(block.first_row, columns.without_nulls(self._selection.text(values)))
         except SourceError as error:
             return self._bad(block.first_row, str(error))
 
@@ -267,12 +267,12 @@ class Decoder:
 
     def _empty(self) -> Any:
         empty: Any = "" if self._content is Content.TEXT else []
-        return pa.array([empty], self._found[self._column].kind)
+        return pa.array([empty], self._columns[self._column].kind)
 
     def _own(self, document: dict[str, Any], at: str) -> str | list[int] | None:
         """The value of the source's own column. Raises ``SourceError`` when no row can be made of it."""
         value: str | list[int] | None = value_of(
-            document, self._found[self._column].names, self._column, at, required=True
+            document, self._columns[self._column].names, self._column, at, required=True
         )
         if isinstance(value, str):
             self._check_text(value, self._column, at)
@@ -293,11 +293,11 @@ class Decoder:
 
     def _other(self, document: dict[str, Any], name: str, at: str) -> Any:
         """The value of another column, as an array of one."""
-        kind = self._found[name].kind
+        kind = self._columns[name].kind
         value: Any = (
             self._own(document, at)
             if name == self._column
-            else value_of(document, self._found[name].names, name, at, required=False)
+            else value_of(document, self._columns[name].names, name, at, required=False)
         )
         if value is None:
             return pa.array([None], kind)
@@ -322,7 +322,7 @@ class Decoder:
             raise SourceError(f"{at}: {name!r} has half of a surrogate pair, which is no character") from None
 
     def _fast(self, block: Block) -> Any | None:
-        """What is read by Arrow's reader, or ``None`` where it fails or may have taken lines for other lines."""
+        """The batches of Arrow's reader, or ``None`` where it fails or may have split lines otherwise."""
         if not _each_line_is_braced(block):
             return None
         options = pa.json.ReadOptions(use_threads=False, block_size=min(len(block.data) + 1, 2**31 - 1))
@@ -330,7 +330,7 @@ class Decoder:
             batches = pa.json.read_json(pa.BufferReader(block.data), options, self._options).to_batches()
             if len(batches) != 1 or len(batches[0]) != len(block.ends):
                 return None
-            own = self._found[self._column].of(batches[0])
+            own = self._columns[self._column].of(batches[0])
         except pa.ArrowException:
             return None
         if self._content is Content.IDS and own.values.null_count:

@@ -45,7 +45,7 @@ class MegatronScheme(Scheme):
         if not there:
             index = base_dir / (prefix + INDEX)
             raise SourceError(f"source {str(spec)!r}: no file matches {str(index)!r}; {nearest_folder(index)}")
-        paths = tuple(found + ending for found in sorted({path[: -len(INDEX)] for path in there}) for ending in endings)
+        paths = tuple(stem + ending for stem in sorted({path[: -len(INDEX)] for path in there}) for ending in endings)
         for path in paths:
             if path not in there:
                 other = path[: -len(INDEX)] + (INDEX if path.endswith(DATA) else DATA)

@@ -120,8 +120,8 @@ class NpySource(ShardedSource):
     def _is_end(self, ids: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
         if self._end_of_text_id > np.iinfo(ids.dtype).max:
             return np.zeros(len(ids), np.bool_)
-        found: npt.NDArray[np.bool_] = ids == ids.dtype.type(self._end_of_text_id)
-        return found
+        is_end: npt.NDArray[np.bool_] = ids == ids.dtype.type(self._end_of_text_id)
+        return is_end
 
     def _mapped(self, shard: int) -> FlatIds:
         entry = self._shards[shard]
@@ -164,9 +164,9 @@ class NpySource(ShardedSource):
         step = CHUNK_BYTES // ids.kind.itemsize
         for begin in range(0, ids.count, step):
             ends = self._is_end(ids.numbers(begin, min(begin + step, ids.count)))
-            found = int(ends.argmax())
-            if ends[found] and begin + found + 1 < ids.count:
-                entries.append((rows + 1, begin + found + 1))
+            first_end = int(ends.argmax())
+            if ends[first_end] and begin + first_end + 1 < ids.count:
+                entries.append((rows + 1, begin + first_end + 1))
             rows += int(np.count_nonzero(ends))
             ends_row = bool(ends[-1])
         entries.append((rows + (not ends_row), ids.count))
@@ -196,9 +196,9 @@ def _layout(file: File, spec: Spec, where: str) -> _Layout:
             )
         return llm_c
     if head.startswith(MAGIC) or llm_c is not None:
-        found = "an llm.c shard" if llm_c is not None else "a .npy file"
+        described_as = "an llm.c shard" if llm_c is not None else "a .npy file"
         raise SourceError(
-            f"{where} is {found}, which says itself what it holds; leave ':{spec.column}' out of the spec"
+            f"{where} is {described_as}, which says itself what it holds; leave ':{spec.column}' out of the spec"
         )
     kind = np.dtype(spec.column).newbyteorder("<")
     if size % kind.itemsize:

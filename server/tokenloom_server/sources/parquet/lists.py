@@ -48,16 +48,16 @@ def list_column(file: Any, name: str) -> ListColumn | None:
     """How the lists of a ``ParquetFile`` are to be read; ``None`` where they are not of the plain three-level kind."""
     field = file.schema_arrow.field(name)
     leaves = [file.schema.column(i) for i in range(len(file.schema))]
-    found = [i for i, leaf in enumerate(leaves) if leaf.path.startswith(f"{name}.")]
-    if len(found) != 1 or not pa.types.is_integer(getattr(field.type, "value_type", None) or pa.null()):
+    leaf_numbers = [i for i, leaf in enumerate(leaves) if leaf.path.startswith(f"{name}.")]
+    if len(leaf_numbers) != 1 or not pa.types.is_integer(getattr(field.type, "value_type", None) or pa.null()):
         return None
-    leaf = leaves[found[0]]
+    leaf = leaves[leaf_numbers[0]]
     empty_level = int(field.nullable)
     item_level = empty_level + 1 + int(field.type.value_field.nullable)
     physical_type = PHYSICAL_TYPES.get(leaf.physical_type)
     if physical_type is None or (leaf.max_repetition_level, leaf.max_definition_level) != (1, item_level):
         return None
-    return ListColumn(found[0], physical_type, item_level, empty_level, field.type.value_type)
+    return ListColumn(leaf_numbers[0], physical_type, item_level, empty_level, field.type.value_type)
 
 
 class ListReader:
@@ -102,14 +102,14 @@ def _units(file: File, chunk: Chunk, column: ListColumn) -> Iterator[Any]:
 
 def _first(levels: memoryview) -> int:
     """The first of run-length encoded levels of 0 and 1."""
-    head, at = thrift.unsigned(levels, 0)
-    return levels[at] & 1 if head & 1 else levels[at]
+    head, position = thrift.unsigned(levels, 0)
+    return levels[position] & 1 if head & 1 else levels[position]
 
 
 def _all_are(levels: memoryview, value: int, count: int) -> bool:
     """Whether levels are a single run of a value: as they are where each row has items, and no null."""
-    head, at = thrift.unsigned(levels, 0)
-    return not head & 1 and head >> 1 >= count and levels[at] == value
+    head, position = thrift.unsigned(levels, 0)
+    return not head & 1 and head >> 1 >= count and levels[position] == value
 
 
 def _decoded(held: list[Page], dictionary: Dictionary | None, column: ListColumn) -> Any:
@@ -151,7 +151,7 @@ def _starts(begins: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
 
 
 def _absent(begins: npt.NDArray[np.int32], present: npt.NDArray[np.int32], column: ListColumn) -> npt.NDArray[np.int64]:
-    """The levels that stand for no item, but for an empty list or for a null instead of one."""
+    """The levels that mark an empty list, or a null instead of a list, and so no item."""
     absent = np.flatnonzero(present != column.item_level)
     after = absent[absent + 1 < len(begins)] + 1
     if bool((present[absent] > column.empty_level).any() or begins[absent].any() or begins[after].any()):
@@ -160,7 +160,7 @@ def _absent(begins: npt.NDArray[np.int32], present: npt.NDArray[np.int32], colum
 
 
 def _typed(items: Any, kind: Any) -> Any:
-    """Integers of the file's 32 or 64 bits as what its schema says that they are."""
+    """The file's integers of 32 or 64 bits, in the type that its schema names."""
     if items.type == kind:
         return items
     # As Arrow does it: the bits that fit.

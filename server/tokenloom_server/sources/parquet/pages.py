@@ -35,15 +35,15 @@ DATA_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2 = 0, 2, 3
 _UNCOMPRESSED, _SNAPPY = 0, 1
 _CODECS = {_UNCOMPRESSED: "", _SNAPPY: "snappy", 2: "gzip", 4: "brotli", 6: "zstd"}
 
-#: Which field of a page's header has what its type needs.
+#: By the type of a page, the field of its header with the details of that type.
 _DETAILS = {DATA_PAGE: 5, DICTIONARY_PAGE: 7, DATA_PAGE_V2: 8}
 
 
 class Unusual(Exception):
-    """What this module does not understand, damage included."""
+    """A file that this module cannot read, or a damaged one."""
 
 
-#: What pages, and footers, raise that are not what they should be.
+#: The errors that damaged pages and footers raise.
 FAULTS = (
     *(Unusual, pa.ArrowException, OSError, EOFError, zlib.error, RecursionError, MemoryError, OverflowError),
     *(ValueError, KeyError, IndexError, TypeError),
@@ -84,19 +84,19 @@ def chunks(file: File, leaf: int) -> Iterator[Chunk]:
     if tail[4:] != MAGIC or length > min(MAX_FOOTER_BYTES, size - 8):
         raise Unusual("no footer, an encrypted one, or a very long one")
     data = _pread(file, length, size - 8 - length)
-    at = _list_at(data, 0, 4)
-    groups, _, at = thrift.list_header(data, at)
+    position = _list_at(data, 0, 4)
+    groups, _, position = thrift.list_header(data, position)
     for _ in range(groups):
-        columns, _, at = thrift.list_header(data, _list_at(data, at, 1))
+        columns, _, position = thrift.list_header(data, _list_at(data, position, 1))
         if leaf >= columns:
             raise Unusual("a row group without the column")
         for _ in range(leaf):
-            at = thrift.skip(data, at, thrift.STRUCT)
-        fields, at = thrift.read_struct(data, at)
+            position = thrift.skip(data, position, thrift.STRUCT)
+        fields, position = thrift.read_struct(data, position)
         yield _chunk(fields)
         for _ in range(leaf + 1, columns):
-            at = thrift.skip(data, at, thrift.STRUCT)
-        at = thrift.skip(data, at, thrift.STRUCT)  # the rest of the row group
+            position = thrift.skip(data, position, thrift.STRUCT)
+        position = thrift.skip(data, position, thrift.STRUCT)  # the rest of the row group
 
 
 class Chunks:
@@ -104,35 +104,35 @@ class Chunks:
 
     def __init__(self, leaf: int) -> None:
         self._leaf = leaf
-        self._found: list[Chunk] = []
+        self._chunks: list[Chunk] = []
         self._more: Iterator[Chunk] | None = None
 
     def from_group(self, file: File, group: int) -> Iterator[Chunk]:
         """The chunk of a row group, and those after it. The footer is read once. Raises what ``chunks`` does."""
         while True:
-            while len(self._found) <= group:
+            while len(self._chunks) <= group:
                 if self._more is None:
                     self._more = chunks(file, self._leaf)
                 chunk = next(self._more, None)
                 if chunk is None:
                     return
-                self._found.append(chunk)
-            yield self._found[group]
+                self._chunks.append(chunk)
+            yield self._chunks[group]
             group += 1
 
 
-def _list_at(data: bytes | memoryview, at: int, wanted: int) -> int:
-    """Where the structure at ``at`` has the list that is its field ``wanted``."""
+def _list_at(data: bytes | memoryview, position: int, wanted: int) -> int:
+    """The position of the list that is field ``wanted`` of the structure at ``position``."""
     number = 0
-    while head := data[at]:
-        at += 1
+    while head := data[position]:
+        position += 1
         number += head >> 4
         if number == wanted and head & 15 == thrift.LIST:
-            return at
+            return position
         if head < 16 or number >= wanted:
             break
         if head & 15 > thrift.FALSE:
-            at = thrift.skip(data, at, head & 15)
+            position = thrift.skip(data, position, head & 15)
     raise Unusual(f"a footer without field {wanted}")
 
 
@@ -148,19 +148,19 @@ def pages(file: File, chunk: Chunk) -> Iterator[Dictionary | Page]:
     """The pages of a column that has both kinds of levels, read one at a time; checksums are verified."""
     if chunk.codec not in _CODECS:
         raise Unusual(f"the codec {chunk.codec}")
-    at, end, left = chunk.start, chunk.start + chunk.size, chunk.levels
+    position, end, left = chunk.start, chunk.start + chunk.size, chunk.levels
     while left > 0:
-        header, length = thrift.read_struct(file.read_at(at, min(HEADER_BYTES, end - at)), 0)
+        header, length = thrift.read_struct(file.read_at(position, min(HEADER_BYTES, end - position)), 0)
         kind, size, stored = header[1], header[2], header[3]
-        at += length
-        if kind not in _DETAILS or not 0 <= size <= MAX_PAGE_BYTES or not 0 <= stored <= end - at:
-            raise Unusual(f"a page of type {kind}: {size} bytes, {stored} in the file, where {end - at} are left")
+        position += length
+        if kind not in _DETAILS or not 0 <= size <= MAX_PAGE_BYTES or not 0 <= stored <= end - position:
+            raise Unusual(f"a page of type {kind}: {size} bytes, {stored} in the file, where {end - position} are left")
         details = header[_DETAILS[kind]]
         count = details[1]
         if kind != DICTIONARY_PAGE and not 0 <= count <= min(left, MAX_PAGE_VALUES):
             raise Unusual(f"a page of {count} values, where {left} are left")
-        body = memoryview(_pread(file, stored, at))
-        at += stored
+        body = memoryview(_pread(file, stored, position))
+        position += stored
         if 4 in header and zlib.crc32(body) != header[4] & 0xFFFFFFFF:
             raise Unusual("a checksum that differs")
         if kind == DICTIONARY_PAGE:
@@ -175,9 +175,9 @@ def _page(details: dict[int, Any], codec: int, body: memoryview, size: int) -> P
     if details[3] != RLE or details[4] != RLE:
         raise Unusual("levels in the encoding of before 2013")
     data = _decompressed(codec, body, size)
-    repetition, at = _sized(data, 0)
-    definition, at = _sized(data, at)
-    return Page(details[1], details[2], repetition, definition, data[at:])
+    repetition, position = _sized(data, 0)
+    definition, position = _sized(data, position)
+    return Page(details[1], details[2], repetition, definition, data[position:])
 
 
 def _page_v2(details: dict[int, Any], codec: int, body: memoryview, size: int) -> Page:
@@ -200,17 +200,17 @@ def _sized(data: memoryview, at: int) -> tuple[memoryview, int]:
 
 def _decompressed(codec: int, body: memoryview, size: int) -> memoryview:
     if codec == _UNCOMPRESSED:
-        found: Any = body
+        output: Any = body
     elif not size:
-        found = b""  # whatever the codec makes of nothing
+        output = b""  # whatever the codec makes of nothing
     elif codec == _SNAPPY:
         # Arrow does not tell how many bytes it has written, but Snappy's data begins with it.
         length, _ = thrift.unsigned(body, 0)
-        found = pa.Codec(_CODECS[codec]).decompress(body, length) if length == size else b""
+        output = pa.Codec(_CODECS[codec]).decompress(body, length) if length == size else b""
     else:
         stream = pa.CompressedInputStream(pa.BufferReader(pa.py_buffer(body)), _CODECS[codec])
-        found = stream.read_buffer(size + 1)
-    data = memoryview(found).cast("B")
+        output = stream.read_buffer(size + 1)
+    data = memoryview(output).cast("B")
     if len(data) != size:
         raise Unusual(f"a page that does not have the {size} bytes that its header says")
     return data

@@ -52,7 +52,7 @@ class ParquetSource(ShardedSource):
         """
         super().__init__(request)
         self._group_ends: dict[int, np.ndarray[Any, np.dtype[np.int64]]] = {}
-        #: Of the files that were last opened at a row, the footers: who shuffles does so for each row group.
+        #: Footers of the files that were last opened at a row; a shuffled reader opens its file for each row group.
         self._footers: dict[int, _Footer] = {}
         self._refuse_empty_files("a Parquet file")
         with self._open_parquet(0, again=True) as opened:
@@ -134,7 +134,7 @@ class ParquetSource(ShardedSource):
         return ListReader(file, column, chunks) if column is not None else None
 
     def _ranges(self, file: File, chunks: Chunks, group: int) -> Iterator[Range]:
-        """Where the column lies in a row group and in those after it; ends where that does not show."""
+        """The column's chunk in a row group and in each after it; ends where the file does not say where it lies."""
         try:
             for chunk in chunks.from_group(file, group):
                 yield Range(chunk.start, chunk.start + chunk.size)

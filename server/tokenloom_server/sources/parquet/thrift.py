@@ -18,81 +18,81 @@ _MAX_SHIFT = 63
 Fields = dict[int, Any]
 
 
-def unsigned(data: Sequence[int], at: int) -> tuple[int, int]:
+def unsigned(data: Sequence[int], position: int) -> tuple[int, int]:
     """A variable-length integer, and the position after it."""
     value = shift = 0
-    while (byte := data[at]) > 0x7F:
+    while (byte := data[position]) > 0x7F:
         value |= (byte & 0x7F) << shift
-        at += 1
+        position += 1
         shift += 7
         if shift > _MAX_SHIFT:
-            raise ValueError(f"the integer before byte {at} has more than 64 bits")
-    return value | byte << shift, at + 1
+            raise ValueError(f"the integer before byte {position} has more than 64 bits")
+    return value | byte << shift, position + 1
 
 
-def read_struct(data: Sequence[int], at: int, depth: int = 2) -> tuple[Fields, int]:
+def read_struct(data: Sequence[int], position: int, depth: int = 2) -> tuple[Fields, int]:
     """A structure's integers, booleans and, to a depth, structures; and the position after it."""
     fields: Fields = {}
     number = 0
-    while head := data[at]:
-        at += 1
+    while head := data[position]:
+        position += 1
         kind = head & 15
         if head > 15:
             number += head >> 4
         else:
-            number, at = _signed(data, at)
+            number, position = _signed(data, position)
         if I16 <= kind <= I64:
-            fields[number], at = _signed(data, at)
+            fields[number], position = _signed(data, position)
         elif kind <= FALSE:
             fields[number] = kind == TRUE
         elif kind == STRUCT and depth > 1:
-            fields[number], at = read_struct(data, at, depth - 1)
+            fields[number], position = read_struct(data, position, depth - 1)
         else:
-            at = skip(data, at, kind)
-    return fields, at + 1
+            position = skip(data, position, kind)
+    return fields, position + 1
 
 
-def _signed(data: Sequence[int], at: int) -> tuple[int, int]:
-    value, at = unsigned(data, at)
-    return (value >> 1) ^ -(value & 1), at
+def _signed(data: Sequence[int], position: int) -> tuple[int, int]:
+    value, position = unsigned(data, position)
+    return (value >> 1) ^ -(value & 1), position
 
 
-def list_header(data: Sequence[int], at: int) -> tuple[int, int, int]:
+def list_header(data: Sequence[int], position: int) -> tuple[int, int, int]:
     """How many items a list has, of which kind, and where the first one begins."""
-    length, kind = data[at] >> 4, data[at] & 15
+    length, kind = data[position] >> 4, data[position] & 15
     if length < 15:
-        return length, kind, at + 1
-    length, at = unsigned(data, at + 1)
-    return length, kind, at
+        return length, kind, position + 1
+    length, position = unsigned(data, position + 1)
+    return length, kind, position
 
 
-def skip(data: Sequence[int], at: int, kind: int) -> int:
-    """The position after a value; of a structure, ``at`` may be any of its fields."""
+def skip(data: Sequence[int], position: int, kind: int) -> int:
+    """The position after a value; of a structure, ``position`` may be that of any of its fields."""
     if I16 <= kind <= I64:
-        while data[at] > 0x7F:
-            at += 1
-        return at + 1
+        while data[position] > 0x7F:
+            position += 1
+        return position + 1
     if kind == STRUCT:
-        while head := data[at]:
-            at += 1
+        while head := data[position]:
+            position += 1
             if head < 16:
-                at = skip(data, at, I16)
+                position = skip(data, position, I16)
             if head & 15 > FALSE:  # a field's boolean is its type
-                at = skip(data, at, head & 15)
-        return at + 1
+                position = skip(data, position, head & 15)
+        return position + 1
     if kind == BINARY:
-        length, at = unsigned(data, at)
-        return at + length
+        length, position = unsigned(data, position)
+        return position + length
     if kind in (LIST, SET):
-        length, kind, at = list_header(data, at)
+        length, kind, position = list_header(data, position)
         for _ in range(length):
-            at = skip(data, at, kind)
-        return at
+            position = skip(data, position, kind)
+        return position
     if kind in (TRUE, FALSE, BYTE):
-        return at + 1
+        return position + 1
     if kind == DOUBLE:
-        return at + 8
-    raise ValueError(f"the value at byte {at} has the unknown type {kind}")
+        return position + 8
+    raise ValueError(f"the value at byte {position} has the unknown type {kind}")
 
 
 def integer(value: int) -> bytes:

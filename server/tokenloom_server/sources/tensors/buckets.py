@@ -65,8 +65,8 @@ class BucketIndex:
 
     def batches(self, size: int) -> _Int64s:
         """[K]: the full batches of each bucket."""
-        found: _Int64s = self.counts // size
-        return found
+        counts: _Int64s = self.counts // size
+        return counts
 
     def take(self, bucket: int, places: _Int64s) -> tuple[_Int64s, _Int64s]:
         """Rows of a bucket, by their places in it [n]: shard and row in shard, [n] each."""
@@ -152,19 +152,19 @@ def _coded(source: FeatureSource, shard: int, bucketing: Bucketing) -> _Coded:
     row = 0
     for array in source.bucket_arrays(shard, bucketing.column):
         _check_filled(array, row, bucketing, where)
-        found = _lengths(array, bucketing, where) if bucketing.by_length else _values(array, bucketing.column, where)
-        if isinstance(found, pa.Array):
+        row_keys = _lengths(array, bucketing, where) if bucketing.by_length else _values(array, bucketing.column, where)
+        if isinstance(row_keys, pa.Array):
             # Of an item of a list, or a value of a dictionary.
-            _check_filled(found, row, bucketing, where)
+            _check_filled(row_keys, row, bucketing, where)
         row += len(array)
         if bucketing.edges:
             edges = np.array(bucketing.edges)
-            places = np.searchsorted(edges, found, "left")
+            places = np.searchsorted(edges, row_keys, "left")
             # Keys stay those of the edges, the one after the last stands for none.
             own = np.append(np.array([keys.setdefault(int(edge), len(keys)) for edge in edges], np.int32), _LEFT_OUT)
             codes.append(own[places])
             continue
-        unique, inverse = _unique(found)
+        unique, inverse = _unique(row_keys)
         own = np.array([keys.setdefault(key, len(keys)) for key in unique], np.int32)
         codes.append(own[inverse])
     return _Coded(list(keys), np.concatenate(codes) if codes else np.empty(0, np.int32))
@@ -197,8 +197,8 @@ def _lengths(array: Any, bucketing: Bucketing, where: str) -> _Int64s:
             f"{where}: bucket_by is length({bucketing.column}), but that column is of type {kind}, not a list; name "
             "the column itself to go by its value"
         )
-    found: _Int64s = pc.list_value_length(array).to_numpy(zero_copy_only=False).astype(np.int64)
-    return found
+    lengths: _Int64s = pc.list_value_length(array).to_numpy(zero_copy_only=False).astype(np.int64)
+    return lengths
 
 
 def _values(array: Any, column: str, where: str) -> Any:
@@ -209,13 +209,13 @@ def _values(array: Any, column: str, where: str) -> Any:
         kind = array.type
     if pa.types.is_integer(kind):
         try:
-            found = array.cast(pa.int64())
+            integers = array.cast(pa.int64())
         except pa.ArrowInvalid as error:
             raise SourceError(
                 f"{where}: column {column!r} names buckets, which are int64, but {error}; store it as text"
             ) from None
         # A null is one of a dictionary's values.
-        return found if found.null_count else found.to_numpy()
+        return integers if integers.null_count else integers.to_numpy()
     if pa.types.is_boolean(kind) or pa.types.is_string_view(kind):
         return array.cast(pa.large_string())
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):

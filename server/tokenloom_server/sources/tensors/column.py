@@ -1,4 +1,4 @@
-"""The columns of rows that are tensors: which types travel, and as what."""
+"""The columns of rows that are tensors: which Arrow types are delivered, and as which dtypes."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Values(NamedTuple):
 
 
 class LocatedRows(NamedTuple):
-    """What ``DecodedColumn.locate`` found for consecutive rows of what was asked for."""
+    """Where the values of consecutive rows of a request lie, as ``DecodedColumn.locate`` returns it."""
 
     rows: slice
     dims: _Int64s
@@ -129,12 +129,12 @@ class DecodedColumn:
         self._data = _numbers(array.buffers()[2], np.dtype(np.uint8))
 
     def locate(self, rows: _Int64s) -> tuple[_Int64s, _Int64s, _Int64s, _Bytes]:
-        """Of some rows of the part: their dims [n, d], sizes and offsets in bytes [n], and what these lie in."""
+        """Of some rows of the part: their dims [n, d], sizes and offsets in bytes [n], and the buffer of these."""
         if not self._column.is_tensor:
-            at = rows + self._leaf_begin
+            items = rows + self._leaf_begin
             self._refuse_null(self._leaf_valid, rows, rows, rows + 1)
-            begins = self._text_offsets[at].astype(np.int64)
-            return np.empty((len(rows), 0), np.int64), self._text_offsets[at + 1] - begins, begins, self._data
+            begins = self._text_offsets[items].astype(np.int64)
+            return np.empty((len(rows), 0), np.int64), self._text_offsets[items + 1] - begins, begins, self._data
         begins, ends = rows, rows + 1
         dims: list[_Int64s] = []
         for number, level in enumerate(self._levels):
@@ -155,8 +155,8 @@ class DecodedColumn:
         if self._is_tensor_type:
             shape = [int(dim or 0) for dim in self._column.dims]
             dims = [np.full(len(rows), dim) for dim in shape]
-        found = np.stack(dims, axis=1) if dims else np.empty((len(rows), 0), np.int64)
-        return found, sizes, (begins + self._leaf_begin) * size, self._data
+        shapes = np.stack(dims, axis=1) if dims else np.empty((len(rows), 0), np.int64)
+        return shapes, sizes, (begins + self._leaf_begin) * size, self._data
 
     def _lengths(self, level: _Level, number: int, rows: _Int64s, begins: _Int64s, ends: _Int64s) -> _Int64s:
         """By row, the one length of its lists at a level. Raises ``SourceError`` where they have several."""
@@ -165,21 +165,21 @@ class DecodedColumn:
             return np.where(ends > begins, level.even, 0).astype(np.int64)
         offsets = level.offsets
         if not number:
-            at = begins + level.begin
-            own: _Int64s = (offsets[at + 1] - offsets[at]).astype(np.int64)
+            items = begins + level.begin
+            own: _Int64s = (offsets[items + 1] - offsets[items]).astype(np.int64)
             return own
-        found = np.zeros(len(rows), np.int64)
+        row_lengths = np.zeros(len(rows), np.int64)
         for i, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
             lengths = np.diff(offsets[level.begin + begin : level.begin + end + 1])
             if len(lengths):
-                found[i] = lengths[0]
+                row_lengths[i] = lengths[0]
                 if (lengths != lengths[0]).any():
                     raise SourceError(
                         f"{self._where}: row {self._first_row + int(rows[i])} has lists of lengths "
                         f"{int(lengths.min())} to {int(lengths.max())} in dimension {number}, so it is no tensor; "
                         "leave the column out of batching.columns"
                     )
-        return found
+        return row_lengths
 
     def _refuse_null(self, valid: npt.NDArray[np.bool_] | None, rows: _Int64s, begins: _Int64s, ends: _Int64s) -> None:
         if valid is None:
@@ -196,15 +196,15 @@ def _valid(array: Any) -> npt.NDArray[np.bool_] | None:
     """Which items of an array (counted from its own begin) are there; None for all."""
     if not array.null_count:
         return None
-    found: npt.NDArray[np.bool_] = array.is_valid().to_numpy(zero_copy_only=False)
-    return found
+    present: npt.NDArray[np.bool_] = array.is_valid().to_numpy(zero_copy_only=False)
+    return present
 
 
 def _numbers(buffer: Any, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     if buffer is None or not buffer.size:
         return np.zeros(1 if dtype != np.uint8 else 0, dtype)
-    found: npt.NDArray[Any] = np.frombuffer(buffer, dtype, count=buffer.size // dtype.itemsize)
-    return found
+    numbers: npt.NDArray[Any] = np.frombuffer(buffer, dtype, count=buffer.size // dtype.itemsize)
+    return numbers
 
 
 def _plain(array: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a file gives to whoever reads its rows as tensors, in any order."""
+"""The protocol of a file whose rows are read as tensors, in any order."""
 
 from __future__ import annotations
 

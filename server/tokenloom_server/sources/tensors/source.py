@@ -30,7 +30,7 @@ from tokenloom_server.storage.local import LocalFile
 
 #: Decoded parts that a source keeps for the next batches, bytes; the one in use is kept in any case.
 KEPT_BYTES = 256 * 2**20
-#: And so many parts at most: one that is mapped takes no memory but for what describes it.
+#: And so many parts at most: a mapped part takes memory for its description alone.
 KEPT_PARTS = 1024
 #: Files of a source that are open at once.
 OPEN_FILES = 64
@@ -139,8 +139,8 @@ class FeatureSource:
         firsts = np.empty(len(rows), np.int64)
         for shard in np.unique(shards).tolist():
             ends, own = self._file(shard).ends, shards == shard
-            found = np.searchsorted(ends, rows[own], "right") - 1
-            parts[own], firsts[own] = found, ends[found]
+            own_parts = np.searchsorted(ends, rows[own], "right") - 1
+            parts[own], firsts[own] = own_parts, ends[own_parts]
         breaks = np.flatnonzero((np.diff(shards) != 0) | (np.diff(parts) != 0)) + 1
         edges = [0, *breaks.tolist(), len(rows)]
         pieces: list[list[LocatedRows]] = [[] for _ in self.columns]
@@ -186,19 +186,19 @@ class FeatureSource:
         return file.schema
 
     def _file(self, shard: int) -> _NamedFile:
-        found = self._opened.get(shard)
-        if found is None:
-            found = self._open(shard)
+        file = self._opened.get(shard)
+        if file is None:
+            file = self._open(shard)
             try:
-                self._check(shard, found.schema)
+                self._check(shard, file.schema)
             except SourceError:
-                found.close()
+                file.close()
                 raise
-            self._opened[shard] = found
+            self._opened[shard] = file
             if len(self._opened) > OPEN_FILES:
                 self._opened.popitem(last=False)[1].close()
         self._opened.move_to_end(shard)
-        return found
+        return file
 
     def _open(self, shard: int) -> _NamedFile:
         if not self._shards[shard].size:
@@ -229,13 +229,13 @@ class FeatureSource:
 
     def _column(self, schema: Any, name: str, shard: int) -> Column:
         """Raises ``SourceError`` for a column that is missing, or cannot travel."""
-        found = schema.get_all_field_indices(name)
-        if len(found) != 1:
+        indices = schema.get_all_field_indices(name)
+        if len(indices) != 1:
             raise SourceError(
-                f"{self.where(shard)} has {len(found) or 'no'} column{'s' if found else ''} named {name!r}; its "
+                f"{self.where(shard)} has {len(indices) or 'no'} column{'s' if indices else ''} named {name!r}; its "
                 f"columns are {', '.join(schema.names)}"
             )
-        kind = schema.field(found[0]).type
+        kind = schema.field(indices[0]).type
         if name in RESERVED:
             raise SourceError(
                 f"{self.where(shard)}: column {name!r} has a name that every batch uses for something of its own "
@@ -264,7 +264,7 @@ def _shape(column: Column) -> str:
 
 
 class _NamedFile:
-    """A ``TensorFile`` whose errors name it, and which can be closed."""
+    """A ``TensorFile`` that can be closed, and whose errors name the file."""
 
     def __init__(self, file: TensorFile, opened: File, where: str) -> None:
         self._file = file

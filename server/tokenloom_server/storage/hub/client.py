@@ -80,12 +80,12 @@ class Reply:
 
     def body(self, most: int) -> bytes:
         """All of it. Raises ``HubBusy`` when it is cut short, and for more than ``most`` bytes."""
-        found = bytearray()
+        content = bytearray()
         for part in self._response.iter_raw():
-            found += part
-            if len(found) > most:
+            content += part
+            if len(content) > most:
                 raise HubBusy(f"an answer of more than {most} bytes")
-        return bytes(found)
+        return bytes(content)
 
 
 class HubClient:
@@ -126,8 +126,8 @@ class HubClient:
 
     def cached_file(self, repo: str, commit: str, path: str) -> str | None:
         """Where a dataset's file at a commit lies in the cache."""
-        found = self._hub.try_to_load_from_cache(repo, path, revision=commit, repo_type="dataset")
-        return found if isinstance(found, str) else None
+        cached = self._hub.try_to_load_from_cache(repo, path, revision=commit, repo_type="dataset")
+        return cached if isinstance(cached, str) else None
 
     def cached_tree(self, repo: str, commit: str) -> list[Any] | None:
         """Every file of a commit as ``RepoFile``, where the cache knows."""
@@ -167,19 +167,19 @@ class HubClient:
         hub: Mapping[str, str] = {}
         for _ in range(REDIRECTS):
             with self._sent(method, url, headers or {}) as response:
-                status, found = int(response.status_code), response.headers
+                status, received = int(response.status_code), response.headers
                 if self.is_own(url):
-                    hub = found
-                if status in (301, 302, 303, 307, 308) and found.get("location"):
-                    url = urljoin(url, found["location"])
+                    hub = received
+                if status in (301, 302, 303, 307, 308) and received.get("location"):
+                    url = urljoin(url, received["location"])
                     if method == "HEAD" and not self.is_own(url):
                         # What is asked is answered by now, and a signature may be good for GET alone.
-                        yield Reply(status, found, hub, response, url)
+                        yield Reply(status, received, hub, response, url)
                         return
                     continue
                 if status >= 400 and status != 416:
                     raise self._fault(url, response)
-                yield Reply(status, found, hub, response, url)
+                yield Reply(status, received, hub, response, url)
                 return
         raise HubRefused("other", f"{self._named(url)} leads from one place to the next without an end")
 
@@ -210,13 +210,13 @@ class HubClient:
         return f"{parts.scheme}://{parts.hostname}"
 
     def _scrubbed(self, error: object) -> str:
-        """An error's text without what may be secret: queries of URLs, and the token."""
+        """An error's text without possible secrets: queries of URLs, and the token."""
         text = re.sub(r"(https?://[^\s?'\"]+)\?[^\s'\"]*", r"\1", str(error)) or type(error).__name__
         token = self._token()
         return text.replace(token, "…") if token else text
 
     def _token(self) -> str | None:
-        """From the environment, or of whoever logged in on this machine."""
+        """The token of the environment, or of the login on this machine."""
         token: str | None = None if self._constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else self._hub.get_token()
         return token
 

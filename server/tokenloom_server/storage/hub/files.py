@@ -60,26 +60,30 @@ class HubFiles:
 
     def cached(self, url: str) -> Path | None:
         """Where a file at a commit lies in the cache of huggingface_hub, if it does."""
-        at = HubPath.parse(url)
-        found = self._client.cached_file(at.repo, at.revision, at.path) if at.revision and at.is_pinned else None
-        return Path(found) if found is not None else None
+        location = HubPath.parse(url)
+        cached = (
+            self._client.cached_file(location.repo, location.revision, location.path)
+            if location.revision and location.is_pinned
+            else None
+        )
+        return Path(cached) if cached is not None else None
 
     def glob(self, pattern: str, detail: bool = True) -> dict[str, dict[str, Any]]:
         """The files that a URL with wildcards matches, each at the commit that its revision is at now."""
-        at = HubPath.parse(pattern)
+        location = HubPath.parse(pattern)
         with self._naming(pattern):
-            held = repository.open_repository(self._client, at.repo, at.revision)
-            return {info["name"]: info for info in (_info(held, file) for file in repository.find(held, at.path))}
+            held = repository.open_repository(self._client, location.repo, location.revision)
+            return {info["name"]: info for info in (_info(held, file) for file in repository.find(held, location.path))}
 
     def ls(self, url: str, detail: bool = True) -> list[dict[str, Any]]:
         """The files directly in a folder, likewise. Raises ``FileNotFoundError`` where it has none."""
-        at = HubPath.parse(url)
+        location = HubPath.parse(url)
         with self._naming(url):
-            held = repository.open_repository(self._client, at.repo, at.revision)
-            found = [_info(held, file) for file in held.below(at.path.strip("/"), deep=False)]
-        if not found:
+            held = repository.open_repository(self._client, location.repo, location.revision)
+            infos = [_info(held, file) for file in held.below(location.path.strip("/"), deep=False)]
+        if not infos:
             raise FileNotFoundError(url)
-        return found
+        return infos
 
     def info(self, url: str) -> dict[str, Any]:
         """A file's size and digest; one request."""
@@ -108,9 +112,9 @@ class HubHandle:
         """Raises ``HubBusy`` and ``HubRefused``."""
         self._client = client
         self._url = url
-        at = HubPath.parse(url)
-        revision = quote(at.revision or "main", safe="")
-        self._address = f"{client.endpoint}/datasets/{at.repo}/resolve/{revision}/{quote(at.path)}"
+        location = HubPath.parse(url)
+        revision = quote(location.revision or "main", safe="")
+        self._address = f"{client.endpoint}/datasets/{location.repo}/resolve/{revision}/{quote(location.path)}"
         with client.ask("HEAD", self._address) as reply:
             size = reply.hub.get("x-linked-size") or reply.headers.get("content-length", "")
             self._digest = _digest_of(reply)
@@ -144,15 +148,15 @@ class HubHandle:
     def _read(self, address: str, begin: int, end: int) -> bytes:
         with self._client.ask("GET", address, {"range": f"bytes={begin}-{end - 1}"}) as reply:
             self._check(reply, begin, end)
-            found = reply.body(end - begin)
-        if len(found) != end - begin:
-            raise HubBusy(f"the answer ended after {len(found)} of {end - begin} bytes")
+            content = reply.body(end - begin)
+        if len(content) != end - begin:
+            raise HubBusy(f"the answer ended after {len(content)} of {end - begin} bytes")
         if not self._client.is_own(reply.url):
             self._storage = reply.url
-        return found
+        return content
 
     def _check(self, reply: Reply, begin: int, end: int) -> None:
-        """Holds an answer to what was asked for, before its body is read."""
+        """Compares an answer with its request, before its body is read."""
         if reply.status == 416:
             raise SourceChanged(f"{self._url!r} ends before byte {end - 1}, expected {self.size} bytes in all")
         if reply.hub and _digest_of(reply) != self._digest:

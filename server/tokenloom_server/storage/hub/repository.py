@@ -96,7 +96,7 @@ class OnlineRepository:
     def _list(self, folder: str, deep: bool) -> Sequence[HubFile]:
         path = f"api/datasets/{self.name}/tree/{self.commit}" + (f"/{quote(folder, safe='')}" if folder else "")
         query: dict[str, str] | None = {"recursive": str(deep), "expand": "False"}
-        found: list[HubFile] = []
+        files: list[HubFile] = []
         while query is not None:
             try:
                 page, query = self._client.get_json(path, query)
@@ -105,10 +105,10 @@ class OnlineRepository:
                     return ()
                 raise
             try:
-                found += [_file(entry) for entry in page if entry["type"] == "file"]
+                files += [_file(entry) for entry in page if entry["type"] == "file"]
             except (KeyError, TypeError, ValueError):
                 raise _no_hub(self._client, "the list of a dataset's files") from None
-        return sorted(found, key=lambda file: file.path)
+        return sorted(files, key=lambda file: file.path)
 
     def text(self, path: str) -> str | None:
         cached = self._client.cached_file(self.name, self.commit, path)

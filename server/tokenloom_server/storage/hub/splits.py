@@ -68,18 +68,18 @@ def configs_of(card: str) -> dict[str, Config]:
         return {"default": Config("default", "", None, True)}
     if not isinstance(entries, list):
         raise CardError(f"its card's configs are {type(entries).__name__}, expected a list")
-    found: dict[str, Config] = {}
+    configs: dict[str, Config] = {}
     for entry in entries:
         if not isinstance(entry, dict) or "config_name" not in entry:
             raise CardError(f"its card has a config without config_name: {str(entry)[:80]}")
         name, files = str(entry["config_name"]), entry.get("data_files")
         patterns = None if files is None else _patterns(name, files)
         folder = str(entry.get("data_dir") or "").strip("/")
-        found[name] = Config(name, folder, patterns, name == "default" or bool(entry.get("default")))
-    if len(found) == 1:
-        only = next(iter(found.values()))
-        found[only.name] = Config(only.name, only.folder, only.patterns, True)
-    return found
+        configs[name] = Config(name, folder, patterns, name == "default" or bool(entry.get("default")))
+    if len(configs) == 1:
+        only = next(iter(configs.values()))
+        configs[only.name] = Config(only.name, only.folder, only.patterns, True)
+    return configs
 
 
 def _header(card: str) -> dict[str, Any]:
@@ -103,19 +103,19 @@ def _patterns(config: str, files: Any) -> Patterns:
         return {"train": [files]}
     if isinstance(files, list) and all(isinstance(item, str) for item in files):
         return {"train": files}
-    found: dict[str, Sequence[str]] = {}
+    by_split: dict[str, Sequence[str]] = {}
     for item in files if isinstance(files, list) else ():
         path = item.get("path") if isinstance(item, dict) else None
         paths = [path] if isinstance(path, str) else path
         if not isinstance(paths, list) or not all(isinstance(one, str) for one in paths) or "split" not in item:
             break
         split = str(item["split"])
-        if split in found:
+        if split in by_split:
             raise CardError(f"its card's config {config!r} has the split {split!r} twice")
-        found[split] = paths
+        by_split[split] = paths
     else:
-        if found:
-            return found
+        if by_split:
+            return by_split
     raise CardError(f"its card's config {config!r} has data_files that are no patterns by split: {str(files)[:120]}")
 
 
@@ -126,7 +126,7 @@ def splits_of(config: Config, find: Find) -> Patterns:
         return f"{config.folder}/{pattern}" if config.folder else pattern
 
     if config.patterns is not None:
-        return {split: [below(one) for one in found] for split, found in config.patterns.items()}
+        return {split: [below(one) for one in by_split] for split, by_split in config.patterns.items()}
     sharded = [_SHARDED_NAME.fullmatch(basename(path)) for path in data_files(below(_SHARDED), find)]
     names = {match[1] for match in sharded if match is not None}
     if names:
@@ -135,9 +135,11 @@ def splits_of(config: Config, find: Find) -> Patterns:
         usual = {
             split: [below(base.format(word)) for word in words for base in bases] for split, words in _KEYWORDS.items()
         }
-        found = {split: patterns for split, patterns in usual.items() if any(data_files(one, find) for one in patterns)}
-        if found:
-            return found
+        by_split = {
+            split: patterns for split, patterns in usual.items() if any(data_files(one, find) for one in patterns)
+        }
+        if by_split:
+            return by_split
     return {"train": [below("**")]} if data_files(below("**"), find) else {}
 
 
@@ -186,10 +188,10 @@ def ending_of(path: str) -> str:
 
 def files_of(patterns: Sequence[str], find: Find) -> list[str]:
     """The files of a split: pattern after pattern, each file once. Raises ``CardError`` for one that is not there."""
-    found: dict[str, None] = {}
+    paths_once: dict[str, None] = {}
     for pattern in patterns:
         paths = data_files(pattern, find)
         if not paths and not re.search(r"[*?[]", pattern):
             raise CardError(f"its card names the file {pattern!r}, which it does not have")
-        found |= dict.fromkeys(paths)
-    return list(found)
+        paths_once |= dict.fromkeys(paths)
+    return list(paths_once)
