@@ -138,7 +138,7 @@ def test_a_label_is_the_token_that_the_model_is_to_predict_there(
         for i, own in enumerate(parts):
             # By definition: the ids of the sample, and for each the document that it is of.
             ids = [(token, number) for number, part in enumerate(own) for token in part.ids.tolist()]
-            padding = [(0, -1)] * (found.width - len(ids))
+            padding = [(0, -1)] * (found.form.width - len(ids))
             ids = [*padding, *ids] if found.form.padding == "left" else [*ids, *padding]
             begins = {number: part.begin for number, part in enumerate(own)}
             expected = []
