@@ -1,4 +1,4 @@
-"""A small corpus of all four schemes, what it must become, and servers that serve it."""
+"""A small corpus of four schemes, what it must become, and servers that serve it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The canonical order: the same samples from any state, on any ranks, over all four schemes."""
+"""The canonical order: the same samples from any state, on any ranks, over four schemes."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from graphlib import CycleError, TopologicalSorter
 
 from support.source_tree import CLIENT, PACKAGE_FOLDERS, PROTO, SERVER, Module, Tree
 
-#: From the ground up. A package (or a module beside the packages) may import those of lower rows, and its own modules;
-#: nothing points up, and neighbours in a row do not know each other.
+#: From the ground up. A package (or a module beside the packages) may import those of the rows before its own, and its
+#: own modules; nothing points up, and neighbours in a row do not know each other.
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     SERVER: (
         ("__init__", "errors"),

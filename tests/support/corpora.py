@@ -101,7 +101,7 @@ ROWS: dict[str, list[list[Any]]] = {
 
 
 def write_corpus(folder: Path) -> Path:
-    """Four sources of all four schemes below ``folder/data``."""
+    """Four sources of four schemes below ``folder/data``."""
     for shard, rows in enumerate(ROWS[CODE]):
         write_parquet(folder / f"data/code-{shard}.parquet", rows)
     write_jsonl(folder / "data/docs.jsonl", ROWS[DOCS][0])

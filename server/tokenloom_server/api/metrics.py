@@ -3,9 +3,9 @@
 The tables below are the list of all metrics: a new one is a line in the table of what it is about. Names that end in
 ``_total`` are counters, all others gauges. A value that is not known (None) is left out.
 
-Counters of runs, sources and ranks carry the label ``generation``: a restore rewinds them, and where one series would
-look like a reset to zero and give ``rate()`` a spike, a new series does not. Only the present generation is exposed, so
-``sum without (generation) (…)`` is today's value.
+Counters of runs, sources and ranks carry the label ``generation``: a restore rewinds them. Prometheus would take that
+for a reset to zero, and ``rate()`` would show a spike; a new series for each generation avoids both. Only the present
+generation is exposed, so ``sum without (generation) (…)`` is today's value.
 
 ``tokenloom_process_*`` are prometheus_client's own metrics of the server process (memory, CPU, open files).
 """

@@ -83,8 +83,8 @@ class Ledger(ABC):
         self._execute(commands.Release(uid, stream, epoch))
 
     def adopt(self, uid: str, stream: str, epoch: int, new_uid: str) -> None:
-        """Gives a run that never opened a generation another uid, so that a trainer's state from elsewhere
-        fits. Name, epoch, pin, revisions and snapshots stay; the former uid is of no use any more.
+        """Gives a run that never opened a generation the uid of a trainer's state, so that a run can move to
+        an empty ledger. Name, epoch, pin, revisions and snapshots stay; the former uid is of no use any more.
 
         Raises ``NotLeader``, or ``LedgerError`` where a generation was opened or another run has the uid.
         """

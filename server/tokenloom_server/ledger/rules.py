@@ -26,8 +26,8 @@ Refusal: TypeAlias = TokenloomError
 class Head:
     """What a command is decided by: the run at one moment, without anything that grows with it.
 
-    The last fields are what the run's lists hold of the command's own attempt, rank, number, id or uid; None where
-    they hold nothing, and for other commands.
+    The last fields are entries of the run's lists: each holds the entry that has the attempt, rank, number, id or uid
+    which the command names, or None.
     """
 
     #: The ledger's clock, Unix time in seconds.

@@ -1,5 +1,4 @@
-"""Credits in owed tokens: when the weights that they are kept in change, and where an older data loader's balances
-go on.
+"""Credits in owed tokens: converted when weights change, and taken over from an older data loader's balances.
 
 A source that is new to those balances gets one, no counters: it begins as if it had consumed as much for each unit of
 its weight as the mixture file's ``new_source_baseline`` says of its siblings, so that it neither starves them nor waits

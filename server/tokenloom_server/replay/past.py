@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 
 def never() -> bool:
-    """Of somebody who waits as long as it takes."""
+    """Says that a caller was not interrupted: it waits as long as it takes."""
     return False
 
 

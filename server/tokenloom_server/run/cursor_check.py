@@ -1,4 +1,4 @@
-"""Whether each source has what the cursors of a state point after: what is read first only shows there."""
+"""Checks that the rows which a state's cursors point to exist. Reading would find a missing one only later."""
 
 from __future__ import annotations
 

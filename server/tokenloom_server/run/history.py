@@ -40,8 +40,8 @@ class Known(NamedTuple):
 
 
 class Pin(NamedTuple):
-    """A pinned resume point: where a trainer's own state has to stand, and where the next generation starts:
-    ``skipped`` samples of the order after it."""
+    """A pinned resume point. ``point``: where a trainer's own state has to stand. ``start``: where the next generation
+    starts, which is ``skipped`` samples after ``point``."""
 
     point: ResumePoint
     start: ResumePoint
@@ -89,7 +89,7 @@ class History:
                 f"{skip} samples after sample {before.sample_index} cannot be skipped: the data end at sample "
                 f"{after.sample_index}"
             )
-        # So the next opening has not to go forward: the state that it starts with lies here.
+        # The pin holds the state after the skip, so that the next opening need not go forward to it.
         start = self._composed(point, jumped_over(before, after))
         revisions = self._revisions_before(after.sample_index)
         return canonical({"revisions": revisions, "skipped": skip, "snapshot": text, "start": start})
@@ -130,7 +130,7 @@ class History:
         """The rolling digest at a sample index of the present line."""
         begin = self._began(self.openings())
         if begin is not None and begin.sample_index == index:
-            # Where nothing goes forward to, and which may lie before the first generation, after what it skipped.
+            # Its digest is known; and no state before it may be, where the first generation skipped samples.
             return digest_hex(begin.digest)
         return digest_hex(self._advance(self.nearest(index).state, index).digest)
 

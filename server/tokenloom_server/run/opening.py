@@ -68,14 +68,14 @@ class GenerationOpener:
                 coordinator.reopen(stored.opening, call.process)
                 return stored.opening
             self._refuse_busy(call)
-            # Of a ledger that lost a revision, too: what the trainer's state is under, it brings.
+            # The trainer's state carries its revisions; a ledger that lost some takes them from it.
             self._revisions.take_over(call.state or stored.pin or "")
             choice = self.choice_of(call)
             point, skipped = self._resolve(call, stored)
             start = self._history.forward(point)
             uid = self._adopt(point, stored)
             opening, ramp = self._lay(call, stored, point, skipped, start)
-            # Also where the answer of the write is lost: the same rank will ask again.
+            # Noted before the write: where its answer is lost, the same rank asks again.
             self._newest = call.attempt, choice
             committed = commit_of(coordinator.timeline, start, opening.start_state)
             coordinator.open_generation(uid, opening, start, committed, call.process)

@@ -39,7 +39,7 @@ class SourceCatalog:
 
     @property
     def endings(self) -> Mapping[str, Scheme]:
-        """By the ending of a file's name, the scheme that reads such files where a spec does not name one."""
+        """By the ending of a file's name, the scheme that reads such files where the short form names no scheme."""
         return {ending: scheme for scheme in self.schemes.values() for ending in scheme.all_endings}
 
     def spec(self, text: str) -> Spec:

@@ -68,7 +68,7 @@ class Plugin:
 class Scheme(ABC):
     """A source scheme. Its class attributes say what holds for every source of it; it has no state.
 
-    To parse specs is cheap: what a module imports only to read files belongs into ``open``.
+    Parsing a spec must stay cheap: import in ``open`` what only reading files needs.
     """
 
     name: ClassVar[str]
