@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 from support.corpora import CODE, mixture, write_corpus
+from support.served import serving
 from tokenloom_server.api.served_run import ServedRun
-from tokenloom_server.api.service import Runs
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import BeyondHorizon, JoinRefused, NotFound, OrderMismatch, ServerStopping
-from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.replay.peek import Peek, PeekCall
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
@@ -27,19 +23,6 @@ PATIENCE_S = 20.0
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("peeked"))
-
-
-@contextmanager
-def serving(folder: Path, ledger_folder: Path, document: dict[str, Any]) -> Iterator[ServedRun]:
-    path = folder / f"{ledger_folder.name}.yaml"
-    path.write_text(yaml.safe_dump(document), encoding="utf-8")
-    ledger = SqliteLedger(ledger_folder / "ledger.db")
-    runs = Runs(ledger)
-    try:
-        yield runs.add(path, None)
-    finally:
-        runs.stop()
-        ledger.close()
 
 
 @pytest.fixture

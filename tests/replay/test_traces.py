@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import xxhash
-import yaml
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, flat, mixture, write_corpus
+from support.served import serving
 from tokenloom_server.api.served_run import ServedRun
-from tokenloom_server.api.service import Runs
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.core.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, digest_hex
 from tokenloom_server.errors import (
@@ -27,7 +26,6 @@ from tokenloom_server.errors import (
     SnapshotInvalid,
     TooManyPeeks,
 )
-from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.order.replay import Replay
 from tokenloom_server.replay.documents import by_source, explain
 from tokenloom_server.replay.past import MAX_PEEKS
@@ -50,19 +48,6 @@ PATHS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("traced"))
-
-
-@contextmanager
-def serving(folder: Path, ledger_folder: Path, document: dict[str, Any]) -> Iterator[ServedRun]:
-    path = folder / f"{ledger_folder.name}.yaml"
-    path.write_text(yaml.safe_dump(document), encoding="utf-8")
-    ledger = SqliteLedger(ledger_folder / "ledger.db")
-    runs = Runs(ledger)
-    try:
-        yield runs.add(path, None)
-    finally:
-        runs.stop()
-        ledger.close()
 
 
 def row_ids(spec: str, shard: int, row: int) -> list[int]:

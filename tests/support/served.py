@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -300,3 +301,17 @@ def until_led(call: Callable[[], T]) -> T:
         except NotLeader:
             assert time.monotonic() < deadline, "the server does not lead any more"
             time.sleep(0.01)
+
+
+@contextmanager
+def serving(folder: Path, ledger_folder: Path, document: dict[str, Any]) -> Iterator[ServedRun]:
+    """A run of this process over a corpus, with a ledger of its own, until the block ends."""
+    path = folder / f"{ledger_folder.name}.yaml"
+    path.write_text(yaml.safe_dump(document), encoding="utf-8")
+    ledger = SqliteLedger(ledger_folder / "ledger.db")
+    runs = Runs(ledger)
+    try:
+        yield runs.add(path, None)
+    finally:
+        runs.stop()
+        ledger.close()
