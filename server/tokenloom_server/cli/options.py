@@ -61,28 +61,23 @@ class ReadAccess:
         """The server at a REST address. Raises ``ConfigError``."""
         from tokenloom_server.tools.remote import Remote
 
-        return Remote(
-            url,
-            os.environ,
-            token_file=self.token_file,
-            tls_ca=self.tls_ca,
-            tls_cert=self.tls_cert,
-            tls_key=self.tls_key,
-            control=self.control,
-        )
+        return Remote(url, os.environ, control=self.control, **self._files)
 
     def servers(self, url: str) -> Servers:
         """The servers of a run, as a gRPC URL names them. Raises ``ConfigError``."""
         from tokenloom_server.tools.peek.servers import Servers
 
-        return Servers(
-            url,
-            os.environ,
-            token_file=self.token_file,
-            tls_ca=self.tls_ca,
-            tls_cert=self.tls_cert,
-            tls_key=self.tls_key,
-        )
+        return Servers(url, os.environ, **self._files)
+
+    @property
+    def _files(self) -> dict[str, Path | None]:
+        """The files of token and TLS, by the names under which ``Remote`` and ``Servers`` take them."""
+        return {
+            "token_file": self.token_file,
+            "tls_ca": self.tls_ca,
+            "tls_cert": self.tls_cert,
+            "tls_key": self.tls_key,
+        }
 
 
 @dataclass(frozen=True, slots=True)
