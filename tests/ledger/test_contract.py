@@ -29,6 +29,8 @@ from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.records import Counters, StoredRun, StoredSnapshot
 from tokenloom_server.ledger.sqlite import SqliteLedger
 
+SNAPSHOT = StoredSnapshot(id="s", sample_index=3, saved_at=1.5, text="{}")
+
 
 @pytest.fixture(params=["sqlite", "redis", "memory"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LedgerStore]:
@@ -135,9 +137,7 @@ def test_every_call_for_an_unknown_run_says_so(ledger: Ledger) -> None:
         lambda: ledger.execute(commands.Revise("nobody", STREAM, 1, revision_of(1, 0))),
         lambda: ledger.revisions("nobody", STREAM),
         lambda: ledger.execute(commands.DropRevisions("nobody", STREAM, 1, 1)),
-        lambda: ledger.execute(
-            commands.SaveSnapshot("nobody", STREAM, StoredSnapshot(id="s", sample_index=0, saved_at=0, text=""))
-        ),
+        lambda: ledger.execute(commands.SaveSnapshot("nobody", STREAM, SNAPSHOT)),
         lambda: ledger.snapshots("nobody", STREAM),
         lambda: ledger.snapshot("nobody", STREAM, "s"),
     ]
@@ -314,9 +314,8 @@ def test_the_greatest_integers_are_exact_and_greater_ones_refused(server: Server
     )
     assert server.ledger.execute(commands.Commit(UID, STREAM, server.epoch, 1, commit, True)) == MAX_COUNTER - 1
     assert server.committed == commit
-    assert server.ledger.execute(
-        commands.Commit(UID, STREAM, server.epoch, 1, replace(commit, sample_index=MAX_COUNTER), True)
-    )
+    largest = replace(commit, sample_index=MAX_COUNTER)
+    assert server.ledger.execute(commands.Commit(UID, STREAM, server.epoch, 1, largest, True))
     entry = server.ledger.journal(UID, STREAM, 1, MAX_COUNTER - 1)
     assert entry is not None
     assert entry.sample_index == MAX_COUNTER - 1
@@ -351,9 +350,7 @@ def test_only_openings_and_commits_write_counters(server: Server) -> None:
     server.ledger.execute(commands.ThinJournal(UID, STREAM, server.epoch))
     server.revise(1, 12)
     server.drop(1)
-    server.ledger.execute(
-        commands.SaveSnapshot(UID, STREAM, StoredSnapshot(id="s", sample_index=3, saved_at=1.5, text="{}"))
-    )
+    server.ledger.execute(commands.SaveSnapshot(UID, STREAM, SNAPSHOT))
     server.ledger.create_run(NAME, STREAM, "uid-9", "{}")
     server.ledger.execute(commands.Acquire(UID, STREAM, "one", 0.0))
     assert server.committed == commit_at(8)
@@ -365,9 +362,7 @@ def test_everything_is_there_after_the_store_crashed(store: LedgerStore) -> None
     server.claim(0, "n")
     server.commit(8, journal=True)
     server.ledger.execute(commands.Pin(UID, STREAM, server.epoch, '{"pin":1}'))
-    server.ledger.execute(
-        commands.SaveSnapshot(UID, STREAM, StoredSnapshot(id="s", sample_index=3, saved_at=1.5, text="{}"))
-    )
+    server.ledger.execute(commands.SaveSnapshot(UID, STREAM, SNAPSHOT))
     server.revise(1, 8)
     server.revise(2, 8)
     server.revise(3, 12)
@@ -518,9 +513,8 @@ def test_a_run_without_a_generation_takes_the_uid_of_a_trainers_state(store: Led
     start = commit_at(20)
     other.ledger.execute(commands.Revise("uid-from-elsewhere", STREAM, other.epoch, revision_of(2, 8)))
     other.ledger.execute(commands.Open("uid-from-elsewhere", STREAM, other.epoch, opening_of(6, start), start))
-    assert (
-        other.ledger.execute(commands.Commit("uid-from-elsewhere", STREAM, other.epoch, 6, commit_at(24), True)) == 24
-    )
+    commit = commands.Commit("uid-from-elsewhere", STREAM, other.epoch, 6, commit_at(24), True)
+    assert other.ledger.execute(commit) == 24
     fresh = store.open()
     assert fresh.execute(commands.Acquire("uid-from-elsewhere", STREAM, "a", 0.0)) == other.epoch + 1
     assert fresh.journal_size("uid-from-elsewhere", STREAM)[0] == 2
@@ -546,11 +540,8 @@ def test_a_uid_that_another_run_has_is_not_adopted(ledger: Ledger) -> None:
     ledger.execute(commands.Adopt(UID, STREAM, server.epoch, "uid-2"))
     ledger.create_run("third", STREAM, "uid-third", "{}")
     with pytest.raises(LedgerError, match="uid-2"):
-        ledger.execute(
-            commands.Adopt(
-                "uid-third", STREAM, ledger.execute(commands.Acquire("uid-third", STREAM, "a", 0.0)), "uid-2"
-            )
-        )
+        epoch = ledger.execute(commands.Acquire("uid-third", STREAM, "a", 0.0))
+        ledger.execute(commands.Adopt("uid-third", STREAM, epoch, "uid-2"))
     with pytest.raises(LedgerError, match="uid-2"):
         ledger.create_run("fourth", STREAM, "uid-2", "{}")
     assert server.run.uid == "uid-2"

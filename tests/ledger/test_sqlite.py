@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from support.ledger_data import commit_at, opening_of, revision_of
 from tokenloom_server.errors import ConfigError, LedgerError, LedgerUnavailable, NotLeader
-from tokenloom_server.ledger import commands, sqlite_file
+from tokenloom_server.ledger import sqlite_file
+from tokenloom_server.ledger.commands import Acquire, Commit, Open, Pin, Revise
 from tokenloom_server.ledger.open import open_ledger
 from tokenloom_server.ledger.sqlite import SqliteLedger
 
@@ -120,24 +121,24 @@ def test_a_file_that_another_process_holds_locked_is_unavailable_for_as_long(
         ledger.create_run("run", "train", "uid", "{}")
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(LedgerUnavailable, match="locked"):
-            ledger.execute(commands.Acquire("uid", "train", "a", 0.0))
+            ledger.execute(Acquire("uid", "train", "a", 0.0))
         assert ledger.read_run("run", "train") is not None
         other.execute("ROLLBACK")
-        assert ledger.execute(commands.Acquire("uid", "train", "a", 0.0)) == 1
+        assert ledger.execute(Acquire("uid", "train", "a", 0.0)) == 1
 
 
 def test_a_full_disk_is_unavailable_and_loses_nothing(tmp_path: Path) -> None:
     with closing(SqliteLedger(tmp_path / "tokenloom.db")) as ledger:
         ledger.create_run("run", "train", "uid", "{}")
-        epoch = ledger.execute(commands.Acquire("uid", "train", "a", 0.0))
-        ledger.execute(commands.Open("uid", "train", epoch, opening_of(1, commit_at(0)), commit_at(0)))
+        epoch = ledger.execute(Acquire("uid", "train", "a", 0.0))
+        ledger.execute(Open("uid", "train", epoch, opening_of(1, commit_at(0)), commit_at(0)))
         with ledger._file.reading() as connection:
             (pages,) = connection.execute("PRAGMA page_count").fetchone()
             connection.execute(f"PRAGMA max_page_count = {pages}")
         big = commit_at(4)
         with pytest.raises(LedgerUnavailable, match="full"):
-            ledger.execute(commands.Pin("uid", "train", epoch, "x" * 1_000_000))
-        assert ledger.execute(commands.Commit("uid", "train", epoch, 1, big, False)) == 4
+            ledger.execute(Pin("uid", "train", epoch, "x" * 1_000_000))
+        assert ledger.execute(Commit("uid", "train", epoch, 1, big, False)) == 4
         run = ledger.read_run("run", "train")
         assert run is not None
         assert (run.committed, run.pin) == (big, None)
@@ -226,7 +227,7 @@ def test_of_two_server_processes_on_one_file_the_later_one_commits_alone(tmp_pat
         assert first.stdout is not None
         first.stdout.readline()
         with closing(SqliteLedger(path)) as ledger:
-            epoch = ledger.execute(commands.Acquire("uid", "train", "a", 0.0))
+            epoch = ledger.execute(Acquire("uid", "train", "a", 0.0))
             before = ledger.read_run("run", "train")
             assert before is not None
             assert before.committed is not None
@@ -234,9 +235,9 @@ def test_of_two_server_processes_on_one_file_the_later_one_commits_alone(tmp_pat
             assert first.wait(timeout=10) == 0
             assert ledger.read_run("run", "train") == before
             with pytest.raises(NotLeader):
-                ledger.execute(commands.Commit("uid", "train", epoch - 1, 1, commit_at(10**6), False))
+                ledger.execute(Commit("uid", "train", epoch - 1, 1, commit_at(10**6), False))
             after = commit_at(before.committed.sample_index + 1)
-            assert ledger.execute(commands.Commit("uid", "train", epoch, 1, after, False)) == after.sample_index
+            assert ledger.execute(Commit("uid", "train", epoch, 1, after, False)) == after.sample_index
 
 
 @pytest.mark.parametrize("version", range(1, sqlite_file.SCHEMA_VERSION))
@@ -244,8 +245,8 @@ def test_a_file_of_an_older_layout_is_brought_up_to_date(tmp_path: Path, version
     path = tmp_path / "ledger.db"
     with closing(SqliteLedger(path)) as ledger:
         ledger.create_run("run", "train", "uid", "{}")
-        epoch = ledger.execute(commands.Acquire("uid", "train", "a", 0.0))
-        ledger.execute(commands.Open("uid", "train", epoch, opening_of(1, commit_at(4)), commit_at(4)))
+        epoch = ledger.execute(Acquire("uid", "train", "a", 0.0))
+        ledger.execute(Open("uid", "train", epoch, opening_of(1, commit_at(4)), commit_at(4)))
     with closing(sqlite3.connect(path)) as connection:
         if version < 3:
             connection.execute("DROP TABLE revisions")
@@ -255,11 +256,11 @@ def test_a_file_of_an_older_layout_is_brought_up_to_date(tmp_path: Path, version
             connection.execute("DROP TABLE leases")
         connection.execute(f"PRAGMA user_version = {version}")
     with closing(SqliteLedger(path)) as ledger:
-        assert ledger.execute(commands.Acquire("uid", "train", "a", 5.0)) == epoch + 1
+        assert ledger.execute(Acquire("uid", "train", "a", 5.0)) == epoch + 1
         assert list(ledger.openings("uid", "train")) == [opening_of(1, commit_at(4))]
-        ledger.execute(commands.Revise("uid", "train", epoch + 1, revision_of(1, 8)))
+        ledger.execute(Revise("uid", "train", epoch + 1, revision_of(1, 8)))
         later = replace(opening_of(2, commit_at(4)), skipped=3, parent_run="{}", ramp='{"accumulate":2}')
-        ledger.execute(commands.Open("uid", "train", epoch + 1, later, commit_at(4)))
+        ledger.execute(Open("uid", "train", epoch + 1, later, commit_at(4)))
     with closing(SqliteLedger(path)) as ledger:
         assert list(ledger.revisions("uid", "train")) == [revision_of(1, 8)]
         assert list(ledger.openings("uid", "train")) == [opening_of(1, commit_at(4)), later]
@@ -273,7 +274,7 @@ def test_a_commit_waits_for_another_process_that_writes(tmp_path: Path) -> None:
         ledger.create_run("run", "train", "uid", "{}")
         other.execute("BEGIN IMMEDIATE")
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(ledger.execute, commands.Acquire("uid", "train", "a", 0.0))
+            waiting = pool.submit(ledger.execute, Acquire("uid", "train", "a", 0.0))
             deadline = time.monotonic() + 0.1
             while time.monotonic() < deadline:
                 assert not waiting.done()

@@ -26,7 +26,7 @@ from tokenloom_server.errors import (
     SnapshotInvalid,
     TooManyPeeks,
 )
-from tokenloom_server.ledger import commands
+from tokenloom_server.ledger.commands import Pin, ThinJournal
 from tokenloom_server.order.replay import Replay
 from tokenloom_server.replay.documents import by_source, explain
 from tokenloom_server.replay.past import MAX_PEEKS
@@ -284,9 +284,7 @@ def test_how_far_an_old_generation_came_is_taken_from_its_journal(
         Rank0(served, "b", resume="fresh").train(4)
         coordinator = served.coordinator
         for _ in range(3):
-            coordinator.ledger.execute(
-                commands.ThinJournal(coordinator.uid, coordinator.stream, coordinator.lease.epoch)
-            )
+            coordinator.ledger.execute(ThinJournal(coordinator.uid, coordinator.stream, coordinator.lease.epoch))
         for index in range(64):
             assert served.traces.sample(index, 1, False).digest == first_digest(first, index)
         with pytest.raises(BeyondHorizon):
@@ -499,7 +497,7 @@ def test_a_skip_that_was_pinned_before_a_revision_takes_it(
         coordinator = served.coordinator
         text, _ = served.history.snapshot(8)
         coordinator.ledger.execute(
-            commands.Pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, served.past.pin(text, 60))
+            Pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, served.past.pin(text, 60))
         )
         index = served.revision_handler.revise(change(drop=[PROSE])).sample_index
         assert index < 60

@@ -31,8 +31,7 @@ class LedgerLink:
         self._server = server
 
     def execute(self, command: Command) -> int:
-        result: int = self._call(command.verb, self._world.ledger.execute, command)
-        return result
+        return int(self._call(command.verb, self._world.ledger.execute, command))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return partial(self._call, name, getattr(self._world.ledger, name))
