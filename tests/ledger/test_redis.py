@@ -227,11 +227,7 @@ def test_a_unix_socket_and_another_database_work(tmp_path: Path, tmp_path_factor
 def test_an_unreachable_redis_is_named_with_what_to_do() -> None:
     port = free_port()
     with closing(RedisLedger(f"redis://127.0.0.1:{port}/0")) as ledger:
-        for call in (
-            ledger.check,
-            ledger.run_names,
-            lambda: ledger.execute(Acquire("uid", "train", "a", 0.0)),
-        ):
+        for call in (ledger.check, ledger.run_names, lambda: ledger.execute(Acquire("uid", "train", "a", 0.0))):
             with pytest.raises(LedgerUnavailable, match=rf"127\.0\.0\.1:{port} cannot be reached.*whether it runs"):
                 call()
 

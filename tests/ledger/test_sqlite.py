@@ -35,19 +35,9 @@ def test_a_relative_url_is_relative_to_the_base_folder_and_an_absolute_one_is_no
 @pytest.mark.parametrize(
     "url",
     [
-        "",
-        "tokenloom.db",
-        "postgres://host/db",
-        "sqlite:",
-        "sqlite:///",
-        "sqlite://host/file.db",
-        "sqlite:///:memory:",
-        "sqlite:///file.db?mode=ro",
-        "redis://host:notaport/0",
-        "redis://host:99999/0",
-        "redis://host/name",
-        "redis://host/0?decode_responses=0",
-        "unix:///",
+        *("", "tokenloom.db", "postgres://host/db", "unix:///"),
+        *("sqlite:", "sqlite:///", "sqlite://host/file.db", "sqlite:///:memory:", "sqlite:///file.db?mode=ro"),
+        *("redis://host:notaport/0", "redis://host:99999/0", "redis://host/name", "redis://host/0?decode_responses=0"),
     ],
 )
 def test_a_url_that_names_no_ledger_is_refused_with_what_is_expected(url: str, tmp_path: Path) -> None:
@@ -65,12 +55,9 @@ def test_a_refused_url_is_shown_without_its_password(url: str, tmp_path: Path) -
     assert "s3" not in str(caught.value)
 
 
-def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+def test_a_missing_folder_and_a_folder_in_the_place_of_the_file_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"folder .*/nowhere does not exist"):
         open_ledger("sqlite:///nowhere/tokenloom.db", tmp_path)
-
-
-def test_a_folder_in_the_place_of_the_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a folder"):
         open_ledger(f"sqlite:///{tmp_path}", tmp_path)
 
