@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.corpora import CODE, mixture
+from support.corpora import CODE, flat, mixture
 from support.served import PATIENCE_S, Trainer, never, sequence, serving
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.core.state import State, digest_hex
-from tokenloom_server.errors import BeyondHorizon, JoinRefused, NotFound, OrderMismatch, ServerStopping
+from tokenloom_server.errors import BeyondHorizon, JoinRefused, NotFound, OrderMismatch, ServerStopping, SourceError
 from tokenloom_server.replay.peek import Peek, PeekCall
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
 
@@ -173,3 +174,22 @@ def test_nobody_goes_forward_for_a_client_that_is_gone(served: ServedRun) -> Non
     with pytest.raises(ServerStopping, match="nobody waits"):
         served.peeks.join(call, lambda: True)
     assert joined(served, "30").sample_index == 30, "its place is free"
+
+
+def test_all_samples_before_a_bad_row_are_shown(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"row {number:04}"}) for number in range(40)]
+    lines[30] = '{"text": 30'
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    document = flat(["jsonl:rows.jsonl:text"], sequence_length=9)
+    seen: list[bytes] = []
+    with (
+        serving(tmp_path, tmp_path, document) as served,
+        served.peeks.open(served.coordinator.uid, 0, 1) as peek,
+        pytest.raises(SourceError, match=r"rows\.jsonl.*31"),
+    ):
+        peek.progress(0, 100)
+        while True:
+            seen += shown(peek, 1)
+    assert [bytes(memoryview(ids).cast("H")[:8]).decode() for ids in seen] == [
+        f"row {number:04}" for number in range(30)
+    ]

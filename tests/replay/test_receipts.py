@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.corpora import CODE, ROWS, flat, order_of
+from support.corpora import CODE, ROWS, WIKI, flat, order_of
 from support.memory_service import run_report, run_stats, source_stats
 from support.served import Trainer, serving
+from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.core.state import State
 from tokenloom_server.ledger.records import Opening
 from tokenloom_server.order.factory import PipelineFactory
@@ -88,6 +90,29 @@ def test_a_source_that_ended_by_its_tokens_is_reported_where_it_stands(folder: P
     (source,) = report.sources
     assert source.epochs == pytest.approx(800 / EPOCH, rel=0.1)
     assert (source.unique_tokens, source.unique_is_exact) == (pytest.approx(EPOCH, rel=0.1), False)
+
+
+def test_revisions_are_in_the_receipts_after_them_and_in_the_report(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenloom_server.run.sizing.MESSAGE_STEPS", 4)
+    rows = tmp_path / "takedown.csv"
+    rows.write_text("spec,shard,row\n" + "".join(f"{CODE},data/code-0.parquet,{row}\n" for row in range(9, 13)))
+    change = {"reason": "taken down", "author": "ada", "exclude": {"file": str(rows)}}
+    with serving(folder, tmp_path, flat([CODE, WIKI], window_steps=4)) as served:
+        trainer = Trainer(served, 1, 1).train_to(4)
+        index = served.revision_handler.revise(MixtureChange.model_validate(change)).sample_index
+        trainer.train_to(index + 10)
+        for sample in (index - 1, index, index + 1, index + 10):
+            receipt = served.receipts.receipt(sample)
+            assert len(receipt.revisions) == (sample > index)
+            assert receipt.digest == json.loads(trainer.state(sample))["digest"]
+        report = served.receipts.report()
+    assert [(each.sample_index, each.author, each.reason) for each in report.revisions] == [
+        (index, "ada", "taken down")
+    ]
+    assert [each.rows for each in report.exclusions] == [4]
+    assert [source.excluded_rows for source in report.sources] == [4, 0]
 
 
 def opening(generation: int, parent: int, start: int) -> Opening:
