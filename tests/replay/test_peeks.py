@@ -190,6 +190,5 @@ def test_all_samples_before_a_bad_row_are_shown(tmp_path: Path) -> None:
         peek.progress(0, 100)
         while True:
             seen += shown(peek, 1)
-    assert [bytes(memoryview(ids).cast("H")[:8]).decode() for ids in seen] == [
-        f"row {number:04}" for number in range(30)
-    ]
+    texts = [bytes(memoryview(ids).cast("H").tolist()[:8]).decode() for ids in seen]
+    assert texts == [f"row {number:04}" for number in range(30)]
