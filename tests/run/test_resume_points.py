@@ -238,7 +238,7 @@ def test_any_range_after_any_point_can_be_skipped(place: Place, served: ServedRu
 
 
 def test_ranks_whose_state_stands_before_a_skip_agree_also_after_a_restart(
-    place: Place, served: ServedRun, trainer: Trainer
+    place: Place, served: ServedRun, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer.train(3)
     late, early = trainer.state(), trainer.state(4)
@@ -257,7 +257,10 @@ def test_ranks_whose_state_stands_before_a_skip_agree_also_after_a_restart(
         place.runs.get(RUN).start_points.restore(sample_index=12, skip_tokens=2**35)
     with pytest.raises(ConfigError, match="a restore skips 1 samples and 1 tokens: give one of them"):
         place.runs.get(RUN).start_points.restore(sample_index=12, skip_samples=1, skip_tokens=1)
-    assert served.join_handler.join(call_of(0, attempt="c", state=late)).opening.start_index == 12
+    with caplog.at_level(logging.INFO):
+        assert served.join_handler.join(call_of(0, attempt="c", state=late)).opening.start_index == 12
+    assert "jumped over the 5 samples before sample 17" in caplog.text
+    assert "--sample 12 --skip-samples 5" in caplog.text
 
 
 OLDER = {"spec": CODE, "shard": "data/code-1.parquet", "row_offset": 3, "token_offset": 83}
