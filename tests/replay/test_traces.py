@@ -26,6 +26,7 @@ from tokenloom_server.errors import (
     SnapshotInvalid,
     TooManyPeeks,
 )
+from tokenloom_server.ledger.commands import Pin, ThinJournal
 from tokenloom_server.order.replay import Replay
 from tokenloom_server.replay.documents import by_source, explain
 from tokenloom_server.replay.past import MAX_PEEKS
@@ -250,7 +251,7 @@ def test_how_far_an_old_generation_came_is_taken_from_its_journal(
         Trainer(served, 1, 1, resume="fresh").train_to(4)
         coordinator = served.coordinator
         for _ in range(3):
-            coordinator.ledger.thin_journal(coordinator.uid, coordinator.stream, coordinator.lease.epoch)
+            coordinator.ledger.execute(ThinJournal(coordinator.uid, coordinator.stream, coordinator.lease.epoch))
         digest = 0
         for index in range(64):
             source, wire = first.taken()[index]
@@ -456,7 +457,9 @@ def test_a_skip_that_was_pinned_before_a_revision_takes_it(
         trainer = Trainer(served, 1, 1).train_to(8)
         coordinator = served.coordinator
         text, _ = served.history.snapshot(8)
-        coordinator.ledger.pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, served.past.pin(text, 60))
+        coordinator.ledger.execute(
+            Pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, served.past.pin(text, 60))
+        )
         index = served.revision_handler.revise(change(drop=[PROSE])).sample_index
         assert index < 60
         behind = Trainer(served, 1, 1)
