@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from tokenloom_server.errors import ConfigError, LimitExceeded
+from tokenloom_server.ledger.commands import Pin
 from tokenloom_server.replay.past import Past
 from tokenloom_server.replay.saved_snapshots import SavedSnapshots
 from tokenloom_server.reports.stats import ResumePoint
@@ -73,7 +74,7 @@ class StartPoints:
         pin = self._past.pin(text, skip)
         for note in point.notes:
             _log.info("%s: %s", run.name, note)
-        run.ledger.pin(run.uid, run.stream, run.lease.epoch, pin)
+        run.ledger.execute(Pin(run.uid, run.stream, run.lease.epoch, pin))
         _log.info(
             "%s: the next generation starts at sample %d, and %d are skipped (pinned)", run.name, begin + skip, skip
         )
@@ -92,7 +93,7 @@ class StartPoints:
                 "it another name in its mixture file"
             )
         own = self._forks.fork(text)
-        run.ledger.pin(run.uid, run.stream, run.lease.epoch, self._past.pin(own, 0))
+        run.ledger.execute(Pin(run.uid, run.stream, run.lease.epoch, self._past.pin(own, 0)))
         point = self._history.parse(own)
         assert point.digest is not None, "a fork begins from a snapshot"
         index = point.sample_index
