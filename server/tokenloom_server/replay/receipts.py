@@ -7,7 +7,6 @@ import json
 import math
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
@@ -120,7 +119,7 @@ class Receipts:
             mixture=as_file(order.config),
             sources=sources,
             generations=_generations(openings, kept, index),
-            parent_run=asdict(replace(timeline.origin, state="")) if timeline.origin is not None else None,
+            parent_run=timeline.origin.described() if timeline.origin is not None else None,
             revisions=[
                 revision_info(timeline, revision, index)
                 for revision in timeline.revisions
@@ -178,15 +177,11 @@ def _source(timeline: Timeline, index: int, figure: SourceStats, state: SourceSt
 
 def _is_steady(timeline: Timeline, index: int, source: int) -> bool:
     """Whether a source ends by its epochs alone, and had the same rows and epochs since it is there."""
-    orders = [segment.order for segment in timeline.segments if segment.begin <= index]
+    records = [segment.factory.record for segment in timeline.segments if segment.begin <= index]
     states = [
-        (
-            order.record.shards[source],
-            order.config.epochs[source],
-            order.record.excluded.count(order.record.specs[source]),
-        )
-        for order in orders
-        if source < len(order.record.specs)
+        (record.shards[source], record.config.epochs[source], record.excluded.count(record.specs[source]))
+        for record in records
+        if source < len(record.specs)
     ]
     return all(each == states[0] for each in states) and timeline.at(index).config.sources[source].max_tokens is None
 

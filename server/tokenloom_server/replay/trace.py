@@ -247,7 +247,7 @@ def _ranges(timeline: Timeline, begin: int, end: int) -> list[tuple[int, int]]:
     for segment in timeline.segments:
         if begin < segment.begin < end:
             ranges.append((begin, segment.begin))
-            longer = segment.order.config.sequence_length != timeline.at(begin).config.sequence_length
+            longer = segment.config.sequence_length != timeline.at(begin).config.sequence_length
             begin = segment.begin
             if longer:
                 return ranges

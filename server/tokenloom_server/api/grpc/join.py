@@ -126,7 +126,7 @@ def _response(
     timeline = coordinator.timeline
     order = timeline.at(start.sample_index)
     # Those that phases and revisions bring later, too: ids are never given twice.
-    sources = [*order.config.sources, *timeline.segments[-1].order.config.sources[len(order.config.sources) :]]
+    sources = [*order.config.sources, *timeline.segments[-1].config.sources[len(order.config.sources) :]]
     return wire.JoinResponse(
         run_uid=uid,
         generation=generation,
