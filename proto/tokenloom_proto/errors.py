@@ -115,6 +115,13 @@ class OrderMismatch(LedgerError):
     http_status = 409
 
 
+class ProtocolError(TokenloomError):
+    """The peer broke the wire contract: it speaks another version, or is not a Tokenloom server. Never retried."""
+
+    grpc_status = "FAILED_PRECONDITION"
+    http_status = 400
+
+
 class Fenced(TokenloomError):
     """The call belongs to a generation that is over. Never retried."""
 

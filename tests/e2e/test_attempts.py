@@ -90,7 +90,7 @@ def test_a_job_that_said_goodbye_and_the_same_process_need_not_wait(corpus: Corp
 def test_a_rank_that_stops_is_named_and_the_others_get_an_error(
     corpus: Corpus, start_server: StartServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = start_server(corpus.mixture("stalled", window_steps=3), flags=("--rank-timeout", 2))
+    server = start_server(corpus.mixture("stalled", window_micro_steps=3), flags=("--rank-timeout", 2))
     with World(server.url("stalled"), 2, 1, prefetch_steps=2) as world:
         world.steps(2)
         iterator = iter(world.ranks[0])
@@ -109,7 +109,7 @@ def test_a_ledger_that_lost_data_is_told_and_a_trainers_state_makes_it_right_aga
     run = "rolled-back"
     redis = RedisServer(tmp_path).start()
     try:
-        server = start_server(corpus.mixture(run, window_steps=4), ledger=redis.url(), flags=("--lease", 3))
+        server = start_server(corpus.mixture(run, window_micro_steps=4), ledger=redis.url(), flags=("--lease", 3))
         with World(server.url(run), 2, 1, prefetch_steps=1) as world:
             world.steps(4)
             wait_for(lambda: _committed(redis, run) == 8, "the commit")

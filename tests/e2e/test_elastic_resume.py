@@ -21,7 +21,7 @@ RUNS = ("rewound", "processes", "loader-0", "loader-1", "workers")
 @pytest.fixture(scope="module")
 def server(corpus: Corpus, serve: StartServer) -> ServerProcess:
     """Serves a run for each test that needs no server of its own."""
-    mixtures = [corpus.mixture(run, window_steps=2) for run in RUNS]
+    mixtures = [corpus.mixture(run, window_micro_steps=2) for run in RUNS]
     return serve(*mixtures)
 
 
@@ -63,7 +63,7 @@ def test_4_2_3_and_1_ranks_with_other_batch_sizes_get_one_sequence_with_the_serv
     corpus: Corpus, sequence: list[Sample], start_server: StartServer, ledger: str
 ) -> None:
     run = "elastic"
-    server = start_server(corpus.mixture(run, window_steps=3), ledger=ledger)
+    server = start_server(corpus.mixture(run, window_micro_steps=3), ledger=ledger)
     received = Receipt()
     state: dict[str, str] | None = None
     plan = [

@@ -28,7 +28,7 @@ RUN, OTHER = "strict", "other"
 @pytest.fixture(scope="module")
 def server(corpus: Corpus, serve: StartServer) -> ServerProcess:
     """Serves a run that has progress, and one without."""
-    mixtures = [corpus.mixture(RUN), corpus.mixture(OTHER, seed=8, window_steps=4)]
+    mixtures = [corpus.mixture(RUN), corpus.mixture(OTHER, seed=8, window_micro_steps=4)]
     return serve(*mixtures)
 
 

@@ -34,7 +34,7 @@ def test_ranks_survive_a_server_that_is_killed_and_started_again(
     prefetch_steps: int,
 ) -> None:
     run = "survivors"
-    server = start_server(corpus.mixture(run, window_steps=6), ledger=ledger)
+    server = start_server(corpus.mixture(run, window_micro_steps=6), ledger=ledger)
     with World(server.url(run), 2, 2, prefetch_steps=prefetch_steps) as world:
         world.steps(5)
         generation = world.ranks[0].generation
@@ -65,22 +65,22 @@ def test_ranks_survive_a_server_that_is_killed_and_started_again(
         assert calls.snapshot(run, at) == state["tokenloom"]
 
 
-@pytest.mark.parametrize("last_step", ["drop", "pad"])
+@pytest.mark.parametrize("last_micro_step", ["drop", "pad"])
 def test_a_server_that_is_killed_when_all_was_sent_ends_the_run_all_the_same(
     corpus: Corpus,
     sequence: list[Sample],
     start_server: StartServer,
     rpc: Callable[[ServerProcess], Rpc],
-    last_step: str,
+    last_micro_step: str,
 ) -> None:
-    run = f"ending-{last_step}"
-    server = start_server(corpus.mixture(run, last_step=last_step))
+    run = f"ending-{last_micro_step}"
+    server = start_server(corpus.mixture(run, last_micro_step=last_micro_step))
     with World(server.url(run), 2, 4, prefetch_steps=1000) as world:
         world.steps(3)
         wait_for(lambda: all(rank.end_reason for rank in world.ranks), "the end of the data")
         server.kill()
         world.run()  # out of the ranks' buffers
-        kept = len(sequence) // 8 * 8 if last_step == "drop" else len(sequence)
+        kept = len(sequence) // 8 * 8 if last_micro_step == "drop" else len(sequence)
         assert world.receipt.sequence() == sequence[:kept]
         server.start()
         calls = rpc(server)
@@ -96,7 +96,7 @@ def test_a_run_that_ended_with_padding_is_committed_and_goes_on_after_restarts(
     corpus: Corpus, sequence: list[Sample], start_server: StartServer, rpc: Callable[[ServerProcess], Rpc]
 ) -> None:
     run = "padded"
-    server = start_server(corpus.mixture(run, last_step="pad"))
+    server = start_server(corpus.mixture(run, last_micro_step="pad"))
     with World(server.url(run), 2, 4) as world:
         world.steps(5)
         last = world.run().state()

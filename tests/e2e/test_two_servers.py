@@ -33,7 +33,7 @@ def test_ranks_go_over_to_the_standby_when_their_server_dies(
 ) -> None:
     run = "taken-over"
     url = "sqlite:///../shared.db" if ledger == "sqlite" else request.getfixturevalue("redis_url")
-    mixture = corpus.mixture(run, window_steps=8)
+    mixture = corpus.mixture(run, window_micro_steps=8)
     leader = start_server(mixture, ledger=url, flags=LEASE)
     standby = start_server(mixture, ledger=url, flags=(*LEASE, "--standby"))
     with World(both(leader, standby, run), 2, 2, prefetch_steps=2) as world:
@@ -99,7 +99,7 @@ def test_a_server_that_was_asleep_while_another_took_over_ends_its_streams(
     corpus: Corpus, sequence: list[Sample], start_server: StartServer, redis_url: str
 ) -> None:
     run = "asleep"
-    mixture = corpus.mixture(run, window_steps=4)
+    mixture = corpus.mixture(run, window_micro_steps=4)
     leader = start_server(mixture, ledger=redis_url, flags=LEASE)
     standby = start_server(mixture, ledger=redis_url, flags=(*LEASE, "--standby"))
     with World(both(leader, standby, run), 2, 2, prefetch_steps=1) as world:
@@ -120,7 +120,7 @@ def test_streams_end_when_the_ledger_is_away_for_longer_than_the_lease_and_go_on
     redis_server: RedisServer,
 ) -> None:
     run = "ledgerless"
-    server = start_server(corpus.mixture(run, window_steps=4), ledger=redis_server.url(7), flags=LEASE)
+    server = start_server(corpus.mixture(run, window_micro_steps=4), ledger=redis_server.url(7), flags=LEASE)
     with World(server.url(run), 2, 2, prefetch_steps=1) as world:
         world.steps(3)
         redis_server.kill()

@@ -36,7 +36,7 @@ def ids(served: ServedRun) -> list[bytes]:
     """Every sample of the order."""
     order = served.coordinator.order
     pipeline = order.pipeline(order.initial())
-    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=1000))
+    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_micro_steps=1000))
     pipeline.fill(group, 1000)
     assert pipeline.ended is not None
     return [sample.tobytes() for sample in group.ids(0, 0, len(group.marks))]

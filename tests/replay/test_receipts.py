@@ -122,7 +122,7 @@ def opening(generation: int, parent: int, start: int) -> Opening:
         attempt=f"a{generation}",
         world_size=2,
         batch_size=4,
-        group_steps=1,
+        group_micro_steps=1,
         start_index=start,
         start_state="{}",
         opened_at=1.8e9,

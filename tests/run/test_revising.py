@@ -27,7 +27,7 @@ def heavier(**fields: Any) -> MixtureChange:
 def test_ranks_go_on_to_a_revision_that_is_being_written_and_no_further(
     made: Callable[..., Place], later: int, batch_size: Sizes
 ) -> None:
-    place = made(window_steps=4)
+    place = made(window_micro_steps=4)
     served = place.serve()
     trainer = Trainer(served, batch_size=batch_size)
     step = 2 * (batch_size if isinstance(batch_size, int) else 3)
@@ -53,7 +53,7 @@ def test_ranks_go_on_to_a_revision_that_is_being_written_and_no_further(
 
 
 def test_a_revision_of_an_epoch_that_is_over_is_not_written(made: Callable[..., Place]) -> None:
-    place = made(window_steps=4)
+    place = made(window_micro_steps=4)
     served = place.serve()
     coordinator = served.coordinator
     # Another server took the lead and gave it back while the revision was on its way.

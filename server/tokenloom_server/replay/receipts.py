@@ -35,7 +35,7 @@ from tokenloom_server.reports.receipt import (
 from tokenloom_server.reports.stats import SourceStats
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.history import History
-from tokenloom_server.run.sizing import steps_of
+from tokenloom_server.run.sizing import batch_plans_of
 from tokenloom_server.run.stats import StatsReader
 from tokenloom_server.sources.manifest import commits_of
 
@@ -263,7 +263,7 @@ def _generations(openings: Sequence[Opening], lineage: Sequence[Opening], end: i
     kept = {before.generation: (before.start_index, _branched_at(after)) for before, after in pairwise(lineage)}
     if lineage:
         kept[lineage[-1].generation] = (lineage[-1].start_index, end)
-    schedules = {opening.generation: steps_of(opening) for opening in openings}
+    schedules = {opening.generation: batch_plans_of(opening) for opening in openings}
     return [
         GenerationReport(
             generation=opening.generation,

@@ -11,8 +11,8 @@ from support.server_process import ServerProcess
 from support.trainer import Sample, World
 
 #: By samples: 2 at first, 5 from sample 13 on, 1 from 60 on.
-RAMP = [(0, 2), (13 * LENGTH, 5), (60 * LENGTH, 1)]
-RUNS = ("ramp", "accumulated", "refused")
+SCHEDULE = [(0, 2), (13 * LENGTH, 5), (60 * LENGTH, 1)]
+RUNS = ("scheduled", "accumulated", "refused")
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +21,8 @@ def server(corpus: Corpus, serve: StartServer) -> ServerProcess:
 
 
 def size_at(sample_index: int) -> int:
-    """What the ramp says, of this many samples."""
-    return [size for tokens, size in RAMP if tokens <= sample_index * LENGTH][-1]
+    """What the schedule says, of this many samples."""
+    return [size for tokens, size in SCHEDULE if tokens <= sample_index * LENGTH][-1]
 
 
 def sizes_of(begin: int, world_size: int, total: int, accumulate: int = 1) -> list[int]:
@@ -67,7 +67,7 @@ def test_sizes_change_between_optimiser_steps_also_where_the_server_is_killed_in
     world_size, accumulate = 2, 3
     sizes: list[int] = []
     labels: list[int] = []
-    with World(server.url("accumulated"), world_size, RAMP, accumulate=accumulate) as world:
+    with World(server.url("accumulated"), world_size, SCHEDULE, accumulate=accumulate) as world:
         while (size := step_of(world.join(), labels)) is not None:
             sizes.append(size)
             if len(sizes) in (4, 5, 10):
@@ -89,4 +89,6 @@ def test_sizes_change_between_optimiser_steps_also_where_the_server_is_killed_in
     assert (step["batch_size"], step["begin"], step["end"]) == (5, 24, 34)
     for rank in step["ranks"]:
         places = [told(server, f"samples/{sample['sample']}") for sample in rank["samples"]]
-        assert [(at["step"], at["rank"], at["place"]) for at in places] == [(6, rank["rank"], i) for i in range(5)]
+        assert [(at["micro_step"], at["rank"], at["place"]) for at in places] == [
+            (6, rank["rank"], i) for i in range(5)
+        ]
