@@ -26,6 +26,7 @@ from tokenloom_server.errors import (
     SnapshotInvalid,
     TooManyPeeks,
 )
+from tokenloom_server.ledger.commands import Pin, ThinJournal
 from tokenloom_server.order.replay import Replay
 from tokenloom_server.replay.documents import by_source, explain
 from tokenloom_server.replay.past import MAX_PEEKS
@@ -283,7 +284,7 @@ def test_how_far_an_old_generation_came_is_taken_from_its_journal(
         Rank0(served, "b", resume="fresh").train(4)
         coordinator = served.coordinator
         for _ in range(3):
-            coordinator.ledger.thin_journal(coordinator.uid, coordinator.stream, coordinator.lease.epoch)
+            coordinator.ledger.execute(ThinJournal(coordinator.uid, coordinator.stream, coordinator.lease.epoch))
         for index in range(64):
             assert served.traces.sample(index, 1, False).digest == first_digest(first, index)
         with pytest.raises(BeyondHorizon):
@@ -498,7 +499,9 @@ def test_a_skip_that_was_pinned_before_a_revision_takes_it(
         rank = Rank0(served, "a").train(8)
         coordinator = served.coordinator
         text, _ = served.history.snapshot(8)
-        coordinator.ledger.pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, served.past.pin(text, 60))
+        coordinator.ledger.execute(
+            Pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, served.past.pin(text, 60))
+        )
         index = served.revision_handler.revise(change(drop=[PROSE])).sample_index
         assert index < 60
         behind = Rank0(served, "b")
