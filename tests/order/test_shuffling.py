@@ -218,11 +218,14 @@ def test_a_fork_takes_a_shuffled_source_over_only_with_all_that_draws_its_order(
         return order_of(folder, document)
 
     for says, order in (
-        ("its seed: 7 in run 'test', 8 in 'fork'", fork(seed=8)),
-        ("its shuffle_window_rows: 10 in", fork(lambda children: children[0].update(shuffle_window_rows=11))),
-        ("its shuffle: rows in", fork(lambda children: children[1].update(shuffle="shards"))),
-        ("its lanes: 3 in", fork(lambda children: children[3].update(lanes=2))),
-        ("its place in the mixture .*: 3 in", fork(lambda children: children.reverse())),
+        ("seed is 7 in run 'test' and 8 in 'fork': it is shuffled", fork(seed=8)),
+        (
+            ": shuffle_window_rows is 10 in run .*: it is shuffled",
+            fork(lambda children: children[0].update(shuffle_window_rows=11)),
+        ),
+        (": shuffle is rows in run .*: it is shuffled", fork(lambda children: children[1].update(shuffle="shards"))),
+        (": lanes is 3 in run .*: it is shuffled", fork(lambda children: children[3].update(lanes=2))),
+        (": place in the mixture .* is 3 in run .*: it is shuffled", fork(lambda children: children.reverse())),
     ):
         with pytest.raises(SnapshotInvalid, match=says):
             _refuse_other_documents(ours, order)
