@@ -137,6 +137,7 @@ def serve(
     from tokenloom_server.api.auth import Access
     from tokenloom_server.api.server import ServeOptions, Server
     from tokenloom_server.api.tls import Tls
+    from tokenloom_server.run.timeouts import Timeouts
 
     set_up_logging(log_level)
     stopping, serving = threading.Event(), threading.Event()
@@ -165,12 +166,13 @@ def serve(
             index_dir=index_dir,
             standby=standby,
             revise=revise,
-            lease_s=lease,
-            liveness_s=liveness,
-            rank_timeout_s=rank_timeout,
-            storage_timeout_s=storage_timeout,
-            access=Access.find(os.environ, token_file, read_token_file),
-            tls=Tls.load(tls_cert, tls_key, tls_client_ca),
+            timeouts=Timeouts(
+                lease_s=lease,
+                liveness_s=liveness,
+                rank_timeout_s=rank_timeout,
+                storage_timeout_s=storage_timeout,
+            ),
+            access=Access.find(os.environ, token_file, read_token_file, Tls.load(tls_cert, tls_key, tls_client_ca)),
             data_roots=short.roots(),
             plugins=short.plugins(),
         )
