@@ -241,7 +241,7 @@ def test_the_part_of_an_epoch_that_lanes_share_cannot_become_another(folder: Pat
     says = f"code: epochs is {epochs:g} and would be {other:g}, but its 3 lanes share the rows of an epoch"
     with pytest.raises(ConfigError, match=says):
         revised(Timeline(order(epochs)), 5, set=[{"child": "code", "epochs": other}])
-    with pytest.raises(SnapshotInvalid, match=f"epochs is {epochs:g} in run 'test' and {other:g} in 'fork', but its 3"):
+    with pytest.raises(SnapshotInvalid, match=f"epochs is {epochs:g} in run 'test' and {other:g} in 'fork': its 3"):
         _refuse_other_documents(order(epochs), order(other, run="fork"))
 
     revised(Timeline(order(epochs, lanes=1)), 5, set=[{"child": "code", "epochs": other}])
