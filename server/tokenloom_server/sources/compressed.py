@@ -29,7 +29,7 @@ class Decompressed:
         self._decompressed_bytes = 0
 
     @property
-    def read_bytes(self) -> int:
+    def position(self) -> int:
         """How much of the file was needed so far."""
         return self._compressed.position
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import columns, files
 from tokenloom_server.sources.base import Content, Rows, Shard
@@ -92,7 +93,12 @@ class ShardedSource(ABC):
 
     def _refuse_without_rows(self, has_rows: Callable[[int], object]) -> None:
         if not any(has_rows(i) for i in range(len(self._shards))):
-            raise SourceError(
-                f"source {str(self._spec)!r} has no rows: its {len(self._shards)} files have none (the first is "
-                f"{self._shards[0].path!r}); give it files with content, or take it out of the mixture"
-            )
+            raise no_rows(self._spec, self._shards, "have none")
+
+
+def no_rows(spec: Spec, shards: Sequence[Shard], fault: str) -> SourceError:
+    """The error of a source none of whose files has a row."""
+    return SourceError(
+        f"source {str(spec)!r} has no rows: its {len(shards)} files {fault} (the first is {shards[0].path!r}); give it "
+        "files with content, or take it out of the mixture"
+    )

@@ -24,13 +24,13 @@ import numpy.typing as npt
 
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources import columns, line_index
+from tokenloom_server.sources import columns, row_index
 from tokenloom_server.sources.base import Content, Rows
 from tokenloom_server.sources.flat_ids import FlatIds
-from tokenloom_server.sources.id_specs import IDS, RAW_TYPES
-from tokenloom_server.sources.line_index import LineIndex
+from tokenloom_server.sources.id_scheme import IDS
+from tokenloom_server.sources.npy.scheme import NpyScheme
+from tokenloom_server.sources.row_index import IndexedSource, RowIndex
 from tokenloom_server.sources.scheme import ReadRequest
-from tokenloom_server.sources.sharded import ShardedSource
 from tokenloom_server.storage.file import File
 
 _log = logging.getLogger(__name__)
@@ -46,13 +46,11 @@ MAX_HEADER_BYTES = 1 << 14
 CHUNK_BYTES = 1 << 20
 #: Without an end-of-text id for so long, it is more likely another one.
 MAX_ROW_IDS = 1 << 27
-#: Indexes held in memory (16 bytes per mebibyte of a file each); the others are read from the cache again.
-HELD_INDEXES = 1024
 #: Version of the cached index; a part of its file's name.
 FORMAT = 1
 
 
-class NpySource(ShardedSource):
+class NpySource(IndexedSource):
     """A source of flat arrays."""
 
     def __init__(self, request: ReadRequest) -> None:
@@ -68,17 +66,9 @@ class NpySource(ShardedSource):
                 "known; set end_of_text_id in the mixture file"
             )
         self._content = Content.IDS
-        self._index_dir = request.index_dir
         self._end_of_text_id = request.end_of_text_id
-        self._indexes: dict[int, LineIndex] = {}
         self._refuse_empty_files("an array of ids")
         self._refuse_without_rows(lambda shard: self._layout(shard).ids)
-
-    def row_count(self, shard: int) -> int:
-        return self._index(shard).row_count
-
-    def blocks(self, shard: int) -> npt.NDArray[np.int64]:
-        return self._index(shard).entries[:, 0]
 
     def _read(self, shard: int, row: int) -> Iterator[Rows]:
         where = self._where(self._shards[shard])
@@ -86,9 +76,7 @@ class NpySource(ShardedSource):
         first = position = 0
         if row > 0:
             # Only now: a corpus that is read from its beginning must not be scanned first.
-            index = self._index(shard)
-            self._check_row(shard, row, index.row_count)
-            first, position = index.seek(row)
+            first, position = self._seek(shard, row)
         while position < ids.count:
             edges = self._edges(ids, position, where)
             skipped = max(row - first, 0)
@@ -134,31 +122,21 @@ class NpySource(ShardedSource):
         with self._open(entry) as file:
             return _layout(file, self._spec, self._where(entry))
 
-    def _index(self, shard: int) -> LineIndex:
-        index = self._indexes.get(shard)
-        if index is None:
-            index = self._load_index(shard)
-            if len(self._indexes) >= HELD_INDEXES:
-                self._indexes.pop(next(iter(self._indexes)))
-            self._indexes[shard] = index
-        return index
-
-    def _load_index(self, shard: int) -> LineIndex:
+    def _load_index(self, shard: int) -> RowIndex:
         entry, ids = self._shards[shard], self._mapped(shard)
-        cache = index = None
+        path = None
         if self._index_dir is not None:
             with self._open(entry) as file:
-                key = f"{line_index.key(entry, file)}-{ids.kind.name}-{self._end_of_text_id}"
-            cache = self._index_dir / f"ids-v{FORMAT}-{key}.npy"
-            index = line_index.stored(cache, ids.count)
-        if index is None:
-            _log.info("building the index of %s (%d ids)", entry.path, ids.count)
-            index = self._build(ids)
-            if cache is not None:
-                line_index.keep(cache, index)
-        return index
+                key = f"{row_index.cache_key(entry, file)}-{ids.kind.name}-{self._end_of_text_id}"
+            path = self._index_dir / f"ids-v{FORMAT}-{key}.npy"
 
-    def _build(self, ids: FlatIds) -> LineIndex:
+        def build() -> RowIndex:
+            _log.info("building the index of %s (%d ids)", entry.path, ids.count)
+            return self._build(ids)
+
+        return row_index.cached(path, ids.count, build)
+
+    def _build(self, ids: FlatIds) -> RowIndex:
         """Entries (row, position) in ascending order; the first is the file's first row, the last its end."""
         entries, rows, ends_row = [(0, 0)], 0, True
         step = CHUNK_BYTES // ids.kind.itemsize
@@ -170,7 +148,7 @@ class NpySource(ShardedSource):
             rows += int(np.count_nonzero(ends))
             ends_row = bool(ends[-1])
         entries.append((rows + (not ends_row), ids.count))
-        return LineIndex(np.array(entries, np.int64))
+        return RowIndex(np.array(entries, np.int64))
 
 
 class _Layout(NamedTuple):
@@ -189,7 +167,7 @@ def _layout(file: File, spec: Spec, where: str) -> _Layout:
         if head.startswith(MAGIC):
             return _of_numpy(file, where)
         if llm_c is None:
-            types = ", ".join(f"'{spec}:{name}'" for name in RAW_TYPES)
+            types = ", ".join(f"'{spec}:{name}'" for name in NpyScheme.raw_types)
             raise SourceError(
                 f"{where} begins with {head[:6]!r}, expected {MAGIC!r} of a .npy file, or the header of an llm.c shard "
                 f"with as many ids as the file has; where it holds bare ids, say of which type: {types}"
