@@ -17,7 +17,7 @@ import pyarrow as pa
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import row_index
 from tokenloom_server.sources.base import BadRow, Content, Rows, Shard
-from tokenloom_server.sources.compressed import Decompressed
+from tokenloom_server.sources.compressed import Decompressed, text_stream
 from tokenloom_server.sources.endings import codec_of
 from tokenloom_server.sources.row_index import IndexedSource, RowIndex
 from tokenloom_server.sources.scheme import ReadRequest
@@ -103,16 +103,15 @@ class LinesSource(IndexedSource):
         Of a compressed file, about as many of its own bytes as they take.
         """
         size, entry = 0, self._shards[shard]
-        codec = codec_of(entry.path)
         with self._open(entry) as file:
-            stream = FileStream(file) if codec is None else Decompressed(file, codec)
+            stream = text_stream(file, entry.path)
             for block in _blocks(stream, 0, file.name):
                 if rows <= len(block.ends):
                     size += min(int(block.ends[rows - 1]) + 1, len(block.data))
                     break
                 rows -= len(block.ends)
                 size += len(block.data)
-            return size if codec is None else stream.position
+            return stream.position if isinstance(stream, Decompressed) else size
 
     def _load_index(self, shard: int) -> RowIndex:
         """Raises ``SourceError`` naming the file."""
@@ -122,8 +121,8 @@ class LinesSource(IndexedSource):
             def build() -> RowIndex:
                 _log.info("building the line index of %s (%d bytes)", entry.path, entry.size)
                 file.plan([Range(0, file.size)])
-                codec = codec_of(entry.path)
-                return build_index(file) if codec is None else _counted(Decompressed(file, codec), file.size)
+                stream = text_stream(file, entry.path)
+                return _counted(stream, file.size) if isinstance(stream, Decompressed) else build_index(file)
 
             path = None
             if self._index_dir is not None:
@@ -167,12 +166,10 @@ def _counted(stream: Decompressed, size: int) -> RowIndex:
 def blocks_of(file: File, shard: Shard, position: tuple[int, int] | None = None) -> Iterator[Block]:
     """Blocks of about ``BLOCK_BYTES`` from a known line ``(row, offset)`` on, or from the file's first line, as it
     must be of a compressed one. A line that is longer makes a block of its own. Raises ``SourceError``."""
-    codec = codec_of(shard.path)
-    if codec is not None:
-        return _blocks(Decompressed(file, codec), 0, file.name)
-    row, offset = position or (0, 0)
-    stream = FileStream(file)
-    stream.seek(offset)
+    stream, row = text_stream(file, shard.path), 0
+    if position is not None and isinstance(stream, FileStream):
+        row, offset = position
+        stream.seek(offset)
     return _blocks(stream, row, file.name)
 
 

@@ -25,9 +25,10 @@ class _Kept(NamedTuple):
 
 
 class ShardedSource(ABC):
-    """The part of ``Source`` that does not depend on the format. ``_content`` is the subclass's to set."""
+    """The part of ``Source`` that does not depend on the format."""
 
-    _content: Content
+    _content: Content | None = None
+    """What the column holds: the subclass's to set, unless it calls ``_check_schema``."""
 
     def __init__(self, request: ReadRequest) -> None:
         self._spec = request.spec
@@ -39,6 +40,7 @@ class ShardedSource(ABC):
 
     @property
     def content(self) -> Content:
+        assert self._content is not None, "no file was looked at"
         return self._content
 
     @property
@@ -65,9 +67,16 @@ class ShardedSource(ABC):
             raise SourceError(f"{self._where(self._shards[shard])} has {count} rows, but row {row} was asked for")
 
     def _check_schema(self, shard: int, schema: Any) -> None:
-        """Raises ``SourceError`` where the column is missing in a shard, or holds something else than in the first."""
-        path = self._shards[shard].path
-        columns.check_same(columns.check_schema(schema, self._spec, path), self._content, self._spec, path)
+        """Raises ``SourceError`` where the column is missing in a shard, or holds something else than in the first that
+        was checked."""
+        where = self._where(self._shards[shard])
+        content = columns.check_schema(schema, self._spec.column, where)
+        self._content = self._content or content
+        if content is not self._content:
+            raise SourceError(
+                f"{where}: column {self._spec.column!r} holds {content.value}, but the source's first shard holds "
+                f"{self._content.value}; name them as two sources"
+            )
 
     def _where(self, shard: Shard) -> str:
         return files.where(self._spec, shard)

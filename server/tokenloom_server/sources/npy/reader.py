@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources import columns, row_index
+from tokenloom_server.sources import columns, files, row_index
 from tokenloom_server.sources.base import Content, Rows
 from tokenloom_server.sources.flat_ids import FlatIds
 from tokenloom_server.sources.id_scheme import IDS
@@ -208,9 +208,7 @@ def _of_numpy(file: File, where: str) -> _Layout:
         shape, _, kind = read[major - 1](head)
     # The header is text that Python's parser reads: whatever that finds wrong with it comes up.
     except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError, tokenize.TokenError) as error:
-        raise SourceError(
-            f"{where} is not a readable .npy file ({error}); it is truncated or damaged: write or copy it again"
-        ) from None
+        raise files.unreadable(where, ".npy", error) from None
     begin, size = head.tell(), file.size
     if len(shape) != 1:
         raise SourceError(f"{where} is an array of {len(shape)} dimensions, expected one; save array.reshape(-1)")
