@@ -173,7 +173,7 @@ IMPORT_TIME_CALLS = frozenset(
     {
         *("compile", "dtype", "field", "files", "frozenset", "getLogger", "joinpath", "model_rebuild", "namedtuple"),
         *("tuple", "dict", "sorted", "range", "len", "min", "max", "bytes", "int", "float", "str", "encode", "join"),
-        *("partial", "fromkeys", "version", "cast", "add_typer"),
+        *("partial", "fromkeys", "version", "cast", "add_command", "add_typer"),
     }
 )
 IMPORT_TIME_BANNED = re.compile(

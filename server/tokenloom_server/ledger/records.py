@@ -51,7 +51,7 @@ class Counters:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Commit:
+class CommittedState:
     """A committed state. ``state`` is canonical JSON; ``counters`` are keyed by spec."""
 
     sample_index: int
@@ -91,7 +91,7 @@ class StoredRun:
     epoch: int
     #: None before the first generation.
     opening: Opening | None
-    committed: Commit | None
+    committed: CommittedState | None
     #: Unix time of the last commit; None before the first.
     committed_at: float | None
     #: Canonical JSON of the pinned resume point; None where nothing is pinned.
