@@ -12,6 +12,8 @@ from tokenloom_server.storage.file import File
 
 #: The column of sources that have nothing but ids.
 IDS = "ids"
+#: Types of ids in files that do not say it themselves.
+RAW_TYPES = ("uint16", "uint32", "int32")
 
 
 class IdScheme(Scheme):
@@ -20,7 +22,7 @@ class IdScheme(Scheme):
     has_columns = False
     ends_documents = True
     raw_types: ClassVar[tuple[str, ...]] = ()
-    """What a spec may have instead of the column: the type of the ids of files that do not say it themselves."""
+    """Those of ``RAW_TYPES`` that a spec may name instead of the column."""
 
     def parse(self, text: str) -> tuple[str, str]:
         """``LOCATION`` or ``LOCATION:COLUMN``; a colon before anything else is the location's."""

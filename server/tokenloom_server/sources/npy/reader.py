@@ -27,8 +27,7 @@ from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import columns, files, row_index
 from tokenloom_server.sources.base import Content, Rows
 from tokenloom_server.sources.flat_ids import FlatIds
-from tokenloom_server.sources.id_scheme import IDS
-from tokenloom_server.sources.npy.scheme import NpyScheme
+from tokenloom_server.sources.id_scheme import IDS, RAW_TYPES
 from tokenloom_server.sources.row_index import IndexedSource, RowIndex
 from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.storage.file import File
@@ -167,7 +166,7 @@ def _layout(file: File, spec: Spec, where: str) -> _Layout:
         if head.startswith(MAGIC):
             return _of_numpy(file, where)
         if llm_c is None:
-            types = ", ".join(f"'{spec}:{name}'" for name in NpyScheme.raw_types)
+            types = ", ".join(f"'{spec}:{name}'" for name in RAW_TYPES)
             raise SourceError(
                 f"{where} begins with {head[:6]!r}, expected {MAGIC!r} of a .npy file, or the header of an llm.c shard "
                 f"with as many ids as the file has; where it holds bare ids, say of which type: {types}"

@@ -6,7 +6,7 @@ Files of numpy and of llm.c say their type themselves; where a file is bare ids,
 from __future__ import annotations
 
 from tokenloom_server.sources.base import Source
-from tokenloom_server.sources.id_scheme import IdScheme
+from tokenloom_server.sources.id_scheme import RAW_TYPES, IdScheme
 from tokenloom_server.sources.scheme import ReadRequest
 
 
@@ -18,7 +18,7 @@ class NpyScheme(IdScheme):
     splits_at_end_of_text = True
     endings = (".npy",)
     refuses_urls = "files of npy: are mapped"
-    raw_types = ("uint16", "uint32", "int32")
+    raw_types = RAW_TYPES
 
     def open(self, request: ReadRequest) -> Source:
         from tokenloom_server.sources.npy.reader import NpySource
