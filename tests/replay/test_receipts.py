@@ -14,10 +14,11 @@ from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.core.state import State
 from tokenloom_server.ledger.records import Opening
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.replay.receipts import lineage_of, skipped_before, unique_tokens
+from tokenloom_server.replay.receipts import skipped_before, unique_tokens
 from tokenloom_server.reports.model_card import markdown
 from tokenloom_server.reports.receipt import BatchSizeFrom, ExclusionReport, GenerationReport, Range, RevisionInfo
 from tokenloom_server.reports.stats import SourceStats
+from tokenloom_server.run.lineage import with_samples
 
 LENGTH = 8
 #: Tokens of one epoch: each row that has any is ended by one more.
@@ -144,7 +145,7 @@ def opening(generation: int, parent: int, start: int) -> Opening:
 def test_a_runs_samples_are_of_the_launches_that_were_not_replaced(
     openings: list[tuple[int, int, int]], lineage: list[int]
 ) -> None:
-    found = lineage_of([opening(*each) for each in openings])
+    found = with_samples([opening(*each) for each in openings])
     assert [each.generation for each in found] == lineage
     assert skipped_before(found, 100) == []
 

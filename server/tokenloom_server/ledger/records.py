@@ -40,6 +40,11 @@ class Opening:
     #: ``batch_size`` and is an optimiser step. ``batch_size`` and ``group_micro_steps`` are those of the first one.
     batch_plans: str = ""
 
+    @property
+    def branched_at(self) -> int:
+        """The sample index at which it left the generation that it went on from."""
+        return self.start_index - self.skipped
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
