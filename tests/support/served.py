@@ -191,6 +191,13 @@ class Trainer:
         self.settle()
         return samples
 
+    def train_to(self, index: int) -> Trainer:
+        """``train`` up to a sample index, or to the end of the data."""
+        while self.index < index and self.take(1):
+            pass
+        self.settle()
+        return self
+
     def taken(self) -> dict[int, Sample]:
         taken: dict[int, Sample] = {}
         for rank in self.ranks:
@@ -304,12 +311,8 @@ def until_led(call: Callable[[], T]) -> T:
 @contextmanager
 def serving(folder: Path, ledger_folder: Path, document: dict[str, Any]) -> Iterator[ServedRun]:
     """A run of this process over a corpus, with a ledger of its own, until the block ends."""
-    path = folder / f"{ledger_folder.name}.yaml"
-    path.write_text(yaml.safe_dump(document), encoding="utf-8")
-    ledger = SqliteLedger(ledger_folder / "ledger.db")
-    runs = Runs(ledger)
+    place = Place(folder, ledger_folder, document)
     try:
-        yield runs.add(path, None)
+        yield place.serve()
     finally:
-        runs.stop()
-        ledger.close()
+        place.stop()

@@ -40,6 +40,11 @@ class Opening:
     #: and is one. ``batch_size`` and ``group_steps`` are those of the first step.
     ramp: str = ""
 
+    @property
+    def branched_at(self) -> int:
+        """The sample index at which it left the generation that it went on from."""
+        return self.start_index - self.skipped
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
