@@ -65,7 +65,7 @@ ONLY: dict[str, frozenset[str]] = {
 }
 
 #: A process starts here. Whatever cannot be reached from one of these is dead.
-ENTRY_POINTS = (f"{CLIENT}.__init__", f"{SERVER}.__main__", f"{SERVER}.demo.__main__")
+ENTRY_POINTS = (f"{CLIENT}.__init__", f"{SERVER}.__main__", f"{SERVER}.demo.trainer")
 
 #: What users import by themselves.
 INTEGRATIONS = f"{CLIENT}.integrations"
