@@ -16,7 +16,7 @@ def server(corpus: Corpus, serve: StartServer) -> ServerProcess:
     mixtures = [
         corpus.mixture("same"),
         corpus.mixture("shifted", labels="shifted"),
-        corpus.mixture("padded", last_step="pad"),
+        corpus.mixture("padded", last_micro_step="pad"),
     ]
     return serve(*mixtures)
 

@@ -17,7 +17,7 @@ def test_a_job_goes_on_from_its_checkpoint_on_nodes_without_its_ledger_and_back_
     corpus: Corpus, sequence: list[Sample], start_server: StartServer, rpc: Callable[[ServerProcess], Rpc]
 ) -> None:
     run = "moved"
-    mixture = corpus.mixture(run, window_steps=4)
+    mixture = corpus.mixture(run, window_micro_steps=4)
     received = Receipt()
     first = start_server(mixture, name="node-0", flags=("--liveness", 1))
     with World(first.url(run), 2, 3) as world:

@@ -20,10 +20,10 @@ from tokenloom_server.reports.receipt import Receipt, RunReport, SourceReport, T
 from tokenloom_server.reports.stats import (
     LedgerStats,
     MixtureInfo,
+    NextLaunch,
     PlannedRevision,
     RankStats,
     ReportStats,
-    ResumePoint,
     RevisionInfo,
     RunLosses,
     RunStats,
@@ -31,7 +31,7 @@ from tokenloom_server.reports.stats import (
     SourceLosses,
     SourceStats,
 )
-from tokenloom_server.reports.trace import TracedDocument, TracedRank, TracedSample, TracedStep
+from tokenloom_server.reports.trace import TracedDocument, TracedMicroStep, TracedRank, TracedSample
 
 
 def source_stats(source_id: int = 0, **figures: Any) -> SourceStats:
@@ -274,7 +274,7 @@ class MemoryService(Runs):
 
     runs: dict[str, RunStats] = field(default_factory=dict)
     saved: dict[str, dict[str, str]] = field(default_factory=dict)
-    restored: dict[str, ResumePoint] = field(default_factory=dict)
+    restored: dict[str, NextLaunch] = field(default_factory=dict)
     revisions: dict[str, list[RevisionInfo]] = field(default_factory=dict)
     curves: dict[str, RunLosses] = field(default_factory=dict)
     reason: str | None = None
@@ -305,7 +305,7 @@ class MemoryService(Runs):
             receipts=owner(receipt=self.receipt, report=self.report),
             snapshots=owner(take=self.snapshot, list=self.snapshots, text=self.saved_snapshot),
             start_points=owner(restore=self.restore),
-            traces=owner(sample=self.trace_sample, evaluated=self.trace_evaluated, step=self.trace_step),
+            traces=owner(sample=self.trace_sample, evaluated=self.trace_evaluated, micro_step=self.trace_micro_step),
             mixture=owner(info=self.mixture, revise=self.revise, drop=self.drop_revisions),
         )
 
@@ -386,7 +386,7 @@ class MemoryService(Runs):
         text: str | None = None,
         skip_samples: int = 0,
         skip_tokens: int = 0,
-    ) -> ResumePoint:
+    ) -> NextLaunch:
         stats = self.stats(run)
         assert [snapshot_id, sample_index, text].count(None) == 2, "REST lets exactly one through"
         if snapshot_id is not None:
@@ -400,7 +400,7 @@ class MemoryService(Runs):
         if sample_index > stats.produced_index:
             raise BeyondHorizon(f"sample index {sample_index} is beyond the horizon {stats.produced_index}")
         skip = skip_samples or -(-skip_tokens // stats.sequence_length)
-        self.restored[run] = ResumePoint(
+        self.restored[run] = NextLaunch(
             sample_index=sample_index,
             digest=digest_hex(sample_index),
             skipped_samples=skip,
@@ -436,7 +436,7 @@ class MemoryService(Runs):
             sample=index,
             generation=stats.generation,
             status="committed" if index < stats.sample_index else "produced",
-            step=step,
+            micro_step=step,
             rank=place // stats.batch_size,
             place=place % stats.batch_size,
             source_id=0,
@@ -450,16 +450,18 @@ class MemoryService(Runs):
             ids=[97] * stats.sequence_length if text else None,
         )
 
-    def trace_step(self, run: str, step: int, rank: int | None, generation: int | None, text: bool) -> TracedStep:
+    def trace_micro_step(
+        self, run: str, step: int, rank: int | None, generation: int | None, text: bool
+    ) -> TracedMicroStep:
         stats = self.stats(run)
         size = stats.batch_size
         begin = step * size * stats.world_size
         if rank is not None and rank >= stats.world_size:
             raise ConfigError(f"rank is {rank}, but generation {stats.generation} has {stats.world_size}")
         ranks = range(stats.world_size) if rank is None else (rank,)
-        return TracedStep(
+        return TracedMicroStep(
             generation=stats.generation,
-            step=step,
+            micro_step=step,
             begin=begin,
             end=begin + size * stats.world_size,
             world_size=stats.world_size,
@@ -477,7 +479,7 @@ class MemoryService(Runs):
 
     def fork(
         self, run: str, *, parent: str | None = None, sample_index: int | None = None, text: str | None = None
-    ) -> ResumePoint:
+    ) -> NextLaunch:
         stats = self.stats(parent or run)
         return self.restore(run, sample_index=stats.sample_index if sample_index is None else sample_index)
 

@@ -31,7 +31,7 @@ PATIENCE_S = 20.0
 #: A batch size, or pairs (total tokens, batch size).
 Sizes: TypeAlias = int | tuple[tuple[int, int], ...]
 #: Samples have 8 tokens: 2 at first, 5 from sample 30 on, 1 from 100 on.
-RAMP = ((0, 2), (240, 5), (800, 1))
+SCHEDULE = ((0, 2), (240, 5), (800, 1))
 T = TypeVar("T")
 
 
@@ -98,14 +98,14 @@ class Rank:
         self.end: EndOfData | None = None
         self.session = self.connect(served)
 
-    def connect(self, served: ServedRun, credit_steps: int = 1000) -> Session:
+    def connect(self, served: ServedRun, credit_micro_steps: int = 1000) -> Session:
         """A new stream, perhaps to another server: it goes on after what was received."""
         self.served, self.end = served, None
         coordinator, opening = served.coordinator, self.joined.opening
         self.session = coordinator.attach(
             self.joined.uid, opening.generation, self.call.rank, self.call.nonce, self.received, self.committed_seen
         )
-        coordinator.progress(self.session, self.consumed, credit_steps)
+        coordinator.progress(self.session, self.consumed, credit_micro_steps)
         return self.session
 
     def receive(self) -> bool:
@@ -191,6 +191,13 @@ class Trainer:
         self.settle()
         return samples
 
+    def train_to(self, index: int) -> Trainer:
+        """``train`` up to a sample index, or to the end of the data."""
+        while self.index < index and self.take(1):
+            pass
+        self.settle()
+        return self
+
     def taken(self) -> dict[int, Sample]:
         taken: dict[int, Sample] = {}
         for rank in self.ranks:
@@ -271,7 +278,7 @@ def sequence(served: ServedRun) -> list[Sample]:
     """The canonical order to its end, straight from the pipeline."""
     timeline = served.coordinator.timeline
     pipeline = timeline.pipeline(timeline.initial())
-    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=1000))
+    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_micro_steps=1000))
     pipeline.fill(group, 1000)
     assert pipeline.ended is not None
     return [
@@ -304,12 +311,8 @@ def until_led(call: Callable[[], T]) -> T:
 @contextmanager
 def serving(folder: Path, ledger_folder: Path, document: dict[str, Any]) -> Iterator[ServedRun]:
     """A run of this process over a corpus, with a ledger of its own, until the block ends."""
-    path = folder / f"{ledger_folder.name}.yaml"
-    path.write_text(yaml.safe_dump(document), encoding="utf-8")
-    ledger = SqliteLedger(ledger_folder / "ledger.db")
-    runs = Runs(ledger)
+    place = Place(folder, ledger_folder, document)
     try:
-        yield runs.add(path, None)
+        yield place.serve()
     finally:
-        runs.stop()
-        ledger.close()
+        place.stop()

@@ -5,29 +5,29 @@ from __future__ import annotations
 from rich.console import Console
 
 from tokenloom_server.reports.tables import table
-from tokenloom_server.reports.trace import TracedDocument, TracedSample, TracedStep
+from tokenloom_server.reports.trace import TracedDocument, TracedMicroStep, TracedSample
 from tokenloom_server.tokenizer.text import as_lines
 
 
-def print_trace(out: Console, run: str, found: TracedSample | TracedStep, text: bool) -> None:
-    """One sample and its documents; of a step each rank's samples. With ``text`` each document's, too."""
-    if isinstance(found, TracedSample):
-        _print_sample(out, f"{run}: ", found, text)
+def print_trace(out: Console, run: str, trace: TracedSample | TracedMicroStep, text: bool) -> None:
+    """One sample and its documents; of a micro-step each rank's samples. With ``text`` each document's, too."""
+    if isinstance(trace, TracedSample):
+        _print_sample(out, f"{run}: ", trace, text)
         return
-    named = f"{found.world_size} ranks × {found.batch_size}"
+    named = f"{trace.world_size} ranks × {trace.batch_size}"
     out.print(
-        f"{run}: step {found.step:,} of generation {found.generation} ({named}): samples {found.begin:,} to "
-        f"{found.end - 1:,}, slices rotated by {found.rotation}",
+        f"{run}: micro-step {trace.micro_step:,} of generation {trace.generation} ({named}): samples {trace.begin:,} "
+        f"to {trace.end - 1:,}, slices rotated by {trace.rotation}",
         highlight=False,
     )
     if text:
-        for rank in found.ranks:
+        for rank in trace.ranks:
             out.rule(f"rank {rank.rank}", align="left")
             for sample in rank.samples:
                 _print_sample(out, "", sample, text)
         return
     rows: list[tuple[str, ...]] = []
-    for rank in found.ranks:
+    for rank in trace.ranks:
         for sample in rank.samples:
             start = (f"{rank.rank}", f"{sample.sample:,}", sample.source)
             rows += ((*start, *_row(document)) for document in sample.documents)
@@ -38,8 +38,9 @@ def print_trace(out: Console, run: str, found: TracedSample | TracedStep, text: 
 
 def _print_sample(out: Console, begin: str, sample: TracedSample, text: bool) -> None:
     where = "of the stream that was asked for" if sample.status == "evaluated" else "in another ledger"
-    if sample.step is not None:
-        where = f"generation {sample.generation}, step {sample.step:,}: place {sample.place} of rank {sample.rank}"
+    if sample.micro_step is not None:
+        place = f"place {sample.place} of rank {sample.rank}"
+        where = f"generation {sample.generation}, micro-step {sample.micro_step:,}: {place}"
     out.print(f"{begin}sample {sample.sample:,} ({sample.status}) in {where}", highlight=False)
     out.print(
         f"source {sample.source} ({sample.spec}), its sample {sample.source_sample:,}; hash {sample.hash}, digest "

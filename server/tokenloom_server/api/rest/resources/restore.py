@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 from tokenloom_server.api.auth import Scope
 from tokenloom_server.api.rest.models import Model, RunName, SampleIndex
 from tokenloom_server.api.rest.routes import Backend, Routes
-from tokenloom_server.reports.stats import ResumePoint
+from tokenloom_server.reports.stats import NextLaunch
 
 _POINTS = ("snapshot_id", "sample_index", "snapshot")
 _ERRORS = (404, 409, 413, 415, 416, 422, 500, 503)
@@ -80,7 +80,7 @@ def add_routes(routes: Routes, backend: Backend) -> None:
     @routes.add("POST", "/v1/runs/{run}/restore", Scope.CONTROL, errors=_ERRORS, tags=["snapshots"])
     def restore(
         run: RunName, request: Annotated[RestoreRequest, Body(openapi_examples=_RESTORE_EXAMPLES)]
-    ) -> ResumePoint:
+    ) -> NextLaunch:
         """Pin where the next generation starts.
 
         Nothing moves until the next trainer opens its generation. One that brings a state of its own must bring this
@@ -96,7 +96,7 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         )
 
     @routes.add("POST", "/v1/runs/{run}/fork", Scope.CONTROL, errors=_ERRORS, tags=["snapshots"])
-    def fork(run: RunName, request: Annotated[ForkRequest, Body(openapi_examples=_FORK_EXAMPLES)]) -> ResumePoint:
+    def fork(run: RunName, request: Annotated[ForkRequest, Body(openapi_examples=_FORK_EXAMPLES)]) -> NextLaunch:
         """Begin a run where another one stands.
 
         The run must not have begun. Cursors of the sources that both have stay; sample index, tokens and rolling digest
