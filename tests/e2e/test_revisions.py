@@ -128,6 +128,12 @@ def test_a_change_holds_for_all_ranks_from_the_index_that_was_told(
         assert made["changes"] == tried["changes"] == ["a: weight 2 → 0.5", "c: weight 1 → 6"]
         assert made["total_tokens"] == GROUP * LENGTH
         assert len(mixture.read()["revisions"]) == 1, "what was only tried was made"
+        for depth, status in ((50, 200), (300, 422), (5000, 422)):
+            text = '{"reason":"why","dry_run":true,"mixture":' + '{"policy":"weighted","children":[' * depth
+            text += json.dumps(LATE) + "]}" * depth + "}"
+            headers = {"content-type": "application/json"}
+            route = f"/v1/runs/{run}/mixture"
+            assert server.request("PATCH", route, content=text, headers=headers).status_code == status, depth
         until(world, 3 * GROUP)
     samples = check(world, revised(course_of(path), made["sample_index"], **change))
     before, behind = samples[:GROUP], samples[GROUP:]
