@@ -17,8 +17,7 @@ from conftest import Rpc, StartServer
 from support.features import SHAPES, document, latents, write_features, write_mixture
 from support.server_process import CommandLine, ServerProcess
 from tokenloom import ConnectionOptions, PeekDataset, RemoteDataset
-from tokenloom.errors import ProtocolError
-from tokenloom_proto.errors import TokenloomError
+from tokenloom_proto.errors import ProtocolError, TokenloomError
 from tokenloom_server.tools.checkpoint.content import _sources
 from tokenloom_server.tools.checkpoint.difference import place as stands_at
 
@@ -178,7 +177,7 @@ def test_figures_traces_plans_and_snapshots_know_rows(
         assert all(re.fullmatch(r"row \d+", text) for text in shown), shown
         assert digests[0] != digests[1]
         assert ask("samples/11")["digest"] == digests[1]
-        step = ask("steps/1", generation=1, rank=0)
+        step = ask("micro-steps/1", generation=1, rank=0)
         assert [one["sample"] for one in step["ranks"][0]["samples"]] == [4, 5, 6, 7]
         with pytest.raises(grpc.RpcError, match="sample 9 lies within a global batch of 4"):
             rpc.snapshot(RUN, 9)
@@ -214,7 +213,7 @@ def test_a_fork_goes_on_in_the_same_batches_and_another_way_of_making_them_is_re
     with RemoteDataset(server.url("base"), rank=0, world_size=1, attempt="skip", takeover=True) as skipped:
         assert next(iter(skipped))["sample_ids"].tolist() == [12, 13, 14, 15]  # three are a batch of four
     other = RemoteDataset(server.url("other"), rank=0, world_size=1, attempt="other", fork_from=state)
-    with other, pytest.raises(TokenloomError, match="seed: 5 in run 'base', 6 in 'other'"):
+    with other, pytest.raises(TokenloomError, match="seed is 5 in run 'base' and 6 in 'other'"):
         next(iter(other))
     with (
         RemoteDataset(server.url("other"), rank=0, world_size=1, attempt="older") as older,

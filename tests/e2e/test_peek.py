@@ -63,7 +63,7 @@ def test_peeks_beside_two_ranks_show_what_these_get_and_change_nothing(
     corpus: Corpus, sequence: list[Sample], start_server: StartServer
 ) -> None:
     run = "watched"
-    server = start_server(corpus.mixture(run, window_steps=6))
+    server = start_server(corpus.mixture(run, window_micro_steps=6))
     url = server.url(run)
     with World(url, 2, 2, prefetch_steps=3) as world:
         world.steps(7)

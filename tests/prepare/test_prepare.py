@@ -25,7 +25,7 @@ from tokenloom_server.prepare.job import Job, ShardFormat
 from tokenloom_server.prepare.journal import Journal
 from tokenloom_server.prepare.preparer import Done, OnRows, prepare
 from tokenloom_server.prepare.shards import ShardWriter
-from tokenloom_server.sources import line_index
+from tokenloom_server.sources import lines
 from tokenloom_server.storage.drafts import checksum
 
 
@@ -79,7 +79,7 @@ def files_of(out: Path) -> dict[str, str]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A corpus whose files of lines have several blocks each."""
-    monkeypatch.setattr(line_index, "STRIDE_BYTES", 32)
+    monkeypatch.setattr(lines, "STRIDE_BYTES", 32)
     return write_corpus(tmp_path / "data folder")
 
 

@@ -210,7 +210,7 @@ def test_what_cannot_be_looked_at_is_refused_by_name(served: ServedRun) -> None:
     forged = seal(unseal(trainer.state()) | {"digest": "1" * 32}).encode()
     for fields, error, says in (
         ({"resume": "9" * 17}, NotFound, "resume='99999999999999999': run 'test' has no snapshot of that id"),
-        ({"batch_size": 10**7}, JoinRefused, "a peek's step of 10000000 samples has 160000000 bytes; expected 1"),
+        ({"batch_size": 10**7}, JoinRefused, "a peek's micro-step of 10000000 samples has 160000000 bytes; expected 1"),
         ({"rank": 1, "world_size": 2}, JoinRefused, "rank 1 of 2; expected rank 0 of 1"),
         ({"state": forged}, SnapshotInvalid, "going forward .* gives digest"),
     ):
@@ -229,8 +229,8 @@ def test_a_run_that_nobody_joined_is_looked_at_and_begins_as_before(served: Serv
     assert [sample.ids for sample in Trainer(served, 2, 3).take(4).values()] == ids[:24]
 
 
-def test_a_padded_last_step_is_padded_for_who_looks_too(folder: Path, tmp_path: Path) -> None:
-    with serving(folder, tmp_path, mixture(last_step="pad")) as served:
+def test_a_padded_last_micro_step_is_padded_for_who_looks_too(folder: Path, tmp_path: Path) -> None:
+    with serving(folder, tmp_path, mixture(last_micro_step="pad")) as served:
         end = len(sequence(served))
         with served.peeks.open(served.coordinator.uid, end - 1, 4) as peek:
             peek.progress(end - 1, 1)

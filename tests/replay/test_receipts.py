@@ -14,10 +14,11 @@ from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.core.state import State
 from tokenloom_server.ledger.records import Opening
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.replay.receipts import lineage_of, skipped_before, unique_tokens
+from tokenloom_server.replay.receipts import skipped_before, unique_tokens
 from tokenloom_server.reports.model_card import markdown
 from tokenloom_server.reports.receipt import BatchSizeFrom, ExclusionReport, GenerationReport, Range, RevisionInfo
 from tokenloom_server.reports.stats import SourceStats
+from tokenloom_server.run.lineage import with_samples
 
 LENGTH = 8
 #: Tokens of one epoch: each row that has any is ended by one more.
@@ -99,7 +100,7 @@ def test_revisions_are_in_the_receipts_after_them_and_in_the_report(
     rows = tmp_path / "takedown.csv"
     rows.write_text("spec,shard,row\n" + "".join(f"{CODE},data/code-0.parquet,{row}\n" for row in range(9, 13)))
     change = {"reason": "taken down", "author": "ada", "exclude": {"file": str(rows)}}
-    with serving(folder, tmp_path, flat([CODE, WIKI], window_steps=4)) as served:
+    with serving(folder, tmp_path, flat([CODE, WIKI], window_micro_steps=4)) as served:
         trainer = Trainer(served, 1, 1).train_to(4)
         index = served.revision_handler.revise(MixtureChange.model_validate(change)).sample_index
         trainer.train_to(index + 10)
@@ -122,7 +123,7 @@ def opening(generation: int, parent: int, start: int) -> Opening:
         attempt=f"a{generation}",
         world_size=2,
         batch_size=4,
-        group_steps=1,
+        group_micro_steps=1,
         start_index=start,
         start_state="{}",
         opened_at=1.8e9,
@@ -144,7 +145,7 @@ def opening(generation: int, parent: int, start: int) -> Opening:
 def test_a_runs_samples_are_of_the_launches_that_were_not_replaced(
     openings: list[tuple[int, int, int]], lineage: list[int]
 ) -> None:
-    found = lineage_of([opening(*each) for each in openings])
+    found = with_samples([opening(*each) for each in openings])
     assert [each.generation for each in found] == lineage
     assert skipped_before(found, 100) == []
 

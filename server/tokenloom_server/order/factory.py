@@ -27,8 +27,7 @@ from tokenloom_server.packing.real_tokens import RealTokens
 from tokenloom_server.packing.samples import SampleFormat
 from tokenloom_server.packing.unpacked import UnpackedPacker
 from tokenloom_server.sources.base import Content, Source
-from tokenloom_server.sources.loss_mask import SourceWithLossMask
-from tokenloom_server.sources.timed import TimedSource
+from tokenloom_server.sources.wrapped import SourceWithLossMask, TimedSource
 from tokenloom_server.storage.urls import is_remote
 from tokenloom_server.tokenizer.crash_child import ChildEncoder
 from tokenloom_server.tokenizer.crash_guard import CrashGuardEncoder

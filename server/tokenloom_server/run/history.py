@@ -20,7 +20,8 @@ from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.commits import resume_state_of
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.cursor_check import check_cursors
-from tokenloom_server.run.sizing import steps_of
+from tokenloom_server.run.lineage import covering
+from tokenloom_server.run.sizing import batch_plans_of
 
 #: What ``resume`` may be, beside a snapshot's id.
 LATEST, FRESH = "latest", "fresh"
@@ -297,7 +298,7 @@ class History:
     def snapshot(self, sample_index: int | None) -> tuple[str, int]:
         """(sealed text, sample index) at a sample index, None for the committed one.
 
-        Any index from the oldest that the ledger's journal reaches up to the horizon, step boundary or
+        Any index from the oldest that the ledger's journal reaches up to the horizon, micro-step boundary or
         not. Raises ``BeyondHorizon`` naming the limits.
         """
         coordinator = self._coordinator
@@ -314,7 +315,7 @@ class History:
         if index > generation.horizon_index:
             raise BeyondHorizon(
                 f"sample {index} is beyond the horizon {generation.horizon_index}: {commit.sample_index} is committed, "
-                f"and production may go {generation.window_steps} steps further"
+                f"and production may go {generation.window_micro_steps} micro-steps further"
             )
         if index == commit.sample_index:
             text = self._sealed(generation.number, commit.state, index, commit.digest, commit.total_tokens)
@@ -335,7 +336,7 @@ class History:
         opening = covering(self.openings(), index)
         if opening is None:
             raise BeyondHorizon(f"sample {index} lies before the first state that the ledger holds of this run")
-        boundary = steps_of(opening).boundary(index)
+        boundary = batch_plans_of(opening).boundary(index)
         base = self._advance(self._journalled(opening, boundary), boundary)
         state = self._advance(base, index)
         if state.sample_index != index:
@@ -359,19 +360,3 @@ class History:
             return state
         with self._forward:
             return Replay(self._coordinator.timeline, state).forward(sample_index)
-
-
-def covering(openings: Sequence[Opening], index: int, generation: int | None = None) -> Opening | None:
-    """The generation in whose part of the run's lineage a sample index lies: the present one (or the one given) from
-    its start on, before that its parent, and so on. Raises ``NotFound`` for a generation that the ledger does not have.
-    """
-    by_number = {opening.generation: opening for opening in openings}
-    if generation is not None and generation not in by_number:
-        known = f"{min(by_number)} to {max(by_number)}" if by_number else "none: no trainer has joined yet"
-        raise NotFound(f"there is no generation {generation}; the ledger has {known}")
-    opening = openings[-1] if openings else None
-    if generation is not None:
-        opening = by_number[generation]
-    while opening is not None and index < opening.start_index:
-        opening = by_number.get(opening.parent)
-    return opening
