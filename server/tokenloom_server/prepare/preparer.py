@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from tokenloom_server.core.state import Cursor
 from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.packing.documents import BAD, FILTERED, TokenizedRows
 from tokenloom_server.prepare.job import FIELDS_OF_READING, FIELDS_OF_SERVING, Job, Prepared, Task
@@ -91,7 +90,7 @@ def _make(job: Job, task: Task, journal: Journal, tell: Tell, stop: threading.Ev
         with ShardWriter(draft, job.order.record.dtype, job.form) as writer:
             documents = job.order.documents(task.source)
             for part, row, rows in task.ranges:
-                for piece in documents.part(Cursor(shard=part, row=row), rows):
+                for piece in documents.part(part, row, rows):
                     if stop.is_set():
                         return
                     writer.add(piece.ids, piece.ends)
