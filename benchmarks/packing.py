@@ -48,9 +48,7 @@ def prepare(folder: Path, roots: tuple[Path, ...], megabytes: int) -> None:
     TextCorpus(name="packing", megabytes=megabytes, roots=roots, files=(1, 1, 1)).make(text)
     definition = find_tokenizer("text/tokenizer.json", folder)
     record = EngineRecord(digest=definition.digest, engine="tokenizers", version=version("tokenizers"))
-    encoder = DocumentEncoder(
-        load_engine(definition, record, "text"), vocab_size=definition.vocab_size, eot_id=None, add_eot=False
-    )
+    encoder = DocumentEncoder(load_engine(definition, record, "text"), vocab_size=definition.vocab_size)
     texts = pa.chunked_array(
         [column for path in sorted(text.glob("parquet/*/*.parquet")) for column in pq.read_table(path)["text"].chunks]
     )

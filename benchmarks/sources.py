@@ -67,7 +67,7 @@ def main() -> None:
 
 def measure(spec: str, folder: Path, passes: int) -> tuple[str, ...]:
     source = open_source(SourceCatalog().spec(spec), folder, end_of_text_id=END_OF_TEXT)
-    encoder = DocumentEncoder(BytesEngine(), vocab_size=VOCAB_SIZE, eot_id=END_OF_TEXT, add_eot="auto")
+    encoder = DocumentEncoder(BytesEngine(), vocab_size=VOCAB_SIZE, eot_id=END_OF_TEXT, ends_once=True)
     tokens = run(source, encoder).tokens
     read = min(run(source, None).cpu_ns for _ in range(passes)) / tokens
     both = min((run(source, encoder) for _ in range(passes)), key=lambda cost: cost.cpu_ns)

@@ -10,12 +10,20 @@ from typing import ClassVar
 
 
 class TokenloomError(Exception):
-    """Root of all errors that Tokenloom raises on purpose."""
+    """Root of all errors that Tokenloom raises on purpose. A kind names its statuses beside its parent, whose it has
+    where it names none."""
 
     grpc_status: str = "INTERNAL"
     http_status: int = 500
     #: For how long, seconds, trying again makes sense; None where that is not known.
     retry_for_s: float | None = None
+
+    def __init_subclass__(cls, *, grpc: str | None = None, http: int | None = None) -> None:
+        super().__init_subclass__()
+        if grpc is not None:
+            cls.grpc_status = grpc
+        if http is not None:
+            cls.http_status = http
 
     @property
     def name(self) -> str:
@@ -23,36 +31,24 @@ class TokenloomError(Exception):
         return type(self).__name__
 
 
-class ConfigError(TokenloomError):
+class ConfigError(TokenloomError, grpc="INVALID_ARGUMENT", http=422):
     """A mixture file, spec or command-line value is wrong."""
 
-    grpc_status = "INVALID_ARGUMENT"
-    http_status = 422
 
-
-class SourceError(TokenloomError):
+class SourceError(TokenloomError, grpc="FAILED_PRECONDITION"):
     """A source's files are missing, malformed, of another shape, or not what the run began with."""
 
-    grpc_status = "FAILED_PRECONDITION"
-    http_status = 500
 
-
-class SourceChanged(SourceError):
+class SourceChanged(SourceError, http=409):
     """A file differs from the run's frozen manifest."""
 
-    http_status = 409
 
-
-class StorageError(SourceError):
+class StorageError(SourceError, http=503):
     """A file's storage failed, or did not answer for as long as is waited: nothing is known about what is in it."""
 
-    http_status = 503
 
-
-class TokenizerError(TokenloomError):
+class TokenizerError(TokenloomError, grpc="FAILED_PRECONDITION"):
     """The tokeniser is missing, unsupported, or gave an id that the vocabulary does not have."""
-
-    grpc_status = "FAILED_PRECONDITION"
 
     def __init__(self, message: str, at: int | None = None) -> None:
         """``at``: of the rows that were to be encoded, the first that is at fault, where it is a row's."""
@@ -60,28 +56,21 @@ class TokenizerError(TokenloomError):
         self.at = at
 
 
-class LedgerError(TokenloomError):
+class LedgerError(TokenloomError, grpc="FAILED_PRECONDITION"):
     """The ledger refused or contradicted a write."""
 
-    grpc_status = "FAILED_PRECONDITION"
 
-
-class LedgerUnavailable(LedgerError):
+class LedgerUnavailable(LedgerError, grpc="UNAVAILABLE", http=503):
     """The ledger cannot be reached now; the outcome of a write under way is unknown."""
 
-    grpc_status = "UNAVAILABLE"
-    http_status = 503
 
-
-class LedgerUnsafe(LedgerError):
+class LedgerUnsafe(LedgerError, http=503):
     """The ledger would acknowledge writes that it can lose (Redis without appendonly and fsync always, SQLite on a
     network file system).
     """
 
-    http_status = 503
 
-
-class LedgerRolledBack(LedgerError):
+class LedgerRolledBack(LedgerError, grpc="DATA_LOSS", http=409):
     """The ledger lacks a commit that it has acknowledged: it lost data."""
 
     #: What to do about it, whoever finds it; a sentence without its full stop.
@@ -90,135 +79,81 @@ class LedgerRolledBack(LedgerError):
         "right again"
     )
 
-    grpc_status = "DATA_LOSS"
-    http_status = 409
 
-
-class NotLeader(LedgerError):
+class NotLeader(LedgerError, grpc="UNAVAILABLE", http=503):
     """Another server has taken this run over: this one's epoch is old."""
 
-    grpc_status = "UNAVAILABLE"
-    http_status = 503
 
-
-class LeaseHeld(LedgerError):
+class LeaseHeld(LedgerError, grpc="UNAVAILABLE", http=503):
     """Another server serves this run, and its lease has not lapsed."""
 
-    grpc_status = "UNAVAILABLE"
-    http_status = 503
 
-
-class OrderMismatch(LedgerError):
+class OrderMismatch(LedgerError, grpc="DATA_LOSS", http=409):
     """The same sample index was committed with another digest: two orders exist. Everything stops."""
 
-    grpc_status = "DATA_LOSS"
-    http_status = 409
 
-
-class Fenced(TokenloomError):
+class Fenced(TokenloomError, grpc="ABORTED", http=409):
     """The call belongs to a generation that is over. Never retried."""
 
-    grpc_status = "ABORTED"
-    http_status = 409
 
-
-class AttemptUsed(TokenloomError):
+class AttemptUsed(TokenloomError, grpc="ALREADY_EXISTS", http=409):
     """An attempt id opened a generation before, or its slot was served to another process."""
 
-    grpc_status = "ALREADY_EXISTS"
-    http_status = 409
 
-
-class JoinRefused(TokenloomError):
+class JoinRefused(TokenloomError, grpc="FAILED_PRECONDITION", http=409):
     """Ranks disagree, or a rank does not fit its world."""
 
-    grpc_status = "FAILED_PRECONDITION"
-    http_status = 409
 
-
-class RunBusy(TokenloomError):
+class RunBusy(TokenloomError, grpc="UNAVAILABLE", http=409):
     """Every rank of the run's present attempt was heard just now: another launch may not end it by mistake."""
-
-    grpc_status = "UNAVAILABLE"
-    http_status = 409
 
     def __init__(self, message: str, retry_for_s: float = 0.0) -> None:
         super().__init__(message)
         self.retry_for_s = retry_for_s
 
 
-class RankStalled(TokenloomError):
+class RankStalled(TokenloomError, grpc="DEADLINE_EXCEEDED", http=504):
     """A rank is missing, dead or does not go on, and the others have waited for it long enough."""
 
-    grpc_status = "DEADLINE_EXCEEDED"
-    http_status = 504
 
-
-class ResumePointNeeded(TokenloomError):
+class ResumePointNeeded(TokenloomError, grpc="FAILED_PRECONDITION", http=409):
     """The ledger has progress and the trainer brought no state: guessing would skip or repeat data."""
 
-    grpc_status = "FAILED_PRECONDITION"
-    http_status = 409
 
-
-class SnapshotInvalid(TokenloomError, ValueError):
+class SnapshotInvalid(TokenloomError, ValueError, grpc="INVALID_ARGUMENT", http=422):
     """A snapshot is torn, of another version, or of another run, seed, tokeniser, data or config."""
 
-    grpc_status = "INVALID_ARGUMENT"
-    http_status = 422
 
-
-class BeyondHorizon(TokenloomError):
+class BeyondHorizon(TokenloomError, grpc="OUT_OF_RANGE", http=416):
     """A sample index that has not been and may not yet be produced."""
 
-    grpc_status = "OUT_OF_RANGE"
-    http_status = 416
 
-
-class NotFound(TokenloomError):
+class NotFound(TokenloomError, grpc="NOT_FOUND", http=404):
     """No such run, stream or snapshot."""
-
-    grpc_status = "NOT_FOUND"
-    http_status = 404
 
 
 class CounterOverflow(TokenloomError):
     """A counter passed 2^53 − 1, the last integer that JSON and Lua readers hold exactly."""
 
 
-class ServerStopping(TokenloomError):
+class ServerStopping(TokenloomError, grpc="UNAVAILABLE", http=503):
     """The server is closing in an orderly way; clients reconnect."""
 
-    grpc_status = "UNAVAILABLE"
-    http_status = 503
 
-
-class TooManyPeeks(TokenloomError):
+class TooManyPeeks(TokenloomError, grpc="UNAVAILABLE", http=429):
     """As many peeks at a run are open as a server makes at once. Retried: others end."""
 
-    grpc_status = "UNAVAILABLE"
-    http_status = 429
 
-
-class Unauthenticated(TokenloomError):
+class Unauthenticated(TokenloomError, grpc="UNAUTHENTICATED", http=401):
     """The call brings no token, or one that this server does not know. Never retried."""
 
-    grpc_status = "UNAUTHENTICATED"
-    http_status = 401
 
-
-class Forbidden(TokenloomError):
+class Forbidden(TokenloomError, grpc="PERMISSION_DENIED", http=403):
     """The token is for reading, and the call needs the one for control. Never retried."""
 
-    grpc_status = "PERMISSION_DENIED"
-    http_status = 403
 
-
-class LimitExceeded(TokenloomError):
+class LimitExceeded(TokenloomError, grpc="RESOURCE_EXHAUSTED", http=409):
     """A bound of the server is reached: a message's size, or the number of streams, runs or saved snapshots."""
-
-    grpc_status = "RESOURCE_EXHAUSTED"
-    http_status = 409
 
 
 def named(name: str, message: str) -> TokenloomError:

@@ -37,10 +37,12 @@ def serve_rest(service: MemoryService, host: str = "127.0.0.1", port: int = 0) -
 @pytest.fixture(scope="module")
 def shared() -> Iterator[tuple[MemoryService, RestServer]]:
     service = MemoryService()
-    server = RestServer("127.0.0.1", 0)
-    server.start(service, grpc_address="127.0.0.1:50051", allowed_hosts=["loom.example"])
-    yield service, server
-    assert server.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: "Loom.example")  # the machine's
+        server = RestServer("127.0.0.1", 0)
+        server.start(service, grpc_address="127.0.0.1:50051")
+        yield service, server
+        assert server.stop()
 
 
 @pytest.fixture

@@ -59,9 +59,10 @@ class Points:
 
     def around(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
-            self.reached(f"{name}-before")
+            point = arguments[0].verb if name == "execute" else name
+            self.reached(f"{point}-before")
             found = method(*arguments, **named)
-            self.reached(f"{name}-after")
+            self.reached(f"{point}-after")
             return found
 
         return call

@@ -13,6 +13,7 @@ import yaml
 from support.catalog import CATALOG
 from support.corpora import CODE, DOCS, PROSE, flat, mixture, parsed
 from tokenloom_server.config import mixture_file as config
+from tokenloom_server.config.node import walk
 from tokenloom_server.config.order_fields import order_digest, order_fields
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.errors import ConfigError
@@ -331,7 +332,7 @@ def test_numbers_that_yaml_reads_as_text_are_numbers_all_the_same(tmp_path: Path
 
 
 def test_source_ids_are_depth_first() -> None:
-    assert [path for path, _ in parsed(mixture()).sources_with_paths()] == [
+    assert [path for path, _ in walk(parsed(mixture()).mixture, "mixture")] == [
         "mixture.children.0",
         "mixture.children.1",
         "mixture.children.2.children.0",

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 from conftest import Corpus, StartServer
-from support.redis_server import RedisServer
 from support.server_process import ServerProcess
-from support.trainer import Sample, Trainer, World
-from test_server_restart import wait_for
-from tokenloom import ConnectionOptions, LedgerRolledBack, RankStalled, RemoteDataset, RunBusy
+from support.trainer import Trainer, World
+from support.waiting import wait_for
+from tokenloom import ConnectionOptions, RankStalled, RemoteDataset, RunBusy
 
 LIVENESS_S = 5.0
 
@@ -101,37 +100,3 @@ def test_a_rank_that_stops_is_named_and_the_others_get_an_error(
     # A new attempt is not kept out by the old one's error.
     with World(server.url("stalled"), 2, 1, resume="latest") as world:
         world.steps(2)
-
-
-def test_a_ledger_that_lost_data_is_told_and_a_trainers_state_makes_it_right_again(
-    corpus: Corpus, sequence: list[Sample], start_server: StartServer, tmp_path: Path
-) -> None:
-    run = "rolled-back"
-    redis = RedisServer(tmp_path).start()
-    try:
-        server = start_server(corpus.mixture(run, window_steps=4), ledger=redis.url(), flags=("--lease", 3))
-        with World(server.url(run), 2, 1, prefetch_steps=1) as world:
-            world.steps(4)
-            wait_for(lambda: _committed(redis, run) == 8, "the commit")
-            earlier = redis.copy()
-            state = world.steps(3).state()
-            wait_for(lambda: _committed(redis, run) == 14, "the commit")
-            redis.kill()
-            redis.put_back(earlier)
-            redis.start()
-            with pytest.raises(LedgerRolledBack, match="lost"):
-                world.steps(40)
-            assert world.receipt.sequence() == sequence[: len(world.receipt.samples)]
-        with World(server.url(run), 2, 1, state=state) as world:
-            world.steps(5)
-            assert world.receipt.sequence(14) == sequence[14:24]
-            wait_for(lambda: _committed(redis, run) == 24, "the commit")
-    finally:
-        redis.stop()
-
-
-def _committed(redis: RedisServer, run: str) -> int:
-    with redis.client() as client:
-        uid = client.hget("tokenloom:runs", f"{run}/train")
-        key = next(iter(client.scan_iter(match="tokenloom:{*}:train")), None) if uid else None
-        return int(client.hget(key, "sample_index") or -1) if key else -1

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import httpx
-import pytest
 from conftest import LENGTH, Corpus, StartServer
-from support.server_process import ServerProcess
 from support.trainer import Sample, World
 
 #: By samples: 2 at first, 5 from sample 13 on, 1 from 60 on.
 RAMP = [(0, 2), (13 * LENGTH, 5), (60 * LENGTH, 1)]
-RUNS = ("ramp", "accumulated", "refused")
-
-
-@pytest.fixture(scope="module")
-def server(corpus: Corpus, serve: StartServer) -> ServerProcess:
-    return serve(*(corpus.mixture(run) for run in RUNS))
 
 
 def size_at(sample_index: int) -> int:
@@ -53,17 +42,11 @@ def step_of(world: World, labels: list[int] | None = None) -> int | None:
     return size
 
 
-def told(server: ServerProcess, path: str) -> dict[str, Any]:
-    """What the server says over REST of the run that accumulates."""
-    answer = httpx.get(f"{server.rest_url}/v1/runs/accumulated/{path}", trust_env=False, timeout=60)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
-
-
 def test_sizes_change_between_optimiser_steps_also_where_the_server_is_killed_in_the_middle(
-    server: ServerProcess, sequence: list[Sample]
+    corpus: Corpus, sequence: list[Sample], start_server: StartServer
 ) -> None:
+    server = start_server(corpus.mixture("accumulated"))
+    path = "/v1/runs/accumulated"
     world_size, accumulate = 2, 3
     sizes: list[int] = []
     labels: list[int] = []
@@ -79,14 +62,14 @@ def test_sizes_change_between_optimiser_steps_also_where_the_server_is_killed_in
     counts = [size * world_size * (LENGTH - 1) for size in sizes]
     assert labels == [sum(counts[at - at % accumulate :][:accumulate]) for at in range(len(counts))]
     assert world.receipt.sequence() == sequence[: world.sample_index]
-    report = told(server, "report")
+    report = server.get(f"{path}/report")
     (launched,) = report["generations"]
     assert (launched["batch_size"], launched["accumulate"]) == (2, accumulate)
     assert launched["batch_sizes"] == [{"sample_index": 24, "batch_size": 5}, {"sample_index": 84, "batch_size": 1}]
-    assert told(server, "stats")["batch_size"] == 1
+    assert server.get(f"{path}/stats")["batch_size"] == 1
     # Which samples a step had, and which step a sample was of.
-    step = told(server, "steps/6")
+    step = server.get(f"{path}/steps/6")
     assert (step["batch_size"], step["begin"], step["end"]) == (5, 24, 34)
     for rank in step["ranks"]:
-        places = [told(server, f"samples/{sample['sample']}") for sample in rank["samples"]]
+        places = [server.get(f"{path}/samples/{sample['sample']}") for sample in rank["samples"]]
         assert [(at["step"], at["rank"], at["place"]) for at in places] == [(6, rank["rank"], i) for i in range(5)]

@@ -218,7 +218,7 @@ def test_a_fork_goes_on_in_the_same_batches_and_another_way_of_making_them_is_re
         with RemoteDataset(server.url("base"), rank=0, world_size=1, attempt="skip", takeover=True) as skipped:
             assert next(iter(skipped))["sample_ids"].tolist() == [12, 13, 14, 15]  # three are a batch of four
         other = RemoteDataset(server.url("other"), rank=0, world_size=1, attempt="other", fork_from=state)
-        with other, pytest.raises(TokenloomError, match="seed: 5 in run 'base', 6 in 'other'"):
+        with other, pytest.raises(TokenloomError, match="seed is 5 in run 'base' and 6 in 'other'"):
             next(iter(other))
         with (
             RemoteDataset(server.url("other"), rank=0, world_size=1, attempt="older") as older,

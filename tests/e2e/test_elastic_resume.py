@@ -1,28 +1,17 @@
-"""One global sequence for any number of ranks and any batch size, with the server stopped and killed in between."""
+"""One global sequence: for any number of ranks and any batch size, from every state, and on nodes without a ledger."""
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
-import pytest
 import redis
-from conftest import Corpus, StartServer
-from support.ports import free_port
+from conftest import Corpus, Rpc, StartServer
 from support.server_process import ServerProcess
-from support.trainer import Receipt, Sample, Trainer, World, rolling_digest
-
-RUNS = ("rewound", "processes", "loader-0", "loader-1", "workers")
-
-
-@pytest.fixture(scope="module")
-def server(corpus: Corpus, serve: StartServer) -> ServerProcess:
-    """Serves a run for each test that needs no server of its own."""
-    mixtures = [corpus.mixture(run, window_steps=2) for run in RUNS]
-    return serve(*mixtures)
+from support.trainer import Receipt, Sample, World, rolling_digest
 
 
 def plain_counters(server: ServerProcess, run: str) -> tuple[int, dict[str, int], dict[str, int], dict[str, int]]:
@@ -31,8 +20,9 @@ def plain_counters(server: ServerProcess, run: str) -> tuple[int, dict[str, int]
         with redis.Redis(port=urlsplit(server.ledger).port or 0, decode_responses=True) as client:
             uid = client.hget("tokenloom:runs", f"{run}/train")
             key = f"tokenloom:{{{uid}}}:train"
-            counters = [_numbers(client.hgetall(f"{key}:{name}")) for name in ("samples", "rows", "tokens")]
-            return int(client.hget(key, "sample_index") or 0), counters[0], counters[1], counters[2]
+            counters = [client.hgetall(f"{key}:{name}") for name in ("samples", "rows", "tokens")]
+            samples, rows, tokens = ({spec: int(value) for spec, value in each.items()} for each in counters)
+            return int(client.hget(key, "sample_index") or 0), samples, rows, tokens
     connection = sqlite3.connect(f"file:{server.ledger_file}?mode=ro", uri=True)
     try:
         (run_id,) = connection.execute("SELECT id FROM runs WHERE name = ? AND stream = 'train'", (run,)).fetchone()
@@ -44,10 +34,6 @@ def plain_counters(server: ServerProcess, run: str) -> tuple[int, dict[str, int]
         connection.close()
     by_name: list[dict[str, int]] = [{row[0]: row[1 + i] for row in rows} for i in range(3)]
     return index, by_name[0], by_name[1], by_name[2]
-
-
-def _numbers(found: Any) -> dict[str, int]:
-    return {spec: int(value) for spec, value in found.items()}
 
 
 def assert_counted(server: ServerProcess, run: str, corpus: Corpus, committed: list[Sample]) -> None:
@@ -93,30 +79,78 @@ def test_4_2_3_and_1_ranks_with_other_batch_sizes_get_one_sequence_with_the_serv
     assert world.digest == rolling_digest(received.sequence())
 
 
-def test_ranks_in_processes_of_their_own_share_an_attempt_by_their_process_group_and_may_be_killed(
-    server: ServerProcess, sequence: list[Sample], tmp_path: Path
+def test_every_state_leads_to_the_rest_of_the_run_and_so_does_a_state_taken_after_it(
+    corpus: Corpus, sequence: list[Sample], start_server: StartServer
 ) -> None:
-    run = "processes"
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        Trainer(
-            tmp_path, f"rank-{rank}", group | {"RANK": str(rank)},
-            url=server.url(run), batch_size=2, steps=6, process_group=True, options={"prefetch_steps": 2},
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].log() + ranks[1].log()
-    lines = [rank.lines() for rank in ranks]
-    assert [line["state"] for line in lines[0]] == [line["state"] for line in lines[1]]
-    received = Receipt({**ranks[0].receipt().samples, **ranks[1].receipt().samples})
-    assert received.sequence() == sequence[:24]
+    run = "exact"
+    server = start_server(corpus.mixture(run))
+    with World(server.url(run)) as world:
+        world.join()
+        states, digests = [world.state()], [world.digest]
+        while world.step() is not None:
+            states.append(world.state())
+            digests.append(world.digest)
+    end = len(sequence)
+    assert len(states) == end + 1 > 128  # two state boundaries, and more
+    for index, state in enumerate(states):
+        with World(server.url(run), state=state) as once:
+            once.join()
+            assert once.state() == state
+            assert (once.sample_index, once.digest) == (index, digests[index])
+            once.run()
+            assert once.receipt.sequence(index) == sequence[index:], f"resumed at sample {index}"
+            assert (once.sample_index, once.digest) == (end, digests[end])
+            again = index + (end - index) // 2
+            second = once.state(again)
+        if index % 3:
+            continue
+        with World(server.url(run), state=second) as twice:
+            twice.run()
+            assert twice.receipt.sequence(again) == sequence[again:], f"resumed at {index}, then at {again}"
+            assert twice.digest == digests[end]
 
-    alone = Trainer(tmp_path, "alone", {}, url=server.url(run), batch_size=3, state=lines[0][3]["state"])
-    deadline = time.monotonic() + 60
-    while len(alone.lines()) < 5 and alone.running() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    alone.kill()
-    first = alone.receipt().sequence(16)
-    assert first == sequence[16 : 16 + len(first)]
-    with World(server.url(run), state=alone.lines()[-1]["state"]) as world:
-        assert world.run().receipt.sequence(16 + len(first)) == sequence[16 + len(first) :]
+
+def test_a_job_goes_on_from_its_checkpoint_on_nodes_without_its_ledger_and_back_on_the_first(
+    corpus: Corpus, sequence: list[Sample], start_server: StartServer, rpc: Callable[[ServerProcess], Rpc]
+) -> None:
+    run = "moved"
+    mixture = corpus.mixture(run, window_steps=4)
+    received = Receipt()
+    first = start_server(mixture, name="node-0", flags=("--liveness", 1))
+    with World(first.url(run), 2, 3) as world:
+        checkpoint = world.steps(5).state()
+        received.samples.update(world.receipt.samples)
+        world.steps(2)  # beyond the checkpoint: these come again
+        first.kill()
+    uids = [json.loads(checkpoint["tokenloom"])["run_uid"]]
+
+    # Other numbers of ranks, and nodes that have nothing; the last is the first again, with its old ledger.
+    for node, world_size, batch_size, steps in (("node-1", 3, 1, 4), ("node-2", 1, 4, 5), ("node-0", 2, 2, 3)):
+        server = first.start() if node == "node-0" else start_server(mixture, name=node, flags=("--liveness", 1))
+        at = len(received.samples)
+        with World(server.url(run), world_size, batch_size, state=checkpoint) as world:
+            world.join()
+            assert_counted(server, run, corpus, sequence[:at])
+            # Known on this node, though it has never seen what lies before.
+            assert json.loads(rpc(server).snapshot(run))["sample_index"] == at
+            checkpoint = world.steps(steps).state()
+            received.samples.update(world.receipt.samples)
+        assert received.sequence() == sequence[: at + steps * world_size * batch_size]
+        assert_counted(server, run, corpus, received.sequence())
+        uids.append(json.loads(checkpoint["tokenloom"])["run_uid"])
+        server.kill()
+        if node != "node-0":
+            # The same node once more: its ledger has what the trainer's state says.
+            server.start()
+            assert rpc(server).snapshot(run) == checkpoint["tokenloom"]
+            server.kill()
+    assert len(set(uids)) == 1
+
+    server = start_server(mixture, name="node-3")
+    with World(server.url(run), 2, 2, state=checkpoint) as world:
+        world.run()
+        received.samples.update(world.receipt.samples)
+    kept = world.sample_index
+    assert received.sequence() == sequence[:kept]
+    assert len(sequence) - kept < 4
+    assert_counted(server, run, corpus, sequence[:kept])

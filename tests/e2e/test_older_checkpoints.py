@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 from collections.abc import Callable
 from typing import Any
 
@@ -109,25 +108,6 @@ def test_what_the_dataset_says_before_it_joined(corpus: Corpus, start_server: St
     assert json.loads(state["tokenloom"])["sample_index"] == start_of(corpus)
     with World(server.url(run), state=state, takeover=True) as world:
         world.steps(2)
-
-
-def test_a_restore_takes_an_older_payload_and_the_next_job_begins_there(
-    corpus: Corpus, start_server: StartServer
-) -> None:
-    run = "older-restore"
-    server = start_server(corpus.mixture(run))
-    text = json.dumps(older(corpus))
-    body = json.dumps({"snapshot": text}).encode()
-    request = urllib.request.Request(
-        f"{server.rest_url}/v1/runs/{run}/restore", body, {"content-type": "application/json"}
-    )
-    with urllib.request.urlopen(request) as answer:
-        pinned = json.load(answer)
-    assert pinned["sample_index"] == start_of(corpus)
-    with World(server.url(run)) as world:
-        world.join()
-        assert (world.sample_index, world.digest) == (pinned["sample_index"], pinned["digest"])
-        assert by_source(world.run().receipt.sequence(pinned["sample_index"])) == expected(corpus)
 
 
 def test_a_peek_does_not_begin_an_order_of_its_own(corpus: Corpus, start_server: StartServer) -> None:

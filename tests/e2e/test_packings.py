@@ -1,11 +1,10 @@
-"""Samples that are packed by best fit, or are rows of their own, from a real server: the same after kills and on other
-ranks, traced to their rows, shown by a peek."""
+"""Samples that are joined, packed by best fit, or rows of their own, from a real server: their documents; the same
+after kills and on other ranks, traced to their rows, shown by a peek."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from conftest import LENGTH, Corpus, StartServer
@@ -66,7 +65,7 @@ def test_a_packed_run_is_the_same_after_a_kill_and_on_other_ranks(
     only_labels = len(whole) if run == "alone" else 0
     assert sum(len(tokens) for _, tokens, _ in whole.values()) == tokens - only_labels
 
-    stats = httpx.get(f"{server.rest_url}/v1/runs/{run}/stats", trust_env=False).json()
+    stats = server.get(f"/v1/runs/{run}/stats")
     padding = sum(source["padding_tokens"] for source in stats["sources"])
     width = LENGTH + (run == "alone")
     assert len(whole) * width - padding == tokens
@@ -77,9 +76,7 @@ def test_a_packed_run_is_the_same_after_a_kill_and_on_other_ranks(
 def check_what_is_told(server: ServerProcess, run: str, whole: Seen) -> None:
     """A trace and a peek show what the ranks got."""
     for index in (0, 7, 30):
-        trace = httpx.get(
-            f"{server.rest_url}/v1/runs/{run}/samples/{index}", params={"text": "true"}, trust_env=False
-        ).json()
+        trace = server.get(f"/v1/runs/{run}/samples/{index}", text="true")
         source, tokens, _ = whole[index]
         assert trace["source_id"] == source
         assert tuple(trace["ids"][: len(tokens)]) == tokens
@@ -96,3 +93,34 @@ def check_what_is_told(server: ServerProcess, run: str, whole: Seen) -> None:
         for _ in range(3):
             add(peeked, next(batches))
     assert peeked == {index: whole[index] for index in range(8, 20)}
+
+
+def documents(corpus: Corpus, source: int, place: int) -> tuple[list[int], list[int]]:
+    """(document ids, position ids) of a source's sample: a document begins behind each end-of-text id."""
+    stream = corpus.streams[source]
+    number, position = 0, 0
+    found: tuple[list[int], list[int]] = ([], [])
+    for at in range(place * LENGTH, (place + 1) * LENGTH):
+        if at % LENGTH and stream[at - 1] == corpus.end_id:
+            number, position = number + 1, 0
+        found[0].append(number)
+        found[1].append(position)
+        position += 1
+    return found
+
+
+def test_document_and_position_ids_follow_the_end_of_text_ids(corpus: Corpus, start_server: StartServer) -> None:
+    server = start_server(corpus.mixture("joined"))
+    with World(server.url("joined"), 2, 3, prefetch_steps=7, columns=["document_ids", "position_ids"]) as world:
+        places = [0, 0, 0, 0]
+        found = {}
+        while (step := world.step()) is not None:
+            columns = ("sample_ids", "source_ids", "document_ids", "position_ids")
+            for batch in step:
+                for index, *rest in zip(*(batch[name].tolist() for name in columns), strict=True):
+                    found[index] = rest
+    assert len(found) > 128
+    for index in sorted(found):
+        source, numbers, positions = found[index]
+        assert (numbers, positions) == documents(corpus, source, places[source]), f"sample {index} of source {source}"
+        places[source] += 1

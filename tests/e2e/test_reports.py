@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
 import grpc
-import httpx
 import pytest
 import torch
 from conftest import Corpus, Rpc, StartServer
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import World
+from support.waiting import wait_for
 from tokenloom import LocalDataset, SourceLoss
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 
 RUN = "reported"
-
-
-def get(server: ServerProcess, path: str) -> dict[str, Any]:
-    answer = httpx.get(f"{server.rest_url}{path}", trust_env=False)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
 
 
 def request(world: World, index: int, **fields: Any) -> wire.ReportRequest:
@@ -66,9 +58,9 @@ def test_losses_are_shown_and_move_nothing(
     assert refusal(calls, wire.ReportRequest(run="other"))[0] == "NotFound"
     with World(server.url(RUN), 2, 2) as world:
         world.steps(3)
-        before = get(server, f"{path}/stats")
+        before = server.get(f"{path}/stats")
         assert before["reported"] is None
-        assert get(server, f"{path}/losses")["sample_index"] == []
+        assert server.get(f"{path}/losses")["sample_index"] == []
         assert " loss " not in tokenloom("stats", server.rest_url).output
 
         calls.stub.Report(request(world, 4), timeout=20)
@@ -76,7 +68,7 @@ def test_losses_are_shown_and_move_nothing(
         third = [wire.SourceLoss(source_id=0, loss=1.0, tokens=10)]
         calls.stub.Report(request(world, 8, sources=third, loss=1.0), timeout=20)
 
-        stats = get(server, f"{path}/stats")
+        stats = server.get(f"{path}/stats")
         code, prose, docs, _ = stats["sources"]
         # Smoothed: what came before counts nine tenths.
         assert code["loss"] == pytest.approx((0.9 * 60 + 10) / (0.9 * 30 + 10))
@@ -88,14 +80,14 @@ def test_losses_are_shown_and_move_nothing(
             "step": 2,
             "loss": 1.0,
         }
-        curve = get(server, f"{path}/losses")
+        curve = server.get(f"{path}/losses")
         assert (curve["sample_index"], curve["stride"], curve["loss"]) == ([4, 8], 1, [2.5, 1.0])
         assert curve["learning_rate"] == [0.125, 0.125]
         assert [(each["alias"], each["losses"], each["tokens"]) for each in curve["sources"]] == [
             ("code", [2.0, 1.0], [30, 10]),
             ("docs", [4.0, None], [10, 0]),
         ]
-        metrics = httpx.get(f"{server.rest_url}/metrics", trust_env=False).text
+        metrics = server.request("GET", "/metrics").text
         assert f'tokenloom_source_loss{{run="{RUN}",source="docs",stream="train"}} 4.0' in metrics
         assert f'tokenloom_loss{{run="{RUN}",stream="train"}} 1.0' in metrics
         shown = tokenloom("stats", server.rest_url).output
@@ -121,7 +113,7 @@ def test_losses_are_shown_and_move_nothing(
         many = [wire.SourceLoss(source_id=1, loss=1.0, tokens=1)] * 100_000
         assert refusal(calls, request(world, 12, sources=many))[0] == "LimitExceeded"
         assert refusal(calls, request(world, 12, attempt="another"))[0] == "Fenced"
-        assert get(server, f"{path}/losses") == curve
+        assert server.get(f"{path}/losses") == curve
         old = request(world, 12)
         state = world.ranks[0].state_dict()
 
@@ -132,7 +124,14 @@ def test_losses_are_shown_and_move_nothing(
         assert (name, "is over: generation 2" in details) == ("Fenced", True)
         # It says that it stands before the end: what came from there on was rewound.
         calls.stub.Report(request(world, 6, loss=9.0), timeout=20)
-        assert get(server, f"{path}/losses")["sample_index"] == [4, 6]
+        assert server.get(f"{path}/losses")["sample_index"] == [4, 6]
+        # A server that comes back has no curve, and takes what is reported from then on.
+        server.kill()
+        server.start()
+        world.steps(1)
+        assert server.get(f"{path}/losses")["sample_index"] == []
+        rpc(server).stub.Report(request(world, 16), timeout=20)
+        assert server.get(f"{path}/losses")["sample_index"] == [16]
         samples = world.run().receipt.sequence(12)
     assert len(samples) > 20
 
@@ -143,11 +142,10 @@ def test_without_a_service_losses_are_reported_within_the_process(corpus: Corpus
         source_loss = SourceLoss(dataset)
         source_loss.add(torch.full((4,), 1.5), batch)
         source_loss.log()
-        deadline = time.monotonic() + 30
         stub = DataLoaderStub(dataset._request.server.connect())
-        reported = None
-        while reported is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-            reported = json.loads(stub.Stats(wire.StatsRequest(run=RUN)).stats_json)["reported"]
-        assert (reported["sample_index"], reported["loss"]) == (4, 1.5)
+
+        def reported() -> Any:
+            return json.loads(stub.Stats(wire.StatsRequest(run=RUN)).stats_json)["reported"]
+
+        wait_for(reported, "the report")
+        assert (reported()["sample_index"], reported()["loss"]) == (4, 1.5)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import grpc
-import httpx
 import pytest
 from conftest import SPECS, Corpus, Rpc, StartServer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import Sample, World, rolling_digest
-from tokenloom import JoinRefused, RemoteDataset, ResumePointNeeded
 from tokenloom_proto import dataloader_pb2 as wire
 
-RUNS = ("first", "second", "pinned", "counted")
+RUNS = ("first", "second", "counted")
 
 
 @pytest.fixture(scope="module")
@@ -25,39 +23,30 @@ def server(corpus: Corpus, serve: StartServer) -> ServerProcess:
     return serve(*mixtures)
 
 
-@pytest.fixture
-def rest(server: ServerProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.rest_url, trust_env=False, timeout=30) as client:
-        yield client
-
-
-def test_one_server_serves_two_runs_whose_counters_are_their_own(
-    server: ServerProcess, rest: httpx.Client, sequence: list[Sample]
-) -> None:
-    assert rest.get("/v1/runs").json()["runs"] == sorted(RUNS)
+def test_one_server_serves_two_runs_whose_counters_are_their_own(server: ServerProcess, sequence: list[Sample]) -> None:
+    assert server.get("/v1/runs")["runs"] == sorted(RUNS)
     with World(server.url("first"), 2, 1) as first, World(server.url("second"), 1, 3) as second:
         for _ in range(4):
             first.steps(1)
             second.steps(2)
         assert first.receipt.sequence() == sequence[:8]
         assert second.receipt.sequence() == sequence[:24]
-    assert rest.get("/v1/runs/first/stats").json()["sample_index"] == 8
-    assert rest.get("/v1/runs/second/stats").json()["sample_index"] == 24
+    assert server.get("/v1/runs/first/stats")["sample_index"] == 8
+    assert server.get("/v1/runs/second/stats")["sample_index"] == 24
 
 
 def test_figures_equal_a_recount_over_rest_and_grpc_and_on_the_command_line(
     server: ServerProcess,
-    rest: httpx.Client,
     corpus: Corpus,
     rpc: Callable[[ServerProcess], Rpc],
     tokenloom: CommandLine,
 ) -> None:
     with World(server.url("counted"), 3, 4) as world:
         samples = world.steps(6).receipt.sequence()
-        connected = rest.get("/v1/runs/counted/stats").json()
+        connected = server.get("/v1/runs/counted/stats")
         assert [rank["connected"] for rank in connected["ranks"]] == [True] * 3
         assert (connected["world_size"], connected["batch_size"], connected["generation"]) == (3, 4, 1)
-    figures = rest.get("/v1/runs/counted/stats").json()
+    figures = server.get("/v1/runs/counted/stats")
     assert figures["sample_index"] == len(samples) == 72
     assert figures["digest"] == world.digest == rolling_digest(samples)
     assert figures["total_tokens"] == sum(corpus.tokens(samples).values())
@@ -73,87 +62,39 @@ def test_figures_equal_a_recount_over_rest_and_grpc_and_on_the_command_line(
     assert f"counted: sample 72, {figures['total_tokens']:,} tokens committed" in shown.output
     lines = tokenloom("stats", server.rest, "--json").output.splitlines()
     assert [json.loads(line)["run"] for line in lines] == sorted(RUNS)
-    metrics = [line for line in rest.get("/metrics").text.splitlines() if 'run="counted"' in line]
+    metrics = [line for line in server.request("GET", "/metrics").text.splitlines() if 'run="counted"' in line]
     for alias, spec in zip(("code", "prose", "docs", SPECS[3]), SPECS, strict=True):
         found = [line for line in metrics if line.startswith("tokenloom_source_tokens_total{") and f'"{alias}"' in line]
         assert [float(line.split()[-1]) for line in found] == [corpus.tokens(samples)[spec]]
 
 
 def test_a_snapshot_that_was_saved_is_listed_fetched_to_the_byte_and_resumed_by_its_id(
-    server: ServerProcess, rest: httpx.Client, sequence: list[Sample]
+    server: ServerProcess, sequence: list[Sample]
 ) -> None:
     with World(server.url("second"), 2, 2, resume="fresh") as world:
         states = [world.steps(1).state() for _ in range(5)]
-        early = rest.post("/v1/runs/second/snapshots", json={"sample_index": 8})
+        early = server.request("POST", "/v1/runs/second/snapshots", json={"sample_index": 8})
         assert early.status_code == 201
-    late = rest.post("/v1/runs/second/snapshots", json={})
+    late = server.request("POST", "/v1/runs/second/snapshots", json={})
     assert (early.json()["sample_index"], late.json()["sample_index"]) == (8, 20)
-    listed = rest.get("/v1/runs/second/snapshots").json()
+    listed = server.get("/v1/runs/second/snapshots")
     assert {entry["id"] for entry in listed} == {early.json()["id"], late.json()["id"]}
     for saved, state in ((early, states[1]), (late, states[4])):
-        text = rest.get(f"/v1/runs/second/snapshots/{saved.json()['id']}").text
+        text = server.request("GET", f"/v1/runs/second/snapshots/{saved.json()['id']}").text
         assert text == state["tokenloom"]
         with World(server.url("second"), 1, 1, resume=saved.json()["id"]) as world:
             begin = saved.json()["sample_index"]
             assert world.steps(5).receipt.sequence(begin) == sequence[begin : begin + 5]
-    missing = rest.get("/v1/runs/second/snapshots/nothing")
+    missing = server.request("GET", "/v1/runs/second/snapshots/nothing")
     assert missing.status_code == 404
     assert missing.json()["error"] == "NotFound"
 
 
-def test_a_restore_pins_the_next_resume_point_once(
-    server: ServerProcess, rest: httpx.Client, sequence: list[Sample]
-) -> None:
-    run = "pinned"
-    with World(server.url(run), 2, 2) as world:
-        states = [world.steps(1).state() for _ in range(6)]
-        answer = rest.post(f"/v1/runs/{run}/restore", json={"sample_index": 9})
-        assert (answer.status_code, answer.json()) == (
-            200,
-            {
-                "sample_index": 9,
-                "digest": rolling_digest(sequence[:9]),
-                "skipped_samples": 0,
-                "start_index": 9,
-            },
-        )
-        world.steps(1)  # nothing moves for those who train
-    server.kill()
-    server.start()
-    with pytest.raises(JoinRefused, match=r"a restore pinned sample 9 .* resumes from sample 24"):
-        next(iter(_loaded(server.url(run), states[5])))
-    with World(server.url(run), 3, 1) as world:
-        assert world.join().sample_index == 9
-        assert world.steps(4).receipt.sequence(9) == sequence[9:21]
-    with pytest.raises(ResumePointNeeded):
-        next(iter(RemoteDataset(server.url(run), 1)))
-    with httpx.Client(base_url=server.rest_url, trust_env=False, timeout=30) as again:
-        text = states[3]["tokenloom"]
-        assert again.post(f"/v1/runs/{run}/restore", json={"snapshot": text}).json()["sample_index"] == 16
-        with World(server.url(run), state=states[3]) as world:  # the same one is no contradiction
-            assert world.steps(2).receipt.sequence(16) == sequence[16:18]
-        for body, status, name in (
-            ({"sample_index": 10**6}, 416, "BeyondHorizon"),
-            ({"snapshot": text.replace('"seed":7', '"seed":8')}, 422, "SnapshotInvalid"),
-            ({"snapshot_id": "nothing"}, 404, "NotFound"),
-            ({}, 422, "InvalidRequest"),
-        ):
-            refused = again.post(f"/v1/runs/{run}/restore", json=body)
-            assert (refused.status_code, refused.json()["error"]) == (status, name)
-
-
-def _loaded(url: str, state: dict[str, str]) -> RemoteDataset:
-    dataset = RemoteDataset(url, 1)
-    dataset.load_state_dict(state)
-    return dataset
-
-
 def test_health_readiness_and_reflection_answer(server: ServerProcess) -> None:
-    with httpx.Client(base_url=server.rest_url, trust_env=False, timeout=30) as rest:
-        assert rest.get("/healthz").json()["status"] == "alive"
-        assert rest.get("/readyz").json() == {"status": "ready"}
-        assert "Tokenloom" in rest.get("/").text
-        assert "/v1/runs/{run}/restore" in rest.get("/openapi.json").json()["paths"]
+    assert server.get("/healthz")["status"] == "alive"
+    assert server.get("/readyz") == {"status": "ready"}
+    assert "Tokenloom" in server.request("GET", "/").text
+    assert "/v1/runs/{run}/restore" in server.get("/openapi.json")["paths"]
     with grpc.insecure_channel(server.grpc, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         for service in ("", "tokenloom.v1.DataLoader"):

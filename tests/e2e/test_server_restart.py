@@ -10,14 +10,7 @@ import pytest
 from conftest import Corpus, Rpc, StartServer
 from support.server_process import ServerProcess
 from support.trainer import Sample, World
-from tokenloom import Fenced
-
-
-def wait_for(happened: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < deadline, f"{what} did not happen in {seconds:g} s"
-        time.sleep(0.02)
+from support.waiting import wait_for
 
 
 def committed_index(calls: Rpc, run: str) -> int:
@@ -63,66 +56,3 @@ def test_ranks_survive_a_server_that_is_killed_and_started_again(
     for index, state in [*enumerate(before), *texts.items()]:
         at = 4 * index if index < len(before) and state is before[index] else index
         assert calls.snapshot(run, at) == state["tokenloom"]
-
-
-@pytest.mark.parametrize("last_step", ["drop", "pad"])
-def test_a_server_that_is_killed_when_all_was_sent_ends_the_run_all_the_same(
-    corpus: Corpus,
-    sequence: list[Sample],
-    start_server: StartServer,
-    rpc: Callable[[ServerProcess], Rpc],
-    last_step: str,
-) -> None:
-    run = f"ending-{last_step}"
-    server = start_server(corpus.mixture(run, last_step=last_step))
-    with World(server.url(run), 2, 4, prefetch_steps=1000) as world:
-        world.steps(3)
-        wait_for(lambda: all(rank.end_reason for rank in world.ranks), "the end of the data")
-        server.kill()
-        world.run()  # out of the ranks' buffers
-        kept = len(sequence) // 8 * 8 if last_step == "drop" else len(sequence)
-        assert world.receipt.sequence() == sequence[:kept]
-        server.start()
-        calls = rpc(server)
-        # The ranks come back to report what they had.
-        wait_for(lambda: committed_index(calls, run) == kept, "the commit of the last step")
-        assert world.step() is None
-        assert world.sample_index == kept
-    with World(server.url(run), resume="latest") as world:
-        assert world.run().receipt.sequence(kept) == sequence[kept:]
-
-
-def test_a_run_that_ended_with_padding_is_committed_and_goes_on_after_restarts(
-    corpus: Corpus, sequence: list[Sample], start_server: StartServer, rpc: Callable[[ServerProcess], Rpc]
-) -> None:
-    run = "padded"
-    server = start_server(corpus.mixture(run, last_step="pad"))
-    with World(server.url(run), 2, 4) as world:
-        world.steps(5)
-        last = world.run().state()
-        assert world.receipt.sequence() == sequence
-    for _ in range(2):
-        assert rpc(server).snapshot(run) == last["tokenloom"]
-        server.kill()
-        server.start()
-    with World(server.url(run), 3, 1, state=last) as world:
-        assert world.step() is None
-        assert world.sample_index == len(sequence)
-        assert "exhausted" in (world.ranks[2].end_reason or "")
-
-
-def test_a_rank_of_an_older_launch_is_fenced_and_never_served_again(corpus: Corpus, start_server: StartServer) -> None:
-    run = "fenced"
-    server = start_server(corpus.mixture(run))
-    with World(server.url(run), 2, 1, prefetch_steps=2) as old:
-        state = old.steps(3).state()
-        with World(server.url(run), 1, 1, state=state) as new:
-            new.steps(2)
-            for rank in old.ranks:
-                with pytest.raises(Fenced, match=r"generation 1 .* is over: generation 2"):
-                    for _ in range(10):
-                        next(iter(rank))
-            server.kill()
-            server.start()
-            new.steps(10)
-        assert new.receipt.sequence(6)

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from conftest import LENGTH, SPECS, Corpus, Rpc, StartServer
 from support.server_process import CommandLine, ServerProcess
@@ -16,19 +15,11 @@ from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.seal import unseal
 
 
-def figures(server: ServerProcess, run: str) -> Any:
-    return httpx.get(f"{server.rest_url}/v1/runs/{run}/stats", trust_env=False, timeout=30).json()
-
-
-def post(server: ServerProcess, run: str, **body: object) -> httpx.Response:
-    return httpx.post(f"{server.rest_url}/v1/runs/{run}/restore", json=body, trust_env=False, timeout=60)
-
-
 def assert_counted(
     server: ServerProcess, run: str, corpus: Corpus, sequence: list[Sample], end: int, *skips: tuple[int, int]
 ) -> None:
     """The figures are a recount of the tensors: of what was consumed, and of what was skipped apart."""
-    found = figures(server, run)
+    found = server.get(f"/v1/runs/{run}/stats")
     assert (found["sample_index"], found["total_tokens"]) == (end, end * LENGTH)
     assert found["digest"] == rolling_digest(sequence[:end])
     assert found["skipped_tokens"] == sum(last - first for first, last in skips) * LENGTH
@@ -57,10 +48,9 @@ def test_a_bad_range_is_jumped_over_and_counted_apart_through_restarts_and_later
     start_server: StartServer,
     tokenloom: CommandLine,
     tmp_path: Path,
-    ledger: str,
 ) -> None:
     run = "spike"
-    server = start_server(corpus.mixture(run, window_steps=3), ledger=ledger)
+    server = start_server(corpus.mixture(run, window_steps=3))
     with World(server.url(run), 2, 2) as world:
         states = [world.steps(1).state() for _ in range(10)]
     checkpoint, later = states[4], states[9]
@@ -119,7 +109,7 @@ def test_a_bad_range_is_jumped_over_and_counted_apart_through_restarts_and_later
 
     # Back behind the first skip and before the second, into the first, and before it: as if there had been none.
     for at, skips in ((33, [(20, 27)]), (23, []), (10, [])):
-        answer = post(server, run, sample_index=at)
+        answer = server.request("POST", f"/v1/runs/{run}/restore", json={"sample_index": at})
         assert answer.json() == {
             "sample_index": at, "digest": rolling_digest(sequence[:at]), "skipped_samples": 0, "start_index": at
         }  # fmt: skip
@@ -140,41 +130,21 @@ def test_skipped_samples_are_traced_as_such_and_can_still_be_looked_at(
     server = start_server(corpus.mixture(run))
     with World(server.url(run), 2, 1) as world:
         world.steps(20)
-    assert post(server, run, sample_index=12, skip_samples=5).json()["start_index"] == 17
+    pinned = server.request("POST", f"/v1/runs/{run}/restore", json={"sample_index": 12, "skip_samples": 5})
+    assert pinned.json()["start_index"] == 17
     with World(server.url(run), 1, 4) as world:
         world.steps(3)
 
-    def told(index: int, **query: int) -> Any:
-        path = f"{server.rest_url}/v1/runs/{run}/samples/{index}?text=true"
-        return httpx.get(path, params={"text": "true", **query}, trust_env=False, timeout=30).json()
-
     for index in (11, 12, 16, 17, 28):
-        found = told(index)
+        found = server.get(f"/v1/runs/{run}/samples/{index}", text=True)
         assert tuple(found["ids"]) == sequence[index].ids
         assert found["digest"] == rolling_digest(sequence[: index + 1])
         where = (found["generation"], found["status"], found["step"])
         expected = {11: (1, "committed", 5), 12: (1, "skipped", 6), 16: (1, "skipped", 8), 17: (2, "committed", 0)}
         assert where == expected.get(index, (2, "committed", 2))
-    assert told(30, generation=1)["status"] == "rewound"
+    assert server.get(f"/v1/runs/{run}/samples/30", generation=1)["status"] == "rewound"
     with PeekDataset(server.url(run), 1, at="13") as dataset:
         assert tuple(next(iter(dataset))["input_ids"][0].tolist()) == sequence[13].ids
-
-
-def test_a_state_from_before_a_skip_brings_it_back_and_the_log_says_so(
-    corpus: Corpus, sequence: list[Sample], start_server: StartServer
-) -> None:
-    run = "again"
-    server = start_server(corpus.mixture(run))
-    with World(server.url(run)) as world:
-        checkpoint = world.steps(8).state()
-    assert post(server, run, snapshot=checkpoint["tokenloom"], skip_samples=4).status_code == 200
-    with World(server.url(run), state=checkpoint) as world:
-        assert world.steps(2).receipt.sequence(12) == sequence[12:14]
-    with World(server.url(run), state=checkpoint) as world:
-        assert world.steps(2).receipt.sequence(8) == sequence[8:10]
-    assert "generation 2 jumped over the 4 samples before sample 12" in server.log
-    assert "--sample 8 --skip-samples 4" in server.log
-    assert_counted(server, run, corpus, sequence, 10)
 
 
 def test_what_cannot_be_skipped_is_refused_before_anything_is_pinned(
@@ -189,21 +159,13 @@ def test_what_cannot_be_skipped_is_refused_before_anything_is_pinned(
     server = start_server(corpus.mixture(run))
     with World(server.url(run)) as world:
         world.steps(6)
-    for body, status, said in (
-        ({"skip_samples": len(sequence)}, 416, rf"cannot be skipped: the data end at sample {len(sequence)}"),
-        ({"skip_samples": 2**40}, 409, "one restore goes forward through 17179869184 at most"),
-        ({"skip_samples": 1, "skip_tokens": 1}, 422, "at most one of skip_samples and skip_tokens"),
-        ({"skip_samples": -1}, 422, "greater than or equal to 0"),
-    ):
-        refused = post(server, run, sample_index=4, **body)
-        assert refused.status_code == status
-        assert said in refused.json()["message"]
     for arguments, said in (
         (("--sample", 4, "--skip-samples", 1, "--skip-tokens", 1), "give at most one of"),
         (("--skip-samples", 1), "give one of --snapshot, --sample and --state"),
         (("--sample", 4, "--snapshot", "x"), "give one of --snapshot, --sample and --state"),
         (("--state", tmp_path / "nothing.json"), "expected a snapshot as JSON"),
         (("--sample", 10**6), "BeyondHorizon: "),
+        (("--sample", 4, "--skip-samples", len(sequence)), f"the data end at sample {len(sequence)}"),
     ):
         refused_command = tokenloom("restore", server.rest_url, *arguments)
         assert refused_command.status == 2

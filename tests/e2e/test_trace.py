@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pyarrow.parquet as pq
 import pytest
 from conftest import END, SPECS, Corpus, StartServer
@@ -22,18 +22,9 @@ FILES = {
     SPECS[3]: ["wiki/data-00000-of-00002.arrow", "wiki/data-00001-of-00002.arrow"],
 }
 
-Ask = Callable[..., Any]
 
-
-def asking(server: ServerProcess, run: str) -> Ask:
-    def ask(path: str, **query: object) -> Any:
-        found = httpx.get(
-            f"{server.rest_url}/v1/runs/{run}/{path}", params={k: str(v) for k, v in query.items()}, trust_env=False,
-            timeout=60,
-        )  # fmt: skip
-        return found.json() if found.status_code == 200 else (found.status_code, found.json())
-
-    return ask
+def asking(server: ServerProcess, run: str, path: str, **query: object) -> Any:
+    return server.get(f"/v1/runs/{run}/{path}", **query)
 
 
 class Rows:
@@ -83,11 +74,11 @@ def by_rank(world: World, step: int) -> list[list[int]]:
 
 
 def test_every_sample_and_step_is_told_as_the_ranks_got_it_after_a_restart_and_a_rewind(
-    corpus: Corpus, sequence: list[Sample], rows: Rows, start_server: StartServer, ledger: str
+    corpus: Corpus, sequence: list[Sample], rows: Rows, start_server: StartServer
 ) -> None:
     run = "traced"
-    server = start_server(corpus.mixture(run, window_steps=4), ledger=ledger)
-    ask = asking(server, run)
+    server = start_server(corpus.mixture(run, window_steps=4))
+    ask = partial(asking, server, run)
     got: dict[int, list[list[list[int]]]] = {1: [], 2: []}
     with World(server.url(run), 3, 2) as world:
         got[1] = [by_rank(world, step) for step in range(11)]
@@ -136,23 +127,11 @@ def test_what_cannot_be_traced_is_refused_with_the_limits(
     corpus: Corpus, start_server: StartServer, tokenloom: CommandLine
 ) -> None:
     server = start_server(corpus.mixture("one"), corpus.mixture("two"))
-    ask = asking(server, "one")
-    status, body = ask("samples/0")
-    assert (status, body["error"]) == (416, "BeyondHorizon")
-    assert "no trainer has joined" in body["message"]
     with World(server.url("one")) as world:
         world.steps(5)
-    for path, query, expected, said in (
-        ("samples/100000", {}, (416, "BeyondHorizon"), "has produced those before"),
-        ("steps/100000", {}, (416, "BeyondHorizon"), "step 100000 of run 'one' was not delivered"),
-        ("samples/1", {"generation": 2}, (404, "NotFound"), "there is no generation 2; the ledger has 1 to 1"),
-        ("steps/0", {"rank": 1}, (422, "ConfigError"), "has ranks 0 to 0"),
-    ):
-        status, body = ask(path, **query)
-        assert (status, body["error"]) == expected
-        assert said in body["message"]
     for arguments, said in (
         (("--sample", 99999, "--run", "one"), "BeyondHorizon: "),
+        (("--sample", 0, "--run", "two"), "no trainer has joined"),
         (("--sample", 0), "serves 2 runs: one, two; name one by --run"),
         (("--run", "one"), "give one of --sample and --step"),
         (("--sample", 0, "--step", 0, "--run", "one"), "give one of --sample and --step"),

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from conftest import Corpus, Rpc, StartServer
-from support.redis_server import RedisServer
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import Sample, World
-from test_server_restart import committed_index, wait_for
+from support.waiting import wait_for
+from test_server_restart import committed_index
 
 LEASE = ("--lease", 2)
 
@@ -93,44 +93,3 @@ def test_a_server_that_waits_for_a_lease_ends_when_it_is_told_to(
     finally:
         waiting.kill()
         waiting.wait()
-
-
-def test_a_server_that_was_asleep_while_another_took_over_ends_its_streams(
-    corpus: Corpus, sequence: list[Sample], start_server: StartServer, redis_url: str
-) -> None:
-    run = "asleep"
-    mixture = corpus.mixture(run, window_steps=4)
-    leader = start_server(mixture, ledger=redis_url, flags=LEASE)
-    standby = start_server(mixture, ledger=redis_url, flags=(*LEASE, "--standby"))
-    with World(both(leader, standby, run), 2, 2, prefetch_steps=1) as world:
-        world.steps(3)
-        leader.pause()
-        wait_for(lambda: "leads at server epoch 2" in standby.log, "the takeover")
-        leader.unpause()
-        world.steps(8).run()
-        assert world.receipt.sequence() == sequence[: world.sample_index]
-    wait_for(lambda: "leads no longer" in leader.log, "the older server's admission")
-
-
-def test_streams_end_when_the_ledger_is_away_for_longer_than_the_lease_and_go_on_when_it_is_back(
-    corpus: Corpus,
-    sequence: list[Sample],
-    start_server: StartServer,
-    rpc: Callable[[ServerProcess], Rpc],
-    redis_server: RedisServer,
-) -> None:
-    run = "ledgerless"
-    server = start_server(corpus.mixture(run, window_steps=4), ledger=redis_server.url(7), flags=LEASE)
-    with World(server.url(run), 2, 2, prefetch_steps=1) as world:
-        world.steps(3)
-        redis_server.kill()
-        try:
-            # What is uncommitted is bounded by the window; this much still comes.
-            world.steps(2)
-            wait_for(lambda: "the lease lapsed" in server.log, "the end of the lease")
-        finally:
-            redis_server.start()
-        world.steps(8).run()
-        assert world.receipt.sequence() == sequence[: world.sample_index]
-        calls = rpc(server)
-        wait_for(lambda: committed_index(calls, run) == world.sample_index, "the commit of the last step")

@@ -24,9 +24,12 @@ from tokenloom_server.errors import (
     NotFound,
     NotLeader,
 )
+from tokenloom_server.ledger import commands
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.records import Counters, StoredRun, StoredSnapshot
 from tokenloom_server.ledger.sqlite import SqliteLedger
+
+SNAPSHOT = StoredSnapshot(id="s", sample_index=3, saved_at=1.5, text="{}")
 
 
 @pytest.fixture(params=["sqlite", "redis", "memory"])
@@ -88,7 +91,7 @@ def test_creating_a_run_that_is_there_returns_the_one_that_is_there(store: Ledge
     assert second.create_run(NAME, STREAM, "uid-2", '{"made_by":"second"}') == first
     assert second.create_run(NAME, STREAM, UID, '{"made_by":"first"}') == first
     with pytest.raises(NotFound):
-        second.acquire("uid-2", STREAM, "a", 0.0)
+        second.execute(commands.Acquire("uid-2", STREAM, "a", 0.0))
 
 
 def test_many_servers_that_create_one_run_at_once_agree_on_its_uid(store: LedgerStore) -> None:
@@ -96,7 +99,7 @@ def test_many_servers_that_create_one_run_at_once_agree_on_its_uid(store: Ledger
     with ThreadPoolExecutor(6) as pool:
         runs = list(pool.map(lambda k: ledgers[k].create_run(NAME, STREAM, f"uid-{k}", "{}"), range(6)))
     assert len({run.uid for run in runs}) == 1
-    assert ledgers[0].acquire(runs[0].uid, STREAM, "one", 0.0) == 1
+    assert ledgers[0].execute(commands.Acquire(runs[0].uid, STREAM, "one", 0.0)) == 1
 
 
 def test_a_uid_belongs_to_one_run(ledger: Ledger) -> None:
@@ -111,7 +114,7 @@ def test_run_names_are_sorted_pairs_and_streams_are_apart(ledger: Ledger) -> Non
     for name, stream, uid in [("b", "train", "u1"), ("a", "train", "u2"), ("a", "eval", "u2")]:
         ledger.create_run(name, stream, uid, "{}")
     assert list(ledger.run_names()) == [("a", "eval"), ("a", "train"), ("b", "train")]
-    ledger.acquire("u2", "train", "a", 0.0)
+    ledger.execute(commands.Acquire("u2", "train", "a", 0.0))
     evaluation = ledger.read_run("a", "eval")
     assert evaluation is not None
     assert evaluation.epoch == 0
@@ -119,22 +122,22 @@ def test_run_names_are_sorted_pairs_and_streams_are_apart(ledger: Ledger) -> Non
 
 def test_every_call_for_an_unknown_run_says_so(ledger: Ledger) -> None:
     calls: list[Callable[[], object]] = [
-        lambda: ledger.acquire("nobody", STREAM, "a", 0.0),
-        lambda: ledger.renew("nobody", STREAM, 1, "a", 1.0, None, 0, 0),
-        lambda: ledger.release("nobody", STREAM, 1),
-        lambda: ledger.adopt("nobody", STREAM, 1, "else"),
-        lambda: ledger.open("nobody", STREAM, 1, opening_of(1, commit_at(0)), commit_at(0)),
-        lambda: ledger.claim_slot("nobody", STREAM, 1, 1, 0, "n"),
-        lambda: ledger.commit("nobody", STREAM, 1, 1, commit_at(1), True),
+        lambda: ledger.execute(commands.Acquire("nobody", STREAM, "a", 0.0)),
+        lambda: ledger.execute(commands.Renew("nobody", STREAM, 1, "a", 1.0, None, 0, 0)),
+        lambda: ledger.execute(commands.Release("nobody", STREAM, 1)),
+        lambda: ledger.execute(commands.Adopt("nobody", STREAM, 1, "else")),
+        lambda: ledger.execute(commands.Open("nobody", STREAM, 1, opening_of(1, commit_at(0)), commit_at(0))),
+        lambda: ledger.execute(commands.ClaimSlot("nobody", STREAM, 1, 1, 0, "n")),
+        lambda: ledger.execute(commands.Commit("nobody", STREAM, 1, 1, commit_at(1), True)),
         lambda: ledger.openings("nobody", STREAM),
         lambda: ledger.journal("nobody", STREAM, 1, 5),
         lambda: ledger.journal_size("nobody", STREAM),
-        lambda: ledger.thin_journal("nobody", STREAM, 1),
-        lambda: ledger.pin("nobody", STREAM, 1, "{}"),
-        lambda: ledger.revise("nobody", STREAM, 1, revision_of(1, 0)),
+        lambda: ledger.execute(commands.ThinJournal("nobody", STREAM, 1)),
+        lambda: ledger.execute(commands.Pin("nobody", STREAM, 1, "{}")),
+        lambda: ledger.execute(commands.Revise("nobody", STREAM, 1, revision_of(1, 0))),
         lambda: ledger.revisions("nobody", STREAM),
-        lambda: ledger.drop_revisions("nobody", STREAM, 1, 1),
-        lambda: ledger.save_snapshot("nobody", STREAM, StoredSnapshot(id="s", sample_index=0, saved_at=0, text="")),
+        lambda: ledger.execute(commands.DropRevisions("nobody", STREAM, 1, 1)),
+        lambda: ledger.execute(commands.SaveSnapshot("nobody", STREAM, SNAPSHOT)),
         lambda: ledger.snapshots("nobody", STREAM),
         lambda: ledger.snapshot("nobody", STREAM, "s"),
     ]
@@ -160,14 +163,14 @@ def test_each_acquisition_raises_the_epoch_by_one_and_shuts_out_the_one_before(s
         lambda: old.commit(4),
         lambda: old.open(2, 0),
         lambda: old.claim(0, "n"),
-        lambda: old.ledger.pin(UID, STREAM, old.epoch, "{}"),
-        lambda: old.ledger.thin_journal(UID, STREAM, old.epoch),
+        lambda: old.ledger.execute(commands.Pin(UID, STREAM, old.epoch, "{}")),
+        lambda: old.ledger.execute(commands.ThinJournal(UID, STREAM, old.epoch)),
         lambda: old.revise(1, 8),
         lambda: old.revise(2, 8),
         lambda: old.drop(1),
-        lambda: old.ledger.adopt(UID, STREAM, old.epoch, "uid-2"),
-        lambda: old.ledger.renew(UID, STREAM, old.epoch, "one", 5.0, None, 1, 4),
-        lambda: old.ledger.release(UID, STREAM, old.epoch),
+        lambda: old.ledger.execute(commands.Adopt(UID, STREAM, old.epoch, "uid-2")),
+        lambda: old.ledger.execute(commands.Renew(UID, STREAM, old.epoch, "one", 5.0, None, 1, 4)),
+        lambda: old.ledger.execute(commands.Release(UID, STREAM, old.epoch)),
     ]
     for write in writes:
         with pytest.raises(NotLeader, match=r"epoch 2, this server has 1.*Another server"):
@@ -182,7 +185,7 @@ def test_concurrent_acquisitions_get_different_epochs(store: LedgerStore) -> Non
     first.create_run(NAME, STREAM, UID, "{}")
     ledgers = [first, store.open(), store.open()]
     with ThreadPoolExecutor(6) as pool:
-        epochs = list(pool.map(lambda k: ledgers[k % 3].acquire(UID, STREAM, "one", 0.0), range(12)))
+        epochs = list(pool.map(lambda k: ledgers[k % 3].execute(commands.Acquire(UID, STREAM, "one", 0.0)), range(12)))
     assert sorted(epochs) == list(range(1, 13))
 
 
@@ -192,18 +195,18 @@ def test_concurrent_acquisitions_get_different_epochs(store: LedgerStore) -> Non
 def test_a_lease_keeps_other_servers_out_until_it_lapses_or_is_released(store: LedgerStore) -> None:
     one, two = store.open(), store.open()
     one.create_run(NAME, STREAM, UID, "{}")
-    epoch = one.acquire(UID, STREAM, "one", 1000.0)
+    epoch = one.execute(commands.Acquire(UID, STREAM, "one", 1000.0))
     with pytest.raises(LeaseHeld, match=r"served by one since 20.* s more unless"):
-        two.acquire(UID, STREAM, "two", 1000.0)
-    assert one.acquire(UID, STREAM, "one", 1000.0) == epoch + 1  # the same server, started again
-    one.release(UID, STREAM, epoch + 1)
-    assert two.acquire(UID, STREAM, "two", 0.05) == epoch + 2
+        two.execute(commands.Acquire(UID, STREAM, "two", 1000.0))
+    assert one.execute(commands.Acquire(UID, STREAM, "one", 1000.0)) == epoch + 1  # the same server, started again
+    one.execute(commands.Release(UID, STREAM, epoch + 1))
+    assert two.execute(commands.Acquire(UID, STREAM, "two", 0.05)) == epoch + 2
     with pytest.raises(NotLeader):
-        one.renew(UID, STREAM, epoch + 1, "one", 1000.0, None, 0, 0)
+        one.execute(commands.Renew(UID, STREAM, epoch + 1, "one", 1000.0, None, 0, 0))
     time.sleep(0.1)
-    two.renew(UID, STREAM, epoch + 2, "two", 1000.0, 7.25, 0, 0)  # late, but nobody else had taken it
+    two.execute(commands.Renew(UID, STREAM, epoch + 2, "two", 1000.0, 7.25, 0, 0))  # late, but nobody else had taken it
     with pytest.raises(LeaseHeld):
-        one.acquire(UID, STREAM, "one", 1000.0)
+        one.execute(commands.Acquire(UID, STREAM, "one", 1000.0))
     run = one.read_run(NAME, STREAM)
     assert run is not None
     assert run.lease is not None
@@ -218,17 +221,17 @@ def test_a_lease_that_would_last_longer_than_it_was_granted_for_has_lapsed(
     sqlite_path = tmp_path / "ledger.db"
     with contextlib.closing(SqliteLedger(sqlite_path)) as ledger:
         ledger.create_run(NAME, STREAM, UID, "{}")
-        ledger.acquire(UID, STREAM, "one", 15.0)
+        ledger.execute(commands.Acquire(UID, STREAM, "one", 15.0))
         with contextlib.closing(sqlite3.connect(sqlite_path)) as file, file:
             file.execute("UPDATE leases SET lapses_at = lapses_at + 7200")
-        assert ledger.acquire(UID, STREAM, "two", 15.0) == 2
+        assert ledger.execute(commands.Acquire(UID, STREAM, "two", 15.0)) == 2
     store = RedisStore(redis_server)
     remote = store.open()
     remote.create_run(NAME, STREAM, UID, "{}")
-    remote.acquire(UID, STREAM, "one", 15.0)
+    remote.execute(commands.Acquire(UID, STREAM, "one", 15.0))
     with redis_server.client() as client:
         client.hset(f"tokenloom:{{{UID}}}:{STREAM}", "lease_lapses_at", str(time.time() + 7200))
-    assert remote.acquire(UID, STREAM, "two", 15.0) == 2
+    assert remote.execute(commands.Acquire(UID, STREAM, "two", 15.0)) == 2
     store.close()
 
 
@@ -254,18 +257,18 @@ def test_an_opening_tells_what_it_jumped_over_which_run_it_was_forked_from_and_i
     server = lead(ledger)
     opening = replace(opening_of(1, commit_at(12)), skipped=5, parent_run='{"name":"\u00fc"}', ramp='{"accumulate":2}')
     for _ in range(2):
-        ledger.open(UID, STREAM, server.epoch, opening, commit_at(12))
+        ledger.execute(commands.Open(UID, STREAM, server.epoch, opening, commit_at(12)))
     assert server.run.opening == opening
     assert list(ledger.openings(UID, STREAM)) == [opening]
     for other in (replace(opening, skipped=4), replace(opening, parent_run=""), replace(opening, ramp="")):
         with pytest.raises(AttemptUsed):
-            ledger.open(UID, STREAM, server.epoch, other, commit_at(12))
+            ledger.execute(commands.Open(UID, STREAM, server.epoch, other, commit_at(12)))
 
 
 def test_a_new_generation_moves_the_ledger_back_and_replaces_all_counters(server: Server) -> None:
     server.commit(40)
     start = commit_at(8, specs=SPECS[1:])
-    server.ledger.open(UID, STREAM, server.epoch, opening_of(2, start), start)
+    server.ledger.execute(commands.Open(UID, STREAM, server.epoch, opening_of(2, start), start))
     assert server.committed == start
     assert set(server.committed.counters) == set(SPECS[1:])
     assert [opening.generation for opening in server.ledger.openings(UID, STREAM)] == [1, 2]
@@ -300,7 +303,7 @@ def test_a_commit_moves_the_committed_state_and_every_counter(server: Server) ->
 def test_a_commit_takes_and_drops_specs_as_it_names_them(server: Server) -> None:
     for specs in (SPECS[:1], SPECS, SPECS[2:], ()):
         index = server.committed.sample_index + 1
-        server.ledger.commit(UID, STREAM, server.epoch, 1, commit_at(index, specs=specs), False)
+        server.ledger.execute(commands.Commit(UID, STREAM, server.epoch, 1, commit_at(index, specs=specs), False))
         assert server.committed == commit_at(index, specs=specs)
 
 
@@ -309,9 +312,10 @@ def test_the_greatest_integers_are_exact_and_greater_ones_refused(server: Server
     commit = replace(
         commit_at(1), sample_index=MAX_COUNTER - 1, total_tokens=MAX_COUNTER, counters={SPECS[0]: greatest}
     )
-    assert server.ledger.commit(UID, STREAM, server.epoch, 1, commit, True) == MAX_COUNTER - 1
+    assert server.ledger.execute(commands.Commit(UID, STREAM, server.epoch, 1, commit, True)) == MAX_COUNTER - 1
     assert server.committed == commit
-    assert server.ledger.commit(UID, STREAM, server.epoch, 1, replace(commit, sample_index=MAX_COUNTER), True)
+    largest = replace(commit, sample_index=MAX_COUNTER)
+    assert server.ledger.execute(commands.Commit(UID, STREAM, server.epoch, 1, largest, True))
     entry = server.ledger.journal(UID, STREAM, 1, MAX_COUNTER - 1)
     assert entry is not None
     assert entry.sample_index == MAX_COUNTER - 1
@@ -321,12 +325,12 @@ def test_the_greatest_integers_are_exact_and_greater_ones_refused(server: Server
         replace(commit, counters={SPECS[0]: replace(greatest, rows=MAX_COUNTER + 1)}),
     ):
         with pytest.raises(LedgerError, match="expected 0 to 9007199254740991"):
-            server.ledger.commit(UID, STREAM, server.epoch, 1, wrong, False)
+            server.ledger.execute(commands.Commit(UID, STREAM, server.epoch, 1, wrong, False))
 
 
 def test_three_thousand_sources_fit_in_one_commit(server: Server) -> None:
     commit = commit_at(5, specs=[f"txt:part-{k}.txt:text" for k in range(3000)])
-    server.ledger.commit(UID, STREAM, server.epoch, 1, commit, False)
+    server.ledger.execute(commands.Commit(UID, STREAM, server.epoch, 1, commit, False))
     assert server.committed == commit
 
 
@@ -342,13 +346,13 @@ def test_threads_that_commit_at_once_leave_the_newest_state(store: LedgerStore) 
 def test_only_openings_and_commits_write_counters(server: Server) -> None:
     server.commit(8)
     server.claim(0, "n")
-    server.ledger.pin(UID, STREAM, server.epoch, "{}")
-    server.ledger.thin_journal(UID, STREAM, server.epoch)
+    server.ledger.execute(commands.Pin(UID, STREAM, server.epoch, "{}"))
+    server.ledger.execute(commands.ThinJournal(UID, STREAM, server.epoch))
     server.revise(1, 12)
     server.drop(1)
-    server.ledger.save_snapshot(UID, STREAM, StoredSnapshot(id="s", sample_index=3, saved_at=1.5, text="{}"))
+    server.ledger.execute(commands.SaveSnapshot(UID, STREAM, SNAPSHOT))
     server.ledger.create_run(NAME, STREAM, "uid-9", "{}")
-    server.ledger.acquire(UID, STREAM, "one", 0.0)
+    server.ledger.execute(commands.Acquire(UID, STREAM, "one", 0.0))
     assert server.committed == commit_at(8)
 
 
@@ -357,8 +361,8 @@ def test_everything_is_there_after_the_store_crashed(store: LedgerStore) -> None
     server.open(1, 0)
     server.claim(0, "n")
     server.commit(8, journal=True)
-    server.ledger.pin(UID, STREAM, server.epoch, '{"pin":1}')
-    server.ledger.save_snapshot(UID, STREAM, StoredSnapshot(id="s", sample_index=3, saved_at=1.5, text="{}"))
+    server.ledger.execute(commands.Pin(UID, STREAM, server.epoch, '{"pin":1}'))
+    server.ledger.execute(commands.SaveSnapshot(UID, STREAM, SNAPSHOT))
     server.revise(1, 8)
     server.revise(2, 8)
     server.revise(3, 12)
@@ -421,7 +425,7 @@ def test_thinning_removes_every_second_entry_and_never_the_first_of_a_generation
         [(1, 0), (2, 3)],
         [(1, 0), (2, 3)],
     ):
-        server.ledger.thin_journal(UID, STREAM, server.epoch)
+        server.ledger.execute(commands.ThinJournal(UID, STREAM, server.epoch))
         assert entries() == left
 
 
@@ -475,10 +479,10 @@ def test_snapshots_are_kept_newest_first_and_never_change(server: Server) -> Non
         StoredSnapshot(id=f"s{k}", sample_index=k, saved_at=1700000000.125 + k, text=f'{{"ü":{k}}}') for k in range(3)
     ]
     for snapshot in saved:
-        server.ledger.save_snapshot(UID, STREAM, snapshot)
-    server.ledger.save_snapshot(UID, STREAM, replace(saved[1], saved_at=1800000000.0))
+        server.ledger.execute(commands.SaveSnapshot(UID, STREAM, snapshot))
+    server.ledger.execute(commands.SaveSnapshot(UID, STREAM, replace(saved[1], saved_at=1800000000.0)))
     with pytest.raises(LedgerError, match="s1 is in the ledger with another text"):
-        server.ledger.save_snapshot(UID, STREAM, replace(saved[1], text="{}"))
+        server.ledger.execute(commands.SaveSnapshot(UID, STREAM, replace(saved[1], text="{}")))
     assert list(server.ledger.snapshots(UID, STREAM)) == saved[::-1]
     assert server.ledger.snapshot(UID, STREAM, "s1") == saved[1]
     assert server.ledger.snapshot(UID, STREAM, "s9") is None
@@ -490,28 +494,29 @@ def test_snapshots_are_kept_newest_first_and_never_change(server: Server) -> Non
 def test_a_run_without_a_generation_takes_the_uid_of_a_trainers_state(store: LedgerStore) -> None:
     server = lead(store.open())
     other = lead(store.open())  # the leader now; both know the uid of before
-    other.ledger.pin(UID, STREAM, other.epoch, "{}")
+    other.ledger.execute(commands.Pin(UID, STREAM, other.epoch, "{}"))
     other.revise(1, 8)
-    other.ledger.adopt(UID, STREAM, other.epoch, "uid-from-elsewhere")
-    other.ledger.adopt(UID, STREAM, other.epoch, "uid-from-elsewhere")  # a repetition
+    other.ledger.execute(commands.Adopt(UID, STREAM, other.epoch, "uid-from-elsewhere"))
+    other.ledger.execute(commands.Adopt(UID, STREAM, other.epoch, "uid-from-elsewhere"))  # a repetition
     assert (other.run.uid, other.run.epoch, other.run.pin) == ("uid-from-elsewhere", other.epoch, "{}")
     for ledger in (server.ledger, other.ledger, store.open()):
         with pytest.raises(NotLeader, match="took the uid uid-from-elsewhere"):
-            ledger.commit(UID, STREAM, other.epoch, 1, commit_at(1), False)
+            ledger.execute(commands.Commit(UID, STREAM, other.epoch, 1, commit_at(1), False))
         with pytest.raises(NotLeader):
             ledger.openings(UID, STREAM)
         with pytest.raises(NotLeader):
             ledger.revisions(UID, STREAM)
         with pytest.raises(NotLeader):
-            ledger.acquire(UID, STREAM, "one", 0.0)
+            ledger.execute(commands.Acquire(UID, STREAM, "one", 0.0))
     with pytest.raises(NotLeader):
-        server.ledger.adopt(UID, STREAM, server.epoch, "uid-from-elsewhere")
+        server.ledger.execute(commands.Adopt(UID, STREAM, server.epoch, "uid-from-elsewhere"))
     start = commit_at(20)
-    other.ledger.revise("uid-from-elsewhere", STREAM, other.epoch, revision_of(2, 8))
-    other.ledger.open("uid-from-elsewhere", STREAM, other.epoch, opening_of(6, start), start)
-    assert other.ledger.commit("uid-from-elsewhere", STREAM, other.epoch, 6, commit_at(24), True) == 24
+    other.ledger.execute(commands.Revise("uid-from-elsewhere", STREAM, other.epoch, revision_of(2, 8)))
+    other.ledger.execute(commands.Open("uid-from-elsewhere", STREAM, other.epoch, opening_of(6, start), start))
+    commit = commands.Commit("uid-from-elsewhere", STREAM, other.epoch, 6, commit_at(24), True)
+    assert other.ledger.execute(commit) == 24
     fresh = store.open()
-    assert fresh.acquire("uid-from-elsewhere", STREAM, "a", 0.0) == other.epoch + 1
+    assert fresh.execute(commands.Acquire("uid-from-elsewhere", STREAM, "a", 0.0)) == other.epoch + 1
     assert fresh.journal_size("uid-from-elsewhere", STREAM)[0] == 2
     assert list(fresh.revisions("uid-from-elsewhere", STREAM)) == [revision_of(1, 8), revision_of(2, 8)]
     assert other.committed == commit_at(24)
@@ -521,7 +526,7 @@ def test_a_run_without_a_generation_takes_the_uid_of_a_trainers_state(store: Led
 def test_a_uid_may_be_adopted_again_and_back(ledger: Ledger) -> None:
     server = lead(ledger)
     for before, after in ((UID, "uid-2"), ("uid-2", "uid-3"), ("uid-3", "uid-3"), ("uid-3", UID), (UID, "uid-2")):
-        ledger.adopt(before, STREAM, server.epoch, after)
+        ledger.execute(commands.Adopt(before, STREAM, server.epoch, after))
         assert server.run.uid == after
     with pytest.raises(NotLeader, match="took the uid uid-2"):
         ledger.openings("uid-3", STREAM)
@@ -531,11 +536,12 @@ def test_a_uid_that_another_run_has_is_not_adopted(ledger: Ledger) -> None:
     server = lead(ledger)
     ledger.create_run("other", STREAM, "uid-other", "{}")
     with pytest.raises(LedgerError, match=r"uid-other.*'other'"):
-        ledger.adopt(UID, STREAM, server.epoch, "uid-other")
-    ledger.adopt(UID, STREAM, server.epoch, "uid-2")
+        ledger.execute(commands.Adopt(UID, STREAM, server.epoch, "uid-other"))
+    ledger.execute(commands.Adopt(UID, STREAM, server.epoch, "uid-2"))
     ledger.create_run("third", STREAM, "uid-third", "{}")
     with pytest.raises(LedgerError, match="uid-2"):
-        ledger.adopt("uid-third", STREAM, ledger.acquire("uid-third", STREAM, "a", 0.0), "uid-2")
+        epoch = ledger.execute(commands.Acquire("uid-third", STREAM, "a", 0.0))
+        ledger.execute(commands.Adopt("uid-third", STREAM, epoch, "uid-2"))
     with pytest.raises(LedgerError, match="uid-2"):
         ledger.create_run("fourth", STREAM, "uid-2", "{}")
     assert server.run.uid == "uid-2"

@@ -227,7 +227,7 @@ class LedgerMachine(RuleBasedStateMachine):
 def _outcome(ledger: Ledger, command: Command) -> int | str | None:
     """What the call returned, or the error with its text; of a lease its text says how long it lasts."""
     try:
-        return ledger._execute(command)
+        return ledger.execute(command)
     except LeaseHeld as error:
         return error.name
     except TokenloomError as error:
@@ -272,7 +272,9 @@ HEAD_MUTANTS: dict[str, Callable[[Head, Command], dict[str, Any]]] = {
     "lease": lambda head, command: {"lease": None},
     "opening_mark": lambda head, command: {"opening_mark": ""},
     "sample_index": lambda head, command: {"sample_index": 0},
-    "digest": lambda head, command: {"digest": command.commit.digest} if isinstance(command, commands.Commit) else {},
+    "digest": lambda head, command: (
+        {"digest": command.committed.digest} if isinstance(command, commands.Commit) else {}
+    ),
     "newest_revision": lambda head, command: {"newest_revision": None},
     "same_number": lambda head, command: {"same_number": None},
     "attempt_generation": lambda head, command: {"attempt_generation": None},

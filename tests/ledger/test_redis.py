@@ -21,6 +21,7 @@ from support.redis_server import RedisServer
 from tokenloom_server.errors import LedgerError, LedgerUnavailable, LedgerUnsafe
 from tokenloom_server.ledger import redis_client
 from tokenloom_server.ledger.base import Ledger
+from tokenloom_server.ledger.commands import Acquire, Adopt, ClaimSlot, Commit, Open, Pin, Revise, SaveSnapshot
 from tokenloom_server.ledger.open import open_ledger
 from tokenloom_server.ledger.records import StoredSnapshot
 from tokenloom_server.ledger.redis import RedisLedger
@@ -38,8 +39,8 @@ def ledger(redis_url: str) -> Iterator[Ledger]:
     """With an opened run ``run``/``train``, uid ``uid``, epoch 1, generation 1."""
     with closing(RedisLedger(redis_url)) as made:
         made.create_run("run", "train", "uid", "{}")
-        made.acquire("uid", "train", "a", 0.0)
-        made.open("uid", "train", 1, opening_of(1, commit_at(0)), commit_at(0))
+        made.execute(Acquire("uid", "train", "a", 0.0))
+        made.execute(Open("uid", "train", 1, opening_of(1, commit_at(0)), commit_at(0)))
         yield made
 
 
@@ -57,7 +58,7 @@ def settings(client: Any, **values: str) -> Iterator[None]:
 
 
 def _commit(ledger: Ledger, index: int) -> int:
-    return ledger.commit("uid", "train", 1, 1, commit_at(index), False)
+    return ledger.execute(Commit("uid", "train", 1, 1, commit_at(index), False))
 
 
 def _run_is_at(ledger: Ledger, index: int) -> bool:
@@ -89,11 +90,11 @@ def test_a_plain_client_reads_the_counters_and_the_committed_state(ledger: Ledge
 
 
 def test_every_key_has_the_runs_hash_tag_and_none_expires(ledger: Ledger, client: Any) -> None:
-    ledger.commit("uid", "train", 1, 1, commit_at(3), True)
-    ledger.claim_slot("uid", "train", 1, 1, 0, "nonce")
-    ledger.pin("uid", "train", 1, "{}")
-    ledger.save_snapshot("uid", "train", StoredSnapshot(id="s", sample_index=3, saved_at=1.5, text="{}"))
-    ledger.revise("uid", "train", 1, revision_of(1, 8))
+    ledger.execute(Commit("uid", "train", 1, 1, commit_at(3), True))
+    ledger.execute(ClaimSlot("uid", "train", 1, 1, 0, "nonce"))
+    ledger.execute(Pin("uid", "train", 1, "{}"))
+    ledger.execute(SaveSnapshot("uid", "train", StoredSnapshot(id="s", sample_index=3, saved_at=1.5, text="{}")))
+    ledger.execute(Revise("uid", "train", 1, revision_of(1, 8)))
     keys = set(client.keys())
     endings = ["samples", "rows", "tokens", "openings", "attempts", "slots", "journal", "states", "snapshots"]
     endings.append("revisions")
@@ -136,11 +137,11 @@ def test_all_calls_work_where_keys_of_several_slots_are_refused(tmp_path: Path) 
                 time.sleep(0.01)
         with closing(RedisLedger(server.url())) as ledger:
             ledger.create_run("run", "train", "uid", "{}")
-            epoch = ledger.acquire("uid", "train", "a", 0.0)
-            ledger.adopt("uid", "train", epoch, "elsewhere")
-            ledger.revise("elsewhere", "train", epoch, revision_of(1, 8))
-            ledger.open("elsewhere", "train", epoch, opening_of(1, commit_at(0)), commit_at(0))
-            assert ledger.commit("elsewhere", "train", epoch, 1, commit_at(4), True) == 4
+            epoch = ledger.execute(Acquire("uid", "train", "a", 0.0))
+            ledger.execute(Adopt("uid", "train", epoch, "elsewhere"))
+            ledger.execute(Revise("elsewhere", "train", epoch, revision_of(1, 8)))
+            ledger.execute(Open("elsewhere", "train", epoch, opening_of(1, commit_at(0)), commit_at(0)))
+            assert ledger.execute(Commit("elsewhere", "train", epoch, 1, commit_at(4), True)) == 4
             assert ledger.journal_size("elsewhere", "train")[0] == 2
             assert list(ledger.revisions("elsewhere", "train")) == [revision_of(1, 8)]
             assert ledger.run_names() == [("run", "train")]
@@ -226,7 +227,7 @@ def test_a_unix_socket_and_another_database_work(tmp_path: Path, tmp_path_factor
 def test_an_unreachable_redis_is_named_with_what_to_do() -> None:
     port = free_port()
     with closing(RedisLedger(f"redis://127.0.0.1:{port}/0")) as ledger:
-        for call in (ledger.check, ledger.run_names, lambda: ledger.acquire("uid", "train", "a", 0.0)):
+        for call in (ledger.check, ledger.run_names, lambda: ledger.execute(Acquire("uid", "train", "a", 0.0))):
             with pytest.raises(LedgerUnavailable, match=rf"127\.0\.0\.1:{port} cannot be reached.*whether it runs"):
                 call()
 
@@ -266,8 +267,8 @@ def test_a_redis_out_of_memory_is_unavailable_and_writes_nothing(ledger: Ledger,
     _commit(ledger, 4)
     calls: list[Callable[[], object]] = [
         lambda: _commit(ledger, 5),
-        lambda: ledger.open("uid", "train", 1, opening_of(2, commit_at(0)), commit_at(0)),
-        lambda: ledger.acquire("uid", "train", "a", 0.0),
+        lambda: ledger.execute(Open("uid", "train", 1, opening_of(2, commit_at(0)), commit_at(0))),
+        lambda: ledger.execute(Acquire("uid", "train", "a", 0.0)),
     ]
     with settings(client, maxmemory="1"):
         for call in calls:
@@ -316,7 +317,7 @@ def test_a_busy_redis_is_unavailable(redis_server: RedisServer, ledger: Ledger, 
 def test_keys_of_another_type_are_an_error_and_not_an_absence(ledger: Ledger, client: Any) -> None:
     client.set("tokenloom:{other}:train", "text")
     with pytest.raises(LedgerError, match="WRONGTYPE"):
-        ledger.acquire("other", "train", "a", 0.0)
+        ledger.execute(Acquire("other", "train", "a", 0.0))
 
 
 def test_a_name_that_leads_to_deleted_keys_is_an_error_and_not_an_absence(ledger: Ledger, client: Any) -> None:
@@ -336,7 +337,7 @@ def test_no_acknowledged_commit_is_lost_when_redis_is_killed(ledger: Ledger, red
             index = start
             while True:
                 try:
-                    index = ledger.commit("uid", "train", 1, 1, commit_at(index + 1), index % 7 == 0)
+                    index = ledger.execute(Commit("uid", "train", 1, 1, commit_at(index + 1), index % 7 == 0))
                 except LedgerUnavailable:
                     return
                 acknowledged.append(index)

@@ -22,6 +22,7 @@ from tokenloom_server.errors import (
     OrderMismatch,
 )
 from tokenloom_server.ledger.base import Ledger
+from tokenloom_server.ledger.commands import Acquire, Adopt, Commit, Pin, Renew
 from tokenloom_server.ledger.records import Lease
 
 
@@ -54,13 +55,13 @@ def test_an_epoch_that_was_never_given_is_refused(server: Server) -> None:
 
 def test_an_epoch_that_was_given_out_twice_does_not_renew_the_other_holders_lease(ledger: Ledger) -> None:
     ledger.create_run(NAME, STREAM, UID, "{}")
-    epoch = ledger.acquire(UID, STREAM, "two", 1000.0)
+    epoch = ledger.execute(Acquire(UID, STREAM, "two", 1000.0))
     before = ledger.read_run(NAME, STREAM)
     with pytest.raises(NotLeader, match=f"two has the lease of run '{NAME}', at this server's own epoch {epoch}"):
-        ledger.renew(UID, STREAM, epoch, "one", 5.0, 7.25, 0, 0)
+        ledger.execute(Renew(UID, STREAM, epoch, "one", 5.0, 7.25, 0, 0))
     assert ledger.read_run(NAME, STREAM) == before
     with pytest.raises(LedgerRolledBack):  # what was lost is told first
-        ledger.renew(UID, STREAM, epoch, "one", 5.0, 7.25, 1, 0)
+        ledger.execute(Renew(UID, STREAM, epoch, "one", 5.0, 7.25, 1, 0))
 
 
 def test_a_lease_of_a_clock_that_has_gone_back_since_keeps_nobody_waiting_for_hours() -> None:
@@ -70,23 +71,25 @@ def test_a_lease_of_a_clock_that_has_gone_back_since_keeps_nobody_waiting_for_ho
 
 def test_an_epoch_can_be_asked_to_be_beyond_those_that_a_rolled_back_ledger_forgot(ledger: Ledger) -> None:
     ledger.create_run(NAME, STREAM, UID, "{}")
-    assert ledger.acquire(UID, STREAM, "one", 0.0, above=41) == 42
-    assert ledger.acquire(UID, STREAM, "one", 0.0, above=7) == 43
+    assert ledger.execute(Acquire(UID, STREAM, "one", 0.0, above=41)) == 42
+    assert ledger.execute(Acquire(UID, STREAM, "one", 0.0, above=7)) == 43
 
 
 def test_a_ledger_that_is_behind_what_its_server_knows_is_refused_before_anything_changes(server: Server) -> None:
     server.commit(8)
     with pytest.raises(LedgerRolledBack, match=r"generation 1, sample index 8, but .*generation 1, sample index 12"):
-        server.ledger.commit(UID, STREAM, server.epoch, 1, commit_at(16), False, 12)
+        server.ledger.execute(Commit(UID, STREAM, server.epoch, 1, commit_at(16), False, 12))
     with pytest.raises(LedgerRolledBack):
-        server.ledger.renew(UID, STREAM, server.epoch, "one", 5.0, None, 1, 9)
+        server.ledger.execute(Renew(UID, STREAM, server.epoch, "one", 5.0, None, 1, 9))
     with pytest.raises(LedgerRolledBack):
-        server.ledger.renew(UID, STREAM, server.epoch, "one", 5.0, None, 2, 0)
+        server.ledger.execute(Renew(UID, STREAM, server.epoch, "one", 5.0, None, 2, 0))
     with pytest.raises(LedgerRolledBack, match="at generation 1, but the call's is 2"):
         server.commit(16, 2)
     assert server.committed == commit_at(8)
     server.open(2, 0)
-    server.ledger.renew(UID, STREAM, server.epoch, "one", 5.0, None, 1, 8)  # an older generation's: no rollback
+    server.ledger.execute(
+        Renew(UID, STREAM, server.epoch, "one", 5.0, None, 1, 8)
+    )  # an older generation's: no rollback
 
 
 def test_an_attempt_opens_once_and_the_refusal_names_its_generation(server: Server) -> None:
@@ -234,15 +237,15 @@ def test_dropping_a_revision_drops_those_behind_it(server: Server) -> None:
 
 def test_a_run_with_a_generation_keeps_its_uid(server: Server) -> None:
     with pytest.raises(LedgerError, match=r"opened generation 1, so it cannot take the uid uid-2"):
-        server.ledger.adopt(UID, STREAM, server.epoch, "uid-2")
+        server.ledger.execute(Adopt(UID, STREAM, server.epoch, "uid-2"))
     assert server.run.uid == UID
     with pytest.raises(NotFound):
-        server.ledger.acquire("uid-2", STREAM, "a", 0.0)
+        server.ledger.execute(Acquire("uid-2", STREAM, "a", 0.0))
 
 
 def test_a_pin_is_set_replaced_removed_and_ended_by_an_opening(server: Server) -> None:
     for pin in ('{"at":1}', '{"at":2}', None, '{"at":3}'):
-        server.ledger.pin(UID, STREAM, server.epoch, pin)
+        server.ledger.execute(Pin(UID, STREAM, server.epoch, pin))
         assert server.run.pin == pin
     server.commit(4)
     assert server.run.pin == '{"at":3}'

@@ -16,6 +16,7 @@ import pytest
 from support.ledger_data import commit_at, opening_of, revision_of
 from tokenloom_server.errors import ConfigError, LedgerError, LedgerUnavailable, NotLeader
 from tokenloom_server.ledger import sqlite_file
+from tokenloom_server.ledger.commands import Acquire, Commit, Open, Pin, Revise
 from tokenloom_server.ledger.open import open_ledger
 from tokenloom_server.ledger.sqlite import SqliteLedger
 
@@ -34,19 +35,9 @@ def test_a_relative_url_is_relative_to_the_base_folder_and_an_absolute_one_is_no
 @pytest.mark.parametrize(
     "url",
     [
-        "",
-        "tokenloom.db",
-        "postgres://host/db",
-        "sqlite:",
-        "sqlite:///",
-        "sqlite://host/file.db",
-        "sqlite:///:memory:",
-        "sqlite:///file.db?mode=ro",
-        "redis://host:notaport/0",
-        "redis://host:99999/0",
-        "redis://host/name",
-        "redis://host/0?decode_responses=0",
-        "unix:///",
+        *("", "tokenloom.db", "postgres://host/db", "unix:///"),
+        *("sqlite:", "sqlite:///", "sqlite://host/file.db", "sqlite:///:memory:", "sqlite:///file.db?mode=ro"),
+        *("redis://host:notaport/0", "redis://host:99999/0", "redis://host/name", "redis://host/0?decode_responses=0"),
     ],
 )
 def test_a_url_that_names_no_ledger_is_refused_with_what_is_expected(url: str, tmp_path: Path) -> None:
@@ -64,12 +55,9 @@ def test_a_refused_url_is_shown_without_its_password(url: str, tmp_path: Path) -
     assert "s3" not in str(caught.value)
 
 
-def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+def test_a_missing_folder_and_a_folder_in_the_place_of_the_file_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"folder .*/nowhere does not exist"):
         open_ledger("sqlite:///nowhere/tokenloom.db", tmp_path)
-
-
-def test_a_folder_in_the_place_of_the_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a folder"):
         open_ledger(f"sqlite:///{tmp_path}", tmp_path)
 
@@ -120,24 +108,24 @@ def test_a_file_that_another_process_holds_locked_is_unavailable_for_as_long(
         ledger.create_run("run", "train", "uid", "{}")
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(LedgerUnavailable, match="locked"):
-            ledger.acquire("uid", "train", "a", 0.0)
+            ledger.execute(Acquire("uid", "train", "a", 0.0))
         assert ledger.read_run("run", "train") is not None
         other.execute("ROLLBACK")
-        assert ledger.acquire("uid", "train", "a", 0.0) == 1
+        assert ledger.execute(Acquire("uid", "train", "a", 0.0)) == 1
 
 
 def test_a_full_disk_is_unavailable_and_loses_nothing(tmp_path: Path) -> None:
     with closing(SqliteLedger(tmp_path / "tokenloom.db")) as ledger:
         ledger.create_run("run", "train", "uid", "{}")
-        epoch = ledger.acquire("uid", "train", "a", 0.0)
-        ledger.open("uid", "train", epoch, opening_of(1, commit_at(0)), commit_at(0))
+        epoch = ledger.execute(Acquire("uid", "train", "a", 0.0))
+        ledger.execute(Open("uid", "train", epoch, opening_of(1, commit_at(0)), commit_at(0)))
         with ledger._file.reading() as connection:
             (pages,) = connection.execute("PRAGMA page_count").fetchone()
             connection.execute(f"PRAGMA max_page_count = {pages}")
         big = commit_at(4)
         with pytest.raises(LedgerUnavailable, match="full"):
-            ledger.pin("uid", "train", epoch, "x" * 1_000_000)
-        assert ledger.commit("uid", "train", epoch, 1, big, False) == 4
+            ledger.execute(Pin("uid", "train", epoch, "x" * 1_000_000))
+        assert ledger.execute(Commit("uid", "train", epoch, 1, big, False)) == 4
         run = ledger.read_run("run", "train")
         assert run is not None
         assert (run.committed, run.pin) == (big, None)
@@ -169,18 +157,20 @@ import time
 from pathlib import Path
 from support.ledger_data import commit_at, opening_of
 from tokenloom_server.errors import NotLeader
+from tokenloom_server.ledger import commands
 from tokenloom_server.ledger.sqlite import SqliteLedger
 
 ledger = SqliteLedger(Path(sys.argv[1]))
 run = ledger.create_run("run", "train", "uid", "{}")
-epoch = ledger.acquire("uid", "train", "a", 0.0)
+epoch = ledger.execute(commands.Acquire("uid", "train", "a", 0.0))
 generation = run.opening.generation + 1 if run.opening else 1
 start = run.committed or commit_at(0)
-ledger.open("uid", "train", epoch, opening_of(generation, start), start)
+ledger.execute(commands.Open("uid", "train", epoch, opening_of(generation, start), start))
 index = start.sample_index
 try:
     while True:
-        index = ledger.commit("uid", "train", epoch, generation, commit_at(index + 1), index % 7 == 0)
+        after = commit_at(index + 1)
+        index = ledger.execute(commands.Commit("uid", "train", epoch, generation, after, index % 7 == 0))
         print(index, flush=True)
         time.sleep(0.001)  # no server commits without a pause, and SQLite has no queue for who else wants to write
 except NotLeader:
@@ -224,7 +214,7 @@ def test_of_two_server_processes_on_one_file_the_later_one_commits_alone(tmp_pat
         assert first.stdout is not None
         first.stdout.readline()
         with closing(SqliteLedger(path)) as ledger:
-            epoch = ledger.acquire("uid", "train", "a", 0.0)
+            epoch = ledger.execute(Acquire("uid", "train", "a", 0.0))
             before = ledger.read_run("run", "train")
             assert before is not None
             assert before.committed is not None
@@ -232,9 +222,9 @@ def test_of_two_server_processes_on_one_file_the_later_one_commits_alone(tmp_pat
             assert first.wait(timeout=10) == 0
             assert ledger.read_run("run", "train") == before
             with pytest.raises(NotLeader):
-                ledger.commit("uid", "train", epoch - 1, 1, commit_at(10**6), False)
+                ledger.execute(Commit("uid", "train", epoch - 1, 1, commit_at(10**6), False))
             after = commit_at(before.committed.sample_index + 1)
-            assert ledger.commit("uid", "train", epoch, 1, after, False) == after.sample_index
+            assert ledger.execute(Commit("uid", "train", epoch, 1, after, False)) == after.sample_index
 
 
 @pytest.mark.parametrize("version", range(1, sqlite_file.SCHEMA_VERSION))
@@ -242,8 +232,8 @@ def test_a_file_of_an_older_layout_is_brought_up_to_date(tmp_path: Path, version
     path = tmp_path / "ledger.db"
     with closing(SqliteLedger(path)) as ledger:
         ledger.create_run("run", "train", "uid", "{}")
-        epoch = ledger.acquire("uid", "train", "a", 0.0)
-        ledger.open("uid", "train", epoch, opening_of(1, commit_at(4)), commit_at(4))
+        epoch = ledger.execute(Acquire("uid", "train", "a", 0.0))
+        ledger.execute(Open("uid", "train", epoch, opening_of(1, commit_at(4)), commit_at(4)))
     with closing(sqlite3.connect(path)) as connection:
         if version < 3:
             connection.execute("DROP TABLE revisions")
@@ -253,11 +243,11 @@ def test_a_file_of_an_older_layout_is_brought_up_to_date(tmp_path: Path, version
             connection.execute("DROP TABLE leases")
         connection.execute(f"PRAGMA user_version = {version}")
     with closing(SqliteLedger(path)) as ledger:
-        assert ledger.acquire("uid", "train", "a", 5.0) == epoch + 1
+        assert ledger.execute(Acquire("uid", "train", "a", 5.0)) == epoch + 1
         assert list(ledger.openings("uid", "train")) == [opening_of(1, commit_at(4))]
-        ledger.revise("uid", "train", epoch + 1, revision_of(1, 8))
+        ledger.execute(Revise("uid", "train", epoch + 1, revision_of(1, 8)))
         later = replace(opening_of(2, commit_at(4)), skipped=3, parent_run="{}", ramp='{"accumulate":2}')
-        ledger.open("uid", "train", epoch + 1, later, commit_at(4))
+        ledger.execute(Open("uid", "train", epoch + 1, later, commit_at(4)))
     with closing(SqliteLedger(path)) as ledger:
         assert list(ledger.revisions("uid", "train")) == [revision_of(1, 8)]
         assert list(ledger.openings("uid", "train")) == [opening_of(1, commit_at(4)), later]
@@ -271,7 +261,7 @@ def test_a_commit_waits_for_another_process_that_writes(tmp_path: Path) -> None:
         ledger.create_run("run", "train", "uid", "{}")
         other.execute("BEGIN IMMEDIATE")
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(ledger.acquire, "uid", "train", "a", 0.0)
+            waiting = pool.submit(ledger.execute, Acquire("uid", "train", "a", 0.0))
             deadline = time.monotonic() + 0.1
             while time.monotonic() < deadline:
                 assert not waiting.done()

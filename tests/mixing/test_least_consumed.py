@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import flat, parsed
-from support.mixing import worst_distance
+from support.mixing import node_start, worst_distance
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.hashing import Purpose, draw
+from tokenloom_server.core.state import ChildState
 from tokenloom_server.mixing.least_consumed import LeastConsumedChooser
 from tokenloom_server.mixing.mixer import Mixer, initial_nodes, target_shares
 from tokenloom_server.mixing.node import NOTHING
-from tokenloom_server.mixing.policy import Children, NodeShape
 from tokenloom_server.mixing.weights import MAX_SUM, integer_weights
 
 LENGTH = 8
@@ -121,31 +121,22 @@ def by_the_rule(weights: Sequence[int], length: int, seed: int, count: int) -> l
 )
 @settings(max_examples=200, deadline=None)
 def test_choices_are_those_of_the_rule_as_it_is_written(weights: list[int], length: int, seed: int) -> None:
-    shape = NodeShape(
-        node_id=0,
-        seed=seed,
-        pick_tokens=length,
-        weights=tuple(weights),
-        child_ids=tuple(range(0, 2 * len(weights), 2)),
-    )
-    children = Children([0] * len(weights), [0] * len(weights), [False] * len(weights))
-    policy = LeastConsumedChooser(shape, children, (0,) * len(weights))
-    assert policy.upcoming(300).tolist() == by_the_rule(weights, length, seed, 300)
+    chooser = LeastConsumedChooser(node_start(weights, length, seed))
+    assert chooser.upcoming(300).tolist() == by_the_rule(weights, length, seed, 300)
 
 
 def test_two_children_whose_credits_sum_to_a_hair_below_zero_go_on_in_turn() -> None:
     # What rounding leaves behind an exhaustion: neither child is due, and the rule has no answer.
-    shape = NodeShape(node_id=0, seed=1, pick_tokens=8, weights=(1, 1), child_ids=(0, 2))
-    children = Children([0, 0], [0, 0], [False, False])
-    found = LeastConsumedChooser(shape, children, (0, -1)).upcoming(1000).tolist()
-    pieces = LeastConsumedChooser(shape, children, (0, -1))
+    node = node_start([1, 1], owed=[0, -1])
+    found = LeastConsumedChooser(node).upcoming(1000).tolist()
     again = []
     for _ in range(1000):
-        child = pieces.choose(0)
-        children.picks[child] += 1
-        children.tokens[child] += 8
         # Built anew from its credits each time, as after a restart.
-        pieces = LeastConsumedChooser(shape, children, pieces.credits(pieces.mark(), children.tokens))
+        chooser = LeastConsumedChooser(node)
+        child = chooser.choose(0)
+        node.children.picks[child] += 1
+        node.children.tokens[child] += 8
+        node = node._replace(states=[ChildState(credit=own) for own in chooser.mark.credits_at(node.children.tokens)])
         again.append(child)
     assert found == again
     assert worst_distance(found, [1, 1]) < 1
@@ -237,7 +228,5 @@ def test_target_shares_follow_the_weights_down_the_tree() -> None:
 
 
 def test_the_rarest_child_of_the_longest_samples_is_planned_as_it_is_picked() -> None:
-    weights = integer_weights([4e-9, 1])
-    shape = NodeShape(node_id=0, seed=7, pick_tokens=2**24, weights=weights, child_ids=(0, 2))
-    policy = LeastConsumedChooser(shape, Children([0, 0], [0, 0], [False, False]), [0, 0])
-    assert policy.upcoming(4096).tolist() == [1] * 4096
+    chooser = LeastConsumedChooser(node_start(integer_weights([4e-9, 1]), 2**24))
+    assert chooser.upcoming(4096).tolist() == [1] * 4096

@@ -14,7 +14,7 @@ from support.catalog import CATALOG
 from support.corpora import flat, parsed, random_presences, random_tree
 from support.mixing import Walk
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.mixing.mixer import initial_nodes, node_shapes, target_shares
+from tokenloom_server.mixing.mixer import initial_nodes, node_shape, target_shares
 from tokenloom_server.mixing.node import NOTHING
 
 LENGTH = 8
@@ -124,8 +124,8 @@ def test_counters_of_every_node_add_up(seed: int) -> None:
         count += 1
     states = walk.present()
     assert sum(child.samples for child in states[0]) == count
-    for (_, shape), children in zip(node_shapes(config), states, strict=True):
-        for child_id, child in zip(shape.child_ids, children, strict=True):
+    for node, children in zip(config.nodes, states, strict=True):
+        for child_id, child in zip(node_shape(config, node).child_ids, children, strict=True):
             assert child.tokens == child.samples * LENGTH
             if child_id % 2:
                 assert child.samples == sum(grandchild.samples for grandchild in states[child_id // 2])
@@ -283,20 +283,12 @@ NESTED: dict[str, Any] = {
 
 def test_ids_are_depth_first_parents_first_and_stay() -> None:
     config = parsed(flat([]) | {"mixture": NESTED})
-    assert [(shape.node_id, shape.child_ids) for _, shape in node_shapes(config)] == [
-        (0, (3, 4, 7)),
-        (1, (0, 5)),
-        (2, (2,)),
-        (3, (6,)),
-    ]
-    described = [
-        {"id": shape.node_id, "alias": node.alias or "", "policy": node.policy} for node, shape in node_shapes(config)
-    ]
+    described = [(node.id, node.alias, node.policy, node_shape(config, node).child_ids) for node in config.nodes]
     assert described == [
-        {"id": 0, "alias": "root", "policy": "weighted"},
-        {"id": 1, "alias": "a", "policy": "least_consumed"},
-        {"id": 2, "alias": "", "policy": "weighted"},
-        {"id": 3, "alias": "b", "policy": "weighted"},
+        (0, "root", "weighted", (3, 4, 7)),
+        (1, "a", "least_consumed", (0, 5)),
+        (2, None, "weighted", (2,)),
+        (3, "b", "weighted", (6,)),
     ]
     assert [len(children) for children in initial_nodes(config)] == [3, 2, 1, 1]
 

@@ -8,12 +8,11 @@ from collections import Counter
 import numpy as np
 import pytest
 from support.corpora import flat, parsed
+from support.mixing import node_start
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.hashing import Purpose, draw, draws, slice_rotation
 from tokenloom_server.mixing.mixer import Mixer, initial_nodes
-from tokenloom_server.mixing.policy import Children, NodeShape
 from tokenloom_server.mixing.weighted import WeightedChooser
-from tokenloom_server.mixing.weights import integer_weights
 
 
 def config(weights: list[float], seed: int) -> RunConfig:
@@ -61,10 +60,9 @@ def test_the_bounds_of_a_draw_fall_to_the_right_child(
     monkeypatch: pytest.MonkeyPatch, drawn: int, expected: int
 ) -> None:
     monkeypatch.setattr("tokenloom_server.mixing.weighted.draw", lambda *_: drawn)
-    shape = NodeShape(node_id=0, seed=0, pick_tokens=8, weights=integer_weights([1, 1, 2]), child_ids=(0, 2, 4))
     monkeypatch.setattr("tokenloom_server.mixing.weighted.draws", lambda *_: [drawn])
-    chooser = WeightedChooser(shape, Children([0] * 3, [0] * 3, [False] * 3))
-    assert chooser.choose(0) == chooser.upcoming(1)[0] == expected
+    chooser = WeightedChooser(node_start([1, 1, 2]))
+    assert chooser.choose(1) == chooser.upcoming(1)[0] == expected
 
 
 def test_draws_of_different_purpose_node_index_and_retry_are_different() -> None:

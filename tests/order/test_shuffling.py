@@ -220,11 +220,14 @@ def test_a_fork_takes_a_shuffled_source_over_only_with_all_that_draws_its_order(
         return order_of(folder, document)
 
     for says, order in (
-        ("its seed: 7 in run 'test', 8 in 'fork'", fork(seed=8)),
-        ("its shuffle_window_rows: 10 in", fork(lambda children: children[0].update(shuffle_window_rows=11))),
-        ("its shuffle: rows in", fork(lambda children: children[1].update(shuffle="shards"))),
-        ("its lanes: 3 in", fork(lambda children: children[3].update(lanes=2))),
-        ("its place in the mixture .*: 3 in", fork(lambda children: children.reverse())),
+        ("seed is 7 in run 'test' and 8 in 'fork': it is shuffled", fork(seed=8)),
+        (
+            ": shuffle_window_rows is 10 in run .*: it is shuffled",
+            fork(lambda children: children[0].update(shuffle_window_rows=11)),
+        ),
+        (": shuffle is rows in run .*: it is shuffled", fork(lambda children: children[1].update(shuffle="shards"))),
+        (": lanes is 3 in run .*: it is shuffled", fork(lambda children: children[3].update(lanes=2))),
+        (": place in the mixture .* is 3 in run .*: it is shuffled", fork(lambda children: children.reverse())),
     ):
         with pytest.raises(SnapshotInvalid, match=says):
             _refuse_other_documents(ours, order)
@@ -240,7 +243,7 @@ def test_the_part_of_an_epoch_that_lanes_share_cannot_become_another(folder: Pat
     says = f"code: epochs is {epochs:g} and would be {other:g}, but its 3 lanes share the rows of an epoch"
     with pytest.raises(ConfigError, match=says):
         revised(Timeline(order(epochs)), 5, set=[{"child": "code", "epochs": other}])
-    with pytest.raises(SnapshotInvalid, match=f"epochs is {epochs:g} in run 'test' and {other:g} in 'fork', but its 3"):
+    with pytest.raises(SnapshotInvalid, match=f"epochs is {epochs:g} in run 'test' and {other:g} in 'fork': its 3"):
         _refuse_other_documents(order(epochs), order(other, run="fork"))
 
     revised(Timeline(order(epochs, lanes=1)), 5, set=[{"child": "code", "epochs": other}])

@@ -24,7 +24,7 @@ from tokenloom_server.core.state import (
     jumped_over,
 )
 from tokenloom_server.errors import SnapshotInvalid
-from tokenloom_server.mixing.mixer import node_shapes
+from tokenloom_server.mixing.mixer import node_shape
 from tokenloom_server.order import snapshot, snapshot_encode
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.snapshot import ResumePoint
@@ -129,7 +129,7 @@ def test_two_hundred_sources_take_at_most_64_kilobytes() -> None:
     shape = Shape(
         specs=specs,
         shards=tuple(tuple(f"data/corpus-{i:03d}/shards-{j:05d}.parquet" for j in range(90)) for i in range(200)),
-        nodes={shape.node_id: shape.child_ids for _, shape in node_shapes(config)},
+        nodes={node.id: node_shape(config, node).child_ids for node in config.nodes},
         sample_tokens=8,
         names=(None,) * 200,
         shuffles=("none",) * 200,

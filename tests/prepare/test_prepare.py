@@ -22,10 +22,11 @@ from tokenloom_server.errors import ConfigError, SourceError, TokenloomError
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.prepare.job import Job, ShardFormat
-from tokenloom_server.prepare.journal import Journal, checksum
-from tokenloom_server.prepare.preparer import Done, Tell, prepare
+from tokenloom_server.prepare.journal import Journal
+from tokenloom_server.prepare.preparer import Done, OnRows, prepare
 from tokenloom_server.prepare.shards import ShardWriter
-from tokenloom_server.sources import line_index
+from tokenloom_server.sources import lines
+from tokenloom_server.storage.drafts import checksum
 
 
 def job_of(
@@ -36,9 +37,10 @@ def job_of(
     shard_bytes: int = 100,
     ids: bool = False,
     shuffled: bool = False,
+    threads: int = 2,
 ) -> Job:
     parsed = config.parse(document, where="test", catalog=CATALOG)
-    return Job.create(
+    return Job(
         parsed,
         folder,
         folder / "index",
@@ -47,7 +49,7 @@ def job_of(
         shard_bytes=shard_bytes,
         ids_too=ids,
         shuffled=shuffled,
-        threads=2,
+        threads=threads,
     )
 
 
@@ -55,8 +57,8 @@ def nothing(*_: int) -> None:
     pass
 
 
-def run(job: Job, folder: Path, out: Path, *, threads: int = 2, tell: Tell = nothing) -> Done:
-    return prepare(job, folder, out, threads=threads, tell=tell, tell_kept=nothing)
+def run(job: Job, out: Path, *, on_done: OnRows = nothing) -> Done:
+    return prepare(job, out, on_done=on_done, on_kept=nothing)
 
 
 def served(path: Path) -> PipelineFactory:
@@ -77,7 +79,7 @@ def files_of(out: Path) -> dict[str, str]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A corpus whose files of lines have several blocks each."""
-    monkeypatch.setattr(line_index, "STRIDE_BYTES", 32)
+    monkeypatch.setattr(lines, "STRIDE_BYTES", 32)
     return write_corpus(tmp_path / "data folder")
 
 
@@ -91,7 +93,7 @@ def test_what_is_served_is_the_same_to_the_digest(
     document["mixture"]["children"][1]["epochs"] = 2.5
     document["mixture"]["children"][2]["children"][0]["add_eot"] = False
     job = job_of(folder, document, form=form, ids=ids)
-    done = run(job, folder, tmp_path / "out")
+    done = run(job, tmp_path / "out")
     assert len(job.tasks) > 4, "some file is cut into several shards"
     ours, theirs = end_of(served(done.mixture)), end_of(job_order(folder, document))
     assert ours.sample_index > 100
@@ -117,7 +119,7 @@ def test_shuffled_rows_are_written_in_the_order_of_the_first_epoch(
         child.update(shuffle, epochs=1)
     for shuffled in (True, False):
         job = job_of(folder, document, shuffled=shuffled)
-        done = run(job, folder, tmp_path / f"out-{shuffled}")
+        done = run(job, tmp_path / f"out-{shuffled}")
         ours, theirs = end_of(served(done.mixture)), end_of(job_order(folder, document))
         # What fills no sample at the end of a lane depends on which rows it has.
         assert shuffled or "lanes" in shuffle or ours.sample_index == theirs.sample_index
@@ -126,7 +128,7 @@ def test_shuffled_rows_are_written_in_the_order_of_the_first_epoch(
         assert ("shuffle" in options) is not shuffled
     document["seed"] = 8
     with pytest.raises(ConfigError, match="seed: it was 7, it is 8"):
-        run(job_of(folder, document, shuffled=True), folder, tmp_path / "out-True")
+        run(job_of(folder, document, shuffled=True), tmp_path / "out-True")
 
 
 def test_what_is_read_of_rows_is_done_with_and_what_is_drawn_each_epoch_is_kept(tmp_path: Path) -> None:
@@ -139,7 +141,7 @@ def test_what_is_read_of_rows_is_done_with_and_what_is_drawn_each_epoch_is_kept(
     document = mixture(mixture={"policy": "sequential", "children": [source]})
     job = job_of(tmp_path, document)
     assert len(job.tasks) == 1, "a compressed file is read from its head"
-    done = run(job, tmp_path, tmp_path / "out")
+    done = run(job, tmp_path / "out")
     ours, theirs = end_of(served(done.mixture)), end_of(job_order(tmp_path, document))
     assert (ours.sample_index, ours.digest) == (theirs.sample_index, theirs.digest)
     assert ours.sources[0].rows == theirs.sources[0].rows
@@ -150,12 +152,12 @@ def test_what_is_read_of_rows_is_done_with_and_what_is_drawn_each_epoch_is_kept(
     child = document["mixture"]["children"][0]
     child["max_bad_rows"] = 6
     with pytest.raises(SourceError, match=r"7 rows are bad, and max_bad_rows allows 6 in an epoch"):
-        run(job_of(tmp_path, document), tmp_path, tmp_path / "out")
+        run(job_of(tmp_path, document), tmp_path / "out")
     with pytest.raises(SourceError, match=r"a.jsonl.gz': line \d+: 'text' is a number.*max_bad_rows allows 6"):
-        run(job_of(tmp_path, document), tmp_path, tmp_path / "too many")
+        run(job_of(tmp_path, document), tmp_path / "too many")
     del child["max_bad_rows"]
     child["fim"] = {"rate": 1.0, "ids": {"prefix": 1, "middle": 2, "suffix": 3}}
-    done = run(job_of(tmp_path, document), tmp_path, tmp_path / "out")
+    done = run(job_of(tmp_path, document), tmp_path / "out")
     assert done.kept == done.shards, "what is drawn anew each epoch decides no shard"
     (child,) = yaml.safe_load(done.mixture.read_text())["mixture"]["children"]
     assert child["fim"]["ids"] == {"prefix": 1, "middle": 2, "suffix": 3}
@@ -167,7 +169,7 @@ def test_phases_are_served_from_what_was_prepared(folder: Path, tmp_path: Path) 
     document = mixture()
     first = {"policy": "weighted", "children": [{"source": DOCS, "epochs": float("inf")}]}
     document["phases"] = [{"until_tokens": 400, "mixture": first}, {"mixture": document["mixture"]}]
-    done = run(job_of(folder, document), folder, tmp_path / "out")
+    done = run(job_of(folder, document), tmp_path / "out")
     written = yaml.safe_load(done.mixture.read_text())
     spec = "arrow:sources/001-docs:ids"
     assert written["phases"][0]["mixture"]["children"][0] == {
@@ -178,7 +180,7 @@ def test_phases_are_served_from_what_was_prepared(folder: Path, tmp_path: Path) 
 
 def test_the_manifest_says_what_was_made_from_what(folder: Path, tmp_path: Path) -> None:
     job = job_of(folder, mixture())
-    done = run(job, folder, tmp_path / "out")
+    done = run(job, tmp_path / "out")
     manifest = json.loads((tmp_path / "out/manifest.json").read_text())
     assert (manifest["run"], manifest["rows"], manifest["tokens"]) == ("test", done.rows, done.tokens)
     assert manifest["shards"]["ids"] == "uint16"
@@ -196,16 +198,16 @@ def test_shards_do_not_depend_on_the_number_of_threads(folder: Path, tmp_path: P
     found = []
     for threads in (1, 5):
         out = tmp_path / f"out-{threads}"
-        run(job_of(folder, mixture()), folder, out, threads=threads)
+        run(job_of(folder, mixture(), threads=threads), out)
         found.append(files_of(out))
     assert found[0] == found[1]
 
 
 def test_whatever_ends_it_the_next_call_goes_on_to_the_same_shards(folder: Path, tmp_path: Path) -> None:
-    run(job_of(folder, mixture()), folder, tmp_path / "whole")
+    run(job_of(folder, mixture()), tmp_path / "whole")
     pieces = 0
 
-    def fail_at(number: int) -> Tell:
+    def fail_at(number: int) -> OnRows:
         def tell(*_: int) -> None:
             nonlocal pieces
             pieces += 1
@@ -219,7 +221,7 @@ def test_whatever_ends_it_the_next_call_goes_on_to_the_same_shards(folder: Path,
     while stops < 50:
         pieces = 0
         try:
-            done = run(job_of(folder, mixture()), folder, out, threads=1, tell=fail_at(2))
+            done = run(job_of(folder, mixture(), threads=1), out, on_done=fail_at(2))
             break
         except ConfigError:
             stops += 1
@@ -228,7 +230,7 @@ def test_whatever_ends_it_the_next_call_goes_on_to_the_same_shards(folder: Path,
     assert 0 < stops < 50
     assert done.kept > 0
     assert files_of(out) == files_of(tmp_path / "whole")
-    assert run(job_of(folder, mixture()), folder, out).kept == done.shards
+    assert run(job_of(folder, mixture()), out).kept == done.shards
 
 
 def test_a_killed_command_goes_on(tmp_path: Path, tokenloom: CommandLine) -> None:
@@ -254,14 +256,14 @@ def test_a_killed_command_goes_on(tmp_path: Path, tokenloom: CommandLine) -> Non
     ended = tokenloom("prepare", tmp_path / "mixture.yaml", "--out", tmp_path / "out", folder=tmp_path)
     assert ended.status == 0, ended.output
     assert "were there already" in ended.output
-    run(job_of(tmp_path, document, shard_bytes=128_000_000), tmp_path, tmp_path / "whole")
+    run(job_of(tmp_path, document, shard_bytes=128_000_000), tmp_path / "whole")
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
     assert end_of(served(tmp_path / "out/mixture.yaml")).digest == end_of(job_order(tmp_path, document)).digest
 
 
 def test_what_lies_there_is_verified(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     out = tmp_path / "out"
-    done = run(job_of(folder, mixture()), folder, out)
+    done = run(job_of(folder, mixture()), out)
     whole = files_of(out)
     first, second, third, *_ = sorted(out.glob("sources/*/*"))
     first.write_bytes(first.read_bytes()[:-40] + bytes(40))
@@ -270,21 +272,21 @@ def test_what_lies_there_is_verified(folder: Path, tmp_path: Path, caplog: pytes
     (out / "sources/001-docs/.000009.arrow.draft").write_bytes(b"left by a kill")
     with (out / "journal.jsonl").open("ab") as journal:
         journal.write(b'{"name": "sources/001-docs/00')
-    again = run(job_of(folder, mixture()), folder, out)
+    again = run(job_of(folder, mixture()), out)
     assert again.kept == done.shards - 3
     assert files_of(out) == whole
     for fault in ("has checksum xxh3:", "bytes, but it was written with", "cannot be read"):
         assert fault in caplog.text
     assert caplog.text.count("it is made again") == 3
-    assert run(job_of(folder, mixture()), folder, out).kept == done.shards
+    assert run(job_of(folder, mixture()), out).kept == done.shards
 
 
 def test_something_else_is_refused_with_the_difference(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    run(job_of(folder, mixture()), folder, out)
+    run(job_of(folder, mixture()), out)
     weights = mixture(run="another", seed=8)
     weights["mixture"]["children"][1]["weight"] = 5
-    assert run(job_of(folder, weights), folder, out).kept == len(files_of(out)), "weights decide no shard"
+    assert run(job_of(folder, weights), out).kept == len(files_of(out)), "weights decide no shard"
     assert yaml.safe_load((out / "mixture.yaml").read_text())["mixture"]["children"][1]["weight"] == 5
     for document, options, field in (
         (mixture(special_tokens_in_text="parse"), {}, r'special_tokens_in_text: it was "text", it is "parse"'),
@@ -294,10 +296,10 @@ def test_something_else_is_refused_with_the_difference(folder: Path, tmp_path: P
         (flat([DOCS]), {}, r"sources: it was 2: .*it is 1: jsonl:data/docs.jsonl:text"),
     ):
         with pytest.raises(ConfigError, match=f"was prepared from something else(.|\n)*{field}"):
-            run(job_of(folder, document, **options), folder, out)  # type: ignore[arg-type]
+            run(job_of(folder, document, **options), out)  # type: ignore[arg-type]
     write_txt(folder / "data/prose/0.txt", ["another text"])
     with pytest.raises(ConfigError, match=r"sources\.1\.files\.0\.(fingerprint|size): it was"):
-        run(job_of(folder, mixture()), folder, out)
+        run(job_of(folder, mixture()), out)
 
 
 def test_folders_with_other_things_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -305,17 +307,17 @@ def test_folders_with_other_things_are_refused(folder: Path, tmp_path: Path) -> 
     other.mkdir()
     (other / "thesis.tex").write_text("years of work")
     with pytest.raises(ConfigError, match=r"holds thesis.tex already, and nothing that was prepared"):
-        run(job_of(folder, mixture()), folder, other)
+        run(job_of(folder, mixture()), other)
     assert [path.name for path in other.iterdir()] == ["thesis.tex"]
     out = tmp_path / "out"
-    run(job_of(folder, mixture()), folder, out)
+    run(job_of(folder, mixture()), out)
     (out / "sources/001-docs/mine.arrow").write_bytes(b"x")
     with pytest.raises(ConfigError, match=r"mine.arrow: is no shard of this job, and would be served with them"):
-        run(job_of(folder, mixture()), folder, out)
+        run(job_of(folder, mixture()), out)
     (out / "sources/001-docs/mine.arrow").unlink()
     (out / "job.json").write_text("{")
     with pytest.raises(ConfigError, match=r"job.json: cannot be read"):
-        run(job_of(folder, mixture()), folder, out)
+        run(job_of(folder, mixture()), out)
 
 
 def test_two_at_once_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -324,7 +326,7 @@ def test_two_at_once_are_refused(folder: Path, tmp_path: Path) -> None:
         Journal.open(tmp_path / "out", job, lambda *_: None),
         pytest.raises(ConfigError, match="another process prepares into it now"),
     ):
-        run(job, folder, tmp_path / "out")
+        run(job, tmp_path / "out")
 
 
 def test_nothing_to_prepare_is_told(folder: Path) -> None:
@@ -337,7 +339,7 @@ def test_a_source_with_a_loss_mask_stays_as_it_is(folder: Path, tmp_path: Path) 
     pq.write_table(pa.table(masked), folder / "masked.parquet")
     document = flat([DOCS], packing="best_fit")
     document["mixture"]["children"].append({"source": "parquet:masked.parquet:ids", "loss_mask": "mask"})
-    done = run(job_of(folder, document, ids=True), folder, tmp_path / "out")
+    done = run(job_of(folder, document, ids=True), tmp_path / "out")
     _, child = yaml.safe_load(done.mixture.read_text())["mixture"]["children"]
     assert child == {"source": f"parquet:{folder / 'masked.parquet'}:ids", "loss_mask": "mask"}
     assert end_of(served(done.mixture)).sources[1].rows == 9
@@ -360,17 +362,17 @@ def test_batches_of_rows_have_nothing_to_tokenise(folder: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_told(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"file/out.*cannot be written \(Not a directory\)"):
-        run(job_of(folder, mixture()), folder, tmp_path / "file/out")
+        run(job_of(folder, mixture()), tmp_path / "file/out")
 
 
 def test_a_source_without_tokens_is_refused(folder: Path, tmp_path: Path) -> None:
     write_txt(folder / "data/empty.txt", ["", ""])
     with pytest.raises(SourceError, match=r"'txt:data/empty.txt:text': no row of it has a token"):
-        run(job_of(folder, flat(["txt:data/empty.txt:text", DOCS])), folder, tmp_path / "out")
+        run(job_of(folder, flat(["txt:data/empty.txt:text", DOCS])), tmp_path / "out")
 
 
 def test_parquet_shards_have_page_checksums_and_damage_is_told(folder: Path, tmp_path: Path) -> None:
-    done = run(job_of(folder, mixture(), form="parquet"), folder, tmp_path / "out")
+    done = run(job_of(folder, mixture(), form="parquet"), tmp_path / "out")
     path = tmp_path / "out/sources/001-docs/000000.parquet"
     offset = pq.ParquetFile(path).metadata.row_group(0).column(0).data_page_offset
     content = bytearray(path.read_bytes())
@@ -420,7 +422,7 @@ def test_the_folder_goes_elsewhere_with_its_tokeniser(tmp_path: Path) -> None:
     job = job_of(tmp_path, document)
     assert job.document()["tokenizer"]["engine"] in ("gigatoken", "tokenizers")
     expected = end_of(job_order(tmp_path, document))
-    done = run(job, tmp_path, tmp_path / "out")
+    done = run(job, tmp_path / "out")
     done.mixture.parent.rename(tmp_path / "moved")
     for path in ("made", "a.txt"):
         (tmp_path / path).rename(tmp_path / f"gone-{path}")

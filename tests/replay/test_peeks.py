@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.corpora import CODE, mixture, write_corpus
-from support.served import serving
+from support.corpora import CODE, flat, mixture
+from support.served import PATIENCE_S, Trainer, never, sequence, serving
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.core.state import State, digest_hex
-from tokenloom_server.errors import BeyondHorizon, JoinRefused, NotFound, OrderMismatch, ServerStopping
-from tokenloom_server.order.steps import BatchPlan
+from tokenloom_server.errors import BeyondHorizon, JoinRefused, NotFound, OrderMismatch, ServerStopping, SourceError
 from tokenloom_server.replay.peek import Peek, PeekCall
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
-from tokenloom_server.run.join_call import JoinCall
-
-PATIENCE_S = 20.0
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("peeked"))
 
 
 @pytest.fixture
@@ -34,38 +26,12 @@ def served(folder: Path, tmp_path: Path) -> Iterator[ServedRun]:
 @pytest.fixture
 def ids(served: ServedRun) -> list[bytes]:
     """Every sample of the order."""
-    order = served.coordinator.order
-    pipeline = order.pipeline(order.initial())
-    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=1000))
-    pipeline.fill(group, 1000)
-    assert pipeline.ended is not None
-    return [sample.tobytes() for sample in group.ids(0, 0, len(group.marks))]
-
-
-def never() -> bool:
-    return False
+    return [sample.ids for sample in sequence(served)]
 
 
 def joined(served: ServedRun, resume: str = "") -> State:
     call = PeekCall(rank=0, world_size=1, batch_size=1, resume=resume, state=b"")
     return served.peeks.join(call, never).state
-
-
-def trained_to(served: ServedRun, sample_index: int) -> None:
-    """One rank consumes so many samples, and all of it is committed."""
-    coordinator = served.coordinator
-    call = JoinCall(rank=0, world_size=1, batch_size=1, attempt="a", nonce="n", resume="", state=b"")
-    opening = served.join_handler.join(call).opening
-    session = coordinator.attach(coordinator.uid, opening.generation, 0, "n", 0, 0)
-    coordinator.progress(session, 0, 1000)
-    sent = 0
-    while sent < sample_index:
-        found = coordinator.next_for(session, PATIENCE_S, never)
-        assert isinstance(found, Delivery)
-        sent = found.group.marks[found.last - 1].sample_index
-    coordinator.progress(session, sample_index, 1000)
-    coordinator.finish(session, PATIENCE_S)
-    coordinator.detach(session)
 
 
 def shown(peek: Peek, count: int) -> list[bytes]:
@@ -87,7 +53,7 @@ def test_what_the_journal_reaches_is_never_too_far_but_the_future_is(
     assert joined(served, "5").sample_index == 5
     with pytest.raises(BeyondHorizon, match=r"sample 11 is 6 samples beyond sample 5, .* goes 5 further at most"):
         joined(served, "11")
-    trained_to(served, 40)
+    Trainer(served, 1, 1).train_to(40)
     for at in (39, 20, 40, 45):
         with served.peeks.open(served.coordinator.uid, at, 1) as peek:
             peek.progress(at, 2)
@@ -208,3 +174,21 @@ def test_nobody_goes_forward_for_a_client_that_is_gone(served: ServedRun) -> Non
     with pytest.raises(ServerStopping, match="nobody waits"):
         served.peeks.join(call, lambda: True)
     assert joined(served, "30").sample_index == 30, "its place is free"
+
+
+def test_all_samples_before_a_bad_row_are_shown(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"row {number:04}"}) for number in range(40)]
+    lines[30] = '{"text": 30'
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    document = flat(["jsonl:rows.jsonl:text"], sequence_length=9)
+    seen: list[bytes] = []
+    with (
+        serving(tmp_path, tmp_path, document) as served,
+        served.peeks.open(served.coordinator.uid, 0, 1) as peek,
+        pytest.raises(SourceError, match=r"rows\.jsonl.*31"),
+    ):
+        peek.progress(0, 100)
+        while True:
+            seen += shown(peek, 1)
+    texts = [bytes(memoryview(ids).cast("H").tolist()[:8]).decode() for ids in seen]
+    assert texts == [f"row {number:04}" for number in range(30)]

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from support.corpora import CODE, ROWS, flat, order_of, write_corpus
+from support.corpora import CODE, ROWS, WIKI, flat, order_of
 from support.memory_service import run_report, run_stats, source_stats
-from tokenloom_server.api.service import Runs
+from support.served import Trainer, serving
+from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.core.state import FileCursor, State
 from tokenloom_server.ledger.records import Opening
-from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.replay.receipts import lineage_of, skipped_before, unique_tokens
+from tokenloom_server.replay.receipts import skipped_before, unique_tokens
 from tokenloom_server.reports.model_card import markdown
 from tokenloom_server.reports.receipt import BatchSizeFrom, ExclusionReport, GenerationReport, Range, RevisionInfo
 from tokenloom_server.reports.stats import SourceStats
-from tokenloom_server.run.delivery import Delivery
-from tokenloom_server.run.join_call import JoinCall
+from tokenloom_server.run.lineage import with_samples
 
 LENGTH = 8
 #: Tokens of one epoch: each row that has any is ended by one more.
 EPOCH = sum(len(row) + 1 for rows in ROWS[CODE] for row in rows if row)
 SHARD_ROWS = [len(rows) for rows in ROWS[CODE]]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("counted"))
 
 
 def read_for(folder: Path, epochs: float) -> PipelineFactory:
@@ -89,31 +83,38 @@ def _check(state: State, epochs: float) -> Any:
 def test_a_source_that_ended_by_its_tokens_is_reported_where_it_stands(folder: Path, tmp_path: Path) -> None:
     document = flat([CODE])
     document["mixture"]["children"][0] |= {"epochs": 3, "max_tokens": 800}
-    path = folder / "limited.yaml"
-    path.write_text(yaml.safe_dump(document), encoding="utf-8")
-    ledger = SqliteLedger(tmp_path / "ledger.db")
-    runs = Runs(ledger)
-    try:
-        served = runs.add(path, None)
-        coordinator = served.coordinator
-        call = JoinCall(rank=0, world_size=1, batch_size=1, attempt="a", nonce="n", resume="", state=b"")
-        session = coordinator.attach(coordinator.uid, served.join_handler.join(call).opening.generation, 0, "n", 0, 0)
-        coordinator.progress(session, 0, 1000)
-        found = coordinator.next_for(session, 20.0, lambda: False)
-        while isinstance(found, Delivery):
-            coordinator.progress(session, found.group.marks[found.last - 1].sample_index, 1000)
-            found = coordinator.next_for(session, 20.0, lambda: False)
-        coordinator.finish(session, 20.0)
-        report = runs.get("test").receipts.report()
-    finally:
-        runs.stop()
-        ledger.close()
+    with serving(folder, tmp_path, document) as served:
+        Trainer(served, 1, 1).train_to(10**6)
+        report = served.receipts.report()
     assert report.total_tokens == 800 > EPOCH
     assert report.ended is not None
     assert "max_tokens" in report.ended
     (source,) = report.sources
     assert source.epochs == pytest.approx(800 / EPOCH, rel=0.1)
     assert (source.unique_tokens, source.unique_is_exact) == (pytest.approx(EPOCH, rel=0.1), False)
+
+
+def test_revisions_are_in_the_receipts_after_them_and_in_the_report(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenloom_server.run.sizing.MESSAGE_STEPS", 4)
+    rows = tmp_path / "takedown.csv"
+    rows.write_text("spec,shard,row\n" + "".join(f"{CODE},data/code-0.parquet,{row}\n" for row in range(9, 13)))
+    change = {"reason": "taken down", "author": "ada", "exclude": {"file": str(rows)}}
+    with serving(folder, tmp_path, flat([CODE, WIKI], window_steps=4)) as served:
+        trainer = Trainer(served, 1, 1).train_to(4)
+        index = served.revision_handler.revise(MixtureChange.model_validate(change)).sample_index
+        trainer.train_to(index + 10)
+        for sample in (index - 1, index, index + 1, index + 10):
+            receipt = served.receipts.receipt(sample)
+            assert len(receipt.revisions) == (sample > index)
+            assert receipt.digest == json.loads(trainer.state(sample))["digest"]
+        report = served.receipts.report()
+    assert [(each.sample_index, each.author, each.reason) for each in report.revisions] == [
+        (index, "ada", "taken down")
+    ]
+    assert [each.rows for each in report.exclusions] == [4]
+    assert [source.excluded_rows for source in report.sources] == [4, 0]
 
 
 def opening(generation: int, parent: int, start: int) -> Opening:
@@ -145,7 +146,7 @@ def opening(generation: int, parent: int, start: int) -> Opening:
 def test_a_runs_samples_are_of_the_launches_that_were_not_replaced(
     openings: list[tuple[int, int, int]], lineage: list[int]
 ) -> None:
-    found = lineage_of([opening(*each) for each in openings])
+    found = with_samples([opening(*each) for each in openings])
     assert [each.generation for each in found] == lineage
     assert skipped_before(found, 100) == []
 

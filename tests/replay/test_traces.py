@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import xxhash
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, flat, mixture, write_corpus
-from support.served import serving
+from support.served import PATIENCE_S, Trainer, never, serving
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.core.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, digest_hex
@@ -26,15 +26,14 @@ from tokenloom_server.errors import (
     SnapshotInvalid,
     TooManyPeeks,
 )
+from tokenloom_server.ledger.commands import Pin, ThinJournal
 from tokenloom_server.order.replay import Replay
 from tokenloom_server.replay.documents import by_source, explain
 from tokenloom_server.replay.past import MAX_PEEKS
 from tokenloom_server.replay.peek import Peek
 from tokenloom_server.reports.trace import TracedSample
-from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
-from tokenloom_server.run.join_call import JoinCall
+from tokenloom_server.run.delivery import Delivery, Waiting
 
-PATIENCE_S = 20.0
 END = 256
 #: Where the rows of ``ROWS`` lie, by spec and shard.
 PATHS = {
@@ -43,11 +42,6 @@ PATHS = {
     PROSE: ["data/prose/0.txt", "data/prose/1.txt"],
     WIKI: ["data/wiki/data-00000-of-00001.arrow"],
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("traced"))
 
 
 def row_ids(spec: str, shard: int, row: int) -> list[int]:
@@ -70,40 +64,12 @@ def documents_ids(sample: TracedSample) -> list[int]:
     return ids
 
 
-class Rank0:
-    """A world of one by itself, in this process."""
+def digest_after(digest: int, source: int, wire: bytes) -> int:
+    return (digest * DIGEST_MULTIPLIER + xxhash.xxh3_128_intdigest(wire, source)) % DIGEST_MODULUS
 
-    def __init__(self, served: ServedRun, attempt: str, state: bytes = b"", resume: str = "", batch_size: int = 1):
-        self.coordinator = served.coordinator
-        call = JoinCall(
-            rank=0, world_size=1, batch_size=batch_size, attempt=attempt, nonce="n", resume=resume, state=state,
-            takeover=True,
-        )  # fmt: skip
-        self.opening = served.join_handler.join(call).opening
-        self.at = self.opening.start_index
-        self.session = self.coordinator.attach(self.coordinator.uid, self.opening.generation, 0, "n", self.at, 0)
-        self.samples: dict[int, tuple[int, bytes]] = {}
-        self.digests: dict[int, str] = {}
 
-    def train(self, to: int) -> Rank0:
-        """Takes samples up to an index, or to the end of the data, and has them committed."""
-        self.coordinator.progress(self.session, self.at, 10_000)
-        while self.at < to:
-            found = self.coordinator.next_for(self.session, PATIENCE_S, lambda: False)
-            if isinstance(found, EndOfData):
-                break
-            if isinstance(found, Waiting):
-                continue
-            assert isinstance(found, Delivery)
-            group = found.group
-            sources = group.source_ids[0, found.first : found.last].ravel().tolist()
-            for i, (source, ids) in enumerate(zip(sources, group.ids(0, found.first, found.last), strict=True)):
-                if source >= 0:
-                    self.samples[group.step_begin(found.first) + i] = source, ids.tobytes()
-            self.at = group.marks[found.last - 1].sample_index
-            self.coordinator.progress(self.session, self.at, 10_000)
-        self.coordinator.finish(self.session, PATIENCE_S)
-        return self
+def ids_of(wire: bytes) -> list[int]:
+    return memoryview(wire).cast("H").tolist()
 
 
 DOCUMENTS = {
@@ -137,15 +103,14 @@ DOCUMENTS = {
 def test_the_documents_of_every_sample_are_the_sample(folder: Path, tmp_path: Path, name: str) -> None:
     with serving(folder, tmp_path, DOCUMENTS[name]) as served:
         order = served.coordinator.order
-        rank = Rank0(served, "a").train(10**6)
+        trainer = Trainer(served, 1, 1).train_to(10**6)
         digest = 0
         positions: dict[tuple[int, int], int] = {}
         touched = set()
-        for index, (source, wire) in sorted(rank.samples.items()):
-            ids = memoryview(wire).cast("H").tolist()
+        for index, (source, wire) in sorted(trainer.taken().items()):
+            ids = ids_of(wire)
             found = served.traces.sample(index, None, index % 7 == 0)
-            hashed = xxhash.xxh3_128_intdigest(wire, source)
-            digest = (digest * DIGEST_MULTIPLIER + hashed) % DIGEST_MODULUS
+            digest = digest_after(digest, source, wire)
             assert (found.sample, found.source_id, found.spec) == (index, source, order.record.specs[source])
             assert (found.generation, found.status, found.step, found.rank, found.place) == (
                 1,
@@ -154,7 +119,10 @@ def test_the_documents_of_every_sample_are_the_sample(folder: Path, tmp_path: Pa
                 0,
                 0,
             )
-            assert (found.hash, found.digest) == (digest_hex(hashed), digest_hex(digest))
+            assert (found.hash, found.digest) == (
+                digest_hex(xxhash.xxh3_128_intdigest(wire, source)),
+                digest_hex(digest),
+            )
             assert documents_ids(found) == ids
             assert found.tokens == order.config.sequence_length
             assert found.source_sample == positions.get((source, -1), 0)
@@ -176,11 +144,11 @@ def test_the_documents_of_every_sample_are_the_sample(folder: Path, tmp_path: Pa
 @pytest.mark.parametrize("name", ["with begins", "without ends"])
 def test_begin_of_text_ids_belong_to_their_rows(folder: Path, tmp_path: Path, name: str) -> None:
     with serving(folder, tmp_path, DOCUMENTS[name]) as served:
-        rank = Rank0(served, "a").train(60)
+        trainer = Trainer(served, 1, 1).train_to(60)
         rows: dict[tuple[str, str, int], list[int]] = {}
-        for index in sorted(rank.samples)[:60]:
+        for index in sorted(trainer.taken())[:60]:
             found = served.traces.sample(index, None, True)
-            assert found.ids == memoryview(rank.samples[index][1]).cast("H").tolist()
+            assert found.ids == ids_of(trainer.taken()[index].ids)
             for document in found.documents:
                 row = rows.setdefault((found.spec, document.shard, document.row), [])
                 if document.epoch == 0:
@@ -199,8 +167,8 @@ def test_begin_of_text_ids_belong_to_their_rows(folder: Path, tmp_path: Path, na
 def test_a_step_is_what_each_rank_got_and_the_data_end_within_a_padded_one(folder: Path, tmp_path: Path) -> None:
     document = flat([DOCS, PROSE], last_step="pad", sequence_length=16)
     with serving(folder, tmp_path, document) as served:
-        rank = Rank0(served, "a", batch_size=4).train(10**6)
-        length = len(rank.samples)
+        trainer = Trainer(served, 1, 4).train_to(10**6)
+        length = len(trainer.taken())
         assert length % 4, "the data shall end within a step"
         for step in range(-(-length // 4)):
             found = served.traces.step(step, None, None, False)
@@ -211,11 +179,11 @@ def test_a_step_is_what_each_rank_got_and_the_data_end_within_a_padded_one(folde
             (only,) = found.ranks
             assert only.padding == 4 - (found.end - found.begin)
             for place, sample in enumerate(only.samples):
-                source, wire = rank.samples[step * 4 + place]
+                source, wire = trainer.taken()[step * 4 + place]
                 assert (sample.sample, sample.step, sample.place, sample.source_id) == (
                     step * 4 + place, step, place, source,
                 )  # fmt: skip
-                assert documents_ids(sample) == memoryview(wire).cast("H").tolist()
+                assert documents_ids(sample) == ids_of(wire)
         with pytest.raises(BeyondHorizon, match=rf"step {step + 1} of run 'test' was not .* before {length};"):
             served.traces.step(step + 1, None, None, False)
         with pytest.raises(BeyondHorizon, match=rf"sample {length} of run 'test' was not delivered"):
@@ -224,11 +192,11 @@ def test_a_step_is_what_each_rank_got_and_the_data_end_within_a_padded_one(folde
 
 def test_a_generation_that_was_taken_back_is_still_told(folder: Path, tmp_path: Path) -> None:
     with serving(folder, tmp_path, mixture()) as served:
-        first = Rank0(served, "a").train(50)
+        first = Trainer(served, 1, 1).train_to(50)
         text, _ = served.history.snapshot(20)
-        second = Rank0(served, "b", text.encode(), batch_size=2).train(30)
-        assert second.opening.parent == 1
-        assert {i: second.samples[i] for i in range(20, 30)} == {i: first.samples[i] for i in range(20, 30)}
+        second = Trainer(served, 1, 2, state=text.encode()).train_to(30)
+        assert second.ranks[0].joined.opening.parent == 1
+        assert {i: second.taken()[i] for i in range(20, 30)} == {i: first.taken()[i] for i in range(20, 30)}
         told = {
             (19, None): (1, "committed", 19, 0),
             (20, None): (2, "committed", 0, 0),
@@ -242,7 +210,7 @@ def test_a_generation_that_was_taken_back_is_still_told(folder: Path, tmp_path: 
         for (index, generation), where in told.items():
             found = served.traces.sample(index, generation, False)
             assert (found.generation, found.status, found.step, found.place) == where
-            assert documents_ids(found) == memoryview(first.samples[index][1]).cast("H").tolist()
+            assert documents_ids(found) == ids_of(first.taken()[index].ids)
         rewound = served.traces.step(49, 0, 1, True).ranks[0].samples[0]
         assert rewound == served.traces.sample(49, 1, True)
         # Nothing that lies ahead of the present generation is told of it.
@@ -277,32 +245,27 @@ def test_how_far_an_old_generation_came_is_taken_from_its_journal(
     monkeypatch.setattr("tokenloom_server.replay.past.AHEAD_SAMPLES", 3)
     monkeypatch.setattr("tokenloom_server.run.sizing.MESSAGE_STEPS", 4)
     with serving(folder, tmp_path, mixture(window_steps=4)) as served:
-        first = Rank0(served, "a")
+        first = Trainer(served, 1, 1)
         for to in range(4, 72, 4):
-            first.train(to)
-        Rank0(served, "b", resume="fresh").train(4)
+            first.train_to(to)
+        Trainer(served, 1, 1, resume="fresh").train_to(4)
         coordinator = served.coordinator
         for _ in range(3):
-            coordinator.ledger.thin_journal(coordinator.uid, coordinator.stream, coordinator.lease.epoch)
+            coordinator.ledger.execute(ThinJournal(coordinator.uid, coordinator.stream, coordinator.lease.epoch))
+        digest = 0
         for index in range(64):
-            assert served.traces.sample(index, 1, False).digest == first_digest(first, index)
+            source, wire = first.taken()[index]
+            digest = digest_after(digest, source, wire)
+            assert served.traces.sample(index, 1, False).digest == digest_hex(digest)
         with pytest.raises(BeyondHorizon):
             served.traces.sample(400, 1, False)
-
-
-def first_digest(rank: Rank0, index: int) -> str:
-    digest = 0
-    for at in range(index + 1):
-        source, wire = rank.samples[at]
-        digest = (digest * DIGEST_MULTIPLIER + xxhash.xxh3_128_intdigest(wire, source)) % DIGEST_MODULUS
-    return digest_hex(digest)
 
 
 def test_a_trace_has_so_many_tokens_and_documents_but_for_one_sample(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(folder, tmp_path, flat([PROSE], sequence_length=32)) as served:
-        Rank0(served, "a", batch_size=4).train(10**6)
+        Trainer(served, 1, 4).train_to(10**6)
         assert len(served.traces.step(1, None, None, False).ranks[0].samples) == 4
         monkeypatch.setattr("tokenloom_server.replay.trace.MAX_DOCUMENTS", 3)
         with pytest.raises(LimitExceeded, match=r"4 samples have more than 3 documents, .* ask for one rank"):
@@ -318,7 +281,7 @@ def test_a_trace_has_so_many_tokens_and_documents_but_for_one_sample(
 
 def test_traces_and_peeks_share_their_places(folder: Path, tmp_path: Path) -> None:
     with serving(folder, tmp_path, mixture()) as served, ExitStack() as places:
-        Rank0(served, "a").train(4)
+        Trainer(served, 1, 1).train_to(4)
         for _ in range(MAX_PEEKS):
             places.enter_context(served.peeks.open(served.coordinator.uid, 0, 1))
         with pytest.raises(TooManyPeeks):
@@ -333,7 +296,7 @@ def test_a_trace_that_takes_too_long_goes_on_when_it_is_asked_again(
     monkeypatch.setattr("tokenloom_server.order.replay.TURN_TOKENS", 40)
     monkeypatch.setattr("tokenloom_server.run.sizing.MESSAGE_STEPS", 1000)
     with serving(folder, tmp_path, mixture()) as served:
-        rank = Rank0(served, "a").train(61)
+        trainer = Trainer(served, 1, 1).train_to(61)
         times = iter(range(10_000))
         monkeypatch.setattr("tokenloom_server.replay.trace.time.monotonic", lambda: float(next(times)))
         monkeypatch.setattr("tokenloom_server.replay.trace.MAX_FORWARD_S", 1.5)
@@ -345,7 +308,7 @@ def test_a_trace_that_takes_too_long_goes_on_when_it_is_asked_again(
                 break
             except ServerStopping as error:
                 assert "ask again" in str(error)
-        assert documents_ids(found) == memoryview(rank.samples[60][1]).cast("H").tolist()
+        assert documents_ids(found) == ids_of(trainer.taken()[60].ids)
         assert asked > 3
 
 
@@ -354,7 +317,7 @@ def test_rows_that_changed_since_are_not_told_as_if_they_were_the_sample(tmp_pat
     ledger = tmp_path / "ledger"
     ledger.mkdir()
     with serving(folder, ledger, flat([PROSE])) as served:
-        Rank0(served, "a").train(4)
+        Trainer(served, 1, 1).train_to(4)
         order = served.coordinator.order
         group = Replay(order, order.initial()).samples(1, 4)
         path = folder / PATHS[PROSE][0]
@@ -379,11 +342,13 @@ def change(**fields: Any) -> MixtureChange:
     return MixtureChange.model_validate({"reason": "because"} | fields)
 
 
-def told_as_received(served: ServedRun, rank: Rank0, indices: Iterable[int], generation: int | None = None) -> None:
+def told_as_received(
+    served: ServedRun, trainer: Trainer, indices: Iterable[int], generation: int | None = None
+) -> None:
     for index in indices:
         found = served.traces.sample(index, generation, False)
-        source, wire = rank.samples[index]
-        assert (found.source_id, documents_ids(found)) == (source, memoryview(wire).cast("H").tolist()), index
+        source, wire = trainer.taken()[index]
+        assert (found.source_id, documents_ids(found)) == (source, ids_of(wire)), index
 
 
 def test_samples_before_and_behind_revisions_are_told_by_the_rows_they_had(
@@ -395,7 +360,7 @@ def test_samples_before_and_behind_revisions_are_told_by_the_rows_they_had(
     excluded.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     document = flat([CODE, PROSE, WIKI], window_steps=4, labels="shifted", last_step="pad")
     with serving(folder, tmp_path, document) as served:
-        rank = Rank0(served, "a").train(6)
+        trainer = Trainer(served, 1, 1).train_to(6)
         revisions = [
             change(exclude={"file": str(excluded)}),
             change(set=[{"child": CODE, "weight": 3}], drop=[PROSE]),
@@ -403,25 +368,25 @@ def test_samples_before_and_behind_revisions_are_told_by_the_rows_they_had(
         ]
         held = []
         for to, revision in zip((7, 30, 60), revisions, strict=True):
-            rank.train(to)
+            trainer.train_to(to)
             held.append(served.revision_handler.revise(revision).sample_index)
         assert held == sorted(set(held))
-        rank.train(10**6)
-        told_as_received(served, rank, sorted(rank.samples))
+        trainer.train_to(10**6)
+        told_as_received(served, trainer, sorted(trainer.taken()))
         rows = {
             (document.shard, document.row)
-            for index in range(held[0] + 8, len(rank.samples))
+            for index in range(held[0] + 8, len(trainer.taken()))
             for document in served.traces.sample(index, None, False).documents
         }
         assert not rows & {(line["shard"], line["row"]) for line in lines}
         # A step that lies on both sides of each.
-        late = Rank0(served, "b", resume="fresh", batch_size=7).train(10**6)
-        assert late.samples == rank.samples
-        for step in range(len(late.samples) // 7):
+        late = Trainer(served, 1, 7, resume="fresh").train_to(10**6)
+        assert late.taken() == trainer.taken()
+        for step in range(len(late.taken()) // 7):
             found = served.traces.step(step, 0, 2, True)
             assert [sample.sample for sample in found.ranks[0].samples] == list(range(step * 7, step * 7 + 7))
             for sample in found.ranks[0].samples:
-                assert sample.ids == memoryview(late.samples[sample.sample][1]).cast("H").tolist()
+                assert sample.ids == ids_of(late.taken()[sample.sample].ids)
                 assert documents_ids(sample) == sample.ids
 
 
@@ -430,21 +395,18 @@ def test_a_generation_from_before_a_revision_is_told_without_it(
 ) -> None:
     small_groups(monkeypatch)
     with serving(folder, tmp_path, flat([CODE, PROSE, WIKI], window_steps=4)) as served:
-        first = Rank0(served, "a").train(60)
+        first = Trainer(served, 1, 1).train_to(60)
         text, _ = served.history.snapshot(20)
-        second = Rank0(served, "b", text.encode()).train(24)
+        second = Trainer(served, 1, 1, state=text.encode()).train_to(24)
         index = served.revision_handler.revise(change(drop=[PROSE])).sample_index
         assert 24 < index < 50
-        second.train(60)
-        assert second.samples[59] != first.samples[59]
+        second.train_to(60)
+        assert second.taken()[59] != first.taken()[59]
         told_as_received(served, second, range(20, 60))
         told_as_received(served, first, range(60), 1)
         told_as_received(served, first, range(20))
         for step in range(60):
-            assert (
-                served.traces.step(step, 0, 1, True).ranks[0].samples[0].ids
-                == memoryview(first.samples[step][1]).cast("H").tolist()
-            )
+            assert served.traces.step(step, 0, 1, True).ranks[0].samples[0].ids == ids_of(first.taken()[step].ids)
 
 
 def test_a_peek_ahead_takes_a_revision_that_comes_or_is_told_that_it_came_too_late(
@@ -452,7 +414,7 @@ def test_a_peek_ahead_takes_a_revision_that_comes_or_is_told_that_it_came_too_la
 ) -> None:
     small_groups(monkeypatch)
     with serving(folder, tmp_path, flat([CODE, PROSE, WIKI], window_steps=4)) as served, ExitStack() as open_peeks:
-        rank = Rank0(served, "a").train(4)
+        trainer = Trainer(served, 1, 1).train_to(4)
         near, far, resting = (
             open_peeks.enter_context(served.peeks.open(served.coordinator.uid, at, 1)) for at in (5, 70, 70)
         )
@@ -461,27 +423,27 @@ def test_a_peek_ahead_takes_a_revision_that_comes_or_is_told_that_it_came_too_la
             peek.progress(at, 1)
             seen.append(_taken(peek, 1))
         monkeypatch.setattr("tokenloom_server.replay.peek.REST_S", 0.0)
-        assert isinstance(resting.next(0.01, lambda: False), Waiting)
+        assert isinstance(resting.next(0.01, never), Waiting)
         assert resting._replay.rests
         index = served.revision_handler.revise(change(drop=[PROSE])).sample_index
         assert 6 < index < 60
         near.progress(6, 100)
-        rank.train(10**6)
+        trainer.train_to(10**6)
         shown = seen[0] + _taken(near, 60)
-        assert shown == [rank.samples[at][1] for at in range(5, 66)]
+        assert shown == [trainer.taken()[at].ids for at in range(5, 66)]
         for peek in (far, resting):
             peek.progress(71, 1)
             with pytest.raises(OrderMismatch, match=rf"the mixture was revised at sample {index} while this peek was"):
                 _taken(peek, 1)
         with served.peeks.open(served.coordinator.uid, 70, 1) as again:
             again.progress(70, 1)
-            assert _taken(again, 1) == [rank.samples[70][1]]
+            assert _taken(again, 1) == [trainer.taken()[70].ids]
 
 
 def _taken(peek: Peek, count: int) -> list[bytes]:
     found: list[bytes] = []
     while len(found) < count:
-        made = peek.next(PATIENCE_S, lambda: False)
+        made = peek.next(PATIENCE_S, never)
         assert isinstance(made, Delivery), made
         found += [sample.tobytes() for sample in made.group.ids(0, made.first, made.last)]
     return found[:count]
@@ -492,18 +454,20 @@ def test_a_skip_that_was_pinned_before_a_revision_takes_it(
 ) -> None:
     small_groups(monkeypatch)
     with serving(folder, tmp_path, flat([CODE, PROSE, WIKI], window_steps=4)) as served:
-        rank = Rank0(served, "a").train(8)
+        trainer = Trainer(served, 1, 1).train_to(8)
         coordinator = served.coordinator
         text, _ = served.history.snapshot(8)
-        coordinator.ledger.pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, served.past.pin(text, 60))
+        coordinator.ledger.execute(
+            Pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, served.past.pin(text, 60))
+        )
         index = served.revision_handler.revise(change(drop=[PROSE])).sample_index
         assert index < 60
-        behind = Rank0(served, "b")
-        assert (behind.opening.start_index, behind.opening.skipped) == (68, 60)
-        behind.train(90)
-        whole = Rank0(served, "c", resume="fresh").train(90)
-        assert {at: whole.samples[at] for at in range(68, 90)} == {at: behind.samples[at] for at in range(68, 90)}
-        assert {at: whole.samples[at] for at in range(8)} == {at: rank.samples[at] for at in range(8)}
+        behind = Trainer(served, 1, 1)
+        assert (behind.ranks[0].joined.opening.start_index, behind.ranks[0].joined.opening.skipped) == (68, 60)
+        behind.train_to(90)
+        whole = Trainer(served, 1, 1, resume="fresh").train_to(90)
+        assert {at: whole.taken()[at] for at in range(68, 90)} == {at: behind.taken()[at] for at in range(68, 90)}
+        assert {at: whole.taken()[at] for at in range(8)} == {at: trainer.taken()[at] for at in range(8)}
 
 
 def test_a_generation_whose_revision_was_dropped_since_is_not_told_without_it(
@@ -511,13 +475,13 @@ def test_a_generation_whose_revision_was_dropped_since_is_not_told_without_it(
 ) -> None:
     small_groups(monkeypatch)
     with serving(folder, tmp_path, flat([CODE, PROSE, WIKI], window_steps=4)) as served:
-        first = Rank0(served, "a").train(4)
+        first = Trainer(served, 1, 1).train_to(4)
         text, _ = served.history.snapshot(4)
         index = served.revision_handler.revise(change(drop=[PROSE])).sample_index
         for to in range(8, 60, 4):
-            first.train(to)
+            first.train_to(to)
         told_as_received(served, first, range(56))
-        second = Rank0(served, "b", text.encode()).train(5)
+        second = Trainer(served, 1, 1, state=text.encode()).train_to(5)
         told_as_received(served, first, range(56), 1)
         served.revision_handler.drop(1)
         told_as_received(served, second, range(4, 5))

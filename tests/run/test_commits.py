@@ -14,6 +14,7 @@ from tokenloom_proto.seal import seal
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import Fenced, LedgerRolledBack, LedgerUnavailable, NotLeader, OrderMismatch
+from tokenloom_server.ledger.commands import Commit
 from tokenloom_server.ledger.records import StoredRun
 from tokenloom_server.run.commits import commit_of
 
@@ -65,7 +66,7 @@ def test_a_fenced_generation_gets_nothing_and_moves_nothing(place: Place, served
         rank.connect(served)
     with pytest.raises(Fenced):
         commit = replace(place.committed(), sample_index=99)
-        place.ledger.commit(coordinator.uid, "train", coordinator.lease.epoch, 1, commit, False)
+        place.ledger.execute(Commit(coordinator.uid, "train", coordinator.lease.epoch, 1, commit, False))
     assert place.stored() == before
     coordinator.detach(rank.session)
     new.take(1)
@@ -180,7 +181,7 @@ def commit_another_order(served: ServedRun, place: Place, index: int) -> None:
     state: State = history.forward(point)
     resume_state = coordinator.timeline.encode(point.base or coordinator.timeline.initial())
     commit = replace(commit_of(coordinator.timeline, state, resume_state), digest="f" * 32)
-    place.ledger.commit(coordinator.uid, "train", coordinator.lease.epoch, 1, commit, False)
+    place.ledger.execute(Commit(coordinator.uid, "train", coordinator.lease.epoch, 1, commit, False))
 
 
 def test_a_commit_that_contradicts_the_ledger_stops_everything(

@@ -35,8 +35,9 @@ def test_an_opening_that_arrives_when_it_was_given_up_opens_nothing(
     with pytest.raises(LedgerUnavailable):
         served.join_handler.join(call_of(0, attempt="late", resume="latest", takeover=True))
     until_led(served.coordinator.require_lead)
+    assert place.ledger.kept is not None
     with pytest.raises(NotLeader):
-        SqliteLedger.open(place.ledger, *place.ledger.kept)
+        SqliteLedger.execute(place.ledger, place.ledger.kept)
     trainer.connect(served)
     trainer.take(2)
 

@@ -14,6 +14,7 @@ from support.served import PATIENCE_S, RAMP, RUN, FaultyLedger, Place, Trainer, 
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.api.service import Runs
 from tokenloom_server.errors import LedgerUnavailable, ServerStopping
+from tokenloom_server.ledger import commands
 from tokenloom_server.run.delivery import EndOfData
 from tokenloom_server.run.sizing import steps_of
 
@@ -110,9 +111,11 @@ def test_a_server_that_stops_waits_once_for_a_ledger_that_hangs_however_many_run
     hangs = threading.Event()
 
     class Hanging(FaultyLedger):
-        def release(self, *_: object) -> None:
-            hangs.wait(3.0)
-            raise LedgerUnavailable("no answer")
+        def execute(self, command: commands.Command) -> int:
+            if isinstance(command, commands.Release):
+                hangs.wait(3.0)
+                raise LedgerUnavailable("no answer")
+            return super().execute(command)
 
     ledger = Hanging(tmp_path / "ledger.db")
     runs = Runs(ledger)

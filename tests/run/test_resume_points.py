@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,8 @@ def test_a_state_of_another_run_is_refused(place: Place, trainer: Trainer, tmp_p
     Trainer(elsewhere)
     with pytest.raises(SnapshotInvalid, match=r"the state is of run_uid .* and has progress of its own"):
         Trainer(elsewhere, state=trainer.state())
+    with pytest.raises(SnapshotInvalid, match="run_uid"):
+        elsewhere.start_points.restore(text=trainer.state().decode())
 
 
 def test_an_empty_ledger_adopts_the_trainers_run(place: Place, served: ServedRun, tmp_path: Path) -> None:
@@ -242,7 +245,7 @@ def test_any_range_after_any_point_can_be_skipped(place: Place, served: ServedRu
 
 
 def test_ranks_whose_state_stands_before_a_skip_agree_also_after_a_restart(
-    place: Place, served: ServedRun, trainer: Trainer
+    place: Place, served: ServedRun, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer.train(3)
     late, early = trainer.state(), trainer.state(4)
@@ -261,7 +264,33 @@ def test_ranks_whose_state_stands_before_a_skip_agree_also_after_a_restart(
         place.runs.get(RUN).start_points.restore(sample_index=12, skip_tokens=2**35)
     with pytest.raises(ConfigError, match="a restore skips 1 samples and 1 tokens: give one of them"):
         place.runs.get(RUN).start_points.restore(sample_index=12, skip_samples=1, skip_tokens=1)
-    assert served.join_handler.join(call_of(0, attempt="c", state=late)).opening.start_index == 12
+    with caplog.at_level(logging.INFO):
+        assert served.join_handler.join(call_of(0, attempt="c", state=late)).opening.start_index == 12
+    assert "jumped over the 5 samples before sample 17" in caplog.text
+    assert "--sample 12 --skip-samples 5" in caplog.text
+
+
+OLDER = {"spec": CODE, "shard": "data/code-1.parquet", "row_offset": 3, "token_offset": 83}
+
+
+@pytest.mark.parametrize("document", [{"resume_state": {"datasets": [OLDER]}}, {"sample_index": 41}])
+def test_ranks_with_an_older_loaders_checkpoint_agree_after_a_restart_and_may_skip_what_follows_it(
+    place: Place, served: ServedRun, document: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    older = json.dumps(document).encode()
+    caplog.set_level(logging.INFO)
+    whole = Trainer(served, 1, 1, state=older).train(1000)
+    begin = min(whole)
+    assert any("from an older checkpoint" in message for message in caplog.messages)
+    point = served.start_points.restore(text=older.decode(), skip_samples=7)
+    assert (point.sample_index, point.start_index) == (begin, begin + 7)
+    served.join_handler.join(call_of(0, attempt="b", state=older))
+    served = place.restart()
+    with pytest.raises(JoinRefused, match="load the same checkpoint on every rank"):
+        served.join_handler.join(call_of(1, attempt="b", state=b'{"sample_index": 40}'))
+    assert served.join_handler.join(call_of(1, attempt="b", state=older)).opening.start_index == begin + 7
+    rest = Trainer(served, 1, 1, resume="latest").take(1000)
+    assert rest == {index: sample for index, sample in whole.items() if index >= begin + 7}
 
 
 def test_a_peek_does_not_take_its_states_from_a_line_that_was_left(

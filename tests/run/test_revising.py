@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from support.served import Place, Sizes, Trainer, part, sequence
 from tokenloom_server.config.mixture_change import MixtureChange
-from tokenloom_server.errors import NotLeader
+from tokenloom_server.errors import BeyondHorizon, NotFound, NotLeader
 from tokenloom_server.ledger.records import StoredRevision
 
 
@@ -18,8 +20,8 @@ def short_groups(small_groups: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenloom_server.run.sizing.MESSAGE_STEPS", 2)
 
 
-def heavier(**fields: Any) -> MixtureChange:
-    return MixtureChange.model_validate({"reason": "a test", "set": [{"child": "docs", "weight": 20}], **fields})
+def heavier(weight: float = 20, **fields: Any) -> MixtureChange:
+    return MixtureChange.model_validate({"reason": "a test", "set": [{"child": "docs", "weight": weight}], **fields})
 
 
 @pytest.mark.parametrize("batch_size", [2, ((0, 2), (160, 3), (256, 1))])
@@ -63,3 +65,37 @@ def test_a_revision_of_an_epoch_that_is_over_is_not_written(made: Callable[..., 
     assert not coordinator.timeline.revisions
     assert not place.ledger.revisions(coordinator.uid, "train")
     assert coordinator._revising_at is None
+
+
+def test_a_revision_may_be_taken_back_until_production_reaches_it(made: Callable[..., Place]) -> None:
+    served = made(window_steps=4).serve()
+    trainer, handler = Trainer(served), served.revision_handler
+    trainer.train(1)
+    index = handler.revise(heavier()).sample_index
+    for weight, later in ((3, 20), (4, 41)):
+        handler.revise(heavier(weight, sample_index=index + later))
+    with pytest.raises(NotFound, match="has 3 revisions, and none of number 4"):
+        handler.drop(4)
+    assert [revision.number for revision in handler.drop(2)] == [2, 3]
+    trainer.train_to(index + 8)
+    with pytest.raises(BeyondHorizon, match=rf"revision 1 holds from sample {index} on, and samples before \d+ may"):
+        handler.drop(1)
+    trainer.train(1000)
+    assert [revision.sample_index for revision in served.coordinator.timeline.revisions] == [index]
+    assert trainer.taken() == part(sequence(served), 0, trainer.index)
+
+
+def test_changes_at_once_build_on_each_other(made: Callable[..., Place]) -> None:
+    place = made(window_steps=4)
+    served = place.serve()
+    trainer = Trainer(served)
+    trainer.train(1)
+    place.ledger.meanwhile = lambda revision: time.sleep(0.01)  # type: ignore[method-assign]
+    with ThreadPoolExecutor(5) as pool:
+        revisions = [*pool.map(lambda weight: served.revision_handler.revise(heavier(weight)), range(2, 7))]
+    assert sorted(revision.number for revision in revisions) == [1, 2, 3, 4, 5]
+    timeline = served.coordinator.timeline
+    assert sorted(revisions, key=lambda revision: revision.number) == [*timeline.revisions]
+    assert [*place.ledger.revisions(served.coordinator.uid, "train")] == [*timeline.revisions]
+    trainer.train(1000)
+    assert trainer.taken() == part(sequence(served), 0, trainer.index)

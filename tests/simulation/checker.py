@@ -100,8 +100,8 @@ class Checker:
         elif call != "commit":
             self.fail(f"{call} moved the counters, from sample {self._index} to {index}")
         else:
-            if args[3] != run.generation:
-                self.fail(f"a commit of generation {args[3]} moved generation {run.generation}")
+            if args[0].generation != run.generation:
+                self.fail(f"a commit of generation {args[0].generation} moved generation {run.generation}")
             launch = self._world.launch_of(run.openings[-1].attempt)
             if index > launch.consumed:
                 self.fail(f"sample {index} was committed, but not every rank is beyond {launch.consumed}")

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tokenloom_server.errors import LedgerUnavailable, TokenloomError
+from tokenloom_server.ledger.commands import Command
 
 from tests.simulation.scheduler import Killed
 
@@ -28,6 +29,9 @@ class LedgerLink:
     def __init__(self, world: World, server: Server) -> None:
         self._world = world
         self._server = server
+
+    def execute(self, command: Command) -> int:
+        return int(self._call(command.verb, self._world.ledger.execute, command))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return partial(self._call, name, getattr(self._world.ledger, name))

@@ -19,6 +19,7 @@ from tokenloom_server.errors import (
     SnapshotInvalid,
     TokenloomError,
 )
+from tokenloom_server.ledger.commands import Pin, SaveSnapshot
 from tokenloom_server.ledger.records import StoredSnapshot
 from tokenloom_server.run.timeouts import Timeouts
 
@@ -433,7 +434,7 @@ class World(Scheduler):
             if save:
                 snapshot_id = f"{at}-{len(self.saved)}"
                 saved = StoredSnapshot(id=snapshot_id, sample_index=at, saved_at=self.now, text=text)
-                coordinator.ledger.save_snapshot(coordinator.uid, coordinator.stream, saved)
+                coordinator.ledger.execute(SaveSnapshot(coordinator.uid, coordinator.stream, saved))
                 self.saved[snapshot_id] = text
         except (LedgerError, NotFound) as error:
             self.note(server.name, "no snapshot", error.name)
@@ -454,7 +455,7 @@ class World(Scheduler):
             return
         try:
             server.served.history.forward(server.served.history.parse(text))
-            coordinator.ledger.pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, text)
+            coordinator.ledger.execute(Pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, text))
         except SnapshotInvalid as error:
             self.checker.fail(f"its own snapshot is refused: {error}")
         except (LedgerError, NotFound) as error:

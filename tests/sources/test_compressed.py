@@ -16,9 +16,8 @@ from support.catalog import SOURCES, spec_of
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import compressed, lines
 from tokenloom_server.sources.base import Source
-from tokenloom_server.sources.detect_columns import columns_of
 from tokenloom_server.sources.endings import CODECS, codec_of, ending_of
-from tokenloom_server.sources.open import open_source
+from tokenloom_server.sources.open import columns_of, open_source
 from tokenloom_server.storage.local import LocalFile
 
 TEXTS = ["first", "", "zwölf Boxkämpfer 🥊", "a\tb", "x" * 3000, "", "last", *(f"row {i}" for i in range(500))]

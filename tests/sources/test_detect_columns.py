@@ -11,7 +11,7 @@ import pytest
 from support.catalog import SOURCES
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources.base import Content
-from tokenloom_server.sources.detect_columns import columns_of
+from tokenloom_server.sources.open import columns_of
 
 TABLE = pa.table(
     {

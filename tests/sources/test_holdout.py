@@ -218,7 +218,7 @@ def test_what_is_prepared_has_every_document(tmp_path: Path) -> None:
     write_txt(tmp_path / "a.txt", text_rows(20, 3, 9))
     config = parsed(of_one("txt:a.txt:text"))
     roots = DataRoots()
-    job = Job.create(
+    job = Job(
         config, tmp_path, tmp_path, roots, form="arrow", shard_bytes=2**20, ids_too=False, shuffled=False, threads=1
     )
     assert job.order.config.sources[0].holdout is None

@@ -10,7 +10,7 @@ import pytest
 from support.catalog import spec_of
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources.base import Content, Source
-from tokenloom_server.sources.jsonl import reader as jsonl
+from tokenloom_server.sources.jsonl import probe
 from tokenloom_server.sources.open import open_source
 
 SPEC = spec_of("jsonl:a.jsonl:text")
@@ -105,6 +105,6 @@ def test_a_malformed_first_line_is_named_when_the_source_is_opened(tmp_path: Pat
 def test_a_source_of_nulls_is_refused_within_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SourceError, match="'text' is null in every row, so there is nothing to read"):
         opened(tmp_path, *['{"text":null}'] * 10)
-    monkeypatch.setattr(jsonl, "PROBE_BYTES", 20)
+    monkeypatch.setattr(probe, "PROBE_BYTES", 20)
     with pytest.raises(SourceError, match="'text' is null in the first 140 bytes"):
         opened(tmp_path, *['{"text":null}'] * 10)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.catalog import spec_of
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources import line_index, lines
+from tokenloom_server.sources import lines, row_index
 from tokenloom_server.sources.base import Source
 from tokenloom_server.sources.open import open_source
 
@@ -51,7 +51,7 @@ def test_txt_rows_equal_pythons_own_lines(text: str, mark: bool, block_bytes: in
     with (
         tempfile.TemporaryDirectory() as folder,
         patch.object(lines, "BLOCK_BYTES", block_bytes),
-        patch.object(line_index, "STRIDE_BYTES", block_bytes),
+        patch.object(lines, "STRIDE_BYTES", block_bytes),
     ):
         (Path(folder) / "a.txt").write_bytes(data)
         source = open_source(TXT, Path(folder), None, None)
@@ -142,7 +142,7 @@ def test_jsonl_rows_and_refused_lines_equal_pythons_json(data: list[bytes], fina
     with (
         tempfile.TemporaryDirectory() as folder,
         patch.object(lines, "BLOCK_BYTES", block_bytes),
-        patch.object(line_index, "STRIDE_BYTES", block_bytes),
+        patch.object(lines, "STRIDE_BYTES", block_bytes),
     ):
         (Path(folder) / "a.jsonl").write_bytes(b"\n".join(data) + (b"\n" if final or not data[-1] else b""))
         source = open_source(JSONL, Path(folder), None, None)
@@ -161,7 +161,7 @@ def test_jsonl_rows_and_refused_lines_equal_pythons_json(data: list[bytes], fina
 
 @pytest.fixture
 def text_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(line_index, "STRIDE_BYTES", 64)
+    monkeypatch.setattr(lines, "STRIDE_BYTES", 64)
     path = tmp_path / "a.txt"
     path.write_text("".join(f"line {i}\n" for i in range(100)))
     return path
@@ -170,7 +170,7 @@ def text_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_reading_from_the_first_row_scans_nothing(
     text_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(line_index, "load_or_build", lambda *_: pytest.fail("the index was built"))
+    monkeypatch.setattr(row_index, "cached", lambda *_: pytest.fail("the index was built"))
     source = open_source(TXT, tmp_path, None, tmp_path / "index")
     assert len(rows_from(source)) == 100
 
@@ -182,7 +182,7 @@ def test_an_index_is_built_once_and_then_read_from_its_cache(
     assert rows_from(open_source(TXT, tmp_path, None, index_dir), 42)[0] == "line 42"
     (cache,) = index_dir.iterdir()
     assert cache.stat().st_size <= 128 + 16 * (text_file.stat().st_size // 64 + 4)
-    monkeypatch.setattr(line_index, "build", lambda *_: pytest.fail("the index was built again"))
+    monkeypatch.setattr(lines, "build_index", lambda *_: pytest.fail("the index was built again"))
     again = open_source(TXT, tmp_path, None, index_dir)
     assert again.row_count(0) == 100
     for row in range(101):
@@ -233,7 +233,7 @@ def test_a_cache_that_cannot_be_written_is_only_a_warning(
 
 
 def test_few_indexes_are_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "HELD_INDEXES", 2)
+    monkeypatch.setattr(row_index, "HELD_INDEXES", 2)
     for i in range(5):
         (tmp_path / f"{i}.txt").write_text("line\n" * (i + 1))
     source = open_source(spec_of("txt:*.txt:text"), tmp_path, None, None)
@@ -244,7 +244,7 @@ def test_few_indexes_are_held_in_memory(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_line_longer_than_many_blocks_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "BLOCK_BYTES", 8)
-    monkeypatch.setattr(line_index, "STRIDE_BYTES", 8)
+    monkeypatch.setattr(lines, "STRIDE_BYTES", 8)
     (tmp_path / "a.txt").write_text("short\n" + "x" * 10_000 + "\nshort too\n")
     source = open_source(TXT, tmp_path, None, None)
     assert rows_from(source, 1) == ["x" * 10_000, "short too"]

@@ -10,6 +10,7 @@ from support.catalog import SOURCES, paths_of, spec_of
 from tokenloom_server.errors import SourceChanged, SourceError
 from tokenloom_server.sources import files, manifest
 from tokenloom_server.sources.manifest import Manifest
+from tokenloom_server.storage.local import LocalFile
 
 GLOB = spec_of("txt:data/*.txt:text")
 
@@ -138,7 +139,8 @@ def test_a_fingerprint_sees_size_head_and_end(tmp_path: Path, size: int) -> None
     for head, end in ((b"", b""), (b"H", b""), (b"", b"E")):
         data = head + bytes(max(0, size - len(head) - len(end))) + end
         path.write_bytes(data)
-        seen.add((files.fingerprint(path), data))
+        with LocalFile(path, "'file'") as file:
+            seen.add((files.fingerprint_of(file), data))
     assert len({text for text, _ in seen}) == len({data for _, data in seen})
     assert all(text.startswith("xxh3:") and len(text) == 37 for text, _ in seen)
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.catalog import spec_of
 from tokenloom_server.errors import SourceChanged, SourceError
-from tokenloom_server.sources import columns, line_index, lines
+from tokenloom_server.sources import columns, lines
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.open import open_source
 from tokenloom_server.sources.scheme import order_warning
@@ -83,7 +83,7 @@ def test_rows_come_back_as_they_were_written_from_every_row_on(
     kind: tuple[str, str, Write, list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lines, "BLOCK_BYTES", 16)
-    monkeypatch.setattr(line_index, "STRIDE_BYTES", 16)
+    monkeypatch.setattr(lines, "STRIDE_BYTES", 16)
     spec, suffix, write, rows = kind
     (tmp_path / "data").mkdir()
     write(tmp_path / "data" / f"b.{suffix}", rows)

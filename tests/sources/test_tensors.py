@@ -15,10 +15,10 @@ from support.features import write_arrow
 from tokenloom_server.errors import SourceChanged, SourceError
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.manifest import build
+from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.sources.tensors import source as tensor_source
 from tokenloom_server.sources.tensors.decoded import Values
 from tokenloom_server.sources.tensors.source import FeatureSource
-from tokenloom_server.storage.io_stats import IoStats
 
 ROWS = 23
 
@@ -52,12 +52,12 @@ WRITERS: dict[str, Writer] = {"parquet": parquet, "arrow stream": stream, "compr
 def opened(folder: Path, spec: str, names: list[str] | None = None, **dtypes: str) -> FeatureSource:
     parsed = spec_of(spec)
     shards: tuple[Shard, ...] = build([parsed], folder).shards(spec)
-    return FeatureSource(parsed, shards, folder, IoStats(), names=names, dtypes=dtypes)
+    return FeatureSource(ReadRequest(spec=parsed, shards=shards, base_dir=folder), names=names, dtypes=dtypes)
 
 
 def rows_of(source: FeatureSource, rows: list[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Shards, and rows in them, of rows of the source."""
-    ends = np.cumsum([0, *(int(source.part_ends(shard)[-1]) for shard in range(len(source.shards)))])
+    ends = np.cumsum([0, *(int(source._file(shard).ends[-1]) for shard in range(len(source.shards)))])
     numbers = np.array(rows)
     shards = np.searchsorted(ends, numbers, "right") - 1
     return shards, numbers - ends[shards]

@@ -65,7 +65,7 @@ ONLY: dict[str, frozenset[str]] = {
 }
 
 #: A process starts here. Whatever cannot be reached from one of these is dead.
-ENTRY_POINTS = (f"{CLIENT}.__init__", f"{SERVER}.__main__", f"{SERVER}.demo.__main__")
+ENTRY_POINTS = (f"{CLIENT}.__init__", f"{SERVER}.__main__", f"{SERVER}.demo.trainer")
 
 #: What users import by themselves.
 INTEGRATIONS = f"{CLIENT}.integrations"
@@ -173,7 +173,7 @@ IMPORT_TIME_CALLS = frozenset(
     {
         *("compile", "dtype", "field", "files", "frozenset", "getLogger", "joinpath", "model_rebuild", "namedtuple"),
         *("tuple", "dict", "sorted", "range", "len", "min", "max", "bytes", "int", "float", "str", "encode", "join"),
-        *("partial", "fromkeys", "version", "cast", "add_typer"),
+        *("partial", "fromkeys", "version", "cast", "add_command", "add_typer"),
     }
 )
 IMPORT_TIME_BANNED = re.compile(

@@ -28,13 +28,14 @@ from tokenloom_proto.seal import seal, unseal
 from tokenloom_server.api.metrics import create_registry
 from tokenloom_server.api.rest.app import create_app
 from tokenloom_server.cli import app
+from tokenloom_server.ledger import commands
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.records import StoredSnapshot
 from tokenloom_server.ledger.redis import RedisLedger
 from tokenloom_server.ledger.sqlite import SqliteLedger
 from typer.testing import CliRunner
 
-from support.capabilities import commands
+from support.capabilities import commands as cli_commands
 from support.corpora import text_rows, write_jsonl, write_txt
 from support.features import MORE, latents, write_arrow
 from support.ledger_data import commit_at, opening_of, revision_of
@@ -267,7 +268,7 @@ def help_texts(_: Path) -> dict[str, str]:
     """``--help`` of every command, so wide that nothing is wrapped, without the frames."""
     runner, environment = CliRunner(), {"COLUMNS": "1000", "NO_COLOR": "1", "TERM": "dumb"}
     text = ""
-    for path, _command in commands():
+    for path, _command in cli_commands():
         done = runner.invoke(app, [*path.split()[1:], "--help"], env=environment, prog_name="tokenloom")
         assert done.exit_code == 0, done.output
         text += f"# {path}\n{done.output}"
@@ -296,31 +297,33 @@ def _story(ledger: Ledger) -> None:
     """A run that is opened, committed, revised, pinned, opened anew and thinned; and one that took another uid."""
     run, other = ("uid-1", "train"), ("uid-2", "train")
     ledger.create_run("wiki-and-code", "train", "uid-1", '{"seed":7}')
-    epoch = ledger.acquire(*run, "one", 15.0)
-    ledger.open(*run, epoch, opening_of(1, commit_at(0)), commit_at(0))
+    epoch = ledger.execute(commands.Acquire(*run, "one", 15.0))
+    ledger.execute(commands.Open(*run, epoch, opening_of(1, commit_at(0)), commit_at(0)))
     for rank in range(2):
-        ledger.claim_slot(*run, epoch, 1, rank, f"nonce-{rank}")
+        ledger.execute(commands.ClaimSlot(*run, epoch, 1, rank, f"nonce-{rank}"))
     for index in (8, 16, 24, 32):
-        ledger.commit(*run, epoch, 1, commit_at(index), journal=index != 24)
+        ledger.execute(commands.Commit(*run, epoch, 1, commit_at(index), journal=index != 24))
     for number in (1, 2, 3):
-        ledger.revise(*run, epoch, revision_of(number, 16 * number))
-    ledger.drop_revisions(*run, epoch, 3)
-    ledger.save_snapshot(*run, StoredSnapshot(id="saved", sample_index=16, saved_at=NOW, text='{"sealed":"€"}'))
-    ledger.pin(*run, epoch, '{"sample_index":16}')
+        ledger.execute(commands.Revise(*run, epoch, revision_of(number, 16 * number)))
+    ledger.execute(commands.DropRevisions(*run, epoch, 3))
+    ledger.execute(
+        commands.SaveSnapshot(*run, StoredSnapshot(id="saved", sample_index=16, saved_at=NOW, text='{"sealed":"€"}'))
+    )
+    ledger.execute(commands.Pin(*run, epoch, '{"sample_index":16}'))
     second = replace(
         opening_of(2, commit_at(16)), skipped=4, parent_run='{"run":"parent"}', ramp='{"sizes":[[0,4]],"accumulate":2}'
     )
-    ledger.open(*run, epoch, second, commit_at(16))
-    ledger.claim_slot(*run, epoch, 2, 0, "nonce")
+    ledger.execute(commands.Open(*run, epoch, second, commit_at(16)))
+    ledger.execute(commands.ClaimSlot(*run, epoch, 2, 0, "nonce"))
     for index in range(24, 64, 8):
-        ledger.commit(*run, epoch, 2, commit_at(index), journal=True)
-    ledger.thin_journal(*run, epoch)
-    ledger.pin(*run, epoch, '{"sample_index":24}')
-    ledger.renew(*run, epoch, "one", 20.0, NOW - 1.5, 2, 56)
+        ledger.execute(commands.Commit(*run, epoch, 2, commit_at(index), journal=True))
+    ledger.execute(commands.ThinJournal(*run, epoch))
+    ledger.execute(commands.Pin(*run, epoch, '{"sample_index":24}'))
+    ledger.execute(commands.Renew(*run, epoch, "one", 20.0, NOW - 1.5, 2, 56))
     ledger.create_run("another", "train", "uid-2", "{}")
-    epoch = ledger.acquire(*other, "two", 15.0)
-    ledger.adopt(*other, epoch, "uid-3")
-    ledger.release("uid-3", "train", epoch)
+    epoch = ledger.execute(commands.Acquire(*other, "two", 15.0))
+    ledger.execute(commands.Adopt(*other, epoch, "uid-3"))
+    ledger.execute(commands.Release("uid-3", "train", epoch))
 
 
 def _tables(path: Path) -> dict[str, Any]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenloom_server.ledger.records import Commit, Counters, Opening, StoredRevision
+from tokenloom_server.ledger.records import CommittedState, Counters, Opening, StoredRevision
 
 SPECS = ("parquet:a-*.parquet:text", "jsonl:b c.jsonl:text", "txt:ü/*.txt:text")
 
 
-def commit_at(index: int, order: str = "0", specs: Sequence[str] = SPECS) -> Commit:
+def commit_at(index: int, order: str = "0", specs: Sequence[str] = SPECS) -> CommittedState:
     """The committed state at a sample index of the order with that name."""
-    return Commit(
+    return CommittedState(
         sample_index=index,
         total_tokens=512 * index,
         digest=f"{order:0>8}{index:024x}",
@@ -23,7 +23,7 @@ def commit_at(index: int, order: str = "0", specs: Sequence[str] = SPECS) -> Com
     )
 
 
-def opening_of(generation: int, start: Commit, attempt: str | None = None) -> Opening:
+def opening_of(generation: int, start: CommittedState, attempt: str | None = None) -> Opening:
     return Opening(
         generation=generation,
         parent=generation - 1,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tokenloom_server.ledger.base import Ledger
-from tokenloom_server.ledger.records import Commit, StoredRevision, StoredRun
+from tokenloom_server.ledger.commands import Acquire, ClaimSlot, Commit, DropRevisions, Open, Revise
+from tokenloom_server.ledger.records import CommittedState, StoredRevision, StoredRun
 
 from support.ledger_data import commit_at, opening_of, revision_of
 
@@ -20,22 +21,22 @@ class Server:
     epoch: int
 
     def commit(self, index: int, generation: int = 1, *, order: str = "0", journal: bool = False) -> int:
-        return self.ledger.commit(UID, STREAM, self.epoch, generation, commit_at(index, order), journal)
+        return self.ledger.execute(Commit(UID, STREAM, self.epoch, generation, commit_at(index, order), journal))
 
     def open(self, generation: int, start: int, attempt: str | None = None, opened_at: float | None = None) -> None:
         opening = opening_of(generation, commit_at(start), attempt)
         if opened_at is not None:
             opening = replace(opening, opened_at=opened_at)
-        self.ledger.open(UID, STREAM, self.epoch, opening, commit_at(start))
+        self.ledger.execute(Open(UID, STREAM, self.epoch, opening, commit_at(start)))
 
     def claim(self, rank: int, nonce: str, generation: int = 1) -> None:
-        self.ledger.claim_slot(UID, STREAM, self.epoch, generation, rank, nonce)
+        self.ledger.execute(ClaimSlot(UID, STREAM, self.epoch, generation, rank, nonce))
 
     def revise(self, number: int, sample_index: int, reason: str = "more code") -> None:
-        self.ledger.revise(UID, STREAM, self.epoch, revision_of(number, sample_index, reason))
+        self.ledger.execute(Revise(UID, STREAM, self.epoch, revision_of(number, sample_index, reason)))
 
     def drop(self, number: int) -> None:
-        self.ledger.drop_revisions(UID, STREAM, self.epoch, number)
+        self.ledger.execute(DropRevisions(UID, STREAM, self.epoch, number))
 
     @property
     def revisions(self) -> list[StoredRevision]:
@@ -48,11 +49,11 @@ class Server:
         return found
 
     @property
-    def committed(self) -> Commit:
+    def committed(self) -> CommittedState:
         assert self.run.committed is not None
         return self.run.committed
 
 
 def lead(ledger: Ledger) -> Server:
     ledger.create_run(NAME, STREAM, UID, "{}")
-    return Server(ledger, ledger.acquire(UID, STREAM, "one", 0.0))
+    return Server(ledger, ledger.execute(Acquire(UID, STREAM, "one", 0.0)))

@@ -17,7 +17,7 @@ from tokenloom_server.ledger import commands
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.commands import Command
 from tokenloom_server.ledger.records import (
-    Commit,
+    CommittedState,
     JournalEntry,
     Lease,
     Opening,
@@ -39,7 +39,7 @@ class Run:
     epoch: int = 0
     generation: int = 0
     opening_mark: str = ""
-    committed: Commit | None = None
+    committed: CommittedState | None = None
     committed_at: float | None = None
     pin: str | None = None
     lease: Lease | None = None
@@ -107,7 +107,7 @@ class MemoryLedger(Ledger):
 
     # Writes.
 
-    def _execute(self, command: Command) -> int:
+    def execute(self, command: Command) -> int:
         with self._store.lock:
             return self._execute_alone(command)
 

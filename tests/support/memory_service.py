@@ -20,10 +20,10 @@ from tokenloom_server.reports.receipt import Receipt, RunReport, SourceReport, T
 from tokenloom_server.reports.stats import (
     LedgerStats,
     MixtureInfo,
+    NextLaunch,
     PlannedRevision,
     RankStats,
     ReportStats,
-    ResumePoint,
     RevisionInfo,
     RunLosses,
     RunStats,
@@ -274,7 +274,7 @@ class MemoryService(Runs):
 
     runs: dict[str, RunStats] = field(default_factory=dict)
     saved: dict[str, dict[str, str]] = field(default_factory=dict)
-    restored: dict[str, ResumePoint] = field(default_factory=dict)
+    restored: dict[str, NextLaunch] = field(default_factory=dict)
     revisions: dict[str, list[RevisionInfo]] = field(default_factory=dict)
     curves: dict[str, RunLosses] = field(default_factory=dict)
     reason: str | None = None
@@ -386,7 +386,7 @@ class MemoryService(Runs):
         text: str | None = None,
         skip_samples: int = 0,
         skip_tokens: int = 0,
-    ) -> ResumePoint:
+    ) -> NextLaunch:
         stats = self.stats(run)
         assert [snapshot_id, sample_index, text].count(None) == 2, "REST lets exactly one through"
         if snapshot_id is not None:
@@ -400,7 +400,7 @@ class MemoryService(Runs):
         if sample_index > stats.produced_index:
             raise BeyondHorizon(f"sample index {sample_index} is beyond the horizon {stats.produced_index}")
         skip = skip_samples or -(-skip_tokens // stats.sequence_length)
-        self.restored[run] = ResumePoint(
+        self.restored[run] = NextLaunch(
             sample_index=sample_index,
             digest=digest_hex(sample_index),
             skipped_samples=skip,
@@ -477,7 +477,7 @@ class MemoryService(Runs):
 
     def fork(
         self, run: str, *, parent: str | None = None, sample_index: int | None = None, text: str | None = None
-    ) -> ResumePoint:
+    ) -> NextLaunch:
         stats = self.stats(parent or run)
         return self.restore(run, sample_index=stats.sample_index if sample_index is None else sample_index)
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
+from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import ChildState, SourceState, State
 from tokenloom_server.mixing.mixer import Mixer, initial_nodes
 from tokenloom_server.mixing.node import NOTHING
+from tokenloom_server.mixing.policy import Children, NodeShape, NodeStart
 from tokenloom_server.mixing.varying import UPDATE_PICKS
 from tokenloom_server.order.carry_over import carry
+
+from support.catalog import CATALOG
 
 #: Tokens of every row.
 ROW = 13
@@ -106,6 +110,19 @@ class Walk:
         self.capacity = capacity
         self.given += [0] * (len(capacity) - len(self.given))
         self.begin_under(config, nodes)
+
+
+def node_start(weights: Sequence[int], tokens: int = 8, seed: int = 7, owed: Sequence[int] = ()) -> NodeStart:
+    """A node over as many sources, of which nothing was picked yet; ``tokens`` of a pick."""
+    size = len(weights)
+    document = {"policy": "weighted", "children": [{"source": f"txt:{i}:text"} for i in range(size)]}
+    ids = tuple(range(0, 2 * size, 2))
+    return NodeStart(
+        NodeShape(node_id=0, seed=seed, pick_tokens=tokens, weights=tuple(weights), child_ids=ids),
+        NodeConfig.model_validate(document, context=CATALOG),
+        Children([0] * size, [0] * size, [False] * size),
+        [ChildState(credit=credit) for credit in owed or [0] * size],
+    )
 
 
 def worst_distance(found: Sequence[int], weights: Sequence[float]) -> float:

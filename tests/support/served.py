@@ -15,7 +15,8 @@ from tokenloom_proto.seal import canonical
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.api.service import Runs
 from tokenloom_server.errors import LedgerUnavailable, NotLeader
-from tokenloom_server.ledger.records import Commit, StoredRevision, StoredRun
+from tokenloom_server.ledger import commands
+from tokenloom_server.ledger.records import CommittedState, StoredRevision, StoredRun
 from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.run.commits import resume_state_of
@@ -53,30 +54,27 @@ class FaultyLedger(SqliteLedger):
 
     away = lose_answer = lose_request = keep_opening = False
     #: The opening that was kept on its way.
-    kept: tuple[Any, ...] = ()
+    kept: commands.Open | None = None
     #: Is done while a revision is on its way.
     meanwhile: Callable[[StoredRevision], None] = staticmethod(lambda revision: None)
 
-    def commit(self, *args: Any) -> int:
-        if self.away:
-            raise LedgerUnavailable("away on purpose")
-        return super().commit(*args)
-
-    def open(self, *args: Any) -> None:
-        if self.lose_request:
-            self.lose_request = False
-            raise LedgerUnavailable("the request was lost on purpose")
-        if self.keep_opening:
-            self.keep_opening, self.kept = False, args
-            raise LedgerUnavailable("it is on its way")
-        super().open(*args)
-        if self.lose_answer:
+    def execute(self, command: commands.Command) -> int:
+        match command:
+            case commands.Commit() if self.away:
+                raise LedgerUnavailable("away on purpose")
+            case commands.Open() if self.lose_request:
+                self.lose_request = False
+                raise LedgerUnavailable("the request was lost on purpose")
+            case commands.Open() if self.keep_opening:
+                self.keep_opening, self.kept = False, command
+                raise LedgerUnavailable("it is on its way")
+            case commands.Revise():
+                self.meanwhile(command.revision)
+        answer = super().execute(command)
+        if self.lose_answer and isinstance(command, commands.Open):
             self.lose_answer = False
             raise LedgerUnavailable("the answer was lost on purpose")
-
-    def revise(self, uid: str, stream: str, epoch: int, revision: StoredRevision) -> None:
-        self.meanwhile(revision)
-        super().revise(uid, stream, epoch, revision)
+        return answer
 
 
 class Rank:
@@ -193,6 +191,13 @@ class Trainer:
         self.settle()
         return samples
 
+    def train_to(self, index: int) -> Trainer:
+        """``train`` up to a sample index, or to the end of the data."""
+        while self.index < index and self.take(1):
+            pass
+        self.settle()
+        return self
+
     def taken(self) -> dict[int, Sample]:
         taken: dict[int, Sample] = {}
         for rank in self.ranks:
@@ -248,7 +253,7 @@ class Place:
         assert stored is not None
         return stored
 
-    def committed(self) -> Commit:
+    def committed(self) -> CommittedState:
         commit = self.stored().committed
         assert commit is not None
         return commit
@@ -306,12 +311,8 @@ def until_led(call: Callable[[], T]) -> T:
 @contextmanager
 def serving(folder: Path, ledger_folder: Path, document: dict[str, Any]) -> Iterator[ServedRun]:
     """A run of this process over a corpus, with a ledger of its own, until the block ends."""
-    path = folder / f"{ledger_folder.name}.yaml"
-    path.write_text(yaml.safe_dump(document), encoding="utf-8")
-    ledger = SqliteLedger(ledger_folder / "ledger.db")
-    runs = Runs(ledger)
+    place = Place(folder, ledger_folder, document)
     try:
-        yield runs.add(path, None)
+        yield place.serve()
     finally:
-        runs.stop()
-        ledger.close()
+        place.stop()

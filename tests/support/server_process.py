@@ -13,6 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import httpx
 
 from .forks import Fork, Forks
 from .ports import free_port
@@ -84,6 +87,16 @@ class ServerProcess:
     @property
     def rest_url(self) -> str:
         return f"http://{self.rest}"
+
+    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """What REST answers, whatever proxy the environment names. ``options`` are those of ``httpx.request``."""
+        return httpx.request(method, f"{self.rest_url}{path}", trust_env=False, verify=False, timeout=60, **options)
+
+    def get(self, path: str, **query: object) -> Any:
+        """The document that REST has there."""
+        answer = self.request("GET", path, params={name: str(value) for name, value in query.items()})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
 
     @property
     def ledger_file(self) -> Path:

@@ -22,7 +22,7 @@ TYPES = [pa.uint8(), pa.int8(), pa.uint16(), pa.int16(), pa.uint32(), pa.int32()
 
 
 def _encoder(**options: Any) -> DocumentEncoder:
-    return DocumentEncoder(None, **({"vocab_size": 100, "bos_id": BOS, "eot_id": EOT} | options))
+    return DocumentEncoder(None, **({"vocab_size": 100, "eot_id": EOT} | options))
 
 
 def _rows(documents: Documents) -> list[list[int]]:
@@ -46,7 +46,12 @@ def _expected(rows: list[list[int] | None], add_bos: bool, add_eot: bool | str) 
 @pytest.mark.parametrize("add_bos", [False, True])
 @pytest.mark.parametrize("add_eot", [False, True, "auto"])
 def test_documents_equal_a_loop_over_rows(add_bos: bool, add_eot: bool | str, vocab_size: int) -> None:
-    encoder = _encoder(add_bos=add_bos, add_eot=add_eot, vocab_size=vocab_size)
+    encoder = _encoder(
+        bos_id=BOS if add_bos else None,
+        eot_id=EOT if add_eot else None,
+        ends_once=add_eot == "auto",
+        vocab_size=vocab_size,
+    )
 
     @settings(max_examples=60, deadline=None)
     @given(LISTS, st.data())
@@ -110,7 +115,7 @@ def test_an_id_outside_the_vocabulary_is_refused_by_row_and_value(kind: Any, bad
 
 def test_the_greatest_ids_of_each_width_pass() -> None:
     for kind, top in [(pa.uint8(), 255), (pa.uint16(), 65_535), (pa.int64(), 2**32 - 1), (pa.uint32(), 2**32 - 1)]:
-        documents = _encoder(vocab_size=top + 1, add_eot=False).encode(pa.array([[0, top]], pa.list_(kind)))
+        documents = _encoder(vocab_size=top + 1, eot_id=None).encode(pa.array([[0, top]], pa.list_(kind)))
         assert documents.values.tolist() == [0, top]
 
 
@@ -125,7 +130,7 @@ def test_ids_of_an_engine_are_checked_before_they_are_narrowed() -> None:
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string()])
 def test_text_becomes_documents_with_nulls_and_slices(kind: Any) -> None:
-    encoder = DocumentEncoder(BytesEngine(), vocab_size=258, bos_id=257, eot_id=256, add_bos=True)
+    encoder = DocumentEncoder(BytesEngine(), vocab_size=258, bos_id=257, eot_id=256)
     column = pa.array(["before", "ab", None, "", "é", "after"], kind).slice(1, 4)
     documents = encoder.encode(column)
 
@@ -157,7 +162,7 @@ def test_text_that_is_not_utf8_is_refused_by_its_row() -> None:
 def test_auto_does_not_double_an_end_that_parsed_text_brings(find: Callable[[str], TokenizerDefinition]) -> None:
     definition = find("plain")
     engine = TokenizersEngine(definition, "parse")
-    encoder = DocumentEncoder(engine, vocab_size=definition.vocab_size, eot_id=0, add_eot="auto")
+    encoder = DocumentEncoder(engine, vocab_size=definition.vocab_size, eot_id=0, ends_once=True)
     rows = _rows(encoder.encode(pa.array(["def", "def<|endoftext|>"])))
 
     assert rows[0] == rows[1]
@@ -173,16 +178,8 @@ def test_columns_without_tokens_and_text_without_a_tokeniser_are_refused() -> No
         _encoder().encode(pa.array(["a"]))
 
 
-def test_ids_that_are_to_be_added_must_be_known_and_in_the_vocabulary() -> None:
-    with pytest.raises(TokenizerError, match="add_eot is on, but end_of_text_id is not known; set end_of_text_id"):
-        _encoder(eot_id=None)
-    with pytest.raises(TokenizerError, match="begin_of_text_id: 100 is not below the vocabulary size 100"):
-        _encoder(bos_id=100, add_bos=True)
-    assert _encoder(bos_id=None, eot_id=None, add_eot=False).dtype == np.uint8
-
-
 def test_ids_in_the_narrow_type_are_not_copied() -> None:
     column = pa.array([[1, 2], [3]], pa.list_(pa.uint8()))
-    values = _encoder(add_eot=False).encode(column).values
+    values = _encoder(eot_id=None).encode(column).values
 
     assert np.shares_memory(values, column.values.to_numpy())

@@ -25,7 +25,7 @@ from tokenloom_server.order.mixture_content import as_file
 from tokenloom_server.order.origin import Origin
 from tokenloom_server.order.revision import differences_of_files
 from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.reports.stats import ResumePoint
+from tokenloom_server.reports.stats import NextLaunch
 from tokenloom_server.run.committer import Committer
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.history import History
@@ -198,7 +198,7 @@ class Runs:
 
     def fork(
         self, run: str, *, parent: str | None = None, sample_index: int | None = None, text: str | None = None
-    ) -> ResumePoint:
+    ) -> NextLaunch:
         """Pins where a run that has not begun begins: where ``parent`` stood at a sample index (None: the committed
         one), or as the snapshot ``text`` of another run says. Raises ``ConfigError``, ``NotFound``, ``BeyondHorizon``.
         """

@@ -1,4 +1,4 @@
-"""The command line: a module per command, each of which wires together what its command needs."""
+"""The command line: a module per command or group of commands, each of which wires together what it needs."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from tokenloom_server.cli import (
     validate,
     verify,
 )
+from tokenloom_server.cli.command import add_command
 from tokenloom_server.cli.common import console
 
 app = typer.Typer(
@@ -33,20 +34,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-# In the order of --help. An app with a name is a group of commands; the commands of the others stand on their own.
-app.add_typer(serve.app)
-app.add_typer(validate.app)
-app.add_typer(plan.app)
-app.add_typer(prepare.app)
-app.add_typer(stats.app)
-app.add_typer(verify.app)
-app.add_typer(report.app)
-app.add_typer(peek.app)
-app.add_typer(trace.app)
-app.add_typer(export.app)
-app.add_typer(restore.app)
-app.add_typer(fork.app)
-app.add_typer(demo.app)
+# In the order of --help; the groups of commands come last.
+add_command(app, serve.serve)
+add_command(app, validate.validate)
+add_command(app, plan.plan)
+add_command(app, prepare.prepare)
+add_command(app, stats.stats)
+add_command(app, verify.verify)
+add_command(app, report.report)
+add_command(app, peek.peek)
+add_command(app, trace.trace)
+add_command(app, export.export)
+add_command(app, restore.restore)
+add_command(app, fork.fork)
+add_command(app, demo.demo)
 app.add_typer(mixture.app)
 app.add_typer(checkpoint.app)
 

@@ -22,18 +22,13 @@ _Checkpoint = Annotated[
     Path,
     typer.Argument(
         help="A snapshot, a JSON file with a state of data in it (an older data loader's, too), a torch checkpoint, or "
-        "a folder of torch.distributed.checkpoint.",
-        show_default=False,
+        "a folder of torch.distributed.checkpoint."
     ),
 ]
-_Inside = Annotated[
-    str | None, typer.Option(help="Where in the file the state lies, if it holds several.", show_default=False)
-]
+_Inside = Annotated[str | None, typer.Option(help="Where in the file the state lies, if it holds several.")]
 _OfMixture = Annotated[
     Path | None,
-    typer.Option(
-        "--mixture", help="The mixture file, for a checkpoint that does not say its mixture.", show_default=False
-    ),
+    typer.Option("--mixture", help="The mixture file, for a checkpoint that does not say its mixture."),
 ]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 

@@ -17,39 +17,44 @@ _Function = Callable[..., None]
 
 
 def command(app: typer.Typer, name: str | None = None) -> Callable[[_Function], _Function]:
-    """Decorates the function of a command of ``app``, which has the function's name if none is given.
+    """Decorates the function of a command of ``app``, see ``add_command``."""
+
+    def add(function: _Function) -> _Function:
+        add_command(app, function, name)
+        return function
+
+    return add
+
+
+def add_command(app: typer.Typer, function: _Function, name: str | None = None) -> None:
+    """Makes a function a command of ``app``, with the function's name if none is given.
 
     A parameter whose type is a dataclass is a group of options: each field of it is an option, in the group's place.
     A ``TokenloomError`` ends the command with its name and message, and exit status 2.
     """
+    groups: dict[str, type[Any]] = {}
+    options: list[inspect.Parameter] = []
+    for parameter in _parameters(function):
+        kind = parameter.annotation
+        if isinstance(kind, type) and is_dataclass(kind):
+            groups[parameter.name] = kind
+            options += _parameters(kind)
+        else:
+            options.append(parameter)
 
-    def add(function: _Function) -> _Function:
-        groups: dict[str, type[Any]] = {}
-        options: list[inspect.Parameter] = []
-        for parameter in _parameters(function):
-            kind = parameter.annotation
-            if isinstance(kind, type) and is_dataclass(kind):
-                groups[parameter.name] = kind
-                options += _parameters(kind)
-            else:
-                options.append(parameter)
+    @wraps(function)
+    def run(**values: Any) -> None:
+        for parameter, group in groups.items():
+            values[parameter] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        try:
+            function(**values)
+        except TokenloomError as error:
+            fail(error)
 
-        @wraps(function)
-        def run(**values: Any) -> None:
-            for parameter, group in groups.items():
-                values[parameter] = group(**{field.name: values.pop(field.name) for field in fields(group)})
-            try:
-                function(**values)
-            except TokenloomError as error:
-                fail(error)
-
-        # Typer reads the options of a command from its signature.
-        run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
-        run.__annotations__ = {option.name: option.annotation for option in options}
-        app.command(name)(run)
-        return function
-
-    return add
+    # Typer reads the options of a command from its signature.
+    run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    run.__annotations__ = {option.name: option.annotation for option in options}
+    app.command(name)(run)
 
 
 def _parameters(called: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -7,10 +7,7 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer()
 
-
-@app.command()
 def demo(
     folder: Annotated[Path, typer.Option(help="Where corpora, logs and checkpoints go.")] = Path("tokenloom-demo"),
     steps: Annotated[int, typer.Option(min=8, help="Training steps of the first, two-rank part's plan.")] = 48,

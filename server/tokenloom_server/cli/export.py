@@ -8,33 +8,21 @@ from typing import Annotated, Literal
 
 import typer
 
-from tokenloom_server.cli.command import command
 from tokenloom_server.cli.common import console, say, set_up_logging
 from tokenloom_server.cli.options import GrpcUrl, ReadAccess
 from tokenloom_server.errors import ConfigError
 
-app = typer.Typer()
 
-
-@command(app)
 def export(
     url: GrpcUrl,
     out: Annotated[
         Path,
-        typer.Option(
-            help="The name of the files without their endings: OUT.bin, OUT.idx (or OUT.parquet), OUT.json.",
-            show_default=False,
-        ),
+        typer.Option(help="The name of the files without their endings: OUT.bin, OUT.idx (or OUT.parquet), OUT.json."),
     ],
     begin: Annotated[int, typer.Option("--from", min=0, help="The first sample index.")] = 0,
     end: Annotated[
         int | None,
-        typer.Option(
-            "--to",
-            min=1,
-            help="The sample index after the last; where the ledger stands if not given.",
-            show_default=False,
-        ),
+        typer.Option("--to", min=1, help="The sample index after the last; where the ledger stands if not given."),
     ] = None,
     form: Annotated[
         Literal["megatron", "parquet"],
@@ -64,7 +52,7 @@ def export(
     total = None if end is None else end - begin
     try:
         with Progress(total, "samples", bytes_are_total=False) as progress:
-            done = write(samples, out, form, progress.tell)
+            done = write(samples, out, form, progress.advance)
     except KeyboardInterrupt:
         console(stderr=True).print("stopped; nothing was written")
         raise typer.Exit(130) from None

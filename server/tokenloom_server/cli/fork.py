@@ -7,32 +7,23 @@ from typing import Annotated
 
 import typer
 
-from tokenloom_server.cli.command import command
 from tokenloom_server.cli.common import say
 from tokenloom_server.cli.options import ControlAccess, Url, snapshot_text
 from tokenloom_server.errors import ConfigError
 
-app = typer.Typer()
 
-
-@command(app)
 def fork(
     url: Url,
     run: Annotated[str, typer.Option(help="The new run; its mixture file is served already.")],
     parent: Annotated[
-        str | None,
-        typer.Option("--from", help="The run that it begins from, served there, too.", show_default=False),
+        str | None, typer.Option("--from", help="The run that it begins from, served there, too.")
     ] = None,
     sample: Annotated[
-        int | None,
-        typer.Option(min=0, help="Where that run stood; what it has committed if not given.", show_default=False),
+        int | None, typer.Option(min=0, help="Where that run stood; what it has committed if not given.")
     ] = None,
     state: Annotated[
         Path | None,
-        typer.Option(
-            help="Instead of --from: a file with its snapshot, or with what state_dict() gave, as JSON.",
-            show_default=False,
-        ),
+        typer.Option(help="Instead of --from: a file with its snapshot, or with what state_dict() gave, as JSON."),
     ] = None,
     *,
     access: ControlAccess,

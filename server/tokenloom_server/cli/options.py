@@ -23,16 +23,12 @@ if TYPE_CHECKING:
 Url = Annotated[str, typer.Argument(help="The server's REST address, such as http://127.0.0.1:8080", metavar="URL")]
 GrpcUrl = Annotated[
     str,
-    typer.Argument(
-        help="What trainers use: grpc://HOST:PORT/RUN, or grpcs:// with TLS.", metavar="URL", show_default=False
-    ),
+    typer.Argument(help="What trainers use: grpc://HOST:PORT/RUN, or grpcs:// with TLS.", metavar="URL"),
 ]
-RunName = Annotated[str | None, typer.Option(help="The run; needed where the server has several.", show_default=False)]
+RunName = Annotated[str | None, typer.Option(help="The run; needed where the server has several.")]
 _ControlTokenFile = Annotated[
     Path | None,
-    typer.Option(
-        help="A file with the server's control token; mode 0600. Without it: TOKENLOOM_TOKEN.", show_default=False
-    ),
+    typer.Option(help="A file with the server's control token; mode 0600. Without it: TOKENLOOM_TOKEN."),
 ]
 
 
@@ -43,17 +39,14 @@ class ReadAccess:
     token_file: Annotated[
         Path | None,
         typer.Option(
-            help="A file with the server's token; mode 0600. Without it: TOKENLOOM_READ_TOKEN or TOKENLOOM_TOKEN.",
-            show_default=False,
+            help="A file with the server's token; mode 0600. Without it: TOKENLOOM_READ_TOKEN or TOKENLOOM_TOKEN."
         ),
     ] = None
-    tls_ca: Annotated[
-        Path | None, typer.Option(help="The CA to trust, PEM; or TOKENLOOM_TLS_CA.", show_default=False)
-    ] = None
-    tls_cert: Annotated[
-        Path | None, typer.Option(help="A certificate to show, PEM (mTLS); or TOKENLOOM_TLS_CERT.", show_default=False)
-    ] = None
-    tls_key: Annotated[Path | None, typer.Option(help="Its key, PEM; or TOKENLOOM_TLS_KEY.", show_default=False)] = None
+    tls_ca: Annotated[Path | None, typer.Option(help="The CA to trust, PEM; or TOKENLOOM_TLS_CA.")] = None
+    tls_cert: Annotated[Path | None, typer.Option(help="A certificate to show, PEM (mTLS); or TOKENLOOM_TLS_CERT.")] = (
+        None
+    )
+    tls_key: Annotated[Path | None, typer.Option(help="Its key, PEM; or TOKENLOOM_TLS_KEY.")] = None
 
     control: ClassVar[bool] = False
 
@@ -108,11 +101,7 @@ def snapshot_text(path: Path) -> str:
 PANEL = "A mixture without a file"
 Mixture = Annotated[
     Path | None,
-    typer.Argument(
-        help="A mixture file (YAML); see the README's configuration section.",
-        metavar="MIXTURE.yaml",
-        show_default=False,
-    ),
+    typer.Argument(help="A mixture file (YAML); see the README's configuration section.", metavar="MIXTURE.yaml"),
 ]
 #: Where --data-root is not given: places, separated by colons.
 DATA_ROOTS = "TOKENLOOM_DATA_ROOTS"
@@ -136,7 +125,6 @@ class MixtureOptions:
             help="A folder or URL below which all data and tokenisers of a mixture file must lie; may be given again. "
             f"[env: {DATA_ROOTS}]",
             metavar="PLACE",
-            show_default=False,
         ),
     ] = None
     allow_plugins: Annotated[
@@ -145,7 +133,6 @@ class MixtureOptions:
             help="Source schemes of other installed packages that a mixture may name; their code is run. "
             "[env: TOKENLOOM_ALLOW_PLUGINS]",
             metavar="NAME,…",
-            show_default=False,
         ),
     ] = None
     dataset_mix: Annotated[
@@ -154,41 +141,24 @@ class MixtureOptions:
             help="Instead of a mixture file: files, patterns or folders with their weights, such as "
             '"wiki/*.parquet:0.9 code:0.1"; path@column:weight where the column does not show.',
             rich_help_panel=PANEL,
-            show_default=False,
         ),
     ] = None
-    run: Annotated[
-        str | None, typer.Option("--run", help="The run's name.", rich_help_panel=PANEL, show_default=False)
-    ] = None
-    sequence_length: Annotated[
-        int | None, typer.Option(help="Tokens per sample.", rich_help_panel=PANEL, show_default=False)
-    ] = None
+    run: Annotated[str | None, typer.Option("--run", help="The run's name.", rich_help_panel=PANEL)] = None
+    sequence_length: Annotated[int | None, typer.Option(help="Tokens per sample.", rich_help_panel=PANEL)] = None
     tokenizer: Annotated[
-        str | None,
-        typer.Option(help="A tokenizer.json, a folder with one, or bytes.", rich_help_panel=PANEL, show_default=False),
+        str | None, typer.Option(help="A tokenizer.json, a folder with one, or bytes.", rich_help_panel=PANEL)
     ] = None
-    seed: Annotated[
-        int | None, typer.Option(help="Seeds every draw; 0 if not given.", rich_help_panel=PANEL, show_default=False)
-    ] = None
+    seed: Annotated[int | None, typer.Option(help="Seeds every draw; 0 if not given.", rich_help_panel=PANEL)] = None
     policy: Annotated[
-        str | None,
-        typer.Option(
-            help="The mixture's policy; least_consumed if not given.", rich_help_panel=PANEL, show_default=False
-        ),
+        str | None, typer.Option(help="The mixture's policy; least_consumed if not given.", rich_help_panel=PANEL)
     ] = None
     vocab_size: Annotated[
         int | None,
-        typer.Option(
-            help="Greatest id + 1, where all hold ids and there is no tokeniser.",
-            rich_help_panel=PANEL,
-            show_default=False,
-        ),
+        typer.Option(help="Greatest id + 1, where all hold ids and there is no tokeniser.", rich_help_panel=PANEL),
     ] = None
     end_of_text_id: Annotated[
         int | None,
-        typer.Option(
-            help="The id that ends a document, where there is no tokeniser.", rich_help_panel=PANEL, show_default=False
-        ),
+        typer.Option(help="The id that ends a document, where there is no tokeniser.", rich_help_panel=PANEL),
     ] = None
 
     def roots(self) -> DataRoots:

@@ -6,17 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokenloom_server.cli.command import command
 from tokenloom_server.cli.common import console, print_json
 from tokenloom_server.cli.options import GrpcUrl, ReadAccess
 
 if TYPE_CHECKING:
     from tokenloom_server.tools.peek.view import PeekView
 
-app = typer.Typer()
 
-
-@command(app)
 def peek(
     url: GrpcUrl,
     at: Annotated[
@@ -25,7 +21,6 @@ def peek(
             min=0,
             help="The sample index to begin at, such as a trainer's sample_index before a loss spike; where the "
             "ledger stands if not given.",
-            show_default=False,
         ),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, max=10_000, help="How many samples.")] = 8,

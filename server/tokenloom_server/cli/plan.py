@@ -7,27 +7,21 @@ from typing import Annotated, Literal
 
 import typer
 
-from tokenloom_server.cli.command import command
 from tokenloom_server.cli.common import console, set_up_logging
 from tokenloom_server.cli.options import Mixture, MixtureOptions
 from tokenloom_server.errors import ConfigError
 
-app = typer.Typer()
 
-
-@command(app)
 def plan(
     mixture: Mixture = None,
     tokens: Annotated[
-        str | None,
-        typer.Option(help="Plan up to so many tokens, such as 500M, 10B or 1.5T; to the end if not given."),
+        str | None, typer.Option(help="Plan up to so many tokens, such as 500M, 10B or 1.5T; to the end if not given.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     picture: Annotated[
         Path | None,
         typer.Option(
-            help="Draw the shares over the tokens into this file, .svg or .png (pip install 'tokenloom[plot]').",
-            show_default=False,
+            help="Draw the shares over the tokens into this file, .svg or .png (pip install 'tokenloom[plot]')."
         ),
     ] = None,
     *,

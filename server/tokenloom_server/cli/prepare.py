@@ -3,49 +3,72 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tokenloom_server.cli.command import command
 from tokenloom_server.cli.common import console, say, set_up_logging
 from tokenloom_server.cli.options import Mixture, MixtureOptions
 
-app = typer.Typer()
+if TYPE_CHECKING:
+    from tokenloom_server.prepare.job import Job
+    from tokenloom_server.prepare.preparer import Done
 
 
-@command(app)
-def prepare(
-    mixture: Mixture = None,
-    out: Annotated[
-        Path, typer.Option(help="The folder to prepare into: a new one, an empty one, or one to go on in.")
-    ] = Path("prepared"),
+@dataclass(frozen=True, slots=True)
+class _ShardOptions:
+    """Which shards are made, and by how many threads."""
+
     form: Annotated[
         Literal["arrow", "parquet"],
         typer.Option(
             "--format", help="Arrow files, which are mapped and served fastest; or Parquet with page checksums."
         ),
-    ] = "arrow",
+    ] = "arrow"
     ids: Annotated[
-        bool,
-        typer.Option("--ids", help="Also sources that hold ids already, as shards of the narrowest type."),
-    ] = False,
+        bool, typer.Option("--ids", help="Also sources that hold ids already, as shards of the narrowest type.")
+    ] = False
     shuffle: Annotated[
         bool,
         typer.Option(
             "--shuffle",
             help="Write rows in the shuffled order of the mixture's first epoch; every epoch has it then.",
         ),
-    ] = False,
+    ] = False
     shard_mb: Annotated[
         int, typer.Option(min=1, max=100_000, help="MB of a source's files that become one shard, about.")
-    ] = 128,
+    ] = 128
     threads: Annotated[
-        int | None,
-        typer.Option(min=1, max=1024, help="Shards that are made at once; as many as cores if not given."),
-    ] = None,
+        int | None, typer.Option(min=1, max=1024, help="Shards that are made at once; as many as cores if not given.")
+    ] = None
+
+    def job(self, mixture: Path | None, out: Path, short: MixtureOptions) -> Job:
+        """What is to be prepared into the folder ``out``. Raises ``ConfigError``, and what opening sources raises."""
+        from tokenloom_server.prepare.job import Job
+
+        run_config, _, base_dir = short.load(mixture)
+        return Job(
+            run_config,
+            base_dir,
+            out / ".index",
+            short.roots(),
+            form=self.form,
+            shard_bytes=self.shard_mb * 1_000_000,
+            ids_too=self.ids,
+            shuffled=self.shuffle,
+            threads=self.threads or os.cpu_count() or 1,
+        )
+
+
+def prepare(
+    mixture: Mixture = None,
+    out: Annotated[
+        Path, typer.Option(help="The folder to prepare into: a new one, an empty one, or one to go on in.")
+    ] = Path("prepared"),
     *,
+    options: _ShardOptions,
     short: MixtureOptions,
 ) -> None:
     """Tokenise each text source of a mixture once, into shards of ids, and write the mixture file that serves them.
@@ -58,33 +81,24 @@ def prepare(
     there. Other files, another tokeniser or other settings are refused, with the difference.
     """
     from tokenloom_server.cli.progress import Progress
-    from tokenloom_server.prepare.job import Job
     from tokenloom_server.prepare.journal import refuse_others
     from tokenloom_server.prepare.preparer import input_bytes
     from tokenloom_server.prepare.preparer import prepare as make
 
     set_up_logging("warning")
-    workers = threads or os.cpu_count() or 1
-    run_config, _, base_dir = short.load(mixture)
     refuse_others(out)
     try:
         with console(stderr=True).status("opening sources and tokeniser"):
-            job = Job.create(
-                run_config,
-                base_dir,
-                out / ".index",
-                short.roots(),
-                form=form,
-                shard_bytes=shard_mb * 1_000_000,
-                ids_too=ids,
-                shuffled=shuffle,
-                threads=workers,
-            )
+            job = options.job(mixture, out, short)
         with Progress(input_bytes(job), "rows") as progress:
-            done = make(job, base_dir, out, threads=workers, tell=progress.tell, tell_kept=progress.found)
+            done = make(job, out, on_done=progress.advance, on_kept=progress.kept)
     except KeyboardInterrupt:
         console(stderr=True).print("stopped; the same command goes on after what is done")
         raise typer.Exit(130) from None
+    _print_summary(done)
+
+
+def _print_summary(done: Done) -> None:
     without = [
         f"{count:,} {kind}" for count, kind in ((done.bad_rows, "bad"), (done.filtered_rows, "filtered")) if count
     ]

@@ -54,13 +54,13 @@ class Progress:
         elif kind is None:
             self._say()
 
-    def found(self, units: int, tokens: int, size: int) -> None:
-        """What was done before: it counts, but not for the speed."""
+    def kept(self, units: int, tokens: int, size: int) -> None:
+        """So much was done before: it counts, but not for the speed."""
         with self._lock:
             self._before += size if self._by_bytes else units
             self._add(units, tokens, size)
 
-    def tell(self, units: int, tokens: int, size: int) -> None:
+    def advance(self, units: int, tokens: int, size: int) -> None:
         """So much more is done."""
         with self._lock:
             self._add(units, tokens, size)

@@ -6,17 +6,13 @@ from typing import Annotated
 
 import typer
 
-from tokenloom_server.cli.command import command
 from tokenloom_server.cli.common import print_json
 from tokenloom_server.cli.options import ReadAccess, Url
 
-app = typer.Typer()
 
-
-@command(app)
 def report(
     url: Url,
-    run: Annotated[str | None, typer.Option(help="The run, where the server has several.", show_default=False)] = None,
+    run: Annotated[str | None, typer.Option(help="The run, where the server has several.")] = None,
     as_json: Annotated[bool, typer.Option("--json/--markdown", help="As JSON, or as Markdown.")] = False,
     *,
     access: ReadAccess,

@@ -7,28 +7,20 @@ from typing import Annotated
 
 import typer
 
-from tokenloom_server.cli.command import command
 from tokenloom_server.cli.common import say
 from tokenloom_server.cli.options import ControlAccess, RunName, Url, snapshot_text
 from tokenloom_server.errors import ConfigError
 
-app = typer.Typer()
 
-
-@command(app)
 def restore(
     url: Url,
     run: RunName = None,
-    snapshot: Annotated[
-        str | None, typer.Option(help="The id of a snapshot that was saved in the ledger.", show_default=False)
-    ] = None,
+    snapshot: Annotated[str | None, typer.Option(help="The id of a snapshot that was saved in the ledger.")] = None,
     sample: Annotated[
-        int | None,
-        typer.Option(min=0, help="A sample index: where the trainer's checkpoint stands.", show_default=False),
+        int | None, typer.Option(min=0, help="A sample index: where the trainer's checkpoint stands.")
     ] = None,
     state: Annotated[
-        Path | None,
-        typer.Option(help="A file with a snapshot, or with what state_dict() gave, as JSON.", show_default=False),
+        Path | None, typer.Option(help="A file with a snapshot, or with what state_dict() gave, as JSON.")
     ] = None,
     skip_samples: Annotated[
         int, typer.Option(min=0, help="Samples after that point that are not delivered: a bad range.")

@@ -6,32 +6,34 @@ import logging
 import os
 import signal
 import threading
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokenloom_server.cli.command import command
 from tokenloom_server.cli.common import set_up_logging
 from tokenloom_server.cli.options import MixtureOptions
 from tokenloom_server.errors import ConfigError
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tokenloom_server.api.auth import Access
+    from tokenloom_server.api.server import ServeOptions
+
 #: How long a signal to stop may go unnoticed, seconds.
 SIGNALS_EVERY_S = 0.25
 
-app = typer.Typer()
 
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Where a server listens, where it keeps what, and for how long it waits."""
 
-@command(app)
-def serve(
-    mixtures: Annotated[
-        list[Path] | None,
-        typer.Argument(help="One mixture file per run to serve.", metavar="MIXTURE.yaml...", show_default=False),
-    ] = None,
-    grpc: Annotated[str, typer.Option(help="Where trainers connect; port 0 picks a free one.")] = "127.0.0.1:50051",
-    rest: Annotated[
-        str, typer.Option(help="REST API, metrics and the page; port 0 picks a free one.")
-    ] = "127.0.0.1:8080",
+    grpc: Annotated[str, typer.Option(help="Where trainers connect; port 0 picks a free one.")] = "127.0.0.1:50051"
+    rest: Annotated[str, typer.Option(help="REST API, metrics and the page; port 0 picks a free one.")] = (
+        "127.0.0.1:8080"
+    )
     ledger: Annotated[
         str,
         typer.Option(
@@ -40,35 +42,33 @@ def serve(
             "mixture file, or on a disk of this machine where that folder is shared or read-only.",
             envvar="TOKENLOOM_LEDGER",
         ),
-    ] = "sqlite:///tokenloom.db",
+    ] = "sqlite:///tokenloom.db"
     ready_file: Annotated[
         Path | None, typer.Option(help="Write both addresses and the runs there as JSON once the server is ready.")
-    ] = None,
+    ] = None
     index_dir: Annotated[
-        Path | None,
-        typer.Option(help="Folder for cached line indexes; beside each mixture file if not given.", show_default=False),
-    ] = None,
+        Path | None, typer.Option(help="Folder for cached line indexes; beside each mixture file if not given.")
+    ] = None
     standby: Annotated[
         bool,
         typer.Option(
             "--standby", help="Where another server leads a run, wait and take over when its lease lapses; else refuse."
         ),
-    ] = False,
+    ] = False
     revise: Annotated[
         str | None,
         typer.Option(
             help="Where a mixture file differs from the mixture in force, make that a revision, for this reason; else "
             "refuse.",
             metavar="REASON",
-            show_default=False,
         ),
-    ] = None,
+    ] = None
     lease: Annotated[
         float,
         typer.Option(
             min=1, max=3600, help="Seconds after which a server that cannot reach the ledger may be replaced."
         ),
-    ] = 15.0,
+    ] = 15.0
     liveness: Annotated[
         float,
         typer.Option(
@@ -76,51 +76,67 @@ def serve(
             max=3600,
             help="Seconds of silence after which a rank no longer keeps its run from a new attempt.",
         ),
-    ] = 15.0,
+    ] = 15.0
     storage_timeout: Annotated[
         float,
         typer.Option(
             min=1,
             help="Seconds that storage may not answer, or answer with errors, before the run stops with an error.",
         ),
-    ] = 300.0,
+    ] = 300.0
     rank_timeout: Annotated[
         float,
         typer.Option(min=1, help="Seconds that ranks wait for one that does not go on, before they get an error."),
-    ] = 300.0,
+    ] = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAccess:
+    """Who may call the server, and how it proves who it is."""
+
     token_file: Annotated[
         Path | None,
         typer.Option(
-            help="A file with the token that trainers and operators show; mode 0600. Without it: TOKENLOOM_TOKEN.",
-            show_default=False,
+            help="A file with the token that trainers and operators show; mode 0600. Without it: TOKENLOOM_TOKEN."
         ),
-    ] = None,
+    ] = None
     read_token_file: Annotated[
         Path | None,
         typer.Option(
             help="A file with a second token, for reading alone: figures, metrics, the page. Without it: "
-            "TOKENLOOM_READ_TOKEN.",
-            show_default=False,
+            "TOKENLOOM_READ_TOKEN."
         ),
-    ] = None,
+    ] = None
     tls_cert: Annotated[
-        Path | None,
-        typer.Option(help="The server's certificate chain, PEM: gRPC and REST use TLS.", show_default=False),
-    ] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Its key, PEM.", show_default=False)] = None,
+        Path | None, typer.Option(help="The server's certificate chain, PEM: gRPC and REST use TLS.")
+    ] = None
+    tls_key: Annotated[Path | None, typer.Option(help="Its key, PEM.")] = None
     tls_client_ca: Annotated[
-        Path | None,
-        typer.Option(help="A CA, PEM: every client must show a certificate of it (mTLS).", show_default=False),
+        Path | None, typer.Option(help="A CA, PEM: every client must show a certificate of it (mTLS).")
+    ] = None
+
+    def access(self) -> Access:
+        """The tokens that callers show, and the server's TLS. Raises ``ConfigError``."""
+        from tokenloom_server.api.auth import Access
+        from tokenloom_server.api.tls import Tls
+
+        tls = Tls.load(self.tls_cert, self.tls_key, self.tls_client_ca)
+        return Access.find(os.environ, self.token_file, self.read_token_file, tls)
+
+
+def serve(
+    mixtures: Annotated[
+        list[Path] | None, typer.Argument(help="One mixture file per run to serve.", metavar="MIXTURE.yaml...")
     ] = None,
+    *,
+    options: ServerOptions,
+    access: ServerAccess,
     parent: Annotated[
         int | None,
         typer.Option(
-            help="The process that starts this server: killed at once when that ends, on Linux.",
-            metavar="PID",
-            show_default=False,
+            help="The process that starts this server: killed at once when that ends, on Linux.", metavar="PID"
         ),
     ] = None,
-    *,
     short: MixtureOptions,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
@@ -134,9 +150,7 @@ def serve(
         parent_death.hold(parent)
     # numpy's linear algebra starts a thread for each core, with memory of its own; a server multiplies no matrices.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from tokenloom_server.api.auth import Access
-    from tokenloom_server.api.server import ServeOptions, Server
-    from tokenloom_server.api.tls import Tls
+    from tokenloom_server.api.server import Server
 
     set_up_logging(log_level)
     stopping, serving = threading.Event(), threading.Event()
@@ -149,36 +163,11 @@ def serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    mixture = short.short_form()
-    if mixture is None and not mixtures:
-        raise ConfigError("nothing to serve: name a mixture file, or give --dataset-mix")
-    if mixture is not None:
-        logging.getLogger(__name__).info("the mixture of --dataset-mix, as a file:\n%s", mixture.text)
-    server = Server(
-        ServeOptions(
-            mixtures=mixtures or (),
-            mixture=mixture.config if mixture is not None else None,
-            grpc=grpc,
-            rest=rest,
-            ledger=ledger,
-            ready_file=ready_file,
-            index_dir=index_dir,
-            standby=standby,
-            revise=revise,
-            lease_s=lease,
-            liveness_s=liveness,
-            rank_timeout_s=rank_timeout,
-            storage_timeout_s=storage_timeout,
-            access=Access.find(os.environ, token_file, read_token_file),
-            tls=Tls.load(tls_cert, tls_key, tls_client_ca),
-            data_roots=short.roots(),
-            plugins=short.plugins(),
-        )
-    )
+    server = Server(_options(mixtures or [], options, access, short))
     serving.set()
     # One line, plain, for people and scripts alike.
     print(
-        f"tokenloom {'stands by' if standby else 'is ready'}: gRPC on {server.grpc_address}, REST and page on "
+        f"tokenloom {'stands by' if options.standby else 'is ready'}: gRPC on {server.grpc_address}, REST and page on "
         f"{server.page_url} (runs: {', '.join(server.run_names)})",
         flush=True,
     )
@@ -188,3 +177,37 @@ def serve(
         pass
     logging.getLogger(__name__).info("stopping")
     server.close()
+
+
+def _options(
+    mixtures: Sequence[Path], options: ServerOptions, access: ServerAccess, short: MixtureOptions
+) -> ServeOptions:
+    """All that the server needs. Raises ``ConfigError``."""
+    from tokenloom_server.api.server import ServeOptions
+    from tokenloom_server.run.timeouts import Timeouts
+
+    mixture = short.short_form()
+    if mixture is None and not mixtures:
+        raise ConfigError("nothing to serve: name a mixture file, or give --dataset-mix")
+    if mixture is not None:
+        logging.getLogger(__name__).info("the mixture of --dataset-mix, as a file:\n%s", mixture.text)
+    return ServeOptions(
+        mixtures=mixtures,
+        mixture=mixture.config if mixture is not None else None,
+        grpc=options.grpc,
+        rest=options.rest,
+        ledger=options.ledger,
+        ready_file=options.ready_file,
+        index_dir=options.index_dir,
+        standby=options.standby,
+        revise=options.revise,
+        timeouts=Timeouts(
+            lease_s=options.lease,
+            liveness_s=options.liveness,
+            rank_timeout_s=options.rank_timeout,
+            storage_timeout_s=options.storage_timeout,
+        ),
+        access=access.access(),
+        data_roots=short.roots(),
+        plugins=short.plugins(),
+    )

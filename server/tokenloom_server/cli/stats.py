@@ -6,14 +6,10 @@ from typing import Annotated
 
 import typer
 
-from tokenloom_server.cli.command import command
 from tokenloom_server.cli.common import console, print_json
 from tokenloom_server.cli.options import ReadAccess, Url
 
-app = typer.Typer()
 
-
-@command(app)
 def stats(
     url: Url,
     run: Annotated[str | None, typer.Option(help="One run; all of the server's if not given.")] = None,

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokenloom_server.cli.command import command
 from tokenloom_server.cli.common import console, print_json
 from tokenloom_server.cli.options import ReadAccess, RunName, Url
 from tokenloom_server.errors import ConfigError
@@ -14,18 +13,12 @@ from tokenloom_server.errors import ConfigError
 if TYPE_CHECKING:
     from tokenloom_server.reports.trace import TracedSample, TracedStep
 
-app = typer.Typer()
 
-
-@command(app)
 def trace(
     url: Url,
-    sample: Annotated[
-        int | None, typer.Option(min=0, help="A sample index: one sample's documents.", show_default=False)
-    ] = None,
+    sample: Annotated[int | None, typer.Option(min=0, help="A sample index: one sample's documents.")] = None,
     step: Annotated[
-        int | None,
-        typer.Option(min=0, help="A step of a generation, from 0: what its ranks got in it.", show_default=False),
+        int | None, typer.Option(min=0, help="A step of a generation, from 0: what its ranks got in it.")
     ] = None,
     rank: Annotated[int | None, typer.Option(min=0, help="Of the step, one rank; all if not given.")] = None,
     generation: Annotated[
@@ -35,8 +28,7 @@ def trace(
         ),
     ] = None,
     stream: Annotated[
-        str | None,
-        typer.Option(help="Of a sample that was evaluated on: its stream, such as validation.", show_default=False),
+        str | None, typer.Option(help="Of a sample that was evaluated on: its stream, such as validation.")
     ] = None,
     run: RunName = None,
     text: Annotated[bool, typer.Option("--text", help="Print each document's text, too.")] = False,

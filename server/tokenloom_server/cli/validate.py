@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokenloom_server.cli.command import command
 from tokenloom_server.cli.common import console, set_up_logging
 from tokenloom_server.cli.options import PANEL, Mixture, MixtureOptions
 from tokenloom_server.errors import ConfigError
 
-app = typer.Typer()
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from tokenloom_server.order.factory import PipelineFactory
 
 
-@command(app)
 def validate(
     mixture: Mixture = None,
     *,
@@ -32,10 +34,7 @@ def validate(
 
     Opens every source, reads its first rows, chooses the tokeniser engine, and makes the first samples.
     """
-    from tokenloom_server.mixing.mixer import target_shares
     from tokenloom_server.order import builder
-    from tokenloom_server.order.readers import bucket_summary
-    from tokenloom_server.reports.tables import table
     from tokenloom_server.run.streams import Streams
 
     set_up_logging("warning")
@@ -45,14 +44,32 @@ def validate(
         raise ConfigError("--print writes out what --dataset-mix stands for; a mixture file is one already")
     with console(stderr=True).status("opening sources and tokeniser"):
         order = builder.create(run_config, base_dir, None, short.roots())
-        record = order.record
         samples = order.pipeline(order.initial())
         samples.advance(run_config.pick_samples)
         streams = Streams.checked(order, run_config)
-    kind = f"sequence length {run_config.sequence_length}, {run_config.packing}"
-    if run_config.batching is not None:
-        kind = f"batches of {run_config.global_batch_size} by {run_config.batching.bucket_by}"
-    shares = target_shares(run_config, record.size_estimates)
+    out.print(_sources(order))
+    _print_reading(out, order)
+    for name in streams.names:
+        out.print(f"stream to evaluate on: {name}, of {streams.described(name)}", highlight=False)
+    for warning in builder.warnings(order.record):
+        out.print(f"warning: {warning}", style="yellow")
+    if samples.ended is not None:
+        out.print(f"warning: the data are too short for one sample: {samples.ended}", style="yellow")
+    out.print("valid", style="green")
+    if print_file:
+        print(text, end="")
+
+
+def _sources(order: PipelineFactory) -> Table:
+    """The sources with their sizes and shares."""
+    from tokenloom_server.mixing.mixer import target_shares
+    from tokenloom_server.reports.tables import table
+
+    config, record = order.config, order.record
+    kind = f"sequence length {config.sequence_length}, {config.packing}"
+    if config.batching is not None:
+        kind = f"batches of {config.global_batch_size} by {config.batching.bucket_by}"
+    shares = target_shares(config, record.size_estimates)
     rows = [
         (
             str(i),
@@ -60,26 +77,25 @@ def validate(
             str(len(shards)),
             f"{sum(shard.size for shard in shards) / 1e6:,.1f}",
             f"{share:.2%}",
-            f"{run_config.epochs[i]:g}",
+            f"{config.epochs[i]:g}",
         )
-        for i, (source, shards, share) in enumerate(zip(run_config.sources, record.shards, shares, strict=True))
+        for i, (source, shards, share) in enumerate(zip(config.sources, record.shards, shares, strict=True))
     ]
     headings = ("id", "source", "shards", "MB", "target share", "epochs")
-    out.print(table(headings, rows, title=f"run {run_config.run}: {kind}, seed {run_config.seed}"))
+    return table(headings, rows, title=f"run {config.run}: {kind}, seed {config.seed}")
+
+
+def _print_reading(out: Console, order: PipelineFactory) -> None:
+    """How the sources are read: commits of the Hub, buckets of tensors, or the tokeniser."""
+    record = order.record
     for spec, commits in record.manifest.commits.items():
         out.print(f"{spec} is read at {', '.join(commits)}", highlight=False)
-    if run_config.batching is not None:
-        for i in range(len(run_config.sources)):
-            out.print(f"{record.specs[i]}: {bucket_summary(order.readers.bucket_epochs(i))}", highlight=False)
-    engine = f"{record.engine.engine} {record.engine.version}" if record.engine else "none: every source holds ids"
-    if run_config.batching is None:
-        out.print(f"tokeniser engine: {engine}; vocabulary: {record.vocab_size:,}; ids travel as {record.dtype.name}")
-    for name in streams.names:
-        out.print(f"stream to evaluate on: {name}, of {streams.described(name)}", highlight=False)
-    for warning in builder.warnings(record):
-        out.print(f"warning: {warning}", style="yellow")
-    if samples.ended is not None:
-        out.print(f"warning: the data are too short for one sample: {samples.ended}", style="yellow")
-    out.print("valid", style="green")
-    if print_file:
-        print(text, end="")
+    if order.config.batching is None:
+        engine = f"{record.engine.engine} {record.engine.version}" if record.engine else "none: every source holds ids"
+        kind = f"ids travel as {record.dtype.name}"
+        out.print(f"tokeniser engine: {engine}; vocabulary: {record.vocab_size:,}; {kind}")
+        return
+    from tokenloom_server.order.readers import bucket_summary
+
+    for i, spec in enumerate(record.specs):
+        out.print(f"{spec}: {bucket_summary(order.readers.bucket_epochs(i))}", highlight=False)

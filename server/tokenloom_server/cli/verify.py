@@ -6,26 +6,21 @@ from typing import Annotated
 
 import typer
 
-from tokenloom_server.cli.command import command
 from tokenloom_server.cli.common import console, print_json
 from tokenloom_server.cli.options import ReadAccess
 
-app = typer.Typer()
 
-
-@command(app)
 def verify(
     a: Annotated[
         str,
         typer.Argument(
             help="A server's REST address, with /RUN where it has several, or the file of a snapshot or checkpoint.",
             metavar="A",
-            show_default=False,
         ),
     ],
-    b: Annotated[str, typer.Argument(help="The other one.", metavar="B", show_default=False)],
-    run_a: Annotated[str | None, typer.Option(help="The run of A, where A is a server.", show_default=False)] = None,
-    run_b: Annotated[str | None, typer.Option(help="The run of B, where B is a server.", show_default=False)] = None,
+    b: Annotated[str, typer.Argument(help="The other one.", metavar="B")],
+    run_a: Annotated[str | None, typer.Option(help="The run of A, where A is a server.")] = None,
+    run_b: Annotated[str | None, typer.Option(help="The run of B, where B is a server.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what came of it as JSON.")] = False,
     *,
     access: ReadAccess,

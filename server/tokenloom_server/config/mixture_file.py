@@ -49,10 +49,7 @@ def parse(document: dict[str, Any], *, where: str, catalog: Catalog) -> RunConfi
     if keys:
         raise ConfigError("\n".join(f"{where}: {key}: unknown key; ids and presence are this server's" for key in keys))
     shortest = min([config.pick_tokens, *(phase.sequence_length or math.inf for phase in config.phases)])
-    mixtures = [*config.mixtures()]
-    mixtures += [
-        (stream.mixture, f"streams.{name}.mixture") for name, stream in config.streams.items() if stream.mixture
-    ]
+    mixtures = (*config.mixtures(), *config.stream_mixtures())
     small = [line for mixture, path in mixtures for line in too_small_limits(mixture, path, int(shortest))]
     if small:
         raise ConfigError("\n".join(f"{where}: {line}" for line in small))

@@ -118,25 +118,29 @@ def check_ends(child: Child, path: str, endless: bool = False, estimated: str | 
         )
 
 
-def too_small_limits(child: Child, path: str, sample_tokens: int) -> Iterator[str]:
+def too_small_limits(mixture: NodeConfig, path: str, sample_tokens: int) -> Iterator[str]:
     """Limits that do not hold one sample."""
-    if child.max_tokens is not None and child.max_tokens < sample_tokens:
-        yield (
-            f"{path}.max_tokens: {child.max_tokens} is less than one sample of {sample_tokens} tokens; give at least "
-            "that many, or leave the child out"
-        )
+    for place, child, _ in descend(mixture, path):
+        if child.max_tokens is not None and child.max_tokens < sample_tokens:
+            yield (
+                f"{place}.max_tokens: {child.max_tokens} is less than one sample of {sample_tokens} tokens; give at "
+                "least that many, or leave the child out"
+            )
+
+
+def descend(
+    child: Child, path: str, above: tuple[NodeConfig, ...] = ()
+) -> Iterator[tuple[str, Child, tuple[NodeConfig, ...]]]:
+    """A child and all below it, depth first, parents first: its place in the file, itself, and the nodes above it."""
+    yield path, child, above
     if isinstance(child, NodeConfig):
         for i, below in enumerate(child.children):
-            yield from too_small_limits(below, f"{path}.children.{i}", sample_tokens)
+            yield from descend(below, f"{path}.children.{i}", (*above, child))
 
 
 def walk(node: NodeConfig, path: str) -> Iterator[tuple[str, SourceConfig]]:
-    for i, child in enumerate(node.children):
-        child_path = f"{path}.children.{i}"
-        if isinstance(child, NodeConfig):
-            yield from walk(child, child_path)
-        else:
-            yield child_path, child
+    """The sources below a node, depth first, with their places in the file."""
+    return ((place, child) for place, child, _ in descend(node, path) if isinstance(child, SourceConfig))
 
 
 def numbered(mixture: NodeConfig) -> NodeConfig:

@@ -11,8 +11,6 @@ import re
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, cast
 
-from tokenloom_server.errors import ConfigError
-
 Operator: TypeAlias = Literal["==", "!=", "<", "<=", ">", ">=", "in", "not in"]
 Constant: TypeAlias = str | int | float | bool
 
@@ -35,26 +33,26 @@ class Comparison:
 
     @classmethod
     def parse(cls, text: str) -> Comparison:
-        """Reads ``COLUMN OPERATOR VALUE``; the value is JSON. Raises ``ConfigError``."""
+        """Reads ``COLUMN OPERATOR VALUE``; the value is JSON. Raises ``ValueError``."""
         match = _COMPARISON.fullmatch(text)
         if match is None or not match["column"]:
-            raise ConfigError(f"{text!r} is no comparison; expected COLUMN OPERATOR VALUE, {_EXAMPLES}")
+            raise ValueError(f"{text!r} is no comparison; expected COLUMN OPERATOR VALUE, {_EXAMPLES}")
         operator = cast("Operator", match["sign"] or " ".join(match["word"].split()))
         try:
             value = json.loads(match["value"], parse_constant=_refuse_constant)
         except ValueError:
-            raise ConfigError(
+            raise ValueError(
                 f"{text!r}: {match['value']!r} is no value; expected a number, true, false, a text in double quotes, "
                 f"or a list of those, {_EXAMPLES}"
             ) from None
         if isinstance(value, list) is not operator.endswith("in"):
             expected = "a list" if operator.endswith("in") else "one value (a list is for 'in' and 'not in')"
-            raise ConfigError(f"{text!r}: found {match['value']} after {operator!r}, expected {expected}")
+            raise ValueError(f"{text!r}: found {match['value']} after {operator!r}, expected {expected}")
         values = tuple(_constant(text, each) for each in (value if isinstance(value, list) else [value]))
         if not values or len({_kind(each) for each in values}) > 1:
-            raise ConfigError(f"{text!r}: expected a list of numbers, or of texts, with something in it")
+            raise ValueError(f"{text!r}: expected a list of numbers, or of texts, with something in it")
         if isinstance(values[0], bool) and operator[0] in "<>":
-            raise ConfigError(f"{text!r}: true and false have no order; expected == or !=")
+            raise ValueError(f"{text!r}: true and false have no order; expected == or !=")
         return cls(match["column"], operator, values)
 
     @property
@@ -74,13 +72,13 @@ def _refuse_constant(name: str) -> None:
 
 def _constant(text: str, value: object) -> Constant:
     if not isinstance(value, str | int | float):
-        raise ConfigError(
+        raise ValueError(
             f"{text!r}: {json.dumps(value)} cannot be compared with; expected a number, true, false or text"
         )
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)  # 1.0 and 1 are the same comparison
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        raise ConfigError(f"{text!r}: {value} is beyond 64 bits")
+        raise ValueError(f"{text!r}: {value} is beyond 64 bits")
     return value
 
 
@@ -99,7 +97,7 @@ class Template:
 
     @classmethod
     def parse(cls, text: str) -> Template:
-        """Reads ``{column}`` as a gap, and doubled braces as one. Raises ``ConfigError``."""
+        """Reads ``{column}`` as a gap, and doubled braces as one. Raises ``ValueError``."""
         texts, columns, position = [""], [], 1
         for part in _GAPS.split(text):
             if part in ("{{", "}}"):
@@ -109,14 +107,14 @@ class Template:
                 texts.append("")
             elif brace := re.search("[{}]", part):
                 fault = "begins no {column}; write {{" if brace[0] == "{" else "ends no {column}; write }}"
-                raise ConfigError(
+                raise ValueError(
                     f"the brace at character {position + brace.start()} of {text!r} {fault} for a brace itself"
                 )
             else:
                 texts[-1] += part
             position += len(part)
         if not columns:
-            raise ConfigError(f"{text!r} names no column; expected a text such as '{{title}}\\n\\n{{text}}'")
+            raise ValueError(f"{text!r} names no column; expected a text such as '{{title}}\\n\\n{{text}}'")
         return cls(tuple(texts), tuple(columns))
 
 

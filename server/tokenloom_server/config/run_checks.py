@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenloom_server.config.batching import ALL_COLUMNS, RUN_FIELDS, SOURCE_FIELDS, refuse_other_fields
-from tokenloom_server.config.node import NodeConfig, check_distinct, check_ends, walk
+from tokenloom_server.config.node import NodeConfig, check_distinct, check_ends
 from tokenloom_server.config.phase import check_ascending
 from tokenloom_server.config.run_fields import RunFields
 from tokenloom_server.config.source import SourceConfig
@@ -31,10 +31,9 @@ def _check_without_batching(run: RunFields) -> None:
             "global_batch_size: is for batching; without it any batch size gives the same order, so each client says "
             "its own: leave it out"
         )
-    for mixture, mixture_path in run.mixtures():
-        for path, source in walk(mixture, mixture_path):
-            if source.spec.column == ALL_COLUMNS:
-                raise ValueError(f"{path}.source: the column '*' is for batching; name one column")
+    for path, source in run.phase_sources():
+        if source.spec.column == ALL_COLUMNS:
+            raise ValueError(f"{path}.source: the column '*' is for batching; name one column")
 
 
 def _check_with_batching(run: RunFields) -> None:
@@ -44,9 +43,8 @@ def _check_with_batching(run: RunFields) -> None:
     for i, phase in enumerate(run.phases):
         if phase.sequence_length is not None:
             raise ValueError(f"phases.{i}.sequence_length: does not apply with batching; leave it out")
-    for mixture, mixture_path in run.mixtures():
-        for path, source in walk(mixture, mixture_path):
-            _check_batched_source(source, path)
+    for path, source in run.phase_sources():
+        _check_batched_source(source, path)
 
 
 def _check_batched_source(source: SourceConfig, path: str) -> None:
@@ -137,37 +135,32 @@ def _check_loss_masks(run: RunFields) -> None:
 def _holdouts(run: RunFields) -> dict[str, float | None]:
     """By spec, the share of each source that is held out: the same one in every phase."""
     shares: dict[str, float | None] = {}
-    for mixture, mixture_path in run.mixtures():
-        for path, source in walk(mixture, mixture_path):
-            if shares.setdefault(source.source, source.holdout) != source.holdout:
-                raise ValueError(
-                    f"{path}.holdout: found {source.holdout}, but {source.source!r} has {shares[source.source]} "
-                    "elsewhere, and what one part of the run keeps out the other would train on: give both the same"
-                )
+    for path, source in run.phase_sources():
+        if shares.setdefault(source.source, source.holdout) != source.holdout:
+            raise ValueError(
+                f"{path}.holdout: found {source.holdout}, but {source.source!r} has {shares[source.source]} "
+                "elsewhere, and what one part of the run keeps out the other would train on: give both the same"
+            )
     return shares
 
 
 def _check_streams(run: RunFields, holdouts: dict[str, float | None]) -> None:
     for name, stream in run.streams.items():
-        stream_path = f"streams.{name}"
         if run.batching is not None:
             raise ValueError(
-                f"{stream_path}: does not apply with batching, whose streams are batches of rows; leave it out"
+                f"streams.{name}: does not apply with batching, whose streams are batches of rows; leave it out"
             )
-        if stream.mixture is None:
-            if not any(holdouts.values()):
-                raise ValueError(
-                    f"{stream_path}: has no mixture, and no source holds rows out for it; give it a mixture, or a "
-                    "source a holdout"
-                )
-            continue
-        check_distinct(stream.mixture, f"{stream_path}.mixture")
-        check_ends(stream.mixture, f"{stream_path}.mixture")
-        for path, source in walk(stream.mixture, f"{stream_path}.mixture"):
-            if source.holdout is not None:
-                raise ValueError(f"{path}.holdout: is for the sources that are trained on; leave it out")
-            if source.loss_mask is not None and not run.masks_loss:
-                raise ValueError(
-                    f"{path}.loss_mask: no source that is trained on has one, so samples have no room for it; leave "
-                    "it out"
-                )
+        if stream.mixture is None and not any(holdouts.values()):
+            raise ValueError(
+                f"streams.{name}: has no mixture, and no source holds rows out for it; give it a mixture, or a "
+                "source a holdout"
+            )
+    for mixture, path in run.stream_mixtures():
+        _check_mixture(mixture, path)
+    for path, source in run.stream_sources():
+        if source.holdout is not None:
+            raise ValueError(f"{path}.holdout: is for the sources that are trained on; leave it out")
+        if source.loss_mask is not None and not run.masks_loss:
+            raise ValueError(
+                f"{path}.loss_mask: no source that is trained on has one, so samples have no room for it; leave it out"
+            )

@@ -113,20 +113,29 @@ class RunFields(Section):
             (phase.mixture, f"phases.{i}.mixture") for i, phase in enumerate(self.phases) if phase.mixture is not None
         )
 
-    def named_sources(self) -> Iterator[tuple[str, SourceConfig]]:
-        """Every source of every phase with its place in the file; each spec once."""
-        seen: set[str] = set()
+    def phase_sources(self) -> Iterator[tuple[str, SourceConfig]]:
+        """Every source of every phase with its place in the file."""
         for mixture, mixture_path in self.mixtures():
-            for path, source in walk(mixture, mixture_path):
-                if source.source not in seen:
-                    seen.add(source.source)
-                    yield path, source
+            yield from walk(mixture, mixture_path)
+
+    def named_sources(self) -> Iterator[tuple[str, SourceConfig]]:
+        """The same, each spec once."""
+        seen: set[str] = set()
+        for path, source in self.phase_sources():
+            if source.source not in seen:
+                seen.add(source.source)
+                yield path, source
+
+    def stream_mixtures(self) -> Iterator[tuple[NodeConfig, str]]:
+        """Every mixture of a stream with its place in the file."""
+        for name, stream in self.streams.items():
+            if stream.mixture is not None:
+                yield stream.mixture, f"streams.{name}.mixture"
 
     def stream_sources(self) -> Iterator[tuple[str, SourceConfig]]:
         """Every source of the streams that have a mixture of their own, with its place in the file."""
-        for name, stream in self.streams.items():
-            if stream.mixture is not None:
-                yield from walk(stream.mixture, f"streams.{name}.mixture")
+        for mixture, mixture_path in self.stream_mixtures():
+            yield from walk(mixture, mixture_path)
 
     @property
     def stream_names(self) -> tuple[str, ...]:

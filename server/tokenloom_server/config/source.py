@@ -40,18 +40,12 @@ def _comparisons(value: object) -> object:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"expected a comparison such as 'score >= 0.5', or a list of them, but this is {value!r}")
-    try:
-        # As the rules write them, so that spaces and 0.50 for 0.5 make no other order.
-        return [str(Comparison.parse(text)) for text in texts]
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
+    # As the rules write them, so that spaces and 0.50 for 0.5 make no other order.
+    return [str(Comparison.parse(text)) for text in texts]
 
 
-def _parsed_template(value: str) -> str:
-    try:
-        Template.parse(value)
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
+def _checked_template(value: str) -> str:
+    Template.parse(value)
     return value
 
 
@@ -92,7 +86,7 @@ class SourceConfig(Section):
     """Reads the source at so many places in turn, sample by sample: each lane has a part of every epoch's rows."""
     filter: Annotated[list[str], BeforeValidator(_comparisons), Field(min_length=1)] | None = None
     """Comparisons such as ``score >= 0.5``; only rows for which all hold give tokens."""
-    template: Annotated[str, AfterValidator(_parsed_template)] | None = None
+    template: Annotated[str, AfterValidator(_checked_template)] | None = None
     """The text of a row, made of its columns: ``{title}\\n\\n{text}``."""
     fim: FimConfig | None = None
     """Rearranges documents so that a model learns to fill in the middle."""
@@ -111,7 +105,7 @@ class SourceConfig(Section):
         self._spec = catalog_of(context).sources.spec(self.source)
 
     @model_validator(mode="after")
-    def _check_columns_and_bad_rows(self) -> Self:
+    def _check_together(self) -> Self:
         spec = self.spec
         for field in ("filter", "template"):
             if getattr(self, field) is not None and not spec.scheme.has_columns:
@@ -125,6 +119,16 @@ class SourceConfig(Section):
             )
         if self.max_bad_rows is not None and self.on_bad_row == "fail":
             raise ValueError("max_bad_rows: is for on_bad_row: skip; with 'fail' the first bad row is an error")
+        default = type(self).model_fields["shuffle_window_rows"].default
+        if self.shuffle != "rows" and self.shuffle_window_rows != default:
+            raise ValueError(
+                f"shuffle_window_rows: found {self.shuffle_window_rows}, but shuffle is {self.shuffle!r}, which has no "
+                "windows; set shuffle: rows, or leave it out"
+            )
+        if self.commit is not None and not spec.scheme.has_commits:
+            raise ValueError(
+                f"commit: found {self.commit!r}, but {self.source!r} is no dataset on the Hub; leave it out"
+            )
         return self
 
     @property
@@ -142,24 +146,6 @@ class SourceConfig(Section):
             return str(catalog_of(info.context).sources.spec(value))
         except ConfigError as error:
             raise ValueError(str(error)) from None
-
-    @model_validator(mode="after")
-    def _check_shuffle_window(self) -> Self:
-        default = type(self).model_fields["shuffle_window_rows"].default
-        if self.shuffle != "rows" and self.shuffle_window_rows != default:
-            raise ValueError(
-                f"shuffle_window_rows: found {self.shuffle_window_rows}, but shuffle is {self.shuffle!r}, which has no "
-                "windows; set shuffle: rows, or leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_commit(self) -> Self:
-        if self.commit is not None and not self.spec.scheme.has_commits:
-            raise ValueError(
-                f"commit: found {self.commit!r}, but {self.source!r} is no dataset on the Hub; leave it out"
-            )
-        return self
 
     @property
     def in_file_order(self) -> bool:

@@ -1,11 +1,14 @@
-"""The commands that write to the ledger: what each says, and nothing of what it does (``rules.py`` says that)."""
+"""The commands that write to the ledger: what each asks for, and the errors that refuse it (``rules.py`` decides).
+
+What every command may raise stands at ``Ledger``.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-from tokenloom_server.ledger import records
-from tokenloom_server.ledger.records import Opening, StoredRevision, StoredSnapshot
+from tokenloom_server.ledger.records import CommittedState, Opening, StoredRevision, StoredSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,17 +18,26 @@ class Command:
     uid: str
     stream: str
 
+    @property
+    def verb(self) -> str:
+        """What it does in one word, such as ``save_snapshot``."""
+        return re.sub(r"\B(?=[A-Z])", "_", type(self).__name__).lower()
+
 
 @dataclass(frozen=True, slots=True)
 class LeaderCommand(Command):
-    """A write that only the server which acquired the run last may make: the one of this epoch."""
+    """A write that only the server which acquired the run last may make: the one of this epoch. The epoch, and the
+    generation of commands that name one, are checked in the same atomic operation as the write.
+
+    Raises ``NotLeader``.
+    """
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Create(Command):
-    """Makes a run of a name that the ledger does not have yet."""
+    """Makes a run of a name that the ledger does not have yet. Raises ``LedgerError`` where another run has the uid."""
 
     name: str
     record: str
@@ -33,16 +45,25 @@ class Create(Command):
 
 @dataclass(frozen=True, slots=True)
 class Acquire(Command):
-    """Takes the lease and raises the epoch, beyond ``above`` too."""
+    """Takes the lease for ``lease_s`` seconds and raises the server epoch, beyond ``above`` too: older epochs can no
+    longer write.
+
+    Raises ``LeaseHeld`` while another holder's lease has not lapsed. The same holder's own is taken over at once.
+    """
 
     holder: str
     lease_s: float
-    above: int
+    above: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Renew(LeaderCommand):
-    """Makes the lease last longer. ``known`` is what the server knows as committed in its generation."""
+    """Makes the lease last ``lease_s`` seconds from now; ``heard_at`` is kept for a server that takes over.
+
+    ``known`` is what the server knows as committed in ``generation`` (0: none). Raises ``NotLeader`` also where the
+    lease is another holder's (a ledger that went back gave the epoch out twice), and ``LedgerRolledBack`` where the
+    ledger has less than what is known.
+    """
 
     holder: str
     lease_s: float
@@ -53,27 +74,41 @@ class Renew(LeaderCommand):
 
 @dataclass(frozen=True, slots=True)
 class Release(LeaderCommand):
-    """Ends the lease now."""
+    """Lets the lease lapse now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adopt(LeaderCommand):
-    """Gives a run that never opened a generation another uid."""
+    """Gives a run that never opened a generation the uid of a trainer's state, so that a run can move to an empty
+    ledger. Name, epoch, pin, revisions and snapshots stay; the former uid is of no use any more.
+
+    Raises ``LedgerError`` where a generation was opened or another run has the uid.
+    """
 
     new_uid: str
 
 
 @dataclass(frozen=True, slots=True)
 class Open(LeaderCommand):
-    """Begins a generation at a committed state."""
+    """The opening write: makes ``opening`` the current generation, sets the committed state and all counters to
+    ``committed`` (replacing them), removes the pin, records the attempt, forgets the slots of the generation before,
+    journals the start state. All or nothing.
+
+    The same opening again, by the same epoch and while it is the current one, changes nothing (``opened_at`` may
+    differ). Raises ``AttemptUsed`` where the attempt id opened a generation before, naming which; ``LedgerError``
+    where ``opening.generation`` is not the current one plus one or more.
+    """
 
     opening: Opening
-    committed: records.Commit
+    committed: CommittedState
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimSlot(LeaderCommand):
-    """Binds a rank of the generation to a client process."""
+    """Binds a rank of the generation to a client process; the same nonce may claim again.
+
+    Raises ``Fenced`` (other generation), ``AttemptUsed`` (the rank is bound to another nonce).
+    """
 
     generation: int
     rank: int
@@ -82,13 +117,18 @@ class ClaimSlot(LeaderCommand):
 
 @dataclass(frozen=True, slots=True)
 class Commit(LeaderCommand):
-    """Moves the committed state of the generation forward. ``known`` is what the server knows as committed."""
+    """Moves the committed state of the generation forward; with ``journal`` it is kept as a journal entry, too.
+    ``known`` is what the server knows as committed.
+
+    At the committed index with the same digest, or below the committed index, it changes nothing. Raises ``Fenced``,
+    ``LedgerRolledBack`` where the committed index is below ``known``, and ``OrderMismatch`` where it has another
+    digest.
+    """
 
     generation: int
-    commit: records.Commit
-    #: Whether the state is kept in the journal, too.
+    committed: CommittedState
     journal: bool
-    known: int
+    known: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,20 +145,28 @@ class Pin(LeaderCommand):
 
 @dataclass(frozen=True, slots=True)
 class Revise(LeaderCommand):
-    """Appends a revision."""
+    """Appends a revision. The same one again changes nothing, as long as it is there.
+
+    Raises ``LedgerError`` where its number is not the newest one's plus one (1 for the first), or its sample index is
+    below the newest one's.
+    """
 
     revision: StoredRevision
 
 
 @dataclass(frozen=True, slots=True)
 class DropRevisions(LeaderCommand):
-    """Removes the revision of this number and all after it."""
+    """Removes the revision of this number and all after it; none is left out in the middle. Where there is none of
+    them it changes nothing."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class SaveSnapshot(Command):
-    """Keeps a snapshot. Any server may."""
+    """Keeps a snapshot; the same id with the same text may be saved again. Any server may.
+
+    Raises ``LedgerError`` where the id has another text.
+    """
 
     snapshot: StoredSnapshot

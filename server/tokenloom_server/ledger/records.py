@@ -40,6 +40,11 @@ class Opening:
     #: and is one. ``batch_size`` and ``group_steps`` are those of the first step.
     ramp: str = ""
 
+    @property
+    def branched_at(self) -> int:
+        """The sample index at which it left the generation that it went on from."""
+        return self.start_index - self.skipped
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
@@ -51,7 +56,7 @@ class Counters:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Commit:
+class CommittedState:
     """A committed state. ``state`` is canonical JSON; ``counters`` are keyed by spec."""
 
     sample_index: int
@@ -91,7 +96,7 @@ class StoredRun:
     epoch: int
     #: None before the first generation.
     opening: Opening | None
-    committed: Commit | None
+    committed: CommittedState | None
     #: Unix time of the last commit; None before the first.
     committed_at: float | None
     #: Canonical JSON of the pinned resume point; None where nothing is pinned.

@@ -38,7 +38,6 @@ Nothing here expires, and nothing but ``open`` and ``commit`` writes the committ
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
@@ -50,7 +49,7 @@ from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.commands import Command, LeaderCommand
 from tokenloom_server.ledger.records import (
     CLOCK_SLACK_S,
-    Commit,
+    CommittedState,
     Counters,
     JournalEntry,
     Lease,
@@ -129,7 +128,7 @@ class RedisLedger(Ledger):
             )
         committed = None
         if "sample_index" in fields:
-            committed = Commit(
+            committed = CommittedState(
                 sample_index=int(fields["sample_index"]),
                 total_tokens=int(fields["total_tokens"]),
                 digest=fields["digest"],
@@ -158,7 +157,7 @@ class RedisLedger(Ledger):
 
     # Writes: a script each.
 
-    def _execute(self, command: Command) -> int:
+    def execute(self, command: Command) -> int:
         refusal = refuse_integers(command)
         if refusal is not None:
             raise refusal
@@ -169,15 +168,13 @@ class RedisLedger(Ledger):
 
     def _run_script(self, command: Command, home: str, *more: str) -> int:
         """What the command's script answers. Where it refuses, raises what the rules say of the run as it saw it."""
-        script, arguments = _script(command, self._clock)
         epoch = command.epoch if isinstance(command, LeaderCommand) else ""
-        done, *answer = self._client.run_script(
-            script, keys_of(home, command.stream), [command.uid, epoch, *arguments, *more]
-        )
+        arguments = [command.uid, epoch, *_arguments(command, self._clock), *more]
+        done, *answer = self._client.run_script(command.verb, keys_of(home, command.stream), arguments)
         if done:
             return int(answer[0]) if answer else 0
         decision = decide(_head(command, *answer), command)
-        assert not isinstance(decision, Writes), f"script {script} refused what the rules allow: {command}"
+        assert not isinstance(decision, Writes), f"a script refused what the rules allow: {command}"
         raise decision
 
     def _adopt(self, command: commands.Adopt, home: str) -> int:
@@ -263,15 +260,14 @@ class RedisLedger(Ledger):
             raise refusals.uid_taken(new_uid, stream, name, holder)
 
 
-def _script(command: Command, clock: Callable[[], float]) -> tuple[str, Sequence[Any]]:
-    """The script that is named as the command, and its arguments after uid and epoch: the command's fields, where it
-    has no need of others. None is an empty argument."""
-    name = re.sub(r"\B(?=[A-Z])", "_", type(command).__name__).lower()
+def _arguments(command: Command, clock: Callable[[], float]) -> Sequence[Any]:
+    """The arguments of the command's script after uid and epoch: the command's fields, where it has no need of others.
+    None is an empty argument."""
     match command:
         case commands.Create():
-            return name, (command.name, command.stream, command.record)
+            return (command.name, command.stream, command.record)
         case commands.Open(opening=opening):
-            return name, (
+            return (
                 opening.generation,
                 opening.attempt,
                 opening_mark(command.epoch, opening, command.committed),
@@ -287,18 +283,18 @@ def _script(command: Command, clock: Callable[[], float]) -> tuple[str, Sequence
                 *_committed(command.committed, clock()),
             )
         case commands.Commit():
-            member = _member(command.generation, command.commit.sample_index) if command.journal else ""
-            return name, (command.generation, member, command.known, *_committed(command.commit, clock()))
+            member = _member(command.generation, command.committed.sample_index) if command.journal else ""
+            return (command.generation, member, command.known, *_committed(command.committed, clock()))
         case commands.Revise(revision=revision):
-            return name, (revision.number, revision.sample_index, _json(revision))
+            return (revision.number, revision.sample_index, _json(revision))
         case commands.SaveSnapshot(snapshot=snapshot):
-            return name, (snapshot.id, snapshot.text, _json(snapshot))
+            return (snapshot.id, snapshot.text, _json(snapshot))
     values = [getattr(command, field.name) for field in fields(command) if field.name not in ("uid", "stream", "epoch")]
     slack = (CLOCK_SLACK_S,) if isinstance(command, commands.Acquire) else ()
-    return name, ["" if value is None else value for value in (*values, *slack)]
+    return ["" if value is None else value for value in (*values, *slack)]
 
 
-def _committed(commit: Commit, committed_at: float) -> list[str | float]:
+def _committed(commit: CommittedState, committed_at: float) -> list[str | float]:
     """As ``put_committed`` of ``lua/run.lua`` takes it."""
     counters = commit.counters.values()
     return [

@@ -90,9 +90,9 @@ def fenced(command: commands.ClaimSlot | commands.Commit, generation: int) -> Fe
 
 def order_mismatch(command: commands.Commit, digest: str) -> OrderMismatch:
     return OrderMismatch(
-        f"{_run(command)}: sample index {command.commit.sample_index} is committed with digest {digest}, the call has "
-        f"{command.commit.digest}: two orders of the same run exist, so nothing more is served. Compare the servers' "
-        "data, tokenizer and version."
+        f"{_run(command)}: sample index {command.committed.sample_index} is committed with digest {digest}, the call "
+        f"has {command.committed.digest}: two orders of the same run exist, so nothing more is served. Compare the "
+        "servers' data, tokenizer and version."
     )
 
 

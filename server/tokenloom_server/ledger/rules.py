@@ -14,9 +14,9 @@ from typing import Any, TypeAlias, TypedDict
 
 from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.errors import TokenloomError
-from tokenloom_server.ledger import commands, records, refusals
+from tokenloom_server.ledger import commands, refusals
 from tokenloom_server.ledger.commands import Command, LeaderCommand
-from tokenloom_server.ledger.records import JournalEntry, Lease, Opening, StoredRevision, StoredSnapshot
+from tokenloom_server.ledger.records import CommittedState, JournalEntry, Lease, Opening, StoredRevision, StoredSnapshot
 
 #: Why a command is refused: the error that its caller gets. Nothing is written then.
 Refusal: TypeAlias = TokenloomError
@@ -81,7 +81,7 @@ class Writes:
     #: A new generation, which forgets the slots of the one before.
     opening: Opening | None = None
     #: With the time ``Head.now``.
-    committed: records.Commit | None = None
+    committed: CommittedState | None = None
     journal_entry: JournalEntry | None = None
     thin_journal: bool = False
     #: (rank, nonce)
@@ -122,9 +122,9 @@ def refuse_uid(uid: str, stream: str, actual_uid: str | None) -> Refusal | None:
 def refuse_integers(command: Command) -> Refusal | None:
     """Refuses integers that a reader of JSON or Lua cannot hold, whatever the ledger has."""
     match command:
-        case commands.Open(committed=commit) | commands.Commit(commit=commit):
-            named = [("sample_index", commit.sample_index), ("total_tokens", commit.total_tokens)]
-            for spec, counters in commit.counters.items():
+        case commands.Open(committed=committed) | commands.Commit(committed=committed):
+            named = [("sample_index", committed.sample_index), ("total_tokens", committed.total_tokens)]
+            for spec, counters in committed.counters.items():
                 named.append((f"samples of {spec}", counters.samples))
                 named.append((f"rows of {spec}", counters.rows))
                 named.append((f"tokens of {spec}", counters.tokens))
@@ -138,7 +138,7 @@ def refuse_integers(command: Command) -> Refusal | None:
     return None
 
 
-def opening_mark(epoch: int, opening: Opening, committed: records.Commit) -> str:
+def opening_mark(epoch: int, opening: Opening, committed: CommittedState) -> str:
     """Equal for repetitions of one opening, which an unknown outcome makes necessary, and for nothing else.
 
     ``opened_at`` is left out: it is for people, and a repetition may be stamped anew.
@@ -254,13 +254,13 @@ def _commit(head: Head, command: commands.Commit) -> Refusal | Writes:
     refusal = _refuse_generation(head, command) or _refuse_rolled_back(head, command)
     if refusal is not None:
         return refusal
-    commit = command.commit
-    if commit.sample_index == head.sample_index and commit.digest != head.digest:
+    committed = command.committed
+    if committed.sample_index == head.sample_index and committed.digest != head.digest:
         return refusals.order_mismatch(command, head.digest)
-    if _is_committed(head, commit.sample_index):
+    if _is_committed(head, committed.sample_index):
         return Writes(answer=head.sample_index)
-    entry = JournalEntry(generation=command.generation, sample_index=commit.sample_index, state=commit.state)
-    return Writes(answer=commit.sample_index, committed=commit, journal_entry=entry if command.journal else None)
+    entry = JournalEntry(generation=command.generation, sample_index=committed.sample_index, state=committed.state)
+    return Writes(answer=committed.sample_index, committed=committed, journal_entry=entry if command.journal else None)
 
 
 def _revise(head: Head, command: commands.Revise) -> Refusal | Writes:

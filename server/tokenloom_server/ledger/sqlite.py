@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from tokenloom_server.ledger import commands
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.commands import Command
 from tokenloom_server.ledger.records import (
-    Commit,
+    CommittedState,
     Counters,
     JournalEntry,
     Lease,
@@ -31,11 +31,18 @@ from tokenloom_server.ledger.rules import Head, Writes, decide, refuse_uid
 from tokenloom_server.ledger.sqlite_file import SqliteFile
 
 _Record = TypeVar("_Record", Lease, Opening, StoredRevision, StoredSnapshot)
+#: Tables whose columns are the fields of a record, beside the run.
+_TABLES: dict[type[Any], str] = {
+    Lease: "leases",
+    Opening: "openings",
+    StoredRevision: "revisions",
+    StoredSnapshot: "snapshots",
+}
 
 _HEAD = """
-SELECT runs.id, name, uid, epoch, generation, opening_mark, sample_index, digest,
-       holder, acquired_at, lapses_at, lasts_s, heard_at
-FROM runs LEFT JOIN committed ON committed.run = runs.id LEFT JOIN leases ON leases.run = runs.id
+SELECT runs.id, name, uid, epoch, generation, opening_mark,
+       COALESCE(sample_index, 0) AS sample_index, COALESCE(digest, '') AS digest
+FROM runs LEFT JOIN committed ON committed.run = runs.id
 """
 _BY_UID = "WHERE uid = ? AND stream = ?"
 _BY_FORMER_UID = "WHERE runs.id = (SELECT run FROM former_uids WHERE uid = ? AND stream = ?)"
@@ -83,7 +90,7 @@ class SqliteLedger(Ledger):
 
     # Writes.
 
-    def _execute(self, command: Command) -> int:
+    def execute(self, command: Command) -> int:
         with self._file.writing() as connection:
             return self._execute_in(connection, command)
 
@@ -100,24 +107,13 @@ class SqliteLedger(Ledger):
 
     def _head(self, connection: sqlite3.Connection, command: Command) -> tuple[int, Head | None]:
         """The run's number in this file, and its head; 0 and None where there is no such run."""
-        row = None
-        for which in (_BY_UID, _BY_FORMER_UID):
-            row = row or connection.execute(_HEAD + which, (command.uid, command.stream)).fetchone()
+        row = _row_of(connection, _HEAD, command.uid, command.stream)
         if row is None:
             return 0, None
-        run, name, uid, epoch, generation, opening_mark, sample_index, digest, *lease = row
-        return run, Head(
-            now=self._clock(),
-            name=name,
-            uid=uid,
-            epoch=epoch,
-            lease=None if lease[0] is None else Lease(**_named(Lease, lease)),
-            generation=generation,
-            opening_mark=opening_mark,
-            sample_index=sample_index or 0,
-            digest=digest or "",
-            **_items(connection, run, command),
-        )
+        fields = dict(row)
+        run = fields.pop("id")
+        lease = _first(connection, Lease, run)
+        return run, Head(now=self._clock(), lease=lease, **fields, **_items(connection, run, command))
 
     def _create(self, connection: sqlite3.Connection, command: commands.Create) -> None:
         connection.execute(
@@ -133,10 +129,10 @@ class SqliteLedger(Ledger):
         if "uid" in writes.run:
             connection.execute("DELETE FROM former_uids WHERE uid = ? AND stream = ?", (writes.run["uid"], stream))
             connection.execute("INSERT INTO former_uids (uid, stream, run) VALUES (?, ?, ?)", (head.uid, stream, run))
-        if writes.lease is not None:
-            _put(connection, "leases", run, writes.lease)
+        for record in (writes.lease, writes.opening, writes.revision, writes.snapshot):
+            if record is not None:
+                _put(connection, run, record)
         if writes.opening is not None:
-            _put(connection, "openings", run, writes.opening)
             connection.execute("DELETE FROM slots WHERE run = ?", (run,))
         if writes.committed is not None:
             _put_committed(connection, run, writes.committed, head.now)
@@ -146,12 +142,8 @@ class SqliteLedger(Ledger):
             connection.execute(_THIN, (run,))
         if writes.slot is not None:
             connection.execute("INSERT OR REPLACE INTO slots (run, rank, nonce) VALUES (?, ?, ?)", (run, *writes.slot))
-        if writes.revision is not None:
-            _put(connection, "revisions", run, writes.revision)
         if writes.drop_revisions is not None:
             connection.execute("DELETE FROM revisions WHERE run = ? AND number >= ?", (run, writes.drop_revisions))
-        if writes.snapshot is not None:
-            _put(connection, "snapshots", run, writes.snapshot)
 
     # Runs by name.
 
@@ -171,22 +163,23 @@ class SqliteLedger(Ledger):
 
     def run_names(self) -> Sequence[tuple[str, str]]:
         with self._file.reading() as connection:
-            return connection.execute("SELECT name, stream FROM runs ORDER BY 1, 2").fetchall()
+            rows = connection.execute("SELECT name, stream FROM runs ORDER BY 1, 2")
+            return [(name, stream) for name, stream in rows]
 
     # A run's lists.
 
     def openings(self, uid: str, stream: str) -> Sequence[Opening]:
         with self._file.reading() as connection:
-            return _all(connection, Opening, "openings", "ORDER BY generation", _run(connection, uid, stream))
+            return _all(connection, Opening, _run(connection, uid, stream), "ORDER BY generation")
 
     def journal(self, uid: str, stream: str, generation: int, at_most: int) -> JournalEntry | None:
         with self._file.reading() as connection:
             row = connection.execute(
-                "SELECT sample_index, state FROM journal WHERE run = ? AND generation = ? AND sample_index <= ? "
-                "ORDER BY sample_index DESC LIMIT 1",
+                "SELECT generation, sample_index, state FROM journal "
+                "WHERE run = ? AND generation = ? AND sample_index <= ? ORDER BY sample_index DESC LIMIT 1",
                 (_run(connection, uid, stream), generation, at_most),
             ).fetchone()
-        return None if row is None else JournalEntry(generation=generation, sample_index=row[0], state=row[1])
+        return None if row is None else JournalEntry(**row)
 
     def journal_size(self, uid: str, stream: str) -> tuple[int, int]:
         with self._file.reading() as connection:
@@ -197,29 +190,34 @@ class SqliteLedger(Ledger):
 
     def revisions(self, uid: str, stream: str) -> Sequence[StoredRevision]:
         with self._file.reading() as connection:
-            return _all(connection, StoredRevision, "revisions", "ORDER BY number", _run(connection, uid, stream))
+            return _all(connection, StoredRevision, _run(connection, uid, stream), "ORDER BY number")
 
     def snapshots(self, uid: str, stream: str) -> Sequence[StoredSnapshot]:
         newest_first = "ORDER BY saved_at DESC, sample_index DESC, id"
         with self._file.reading() as connection:
-            return _all(connection, StoredSnapshot, "snapshots", newest_first, _run(connection, uid, stream))
+            return _all(connection, StoredSnapshot, _run(connection, uid, stream), newest_first)
 
     def snapshot(self, uid: str, stream: str, snapshot_id: str) -> StoredSnapshot | None:
         with self._file.reading() as connection:
-            run = _run(connection, uid, stream)
-            return next(iter(_all(connection, StoredSnapshot, "snapshots", "AND id = ?", run, snapshot_id)), None)
+            return _first(connection, StoredSnapshot, _run(connection, uid, stream), "AND id = ?", snapshot_id)
 
 
 def _run(connection: sqlite3.Connection, uid: str, stream: str) -> int:
     """The number of a run in this file. Raises ``NotFound``, or ``NotLeader`` where it took another uid."""
-    row = None
-    for which in (_BY_UID, _BY_FORMER_UID):
-        row = row or connection.execute(f"SELECT id, uid FROM runs {which}", (uid, stream)).fetchone()
-    run, actual_uid = row or (0, None)
+    run, actual_uid = _row_of(connection, "SELECT id, uid FROM runs", uid, stream) or (0, None)
     refusal = refuse_uid(uid, stream, actual_uid)
     if refusal is not None:
         raise refusal
     return int(run)
+
+
+def _row_of(connection: sqlite3.Connection, select: str, uid: str, stream: str) -> Any:
+    """What is selected of the run that has the uid, or had it; None where there is none."""
+    for which in (_BY_UID, _BY_FORMER_UID):
+        row = connection.execute(f"{select} {which}", (uid, stream)).fetchone()
+        if row is not None:
+            return row
+    return None
 
 
 def _items(connection: sqlite3.Connection, run: int, command: Command) -> dict[str, Any]:
@@ -240,13 +238,14 @@ def _items(connection: sqlite3.Connection, run: int, command: Command) -> dict[s
         case commands.Adopt(new_uid=new_uid, stream=stream):
             return {"uid_holder": one("SELECT name FROM runs WHERE uid = ? AND stream = ?", new_uid, stream)}
         case commands.Revise(revision=revision):
-            newest = _all(connection, StoredRevision, "revisions", "ORDER BY number DESC LIMIT 1", run)
-            same = _all(connection, StoredRevision, "revisions", "AND number = ?", run, revision.number)
-            return {"newest_revision": next(iter(newest), None), "same_number": next(iter(same), None)}
+            return {
+                "newest_revision": _first(connection, StoredRevision, run, "ORDER BY number DESC LIMIT 1"),
+                "same_number": _first(connection, StoredRevision, run, "AND number = ?", revision.number),
+            }
     return {}
 
 
-def _put_committed(connection: sqlite3.Connection, run: int, commit: Commit, committed_at: float) -> None:
+def _put_committed(connection: sqlite3.Connection, run: int, commit: CommittedState, committed_at: float) -> None:
     connection.execute(
         "INSERT OR REPLACE INTO committed (run, sample_index, total_tokens, digest, committed_at, state) "
         "VALUES (?, ?, ?, ?, ?, ?)",
@@ -269,66 +268,65 @@ def _put_journal(connection: sqlite3.Connection, run: int, entry: JournalEntry) 
 
 def _stored_run(connection: sqlite3.Connection, name: str, stream: str) -> StoredRun | None:
     row = connection.execute(
-        "SELECT id, uid, epoch, generation, pin, record FROM runs WHERE name = ? AND stream = ?", (name, stream)
+        "SELECT id, generation, name, stream, uid, record, epoch, pin FROM runs WHERE name = ? AND stream = ?",
+        (name, stream),
     ).fetchone()
     if row is None:
         return None
-    run, uid, epoch, generation, pin, record = row
-    committed = connection.execute(
-        "SELECT sample_index, total_tokens, digest, state, committed_at FROM committed WHERE run = ?", (run,)
-    ).fetchone()
-    counters = connection.execute(
-        "SELECT spec, samples, rows, tokens FROM counters WHERE run = ? ORDER BY spec", (run,)
-    ).fetchall()
+    run, generation, *_ = row
+    fields = dict(row)
+    del fields["id"], fields["generation"]
+    committed, committed_at = _committed(connection, run)
     return StoredRun(
-        name=name,
-        stream=stream,
-        uid=uid,
-        record=record,
-        epoch=epoch,
-        opening=next(iter(_all(connection, Opening, "openings", "AND generation = ?", run, generation)), None),
-        committed=None
-        if committed is None
-        else Commit(
-            sample_index=committed[0],
-            total_tokens=committed[1],
-            digest=committed[2],
-            state=committed[3],
-            counters={
-                spec: Counters(samples=samples, rows=rows, tokens=tokens) for spec, samples, rows, tokens in counters
-            },
-        ),
-        committed_at=None if committed is None else committed[4],
-        pin=pin,
-        lease=next(iter(_all(connection, Lease, "leases", "", run)), None),
+        **fields,
+        opening=_first(connection, Opening, run, "AND generation = ?", generation),
+        committed=committed,
+        committed_at=committed_at,
+        lease=_first(connection, Lease, run),
     )
 
 
-# Records whose fields are the columns of a table, beside the run.
+def _committed(connection: sqlite3.Connection, run: int) -> tuple[CommittedState | None, float | None]:
+    """The committed state and its time; None before the first generation."""
+    row = connection.execute(
+        "SELECT sample_index, total_tokens, digest, state, committed_at FROM committed WHERE run = ?", (run,)
+    ).fetchone()
+    if row is None:
+        return None, None
+    fields = dict(row)
+    committed_at = fields.pop("committed_at")
+    counters = {
+        spec: Counters(samples=samples, rows=rows, tokens=tokens)
+        for spec, samples, rows, tokens in connection.execute(
+            "SELECT spec, samples, rows, tokens FROM counters WHERE run = ? ORDER BY spec", (run,)
+        )
+    }
+    return CommittedState(**fields, counters=counters), committed_at
 
 
-def _columns(record: type[Any]) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(record))
+# Records that are rows of a table.
 
 
-def _named(record: type[Any], row: Sequence[Any]) -> dict[str, Any]:
-    return dict(zip(_columns(record), row, strict=True))
-
-
-def _put(
-    connection: sqlite3.Connection, table: str, run: int, record: Lease | Opening | StoredRevision | StoredSnapshot
-) -> None:
+def _put(connection: sqlite3.Connection, run: int, record: Lease | Opening | StoredRevision | StoredSnapshot) -> None:
     """Appends a record; a run has one lease, which is replaced."""
-    columns, verb = _columns(type(record)), "REPLACE" if isinstance(record, Lease) else "INSERT"
+    columns = asdict(record)
+    verb = "REPLACE" if isinstance(record, Lease) else "INSERT"
     connection.execute(
-        f"{verb} INTO {table} (run, {', '.join(columns)}) VALUES (?{', ?' * len(columns)})",
-        (run, *astuple(record)),
+        f"{verb} INTO {_TABLES[type(record)]} (run, {', '.join(columns)}) VALUES (?{', ?' * len(columns)})",
+        (run, *columns.values()),
     )
 
 
 def _all(
-    connection: sqlite3.Connection, record: type[_Record], table: str, which: str, run: int, *key: str | int
+    connection: sqlite3.Connection, record: type[_Record], run: int, which: str = "", *key: str | int
 ) -> list[_Record]:
     """A run's records. ``which`` narrows or orders them, by ``key``."""
-    query = f"SELECT {', '.join(_columns(record))} FROM {table} WHERE run = ? {which}"
-    return [record(**_named(record, row)) for row in connection.execute(query, (run, *key))]
+    columns = ", ".join(field.name for field in fields(record))
+    rows = connection.execute(f"SELECT {columns} FROM {_TABLES[record]} WHERE run = ? {which}", (run, *key))
+    return [record(**row) for row in rows]
+
+
+def _first(
+    connection: sqlite3.Connection, record: type[_Record], run: int, which: str = "", *key: str | int
+) -> _Record | None:
+    return next(iter(_all(connection, record, run, which, *key)), None)

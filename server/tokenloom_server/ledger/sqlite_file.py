@@ -92,6 +92,7 @@ class SqliteFile:
             self._connection = sqlite3.connect(
                 path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )
+            self._connection.row_factory = sqlite3.Row
         try:
             with self.reading():
                 self._refuse_other_files()

@@ -10,7 +10,7 @@ from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.state import ChildState, SourceState
-from tokenloom_server.mixing.mixer import node_shapes
+from tokenloom_server.mixing.mixer import node_shape
 from tokenloom_server.mixing.policy import Elsewhere, policy_of
 
 Nodes = tuple[tuple[ChildState, ...], ...]
@@ -52,7 +52,6 @@ def _summed(
     known: Sequence[bool],
     owed_to: Callable[[NodeConfig, Elsewhere], Sequence[int]],
 ) -> Nodes:
-    shapes = {shape.node_id: shape for _, shape in node_shapes(config)}
     nodes: dict[int, tuple[ChildState, ...]] = {}
 
     def visit(node: NodeConfig) -> tuple[int, int, bool]:
@@ -71,7 +70,7 @@ def _summed(
             tokens=tokens,
             live=[child.presence == "live" for child in node.children],
             known=read,
-            weights=shapes[node.id].weights,
+            weights=node_shape(config, node).weights,
             baseline=config.new_source_baseline,
         )
         nodes[node.id] = tuple(map(ChildState, samples, tokens, owed_to(node, sums)))

@@ -17,28 +17,17 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tokenloom_server.core.hashing import Purpose, draws
 from tokenloom_server.mixing.credits import balanced, begun, carried, rescaled
-from tokenloom_server.mixing.policy import (
-    Children,
-    Choices,
-    Chooser,
-    Elsewhere,
-    NodeChange,
-    NodeShape,
-    NodeStart,
-    Policy,
-    Weighed,
-)
+from tokenloom_server.mixing.policy import Choices, Chooser, Elsewhere, Mark, NodeChange, NodeStart, Policy, Weighed
 
 #: Deadlines are kept in 2^-20 tokens.
 _DEADLINE_BITS = 20
-#: Choices that are worked out ahead; fewer at first, so that a new mixer answers at once.
-_FIRST_AHEAD, _AHEAD = 64, 4096
 #: Weights that follow the run stay in force while every share is within 1/1024 of what it would be: what was worked
 #: out ahead then holds. A part of the order's rules.
 CLOSE = 1024
@@ -49,15 +38,37 @@ _Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class _Anchor:
+class _Anchor(Mark):
     """Credits, tokens and weights (0 for a child that is out) when any of the weights last changed; the totals that
     they were made from, if any."""
 
-    credits: tuple[int, ...]
     tokens: tuple[int, ...]
     weights: tuple[int, ...]
     live_weight: int
     totals: tuple[int, ...] = ()
+
+    def credits_at(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        since = [now - then for now, then in zip(tokens, self.tokens, strict=True)]
+        issued = sum(since)
+        return tuple(
+            credit + weight * issued - self.live_weight * own if weight else credit
+            for credit, weight, own in zip(self.credits, self.weights, since, strict=True)
+        )
+
+    def made(self) -> Sequence[tuple[int, int]]:
+        return list(zip(self.weights, self.totals, strict=True)) if self.totals else Mark.made(self)
+
+
+class _Jobs(NamedTuple):
+    """The next picks of each live child, in the order in which they are released.
+
+    ``slots``: the first slot, of one pick each, in which a job is due. ``ranks``: its place among all by deadline, tie
+    and child. ``child_of_rank``: whose it is (among the live ones).
+    """
+
+    slots: _Int64s
+    ranks: _Int64s
+    child_of_rank: Choices
 
 
 class OwesTokens(Policy):
@@ -81,7 +92,7 @@ class LeastConsumed(Weighed, OwesTokens):
     name = "least_consumed"
 
     def chooser(self, node: NodeStart) -> Chooser:
-        return LeastConsumedChooser(node.shape, node.children, [child.credit for child in node.states])
+        return LeastConsumedChooser(node)
 
     def imported(self, node: Elsewhere) -> tuple[Sequence[int], Sequence[int] | None]:
         """Balances go on: what each child had there counts, and a new one begins as ``baseline`` says."""
@@ -93,80 +104,54 @@ class LeastConsumed(Weighed, OwesTokens):
 class LeastConsumedChooser(Chooser):
     """Implements ``Chooser``. Credits are in 1/W tokens, W being the sum of the live children's weights."""
 
-    def __init__(self, shape: NodeShape, children: Children, owed: Sequence[int]) -> None:
-        self._shape = shape
-        self._children = children
-        self._ahead = _FIRST_AHEAD
-        self._planned: Choices = np.empty(0, np.intp)
-        self._at = 0
-        self._anchor: _Anchor
-        self._rebuild(tuple(owed), shape.weights)
-
-    def upcoming(self, count: int) -> Choices:
-        if len(self._planned) - self._at < count:
-            self._planned, self._at = self._plan(max(count, self._ahead)), 0
-            self._ahead = min(2 * self._ahead, _AHEAD)
-        return self._planned[self._at : self._at + count]
-
-    def issued(self, count: int) -> None:
-        self._at += count
+    def __init__(self, node: NodeStart) -> None:
+        super().__init__(node)
+        self._mark: _Anchor
+        self._rebuild(tuple(child.credit for child in node.states), node.shape.weights)
 
     def lost(self, child: int) -> None:
         """Leaves the remaining children in their proportions: credits are rescaled to the new sum of
         weights, and what the child was owed or had in advance is spread by weight."""
-        weights = self._masked(self._anchor.weights)
-        if not any(weights):
-            return
-        before = self.credits(self._anchor, self._children.tokens)
-        self._rebuild(rescaled(before, self._anchor.live_weight, weights), weights)
+        anchor = self._mark
+        owed = anchor.credits_at(self._children.tokens)
+        weights, totals = self._without(child)
+        if any(weights):
+            owed = rescaled(owed, anchor.live_weight, weights)
+        self._rebuild(owed, weights, totals)
 
     def reweigh(self, weights: Sequence[int], totals: tuple[int, ...] = ()) -> None:
         """From here on other weights, unless the present ones are close; what is owed under those is carried over."""
         weights = self._masked(weights)
-        anchor = self._anchor
+        anchor = self._mark
         if _are_close(anchor.weights, weights):
             # Nothing is owed anew, and what was worked out ahead holds.
-            self._anchor = replace(anchor, totals=totals)
+            self._mark = replace(anchor, totals=totals)
             return
-        owed = self.credits(anchor, self._children.tokens)
+        owed = anchor.credits_at(self._children.tokens)
         self._rebuild(carried(owed, anchor.weights, weights, self._shape.pick_tokens), weights, totals)
 
     def weights(self) -> Sequence[int]:
-        return self._anchor.weights
-
-    def mark(self) -> _Anchor:
-        return self._anchor
-
-    def credits(self, mark: object, tokens: Sequence[int]) -> tuple[int, ...]:
-        anchor = self._anchor_of(mark)
-        since = [now - then for now, then in zip(tokens, anchor.tokens, strict=True)]
-        issued = sum(since)
-        return tuple(
-            credit + weight * issued - anchor.live_weight * own if weight else credit
-            for credit, weight, own in zip(anchor.credits, anchor.weights, since, strict=True)
-        )
-
-    @staticmethod
-    def _anchor_of(mark: object) -> _Anchor:
-        assert isinstance(mark, _Anchor)
-        return mark
+        return self._mark.weights
 
     def _masked(self, weights: Sequence[int]) -> tuple[int, ...]:
         return tuple(0 if out else weight for weight, out in zip(weights, self._children.out, strict=True))
 
+    def _without(self, child: int) -> tuple[Sequence[int], tuple[int, ...]]:
+        """The weights once a child is out, and the totals that they are made from, if any."""
+        return self._masked(self._mark.weights), ()
+
     def _rebuild(self, owed: tuple[int, ...], weights: Sequence[int], totals: tuple[int, ...] = ()) -> None:
         # A weight of 0 freezes the credit of a child that is out.
         weights = self._masked(weights)
-        self._anchor = _Anchor(owed, tuple(self._children.tokens), weights, sum(weights), totals)
+        self._mark = _Anchor(owed, tuple(self._children.tokens), weights, sum(weights), totals)
         self._live = [i for i, weight in enumerate(weights) if weight]
-        self._planned, self._at, self._ahead = self._planned[:0], 0, _FIRST_AHEAD
+        self._forget()
 
-    def _plan(self, count: int) -> Choices:
-        """The next ``count`` choices from the present counters."""
+    def work_out(self, count: int) -> Choices:
         live = np.array(self._live, np.intp)
         if len(live) == 1:
             return np.full(count, live[0])
-        jobs = _Jobs(self, count)
+        jobs = self._jobs(count)
         slots, ranks = jobs.slots.tolist(), jobs.ranks.tolist()
         slots.append(count)
         released: list[int] = []
@@ -180,34 +165,20 @@ class LeastConsumedChooser(Chooser):
                 chosen.append(heapq.heappop(released))
                 continue
             # Only when rounding left the credits' sum a hair below zero: nobody is due, the next one goes.
-            first = jobs.first_of_each_child(ranks[passed:])
-            soonest = min(first, key=first.__getitem__)
-            chosen.append(first[soonest])
-            del slots[passed + soonest], ranks[passed + soonest]
+            first: dict[int, int] = {}
+            for position, rank in enumerate(ranks[passed:], passed):
+                first.setdefault(int(jobs.child_of_rank[rank]), position)
+            soonest = min(first.values(), key=ranks.__getitem__)
+            chosen.append(ranks[soonest])
+            del slots[soonest], ranks[soonest]
         return live[jobs.child_of_rank[chosen]]
 
-
-def _are_close(present: Sequence[int], others: Sequence[int]) -> bool:
-    """Whether no share changes by more than 1/``CLOSE`` of what it would be."""
-    total, other_total = sum(present), sum(others)
-    return total > 0 and all(
-        CLOSE * abs(weight * other_total - other * total) <= other * total
-        for weight, other in zip(present, others, strict=True)
-    )
-
-
-class _Jobs:
-    """The next picks of each live child, as many as may come up within ``count`` slots of one pick.
-
-    In the order in which they are released: ``slots``, the first slot in which a job is due; ``ranks``,
-    its place among all by deadline, tie and child; ``child_of_rank``, whose it is (among the live ones).
-    """
-
-    def __init__(self, chooser: LeastConsumedChooser, count: int) -> None:
-        anchor, counters, shape, live = chooser._anchor, chooser._children, chooser._shape, chooser._live
+    def _jobs(self, count: int) -> _Jobs:
+        """The jobs that may come up within ``count`` slots."""
+        anchor, shape, live = self._mark, self._shape, self._live
         length, pairs = shape.pick_tokens, 2 * len(live) - 2
         pick = anchor.live_weight * length
-        credit = chooser.credits(anchor, counters.tokens)
+        credit = anchor.credits_at(self._children.tokens)
         # In units of 1 / (pairs × weight) tokens from now, exactly: job k of a child is due a pick before
         # begin + k × period, and its deadline is end + k × period. Quotient and remainder stay within 64 bits.
         period = pairs * pick
@@ -241,23 +212,23 @@ class _Jobs:
         if same.any():
             tied = by_deadline[np.append(same, False) | np.insert(same, 0, False)]
             ids = np.array([shape.child_ids[i] for i in live], np.uint64)[child[tied]]
-            picks = np.array([counters.picks[i] for i in live], np.int64)[child[tied]] + k[tied]
+            picks = np.array([self._children.picks[i] for i in live], np.int64)[child[tied]] + k[tied]
             ties[tied] = draws(shape.seed, Purpose.TIE, ids, picks.astype(np.uint64))
             by_deadline = np.lexsort((child, ties, fractions, ends))
         ranks = np.empty(len(child), np.int64)
         ranks[by_deadline] = np.arange(len(child))
         slots = np.maximum(-(-due // length), 0)
         by_release = np.argsort(slots, kind="stable")
-        self.slots: _Int64s = slots[by_release]
-        self.ranks: _Int64s = ranks[by_release]
-        self.child_of_rank: Choices = child[by_deadline]
+        return _Jobs(slots[by_release], ranks[by_release], child[by_deadline])
 
-    def first_of_each_child(self, ranks: Sequence[int]) -> dict[int, int]:
-        """Of jobs in order of release, the position and rank of each child's first."""
-        firsts: dict[int, tuple[int, int]] = {}
-        for position, rank in enumerate(ranks):
-            firsts.setdefault(int(self.child_of_rank[rank]), (position, rank))
-        return dict(firsts.values())
+
+def _are_close(present: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether no share changes by more than 1/``CLOSE`` of what it would be."""
+    total, other_total = sum(present), sum(others)
+    return total > 0 and all(
+        CLOSE * abs(weight * other_total - other * total) <= other * total
+        for weight, other in zip(present, others, strict=True)
+    )
 
 
 def _quotients(numerators: Sequence[int], units: Sequence[int]) -> tuple[_Int64s, _Int64s]:

@@ -6,7 +6,7 @@ samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
@@ -45,14 +45,14 @@ class Mixer:
     ) -> None:
         """``states`` are the nodes' in node-id order, as in ``State.nodes``; ``size_estimates`` those of the sources in
         ``RunConfig.measured_sources``, by id."""
-        shapes = {shape.node_id: (shape, state) for (_, shape), state in zip(node_shapes(config), states, strict=True)}
+        states_by_node = dict(zip((node.id for node in config.nodes), states, strict=True))
         # Children before parents.
         self._upwards: list[Node] = []
 
         def build(node: NodeConfig) -> Node:
-            shape, state = shapes[node.id]
             children = tuple(build(child) if isinstance(child, NodeConfig) else child.id for child in node.children)
-            self._upwards.append(Node(shape, node, children, state, config.pick_samples))
+            shape, node_states = node_shape(config, node), states_by_node[node.id]
+            self._upwards.append(Node(shape, node, children, node_states, config.pick_samples))
             return self._upwards[-1]
 
         self._config = config
@@ -202,22 +202,17 @@ class Mixer:
         self.mix_weights = self._mix_weights()
 
 
-def node_shapes(config: RunConfig) -> Iterator[tuple[NodeConfig, NodeShape]]:
-    """Every node with its shape, by node id."""
-    for node in config.nodes:
-        ids = tuple(2 * child.id + isinstance(child, NodeConfig) for child in node.children)
-        # Of a schedule, weights are the policy's own.
-        numbers = [child.weight if isinstance(child.weight, float) else 1.0 for child in node.children]
-        yield (
-            node,
-            NodeShape(
-                node_id=node.id,
-                seed=config.seed,
-                pick_tokens=config.pick_tokens,
-                weights=integer_weights(numbers),
-                child_ids=ids,
-            ),
-        )
+def node_shape(config: RunConfig, node: NodeConfig) -> NodeShape:
+    """What never changes about a node of a run."""
+    # Of a schedule, weights are the policy's own.
+    numbers = [child.weight if isinstance(child.weight, float) else 1.0 for child in node.children]
+    return NodeShape(
+        node_id=node.id,
+        seed=config.seed,
+        pick_tokens=config.pick_tokens,
+        weights=integer_weights(numbers),
+        child_ids=tuple(2 * child.id + isinstance(child, NodeConfig) for child in node.children),
+    )
 
 
 def initial_nodes(config: RunConfig) -> tuple[tuple[ChildState, ...], ...]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from tokenloom_server.config.node import Child, NodeConfig
 from tokenloom_server.core.state import MAX_COUNTER, ChildState
-from tokenloom_server.mixing.policy import Children, NodeShape, NodeStart, policy_of
+from tokenloom_server.mixing.policy import Children, Mark, NodeShape, NodeStart, policy_of
 
 #: Returned in place of a source id when a node has nothing more to give.
 NOTHING = -1
@@ -29,7 +29,7 @@ class NodeWeights(NamedTuple):
     many marks."""
 
     exhausted: tuple[bool, ...]
-    credits: object
+    mark: Mark
 
 
 class Node:
@@ -150,7 +150,7 @@ class Node:
         return NOTHING
 
     def weights(self) -> NodeWeights:
-        return NodeWeights(tuple(self.exhausted), self.chooser.mark())
+        return NodeWeights(tuple(self.exhausted), self.chooser.mark)
 
     def states_at(self, weights: NodeWeights, given: Sequence[int]) -> tuple[ChildState, ...]:
         """The children's states under these weights; ``given`` is how many samples each gave since the node was
@@ -158,12 +158,10 @@ class Node:
         pick = self._pick_samples
         samples = [was.samples + more for was, more in zip(self._states, given, strict=True)]
         tokens = [was.tokens + more * self.pick_tokens // pick for was, more in zip(self._states, given, strict=True)]
-        owed = self.chooser.credits(weights.credits, tokens)
-        made = self.chooser.made(weights.credits) or [(0, 0)] * len(given)
         return tuple(
             ChildState(own, own_tokens, credit, exhausted, weight, total * pick)
             for own, own_tokens, credit, exhausted, (weight, total) in zip(
-                samples, tokens, owed, weights.exhausted, made, strict=True
+                samples, tokens, weights.mark.credits_at(tokens), weights.exhausted, weights.mark.made(), strict=True
             )
         )
 

@@ -27,6 +27,9 @@ Floats = npt.NDArray[np.float64]
 #: [tokens, weight], ascending in tokens; a plain weight is one point.
 Points = Sequence[tuple[int, float]]
 
+#: Choices that are worked out ahead; fewer at first, so that a new chooser answers at once.
+_FIRST_AHEAD, _AHEAD = 64, 4096
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeShape:
@@ -64,22 +67,58 @@ class Span(NamedTuple):
     picks: float
 
 
-class Chooser:
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What a state keeps of a chooser: immutable, and the same until a child is out or weights are made anew."""
+
+    #: By child, when the mark was made.
+    credits: tuple[int, ...]
+
+    def credits_at(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """The credits once the children have so many tokens."""
+        return self.credits
+
+    def made(self) -> Sequence[tuple[int, int]]:
+        """By child, the weight in force and the total that it was made from (picks); zeros where the policy makes
+        none."""
+        return [(0, 0)] * len(self.credits)
+
+
+class Chooser(ABC):
     """Chooses among a node's live children. Its choices are a function of its shape, the children's
     counters and what a state keeps of it, so that a chooser built anew from a state goes on identically.
 
     Choices are asked for by the thousand, because Python spent on each pick is what a fast source waits
-    for: a chooser works them out ahead, in arrays, and throws them away where a child turns out to be out.
+    for: they are worked out ahead, in arrays, and thrown away where a child turns out to be out.
     """
+
+    def __init__(self, node: NodeStart) -> None:
+        self._shape = node.shape
+        self._children = node.children
+        self._mark = Mark(tuple(child.credit for child in node.states))
+        self._forget()
+
+    def _forget(self) -> None:
+        """Throws away what was worked out ahead."""
+        self._ahead: Choices = np.empty(0, np.intp)
+        self._issued, self._size = 0, _FIRST_AHEAD
+
+    @abstractmethod
+    def work_out(self, count: int) -> Choices:
+        """At least the next ``count`` choices from the counters on, if each of them succeeds. At least one child is
+        live."""
+
+    @abstractmethod
+    def weights(self) -> Sequence[int]:
+        """The children's shares while nothing changes, as integers in their proportion; 0 for one that is out."""
 
     def upcoming(self, count: int) -> Choices:
         """The next ``count`` choices if each of them succeeds. At least one child is live. Changes nothing
         that a state would show; the caller does not write into the array."""
-        raise NotImplementedError
-
-    def weights(self) -> Sequence[int]:
-        """The children's shares while nothing changes, as integers in their proportion; 0 for one that is out."""
-        raise NotImplementedError
+        if len(self._ahead) - self._issued < count:
+            self._ahead, self._issued = self.work_out(max(count, self._size)), 0
+            self._size = min(2 * self._size, _AHEAD)
+        return self._ahead[self._issued : self._issued + count]
 
     def choose(self, retry: int) -> int:
         """The next choice, where ``retry`` children turned out to be out within this pick."""
@@ -87,11 +126,13 @@ class Chooser:
 
     def issued(self, count: int) -> None:
         """The next ``count`` choices succeeded. Called after the counters moved."""
+        self._issued += count
 
     def lost(self, child: int) -> None:
         """The child is out, and maybe none is live any more. Called after it was marked."""
+        self._forget()
 
-    def update(self, totals: Sequence[int], run_tokens: int) -> None:
+    def update(self, totals: Sequence[int], run_tokens: int) -> None:  # noqa: B027
         """Makes weights anew, where they follow the run: from the estimates of all that each child will give, in
         picks (empty unless the policy ``estimates``), or from the run's total tokens."""
 
@@ -104,18 +145,10 @@ class Chooser:
         """Over how many of the run's tokens means may be taken at once; ``rate`` of these are the node's."""
         return math.inf
 
-    def mark(self) -> object:
-        """An immutable note of the credits, the same until a child is out or weights are made anew."""
-        return None
-
-    def credits(self, mark: object, tokens: Sequence[int]) -> tuple[int, ...]:
-        """The credits under a mark, given the children's tokens."""
-        return (0,) * len(tokens)
-
-    def made(self, mark: object) -> Sequence[tuple[int, int]]:
-        """By child, the weight in force under a mark and the total that it was made from (picks); empty where the
-        policy makes none."""
-        return ()
+    @property
+    def mark(self) -> Mark:
+        """What a state keeps of it."""
+        return self._mark
 
 
 def normal(weights: Sequence[int]) -> Floats:

@@ -6,16 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tokenloom_server.mixing.policy import (
-    Children,
-    Choices,
-    Chooser,
-    Elsewhere,
-    NodeChange,
-    NodeStart,
-    Policy,
-    SavedNode,
-)
+from tokenloom_server.mixing.policy import Choices, Chooser, Elsewhere, NodeChange, NodeStart, Policy, SavedNode
 
 
 class RoundRobin(Policy):
@@ -27,57 +18,44 @@ class RoundRobin(Policy):
     credit = "turns"
 
     def chooser(self, node: NodeStart) -> Chooser:
-        return RoundRobinChooser(node.children, [child.credit for child in node.states])
+        return RoundRobinChooser(node)
 
     def saved_weights(self, node: SavedNode) -> Sequence[float]:
         return [float(child.live) for child in node.children]
 
     def revised(self, change: NodeChange) -> Sequence[int]:
         picks = [child.samples // change.pick_samples for child in change.new]
+        live = [weight > 0 for weight in change.new_weights]
         if not isinstance(change.old_policy, RoundRobin):
-            nobody = [False] * len(picks)
-            return levelled(picks, [0] * len(picks), nobody, [weight > 0 for weight in change.new_weights])
+            return first_round(picks, live)
         # A node that sources joined or left counts other picks than before; its turns are what they were.
         turns = [
             was.samples // change.pick_samples + was.credit - now if was is not None else 0
             for was, now in zip(change.old, picks, strict=True)
         ]
-        before, after = ([weight > 0 for weight in weights] for weights in (change.old_weights, change.new_weights))
-        return levelled(picks, turns, before, after)
+        return levelled(picks, turns, [weight > 0 for weight in change.old_weights], live)
 
     def forked(self, node: Elsewhere) -> Sequence[int]:
-        # The next round is the first for all of them: none has those to make up for that others had elsewhere.
-        nobody = [False] * len(node.picks)
-        return levelled(node.picks, [0] * len(node.picks), nobody, node.live)
+        # None has turns to make up for that others had elsewhere.
+        return first_round(node.picks, node.live)
 
 
 class RoundRobinChooser(Chooser):
-    def __init__(self, children: Children, joined: Sequence[int]) -> None:
-        self._children = children
-        self._joined = tuple(joined)
-        self._ahead: Choices = np.empty(0, np.intp)
-
-    def upcoming(self, count: int) -> Choices:
-        if len(self._ahead) < count:
-            live = self._children.live
-            turns = [self._children.picks[i] + self._joined[i] for i in live]
-            late = [i for i, taken in zip(live, turns, strict=True) if taken < max(turns)]
-            # Whoever has not had the present round comes first; then whole rounds.
-            rounds = np.tile(np.array(live, np.intp), -(-count // len(live)))
-            self._ahead = np.concatenate([np.array(late, np.intp), rounds])
-        return self._ahead[:count]
-
-    def issued(self, count: int) -> None:
-        self._ahead = self._ahead[count:]
-
-    def lost(self, child: int) -> None:
-        self._ahead = self._ahead[:0]
+    def work_out(self, count: int) -> Choices:
+        live = self._children.live
+        turns = [self._children.picks[i] + self._mark.credits[i] for i in live]
+        late = [i for i, taken in zip(live, turns, strict=True) if taken < max(turns)]
+        # Whoever has not had the present round comes first; then whole rounds.
+        rounds = np.tile(np.array(live, np.intp), -(-count // len(live)))
+        return np.concatenate([np.array(late, np.intp), rounds])
 
     def weights(self) -> Sequence[int]:
         return [0 if out else 1 for out in self._children.out]
 
-    def credits(self, mark: object, tokens: Sequence[int]) -> tuple[int, ...]:
-        return self._joined
+
+def first_round(picks: Sequence[int], live: Sequence[bool]) -> tuple[int, ...]:
+    """The credits under which the next round is the first for all that are live."""
+    return levelled(picks, [0] * len(picks), [False] * len(picks), live)
 
 
 def levelled(

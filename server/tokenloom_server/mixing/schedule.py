@@ -41,8 +41,7 @@ class Schedule(Varying):
                 )
 
     def chooser(self, node: NodeStart) -> Chooser:
-        points = [_points(child.weight) for child in node.config.children]
-        return ScheduleChooser(node, WeightCurve(points, linear=node.config.interpolate == "linear"))
+        return ScheduleChooser(node)
 
     def saved_weights(self, node: SavedNode) -> Sequence[float] | None:
         points = [child.points for child in node.children if child.points is not None]
@@ -89,12 +88,13 @@ class WeightCurve:
 
 
 class ScheduleChooser(VaryingChooser):
-    def __init__(self, node: NodeStart, curve: WeightCurve) -> None:
+    def __init__(self, node: NodeStart) -> None:
         super().__init__(node)
-        self._curve = curve
+        points = [_points(child.weight) for child in node.config.children]
+        self._curve = WeightCurve(points, linear=node.config.interpolate == "linear")
 
     def update(self, totals: Sequence[int], run_tokens: int) -> None:
-        self.reweigh(self._made(self._curve.weights(run_tokens)), self._anchor.totals)
+        self.reweigh(self._made(self._curve.weights(run_tokens)), self._mark.totals)
 
     def mean_shares(self, span: Span) -> Floats:
         shares = np.zeros(len(self._children.out))
@@ -106,7 +106,7 @@ class ScheduleChooser(VaryingChooser):
         return self._curve.straight(run_tokens)
 
     def _without(self, child: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return self._made(self._anchor.weights), self._anchor.totals
+        return self._made(self._mark.weights), self._mark.totals
 
     def _made(self, weights: Sequence[int]) -> tuple[int, ...]:
         live = [weights[i] for i in self._children.live]

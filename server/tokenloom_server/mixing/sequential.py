@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tokenloom_server.mixing.policy import Children, Choices, Chooser, NodeStart, Policy, SavedNode
+from tokenloom_server.mixing.policy import Choices, Chooser, NodeStart, Policy, SavedNode
 
 
 class Sequential(Policy):
@@ -16,21 +16,15 @@ class Sequential(Policy):
     follows_progress = True
 
     def chooser(self, node: NodeStart) -> Chooser:
-        return SequentialChooser(node.children)
+        return SequentialChooser(node)
 
     def saved_weights(self, node: SavedNode) -> Sequence[float]:
         return _first([not child.live for child in node.children])
 
 
 class SequentialChooser(Chooser):
-    def __init__(self, children: Children) -> None:
-        self._children = children
-
-    def upcoming(self, count: int) -> Choices:
-        return np.full(count, self.choose(0), np.intp)
-
-    def choose(self, retry: int) -> int:
-        return self._children.out.index(False)
+    def work_out(self, count: int) -> Choices:
+        return np.full(count, self._children.out.index(False), np.intp)
 
     def weights(self) -> Sequence[int]:
         return _first(self._children.out)

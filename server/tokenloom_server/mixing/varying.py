@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tokenloom_server.mixing.credits import rescaled
 from tokenloom_server.mixing.least_consumed import LeastConsumedChooser, OwesTokens
 from tokenloom_server.mixing.policy import Chooser, Floats, NodeStart, SavedNode, Span, normal
 from tokenloom_server.mixing.weights import reduced
@@ -29,6 +28,12 @@ class Left(NamedTuple):
 
     remaining: int
     total: int
+
+    @classmethod
+    def of(cls, total: int, picks: int) -> Left:
+        """What an estimate has left; a live child has one pick at least."""
+        remaining = max(1, total - picks)
+        return cls(remaining, max(remaining, total))
 
 
 class Varying(OwesTokens):
@@ -56,8 +61,7 @@ class Estimating(Varying):
             if child.live:
                 if not child.total or child.picks is None:
                     return None
-                rest = max(1, child.total - child.picks)
-                left.append(Left(rest, max(rest, child.total)))
+                left.append(Left.of(child.total, child.picks))
         weights = iter(self.rule(left))
         return [next(weights) if child.live else 0 for child in node.children]
 
@@ -66,25 +70,9 @@ class VaryingChooser(LeastConsumedChooser):
     """``LeastConsumedChooser`` under weights that a state keeps, and that an update may replace."""
 
     def __init__(self, node: NodeStart) -> None:
-        owed = tuple(child.credit for child in node.states)
-        super().__init__(node.shape, node.children, owed)
-        self._rebuild(owed, [child.weight for child in node.states], tuple(child.total for child in node.states))
-
-    def lost(self, child: int) -> None:
-        anchor = self._anchor
-        owed = self.credits(anchor, self._children.tokens)
-        weights, totals = self._without(child)
-        if any(weights):
-            owed = rescaled(owed, anchor.live_weight, weights)
-        self._rebuild(owed, weights, totals)
-
-    def made(self, mark: object) -> Sequence[tuple[int, int]]:
-        anchor = self._anchor_of(mark)
-        return list(zip(anchor.weights, anchor.totals, strict=True))
-
-    @abstractmethod
-    def _without(self, child: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The weights and totals once a child is out."""
+        super().__init__(node)
+        weights, totals = zip(*((child.weight, child.total) for child in node.states), strict=True)
+        self._rebuild(self._mark.credits, weights, totals)
 
     def _of_live(self, weights: Sequence[int]) -> tuple[int, ...]:
         """Weights of the live children as weights of all."""
@@ -109,22 +97,20 @@ class EstimatingChooser(VaryingChooser):
         # Those in the middle of the span.
         shares = super().mean_shares(span)
         picks = [own + round(span.picks / 2 * share) for own, share in zip(self._children.picks, shares, strict=True)]
-        return normal(self._made(self._anchor.totals, picks))
+        return normal(self._made(self._mark.totals, picks))
 
     def horizon(self, run_tokens: int, rate: float) -> float:
         shares = super().mean_shares(Span(run_tokens, 0, 0))
-        rests = np.maximum(1, np.subtract(self._anchor.totals, self._children.picks))
+        rests = np.maximum(1, np.subtract(self._mark.totals, self._children.picks))
         picks = np.maximum(1, _STEP * rests) / np.maximum(shares, 1e-300)
         return float(picks.min()) * self._shape.pick_tokens / rate
 
     def _without(self, child: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        totals = list(self._anchor.totals)
+        totals = list(self._mark.totals)
         totals[child] = self._children.picks[child]
         return self._made(totals), tuple(totals)
 
     def _made(self, totals: Sequence[int], picks: Sequence[int] | None = None) -> tuple[int, ...]:
         """Weights where so many ``picks`` were given; as many as there were if not given."""
-        live, picks = self._children.live, self._children.picks if picks is None else picks
-        rests = [max(1, totals[i] - picks[i]) for i in live]
-        left = [Left(rest, max(rest, totals[i])) for i, rest in zip(live, rests, strict=True)]
-        return self._of_live(self._rule(left))
+        picks = self._children.picks if picks is None else picks
+        return self._of_live(self._rule([Left.of(totals[i], picks[i]) for i in self._children.live]))

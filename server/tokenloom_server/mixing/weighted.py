@@ -9,10 +9,7 @@ from itertools import accumulate
 import numpy as np
 
 from tokenloom_server.core.hashing import Purpose, draw, draws
-from tokenloom_server.mixing.policy import Children, Choices, Chooser, NodeShape, NodeStart, Weighed
-
-#: Choices that are drawn ahead; fewer at first, so that a new mixer answers at once.
-_FIRST_AHEAD, _AHEAD = 64, 4096
+from tokenloom_server.mixing.policy import Choices, Chooser, NodeStart, Weighed
 
 
 class Weighted(Weighed):
@@ -23,40 +20,30 @@ class Weighted(Weighed):
     options = ("unit",)
 
     def chooser(self, node: NodeStart) -> Chooser:
-        return WeightedChooser(node.shape, node.children)
+        return WeightedChooser(node)
 
 
 class WeightedChooser(Chooser):
-    def __init__(self, shape: NodeShape, children: Children) -> None:
-        self._shape = shape
-        self._children = children
-        self._picks = sum(children.picks)
-        self._ahead = _FIRST_AHEAD
-        self._drawn: Choices = np.empty(0, np.intp)
-        self._at = 0
+    def __init__(self, node: NodeStart) -> None:
+        super().__init__(node)
         self._rebuild()
 
-    def upcoming(self, count: int) -> Choices:
-        if len(self._drawn) - self._at < count:
-            size = max(count, self._ahead)
-            self._ahead = min(2 * self._ahead, _AHEAD)
-            indices = np.arange(self._picks, self._picks + size, dtype=np.uint64)
-            ids = np.full(size, self._shape.node_id, np.uint64)
-            total = self._cumulative[-1]
-            numbers = draws(self._shape.seed, Purpose.CHOICE, ids, indices)
-            self._drawn = np.array([self._child_at(number * total >> 64) for number in numbers], np.intp)
-            self._at = 0
-        return self._drawn[self._at : self._at + count]
+    def work_out(self, count: int) -> Choices:
+        picks = sum(self._children.picks)
+        indices = np.arange(picks, picks + count, dtype=np.uint64)
+        ids = np.full(count, self._shape.node_id, np.uint64)
+        total = self._cumulative[-1]
+        numbers = draws(self._shape.seed, Purpose.CHOICE, ids, indices)
+        return np.array([self._child_at(number * total >> 64) for number in numbers], np.intp)
 
     def choose(self, retry: int) -> int:
-        number = draw(self._shape.seed, Purpose.CHOICE, self._shape.node_id, self._picks, retry)
+        if not retry:
+            return super().choose(retry)
+        number = draw(self._shape.seed, Purpose.CHOICE, self._shape.node_id, sum(self._children.picks), retry)
         return self._child_at(number * self._cumulative[-1] >> 64)
 
-    def issued(self, count: int) -> None:
-        self._picks += count
-        self._at += count
-
     def lost(self, child: int) -> None:
+        super().lost(child)
         self._rebuild()
 
     def weights(self) -> Sequence[int]:
@@ -68,4 +55,3 @@ class WeightedChooser(Chooser):
     def _rebuild(self) -> None:
         self._live = self._children.live
         self._cumulative = list(accumulate(self._shape.weights[i] for i in self._live))
-        self._drawn, self._at = self._drawn[:0], 0

@@ -275,15 +275,15 @@ def _chosen_engine(
             f"tokenizer: is missing, but {texts[0][0].source!r} holds text; name a tokenizer.json, a folder with "
             "one, or 'bytes'"
         )
-    choice = choose_engine(
+    record, reason = choose_engine(
         definition,
         config.special_tokens_in_text,
         in_threads(lambda text: _first_rows(text[1]), texts, remote=any(source.spec.is_remote for source, _ in texts)),
         cpu_clock_s=time.thread_time,
     )
-    level = logging.INFO if choice.engine != "tokenizers" else logging.WARNING
-    _log.log(level, "%s: tokeniser engine %s %s: %s", config.run, choice.engine, choice.version, choice.reason)
-    return choice.record
+    level = logging.INFO if record.engine != "tokenizers" else logging.WARNING
+    _log.log(level, "%s: tokeniser engine %s %s: %s", config.run, record.engine, record.version, reason)
+    return record
 
 
 def _first_rows(source: Source) -> pa.Array:

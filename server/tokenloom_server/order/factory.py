@@ -19,7 +19,7 @@ from tokenloom_server.packing.base import DocumentPacker, Packer, PackerFactory
 from tokenloom_server.packing.best_fit import BestFitPacker, Window
 from tokenloom_server.packing.buckets import BucketPacker
 from tokenloom_server.packing.concat import ConcatPacker
-from tokenloom_server.packing.documents import Documents, Encoder
+from tokenloom_server.packing.documents import Documents
 from tokenloom_server.packing.fim import FillInMiddle
 from tokenloom_server.packing.lanes import LanesPacker, lane_state
 from tokenloom_server.packing.origins import DocumentSpan
@@ -27,12 +27,11 @@ from tokenloom_server.packing.real_tokens import RealTokens
 from tokenloom_server.packing.samples import SampleFormat
 from tokenloom_server.packing.unpacked import UnpackedPacker
 from tokenloom_server.sources.base import Content, Source
-from tokenloom_server.sources.loss_mask import SourceWithLossMask
-from tokenloom_server.sources.timed import TimedSource
+from tokenloom_server.sources.wrapped import SourceWithLossMask, TimedSource
 from tokenloom_server.storage.urls import is_remote
 from tokenloom_server.tokenizer.crash_child import ChildEncoder
 from tokenloom_server.tokenizer.crash_guard import CrashGuardEncoder
-from tokenloom_server.tokenizer.documents import DocumentEncoder
+from tokenloom_server.tokenizer.documents import DocumentEncoder, Encoder
 from tokenloom_server.tokenizer.masked import MaskedEncoder
 
 
@@ -240,10 +239,9 @@ class PipelineFactory:
         around = partial(
             DocumentEncoder,
             vocab_size=record.vocab_size,
-            bos_id=record.begin_of_text_id,
-            eot_id=record.end_of_text_id,
-            add_bos=config.adds_bos(source),
-            add_eot=config.adds_eot(source),
+            bos_id=record.begin_of_text_id if config.adds_bos(source) else None,
+            eot_id=record.end_of_text_id if config.adds_eot(source) else None,
+            ends_once=config.adds_eot(source) == "auto",
             skip_bad=config.skips_bad_rows(source),
         )
         crash_records = self.resources.crash_records(record)

@@ -19,6 +19,7 @@ from tokenloom_server.packing.reading import FileOrder, Layout, Reading, Shuffle
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.block_index import blocks
 from tokenloom_server.sources.holdout import HoldoutSource
+from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.sources.tensors.buckets import Bucketing, bucket_index
 from tokenloom_server.sources.tensors.source import FeatureSource
 
@@ -146,14 +147,13 @@ class SourceReaders:
         """A new reader of a source's rows, of a run with ``batching``."""
         batching, source = self._record.config.batching, self._record.config.sources[source_id]
         assert batching is not None
-        return FeatureSource(
-            source.spec,
-            self._record.shards[source_id],
-            self._resources.base_dir,
-            self._resources.io_stats,
-            names=batching.columns,
-            dtypes=batching.dtypes,
+        request = ReadRequest(
+            spec=source.spec,
+            shards=self._record.shards[source_id],
+            base_dir=self._resources.base_dir,
+            io_stats=self._resources.io_stats,
         )
+        return FeatureSource(request, names=batching.columns, dtypes=batching.dtypes)
 
     def bucket_epochs(self, source_id: int) -> Epochs:
         """The batches of a source, of a run with ``batching``; makes its index of buckets, or takes it from the files'

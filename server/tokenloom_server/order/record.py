@@ -21,7 +21,7 @@ from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import ORDER_VERSION
 from tokenloom_server.errors import ConfigError, LedgerError
-from tokenloom_server.mixing.mixer import node_shapes
+from tokenloom_server.mixing.mixer import node_shape
 from tokenloom_server.order import state_shape
 from tokenloom_server.order.exclusions import NOTHING_EXCLUDED, Exclusions
 from tokenloom_server.sources.base import Shard
@@ -129,7 +129,7 @@ class RunRecord:
         return state_shape.Shape(
             specs=self.specs,
             shards=self.shard_paths,
-            nodes={shape.node_id: shape.child_ids for _, shape in node_shapes(config)},
+            nodes={node.id: node_shape(config, node).child_ids for node in config.nodes},
             sample_tokens=config.sequence_length,
             names=tuple(source.alias for source in config.sources),
             shuffles=tuple(source.shuffle for source in config.sources),

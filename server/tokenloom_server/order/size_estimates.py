@@ -20,12 +20,11 @@ from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.token_curve import TokenCurve
 from tokenloom_server.packing.best_fit import Window, windowed_samples
-from tokenloom_server.packing.documents import Encoder
 from tokenloom_server.packing.unpacked import unpacked_samples
 from tokenloom_server.sources import columns
 from tokenloom_server.sources.base import Source
-from tokenloom_server.sources.line_index import BOM
-from tokenloom_server.sources.lines import LinesSource
+from tokenloom_server.sources.lines import BOM, LinesSource
+from tokenloom_server.tokenizer.documents import Encoder
 
 #: Places that are read of a source: spread over its shards, or within them where there are few.
 LEAST_PLACES, MOST_PLACES = 16, 64

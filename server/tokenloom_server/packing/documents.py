@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from tokenloom_server.packing.fim import FillInMiddle
 from tokenloom_server.packing.reading import FileOrder, Reading, Windows
 from tokenloom_server.packing.window import Held, Reader, Tokens, stretches
 from tokenloom_server.sources.base import Rows, Source
-from tokenloom_server.tokenizer.documents import Documents as Encoded
+from tokenloom_server.tokenizer.documents import Encoder
 
 _log = logging.getLogger(__name__)
 
@@ -75,13 +75,6 @@ class TokenizedRows(NamedTuple):
             out=None if self.out is None else self.out[rows],
             middles=None if self.middles is None else self.middles[rows],
         )
-
-
-class Encoder(Protocol):
-    """How do a source's rows become ids? Told where they lie, since a row may be the end of the process."""
-
-    def encode(self, column: Any, first_row: int, shard: int) -> Encoded:
-        """Tokens of an Arrow column that begins at a shard's row. Raises ``TokenizerError``."""
 
 
 #: What may become of a row beside tokens: it did not decode, or did not pass the source's filter.

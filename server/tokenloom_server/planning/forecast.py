@@ -36,7 +36,6 @@ class Part:
     curves: Sequence[TokenCurve | None]
     #: What the run's policies go by, of the ``measured_sources``, by id; the curves' if not given.
     size_estimates: Mapping[int, SizeEstimate] = field(default_factory=dict)
-    begin: int = 0
     #: The run's total tokens there.
     tokens: int = 0
     #: Sources that have more files than before.

@@ -47,7 +47,6 @@ class Planner:
                     for source in order.config.sources
                 ],
                 size_estimates=order.record.size_estimates,
-                begin=segment.begin,
                 tokens=segment.tokens,
                 grown=segment.grown,
             )

@@ -18,7 +18,6 @@ from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.order import builder
-from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.files import in_threads
 
@@ -87,32 +86,7 @@ class Job:
     """
 
     def __init__(
-        self, config: RunConfig, order: PipelineFactory, *, form: ShardFormat, shard_bytes: int, ids_too: bool
-    ) -> None:
-        """``order`` reads each source once, in file order; see ``create``."""
-        self.config = config
-        self.order = order
-        self.form: ShardFormat = form
-        self.shard_bytes = shard_bytes
-        named = {source.source: source for _, source in config.named_sources()}
-        # Shards have ids alone, so a source with a loss mask beside them stays as it is: nothing of it is tokenised.
-        chosen = [
-            i
-            for i, spec in enumerate(order.record.specs)
-            if named[spec].loss_mask is None and (ids_too or order.readers.open(i).content is Content.TEXT)
-        ]
-        self.sources: list[Prepared] = []
-        self.tasks: list[Task] = []
-        for i in chosen:
-            source = named[order.record.specs[i]]
-            folder = f"sources/{i:03d}-{_file_name(source)}"
-            self.sources.append(Prepared(i, source, folder))
-            for number, (ranges, size) in enumerate(self._cut(i)):
-                self.tasks.append(Task(i, ranges, size, f"{folder}/{number:06d}.{form}"))
-
-    @classmethod
-    def create(
-        cls,
+        self,
         config: RunConfig,
         base_dir: Path,
         index_dir: Path,
@@ -123,7 +97,7 @@ class Job:
         ids_too: bool,
         shuffled: bool,
         threads: int,
-    ) -> Job:
+    ) -> None:
         """Reads headers and indexes, and chooses the tokeniser's engine. ``shuffled``: rows are written in the order in
         which their first epoch reads them, not in that of the files.
 
@@ -134,15 +108,30 @@ class Job:
                 f"run {config.run!r}: batching serves rows that are ready tensors, so there is nothing to tokenise; "
                 "serve it as it is"
             )
-        order = builder.create(_reading(config, shuffled), base_dir, index_dir, roots, encoders=threads)
-        job = cls(config, order, form=form, shard_bytes=shard_bytes, ids_too=ids_too)
-        if not job.sources:
+        self.config = config
+        self.base_dir = base_dir
+        self.form: ShardFormat = form
+        self.shard_bytes = shard_bytes
+        self.threads = threads
+        #: Reads each source once, in the order of its files.
+        self.order = builder.create(_reading(config, shuffled), base_dir, index_dir, roots, encoders=threads)
+        named = {source.source: source for _, source in config.named_sources()}
+        self.sources: list[Prepared] = []
+        self.tasks: list[Task] = []
+        for i, spec in enumerate(self.order.record.specs):
+            source = named[spec]
+            # Shards have ids alone, so a source with a loss mask beside them stays as it is.
+            if source.loss_mask is None and (ids_too or self.order.readers.open(i).content is Content.TEXT):
+                folder = f"sources/{i:03d}-{_file_name(source)}"
+                self.sources.append(Prepared(i, source, folder))
+                for number, (ranges, size) in enumerate(self._cut(i)):
+                    self.tasks.append(Task(i, ranges, size, f"{folder}/{number:06d}.{form}"))
+        if not self.sources:
             raise ConfigError(
                 f"run {config.run!r}: every source holds ids already, so there is nothing to tokenise; serve it as it "
                 "is, or give --ids to write these, too, as shards of the narrowest type (those with a loss_mask are "
                 "left as they are)"
             )
-        return job
 
     def document(self) -> dict[str, Any]:
         """What decides the shards' content: two jobs with the same document make the same bytes."""
@@ -217,10 +206,8 @@ class Job:
 
 def _reading(config: RunConfig, shuffled: bool) -> RunConfig:
     """A config under which every source of every phase is read once, from its first row to its last."""
-    children = []
-    left_out = FIELDS_OF_SERVING if shuffled else FIELDS_OF_SERVING | FIELDS_OF_READING
-    for _, source in config.named_sources():
-        children.append(source.model_dump(exclude=set(left_out)))
+    left_out = set(FIELDS_OF_SERVING if shuffled else FIELDS_OF_SERVING | FIELDS_OF_READING)
+    children = [source.model_dump(exclude=left_out) for _, source in config.named_sources()]
     document = config.model_dump(exclude={"phases"}) | {"mixture": {"policy": "sequential", "children": children}}
     return RunConfig.model_validate(document, context=config.catalog)
 

@@ -16,17 +16,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
-
-import xxhash
+from typing import IO, Any
 
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.prepare.job import Job, Task
 from tokenloom_server.sources.files import in_threads
+from tokenloom_server.storage.drafts import checksum, draft_of, publish, write_whole
 
 _log = logging.getLogger(__name__)
-
-_READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +39,10 @@ class Shard:
     bytes: int
     checksum: str
 
-
-class Finish(Protocol):
-    """Takes a shard that is written, with so many rows and tokens; of the rows, those without tokens for a reason."""
-
-    def __call__(self, rows: int, tokens: int, *, bad: int, filtered: int) -> None: ...
+    @property
+    def content(self) -> dict[str, Any]:
+        """All but its name."""
+        return {key: value for key, value in asdict(self).items() if key != "name"}
 
 
 class Journal:
@@ -83,46 +79,24 @@ class Journal:
         return self._done[task.name]
 
     @contextmanager
-    def writing(self, task: Task) -> Iterator[tuple[Path, Finish]]:
-        """Where a task's shard is to be written, and what to call once it is whole."""
+    def draft(self, task: Task) -> Iterator[Path]:
+        """Where a task's shard is to be written; what lies there at the end, and was not added, is removed."""
         path = self.folder / task.name
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}.draft")
-
-        def finish(rows: int, tokens: int, *, bad: int, filtered: int) -> None:
-            with draft.open("rb") as file:
-                os.fsync(file.fileno())
-            shard = Shard(task.name, rows, bad, filtered, tokens, draft.stat().st_size, checksum(draft))
-            draft.replace(path)
-            with self._lock:
-                self._file.write(json.dumps(asdict(shard)).encode() + b"\n")
-                self._file.flush()
-                os.fsync(self._file.fileno())
-                self._done[task.name] = shard
-
+        draft = draft_of(path)
         try:
-            yield draft, finish
+            yield draft
         finally:
             draft.unlink(missing_ok=True)
 
-
-def checksum(path: Path) -> str:
-    """XXH3-128 of a file's bytes. Raises ``OSError``."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
-        while data := file.read(_READ_BYTES):
-            digest.update(data)
-    return f"xxh3:{digest.hexdigest()}"
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file so that it is there whole or not at all."""
-    draft = path.with_name(f".{path.name}.draft")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    def add(self, shard: Shard, draft: Path) -> None:
+        """A shard that is written: its draft becomes its file, and then it is journalled."""
+        publish(draft, self.folder / shard.name)
+        with self._lock:
+            self._file.write(json.dumps(asdict(shard)).encode() + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._done[shard.name] = shard
 
 
 def refuse_others(folder: Path) -> None:

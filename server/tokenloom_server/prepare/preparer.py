@@ -6,7 +6,7 @@ import json
 import logging
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -18,9 +18,10 @@ import numpy as np
 from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.packing.documents import BAD, FILTERED, TokenizedRows
 from tokenloom_server.prepare.job import FIELDS_OF_READING, FIELDS_OF_SERVING, Job, Prepared, Task
-from tokenloom_server.prepare.journal import Journal, write_whole
+from tokenloom_server.prepare.journal import Journal, Shard
 from tokenloom_server.prepare.shards import COLUMN, ShardWriter
 from tokenloom_server.sources import short_form
+from tokenloom_server.storage.drafts import checksum, write_whole
 from tokenloom_server.tokenizer.definition import BYTES_TOKENIZER, tokenizer_files
 
 _log = logging.getLogger(__name__)
@@ -28,8 +29,10 @@ _log = logging.getLogger(__name__)
 MIXTURE = "mixture.yaml"
 MANIFEST = "manifest.json"
 
-#: Told of rows, their tokens and their bytes in the files they come from, as they are done; from any thread.
-Tell = Callable[[int, int, int], None]
+#: Called with rows, their tokens and their bytes in the files that they come from; from any thread.
+OnRows = Callable[[int, int, int], None]
+#: The fields of a shard that are summed over a source, and over all.
+_COUNTS = ("rows", "bad_rows", "filtered_rows", "tokens", "bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +50,18 @@ class Done:
     mixture: Path
 
 
-def prepare(job: Job, base_dir: Path, folder: Path, *, threads: int, tell: Tell, tell_kept: Tell) -> Done:
-    """Makes the shards that are not there yet, then the manifest and the mixture file. ``tell_kept`` gets the
-    counts of each shard that is.
+def prepare(job: Job, folder: Path, *, on_done: OnRows, on_kept: OnRows) -> Done:
+    """Makes the shards that are not there yet, then the manifest and the mixture file. ``on_done`` is called as rows
+    are written, ``on_kept`` with the counts of each shard that was there.
 
     Raises ``ConfigError``, also where the folder cannot be written, ``SourceError`` and ``TokenizerError``. Whatever
     ends it, the next call goes on after the shards that are whole.
     """
     try:
-        return _prepare(job, base_dir, folder, threads, tell, tell_kept)
+        with Journal.open(folder, job, lambda task, shard: on_kept(shard.rows, shard.tokens, task.bytes)) as journal:
+            missing = [task for task in job.tasks if not journal.is_done(task)]
+            _make_all(job, missing, journal, on_done)
+            return _finish(job, journal, len(job.tasks) - len(missing))
     except OSError as error:
         # Errors of reading are ``SourceError`` by now: this one is of writing.
         raise ConfigError(
@@ -64,52 +70,49 @@ def prepare(job: Job, base_dir: Path, folder: Path, *, threads: int, tell: Tell,
         ) from None
 
 
-def _prepare(job: Job, base_dir: Path, folder: Path, threads: int, tell: Tell, tell_kept: Tell) -> Done:
+def _make_all(job: Job, tasks: Sequence[Task], journal: Journal, on_done: OnRows) -> None:
     stop = threading.Event()
-    with Journal.open(folder, job, lambda task, shard: tell_kept(shard.rows, shard.tokens, task.bytes)) as journal:
-        missing = [task for task in job.tasks if not journal.is_done(task)]
-        with ThreadPoolExecutor(threads, thread_name_prefix="prepare") as pool:
-            # Large ones first would end sooner, but in order of the files a disk reads them faster.
-            work = [pool.submit(_make, job, task, journal, tell, stop) for task in missing]
-            try:
-                wait(work, return_when=FIRST_EXCEPTION)
-            finally:
-                # The others end at their next piece, also where somebody interrupts.
-                stop.set()
-                for each in work:
-                    each.cancel()
-        for each in work:
-            if not each.cancelled():
-                each.result()
-        return _finish(job, base_dir, journal, len(job.tasks) - len(missing))
+    with ThreadPoolExecutor(job.threads, thread_name_prefix="prepare") as pool:
+        # Large ones first would end sooner, but in order of the files a disk reads them faster.
+        work = [pool.submit(_make, job, task, journal, on_done, stop) for task in tasks]
+        try:
+            wait(work, return_when=FIRST_EXCEPTION)
+        finally:
+            # The others end at their next rows, also where somebody interrupts.
+            stop.set()
+            for each in work:
+                each.cancel()
+    for each in work:
+        if not each.cancelled():
+            each.result()
 
 
-def _make(job: Job, task: Task, journal: Journal, tell: Tell, stop: threading.Event) -> None:
-    with journal.writing(task) as (draft, finish):
-        left, bad, filtered = task.rows, 0, 0
+def _make(job: Job, task: Task, journal: Journal, on_done: OnRows, stop: threading.Event) -> None:
+    with journal.draft(task) as draft:
+        bad = filtered = 0
         with ShardWriter(draft, job.order.record.dtype, job.form) as writer:
             documents = job.order.documents(task.source)
-            for part, row, rows in task.ranges:
-                for piece in documents.part(part, row, rows):
+            for part, row, count in task.ranges:
+                for rows in documents.part(part, row, count):
                     if stop.is_set():
                         return
-                    writer.add(piece.ids, piece.ends)
-                    left -= len(piece.ends)
-                    if piece.row_status is not None:
-                        filtered += int(np.count_nonzero(piece.row_status == FILTERED))
-                        bad += _bad_rows(job, task, piece, bad)
-                    tell(len(piece.ends), len(piece.ids), task.bytes * len(piece.ends) // task.rows)
-        if left:
+                    writer.add(rows.ids, rows.ends)
+                    if rows.row_status is not None:
+                        filtered += int(np.count_nonzero(rows.row_status == FILTERED))
+                        bad += _bad_rows(job, task, rows, bad)
+                    on_done(len(rows.ends), len(rows.ids), task.bytes * len(rows.ends) // task.rows)
+        if left := task.rows - writer.rows:
             raise SourceError(f"{task.name}: {left} of its {task.rows} rows are missing; the files changed meanwhile")
-        finish(writer.rows, writer.tokens, bad=bad, filtered=filtered)
+        size = draft.stat().st_size
+        journal.add(Shard(task.name, writer.rows, bad, filtered, writer.tokens, size, checksum(draft)), draft)
 
 
-def _bad_rows(job: Job, task: Task, piece: TokenizedRows, before: int) -> int:
-    """How many bad rows a piece has; logs the first one of a shard. Raises ``SourceError`` where they are too many."""
-    positions = np.flatnonzero(piece.row_status == BAD)
+def _bad_rows(job: Job, task: Task, rows: TokenizedRows, before: int) -> int:
+    """How many of the rows are bad; logs the first one of a shard. Raises ``SourceError`` where they are too many."""
+    positions = np.flatnonzero(rows.row_status == BAD)
     if not len(positions):
         return 0
-    reason = piece.reasons[piece.origin(int(positions[0]))]
+    reason = rows.reasons[rows.origin(int(positions[0]))]
     if before == 0:
         _log.warning("%s; bad rows are skipped, and counted", reason)
     most = job.order.max_bad_rows(task.source)
@@ -124,65 +127,35 @@ def _allowed(most: int) -> str:
     return f"max_bad_rows allows {most} in an epoch: repair the files, or allow more"
 
 
-def _finish(job: Job, base_dir: Path, journal: Journal, kept: int) -> Done:
+def _finish(job: Job, journal: Journal, kept: int) -> Done:
     document = job.document()
-    described = {source["source"]: source for source in document["sources"]}
-    sources = [_source(job, prepared, described[prepared.config.source], journal) for prepared in job.sources]
-    for source in sources:
-        if not source["tokens"]:
-            raise SourceError(
-                f"source {source['spec']!r}: no row of it has a token, so it cannot be served; leave it out"
-            )
-        most = job.order.max_bad_rows(job.order.record.specs.index(source["spec"]))
-        if most is not None and source["bad_rows"] > most:
-            raise SourceError(f"source {source['spec']!r}: {source['bad_rows']} rows are bad, and {_allowed(most)}")
-    totals = {
-        key: sum(int(source[key]) for source in sources)
-        for key in ("rows", "bad_rows", "filtered_rows", "tokens", "bytes")
-    }
-    manifest = {
-        **document,
-        "tokenloom": version("tokenloom"),
-        "run": job.config.run,
-        "sources": sources,
-        **totals,
-    }
+    described = zip(job.sources, document["sources"], strict=True)
+    sources = [_source(job, prepared, fields, journal) for prepared, fields in described]
+    totals = {key: sum(int(source[key]) for source in sources) for key in _COUNTS}
+    manifest = {**document, "tokenloom": version("tokenloom"), "run": job.config.run, "sources": sources, **totals}
     folder = journal.folder
-    tokenizer = _copy_tokenizer(job, base_dir, folder)
+    tokenizer = _copy_tokenizer(job, folder)
     write_whole(folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
-    write_whole(folder / MIXTURE, short_form.as_yaml(_mixture(job, base_dir, tokenizer)))
+    write_whole(folder / MIXTURE, short_form.as_yaml(_mixture(job, tokenizer)))
     return Done(**totals, shards=len(job.tasks), kept=kept, mixture=folder / MIXTURE)
 
 
-def _source(job: Job, prepared: Prepared, document: dict[str, Any], journal: Journal) -> dict[str, Any]:
-    shards = [(task, journal.shard(task)) for task in job.tasks if task.source == prepared.source]
-    return {
-        "spec": prepared.config.source,
-        "served_as": _spec(job, prepared),
-        **{key: value for key, value in document.items() if key != "source"},
-        "rows": sum(shard.rows for _, shard in shards),
-        "bad_rows": sum(shard.bad_rows for _, shard in shards),
-        "filtered_rows": sum(shard.filtered_rows for _, shard in shards),
-        "tokens": sum(shard.tokens for _, shard in shards),
-        "bytes": sum(shard.bytes for _, shard in shards),
-        "shards": [
-            {
-                "path": task.name,
-                **_origin(job, task),
-                "rows": shard.rows,
-                "bad_rows": shard.bad_rows,
-                "filtered_rows": shard.filtered_rows,
-                "tokens": shard.tokens,
-                "bytes": shard.bytes,
-                "checksum": shard.checksum,
-            }
-            for task, shard in shards
-        ],
-    }
-
-
-def _adds_eot(job: Job, prepared: Prepared) -> bool:
-    return bool(job.order.config.adds_eot(job.order.config.sources[prepared.source]))
+def _source(job: Job, prepared: Prepared, fields: dict[str, Any], journal: Journal) -> dict[str, Any]:
+    """A source in the manifest: what its shards are made from, and what they hold."""
+    spec = prepared.config.source
+    shards = [
+        {"path": task.name, **_origin(job, task), **journal.shard(task).content}
+        for task in job.tasks
+        if task.source == prepared.source
+    ]
+    totals = {key: sum(shard[key] for shard in shards) for key in _COUNTS}
+    if not totals["tokens"]:
+        raise SourceError(f"source {spec!r}: no row of it has a token, so it cannot be served; leave it out")
+    most = job.order.max_bad_rows(prepared.source)
+    if most is not None and totals["bad_rows"] > most:
+        raise SourceError(f"source {spec!r}: {totals['bad_rows']} rows are bad, and {_allowed(most)}")
+    fields = {key: value for key, value in fields.items() if key != "source"}
+    return {"spec": spec, "served_as": _spec(job, prepared), **fields, **totals, "shards": shards}
 
 
 def _origin(job: Job, task: Task) -> dict[str, Any]:
@@ -198,9 +171,9 @@ def _spec(job: Job, prepared: Prepared) -> str:
     return f"parquet:{prepared.folder}/*.parquet:{COLUMN}"
 
 
-def _copy_tokenizer(job: Job, base_dir: Path, folder: Path) -> str | None:
+def _copy_tokenizer(job: Job, folder: Path) -> str | None:
     """The tokeniser beside the shards, so that the folder can go elsewhere and text still be shown."""
-    name = job.config.tokenizer
+    name, base_dir = job.config.tokenizer, job.base_dir
     if name is None or name == BYTES_TOKENIZER:
         return name
     named = base_dir / name
@@ -212,7 +185,7 @@ def _copy_tokenizer(job: Job, base_dir: Path, folder: Path) -> str | None:
     return "tokenizer" if named.is_dir() else f"tokenizer/{named.name}"
 
 
-def _mixture(job: Job, base_dir: Path, tokenizer: str | None) -> dict[str, Any]:
+def _mixture(job: Job, tokenizer: str | None) -> dict[str, Any]:
     """The job's mixture file with the prepared sources in the place of their own."""
     served = {prepared.config.source: prepared for prepared in job.sources}
 
@@ -229,15 +202,15 @@ def _mixture(job: Job, base_dir: Path, tokenizer: str | None) -> dict[str, Any]:
         if prepared is None:
             scheme, _, rest = fields["source"].partition(":")
             here = rest.startswith("/") or "://" in rest or scheme == "hf"
-            return fields if here else fields | {"source": f"{scheme}:{base_dir / rest}"}
+            return fields if here else fields | {"source": f"{scheme}:{job.base_dir / rest}"}
         # Under its old name on pages and in logs; begin- and end-of-text ids lie in the shards.
-        served_as_before = FIELDS_OF_SERVING
-        if job.order.config.sources[prepared.source].shuffle == "none":
-            served_as_before |= FIELDS_OF_READING
+        config = job.order.config
+        source = config.sources[prepared.source]
+        served_as_before = FIELDS_OF_SERVING | (FIELDS_OF_READING if source.shuffle == "none" else set())
         named = {"source": _spec(job, prepared), "alias": fields.get("alias", fields["source"])}
         fields = {key: value for key, value in fields.items() if key in served_as_before}
         # A document that is rearranged keeps its end-of-text id last, if the source says that there is one.
-        ends = {"add_bos": False, "add_eot": "auto" if fields.get("fim") and _adds_eot(job, prepared) else False}
+        ends = {"add_bos": False, "add_eot": "auto" if fields.get("fim") and config.adds_eot(source) else False}
         return named | {key: value for key, value in fields.items() if key not in named} | ends
 
     document: dict[str, Any] = plain(job.config.model_dump(exclude_defaults=True))

@@ -122,33 +122,31 @@ class Past:
     ) -> State:
         """Goes forward from a state to a sample index; not all the way where the data end.
 
-        ``generation``: the one in whose line that is; where it is interrupted, who asks again goes on from there.
+        ``generation``: the one in whose line that is. How far it came is remembered then, also where it is
+        interrupted: who asks again, or near by, goes on from there.
         """
         replay = Replay(timeline, state)
-        while replay.is_before(index):
-            if interrupted():
-                if generation is not None:
-                    self.remember(generation, replay.state(), timeline)
-                raise ServerStopping(
-                    f"nobody waits any more for this peek at sample {index}, which came to {replay.sample_index}; ask "
-                    "again"
-                )
+        while replay.is_before(index) and not interrupted():
             self.turn(partial(replay.turn, index))
+        if generation is not None:
+            self.remember(generation, replay.state(), timeline)
+        if replay.is_before(index):
+            raise ServerStopping(
+                f"nobody waits any more for this peek at sample {index}, which came to {replay.sample_index}; ask again"
+            )
         return replay.state()
 
     def state_at(self, index: int, interrupted: Callable[[], bool] = never) -> tuple[int, State]:
-        """The state at a sample index and the generation in whose line it lies, remembered: who searches for an index
-        asks near by again.
+        """The state at a sample index and the generation in whose line it lies.
 
         Raises ``BeyondHorizon``, ``TooManyPeeks`` and the ledger's errors.
         """
         self._coordinator.require_lead()
         with self.admitted():
             nearest = self.nearest(index)
-            state = self.forward(nearest.state, index, nearest.timeline, interrupted)
+            state = self.forward(nearest.state, index, nearest.timeline, interrupted, nearest.generation)
             if state.sample_index < index:
                 raise beyond_the_end(index, state.sample_index)
-            self.remember(nearest.generation, state, nearest.timeline)
             return nearest.generation, state
 
     def pin(self, text: str, skip: int) -> str:

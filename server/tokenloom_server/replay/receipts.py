@@ -9,12 +9,11 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server.core.state import ORDER_VERSION, SourceState, digest_hex
+from tokenloom_server.core.state import SourceState, State, digest_hex
 from tokenloom_server.errors import BeyondHorizon
 from tokenloom_server.ledger.records import Opening, StoredRevision
 from tokenloom_server.order.mixture_content import as_file
@@ -30,13 +29,14 @@ from tokenloom_server.reports.receipt import (
     RevisionMark,
     RunReport,
     SourceReport,
-    Tokenizer,
 )
 from tokenloom_server.reports.stats import SourceStats
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.history import History
+from tokenloom_server.run.lineage import with_samples
 from tokenloom_server.run.sizing import steps_of
 from tokenloom_server.run.stats import StatsReader
+from tokenloom_server.run.views import RunView
 from tokenloom_server.sources.manifest import commits_of
 
 #: What the samples were made by.
@@ -64,27 +64,20 @@ class Receipts:
         before what this run's ledger has, and what going forward raises."""
         coordinator = self._coordinator
         view = coordinator.view()
-        timeline, at_hand, committed = view.timeline, view.state, view.commit
-        lineage = lineage_of(self._history.openings())
-        oldest = lineage[0].start_index if lineage else 0
+        timeline, committed = view.timeline, view.commit
+        kept = with_samples(self._history.openings())
+        oldest = kept[0].start_index if kept else 0
         index = committed.sample_index if sample_index is None else sample_index
         if not oldest <= index <= committed.sample_index:
             raise BeyondHorizon(
                 f"sample {index} is outside of what run {coordinator.name!r} can prove: its ledger has samples "
                 f"{oldest} to {committed.sample_index} (committed)"
             )
-        state = at_hand if at_hand.sample_index == index else self._past.state_at(index)[1]
+        state = self._state_at(view, index)
         specs = timeline.at(index).record.specs
-        same = coordinator.order.record.template(coordinator.uid, coordinator.stream, 0)
         return Receipt(
-            run=coordinator.name,
-            stream=coordinator.stream,
-            run_uid=coordinator.uid,
-            sample_index=index,
-            digest=digest_hex(state.digest),
-            total_tokens=state.total_tokens,
+            **self._identity(state, kept),
             samples={spec: source.samples for spec, source in zip(specs, state.sources, strict=True)},
-            skipped=skipped_before(lineage, index),
             revisions=[
                 RevisionMark(
                     sample_index=revision.sample_index, digest=hashlib.sha256(revision.content.encode()).hexdigest()
@@ -94,12 +87,8 @@ class Receipts:
             ],
             oldest_index=oldest,
             committed_index=committed.sample_index,
-            seed=same["seed"],
-            order_version=ORDER_VERSION,
             sequence_length=coordinator.order.config.sequence_length,
-            config_digest=same["config_digest"],
-            manifest_digest=same["manifest_digest"],
-            tokenizer=Tokenizer(**same["tokenizer"]),
+            manifest_digest=coordinator.order.record.manifest.digest,
         )
 
     def report(self) -> RunReport:
@@ -107,44 +96,31 @@ class Receipts:
         coordinator = self._coordinator
         openings = self._history.openings()
         view = coordinator.view()
-        timeline, state, committed, end = view.timeline, view.state, view.commit, view.generation.end
+        timeline, committed, end = view.timeline, view.commit, view.generation.end
         # The end is known as soon as it is produced; here it counts once it is reached.
         ended = end.reason if end is not None and view.generation.over else None
         index = committed.sample_index
-        if state.sample_index != index:
-            # The server was restarted, and has the boundary before it.
-            state = self._past.state_at(index)[1]
+        state = self._state_at(view, index)
         order = timeline.at(index)
         stats = self._stats.sources(committed, state)
         sources = [_source(timeline, index, each, source) for each, source in zip(stats, state.sources, strict=True)]
-        same = coordinator.order.record.template(coordinator.uid, coordinator.stream, 0)
-        lineage = lineage_of(openings)
+        kept = with_samples(openings)
         return RunReport(
-            run=coordinator.name,
-            stream=coordinator.stream,
-            run_uid=coordinator.uid,
+            **self._identity(state, kept),
             made_at=coordinator.wall_clock(),
-            sample_index=index,
-            total_tokens=committed.total_tokens,
             consumed_tokens=sum(source.tokens for source in sources),
             unique_tokens=sum(source.unique_tokens for source in sources),
             unique_is_exact=all(source.unique_is_exact for source in sources),
-            digest=committed.digest,
             ended=ended,
-            seed=order.config.seed,
-            order_version=ORDER_VERSION,
             sequence_length=order.config.sequence_length,
             packing=order.config.packing,
             labels=order.config.labels,
             vocab_size=order.record.vocab_size,
-            tokenizer=Tokenizer(**same["tokenizer"]),
-            config_digest=same["config_digest"],
             manifest_digest=order.record.manifest.digest,
             mixture=as_file(order.config),
             sources=sources,
-            generations=_generations(openings, lineage, index),
+            generations=_generations(openings, kept, index),
             parent_run=asdict(replace(timeline.origin, state="")) if timeline.origin is not None else None,
-            skipped=skipped_before(lineage, index),
             revisions=[
                 revision_info(timeline, revision, index)
                 for revision in timeline.revisions
@@ -153,6 +129,23 @@ class Receipts:
             exclusions=[ExclusionReport(**file._asdict()) for file in order.record.excluded.files],
             software={"python": platform.python_version(), **_versions()},
         )
+
+    def _state_at(self, view: RunView, index: int) -> State:
+        """At hand for the committed index, unless the server was restarted, and has the boundary before it."""
+        return view.state if view.state.sample_index == index else self._past.state_at(index)[1]
+
+    def _identity(self, state: State, kept: Sequence[Opening]) -> dict[str, Any]:
+        """What a receipt and the report both say: which run it is of, and where in its order."""
+        coordinator = self._coordinator
+        template = coordinator.order.record.template(coordinator.uid, coordinator.stream, 0)
+        names = ("run", "stream", "run_uid", "seed", "order_version", "config_digest", "tokenizer")
+        return {
+            **{name: template[name] for name in names},
+            "sample_index": state.sample_index,
+            "digest": digest_hex(state.digest),
+            "total_tokens": state.total_tokens,
+            "skipped": skipped_before(kept, state.sample_index),
+        }
 
 
 def _source(timeline: Timeline, index: int, figure: SourceStats, state: SourceState) -> SourceReport:
@@ -221,28 +214,10 @@ def unique_tokens(figure: SourceStats, state: SourceState, *, steady: bool = Tru
     return Unique(min(estimate, consumed), False)
 
 
-def lineage_of(openings: Sequence[Opening]) -> list[Opening]:
-    """The generations that the run's samples are of, oldest first: the present one, the one that it went on from, …,
-    without those of which nothing is left."""
-    by_number = {opening.generation: opening for opening in openings}
-    lineage: list[Opening] = []
-    opening = openings[-1] if openings else None
-    while opening is not None:
-        if not lineage or opening.start_index < _branched_at(lineage[-1]):
-            lineage.append(opening)
-        opening = by_number.get(opening.parent)
-    return lineage[::-1]
-
-
-def skipped_before(lineage: Sequence[Opening], index: int) -> list[Range]:
+def skipped_before(kept: Sequence[Opening], index: int) -> list[Range]:
     """What was jumped over by restores, before a sample index."""
-    skips = [Range(first=_branched_at(opening), end=min(opening.start_index, index)) for opening in lineage]
+    skips = [Range(first=opening.branched_at, end=min(opening.start_index, index)) for opening in kept]
     return [skipped for skipped in skips if skipped.first < skipped.end]
-
-
-def _branched_at(opening: Opening) -> int:
-    """Where a generation left the one that it went on from."""
-    return opening.start_index - opening.skipped
 
 
 def revision_info(timeline: Timeline, revision: StoredRevision, committed: int) -> RevisionInfo:
@@ -259,10 +234,12 @@ def revision_info(timeline: Timeline, revision: StoredRevision, committed: int) 
     )
 
 
-def _generations(openings: Sequence[Opening], lineage: Sequence[Opening], end: int) -> list[GenerationReport]:
-    kept = {before.generation: (before.start_index, _branched_at(after)) for before, after in pairwise(lineage)}
-    if lineage:
-        kept[lineage[-1].generation] = (lineage[-1].start_index, end)
+def _generations(openings: Sequence[Opening], kept: Sequence[Opening], end: int) -> list[GenerationReport]:
+    ends = [*(after.branched_at for after in kept[1:]), end]
+    ranges = {
+        opening.generation: Range(first=opening.start_index, end=range_end)
+        for opening, range_end in zip(kept, ends, strict=False)
+    }
     schedules = {opening.generation: steps_of(opening) for opening in openings}
     return [
         GenerationReport(
@@ -278,7 +255,7 @@ def _generations(openings: Sequence[Opening], lineage: Sequence[Opening], end: i
             accumulate=schedules[opening.generation].accumulate,
             opened_at=opening.opened_at,
             start_index=opening.start_index,
-            kept=Range(first=span[0], end=span[1]) if (span := kept.get(opening.generation)) else None,
+            kept=ranges.get(opening.generation),
         )
         for opening in openings
     ]

@@ -6,6 +6,7 @@ import hashlib
 import time
 
 from tokenloom_server.errors import LimitExceeded, NotFound
+from tokenloom_server.ledger.commands import SaveSnapshot
 from tokenloom_server.ledger.records import StoredSnapshot
 from tokenloom_server.reports.stats import SnapshotInfo
 from tokenloom_server.run.coordinator import RunCoordinator
@@ -37,10 +38,12 @@ class SavedSnapshots:
         if not save:
             return text, None
         snapshot_id = f"{index}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-        run.ledger.save_snapshot(
-            run.uid,
-            run.stream,
-            StoredSnapshot(id=snapshot_id, sample_index=index, saved_at=time.time(), text=text),
+        run.ledger.execute(
+            SaveSnapshot(
+                run.uid,
+                run.stream,
+                StoredSnapshot(id=snapshot_id, sample_index=index, saved_at=time.time(), text=text),
+            )
         )
         return text, snapshot_id
 

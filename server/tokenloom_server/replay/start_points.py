@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 
 from tokenloom_server.errors import ConfigError, LimitExceeded
+from tokenloom_server.ledger.commands import Pin
 from tokenloom_server.replay.past import Past
 from tokenloom_server.replay.saved_snapshots import SavedSnapshots
-from tokenloom_server.reports.stats import ResumePoint
+from tokenloom_server.reports.stats import NextLaunch
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.fork import ForkHandler
 from tokenloom_server.run.history import History
@@ -43,7 +44,7 @@ class StartPoints:
         text: str | None = None,
         skip_samples: int = 0,
         skip_tokens: int = 0,
-    ) -> ResumePoint:
+    ) -> NextLaunch:
         """At one of the three, and so many samples of the order after it, or so many tokens, as whole samples.
 
         Takes as long as going forward does. Raises ``ConfigError``, ``LimitExceeded``, ``SnapshotInvalid``,
@@ -73,15 +74,15 @@ class StartPoints:
         pin = self._past.pin(text, skip)
         for note in point.notes:
             _log.info("%s: %s", run.name, note)
-        run.ledger.pin(run.uid, run.stream, run.lease.epoch, pin)
+        run.ledger.execute(Pin(run.uid, run.stream, run.lease.epoch, pin))
         _log.info(
             "%s: the next generation starts at sample %d, and %d are skipped (pinned)", run.name, begin + skip, skip
         )
         digest = point.digest or self._history.pinned(pin).point.digest
         assert digest is not None, "what is pinned has been gone forward to"
-        return ResumePoint(sample_index=begin, digest=digest, skipped_samples=skip, start_index=begin + skip)
+        return NextLaunch(sample_index=begin, digest=digest, skipped_samples=skip, start_index=begin + skip)
 
-    def fork(self, text: str) -> ResumePoint:
+    def fork(self, text: str) -> NextLaunch:
         """Where another run stood, as its snapshot says. Raises ``ConfigError`` where this run has begun, and what
         ``ForkHandler.fork`` raises."""
         run = self._coordinator
@@ -92,12 +93,12 @@ class StartPoints:
                 "it another name in its mixture file"
             )
         own = self._forks.fork(text)
-        run.ledger.pin(run.uid, run.stream, run.lease.epoch, self._past.pin(own, 0))
+        run.ledger.execute(Pin(run.uid, run.stream, run.lease.epoch, self._past.pin(own, 0)))
         point = self._history.parse(own)
         assert point.digest is not None, "a fork begins from a snapshot"
         index = point.sample_index
         _log.info("%s: begins at sample %d, forked (pinned)", run.name, index)
-        return ResumePoint(sample_index=index, digest=point.digest, skipped_samples=0, start_index=index)
+        return NextLaunch(sample_index=index, digest=point.digest, skipped_samples=0, start_index=index)
 
     def _samples_of(self, begin: int, tokens: int) -> int:
         """So many tokens from a sample on, as whole samples."""

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from tokenloom_server.core.hashing import slice_rotation
-from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.errors import BeyondHorizon, ConfigError, LimitExceeded
 from tokenloom_server.ledger.records import Opening
 from tokenloom_server.order.replay import Replay, beyond_the_end
@@ -23,7 +22,8 @@ from tokenloom_server.replay.past import Past
 from tokenloom_server.replay.stream_samples import StreamSamples
 from tokenloom_server.reports.trace import Status, TracedRank, TracedSample, TracedStep
 from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.history import History, covering
+from tokenloom_server.run.history import History
+from tokenloom_server.run.lineage import covering, lineage
 from tokenloom_server.run.sizing import steps_of
 from tokenloom_server.tokenizer.text import Decode, bytes_decoder, load_decoder
 
@@ -134,9 +134,7 @@ class Traces:
         openings = self._history.openings()
         if not openings:
             raise BeyondHorizon(f"run {self._coordinator.name!r} has delivered nothing yet: no trainer has joined it")
-        opening = covering(openings, MAX_COUNTER, generation)
-        assert opening is not None, "no generation begins beyond the last index"
-        return openings, opening
+        return openings, next(lineage(openings, generation))
 
     def _check_produced(self, name: str, index: int, opening: Opening) -> None:
         """That the present generation has produced what begins at a sample index. Raises ``BeyondHorizon``."""
@@ -172,14 +170,11 @@ class Traces:
         return sample.model_copy(update=update)
 
     def _status(self, index: int, opening: Opening | None, openings: Sequence[Opening]) -> Status:
-        by_number = {each.generation: each for each in openings}
-        each: Opening | None = openings[-1]
-        while each is not None and index < each.start_index:
+        present = next((each for each in lineage(openings) if index >= each.branched_at), None)
+        if present is not None and index < present.start_index:
             # What a generation jumped over lies right before its start.
-            if index >= each.start_index - each.skipped:
-                return "skipped"
-            each = by_number.get(each.parent)
-        if each is not opening:
+            return "skipped"
+        if present is not opening:
             return "rewound"
         return "committed" if index < self._coordinator.committed_through else "produced"
 
@@ -191,16 +186,16 @@ class Traces:
         past, deadline = self._past, time.monotonic() + MAX_FORWARD_S
         with past.admitted():
             nearest = past.nearest(first, generation)
-            timeline, line = nearest.timeline, nearest.generation
+            timeline = nearest.timeline
             _check_tokens(count, timeline.at(first).config.sequence_length, text)
             # Of a run of batches whole ones are made.
             pick = timeline.at(first).config.pick_samples
             begin = first - first % pick
-            state = past.forward(nearest.state, begin, timeline, lambda: time.monotonic() > deadline, line)
-            traced: dict[int, TracedSample] = {}
-            if state.sample_index == begin:
-                past.remember(line, state, timeline)
+            state = past.forward(
+                nearest.state, begin, timeline, lambda: time.monotonic() > deadline, nearest.generation
+            )
             replay = Replay(timeline, state)
+            traced: dict[int, TracedSample] = {}
             decode = self._decode() if text else None
             # A revision, or a phase, makes what comes after it from other rows.
             for range_begin, range_end in _ranges(timeline, begin, first + count):

@@ -16,23 +16,8 @@ from tokenloom_server.reports.receipt import RevisionInfo
 from tokenloom_server.reports.stats import MixtureInfo
 from tokenloom_server.reports.tables import table
 
-_OPTIONS = (
-    "weight",
-    "epochs",
-    "max_tokens",
-    "on_exhausted",
-    "unit",
-    "interpolate",
-    "add_bos",
-    "add_eot",
-    "filter",
-    "template",
-    "fim",
-    "shuffle",
-    "shuffle_window_rows",
-    "lanes",
-    "holdout",
-)
+#: Of a node or source, what is not printed as ``name value``.
+_NOT_OPTIONS = ("alias", "source", "policy", "children")
 
 
 def print_mixture(out: Console, info: MixtureInfo) -> None:
@@ -90,7 +75,7 @@ def _tree(node: dict[str, Any], place: str, paused: Collection[str]) -> Tree:
 def _line(child: dict[str, Any], place: str, paused: Collection[str]) -> str:
     """By the name that changes know it by."""
     name = child.get("alias") or child.get("source") or place
-    parts = [f"{option} {_text(child[option])}" for option in _OPTIONS if option in child]
+    parts = [f"{option} {_text(value)}" for option, value in child.items() if option not in _NOT_OPTIONS]
     if "policy" in child:
         parts.insert(0, child["policy"])
     if child.get("alias") and "source" in child:

@@ -10,12 +10,12 @@ from tokenloom_server.reports.receipt import GenerationReport, Range, RevisionIn
 
 def markdown(report: RunReport) -> str:
     """The whole text, with a newline at its end."""
-    return "\n".join(_lines(report)) + "\n"
+    sections = (_summary, _sources, _reading, _changes, _left_out, _launches)
+    return "\n\n".join(block for section in sections for block in section(report)) + "\n"
 
 
-def _lines(report: RunReport) -> Iterator[str]:
+def _summary(report: RunReport) -> Iterator[str]:
     yield f"## Training data of {_code(report.run)}"
-    yield ""
     over = f", where the data end: {report.ended}" if report.ended is not None else ""
     parent = report.parent_run
     samples = report.sample_index - sum(skipped.end - skipped.first for skipped in report.skipped)
@@ -28,7 +28,6 @@ def _lines(report: RunReport) -> Iterator[str]:
         f"{_unique(report.unique_tokens, report.unique_is_exact)} of them unique: tokens of rows that were read, "
         "each row counted once."
     )
-    yield ""
     if parent is not None:
         yield (
             f"The first {parent['sample_index']:,} samples ({parent['total_tokens']:,} tokens) are those of "
@@ -36,64 +35,61 @@ def _lines(report: RunReport) -> Iterator[str]:
             f"({parent['left_tokens']:,} tokens) are of sources that this run does not have, and only in the other "
             "report."
         )
-        yield ""
-    yield from _table(
+
+
+def _sources(report: RunReport) -> Iterator[str]:
+    yield _table(
         ("source", "share", "tokens", "unique tokens", "epochs", "rows", "files", "MB", "SHA-256 of the list of files"),
         map(_source, report.sources),
     )
-    yield ""
+    lines = []
     for source in report.sources:
         commits = f", read at {', '.join(map(_code, source.commits))}" if source.commits else ""
-        yield f"- {_code(source.alias)}: {_code(source.spec)}{commits}"
-    yield ""
+        lines.append(f"- {_code(source.alias)}: {_code(source.spec)}{commits}")
+    yield "\n".join(lines)
+
+
+def _reading(report: RunReport) -> Iterator[str]:
     yield "### How they were read"
-    yield ""
-    tokenizer = report.tokenizer
-    yield from _table(
-        ("", ""),
-        (
-            ("tokeniser", _tokeniser(report)),
-            ("tokeniser's files, SHA-256", _code(tokenizer.digest or "none")),
-            ("packing, labels", f"{report.packing}, {report.labels}"),
-            ("seed", str(report.seed)),
-            ("mixture file at the beginning, SHA-256", _code(report.config_digest)),
-            ("manifest of all files, SHA-256", _code(report.manifest_digest)),
-            ("order version", str(report.order_version)),
-            ("digest of all samples", _code(report.digest)),
-            ("skipped samples, given to no trainer", ", ".join(map(_range, report.skipped)) or "none"),
-            *(
-                (("forked from", f"run uid {_code(parent['uid'])}, generation {parent['generation']}"),)
-                if parent
-                else ()
-            ),
-            ("software", ", ".join(f"{name} {version}" for name, version in report.software.items())),
-            ("run", f"uid {_code(report.run_uid)}, stream {_code(report.stream)}"),
-        ),
-    )
-    yield ""
+    rows = [
+        ("tokeniser", _tokeniser(report)),
+        ("tokeniser's files, SHA-256", _code(report.tokenizer.digest or "none")),
+        ("packing, labels", f"{report.packing}, {report.labels}"),
+        ("seed", str(report.seed)),
+        ("mixture file at the beginning, SHA-256", _code(report.config_digest)),
+        ("manifest of all files, SHA-256", _code(report.manifest_digest)),
+        ("order version", str(report.order_version)),
+        ("digest of all samples", _code(report.digest)),
+        ("skipped samples, given to no trainer", ", ".join(map(_range, report.skipped)) or "none"),
+    ]
+    if parent := report.parent_run:
+        rows.append(("forked from", f"run uid {_code(parent['uid'])}, generation {parent['generation']}"))
+    rows.append(("software", ", ".join(f"{name} {version}" for name, version in report.software.items())))
+    rows.append(("run", f"uid {_code(report.run_uid)}, stream {_code(report.stream)}"))
+    yield _table(("", ""), rows)
+
+
+def _changes(report: RunReport) -> Iterator[str]:
     if report.revisions:
         yield "### Changes of the mixture"
-        yield ""
-        yield from _table(("from sample", "tokens before it", "by", "reason", "what"), map(_revision, report.revisions))
-        yield ""
-    if report.exclusions:
-        yield "### Rows left out"
-        yield ""
-        yield from _table(
-            ("file", "rows", "SHA-256"),
-            ((_code(file.path), f"{file.rows:,}", _code(file.sha256)) for file in report.exclusions),
-        )
-        yield ""
-        left_out = [source for source in report.sources if source.excluded_rows]
-        yield from (f"- {_code(source.alias)}: {source.excluded_rows:,} rows of each epoch" for source in left_out)
-        yield ""
+        yield _table(("from sample", "tokens before it", "by", "reason", "what"), map(_revision, report.revisions))
+
+
+def _left_out(report: RunReport) -> Iterator[str]:
+    if not report.exclusions:
+        return
+    yield "### Rows left out"
+    files = ((_code(file.path), f"{file.rows:,}", _code(file.sha256)) for file in report.exclusions)
+    yield _table(("file", "rows", "SHA-256"), files)
+    sources = [source for source in report.sources if source.excluded_rows]
+    if sources:
+        yield "\n".join(f"- {_code(source.alias)}: {source.excluded_rows:,} rows of each epoch" for source in sources)
+
+
+def _launches(report: RunReport) -> Iterator[str]:
     yield "### Launches"
-    yield ""
-    yield from _table(
-        ("launch", "opened (UTC)", "ranks × batch", "from", "goes on from", "samples of the run"),
-        map(_generation, report.generations),
-    )
-    yield ""
+    headings = ("launch", "opened (UTC)", "ranks × batch", "from", "goes on from", "samples of the run")
+    yield _table(headings, map(_generation, report.generations))
     yield (
         f"As of {_time(report.made_at)} UTC. Two runs with the same digest at the same number of samples had the same "
         "data, on any topology (`tokenloom verify`)."
@@ -114,32 +110,32 @@ def _source(source: SourceReport) -> Sequence[str]:
     )
 
 
-def _revision(found: RevisionInfo) -> Sequence[str]:
+def _revision(revision: RevisionInfo) -> Sequence[str]:
     return (
-        f"{found.sample_index:,}",
-        f"{found.total_tokens:,}",
-        found.author,
-        found.reason,
-        "; ".join(found.changes),
+        f"{revision.sample_index:,}",
+        f"{revision.total_tokens:,}",
+        revision.author,
+        revision.reason,
+        "; ".join(revision.changes),
     )
 
 
-def _generation(found: GenerationReport) -> Sequence[str]:
+def _generation(launch: GenerationReport) -> Sequence[str]:
     return (
-        str(found.generation),
-        _time(found.opened_at),
-        f"{found.world_size:,} × {found.batch_size:,}"
-        + "".join(f", {later.batch_size:,} from {later.sample_index:,} on" for later in found.batch_sizes),
-        f"{found.start_index:,}",
-        f"launch {found.parent}" if found.parent else "the beginning" if not found.start_index else "elsewhere",
-        "none: a later launch began at or before it" if found.kept is None else _range(found.kept),
+        str(launch.generation),
+        _time(launch.opened_at),
+        f"{launch.world_size:,} × {launch.batch_size:,}"
+        + "".join(f", {later.batch_size:,} from {later.sample_index:,} on" for later in launch.batch_sizes),
+        f"{launch.start_index:,}",
+        f"launch {launch.parent}" if launch.parent else "the beginning" if not launch.start_index else "elsewhere",
+        "none: a later launch began at or before it" if launch.kept is None else _range(launch.kept),
     )
 
 
-def _range(found: Range) -> str:
-    if found.end == found.first:
-        return f"none yet, from {found.first:,}"
-    return f"{found.first:,} to {found.end - 1:,}"
+def _range(samples: Range) -> str:
+    if samples.end == samples.first:
+        return f"none yet, from {samples.first:,}"
+    return f"{samples.first:,} to {samples.end - 1:,}"
 
 
 def _unique(tokens: int, exact: bool) -> str:
@@ -150,10 +146,12 @@ def _time(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds))
 
 
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    for row in (headings, ["---"] * len(headings), *rows):
-        # Names come from mixture files: a bar in one would begin another cell.
-        yield "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |"
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    # Names come from mixture files: a bar in one would begin another cell.
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |"
+        for row in (headings, ["---"] * len(headings), *rows)
+    )
 
 
 def _tokeniser(report: RunReport) -> str:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from tokenloom_server.reports.document import Document
 
 
-class _Figures(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class Range(_Figures):
+class Range(Document):
     """Sample indices from ``first`` up to, and without, ``end``."""
 
     first: int
     end: int
 
 
-class Tokenizer(_Figures):
+class Tokenizer(Document):
     """What made ids of text. ``engine`` is ``none`` where every source holds ids."""
 
     engine: str
@@ -27,7 +23,7 @@ class Tokenizer(_Figures):
     """SHA-256 of the tokeniser's files; empty where there is none."""
 
 
-class RevisionMark(_Figures):
+class RevisionMark(Document):
     """A change of the mixture, for comparing."""
 
     sample_index: int
@@ -36,7 +32,7 @@ class RevisionMark(_Figures):
     """SHA-256 of what it changes."""
 
 
-class Receipt(_Figures):
+class Receipt(Document):
     """Which data a run had up to a sample index. Two of equal digest at one index are of the same samples."""
 
     run: str
@@ -67,7 +63,7 @@ class Receipt(_Figures):
     tokenizer: Tokenizer
 
 
-class SourceReport(_Figures):
+class SourceReport(Document):
     """One source. Counters are committed ones."""
 
     id: int
@@ -103,7 +99,7 @@ class SourceReport(_Figures):
     exhausted: bool
 
 
-class BatchSizeFrom(_Figures):
+class BatchSizeFrom(Document):
     """A batch size that a schedule brings."""
 
     sample_index: int
@@ -112,7 +108,7 @@ class BatchSizeFrom(_Figures):
     """Samples per rank and step."""
 
 
-class GenerationReport(_Figures):
+class GenerationReport(Document):
     """One launch of the trainers."""
 
     generation: int
@@ -133,7 +129,7 @@ class GenerationReport(_Figures):
     """Its part of the run's samples; null where a later launch began at or before its start, and replaced it all."""
 
 
-class RevisionInfo(_Figures):
+class RevisionInfo(Document):
     """A change of the mixture from a sample index on."""
 
     number: int
@@ -152,7 +148,7 @@ class RevisionInfo(_Figures):
     """Whether samples under it are committed, or next."""
 
 
-class ExclusionReport(_Figures):
+class ExclusionReport(Document):
     """A file of rows that are left out."""
 
     path: str
@@ -160,7 +156,7 @@ class ExclusionReport(_Figures):
     rows: int
 
 
-class RunReport(_Figures):
+class RunReport(Document):
     """What a model card needs to say about a run's data."""
 
     run: str

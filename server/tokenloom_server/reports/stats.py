@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
+from tokenloom_server.reports.document import Document
 from tokenloom_server.reports.receipt import RevisionInfo
 
 
-class _Figures(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class SourceStats(_Figures):
+class SourceStats(Document):
     """One source. Counters are committed ones."""
 
     id: int
@@ -68,7 +63,7 @@ class SourceStats(_Figures):
     """Estimate from the rows left and the tokens per row so far; null where not known (no limit, or no rows yet)."""
 
 
-class RankStats(_Figures):
+class RankStats(Document):
     """One slot of the present generation."""
 
     rank: int
@@ -81,7 +76,7 @@ class RankStats(_Figures):
     """Seconds since the rank's last message; null if it was never heard."""
 
 
-class LedgerStats(_Figures):
+class LedgerStats(Document):
     backend: str
     """Without secrets."""
     available: bool
@@ -90,7 +85,7 @@ class LedgerStats(_Figures):
     last_commit_age_s: float | None
 
 
-class ReportStats(_Figures):
+class ReportStats(Document):
     """What a trainer reported last."""
 
     sample_index: int
@@ -105,7 +100,7 @@ class ReportStats(_Figures):
     """Seconds since it came."""
 
 
-class PlannedRevision(_Figures):
+class PlannedRevision(Document):
     """A revision that production has yet to reach, or samples of which are not committed yet."""
 
     number: int
@@ -115,7 +110,7 @@ class PlannedRevision(_Figures):
     """Seconds until it is committed up to there, at the present rate; null where nothing moves."""
 
 
-class RunStats(_Figures):
+class RunStats(Document):
     """One run."""
 
     run: str
@@ -165,7 +160,7 @@ class RunStats(_Figures):
     ledger: LedgerStats
 
 
-class SourceLosses(_Figures):
+class SourceLosses(Document):
     """A source's part of a curve: a number for each point of it."""
 
     id: int
@@ -177,7 +172,7 @@ class SourceLosses(_Figures):
     """That the mean is of."""
 
 
-class RunLosses(_Figures):
+class RunLosses(Document):
     """The losses that trainers reported, as a curve: each list has a number for each point."""
 
     run: str
@@ -198,7 +193,7 @@ class RunLosses(_Figures):
     """Those of which anything was reported."""
 
 
-class SnapshotInfo(_Figures):
+class SnapshotInfo(Document):
     """A snapshot that was saved in the ledger."""
 
     id: str
@@ -207,8 +202,8 @@ class SnapshotInfo(_Figures):
     """Unix time, seconds."""
 
 
-class ResumePoint(_Figures):
-    """Where the next generation starts: at a sample index, or so many samples after it."""
+class NextLaunch(Document):
+    """Where the next launch starts: at a sample index, or so many samples after it."""
 
     sample_index: int
     """Where a trainer that brings a state of its own has to stand."""
@@ -217,10 +212,10 @@ class ResumePoint(_Figures):
     skipped_samples: int
     """Samples of the order that are jumped over after it."""
     start_index: int
-    """The first sample of the next generation."""
+    """Its first sample."""
 
 
-class PhaseInfo(_Figures):
+class PhaseInfo(Document):
     """A part of the run, as the mixture file plans it."""
 
     number: int
@@ -232,7 +227,7 @@ class PhaseInfo(_Figures):
     sequence_length: int
 
 
-class MixtureInfo(_Figures):
+class MixtureInfo(Document):
     """The mixture of a run, and how it came about."""
 
     run: str

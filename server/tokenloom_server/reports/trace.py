@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict
+from tokenloom_server.reports.document import Document
 
 #: ``committed``: the run's present line has it, and the ledger counts it. ``produced``: made, and perhaps sent, but
 #: not committed yet. ``skipped``: a restore jumped over it. ``rewound``: of a generation that a later one took back.
@@ -12,11 +12,7 @@ from pydantic import BaseModel, ConfigDict
 Status: TypeAlias = Literal["committed", "produced", "skipped", "rewound", "evaluated"]
 
 
-class _Traced(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class TracedDocument(_Traced):
+class TracedDocument(Document):
     """Consecutive tokens of one row."""
 
     position: int
@@ -43,7 +39,7 @@ class TracedDocument(_Traced):
     is U+FFFD."""
 
 
-class TracedSample(_Traced):
+class TracedSample(Document):
     """One sample. Its documents' tokens, one after the other, are its ids."""
 
     sample: int
@@ -75,7 +71,7 @@ class TracedSample(_Traced):
     """Its ids as they travel; null where text was not asked for."""
 
 
-class TracedRank(_Traced):
+class TracedRank(Document):
     """What one rank got in a step."""
 
     rank: int
@@ -84,7 +80,7 @@ class TracedRank(_Traced):
     """Padding samples after them, where the data ended within the step."""
 
 
-class TracedStep(_Traced):
+class TracedStep(Document):
     """One step of a generation: all ranks of it, or the one that was asked for."""
 
     generation: int

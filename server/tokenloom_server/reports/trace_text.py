@@ -9,25 +9,25 @@ from tokenloom_server.reports.trace import TracedDocument, TracedSample, TracedS
 from tokenloom_server.tokenizer.text import as_lines
 
 
-def print_trace(out: Console, run: str, found: TracedSample | TracedStep, text: bool) -> None:
+def print_trace(out: Console, run: str, trace: TracedSample | TracedStep, text: bool) -> None:
     """One sample and its documents; of a step each rank's samples. With ``text`` each document's, too."""
-    if isinstance(found, TracedSample):
-        _print_sample(out, f"{run}: ", found, text)
+    if isinstance(trace, TracedSample):
+        _print_sample(out, f"{run}: ", trace, text)
         return
-    named = f"{found.world_size} ranks × {found.batch_size}"
+    named = f"{trace.world_size} ranks × {trace.batch_size}"
     out.print(
-        f"{run}: step {found.step:,} of generation {found.generation} ({named}): samples {found.begin:,} to "
-        f"{found.end - 1:,}, slices rotated by {found.rotation}",
+        f"{run}: step {trace.step:,} of generation {trace.generation} ({named}): samples {trace.begin:,} to "
+        f"{trace.end - 1:,}, slices rotated by {trace.rotation}",
         highlight=False,
     )
     if text:
-        for rank in found.ranks:
+        for rank in trace.ranks:
             out.rule(f"rank {rank.rank}", align="left")
             for sample in rank.samples:
                 _print_sample(out, "", sample, text)
         return
     rows: list[tuple[str, ...]] = []
-    for rank in found.ranks:
+    for rank in trace.ranks:
         for sample in rank.samples:
             start = (f"{rank.rank}", f"{sample.sample:,}", sample.source)
             rows += ((*start, *_row(document)) for document in sample.documents)

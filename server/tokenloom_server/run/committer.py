@@ -10,6 +10,7 @@ import logging
 import threading
 
 from tokenloom_server.errors import LedgerError, LedgerUnavailable, TokenloomError
+from tokenloom_server.ledger.commands import Commit, ThinJournal
 from tokenloom_server.run.active_generation import ActiveGeneration
 from tokenloom_server.run.commits import commit_of, resume_state_of
 from tokenloom_server.run.coordinator import RunCoordinator
@@ -73,14 +74,16 @@ class Committer(threading.Thread):
         commit = commit_of(task.timeline, state, resume_state_of(task.timeline, group))
         journal = group.begin - self._journalled >= self._journal_stride * group.plan.group_samples
         try:
-            coordinator.ledger.commit(
-                task.uid,
-                coordinator.stream,
-                active.epoch,
-                active.generation.number,
-                commit,
-                journal,
-                task.known_index,
+            coordinator.ledger.execute(
+                Commit(
+                    task.uid,
+                    coordinator.stream,
+                    active.epoch,
+                    active.generation.number,
+                    commit,
+                    journal,
+                    task.known_index,
+                )
             )
             if journal:
                 self._journalled = group.begin
@@ -104,5 +107,5 @@ class Committer(threading.Thread):
         coordinator = self._coordinator
         _, size = coordinator.ledger.journal_size(task.uid, coordinator.stream)
         if size > JOURNAL_BYTES:
-            coordinator.ledger.thin_journal(task.uid, coordinator.stream, task.active.epoch)
+            coordinator.ledger.execute(ThinJournal(task.uid, coordinator.stream, task.active.epoch))
             self._journal_stride *= 2

@@ -27,7 +27,8 @@ from tokenloom_server.errors import (
     ServerStopping,
     TokenloomError,
 )
-from tokenloom_server.ledger.records import Commit, Opening, StoredRun
+from tokenloom_server.ledger.commands import ClaimSlot, Open
+from tokenloom_server.ledger.records import CommittedState, Opening, StoredRun
 from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.active_generation import ActiveGeneration
@@ -173,11 +174,13 @@ class RunCoordinator(StreamCommands):
                 return None
             return active.trained_on(self.clock(), self.timeouts.liveness_s)
 
-    def open_generation(self, uid: str, opening: Opening, start: State, committed: Commit, process: str) -> None:
+    def open_generation(
+        self, uid: str, opening: Opening, start: State, committed: CommittedState, process: str
+    ) -> None:
         """Writes an opening, and makes its generation the present one. Raises the ledger's errors."""
         with self._lock:
             try:
-                self.ledger.open(uid, self.stream, self._lease.epoch, opening, committed)
+                self.ledger.execute(Open(uid, self.stream, self._lease.epoch, opening, committed))
             except LedgerUnavailable as error:
                 self._await_ledger("a generation was opened", error)
                 raise
@@ -234,7 +237,7 @@ class RunCoordinator(StreamCommands):
 
     def claim_slot(self, generation: int, rank: int, nonce: str) -> None:
         """A rank joined: its slot is this process's. Raises ``AttemptUsed`` and the ledger's errors."""
-        self.ledger.claim_slot(self._uid, self.stream, self._lease.epoch, generation, rank, nonce)
+        self.ledger.execute(ClaimSlot(self._uid, self.stream, self._lease.epoch, generation, rank, nonce))
         with self._lock:
             if self._active is not None and self._active.generation.number == generation:
                 slot = self._active.generation.slots[rank]
@@ -354,7 +357,7 @@ class RunCoordinator(StreamCommands):
         group = active.generation.group_of(steps - 1)
         return CommitTask(active, self._timeline, self._uid, group, steps, self.committed_through)
 
-    def on_committed(self, task: CommitTask, commit: Commit, state: State) -> None:
+    def on_committed(self, task: CommitTask, commit: CommittedState, state: State) -> None:
         """The ledger holds what the task asked for."""
         with self._lock:
             if self._ledger_error is not None:

@@ -20,6 +20,7 @@ from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.commits import resume_state_of
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.cursor_check import check_cursors
+from tokenloom_server.run.lineage import covering
 from tokenloom_server.run.sizing import steps_of
 
 #: What ``resume`` may be, beside a snapshot's id.
@@ -359,19 +360,3 @@ class History:
             return state
         with self._forward:
             return Replay(self._coordinator.timeline, state).forward(sample_index)
-
-
-def covering(openings: Sequence[Opening], index: int, generation: int | None = None) -> Opening | None:
-    """The generation in whose part of the run's lineage a sample index lies: the present one (or the one given) from
-    its start on, before that its parent, and so on. Raises ``NotFound`` for a generation that the ledger does not have.
-    """
-    by_number = {opening.generation: opening for opening in openings}
-    if generation is not None and generation not in by_number:
-        known = f"{min(by_number)} to {max(by_number)}" if by_number else "none: no trainer has joined yet"
-        raise NotFound(f"there is no generation {generation}; the ledger has {known}")
-    opening = openings[-1] if openings else None
-    if generation is not None:
-        opening = by_number[generation]
-    while opening is not None and index < opening.start_index:
-        opening = by_number.get(opening.parent)
-    return opening

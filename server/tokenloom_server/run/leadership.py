@@ -19,6 +19,7 @@ from tokenloom_server.errors import (
     NotLeader,
     TokenloomError,
 )
+from tokenloom_server.ledger.commands import Acquire, Release, Renew
 from tokenloom_server.order.origin import Origin
 from tokenloom_server.run.coordinator import RunCoordinator
 
@@ -97,7 +98,7 @@ class Leadership(threading.Thread):
         if not coordinator.lease.held or self._away_since is not None:
             return  # nothing to let go, or nobody who would hear it in time
         try:
-            coordinator.ledger.release(coordinator.uid, coordinator.stream, coordinator.lease.epoch)
+            coordinator.ledger.execute(Release(coordinator.uid, coordinator.stream, coordinator.lease.epoch))
         except TokenloomError as error:
             _log.info("%s: the lease is left to lapse: %s", coordinator.name, error)
 
@@ -110,7 +111,7 @@ class Leadership(threading.Thread):
         if stored is None:
             # A ledger that came back empty: the run is new to it, and takes its uid from the trainer's state.
             stored = ledger.create_run(name, stream, coordinator.uid, coordinator.order.record.to_json())
-        epoch = ledger.acquire(stored.uid, stream, self._holder, self._lease_s, coordinator.lease.epoch)
+        epoch = ledger.execute(Acquire(stored.uid, stream, self._holder, self._lease_s, coordinator.lease.epoch))
         # Read after the acquisition: nobody else can write any more.
         stored = ledger.read_run(name, stream)
         if stored is None:
@@ -143,15 +144,17 @@ class Leadership(threading.Thread):
         generation = view.generation
         heard_at = generation.heard_at
         try:
-            coordinator.ledger.renew(
-                coordinator.uid,
-                coordinator.stream,
-                coordinator.lease.epoch,
-                self._holder,
-                self._lease_s,
-                None if heard_at is None else coordinator.wall_clock() - (view.now - heard_at),
-                generation.number,
-                view.commit.sample_index if generation.number else 0,
+            coordinator.ledger.execute(
+                Renew(
+                    coordinator.uid,
+                    coordinator.stream,
+                    coordinator.lease.epoch,
+                    self._holder,
+                    self._lease_s,
+                    None if heard_at is None else coordinator.wall_clock() - (view.now - heard_at),
+                    generation.number,
+                    view.commit.sample_index if generation.number else 0,
+                )
             )
         except (NotLeader, LedgerRolledBack) as error:
             coordinator.on_lease_lost(error)

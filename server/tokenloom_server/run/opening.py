@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from tokenloom_server.core.state import Cursor, EpochCursor, FileCursor, State, WindowCursor, digest_hex, row_cursor
 from tokenloom_server.errors import JoinRefused, ResumePointNeeded, RunBusy, SnapshotInvalid
+from tokenloom_server.ledger.commands import Adopt
 from tokenloom_server.ledger.records import Opening, StoredRun
 from tokenloom_server.order.batch_schedule import Ramp
 from tokenloom_server.order.snapshot import ResumePoint
@@ -207,7 +208,7 @@ class GenerationOpener:
         if point.run_uid is None or point.run_uid == stored.uid:
             return stored.uid
         coordinator = self._coordinator
-        coordinator.ledger.adopt(stored.uid, coordinator.stream, coordinator.lease.epoch, point.run_uid)
+        coordinator.ledger.execute(Adopt(stored.uid, coordinator.stream, coordinator.lease.epoch, point.run_uid))
         _log.info("%s: an empty ledger goes on with the trainer's run_uid %s", coordinator.name, point.run_uid)
         return point.run_uid
 

@@ -14,6 +14,7 @@ from tokenloom_server.errors import (
     NotFound,
     SnapshotInvalid,
 )
+from tokenloom_server.ledger.commands import DropRevisions, Revise
 from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order import foreign_snapshot, revision_content, snapshot
 from tokenloom_server.order.origin import Origin
@@ -63,7 +64,7 @@ class RevisionHandler:
             coordinator.change_timeline(
                 epoch,
                 timeline.with_revisions((*timeline.revisions, revision)),
-                lambda: coordinator.ledger.revise(coordinator.uid, coordinator.stream, epoch, revision),
+                lambda: coordinator.ledger.execute(Revise(coordinator.uid, coordinator.stream, epoch, revision)),
             )
         _log.info(
             "%s: revision %d holds from sample %d on (%s): %s",
@@ -86,7 +87,7 @@ class RevisionHandler:
             coordinator.change_timeline(
                 epoch,
                 view.timeline.with_revisions(kept),
-                lambda: coordinator.ledger.drop_revisions(coordinator.uid, coordinator.stream, epoch, number),
+                lambda: coordinator.ledger.execute(DropRevisions(coordinator.uid, coordinator.stream, epoch, number)),
             )
         for revision in dropped:
             _log.info(
@@ -153,7 +154,7 @@ class RevisionHandler:
 
         def write() -> None:
             for revision in revisions:
-                coordinator.ledger.revise(coordinator.uid, coordinator.stream, epoch, revision)
+                coordinator.ledger.execute(Revise(coordinator.uid, coordinator.stream, epoch, revision))
 
         coordinator.change_timeline(epoch, timeline, write)
         for revision in revisions:

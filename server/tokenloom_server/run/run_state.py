@@ -15,7 +15,7 @@ from collections.abc import Callable
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import LedgerError, LedgerRolledBack, NotLeader, TokenloomError
 from tokenloom_server.ledger.base import Ledger
-from tokenloom_server.ledger.records import Commit, Opening, StoredRun
+from tokenloom_server.ledger.records import CommittedState, Opening, StoredRun
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.order.timeline import Timeline
@@ -64,7 +64,7 @@ class RunState:
         self._active: ActiveGeneration | None = None
         # Production waits before this sample index: a revision from there on is being written.
         self._revising_at: int | None = None
-        self._committed: Commit | None = None
+        self._committed: CommittedState | None = None
         self._committed_at: float | None = None
         # The state at the committed index (after a restart: at the boundary before it), for the stats.
         self._committed_state: State = self._timeline.initial()
@@ -73,7 +73,7 @@ class RunState:
         self._ledger_error: str | None = None
         self._loss = LedgerLoss(0, 0, 0.0)
         # (time, commit) over the last minute or so, for rates and window shares.
-        self._recent: deque[tuple[float, Commit]] = deque(maxlen=512)
+        self._recent: deque[tuple[float, CommittedState]] = deque(maxlen=512)
         # What rank 0 of an attempt was refused with, by what it asked for: the same id may be tried again with another
         # resume point. The oldest are forgotten.
         self._refused: dict[tuple[str, ResumeChoice], TokenloomError] = {}
@@ -177,7 +177,7 @@ class RunState:
     # --- changes that several commands make ----------------------------------------------------------
 
     def _install(
-        self, opening: Opening, base: State, committed: Commit, *, resumed: bool, process: str = ""
+        self, opening: Opening, base: State, committed: CommittedState, *, resumed: bool, process: str = ""
     ) -> ActiveGeneration:
         """Makes a generation the present one. ``resumed``: after a restart of the server, where production has to meet
         the committed digest again."""

@@ -7,7 +7,7 @@ import threading
 
 from tokenloom_server.core.state import EpochCursor, FileCursor, SourceState, State, WindowCursor, row_cursor
 from tokenloom_server.errors import TokenloomError
-from tokenloom_server.ledger.records import Commit, Counters
+from tokenloom_server.ledger.records import CommittedState, Counters
 from tokenloom_server.mixing.mixer import target_shares
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.timeline import Timeline
@@ -24,7 +24,7 @@ _INDEX_FOR_STATS_BYTES = 2**30
 _NOTHING = Counters(samples=0, rows=0, tokens=0)
 
 
-def _consumed(commit: Commit) -> int:
+def _consumed(commit: CommittedState) -> int:
     """Tokens without those that were skipped."""
     return sum(counters.tokens for counters in commit.counters.values())
 
@@ -106,7 +106,7 @@ class StatsReader:
             ),
         )
 
-    def sources(self, committed: Commit, state: State) -> list[SourceStats]:
+    def sources(self, committed: CommittedState, state: State) -> list[SourceStats]:
         """The sources' stats at a commit, of which ``state`` is the state; nothing of the time before it, no losses."""
         order = self._coordinator.timeline.at(state.sample_index)
         shares, consumed = target_shares(order.config, order.record.size_estimates), _consumed(committed)
@@ -120,8 +120,8 @@ class StatsReader:
         order: PipelineFactory,
         source: int,
         state: SourceState,
-        committed: Commit,
-        earlier: Commit,
+        committed: CommittedState,
+        earlier: CommittedState,
         totals: tuple[int, int],
         over: bool,
         share: float,

@@ -17,6 +17,7 @@ from tokenloom_server.errors import (
     StorageError,
     TokenloomError,
 )
+from tokenloom_server.ledger.commands import ClaimSlot
 from tokenloom_server.run.active_generation import ActiveGeneration
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
 from tokenloom_server.run.run_state import RunState
@@ -60,7 +61,7 @@ class StreamCommands(RunState):
             is_unknown = rank < len(slots) and slots[rank].nonce is None
         if is_unknown:
             # After a restart of the server only the ledger knows whose slot it is.
-            self.ledger.claim_slot(self._uid, self.stream, active.epoch, generation, rank, nonce)
+            self.ledger.execute(ClaimSlot(self._uid, self.stream, active.epoch, generation, rank, nonce))
         with self._lock:
             active = self._active_for(uid, generation, attempt, committed_through)
             try:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import TokenloomError
-from tokenloom_server.ledger.records import Commit
+from tokenloom_server.ledger.records import CommittedState
 from tokenloom_server.order.steps import BatchPlan, StepGroup
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.active_generation import ActiveGeneration, GenerationView
@@ -53,13 +53,13 @@ class RunView(NamedTuple):
     lease: LeaseState
     leads: bool
     #: Of nothing before the first generation.
-    commit: Commit
+    commit: CommittedState
     #: The state there; after a restart that at the boundary before it.
     state: State
     #: Unix time; None before the first commit.
     committed_at: float | None
     #: (time, commit) over the last minute or so; and the time now.
-    recent: Sequence[tuple[float, Commit]]
+    recent: Sequence[tuple[float, CommittedState]]
     now: float
     #: What stopped the run for all ranks, and why commits wait.
     error: TokenloomError | None

@@ -11,6 +11,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 
+def is_text(kind: Any) -> bool:
+    """Whether a type is one of Arrow's layouts of text."""
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def is_list(kind: Any) -> bool:
+    """Whether a type is one of lists, but for views of lists."""
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
 def numbers(array: Any) -> npt.NDArray[Any]:
     """An array of integers without nulls, not copied."""
     kind = np.dtype(array.type.to_pandas_dtype())
@@ -25,26 +35,37 @@ def from_numbers(values: npt.NDArray[Any]) -> Any:
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)], 0)
 
 
-def lists(offsets: npt.NDArray[np.signedinteger[Any]], items: Any) -> Any:
-    """Lists of items without nulls: list i lies between the offsets i and i + 1 (int32, or int64: large lists)."""
-    kind = pa.list_(items.type) if offsets.dtype == np.int32 else pa.large_list(items.type)
-    return pa.Array.from_buffers(kind, len(offsets) - 1, [None, pa.py_buffer(offsets)], 0, children=[items])
+def lists(begins: npt.NDArray[np.signedinteger[Any]], items: Any) -> Any:
+    """Lists of items without nulls: list i lies between ``begins`` i and i + 1 (int32, or int64: large lists)."""
+    kind = pa.list_(items.type) if begins.dtype == np.int32 else pa.large_list(items.type)
+    return pa.Array.from_buffers(kind, len(begins) - 1, [None, pa.py_buffer(begins)], 0, children=[items])
 
 
 def strings(texts: list[str]) -> pa.LargeStringArray:
     """Python's strings as Arrow's."""
     encoded = [text.encode() for text in texts]
-    offsets = np.zeros(len(texts) + 1, np.int64)
-    np.cumsum(np.fromiter(map(len, encoded), np.int64, len(texts)), out=offsets[1:])
-    return pa.Array.from_buffers(
-        pa.large_string(), len(texts), [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))], 0
-    )
+    begins = np.zeros(len(texts) + 1, np.int64)
+    np.cumsum(np.fromiter(map(len, encoded), np.int64, len(texts)), out=begins[1:])
+    return pa.LargeStringArray.from_buffers(len(texts), pa.py_buffer(begins), pa.py_buffer(b"".join(encoded)))
 
 
 def scalar(value: bytes) -> pa.LargeBinaryScalar:
     """Bytes as Arrow's scalar."""
     offsets = np.array([0, len(value)], np.int64)
     return pa.Array.from_buffers(pa.large_binary(), 1, [None, pa.py_buffer(offsets), pa.py_buffer(value)], 0)[0]
+
+
+def offsets(array: Any) -> npt.NDArray[Any]:
+    """[rows + 1], not copied: where the rows of (large) text, bytes or lists begin in what they are made of."""
+    buffer = array.buffers()[1]
+    if buffer is None or buffer.size == 0:
+        return np.zeros(len(array) + 1, np.int64)
+    end = array.offset + len(array) + 1
+    return np.frombuffer(buffer, np.int64 if _is_large(array.type) else np.int32, count=end)[array.offset :]
+
+
+def _is_large(kind: Any) -> bool:
+    return bool(pa.types.is_large_string(kind) or pa.types.is_large_binary(kind) or pa.types.is_large_list(kind))
 
 
 def filled(array: Any) -> Any:
@@ -71,13 +92,12 @@ def flags(array: Any) -> npt.NDArray[np.bool_]:
 
 def blanked(array: Any, keep: npt.NDArray[np.bool_]) -> Any:
     """(Large) strings or lists with a null for each row that is not to be kept; values under a null are not read."""
-    wide = pa.types.is_large_string(array.type) or pa.types.is_large_list(array.type)
-    width = 8 if wide else 4
+    width = 8 if _is_large(array.type) else 4
     if array.null_count:
         keep = keep & flags(array.is_valid())
-    _, offsets, *data = array.buffers()
-    offsets = offsets.slice(array.offset * width, (len(array) + 1) * width) if offsets is not None else offsets
+    _, begins, *data = array.buffers()
+    begins = begins.slice(array.offset * width, (len(array) + 1) * width) if begins is not None else begins
     valid = pa.py_buffer(np.packbits(keep, bitorder="little"))
-    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
-        return pa.Array.from_buffers(array.type, len(array), [valid, offsets], children=[array.values])
-    return pa.Array.from_buffers(array.type, len(array), [valid, offsets, *data])
+    if is_list(array.type):
+        return pa.Array.from_buffers(array.type, len(array), [valid, begins], children=[array.values])
+    return pa.Array.from_buffers(array.type, len(array), [valid, begins, *data])

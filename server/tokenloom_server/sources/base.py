@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
@@ -87,3 +87,30 @@ class Source(Protocol):
         file, when it is unreadable or damaged; and after all rows before it, at a row that does not decode, naming
         the row, unless the source was opened with ``RowRules.skip_bad``.
         """
+
+
+class TensorFile(Protocol):
+    """An opened file whose rows are read as tensors, in any order. A part of it is what is decoded at once: a record
+    batch, a row group.
+
+    Its methods may raise what Arrow and the operating system raise, and ``ValueError``.
+    """
+
+    @property
+    def schema(self) -> Any:
+        """A ``pyarrow.Schema``."""
+
+    @property
+    def ends(self) -> npt.NDArray[np.int64]:
+        """[parts + 1]: the row with which each part begins, and the number of rows."""
+
+    @property
+    def mapped(self) -> bool:
+        """Whether its parts take no memory of their own."""
+
+    @property
+    def decoded_bytes(self) -> int:
+        """About how many bytes the file has, decoded."""
+
+    def read(self, part: int, names: Sequence[str]) -> list[Any]:
+        """Columns of a part, as ``pyarrow.Array``."""

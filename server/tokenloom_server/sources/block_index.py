@@ -16,11 +16,11 @@ import numpy.typing as npt
 import xxhash
 
 from tokenloom_server.config.spec import Spec
-from tokenloom_server.sources import line_index
+from tokenloom_server.sources import row_index
 from tokenloom_server.sources.base import Shard, Source
 from tokenloom_server.sources.files import in_threads
-from tokenloom_server.sources.line_index import LineIndex
 from tokenloom_server.sources.progress import FileProgress
+from tokenloom_server.sources.row_index import RowIndex
 from tokenloom_server.sources.scheme import scheme_of
 from tokenloom_server.storage.urls import is_remote
 
@@ -55,20 +55,19 @@ def blocks(source: Source, spec: Spec, base_dir: Path, index_dir: Path | None) -
         if files >= KEPT_FILES and not scheme_of(spec).splits_at_end_of_text
         else None
     )
-    cache = index_dir / f"blocks-v{FORMAT}-{key}.npy" if index_dir is not None and key is not None else None
-    if cache is not None:
-        kept = line_index.stored(cache, files)
-        if kept is not None:
-            edges, owners = kept.entries[:-1, 0], kept.entries[:-1, 1]
-            return np.split(edges, np.searchsorted(owners, np.arange(1, files)))
-    edges_by_file = _of_each(source, source.blocks)
-    if cache is not None:
+    path = index_dir / f"blocks-v{FORMAT}-{key}.npy" if index_dir is not None and key is not None else None
+
+    def build() -> RowIndex:
+        edges_by_file = _of_each(source, source.blocks)
         owners = np.repeat(np.arange(files), [len(each) for each in edges_by_file])
         rows = sum(int(each[-1]) for each in edges_by_file)
         table = np.stack((np.concatenate(edges_by_file), owners), axis=1)
-        # The last entry holds the totals (rows, files), as that of an index of lines holds its own.
-        line_index.keep(cache, LineIndex(np.vstack((table, np.array([[rows, files]], np.int64)))))
-    return edges_by_file
+        # The last entry holds the totals (rows, files), as that of an index of rows holds its own.
+        return RowIndex(np.vstack((table, np.array([[rows, files]], np.int64))))
+
+    kept = row_index.cached(path, files, build)
+    edges, owners = kept.entries[:-1, 0], kept.entries[:-1, 1]
+    return np.split(edges, np.searchsorted(owners, np.arange(1, files)))
 
 
 def _of_each(source: Source, ask: Callable[[int], _Out]) -> list[_Out]:

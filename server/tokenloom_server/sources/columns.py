@@ -9,7 +9,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import arrays
 from tokenloom_server.sources.base import BadRow, Content, Rows
@@ -30,8 +29,8 @@ def content_of(kind: Any) -> Content | None:
     """What a column of an Arrow type holds; ``None`` for a type that is neither text nor ids."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-        return Content.TEXT if content_of(kind) is Content.TEXT else None
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+        return Content.TEXT if arrays.is_text(kind) else None
+    if arrays.is_text(kind):
         return Content.TEXT
     return Content.IDS if _is_any_list(kind) and pa.types.is_integer(kind.value_type) else None
 
@@ -42,13 +41,7 @@ def contents_of(schema: Any) -> dict[str, Content | None]:
 
 
 def _is_any_list(kind: Any) -> bool:
-    return bool(
-        pa.types.is_list(kind)
-        or pa.types.is_large_list(kind)
-        or pa.types.is_fixed_size_list(kind)
-        or pa.types.is_list_view(kind)
-        or pa.types.is_large_list_view(kind)
-    )
+    return bool(arrays.is_list(kind) or pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind))
 
 
 def find(names_of: Callable[[Any], Mapping[str, Any] | None], within: Any, name: str) -> tuple[str, ...] | None:
@@ -113,30 +106,20 @@ def column_of(schema: Any, name: str, where: str) -> Column:
     return Column(path, kind)
 
 
-def check_schema(schema: Any, spec: Spec, path: str) -> Content:
-    """What the spec's column holds in a file.
+def check_schema(schema: Any, name: str, where: str) -> Content:
+    """What a column holds in a file.
 
-    Raises ``SourceError`` naming the file when the column is missing, there twice, or of another type.
+    Raises ``SourceError`` beginning with ``where`` when the column is missing, there twice, or of another type.
     """
-    where = f"source {str(spec)!r}: {path!r}"
-    kind = column_of(schema, spec.column, where).kind
+    kind = column_of(schema, name, where).kind
     content = content_of(kind)
     if content is None:
         others = [field.name for field in schema if content_of(field.type) is not None]
         hint = f"; columns of such a type: {', '.join(others)}" if others else ""
         if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
             hint = f"; where its bytes are UTF-8, write it as a string column{hint}"
-        raise SourceError(f"{where}: column {spec.column!r} is of type {kind}, expected {EXPECTED}{hint}")
+        raise SourceError(f"{where}: column {name!r} is of type {kind}, expected {EXPECTED}{hint}")
     return content
-
-
-def check_same(content: Content, expected: Content, spec: Spec, path: str) -> None:
-    """Raises ``SourceError`` when a shard holds ids and the source text, or the other way round."""
-    if content is not expected:
-        raise SourceError(
-            f"source {str(spec)!r}: {path!r}: column {spec.column!r} holds {content.value}, "
-            f"but the source's first shard holds {expected.value}; name them as two sources"
-        )
 
 
 def rows(array: Any, first_row: int, where: str, *, valid: bool = False) -> Iterator[Rows]:
@@ -225,7 +208,7 @@ def _with_null_items(array: Any, first_row: int, where: str) -> tuple[BadRow, ..
     if array.values.null_count == 0:
         return ()
     nulls = np.flatnonzero(arrays.flags(array.values.is_null()))
-    offsets = offsets_of(array)
+    offsets = arrays.offsets(array)
     rows_of_nulls = np.searchsorted(offsets, nulls, "right") - 1
     # Values before the first row of a slice, after the last, or between rows belong to no row.
     inside = (nulls >= offsets[0]) & (nulls < offsets[-1])
@@ -262,15 +245,6 @@ def _has_offsets(kind: Any) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
-def offsets_of(array: Any) -> np.ndarray[Any, np.dtype[Any]]:
-    wide = pa.types.is_large_string(array.type) or pa.types.is_large_list(array.type)
-    buffer = array.buffers()[1]
-    if buffer is None or buffer.size == 0:
-        return np.zeros(len(array) + 1, np.int64)
-    end = array.offset + len(array) + 1
-    return np.frombuffer(buffer, np.int64 if wide else np.int32, count=end)[array.offset :]
-
-
 class Reach(NamedTuple):
     """So many first rows of an array, with so many bytes of text or ids."""
 
@@ -282,7 +256,7 @@ def reach(array: Any, size: int) -> Reach:
     """The first rows of an array of ``Rows``, up to the one that reaches ``size`` bytes; all where none does."""
     if pa.types.is_struct(array.type):
         array = array.field(0)  # ids, and their loss mask beside them
-    offsets = offsets_of(array)
+    offsets = arrays.offsets(array)
     item = 1 if is_text(array) else array.type.value_type.bit_width // 8
     ends = (offsets[1:].astype(np.int64) - offsets[0]) * item
     rows = min(int(np.searchsorted(ends, size)) + 1, len(array))
@@ -315,7 +289,7 @@ def pieces(found: Rows) -> Iterator[Rows]:
     """Rows, cut so that each piece has at most ``PIECE_BYTES`` and ``PIECE_ROWS``."""
     array = found.column
     limit = PIECE_BYTES if is_text(array) else PIECE_BYTES * 8 // array.type.value_type.bit_width
-    offsets = offsets_of(array)
+    offsets = arrays.offsets(array)
     start, count = 0, len(array)
     while start < count:
         # searchsorted wants one type on both sides, or it converts all of the offsets.

@@ -7,6 +7,7 @@ from typing import Any
 import pyarrow as pa
 
 from tokenloom_server.errors import SourceError
+from tokenloom_server.sources.endings import codec_of
 from tokenloom_server.storage.arrow_input import FileStream
 from tokenloom_server.storage.file import File, Range
 
@@ -29,7 +30,7 @@ class Decompressed:
         self._decompressed_bytes = 0
 
     @property
-    def read_bytes(self) -> int:
+    def position(self) -> int:
         """How much of the file was needed so far."""
         return self._compressed.position
 
@@ -50,3 +51,9 @@ class Decompressed:
                 f"than {MAX_RATIO} times as many; decompress it yourself if that is what it is to hold"
             )
         return data
+
+
+def text_stream(file: File, path: str) -> FileStream | Decompressed:
+    """A file from its beginning on, decompressed where the name in its path says that it is compressed."""
+    codec = codec_of(path)
+    return FileStream(file) if codec is None else Decompressed(file, codec)

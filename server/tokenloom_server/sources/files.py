@@ -12,7 +12,7 @@ from typing import TypeVar
 import xxhash
 
 from tokenloom_server.config.spec import Spec
-from tokenloom_server.errors import SourceChanged, SourceError, StorageError
+from tokenloom_server.errors import SourceChanged, SourceError, StorageError, TokenloomError
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.storage.file import File
 from tokenloom_server.storage.hub.files import is_hub
@@ -35,12 +35,6 @@ HASH = "xxh3"
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
-
-
-def fingerprint(path: Path) -> str:
-    """``fingerprint_of`` of a local file. Raises ``OSError`` and ``SourceError``."""
-    with LocalFile(path, repr(str(path))) as file:
-        return fingerprint_of(file)
 
 
 def fingerprint_of(file: File) -> str:
@@ -144,6 +138,13 @@ def refused(where: str, error: Exception) -> StorageError | None:
     if error.errno in (errno.EMFILE, errno.ENFILE):
         remedy = "this process may not open as many: raise the limit (ulimit -n), or name fewer sources"
     return StorageError(f"{where} cannot be read ({reason}); {remedy}, and start again: nothing is lost")
+
+
+def unreadable(where: str, kind: str, error: Exception, place: str = "") -> TokenloomError:
+    """The error to raise where a file does not open as one of its kind, or ends at a ``place`` in it."""
+    return refused(where, error) or SourceError(
+        f"{where} is not a readable {kind} file ({place}{error}); it is truncated or damaged: write or copy it again"
+    )
 
 
 def where(spec: Spec, shard: Shard) -> str:

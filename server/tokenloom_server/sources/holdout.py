@@ -50,14 +50,14 @@ class HoldoutSource(WrappedSource):
     def _held(self, column: Any) -> npt.NDArray[np.bool_]:
         if pa.types.is_struct(column.type):
             column = column.field(0)  # ids, and their loss mask beside them
-        if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        if columns.is_text(column):
             width, content = 1, column.buffers()[2]
-            offsets = columns.offsets_of(column)
+            offsets = arrays.offsets(column)
         else:
             # The items of a slice may themselves be one of a longer buffer.
             items = column.values
             width, content = items.type.bit_width // 8, items.buffers()[1]
-            offsets = columns.offsets_of(column) + items.offset
+            offsets = arrays.offsets(column) + items.offset
         data = memoryview(content) if content is not None else memoryview(b"")
         digest, key, limit = xxhash.xxh3_64_intdigest, self._key, self._limit
         edges = (offsets.astype(np.int64) * width).tolist()

@@ -6,23 +6,26 @@ line. A UTF-8 byte order mark at the head of a file belongs to no line.
 
 from __future__ import annotations
 
-import threading
+import logging
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources import line_index
+from tokenloom_server.sources import row_index
 from tokenloom_server.sources.base import BadRow, Content, Rows, Shard
-from tokenloom_server.sources.compressed import Decompressed
+from tokenloom_server.sources.compressed import Decompressed, text_stream
 from tokenloom_server.sources.endings import codec_of
-from tokenloom_server.sources.line_index import LineIndex
+from tokenloom_server.sources.row_index import IndexedSource, RowIndex
 from tokenloom_server.sources.scheme import ReadRequest
-from tokenloom_server.sources.sharded import ShardedSource
+from tokenloom_server.sources.sharded import no_rows
+from tokenloom_server.storage.arrow_input import FileStream
 from tokenloom_server.storage.file import File, Range
+
+_log = logging.getLogger(__name__)
 
 #: Bytes read at once. Twice as much was measured to cost twice the CPU time: the C library gives
 #: buffers of that size back to the kernel, and each new one is faulted in again.
@@ -31,8 +34,10 @@ BLOCK_BYTES = 1 << 19
 #: Bytes of a line in a compressed file at most: a line is held as a whole, and its size is not known before.
 MAX_LINE_BYTES = 1 << 28
 
-#: Indexes held in memory (16 bytes per mebibyte of text each); the others are read from the cache again.
-HELD_INDEXES = 1024
+#: An index has one entry for each so many bytes of the file; also how much is read at once to make it.
+STRIDE_BYTES = 1 << 20
+
+BOM = b"\xef\xbb\xbf"
 
 
 class Block(NamedTuple):
@@ -66,25 +71,13 @@ class Block(NamedTuple):
 Decoder = Callable[[Block, str], Iterator[Rows]]
 
 
-class LinesSource(ShardedSource):
+class LinesSource(IndexedSource):
     """A source whose shards are files of lines."""
 
     def __init__(self, request: ReadRequest, content: Content, decode: Decoder) -> None:
         super().__init__(request)
-        self._index_dir = request.index_dir
         self._content = content
         self._decode = decode
-        self._row_counts: dict[int, int] = {}
-        self._indexes: dict[int, LineIndex] = {}
-        self._indexes_lock = threading.Lock()
-
-    def row_count(self, shard: int) -> int:
-        if shard not in self._row_counts:
-            self._index(shard)
-        return self._row_counts[shard]
-
-    def blocks(self, shard: int) -> npt.NDArray[np.int64]:
-        return self._index(shard).entries[:, 0]
 
     def _read(self, shard: int, row: int) -> Iterator[Rows]:
         entry = self._shards[shard]
@@ -92,9 +85,7 @@ class LinesSource(ShardedSource):
         position = None
         if row > 0 and codec_of(entry.path) is None:
             # Only now: a corpus that is read from its beginning must not be scanned first.
-            index = self._index(shard)
-            self._check_row(shard, row, index.row_count)
-            position = index.seek(row)
+            position = self._seek(shard, row)
         count = 0
         with self._open(entry) as file:
             file.plan([Range(position[1] if position is not None else 0, file.size)])
@@ -113,108 +104,112 @@ class LinesSource(ShardedSource):
         """
         size, entry = 0, self._shards[shard]
         with self._open(entry) as file:
-            codec = codec_of(entry.path)
-            if codec is not None:
-                stream = Decompressed(file, codec)
-                for block in _streamed(stream, file.name):
-                    if rows < block.first_row + len(block.ends):
-                        break
-                return stream.read_bytes
-            for block in read_blocks(file, None):
+            stream = text_stream(file, entry.path)
+            for block in _blocks(stream, 0, file.name):
                 if rows <= len(block.ends):
-                    return size + min(int(block.ends[rows - 1]) + 1, len(block.data))
+                    size += min(int(block.ends[rows - 1]) + 1, len(block.data))
+                    break
                 rows -= len(block.ends)
                 size += len(block.data)
-        return size
+            return stream.position if isinstance(stream, Decompressed) else size
 
-    def _index(self, shard: int) -> LineIndex:
-        index = self._indexes.get(shard)
-        if index is None:
-            entry = self._shards[shard]
-            with self._open(entry) as file:
-                index = line_index.load_or_build(entry, file, self._index_dir)
-            with self._indexes_lock:
-                if len(self._indexes) >= HELD_INDEXES:
-                    self._indexes.pop(next(iter(self._indexes)))
-                self._indexes[shard] = index
-                self._row_counts[shard] = index.row_count
-        return index
+    def _load_index(self, shard: int) -> RowIndex:
+        """Raises ``SourceError`` naming the file."""
+        entry = self._shards[shard]
+        with self._open(entry) as file:
+
+            def build() -> RowIndex:
+                _log.info("building the line index of %s (%d bytes)", entry.path, entry.size)
+                file.plan([Range(0, file.size)])
+                stream = text_stream(file, entry.path)
+                return _counted(stream, file.size) if isinstance(stream, Decompressed) else build_index(file)
+
+            path = None
+            if self._index_dir is not None:
+                path = self._index_dir / f"lines-v{row_index.FORMAT}-{row_index.cache_key(entry, file)}.npy"
+            return row_index.cached(path, entry.size, build)
+
+
+def _first_offset(file: File) -> int:
+    """Where a file's first line begins: after a UTF-8 byte order mark, where there is one."""
+    return len(BOM) if bytes(file.read_at(0, len(BOM))) == BOM else 0
+
+
+def build_index(file: File) -> RowIndex:
+    """Scans a file. Raises ``SourceError``."""
+    start, size = _first_offset(file), file.size
+    entries = [(0, start)]
+    newlines, position, ends_line = 0, start, True
+    while position < size:
+        data = bytes(file.read_at(position, STRIDE_BYTES))
+        newline = data.find(b"\n")
+        if newline >= 0 and position + newline + 1 < size:
+            entries.append((newlines + 1, position + newline + 1))
+        newlines += data.count(b"\n")
+        ends_line = data[-1] == 0x0A
+        position += len(data)
+    entries.append((newlines + (not ends_line), size))
+    return RowIndex(np.array(entries, np.int64))
+
+
+def _counted(stream: Decompressed, size: int) -> RowIndex:
+    """Of a compressed file: how many lines it has, but for the beginning of none of them but the first."""
+    newlines, last = 0, b"\n"
+    data = stream.read(len(BOM)).removeprefix(BOM) or stream.read(STRIDE_BYTES)
+    while data:
+        newlines += data.count(b"\n")
+        last = data[-1:]
+        data = stream.read(STRIDE_BYTES)
+    return RowIndex(np.array([(0, 0), (newlines + (last != b"\n"), size)], np.int64))
 
 
 def blocks_of(file: File, shard: Shard, position: tuple[int, int] | None = None) -> Iterator[Block]:
-    """``read_blocks`` of a file that may be compressed, where ``position`` is None. Raises ``SourceError``."""
-    codec = codec_of(shard.path)
-    return read_blocks(file, position) if codec is None else _streamed(Decompressed(file, codec), file.name)
+    """Blocks of about ``BLOCK_BYTES`` from a known line ``(row, offset)`` on, or from the file's first line, as it
+    must be of a compressed one. A line that is longer makes a block of its own. Raises ``SourceError``."""
+    stream, row = text_stream(file, shard.path), 0
+    if position is not None and isinstance(stream, FileStream):
+        row, offset = position
+        stream.seek(offset)
+    return _blocks(stream, row, file.name)
 
 
-def _streamed(stream: Decompressed, name: str) -> Iterator[Block]:
-    row, held, size = 0, [stream.read(BLOCK_BYTES).removeprefix(line_index.BOM)], 0
-    while True:
-        size += len(held[-1])
-        if size > MAX_LINE_BYTES:
-            raise SourceError(
-                f"{name}: line {row + 1} has more than {MAX_LINE_BYTES} bytes; that is no line of text: decompress the "
-                "file and look"
-            )
-        data = stream.read(BLOCK_BYTES)
-        whole = data.rfind(b"\n") + 1 if data else 0
-        if whole or not data:
-            block = b"".join((*held, data[:whole]))
-            if block:
-                yield (made := Block(row, block, _line_ends(block)))
-                row += len(made.ends)
-            held, size = [data[whole:]], 0
+def _blocks(stream: FileStream | Decompressed, row: int, name: str) -> Iterator[Block]:
+    """Blocks of what is left of a stream, which begins with line ``row``."""
+    line = [b"" if stream.position else bytes(stream.read(len(BOM))).removeprefix(BOM)]
+    size, longest = 0, MAX_LINE_BYTES if isinstance(stream, Decompressed) else sys.maxsize
+    while data := bytes(stream.read(BLOCK_BYTES)):
+        whole = data.rfind(b"\n") + 1
+        if whole:
+            block = _block(row, b"".join((*line, memoryview(data)[:whole])))
+            yield block
+            row += len(block.ends)
+            line, size = [data[whole:]], 0
         else:
-            held.append(data)
-        if not data:
-            return
+            line.append(data)
+            size += len(data)
+        if size > longest:
+            raise SourceError(
+                f"{name}: line {row + 1} has more than {MAX_LINE_BYTES} bytes; that is no line of text: decompress "
+                "the file and look"
+            )
+    if rest := b"".join(line):
+        yield _block(row, rest)
 
 
-def read_blocks(file: File, position: tuple[int, int] | None) -> Iterator[Block]:
-    """Blocks of about ``BLOCK_BYTES`` from a known line ``(row, offset)`` on, or from the file's first line.
-
-    A line that is longer than a block makes a block of its own. Raises ``SourceError``.
-    """
-    row, offset = position or (0, line_index.first_offset(file))
-    wanted, size = BLOCK_BYTES, file.size
-    while offset < size:
-        data = file.read_at(offset, wanted)
-        if not isinstance(data, bytes):
-            data = bytes(data)
-        at_end = offset + len(data) == size
-        whole = len(data) if at_end else data.rfind(b"\n") + 1
-        if whole == 0:
-            wanted *= 2  # doubling: a long line is read twice at most, whatever its length
-            continue
-        data, wanted = data[:whole], BLOCK_BYTES
-        block = Block(row, data, _line_ends(data))
-        yield block
-        row += len(block.ends)
-        offset += whole
-
-
-def _line_ends(data: bytes) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _block(first_row: int, data: bytes) -> Block:
     ends = np.flatnonzero(np.frombuffer(data, np.uint8) == 0x0A)
-    return ends if data.endswith(b"\n") else np.append(ends, len(data))
+    return Block(first_row, data, ends if data.endswith(b"\n") else np.append(ends, len(data)))
 
 
 def require_rows(request: ReadRequest) -> None:
     """Raises ``SourceError`` when no shard has a line. Costs nothing but the first non-empty file's head."""
     for shard in request.shards:
-        if codec_of(shard.path) is not None:
-            with request.open(shard) as file:
-                if next(blocks_of(file, shard), None) is not None:
-                    return
-        elif shard.size > len(line_index.BOM):
+        if codec_of(shard.path) is None and shard.size > len(BOM):
             return
-        elif shard.size:
-            with request.open(shard) as file:
-                if line_index.first_offset(file) < shard.size:
-                    return
-    raise SourceError(
-        f"source {str(request.spec)!r} has no rows: its {len(request.shards)} files are empty (the first is "
-        f"{request.shards[0].path!r}); give it files with content, or take it out of the mixture"
-    )
+        with request.open(shard) as file:
+            if next(blocks_of(file, shard), None) is not None:
+                return
+    raise no_rows(request.spec, request.shards, "are empty")
 
 
 def is_utf8(data: bytes) -> bool:

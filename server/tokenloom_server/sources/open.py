@@ -1,15 +1,20 @@
-"""Opening a source: from a spec, and the files it had when the run began, to rows."""
+"""Opening a source: from a spec, and the files it had when the run began, to rows; of one file, to its columns."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+
+import pyarrow as pa
 
 from tokenloom_server.config.row_rules import PLAIN, RowRules
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources.base import Shard, Source
-from tokenloom_server.sources.scheme import ReadRequest, scheme_of
+from tokenloom_server.sources.base import Content, Shard, Source
+from tokenloom_server.sources.scheme import ReadRequest, Scheme, scheme_of
 from tokenloom_server.storage.io_stats import IoStats
+from tokenloom_server.storage.open import open_file
+from tokenloom_server.storage.urls import is_remote
 
 
 def open_source(
@@ -47,3 +52,17 @@ def open_source(
             end_of_text_id=end_of_text_id,
         )
     )
+
+
+def columns_of(scheme: Scheme, path: str, base_dir: Path) -> Mapping[str, Content | None]:
+    """The columns of a file, by its path or URL, before a spec says what is read of it: names in the file's order; None
+    for what is neither text nor lists of integers.
+
+    Raises ``SourceError`` naming a file that cannot be read as one of the scheme.
+    """
+    try:
+        with open_file(path, base_dir) as file:
+            return scheme.columns(file, path)
+    except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
+        shown = path if is_remote(path) else str(base_dir / path)
+        raise SourceError(f"{shown!r} cannot be read as {scheme.name} ({type(error).__name__}: {error})") from None

@@ -10,22 +10,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from tokenloom_server.config.row_rules import PLAIN, RowRules
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.sources import locations
-from tokenloom_server.sources.base import Content, Shard, Source
+from tokenloom_server.sources.base import Content, Shard, Source, TensorFile
 from tokenloom_server.sources.endings import CODECS, ending_of
 from tokenloom_server.sources.files import open_shard, shard_at, shards_of
 from tokenloom_server.storage.file import File
 from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.remote import Entry
 from tokenloom_server.storage.urls import is_remote, redacted
-
-if TYPE_CHECKING:
-    from tokenloom_server.sources.tensors.file import TensorFile
 
 Finder = Callable[[Spec, Path], tuple[Shard, ...]]
 """Finds the files of a spec, whose relative locations are below the folder, as they are now."""

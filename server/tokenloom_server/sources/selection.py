@@ -53,24 +53,24 @@ class Selection:
 
         Raises ``SourceError``, beginning with ``where``, for a column that cannot be compared so, or is no text.
         """
-        self._rules = rules
-        self._column = column
-        self._columns = by_name
+        self.rules = rules
+        self.column = column
+        self.columns = by_name
         self._tests = [_test(comparison, by_name[comparison.column].kind, where) for comparison in rules.filter]
         for name in rules.text_columns:
             kind = _plain_kind(by_name[name].kind)
-            if not (_is_text(kind) or pa.types.is_integer(kind)):
+            if not (arrays.is_text(kind) or pa.types.is_integer(kind)):
                 raise SourceError(f"{where}: template: column {name!r} is of type {kind}, expected text or integers")
 
     @property
     def paths(self) -> list[str]:
         """All that is read, as Parquet names it: the fields' names, joined by dots."""
-        return [".".join(column.names) for column in self._columns.values()]
+        return [".".join(column.names) for column in self.columns.values()]
 
     @property
     def fields(self) -> list[str]:
         """The top-level fields that are read, each once."""
-        return list(dict.fromkeys(column.names[0] for column in self._columns.values()))
+        return list(dict.fromkeys(column.names[0] for column in self.columns.values()))
 
     def rows(
         self, batch: Any, first_row: int, where: str, *, valid: bool = False, bad: Sequence[BadRow] = ()
@@ -80,17 +80,17 @@ class Selection:
         ``bad`` are known to be; the source's own column is null there.
         """
         try:
-            by_name = {name: column.of(batch) for name, column in self._columns.items()}
+            by_name = {name: column.of(batch) for name, column in self.columns.items()}
         except pa.ArrowException as error:
             raise SourceError(f"{where}: rows from {first_row} on are damaged: {error}") from None
-        if self._rules.plain and bad:
-            yield from columns.pieces(Rows(first_row, columns.without_nulls(by_name[self._column]), tuple(bad)))
+        if self.rules.plain and bad:
+            yield from columns.pieces(Rows(first_row, columns.without_nulls(by_name[self.column]), tuple(bad)))
             return
-        if self._rules.plain:
-            yield from columns.rows(by_name[self._column], first_row, where, valid=valid)
+        if self.rules.plain:
+            yield from columns.rows(by_name[self.column], first_row, where, valid=valid)
             return
         damaged = {name: not valid and columns.is_damaged(array, first_row, where) for name, array in by_name.items()}
-        for start in range(0, len(by_name[self._column]), STEP_ROWS):
+        for start in range(0, len(by_name[self.column]), STEP_ROWS):
             part = {name: array.slice(start, STEP_ROWS) for name, array in by_name.items()}
             known = [
                 BadRow(row.position - start, row.reason) for row in bad if start <= row.position < start + STEP_ROWS
@@ -115,12 +115,12 @@ class Selection:
         faults: dict[str, Sequence[BadRow]] = {}
         for name, array in by_name.items():
             plain[name], faults[name] = _decoded(array, first_row, where, damaged[name])
-        faults[self._column] = [*known, *faults[self._column]]
+        faults[self.column] = [*known, *faults[self.column]]
         passing = self.passing(plain)
         bad: dict[int, BadRow] = {}
         for name in by_name:
             # Whether a row passes depends on its filter columns, not on its text.
-            counts = name in self._rules.filter_columns
+            counts = name in self.rules.filter_columns
             for row in faults[name]:
                 if counts or passing is None or passing[row.position]:
                     bad.setdefault(row.position, row)
@@ -147,7 +147,7 @@ class Selection:
 
     def text(self, found: Mapping[str, Any]) -> Any:
         """The template's text; without a template, the source's own column. Null where that column is."""
-        template, own = self._rules.template, found[self._column]
+        template, own = self.rules.template, found[self.column]
         if template is None:
             return own
         joined = _joined(template, [_as_text(found[name]) for name in template.columns])
@@ -176,10 +176,6 @@ def _as_text(array: Any) -> Any:
 
 def _plain_kind(kind: Any) -> Any:
     return kind.value_type if pa.types.is_dictionary(kind) else kind
-
-
-def _is_text(kind: Any) -> bool:
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
 def _test(comparison: Comparison, kind: Any, where: str) -> _Test:
@@ -211,7 +207,7 @@ def _compared_as(comparison: Comparison, kind: Any) -> Any | None:
     if comparison.kind == "text":
         # A date is written as text, and compared as a date.
         temporal = pa.types.is_timestamp(kind) or pa.types.is_date(kind)
-        return pa.large_string() if _is_text(kind) else kind if temporal else None
+        return pa.large_string() if arrays.is_text(kind) else kind if temporal else None
     if comparison.kind == "truth":
         return kind if pa.types.is_boolean(kind) else None
     if pa.types.is_integer(kind):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import columns, files
 from tokenloom_server.sources.base import Content, Rows, Shard
@@ -24,9 +25,10 @@ class _Kept(NamedTuple):
 
 
 class ShardedSource(ABC):
-    """The part of ``Source`` that does not depend on the format. ``_content`` is the subclass's to set."""
+    """The part of ``Source`` that does not depend on the format."""
 
-    _content: Content
+    _content: Content | None = None
+    """What the column holds: the subclass's to set, unless it calls ``_check_schema``."""
 
     def __init__(self, request: ReadRequest) -> None:
         self._spec = request.spec
@@ -38,6 +40,7 @@ class ShardedSource(ABC):
 
     @property
     def content(self) -> Content:
+        assert self._content is not None, "no file was looked at"
         return self._content
 
     @property
@@ -64,9 +67,16 @@ class ShardedSource(ABC):
             raise SourceError(f"{self._where(self._shards[shard])} has {count} rows, but row {row} was asked for")
 
     def _check_schema(self, shard: int, schema: Any) -> None:
-        """Raises ``SourceError`` where the column is missing in a shard, or holds something else than in the first."""
-        path = self._shards[shard].path
-        columns.check_same(columns.check_schema(schema, self._spec, path), self._content, self._spec, path)
+        """Raises ``SourceError`` where the column is missing in a shard, or holds something else than in the first that
+        was checked."""
+        where = self._where(self._shards[shard])
+        content = columns.check_schema(schema, self._spec.column, where)
+        self._content = self._content or content
+        if content is not self._content:
+            raise SourceError(
+                f"{where}: column {self._spec.column!r} holds {content.value}, but the source's first shard holds "
+                f"{self._content.value}; name them as two sources"
+            )
 
     def _where(self, shard: Shard) -> str:
         return files.where(self._spec, shard)
@@ -92,7 +102,12 @@ class ShardedSource(ABC):
 
     def _refuse_without_rows(self, has_rows: Callable[[int], object]) -> None:
         if not any(has_rows(i) for i in range(len(self._shards))):
-            raise SourceError(
-                f"source {str(self._spec)!r} has no rows: its {len(self._shards)} files have none (the first is "
-                f"{self._shards[0].path!r}); give it files with content, or take it out of the mixture"
-            )
+            raise no_rows(self._spec, self._shards, "have none")
+
+
+def no_rows(spec: Spec, shards: Sequence[Shard], fault: str) -> SourceError:
+    """The error of a source none of whose files has a row."""
+    return SourceError(
+        f"source {str(spec)!r} has no rows: its {len(shards)} files {fault} (the first is {shards[0].path!r}); give it "
+        "files with content, or take it out of the mixture"
+    )

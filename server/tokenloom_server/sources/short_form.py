@@ -22,9 +22,9 @@ from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SourceError, StorageError
 from tokenloom_server.sources.catalog import SourceCatalog
-from tokenloom_server.sources.detect_columns import columns_of
 from tokenloom_server.sources.endings import ending_of
 from tokenloom_server.sources.locations import matching_entries
+from tokenloom_server.sources.open import columns_of
 from tokenloom_server.sources.scheme import Scheme, scheme_of
 from tokenloom_server.storage.hub.files import is_hub
 from tokenloom_server.storage.io_stats import IoStats

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pyarrow as pa
 
@@ -58,34 +59,11 @@ class EngineRecord:
     version: str
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCost:
-    """Tokens per CPU-second, measured on the sample; None where the engine did not run."""
-
-    gigatoken: float | None = None
-    tokenizers: float | None = None
-
-    @property
-    def ratio(self) -> float | None:
-        """How many times the CPU time of gigatoken tokenizers takes."""
-        return self.gigatoken / self.tokenizers if self.gigatoken and self.tokenizers else None
-
-
-@dataclass(frozen=True, slots=True)
-class EngineChoice:
+class EngineChoice(NamedTuple):
     """The engine of a run, and why."""
 
     record: EngineRecord
     reason: str
-    cost: EngineCost
-
-    @property
-    def engine(self) -> str:
-        return self.record.engine
-
-    @property
-    def version(self) -> str:
-        return self.record.version
 
 
 def choose_engine(
@@ -103,28 +81,28 @@ def choose_engine(
     """
     if definition.is_bytes:
         record = EngineRecord(definition.digest, BytesEngine.name, BytesEngine.version)
-        return EngineChoice(record, "bytes need no tokeniser", EngineCost())
+        return EngineChoice(record, "bytes need no tokeniser")
     reference = TokenizersEngine(definition, special_tokens_in_text)
     rows = _sample(sample_rows)
     # The first rows warm both engines, the second half of the sample is timed.
     parts = [part for part in (_probes(definition), rows[: len(rows) // 2], rows[len(rows) // 2 :]) if part]
-    slow = _Timed(parts, cpu_clock_s, lambda part: ragged([reference.encode_one(text) for text in part]))
+    expected, slow = _timed(parts, cpu_clock_s, lambda part: ragged([reference.encode_one(text) for text in part]))
+    price = f"{slow:,.0f} tokens per CPU-second"
     try:
         engine = GigatokenEngine(definition, special_tokens_in_text)
-        fast = _Timed(parts, cpu_clock_s, lambda part: engine.encode(arrays.strings(part)))
+        actual, fast = _timed(parts, cpu_clock_s, lambda part: engine.encode(arrays.strings(part)))
     except TokenizerError as error:
-        cost = EngineCost(tokenizers=slow.tokens_per_cpu_s)
-        return _fall_back(definition, reference, str(error), cost)
-    cost = EngineCost(gigatoken=fast.tokens_per_cpu_s, tokenizers=slow.tokens_per_cpu_s)
-    for part, actual, expected in zip(parts, fast.results, slow.results, strict=True):
-        difference = first_difference(actual, expected)
+        return _fall_back(definition, reference, str(error), f"it makes {price}")
+    for part, ours, theirs in zip(parts, actual, expected, strict=True):
+        difference = first_difference(ours, theirs)
         if difference is not None:
             excerpt = _excerpt(reference, part[difference.row], difference)
             why = f"gigatoken {engine.version} gives other ids for the text {excerpt} {difference.describe()}"
-            return _fall_back(definition, reference, why, cost)
-    texts, tokens = sum(map(len, parts)), sum(len(result.values) for result in slow.results)
+            price = f"it costs {fast / slow:.1f} times the CPU time, at {price}" if slow else f"it makes {price}"
+            return _fall_back(definition, reference, why, price)
+    texts, tokens = sum(map(len, parts)), sum(len(result.values) for result in expected)
     reason = f"gigatoken equals tokenizers {reference.version} on {texts} texts ({tokens} tokens)"
-    return EngineChoice(EngineRecord(definition.digest, engine.name, engine.version), reason, cost)
+    return EngineChoice(EngineRecord(definition.digest, engine.name, engine.version), reason)
 
 
 def load_engine(
@@ -180,28 +158,22 @@ def _require_version(record: EngineRecord, found: str) -> None:
         )
 
 
-class _Timed:
-    """Results of each part, and the speed on the last one in CPU time of this thread."""
-
-    def __init__(
-        self, parts: list[list[str]], cpu_clock_s: Callable[[], float], encode: Callable[[list[str]], Encoded]
-    ) -> None:
-        self.results: list[Encoded] = []
-        elapsed_s = 0.0
-        for part in parts:
-            begin_s = cpu_clock_s()
-            self.results.append(encode(part))
-            elapsed_s = cpu_clock_s() - begin_s
-        self.tokens_per_cpu_s = len(self.results[-1].values) / max(elapsed_s, 1e-9)
+def _timed(
+    parts: list[list[str]], cpu_clock_s: Callable[[], float], encode: Callable[[list[str]], Encoded]
+) -> tuple[list[Encoded], float]:
+    """Each part encoded, and the tokens per second of this thread's CPU time in the last one."""
+    results: list[Encoded] = []
+    elapsed_s = 0.0
+    for part in parts:
+        begin_s = cpu_clock_s()
+        results.append(encode(part))
+        elapsed_s = cpu_clock_s() - begin_s
+    return results, len(results[-1].values) / max(elapsed_s, 1e-9)
 
 
-def _fall_back(
-    definition: TokenizerDefinition, reference: TokenizersEngine, why: str, cost: EngineCost
-) -> EngineChoice:
-    speed = f"{cost.tokenizers or 0:,.0f} tokens per CPU-second"
-    price = f"it costs {cost.ratio:.1f} times the CPU time, at {speed}" if cost.ratio else f"it makes {speed}"
+def _fall_back(definition: TokenizerDefinition, reference: TokenizersEngine, why: str, price: str) -> EngineChoice:
     record = EngineRecord(definition.digest, reference.name, reference.version)
-    return EngineChoice(record, f"{why}; so tokenizers {reference.version} is used: {price}", cost)
+    return EngineChoice(record, f"{why}; so tokenizers {reference.version} is used: {price}")
 
 
 def _excerpt(reference: TokenizersEngine, text: str, difference: Difference) -> str:

@@ -12,7 +12,7 @@ import signal
 import struct
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -55,15 +55,7 @@ class ChildEncoder:
 
         Raises ``TokenizerError`` for what the engine itself refuses.
         """
-        header = {
-            "tokenizer": self.tokenizer,
-            "base_dir": str(self.base_dir),
-            "digest": self.record.digest,
-            "engine": self.record.engine,
-            "version": self.record.version,
-            "special_tokens_in_text": self.special_tokens_in_text,
-            "which": which,
-        }
+        header = asdict(self) | {"base_dir": str(self.base_dir), "which": which}
         sink = pa.BufferOutputStream()
         batch = pa.record_batch([texts], names=["text"])
         with pa.ipc.new_stream(sink, batch.schema) as stream:
@@ -124,7 +116,7 @@ def _serve() -> None:
     source, out = sys.stdin.buffer, sys.stdout.fileno()
     request = json.loads(source.readline())
     definition = find_tokenizer(request["tokenizer"], Path(request["base_dir"]))
-    record = EngineRecord(request["digest"], request["engine"], request["version"])
+    record = EngineRecord(**request["record"])
     special = request["special_tokens_in_text"]
     engine: Engine
     if request["which"] == "own":

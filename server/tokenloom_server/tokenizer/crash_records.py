@@ -22,6 +22,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from tokenloom_server.storage.local import replaced
+
 _log = logging.getLogger(__name__)
 
 #: Rows are encoded apart once the process has died at them so often. One death may have another reason: a kill, or a
@@ -127,9 +129,8 @@ class CrashRecords:
         if not self._known:
             self._list.unlink(missing_ok=True)
             return
-        draft = self._list.with_name(f"{self._list.name}.{uuid.uuid4().hex}")
-        draft.write_text(json.dumps([asdict(known) for known in self._known]) + "\n", encoding="utf-8")
-        draft.replace(self._list)
+        with replaced(self._list) as file:
+            file.write(json.dumps([asdict(known) for known in self._known]).encode() + b"\n")
 
 
 def _notes_of_dead_processes(folder: Path, run: str) -> Iterator[list[SuspectRows]]:

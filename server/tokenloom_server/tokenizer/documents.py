@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,13 @@ class Documents(NamedTuple):
     mask: npt.NDArray[np.uint8] | None = None
 
 
+class Encoder(Protocol):
+    """How do a source's rows become ids? Asked with their place, since a row may be the end of the process."""
+
+    def encode(self, column: Any, first_row: int, shard: int) -> Documents:
+        """Tokens of an Arrow column that begins at a shard's row. Raises ``TokenizerError``."""
+
+
 class DocumentEncoder:
     """Encodes the columns of one source. Keeps nothing between calls; as thread-safe as its engine."""
 
@@ -43,25 +50,24 @@ class DocumentEncoder:
         vocab_size: int,
         bos_id: int | None = None,
         eot_id: int | None = None,
-        add_bos: bool = False,
-        add_eot: bool | Literal["auto"] = True,
+        ends_once: bool = False,
         skip_bad: bool = False,
     ) -> None:
-        """``engine`` may be None where the source holds ids. ``skip_bad``: rows with ids outside the vocabulary are
-        reported in ``Documents.bad`` instead of being an error.
+        """``engine`` may be None where the source holds ids. ``bos_id`` and ``eot_id``, of the vocabulary, are put
+        before and after each document; None: nothing is. ``ends_once``: a document that ends with ``eot_id`` already
+        gets no second one. ``skip_bad``: rows with ids outside the vocabulary are reported in ``Documents.bad``
+        instead of being an error.
 
-        Raises ``TokenizerError`` when an id that is to be added is missing or outside the vocabulary, or
-        the vocabulary is wider than uint32.
+        Raises ``TokenizerError`` when the vocabulary is wider than uint32.
         """
         self.dtype = id_dtype(vocab_size)
         self.vocab_size = vocab_size
         self._engine = engine
-        self._bos_id = self._boundary("add_bos", "begin_of_text_id", bos_id) if add_bos else None
-        self._eot_id = self._boundary("add_eot", "end_of_text_id", eot_id) if add_eot else None
-        self._keep_eot = add_eot == "auto"
+        self._eot_id = eot_id
+        self._ends_once = ends_once
         self._skip_bad = skip_bad
-        self._bos = self._mark(self._bos_id)
-        self._eot = self._mark(self._eot_id)
+        self._bos = self._mark(bos_id)
+        self._eot = self._mark(eot_id)
 
     def encode(self, column: pa.Array, first_row: int = 0, shard: int = 0) -> Documents:
         """Tokens of a (large_)string column, or of a (large_)list column of integers.
@@ -82,13 +88,6 @@ class DocumentEncoder:
         if bad:
             encoded = _without(encoded, bad)
         return self._bounded(encoded)._replace(bad=bad)
-
-    def _boundary(self, option: str, field: str, value: int | None) -> int:
-        if value is None:
-            raise TokenizerError(f"{option} is on, but {field} is not known; set {field} in the mixture file")
-        if not 0 <= value < self.vocab_size:
-            raise TokenizerError(f"{field}: {value} is not below the vocabulary size {self.vocab_size}")
-        return value
 
     def _mark(self, value: int | None) -> pa.LargeBinaryScalar | None:
         if value is None:
@@ -142,10 +141,10 @@ class DocumentEncoder:
         np.greater(ends[1:], ends[:-1], out=filled[1:])
         if self._eot is not None:
             ended = filled
-            if self._keep_eot:
+            if self._ends_once:
                 ended = filled.copy()
                 ended[filled] = values[ends[filled] - 1] != self._eot_id
-            if not self._keep_eot or ended.any():
+            if not self._ends_once or ended.any():
                 values = _with_id(values, ends[ended], self._eot)
                 ends = ends + ended.cumsum()
         if self._bos is not None:

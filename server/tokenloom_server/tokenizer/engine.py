@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
@@ -213,10 +214,4 @@ def _resident_bytes() -> int | None:
         fields = Path("/proc/self/statm").read_text(encoding="ascii").split()
     except OSError:
         return None
-    return int(fields[1]) * _page_bytes()
-
-
-def _page_bytes() -> int:
-    import resource
-
-    return resource.getpagesize()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")

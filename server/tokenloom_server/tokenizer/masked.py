@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from tokenloom_server.errors import TokenizerError
 from tokenloom_server.sources import arrays
-from tokenloom_server.tokenizer.documents import Documents
-
-
-class _Encoder(Protocol):
-    def encode(self, column: Any, first_row: int, shard: int) -> Documents: ...
+from tokenloom_server.tokenizer.documents import Documents, Encoder
 
 
 class MaskedEncoder:
@@ -21,7 +17,7 @@ class MaskedEncoder:
     A begin-of-text id that is added counts for no loss, and an end-of-text id does if the id before it does.
     """
 
-    def __init__(self, encoder: _Encoder, column: str, *, adds_bos: bool) -> None:
+    def __init__(self, encoder: Encoder, column: str, *, adds_bos: bool) -> None:
         """``column``: of the masks, for messages."""
         self._encoder = encoder
         self._column = column

@@ -7,11 +7,9 @@ sequences; as ``parquet``, a row has the sample's index, its source, its ids and
 from __future__ import annotations
 
 import json
-import os
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import pairwise
@@ -21,11 +19,11 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import xxhash
 
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.sources import arrays
 from tokenloom_server.sources.megatron.reader import HEADER, MAGIC, TYPES, VERSION
+from tokenloom_server.storage.drafts import checksum, draft_of, publish
 from tokenloom_server.tools.peek.range import RangeStart, SampleRange
 from tokenloom_server.tools.peek.samples import PeekedSample
 
@@ -34,7 +32,6 @@ ExportFormat = Literal["megatron", "parquet"]
 FORMAT = 1
 #: Ids that become one row group.
 BATCH_IDS = 1 << 20
-_READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +52,11 @@ class _Writer(Protocol):
     def finish(self) -> None: ...
 
 
-def export(samples: SampleRange, prefix: Path, form: ExportFormat, tell: Callable[[int, int, int], None]) -> Exported:
-    """Writes all samples that ``samples`` gives, and ``PREFIX.json`` that says what they are.
+def export(
+    samples: SampleRange, prefix: Path, form: ExportFormat, on_sample: Callable[[int, int, int], None]
+) -> Exported:
+    """Writes all samples that ``samples`` gives, and ``PREFIX.json`` that says what they are. ``on_sample`` is called
+    after each: with 1, its tokens, and its bytes.
 
     All files are written under other names and renamed at the end, the ``.json`` last: where it is, all is whole.
     Raises ``ConfigError`` where one is there already, or none may be written, and what ``SampleRange.samples`` does.
@@ -66,21 +66,29 @@ def export(samples: SampleRange, prefix: Path, form: ExportFormat, tell: Callabl
     for path in paths.values():
         if path.exists():
             raise ConfigError(f"{path}: is there already; give another name, or take it away")
+    drafts = {ending: draft_of(path) for ending, path in paths.items()}
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
-        with _drafts(paths) as drafts:
-            return _export(samples, paths, drafts, form, tell)
+        document = _write(samples, drafts, form, on_sample)
+        document["files"] = [
+            {"name": paths[ending].name, "bytes": drafts[ending].stat().st_size, "checksum": checksum(drafts[ending])}
+            for ending in endings[:-1]
+        ]
+        drafts[".json"].write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        for ending, draft in drafts.items():
+            publish(draft, paths[ending])
     except OSError as error:
         raise ConfigError(f"{error.filename or prefix}: cannot be written ({error.strerror or error})") from None
+    finally:
+        for draft in drafts.values():
+            draft.unlink(missing_ok=True)
+    return Exported(samples.begin, document["to"], document["tokens"], tuple(paths.values()))
 
 
-def _export(
-    samples: SampleRange,
-    paths: dict[str, Path],
-    drafts: dict[str, Path],
-    form: ExportFormat,
-    tell: Callable[[int, int, int], None],
-) -> Exported:
+def _write(
+    samples: SampleRange, drafts: Mapping[str, Path], form: ExportFormat, on_sample: Callable[[int, int, int], None]
+) -> dict[str, Any]:
+    """Writes the samples, and returns what the JSON file says of them."""
     writer: _Writer | None = None
     tokens, by_source = 0, Counter[str]()
     last: PeekedSample | None = None
@@ -96,7 +104,7 @@ def _export(
             by_source[sample.spec] += 1
             tokens += len(sample.ids)
             last = sample
-            tell(1, len(sample.ids), sample.ids_with_label.nbytes)
+            on_sample(1, len(sample.ids), sample.ids_with_label.nbytes)
     finally:
         if writer is not None:
             writer.finish()
@@ -104,42 +112,20 @@ def _export(
         raise ConfigError(
             f"there is nothing to export: samples {samples.begin} to {samples.end} are none; give --from and --to"
         )
-    files = [path for ending, path in paths.items() if ending != ".json"]
-    document = _described(samples.start, samples.begin, last)
-    document |= {
-        "format": form,
-        "tokens": tokens,
-        "samples_by_source": dict(sorted(by_source.items())),
-        "files": [
-            {"name": path.name, "bytes": drafts[ending].stat().st_size, "checksum": _checksum(drafts[ending])}
-            for ending, path in paths.items()
-            if ending != ".json"
-        ],
-    }
-    drafts[".json"].write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    for ending, draft in drafts.items():
-        with draft.open("rb") as file:
-            os.fsync(file.fileno())
-        draft.replace(paths[ending])
-    return Exported(samples.begin, last.index + 1, tokens, (*files, paths[".json"]))
+    document = _range(samples.start, samples.begin, last)
+    return document | {"format": form, "tokens": tokens, "samples_by_source": dict(sorted(by_source.items()))}
 
 
-@contextmanager
-def _drafts(paths: dict[str, Path]) -> Iterator[dict[str, Path]]:
-    drafts = {ending: path.with_name(f".{path.name}.draft") for ending, path in paths.items()}
-    try:
-        yield drafts
-    finally:
-        for draft in drafts.values():
-            draft.unlink(missing_ok=True)
+#: Of a run's snapshots, what says which run and order an export is of.
+_IDENTITY = ("run", "run_uid", "generation", "seed", "order_version", "config_digest", "manifest_digest", "tokenizer")
 
 
-def _described(start: RangeStart, begin: int, last: PeekedSample) -> dict[str, Any]:
-    said = ("run", "run_uid", "generation", "seed", "order_version", "config_digest", "manifest_digest", "tokenizer")
+def _range(start: RangeStart, begin: int, last: PeekedSample) -> dict[str, Any]:
+    """The run, and the range of its samples."""
     return {
         "tokenloom_export": FORMAT,
         "tokenloom": version("tokenloom"),
-        **{key: start.record[key] for key in said if key in start.record},
+        **{key: start.record[key] for key in _IDENTITY if key in start.record},
         "from": begin,
         "to": last.index + 1,
         "digest_before": start.digest,
@@ -206,12 +192,11 @@ class _Parquet:
         samples, self._samples, self._ids = self._samples, [], 0
         if not samples:
             return
-        starts = [np.array(sample.starts, np.uint32) for sample in samples]
         columns = [
             pa.array([sample.index for sample in samples], pa.int64()),
             pa.array([sample.spec for sample in samples]),
             _lists([sample.ids_with_label for sample in samples]),
-            _lists(starts),
+            _lists([np.array(sample.starts, np.uint32) for sample in samples]),
         ]
         self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
 
@@ -221,11 +206,3 @@ def _lists(rows: list[Any]) -> Any:
     np.cumsum([len(row) for row in rows], out=offsets[1:])
     values = np.concatenate(rows)
     return arrays.lists(offsets, arrays.from_numbers(values.astype(values.dtype.newbyteorder("="), copy=False)))
-
-
-def _checksum(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
-        while data := file.read(_READ_BYTES):
-            digest.update(data)
-    return f"xxh3:{digest.hexdigest()}"

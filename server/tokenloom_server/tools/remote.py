@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from tokenloom_proto.credentials import (
     CONTROL_VARIABLE,
     READ_VARIABLE,
@@ -27,7 +27,7 @@ from tokenloom_proto.credentials import (
 from tokenloom_server import errors
 from tokenloom_server.errors import ConfigError, TokenloomError
 from tokenloom_server.reports.receipt import Receipt, RevisionInfo, RunReport
-from tokenloom_server.reports.stats import MixtureInfo, ResumePoint, RunLosses, RunStats
+from tokenloom_server.reports.stats import MixtureInfo, NextLaunch, RunLosses, RunStats
 from tokenloom_server.reports.trace import TracedSample, TracedStep
 
 _TIMEOUT_S = 10.0
@@ -40,7 +40,7 @@ _FORWARD_TIMEOUT_S = 900.0
 _RESTORE_TIMEOUT_S = 3600.0
 
 
-_Document = TypeVar("_Document", bound=BaseModel)
+_Answer = TypeVar("_Answer")
 
 
 class ServerUnreachable(TokenloomError):
@@ -107,27 +107,27 @@ class Remote:
             raise ConfigError(f"{self._base} serves {len(names)} runs: {', '.join(names) or 'none'}; {remedy}")
         return names[0]
 
-    def trace_sample(self, run: str, index: int, **asked: int | bool | str | None) -> TracedSample:
-        """The documents of a sample. ``asked``: the query, as the route has it (``generation``, ``text``, …)."""
-        path = f"{_path(run)}/samples/{index}{_query(asked)}"
+    def trace_sample(self, run: str, index: int, **query: int | bool | str | None) -> TracedSample:
+        """The documents of a sample. ``query``, as the route has it (``generation``, ``text``, …)."""
+        path = f"{_path(run)}/samples/{index}{_query(query)}"
         return self._read(TracedSample, self._get(path, timeout_s=_FORWARD_TIMEOUT_S))
 
-    def trace_step(self, run: str, step: int, **asked: int | bool | None) -> TracedStep:
-        """The samples of a step by rank. ``asked``: the query, as the route has it (``rank``, too)."""
-        path = f"{_path(run)}/steps/{step}{_query(asked)}"
+    def trace_step(self, run: str, step: int, **query: int | bool | None) -> TracedStep:
+        """The samples of a step by rank. ``query``, as the route has it (``rank``, too)."""
+        path = f"{_path(run)}/steps/{step}{_query(query)}"
         return self._read(TracedStep, self._get(path, timeout_s=_FORWARD_TIMEOUT_S))
 
-    def restore(self, run: str, **request: str | int | None) -> ResumePoint:
+    def restore(self, run: str, **request: str | int | None) -> NextLaunch:
         """Pins where the next generation starts. ``request``: the body, as the route has it."""
         return self._pin(run, "restore", request)
 
-    def fork(self, run: str, **request: str | int | None) -> ResumePoint:
+    def fork(self, run: str, **request: str | int | None) -> NextLaunch:
         """Pins where a run that has not begun begins. ``request``: the body, as the route has it."""
         return self._pin(run, "fork", request)
 
-    def _pin(self, run: str, route: str, request: Mapping[str, str | int | None]) -> ResumePoint:
+    def _pin(self, run: str, route: str, request: Mapping[str, str | int | None]) -> NextLaunch:
         body = json.dumps({name: value for name, value in request.items() if value is not None}).encode()
-        return self._read(ResumePoint, self._get(f"{_path(run)}/{route}", body, timeout_s=_RESTORE_TIMEOUT_S))
+        return self._read(NextLaunch, self._get(f"{_path(run)}/{route}", body, timeout_s=_RESTORE_TIMEOUT_S))
 
     def receipt(self, run: str, sample_index: int | None = None) -> Receipt:
         """Which data a run had up to a sample index, None for the committed one. Also raises ``BeyondHorizon``."""
@@ -150,22 +150,17 @@ class Remote:
 
     def drop_revisions(self, run: str, number: int) -> list[RevisionInfo]:
         """Takes a revision and all after it back; returns them."""
-        answer = self._get(f"{_path(run)}/mixture/revisions/{number}", b"", method="DELETE")
-        try:
-            return TypeAdapter(list[RevisionInfo]).validate_json(answer)
-        except ValidationError:
-            raise self._stranger("list of revisions") from None
+        path = f"{_path(run)}/mixture/revisions/{number}"
+        return self._read(list[RevisionInfo], self._get(path, b"", method="DELETE"))
 
-    def _read(self, kind: type[_Document], body: bytes) -> _Document:
+    def _read(self, kind: type[_Answer], body: bytes) -> _Answer:
         try:
-            return kind.model_validate_json(body)
+            return TypeAdapter(kind).validate_json(body)
         except ValidationError:
-            raise self._stranger(kind.__name__) from None
-
-    def _stranger(self, expected: str) -> ServerUnreachable:
-        return ServerUnreachable(
-            f"{self._base}: the answer is no {expected}; is it a Tokenloom server of this release?"
-        )
+            expected = kind.__name__
+            raise ServerUnreachable(
+                f"{self._base}: the answer is no {expected}; is it a Tokenloom server of this release?"
+            ) from None
 
     def _get(
         self, path: str, body: bytes | None = None, *, method: str | None = None, timeout_s: float = _TIMEOUT_S
@@ -206,10 +201,11 @@ def _path(run: str) -> str:
     return f"/v1/runs/{urllib.parse.quote(run, safe='')}"
 
 
-def _query(asked: Mapping[str, int | bool | str | None]) -> str:
-    named = ((name, value) for name, value in asked.items() if value is not None and value is not False)
-    fields = {name: "true" if value is True else value for name, value in named}
-    return f"?{urllib.parse.urlencode(fields)}" if fields else ""
+def _query(fields: Mapping[str, int | bool | str | None]) -> str:
+    """The fields that are neither None nor False, as a URL has them."""
+    named = ((name, value) for name, value in fields.items() if value is not None and value is not False)
+    text = urllib.parse.urlencode({name: "true" if value is True else value for name, value in named})
+    return f"?{text}" if text else ""
 
 
 def token_to_look(environment: Mapping[str, str], file: Path | None) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -67,8 +68,9 @@ class Routes:
         responses: Mapping[int | str, dict[str, Any]] | None = None,
         **documented: Any,
     ) -> Callable[[_Endpoint], _Endpoint]:
-        """Decorates the function that answers on a route. ``errors``: the statuses that it may answer with, besides
-        those of every route. ``documented``: what FastAPI's ``api_route`` takes, such as summary, description, tags."""
+        """Decorates the function that answers on a route. The first line of its docstring is the route's summary in
+        OpenAPI, the rest its description. ``errors``: the statuses that it may answer with, besides those of every
+        route. ``documented``: what else FastAPI's ``add_api_route`` takes, such as tags."""
         self.scopes[method, path] = scope
         statuses = (*_OF_EVERY_ROUTE, *errors)
         if scope is not Scope.OPEN:
@@ -77,7 +79,15 @@ class Routes:
         answers: dict[int | str, dict[str, Any]] = {**(responses or {})}
         for status in statuses:
             answers[status] = {"model": ErrorBody, "description": _MEANINGS[status]}
-        return self._app.api_route(path, methods=[method], responses=answers, **documented)
+
+        def add(endpoint: _Endpoint) -> _Endpoint:
+            summary, _, description = (inspect.getdoc(endpoint) or "").partition("\n\n")
+            # In place of an empty description FastAPI would repeat the docstring; at a form feed it ends one.
+            texts = {"summary": summary.removesuffix("."), "description": description.replace("\n", " ") or "\f"}
+            self._app.add_api_route(path, endpoint, methods=[method], responses=answers, **(texts | documented))
+            return endpoint
+
+        return add
 
     def add_file(self, path: str, content: bytes, media_type: str) -> None:
         """A file of the page, open to all and not part of the schema."""

@@ -10,9 +10,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.ipc
 
-from tokenloom_server.errors import SourceError, TokenloomError
+from tokenloom_server.errors import TokenloomError
 from tokenloom_server.sources import columns, files
-from tokenloom_server.sources.arrow import headers as arrow_headers
+from tokenloom_server.sources.arrow import headers
 from tokenloom_server.sources.arrow.file import ArrowFile, open_arrow
 from tokenloom_server.sources.arrow.headers import Batches, Bytes, Mapped
 from tokenloom_server.sources.base import Rows
@@ -41,8 +41,6 @@ class ArrowSource(ShardedSource):
         super().__init__(request)
         self._batches: dict[int, Batches] = {}
         self._refuse_empty_files("an Arrow file")
-        schema = self._open_arrow(0, again=True).schema
-        self._content = columns.check_schema(schema, self._spec, self._shards[0].path)
         self._refuse_without_rows(self._has_rows)
 
     def row_count(self, shard: int) -> int:
@@ -95,25 +93,22 @@ class ArrowSource(ShardedSource):
     def _read_batches(self, shard: int, opened: ArrowFile, fields: list[int], first: int) -> Iterator[Any]:
         """These fields, and perhaps others, of each record batch from the ``first`` on."""
         options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
-        stream = opened.stream
         if opened.is_file_format:
             # Of a file, though not of a stream, Arrow copies the fields that are included; that only pays where it
             # spares decompressing the others.
-            whole = not self._is_compressed(shard)
-            reader = pa.ipc.open_file(stream, options=None if whole else options)
+            is_compressed = self._headers(shard, headers.is_compressed)
+            reader = pa.ipc.open_file(opened.stream, options=options) if is_compressed else opened.reader
             for i in range(first, reader.num_record_batches):
                 yield reader.get_batch(i)
             return
         batches = self._batches.get(shard)
-        stream.seek(0)
         if first and batches is not None and batches.plain:
-            schema = pa.ipc.read_schema(stream)
-            for i in range(first, len(batches.offsets)):
-                stream.seek(batches.offsets[i])
-                yield pa.ipc.read_record_batch(pa.ipc.read_message(stream), schema)
+            for i, offset in enumerate(batches.offsets[first:], first):
+                yield opened.batch(i, offset)
             return
         # Dictionaries come before the batches that need them: the stream has to be followed.
-        for i, batch in enumerate(pa.ipc.open_stream(stream, options=options)):
+        opened.stream.seek(0)
+        for i, batch in enumerate(pa.ipc.open_stream(opened.stream, options=options)):
             if i >= first:
                 yield batch
 
@@ -133,11 +128,8 @@ class ArrowSource(ShardedSource):
 
     def _scan(self, shard: int) -> Batches:
         if shard not in self._batches:
-            self._batches[shard] = self._headers(shard, arrow_headers.scan)
+            self._batches[shard] = self._headers(shard, headers.scan)
         return self._batches[shard]
-
-    def _is_compressed(self, shard: int) -> bool:
-        return self._headers(shard, arrow_headers.is_compressed)
 
     def _headers(self, shard: int, read: Callable[[Bytes], _Out]) -> _Out:
         """What the headers of a file say. A mapping of its own: Arrow's has the kernel fetch all that is looked at."""
@@ -159,7 +151,4 @@ class ArrowSource(ShardedSource):
             raise self._damaged(shard, error) from None
 
     def _damaged(self, shard: int, error: Exception, place: str = "") -> TokenloomError:
-        where = self._where(self._shards[shard])
-        return files.refused(where, error) or SourceError(
-            f"{where} is not a readable Arrow file ({place}{error}); it is truncated or damaged: write or copy it again"
-        )
+        return files.unreadable(self._where(self._shards[shard]), "Arrow", error, place)

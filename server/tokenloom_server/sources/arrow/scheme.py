@@ -9,10 +9,9 @@ from typing import Any
 
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SourceError
-from tokenloom_server.sources.base import Content, Source
+from tokenloom_server.sources.base import Content, Source, TensorFile
 from tokenloom_server.sources.locations import listed_names, nearest_folder
 from tokenloom_server.sources.scheme import ReadRequest, Scheme
-from tokenloom_server.sources.tensors.file import TensorFile
 from tokenloom_server.storage import listing
 from tokenloom_server.storage.file import File
 from tokenloom_server.storage.io_stats import IoStats
@@ -96,7 +95,7 @@ class ArrowScheme(Scheme):
         return contents_of(open_arrow(file).schema)
 
     def open_tensors(self, file: File) -> TensorFile:
-        from tokenloom_server.sources.arrow.tensors import open_tensors
+        from tokenloom_server.sources.arrow.file import open_tensors
 
         return open_tensors(file)
 

@@ -11,7 +11,6 @@ just that name.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,21 +20,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json
 
-from tokenloom_server.config.row_rules import RowRules
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources import arrays, columns, files
+from tokenloom_server.sources import arrays, columns
 from tokenloom_server.sources.base import BadRow, Content, Rows
 from tokenloom_server.sources.columns import Column
-from tokenloom_server.sources.lines import Block, LinesSource, blocks_of, not_utf8, require_rows
+from tokenloom_server.sources.jsonl.probe import document_of, kind_name, kind_of, line_name, probe, value_of
+from tokenloom_server.sources.lines import Block, LinesSource, not_utf8, require_rows
 from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.sources.selection import Selection
-
-#: How far a source is searched for its first value that is not null, to learn whether it is text or ids.
-PROBE_BYTES = 64 << 20
-
-#: How many keys an error lists.
-LISTED_KEYS = 20
 
 #: What a value has to be, by the Arrow type of its column.
 _EXPECTED = {"string": "a string", "bool": "true or false", "double": "a number", "int64": "an integer"}
@@ -47,169 +39,22 @@ def open_jsonl(request: ReadRequest) -> LinesSource:
     Raises ``SourceError`` when all files are empty, or a line before that value is malformed.
     """
     require_rows(request)
-    spec, rules = request.spec, request.rules
-    probed = _probe(request)
-    selection = Selection(rules, spec.column, probed, f"source {str(spec)!r}")
-    decode = Decoder(spec.column, rules, probed, selection)
-    return LinesSource(request, _content_of(probed[spec.column]), decode)
-
-
-def _probe(request: ReadRequest) -> dict[str, Column]:
-    """Where the columns that are read lie in an object, and what they hold, by the first lines that have them."""
-    spec, rules = request.spec, request.rules
-    wanted, seen = rules.reads(spec.column), 0
-    paths: dict[str, tuple[str, ...]] = {}
-    # A column that is only compared has the type of the constant, whatever its first value.
-    compared = {"text": pa.string(), "number": pa.float64(), "truth": pa.bool_()}
-    kinds = {each.column: compared[each.kind] for each in rules.filter}
-    for name in (spec.column, *rules.text_columns):
-        kinds.pop(name, None)
-    for block, where in _all_blocks(request):
-        for i in range(len(block.ends)):
-            line_name = f"{where}: line {block.first_row + i + 1}"
-            try:
-                _look_at(document_of(block, i, where), spec, wanted, paths, kinds, line_name)
-            except SourceError:
-                if not rules.skip_bad:
-                    raise
-            if len(paths) == len(kinds) == len(wanted):
-                return {name: Column(paths[name], kinds[name]) for name in wanted}
-        seen += len(block.data)
-        if seen >= PROBE_BYTES:
-            return _found(spec, wanted, paths, kinds, f"the first {seen} bytes")
-    return _found(spec, wanted, paths, kinds, "every row")
-
-
-def _all_blocks(request: ReadRequest) -> Iterator[tuple[Block, str]]:
-    for shard in request.shards:
-        with request.open(shard) as file:
-            for block in blocks_of(file, shard):
-                yield block, files.where(request.spec, shard)
-
-
-def _look_at(
-    document: dict[str, Any],
-    spec: Spec,
-    wanted: tuple[str, ...],
-    paths: dict[str, tuple[str, ...]],
-    kinds: dict[str, Any],
-    at: str,
-) -> None:
-    """Notes where the wanted columns lie, and what they hold, as far as an object has them."""
-    for name in wanted:
-        path = columns.find(_keys_of, document, name)
-        if path is not None:
-            paths.setdefault(name, path)
-        own = name == spec.column
-        if name not in kinds and (own or path is not None):
-            value = value_of(document, paths.get(name, tuple(name.split("."))), name, at, required=own)
-            if value is not None:
-                kinds[name] = _kind_of(value, name, at, ids=own)
-
-
-def _found(
-    spec: Spec,
-    wanted: tuple[str, ...],
-    paths: Mapping[str, tuple[str, ...]],
-    kinds: Mapping[str, Any],
-    place: str,
-) -> dict[str, Column]:
-    """What was found, where a column has no value but null."""
-    if spec.column not in kinds:
-        raise SourceError(
-            f"source {str(spec)!r}: {spec.column!r} is null in {place}, so there is nothing to read; "
-            "expected strings or lists of integers"
-        )
-    for name in wanted:
-        if name not in paths:
-            raise SourceError(
-                f"source {str(spec)!r}: no line has the key {name!r} (looked for in {place}); check its spelling in "
-                "filter and template"
-            )
-    return {name: Column(paths[name], kinds.get(name, pa.string())) for name in wanted}
-
-
-def _content_of(column: Column) -> Content:
-    return Content.TEXT if pa.types.is_string(column.kind) else Content.IDS
-
-
-def _keys_of(value: Any) -> dict[str, Any] | None:
-    return value if isinstance(value, dict) else None
-
-
-def _kind_of(value: Any, name: str, at: str, *, ids: bool) -> Any:
-    """The Arrow type of a column with this value: text, ids where it is the source's own, else also integers."""
-    if isinstance(value, str):
-        return pa.string()
-    if ids and isinstance(value, list):
-        return pa.list_(pa.int64())
-    if not ids and type(value) is int:
-        return pa.int64()
-    raise SourceError(
-        f"{at}: {name!r} is {_kind(value)}, expected a string or {'a list of integers' if ids else 'an integer'}"
-    )
-
-
-def document_of(block: Block, i: int, where: str) -> dict[str, Any]:
-    """The object in the i-th line of a block, by Python's ``json``. Raises ``SourceError`` naming file and line."""
-    line_name = f"{where}: line {block.first_row + i + 1}"
-    try:
-        text = block.line(i).decode()
-    except UnicodeDecodeError:
-        raise SourceError(not_utf8(block.cut(i, i + 1), where)[0].reason) from None
-    if not text.strip():
-        raise SourceError(f"{line_name} is blank, expected a JSON object; remove the line")
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f"{line_name} is malformed JSON ({error}); expected one object per line") from None
-    if not isinstance(document, dict):
-        raise SourceError(f"{line_name} is {_kind(document)}, expected a JSON object")
-    return document
-
-
-def value_of(document: dict[str, Any], path: tuple[str, ...], name: str, at: str, *, required: bool) -> Any:
-    """The value at a path of an object; None below a null, and where a key is missing that is not ``required``.
-
-    Raises ``SourceError`` beginning with ``at``.
-    """
-    value: Any = document
-    for depth, key in enumerate(path):
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise SourceError(f"{at}: {'.'.join(path[:depth])!r} is {_kind(value)}, expected an object")
-        if key not in value:
-            if not required:
-                return None
-            keys = ", ".join(list(value)[:LISTED_KEYS]) or "none"
-            raise SourceError(f"{at} has no key {name!r}; its keys are {keys}")
-        value = value[key]
-    return value
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    return names.get(type(value), "null")
-
-
-def _shown(item: Any) -> str:
-    # A float's repr is its value; of longer values the kind is said.
-    return f"the number {item!r}" if type(item) in (int, float) else _kind(item)
+    spec = request.spec
+    decode = Decoder(Selection(request.rules, spec.column, probe(request), f"source {str(spec)!r}"))
+    return LinesSource(request, decode.content, decode)
 
 
 class Decoder:
     """Turns blocks of JSON lines into rows of one column."""
 
-    def __init__(self, column: str, rules: RowRules, by_name: Mapping[str, Column], selection: Selection) -> None:
-        """``by_name``: each column that is read, by its name in the rules."""
-        self._column = column
-        self._rules = rules
-        self._columns = by_name
+    def __init__(self, selection: Selection) -> None:
         self._selection = selection
-        self._content = _content_of(by_name[column])
+        self._column = selection.column
+        self._columns = selection.columns
+        self._kind = self._columns[self._column].kind
+        self.content = Content.TEXT if pa.types.is_string(self._kind) else Content.IDS
         self._options = pa.json.ParseOptions(
-            explicit_schema=_schema(by_name),
+            explicit_schema=_schema(self._columns),
             unexpected_field_behavior="ignore",
             newlines_in_values=False,
         )
@@ -242,22 +87,22 @@ class Decoder:
             own = self._columns[self._column].of(batch)
             for i in arrays.numbers(pc.indices_nonzero(own.is_null())).tolist() if own.null_count else ():
                 try:
-                    self._own(document_of(block, i, where), f"{where}: line {block.first_row + i + 1}")
+                    self._own(document_of(block, i, where), line_name(block, i, where))
                 except SourceError as error:  # no null, but no such key
                     bad.append(BadRow(i, str(error)))
             yield from self._selection.rows(batch, block.first_row, where, valid=True, bad=bad)
 
     def _row(self, block: Block, where: str) -> Rows:
         """A block of one line."""
-        line_name = f"{where}: line {block.first_row + 1}"
+        line, rules = line_name(block, 0, where), self._selection.rules
         try:
             document = document_of(block, 0, where)
-            values = {name: self._other(document, name, line_name) for name in self._rules.filter_columns}
+            values = {name: self._other(document, name, line) for name in rules.filter_columns}
             passing = self._selection.passing(values)
             if passing is not None and not passing[0]:
                 return Rows(block.first_row, self._empty(), (), ~passing)
-            values |= {name: self._other(document, name, line_name) for name in self._rules.text_columns}
-            values[self._column] = pa.array([self._own(document, line_name)], self._columns[self._column].kind)
+            values |= {name: self._other(document, name, line) for name in rules.text_columns}
+            values[self._column] = pa.array([self._own(document, line)], self._kind)
             return Rows(block.first_row, columns.without_nulls(self._selection.text(values)))
         except SourceError as error:
             return self._bad(block.first_row, str(error))
@@ -266,43 +111,37 @@ class Decoder:
         return Rows(row, self._empty(), (BadRow(0, reason),))
 
     def _empty(self) -> Any:
-        empty: Any = "" if self._content is Content.TEXT else []
-        return pa.array([empty], self._columns[self._column].kind)
+        return pa.array(["" if self.content is Content.TEXT else []], self._kind)
 
-    def _own(self, document: dict[str, Any], at: str) -> str | list[int] | None:
+    def _own(self, document: dict[str, Any], line: str) -> str | list[int] | None:
         """The value of the source's own column. Raises ``SourceError`` when no row can be made of it."""
-        value: str | list[int] | None = value_of(
-            document, self._columns[self._column].names, self._column, at, required=True
-        )
+        name = self._column
+        value: str | list[int] | None = value_of(document, self._columns[name].names, name, line, required=True)
+        if value is None:
+            return None
+        kind = kind_of(value, name, line, is_own=True)
         if isinstance(value, str):
-            self._check_text(value, self._column, at)
-        elif isinstance(value, list):
+            _check_text(value, name, line)
+        else:
             for item in value:
                 if type(item) is not int or not -(2**63) <= item < 2**63:
-                    raise SourceError(
-                        f"{at}: {self._column!r} has {_shown(item)} among its ids, expected 64-bit integers"
-                    )
-        elif value is not None:
-            raise SourceError(f"{at}: {self._column!r} is {_kind(value)}, expected a string or a list of integers")
-        if value is not None and isinstance(value, str) is not (self._content is Content.TEXT):
+                    raise SourceError(f"{line}: {name!r} has {_shown(item)} among its ids, expected 64-bit integers")
+        if kind != self._kind:
             raise SourceError(
-                f"{at}: {self._column!r} is {_kind(value)}, "
-                f"but the source's first row holds {self._content.value}; name them as two sources"
+                f"{line}: {name!r} is {kind_name(value)}, "
+                f"but the source's first row holds {self.content.value}; name them as two sources"
             )
         return value
 
-    def _other(self, document: dict[str, Any], name: str, at: str) -> Any:
-        """The value of another column, as an array of one."""
-        kind = self._columns[name].kind
-        value: Any = (
-            self._own(document, at)
-            if name == self._column
-            else value_of(document, self._columns[name].names, name, at, required=False)
-        )
+    def _other(self, document: dict[str, Any], name: str, line: str) -> Any:
+        """The value of a column of the rules, as an array of one."""
+        kind, path = self._columns[name].kind, self._columns[name].names
+        is_own = name == self._column
+        value: Any = self._own(document, line) if is_own else value_of(document, path, name, line, required=False)
         if value is None:
             return pa.array([None], kind)
         if pa.types.is_string(kind) and isinstance(value, str):
-            self._check_text(value, name, at)
+            _check_text(value, name, line)
         elif pa.types.is_floating(kind) and type(value) in (int, float):
             value = float(value) if abs(value) < 2.0**1023 else math.inf  # as Arrow, which refuses what is no double
         matches = {
@@ -312,14 +151,8 @@ class Decoder:
             "int64": type(value) is int and -(2**63) <= value < 2**63,
         }
         if not matches.get(str(kind), True):
-            raise SourceError(f"{at}: {name!r} is {_shown(value)}, expected {_EXPECTED[str(kind)]}")
+            raise SourceError(f"{line}: {name!r} is {_shown(value)}, expected {_EXPECTED[str(kind)]}")
         return pa.array([value], kind)
-
-    def _check_text(self, value: str, name: str, at: str) -> None:
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise SourceError(f"{at}: {name!r} has half of a surrogate pair, which is no character") from None
 
     def _fast(self, block: Block) -> Any | None:
         """The batches of Arrow's reader, or ``None`` where it fails or may have split lines otherwise."""
@@ -333,25 +166,37 @@ class Decoder:
             own = self._columns[self._column].of(batches[0])
         except pa.ArrowException:
             return None
-        if self._content is Content.IDS and own.values.null_count:
+        if self.content is Content.IDS and own.values.null_count:
             return None
         return batches[0]
 
 
-def _schema(found: Mapping[str, Column]) -> Any:
+def _check_text(value: str, name: str, line: str) -> None:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise SourceError(f"{line}: {name!r} has half of a surrogate pair, which is no character") from None
+
+
+def _shown(item: Any) -> str:
+    # A float's repr is its value; of longer values the kind is said.
+    return f"the number {item!r}" if type(item) in (int, float) else kind_name(item)
+
+
+def _schema(by_name: Mapping[str, Column]) -> Any:
     """The fields that Arrow is to read, those of one object together."""
     tree: dict[str, Any] = {}
-    for column in found.values():
+    for column in by_name.values():
         *above, last = column.names
         within = tree
         for name in above:
             within = within.setdefault(name, {})
         within[last] = column.kind
 
-    def of(fields: dict[str, Any]) -> list[tuple[str, Any]]:
-        return [(name, pa.struct(of(kind)) if isinstance(kind, dict) else kind) for name, kind in fields.items()]
+    def fields_of(fields: dict[str, Any]) -> list[tuple[str, Any]]:
+        return [(name, pa.struct(fields_of(kind)) if isinstance(kind, dict) else kind) for name, kind in fields.items()]
 
-    return pa.schema(of(tree))
+    return pa.schema(fields_of(tree))
 
 
 def _each_line_is_braced(block: Block) -> bool:

@@ -23,6 +23,6 @@ class JsonlScheme(Scheme):
         return open_jsonl(request)
 
     def columns(self, file: File, path: str) -> Mapping[str, Content | None]:
-        from tokenloom_server.sources.jsonl.keys import columns_of
+        from tokenloom_server.sources.jsonl.probe import columns_of
 
         return columns_of(file, path)

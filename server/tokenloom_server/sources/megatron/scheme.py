@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SourceError
-from tokenloom_server.sources.base import Content, Shard, Source
-from tokenloom_server.sources.id_specs import IDS, parse_ids, write_ids
+from tokenloom_server.sources.base import Shard, Source
+from tokenloom_server.sources.id_scheme import IdScheme
 from tokenloom_server.sources.locations import matching_files, nearest_folder
-from tokenloom_server.sources.scheme import ReadRequest, Scheme
-from tokenloom_server.storage.file import File
+from tokenloom_server.sources.scheme import ReadRequest
 
 #: Of the ids, and of where each sequence and document begins in them.
 DATA, INDEX = ".bin", ".idx"
 
 
-class MegatronScheme(Scheme):
+class MegatronScheme(IdScheme):
     """Mapped files of ids; a row is a document. Both files of a dataset are shards, so that a manifest freezes both."""
 
     name = "megatron"
     usage = "megatron:PREFIX"
-    has_columns = False
-    ends_documents = True
     stores_row_counts = True
     refuses_urls = "files of megatron: are mapped"
 
     def parse(self, text: str) -> tuple[str, str]:
-        location, column = parse_ids(text, (IDS,), self.usage)
+        location, column = super().parse(text)
         if location.endswith((DATA, INDEX)):
             raise ConfigError(f"expected the prefix that both files share; leave {location[-4:]!r} out")
         return location, column
-
-    def write(self, location: str, column: str) -> str:
-        return write_ids(location, column)
 
     def local_paths(self, spec: Spec, base_dir: Path) -> tuple[str, ...]:
         """The two files of each dataset, in the order of their prefixes."""
@@ -62,6 +56,3 @@ class MegatronScheme(Scheme):
         from tokenloom_server.sources.megatron.reader import MegatronSource
 
         return MegatronSource(request)
-
-    def columns(self, file: File, path: str) -> Mapping[str, Content | None]:
-        return {IDS: Content.IDS}

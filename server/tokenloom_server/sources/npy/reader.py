@@ -24,13 +24,12 @@ import numpy.typing as npt
 
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources import columns, line_index
+from tokenloom_server.sources import columns, files, row_index
 from tokenloom_server.sources.base import Content, Rows
 from tokenloom_server.sources.flat_ids import FlatIds
-from tokenloom_server.sources.id_specs import IDS, RAW_TYPES
-from tokenloom_server.sources.line_index import LineIndex
+from tokenloom_server.sources.id_scheme import IDS, RAW_TYPES
+from tokenloom_server.sources.row_index import IndexedSource, RowIndex
 from tokenloom_server.sources.scheme import ReadRequest
-from tokenloom_server.sources.sharded import ShardedSource
 from tokenloom_server.storage.file import File
 
 _log = logging.getLogger(__name__)
@@ -46,13 +45,11 @@ MAX_HEADER_BYTES = 1 << 14
 CHUNK_BYTES = 1 << 20
 #: Without an end-of-text id for so long, it is more likely another one.
 MAX_ROW_IDS = 1 << 27
-#: Indexes held in memory (16 bytes per mebibyte of a file each); the others are read from the cache again.
-HELD_INDEXES = 1024
 #: Version of the cached index; a part of its file's name.
 FORMAT = 1
 
 
-class NpySource(ShardedSource):
+class NpySource(IndexedSource):
     """A source of flat arrays."""
 
     def __init__(self, request: ReadRequest) -> None:
@@ -68,17 +65,9 @@ class NpySource(ShardedSource):
                 "known; set end_of_text_id in the mixture file"
             )
         self._content = Content.IDS
-        self._index_dir = request.index_dir
         self._end_of_text_id = request.end_of_text_id
-        self._indexes: dict[int, LineIndex] = {}
         self._refuse_empty_files("an array of ids")
         self._refuse_without_rows(lambda shard: self._layout(shard).ids)
-
-    def row_count(self, shard: int) -> int:
-        return self._index(shard).row_count
-
-    def blocks(self, shard: int) -> npt.NDArray[np.int64]:
-        return self._index(shard).entries[:, 0]
 
     def _read(self, shard: int, row: int) -> Iterator[Rows]:
         where = self._where(self._shards[shard])
@@ -86,9 +75,7 @@ class NpySource(ShardedSource):
         first = position = 0
         if row > 0:
             # Only now: a corpus that is read from its beginning must not be scanned first.
-            index = self._index(shard)
-            self._check_row(shard, row, index.row_count)
-            first, position = index.seek(row)
+            first, position = self._seek(shard, row)
         while position < ids.count:
             edges = self._edges(ids, position, where)
             skipped = max(row - first, 0)
@@ -134,31 +121,21 @@ class NpySource(ShardedSource):
         with self._open(entry) as file:
             return _layout(file, self._spec, self._where(entry))
 
-    def _index(self, shard: int) -> LineIndex:
-        index = self._indexes.get(shard)
-        if index is None:
-            index = self._load_index(shard)
-            if len(self._indexes) >= HELD_INDEXES:
-                self._indexes.pop(next(iter(self._indexes)))
-            self._indexes[shard] = index
-        return index
-
-    def _load_index(self, shard: int) -> LineIndex:
+    def _load_index(self, shard: int) -> RowIndex:
         entry, ids = self._shards[shard], self._mapped(shard)
-        cache = index = None
+        path = None
         if self._index_dir is not None:
             with self._open(entry) as file:
-                key = f"{line_index.key(entry, file)}-{ids.kind.name}-{self._end_of_text_id}"
-            cache = self._index_dir / f"ids-v{FORMAT}-{key}.npy"
-            index = line_index.stored(cache, ids.count)
-        if index is None:
-            _log.info("building the index of %s (%d ids)", entry.path, ids.count)
-            index = self._build(ids)
-            if cache is not None:
-                line_index.keep(cache, index)
-        return index
+                key = f"{row_index.cache_key(entry, file)}-{ids.kind.name}-{self._end_of_text_id}"
+            path = self._index_dir / f"ids-v{FORMAT}-{key}.npy"
 
-    def _build(self, ids: FlatIds) -> LineIndex:
+        def build() -> RowIndex:
+            _log.info("building the index of %s (%d ids)", entry.path, ids.count)
+            return self._build(ids)
+
+        return row_index.cached(path, ids.count, build)
+
+    def _build(self, ids: FlatIds) -> RowIndex:
         """Entries (row, position) in ascending order; the first is the file's first row, the last its end."""
         entries, rows, ends_row = [(0, 0)], 0, True
         step = CHUNK_BYTES // ids.kind.itemsize
@@ -170,7 +147,7 @@ class NpySource(ShardedSource):
             rows += int(np.count_nonzero(ends))
             ends_row = bool(ends[-1])
         entries.append((rows + (not ends_row), ids.count))
-        return LineIndex(np.array(entries, np.int64))
+        return RowIndex(np.array(entries, np.int64))
 
 
 class _Layout(NamedTuple):
@@ -230,9 +207,7 @@ def _of_numpy(file: File, where: str) -> _Layout:
         shape, _, kind = read[major - 1](head)
     # The header is text that Python's parser reads: whatever that finds wrong with it comes up.
     except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError, tokenize.TokenError) as error:
-        raise SourceError(
-            f"{where} is not a readable .npy file ({error}); it is truncated or damaged: write or copy it again"
-        ) from None
+        raise files.unreadable(where, ".npy", error) from None
     begin, size = head.tell(), file.size
     if len(shape) != 1:
         raise SourceError(f"{where} is an array of {len(shape)} dimensions, expected one; save array.reshape(-1)")

@@ -60,29 +60,20 @@ def list_column(file: Any, name: str) -> ListColumn | None:
     return ListColumn(leaf_numbers[0], physical_type, item_level, empty_level, field.type.value_type)
 
 
-class ListReader:
-    """Reads the row groups of a file."""
+def read_lists(file: File, column: ListColumn, chunks: Chunks, group: int) -> Iterator[Any]:
+    """The rows of a row group as Arrow lists without nulls, a few pages at a time; ``chunks`` are the column's.
 
-    def __init__(self, file: File, column: ListColumn, chunks: Chunks) -> None:
-        """``file`` stays the caller's; ``chunks`` are those of the column's leaf."""
-        self._file = file
-        self._column = column
-        self._chunks = chunks
-
-    def read(self, group: int) -> Iterator[Any]:
-        """The rows of a row group as Arrow lists without nulls; a few pages at a time.
-
-        Raises ``Unusual``; what was yielded before it stands.
-        """
-        try:
-            chunk = next(self._chunks.from_group(self._file, group), None)
-            if chunk is None or chunk.physical_type != self._column.physical_type:
-                raise Unusual("a footer that contradicts itself")
-            if chunk.levels < MIN_VALUES:
-                raise Unusual("a small row group")
-            yield from _units(self._file, chunk, self._column)
-        except FAULTS as error:
-            raise Unusual(str(error)) from error
+    Raises ``Unusual``; what was yielded before it stands.
+    """
+    try:
+        chunk = next(chunks.from_group(file, group), None)
+        if chunk is None or chunk.physical_type != column.physical_type:
+            raise Unusual("a footer that contradicts itself")
+        if chunk.levels < MIN_VALUES:
+            raise Unusual("a small row group")
+        yield from _units(file, chunk, column)
+    except FAULTS as error:
+        raise Unusual(str(error)) from error
 
 
 def _units(file: File, chunk: Chunk, column: ListColumn) -> Iterator[Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import bisect
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,11 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources import columns, files
+from tokenloom_server.sources import files
 from tokenloom_server.sources.base import Content, Rows
 from tokenloom_server.sources.parquet import lists as parquet_lists
 from tokenloom_server.sources.parquet import pages as parquet_pages
-from tokenloom_server.sources.parquet.lists import ListReader
 from tokenloom_server.sources.parquet.pages import Chunks, Unusual
 from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.sources.selection import Selection
@@ -27,6 +27,7 @@ from tokenloom_server.storage.arrow_input import for_arrow
 from tokenloom_server.storage.file import File, Range
 
 _log = logging.getLogger(__name__)
+_ReadLists = Callable[[int], Iterator[Any]]
 
 #: Bytes that are decoded at once: less than a piece, since one that is a little larger would become two.
 BATCH_BYTES = 7 << 17
@@ -51,19 +52,18 @@ class ParquetSource(ShardedSource):
         when no shard has a row.
         """
         super().__init__(request)
-        self._group_ends: dict[int, np.ndarray[Any, np.dtype[np.int64]]] = {}
+        self._group_ends: dict[int, npt.NDArray[np.int64]] = {}
         #: Footers of the files that were last opened at a row; a shuffled reader opens its file for each row group.
         self._footers: dict[int, _Footer] = {}
         self._refuse_empty_files("a Parquet file")
-        with self._open_parquet(0, again=True) as opened:
-            self._content = columns.check_schema(opened.parquet.schema_arrow, self._spec, self._shards[0].path)
-            self._check(0, opened.parquet)
+        with self._open_parquet(0, again=True):
+            pass
         self._refuse_without_rows(self.row_count)
 
     def row_count(self, shard: int) -> int:
         if shard not in self._group_ends:
-            with self._open_parquet(shard) as opened:
-                self._check(shard, opened.parquet)
+            with self._open_parquet(shard):
+                pass
         return int(self._group_ends[shard][-1])
 
     def blocks(self, shard: int) -> npt.NDArray[np.int64]:
@@ -72,14 +72,13 @@ class ParquetSource(ShardedSource):
 
     def _read(self, shard: int, row: int) -> Iterator[Rows]:
         with self._open_parquet(shard) as (file, parquet):
-            self._check(shard, parquet)
             ends = self._group_ends[shard]
             self._check_row(shard, row, int(ends[-1]))
             chunks = self._chunks(shard, parquet, keep=row > 0)
             file.plan(self._ranges(file, chunks, int(np.searchsorted(ends, row, "right")) - 1))
             yield from self._read_groups(parquet, self._lists(file, parquet, chunks), shard, row)
 
-    def _read_groups(self, file: Any, lists: ListReader | None, shard: int, row: int) -> Iterator[Rows]:
+    def _read_groups(self, file: Any, lists: _ReadLists | None, shard: int, row: int) -> Iterator[Rows]:
         where = self._where(self._shards[shard])
         selection = Selection.of_schema(self._rules, self._spec.column, file.schema_arrow, where)
         ends = self._group_ends[shard].tolist()
@@ -98,13 +97,13 @@ class ParquetSource(ShardedSource):
                 )
 
     def _read_group(
-        self, file: Any, group: int, size: _BatchSize, where: str, lists: ListReader | None, selection: Selection
+        self, file: Any, group: int, size: _BatchSize, where: str, lists: _ReadLists | None, selection: Selection
     ) -> Iterator[Any]:
         """What is read of one row group, in record batches of about ``BATCH_BYTES`` or of a page."""
         done = 0
         if lists is not None:
             try:
-                for array in lists.read(group):
+                for array in lists(group):
                     done += len(array)
                     yield pa.RecordBatch.from_arrays([array], [self._spec.column])
                 return
@@ -126,12 +125,12 @@ class ParquetSource(ShardedSource):
                 f"{where} cannot be read in row group {group} ({error}); it is damaged: write or copy it again"
             ) from None
 
-    def _lists(self, file: File, parquet: Any, chunks: Chunks) -> ListReader | None:
+    def _lists(self, file: File, parquet: Any, chunks: Chunks) -> _ReadLists | None:
         """The fast reader, where the column is one of those that it is for."""
         # A filter needs other columns beside it, row by row; and a field within a structure has other levels.
         usual = self._content is Content.IDS and self._rules.plain and self._spec.column in parquet.schema_arrow.names
         column = parquet_lists.list_column(parquet, self._spec.column) if usual else None
-        return ListReader(file, column, chunks) if column is not None else None
+        return partial(parquet_lists.read_lists, file, column, chunks) if column is not None else None
 
     def _ranges(self, file: File, chunks: Chunks, group: int) -> Iterator[Range]:
         """The column's chunk in a row group and in each after it; ends where the file does not say where it lies."""
@@ -155,17 +154,14 @@ class ParquetSource(ShardedSource):
                 held -= self._footers.pop(next(iter(self._footers))).metadata.serialized_size
         return known.chunks
 
-    def _check(self, shard: int, file: Any) -> None:
-        if shard in self._group_ends:
-            return
-        self._check_schema(shard, file.schema_arrow)
-        counts = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
-        self._group_ends[shard] = np.cumsum([0, *counts], dtype=np.int64)
-
     @contextlib.contextmanager
-    def _open_parquet(self, shard: int, *, again: bool = False) -> Iterator[_Opened]:
+    def _open_parquet(self, shard: int, *, again: bool = False) -> Iterator[tuple[File, Any]]:
+        """A shard and its ``ParquetFile``, whose schema was checked and whose row groups are known."""
         with self._open(self._shards[shard], again=again) as file, self._parquet(shard, file) as parquet:
-            yield _Opened(file, parquet)
+            if shard not in self._group_ends:
+                self._check_schema(shard, parquet.schema_arrow)
+                self._group_ends[shard] = _group_ends(parquet.metadata)
+            yield file, parquet
 
     def _parquet(self, shard: int, file: File) -> Any:
         known = self._footers.get(shard)
@@ -180,10 +176,7 @@ class ParquetSource(ShardedSource):
                 page_checksum_verification=True,
             )
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            where = self._where(self._shards[shard])
-            raise files.refused(where, error) or SourceError(
-                f"{where} is not a readable Parquet file ({error}); it is truncated or damaged: write or copy it again"
-            ) from None
+            raise files.unreadable(self._where(self._shards[shard]), "Parquet", error) from None
 
 
 class _Footer(NamedTuple):
@@ -191,9 +184,10 @@ class _Footer(NamedTuple):
     chunks: Chunks
 
 
-class _Opened(NamedTuple):
-    file: File
-    parquet: Any
+def _group_ends(metadata: Any) -> npt.NDArray[np.int64]:
+    """[row groups + 1]: where each begins, and the file's number of rows."""
+    counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+    return np.cumsum([0, *counts], dtype=np.int64)
 
 
 class _BatchSize:
@@ -213,3 +207,22 @@ class _BatchSize:
     def saw(self, batch: Any) -> None:
         self._rows += len(batch)
         self._bytes += batch.nbytes
+
+
+class ParquetTensors:
+    """Implements ``TensorFile``: a part is a row group."""
+
+    mapped = False
+
+    def __init__(self, file: File) -> None:
+        self._file = pq.ParquetFile(for_arrow(file), page_checksum_verification=True)
+        self.schema = self._file.schema_arrow
+        metadata = self._file.metadata
+        self.ends = _group_ends(metadata)
+        # By whole row groups: Arrow ends the process where the size of a damaged column is asked for.
+        self.decoded_bytes = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+
+    def read(self, part: int, names: Sequence[str]) -> list[Any]:
+        table = self._file.read_row_group(part, columns=list(names), use_threads=False)
+        columns = [table.column(name) for name in names]
+        return [each.chunk(0) if each.num_chunks == 1 else each.combine_chunks() for each in columns]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tokenloom_server.sources.base import Content, Source
+from tokenloom_server.sources.base import Content, Source, TensorFile
 from tokenloom_server.sources.scheme import ReadRequest, Scheme
-from tokenloom_server.sources.tensors.file import TensorFile
 from tokenloom_server.storage.file import File
 
 
@@ -33,6 +32,6 @@ class ParquetScheme(Scheme):
         return contents_of(pq.read_schema(for_arrow(file)))
 
     def open_tensors(self, file: File) -> TensorFile:
-        from tokenloom_server.sources.parquet.tensors import ParquetTensors
+        from tokenloom_server.sources.parquet.reader import ParquetTensors
 
         return ParquetTensors(file)

@@ -17,10 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.ipc
 import xxhash
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.errors import SourceError
+from tokenloom_server.sources import arrays
 from tokenloom_server.sources.progress import FileProgress
 from tokenloom_server.sources.tensors.source import FeatureSource
 from tokenloom_server.storage.local import replaced
@@ -28,7 +30,7 @@ from tokenloom_server.storage.local import replaced
 _log = logging.getLogger(__name__)
 
 #: Version of the cached form; a part of the file's name, so that another one is not even opened.
-FORMAT = 1
+FORMAT = 2
 #: Shards that are read at once while an index is built.
 THREADS = 8
 #: While that lasts, the log says how far it is, seconds apart.
@@ -173,7 +175,7 @@ def _coded(source: FeatureSource, shard: int, bucketing: Bucketing) -> _Coded:
 def _check_filled(array: Any, row: int, bucketing: Bucketing, where: str) -> None:
     """Raises ``SourceError`` for a null; ``row``: that of the array's first."""
     if array.null_count:
-        first = row + int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
+        first = row + int(arrays.flags(array.is_null()).argmax())
         raise SourceError(
             f"{where}: row {first} has a null in column {bucketing.column!r}, which names its bucket; fill it, or "
             "take such rows out"
@@ -192,13 +194,12 @@ def _lengths(array: Any, bucketing: Bucketing, where: str) -> _Int64s:
     while isinstance(array.type, pa.BaseExtensionType):
         array = array.storage
     kind = array.type
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+    if not arrays.is_list(kind):
         raise SourceError(
             f"{where}: bucket_by is length({bucketing.column}), but that column is of type {kind}, not a list; name "
             "the column itself to go by its value"
         )
-    lengths: _Int64s = pc.list_value_length(array).to_numpy(zero_copy_only=False).astype(np.int64)
-    return lengths
+    return arrays.lengths(array)
 
 
 def _values(array: Any, column: str, where: str) -> Any:
@@ -215,13 +216,10 @@ def _values(array: Any, column: str, where: str) -> Any:
                 f"{where}: column {column!r} names buckets, which are int64, but {error}; store it as text"
             ) from None
         # A null is one of a dictionary's values.
-        return integers if integers.null_count else integers.to_numpy()
-    if pa.types.is_boolean(kind) or pa.types.is_string_view(kind):
+        return integers if integers.null_count else arrays.numbers(integers)
+    if pa.types.is_boolean(kind) or arrays.is_text(kind):
         return array.cast(pa.large_string())
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return array
-    nested = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    if nested and pa.types.is_integer(kind.value_type):
+    if arrays.is_list(kind) and pa.types.is_integer(kind.value_type):
         # Such as [height, width].
         if pa.types.is_fixed_size_list(kind):
             array = array.cast(pa.list_(kind.value_type))
@@ -233,35 +231,27 @@ def _values(array: Any, column: str, where: str) -> Any:
 
 
 def _save(index: BucketIndex, path: Path) -> None:
-    rows = np.ascontiguousarray(index.rows, index.rows.dtype.newbyteorder("<"))
+    """As an Arrow file of the rows, whose schema has the rest."""
     header = canonical(
         {
             "keys": list(index.keys),
             "begins": index.begins.tolist(),
             "shard_ends": index.shard_ends.tolist(),
             "left_out": index.left_out,
-            "dtype": rows.dtype.str,
-            "rows": len(rows),
-            "checksum": xxhash.xxh3_128_hexdigest(rows.data),
+            "checksum": xxhash.xxh3_128_hexdigest(index.rows.data),
         }
-    ).encode()
-    with replaced(path) as file:
-        file.write(len(header).to_bytes(8, "little"))
-        file.write(header.ljust(-(-len(header) // 8) * 8))
-        file.write(rows.data)
+    )
+    rows = arrays.from_numbers(index.rows)
+    schema = pa.schema([("rows", rows.type)], {"index": header})
+    with replaced(path) as file, pa.ipc.new_file(file, schema) as writer:
+        writer.write_batch(pa.record_batch([rows], schema=schema))
 
 
 def _load(path: Path) -> BucketIndex:
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        if size > path.stat().st_size:
-            raise ValueError("its header is cut off")
-        header = json.loads(file.read(size))
-    begin, count = 8 + -(-size // 8) * 8, int(header["rows"])
-    dtype = np.dtype(header["dtype"])
-    if dtype.str not in ("<u4", "<u8") or path.stat().st_size != begin + count * dtype.itemsize:
-        raise ValueError("it is not of the size that its header says")
-    rows: _Rows = np.memmap(path, dtype, "r", begin, (count,)) if count else np.empty(0, dtype)
+    """Raises ``OSError``, ``ValueError`` and ``KeyError`` for a file that is damaged."""
+    reader = pa.ipc.open_file(pa.memory_map(str(path)))
+    header = json.loads(reader.schema.metadata[b"index"])
+    rows: _Rows = arrays.numbers(reader.get_batch(0).column(0))
     if xxhash.xxh3_128_hexdigest(rows.data) != header["checksum"]:
         raise ValueError("its checksum is another one")
     return BucketIndex(

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from tokenloom_server.sources import arrays
+
 STRING, BINARY = "string", "binary"
 
 #: What a batch has beside its columns.
@@ -41,7 +43,7 @@ def item_bytes(dtype: str) -> int:
     return np.dtype(dtype).itemsize
 
 
-def storage_of(kind: Any) -> Any:
+def _storage_of(kind: Any) -> Any:
     while isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
     return kind
@@ -54,10 +56,10 @@ def described(kind: Any) -> tuple[str, tuple[int | None, ...]] | None:
         if kind.permutation not in (None, list(range(len(kind.shape)))):
             return None
         dims, kind = list(kind.shape), kind.value_type
-    kind = storage_of(kind)
-    while (fixed := pa.types.is_fixed_size_list(kind)) or pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        dims.append(kind.list_size if fixed else None)
-        kind = storage_of(kind.value_type)
+    kind = _storage_of(kind)
+    while arrays.is_list(kind):
+        dims.append(kind.list_size if pa.types.is_fixed_size_list(kind) else None)
+        kind = _storage_of(kind.value_type)
     if not dims and pa.types.is_dictionary(kind):
         kind = kind.value_type
     if pa.types.is_boolean(kind):
@@ -66,7 +68,7 @@ def described(kind: Any) -> tuple[str, tuple[int | None, ...]] | None:
         return np.dtype(kind.to_pandas_dtype()).name, tuple(dims)
     if dims:
         return None
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+    if arrays.is_text(kind):
         return STRING, ()
     if (
         pa.types.is_binary(kind)

@@ -10,7 +10,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources.tensors.column import Column, storage_of
+from tokenloom_server.sources import arrays
+from tokenloom_server.sources.tensors.column import Column
 
 #: Values of fewer bytes are gathered by numpy for many rows at once; each larger one is a copy of its own.
 _GATHERED_BYTES = 512
@@ -44,7 +45,8 @@ class Values(NamedTuple):
 
 
 class LocatedRows(NamedTuple):
-    """Where the values of consecutive rows of a request lie, as ``DecodedColumn.locate`` returns it."""
+    """Where the values of consecutive rows of a request lie: their dims [n, d], and their sizes and offsets [n] in the
+    bytes of ``data``."""
 
     rows: slice
     dims: _Int64s
@@ -63,14 +65,24 @@ def joined(pieces: Sequence[LocatedRows]) -> Values:
 
 
 class _Level(NamedTuple):
-    """A list's level: a fixed ``size``, or ``offsets`` into the level below. ``begin`` is that of the array."""
+    """A list's level: a fixed ``size``, with ``begin`` as that of the array, or ``offsets`` into the level below."""
 
     begin: int
     size: int
     offsets: npt.NDArray[Any] | None
     valid: npt.NDArray[np.bool_] | None
-    #: The one length of all lists of this level, if they have one.
     even: int | None
+    """The one length of all lists of this level, if they have one."""
+
+    @classmethod
+    def of(cls, array: Any) -> _Level:
+        if pa.types.is_fixed_size_list(array.type):
+            size = array.type.list_size
+            return cls(array.offset, size, None, _valid(array), size)
+        offsets = arrays.offsets(array)
+        lengths = np.diff(offsets)
+        even = int(lengths[0]) if len(lengths) and (lengths == lengths[0]).all() else None
+        return cls(0, 0, offsets, _valid(array), even)
 
 
 class DecodedColumn:
@@ -81,82 +93,47 @@ class DecodedColumn:
         self._first_row = first_row
         self._where = where
         array = _plain(array)
+        self._is_tensor_type = isinstance(array.type, pa.FixedShapeTensorType)
         self._levels: list[_Level] = []
-        if not column.is_tensor:
-            self._texts(array)
-            return
-        shape = len(column.dims)
-        tensor = isinstance(array.type, pa.FixedShapeTensorType)
-        while isinstance(array.type, pa.BaseExtensionType):
-            array = array.storage
-        if tensor:
-            size = array.type.list_size
-            self._levels.append(_Level(array.offset, size, None, _valid(array), size))
-            array, shape = array.values, 0
-        for _ in range(shape):
-            while isinstance(array.type, pa.BaseExtensionType):
-                array = array.storage
-            if pa.types.is_fixed_size_list(array.type):
-                size = array.type.list_size
-                self._levels.append(_Level(array.offset, size, None, _valid(array), size))
-            else:
-                wide = pa.types.is_large_list(array.type)
-                offsets = _numbers(array.buffers()[1], np.dtype(np.int64 if wide else np.int32))
-                lengths = np.diff(offsets[array.offset : array.offset + len(array) + 1])
-                even = int(lengths[0]) if len(lengths) and (lengths == lengths[0]).all() else None
-                self._levels.append(_Level(array.offset, 0, offsets, _valid(array), even))
+        for _ in range(1 if self._is_tensor_type else len(column.dims)):
+            array = _stored(array)
+            self._levels.append(_Level.of(array))
             array = array.values
-        while isinstance(array.type, pa.BaseExtensionType):
-            array = array.storage
+        array = _stored(array)
         self._leaf_valid = _valid(array)
         if pa.types.is_boolean(array.type):
             array = array.cast(pa.uint8())
         self._leaf_begin = array.offset
-        self._data = _numbers(array.buffers()[1], np.dtype(np.uint8))
-        self._is_tensor_type = tensor
+        has_offsets = not column.is_tensor and not pa.types.is_fixed_size_binary(array.type)
+        data = array.buffers()[2 if has_offsets else 1]
+        self._data: _Bytes = np.frombuffer(data, np.uint8) if data is not None else np.zeros(0, np.uint8)
+        if has_offsets:
+            self._text_offsets = arrays.offsets(array)
+        elif not column.is_tensor:
+            self._text_offsets = np.arange(array.offset, array.offset + len(array) + 1) * array.type.byte_width
 
-    def _texts(self, array: Any) -> None:
-        kind = array.type
-        self._leaf_valid = _valid(array)
-        self._leaf_begin = array.offset
-        self._is_tensor_type = False
-        if pa.types.is_fixed_size_binary(kind):
-            self._text_offsets = np.arange(array.offset + len(array) + 1, dtype=np.int64) * kind.byte_width
-            self._data = _numbers(array.buffers()[1], np.dtype(np.uint8))
-            return
-        wide = pa.types.is_large_string(kind) or pa.types.is_large_binary(kind)
-        self._text_offsets = _numbers(array.buffers()[1], np.dtype(np.int64 if wide else np.int32))
-        self._data = _numbers(array.buffers()[2], np.dtype(np.uint8))
-
-    def locate(self, rows: _Int64s) -> tuple[_Int64s, _Int64s, _Int64s, _Bytes]:
-        """Of some rows of the part: their dims [n, d], sizes and offsets in bytes [n], and the buffer of these."""
-        if not self._column.is_tensor:
-            items = rows + self._leaf_begin
-            self._refuse_null(self._leaf_valid, rows, rows, rows + 1)
-            begins = self._text_offsets[items].astype(np.int64)
-            return np.empty((len(rows), 0), np.int64), self._text_offsets[items + 1] - begins, begins, self._data
+    def locate(self, rows: _Int64s, request: slice) -> LocatedRows:
+        """Where the values of some rows [n] of the part lie, which are the rows ``request`` of a request."""
         begins, ends = rows, rows + 1
+        if not self._column.is_tensor:
+            self._refuse_null(self._leaf_valid, rows, begins, ends)
+            begins, ends = (self._text_offsets[each].astype(np.int64) for each in (begins, ends))
+            return LocatedRows(request, np.empty((len(rows), 0), np.int64), ends - begins, begins, self._data)
         dims: list[_Int64s] = []
         for number, level in enumerate(self._levels):
             self._refuse_null(level.valid, rows, begins, ends)
             if level.offsets is None:
                 dims.append(np.full(len(rows), level.size))
-                begins, ends = begins * level.size, ends * level.size
-                begins, ends = begins + level.begin * level.size, ends + level.begin * level.size
-                continue
-            dims.append(self._lengths(level, number, rows, begins, ends))
-            begins, ends = (
-                level.offsets[begins + level.begin].astype(np.int64),
-                level.offsets[ends + level.begin].astype(np.int64),
-            )
+                begins, ends = ((each + level.begin) * level.size for each in (begins, ends))
+            else:
+                dims.append(self._lengths(level, number, rows, begins, ends))
+                begins, ends = (level.offsets[each].astype(np.int64) for each in (begins, ends))
         self._refuse_null(self._leaf_valid, rows, begins, ends)
         size = self._column.item_bytes
-        sizes = (ends - begins) * size
         if self._is_tensor_type:
-            shape = [int(dim or 0) for dim in self._column.dims]
-            dims = [np.full(len(rows), dim) for dim in shape]
+            dims = [np.full(len(rows), int(dim or 0)) for dim in self._column.dims]
         shapes = np.stack(dims, axis=1) if dims else np.empty((len(rows), 0), np.int64)
-        return shapes, sizes, (begins + self._leaf_begin) * size, self._data
+        return LocatedRows(request, shapes, (ends - begins) * size, (begins + self._leaf_begin) * size, self._data)
 
     def _lengths(self, level: _Level, number: int, rows: _Int64s, begins: _Int64s, ends: _Int64s) -> _Int64s:
         """By row, the one length of its lists at a level. Raises ``SourceError`` where they have several."""
@@ -165,12 +142,11 @@ class DecodedColumn:
             return np.where(ends > begins, level.even, 0).astype(np.int64)
         offsets = level.offsets
         if not number:
-            items = begins + level.begin
-            own: _Int64s = (offsets[items + 1] - offsets[items]).astype(np.int64)
+            own: _Int64s = (offsets[begins + 1] - offsets[begins]).astype(np.int64)
             return own
         row_lengths = np.zeros(len(rows), np.int64)
         for i, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
-            lengths = np.diff(offsets[level.begin + begin : level.begin + end + 1])
+            lengths = np.diff(offsets[begin : end + 1])
             if len(lengths):
                 row_lengths[i] = lengths[0]
                 if (lengths != lengths[0]).any():
@@ -194,20 +170,11 @@ class DecodedColumn:
 
 def _valid(array: Any) -> npt.NDArray[np.bool_] | None:
     """Which items of an array (counted from its own begin) are there; None for all."""
-    if not array.null_count:
-        return None
-    present: npt.NDArray[np.bool_] = array.is_valid().to_numpy(zero_copy_only=False)
-    return present
-
-
-def _numbers(buffer: Any, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    if buffer is None or not buffer.size:
-        return np.zeros(1 if dtype != np.uint8 else 0, dtype)
-    numbers: npt.NDArray[Any] = np.frombuffer(buffer, dtype, count=buffer.size // dtype.itemsize)
-    return numbers
+    return arrays.flags(array.is_valid()) if array.null_count else None
 
 
 def _plain(array: Any) -> Any:
+    """A column without the forms that have no plain values: dictionaries, views, extension types but for tensors."""
     kind = array.type
     if pa.types.is_dictionary(kind):
         return _plain(array.dictionary_decode())
@@ -215,9 +182,12 @@ def _plain(array: Any) -> Any:
         return array.cast(pa.large_string())
     if pa.types.is_binary_view(kind):
         return array.cast(pa.large_binary())
-    return _plain(array.storage) if isinstance(kind, pa.BaseExtensionType) and not _is_list(kind) else array
+    is_stored = isinstance(kind, pa.BaseExtensionType) and not isinstance(kind, pa.FixedShapeTensorType)
+    return _plain(array.storage) if is_stored else array
 
 
-def _is_list(kind: Any) -> bool:
-    kind = storage_of(kind)
-    return bool(pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind))
+def _stored(array: Any) -> Any:
+    """The array that an extension type stands on; of others, itself."""
+    while isinstance(array.type, pa.BaseExtensionType):
+        array = array.storage
+    return array

@@ -8,24 +8,21 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import files
-from tokenloom_server.sources.base import Shard
-from tokenloom_server.sources.scheme import scheme_of
+from tokenloom_server.sources.base import Shard, TensorFile
+from tokenloom_server.sources.scheme import ReadRequest, scheme_of
 from tokenloom_server.sources.tensors.column import RESERVED, STORED_AS, Column, described, item_bytes
 from tokenloom_server.sources.tensors.decoded import DecodedColumn, LocatedRows, Values, joined
-from tokenloom_server.sources.tensors.file import TensorFile
 from tokenloom_server.storage.file import File
-from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.local import LocalFile
 
 #: Decoded parts that a source keeps for the next batches, bytes; the one in use is kept in any case.
@@ -41,27 +38,14 @@ _Int64s = npt.NDArray[np.int64]
 class FeatureSource:
     """The columns of a source's rows. For one thread at a time."""
 
-    def __init__(
-        self,
-        spec: Spec,
-        shards: tuple[Shard, ...],
-        base_dir: Path,
-        io_stats: IoStats,
-        *,
-        names: Sequence[str] | None,
-        dtypes: Mapping[str, str],
-    ) -> None:
+    def __init__(self, request: ReadRequest, *, names: Sequence[str] | None, dtypes: Mapping[str, str]) -> None:
         """``names``: the columns that are wanted, None for all that can travel. Opens the first file.
 
         Raises ``SourceError`` for a file that cannot be read, and for a column that is missing or cannot travel.
         """
-        self._spec = spec
-        self._shards = shards
-        self._base_dir = base_dir
-        self._io_stats = io_stats
+        self._request = request
         self._dtypes = dtypes
-        self._names = names
-        self._scheme = scheme_of(spec).reader(shards)
+        self._scheme = scheme_of(request.spec).reader(request.shards)
         if not self._scheme.reads_any_row:
             raise SourceError(
                 f"{self.where(0)} cannot be read row by row in any order, as batching does; expected parquet or arrow "
@@ -70,14 +54,14 @@ class FeatureSource:
         self._opened: OrderedDict[int, _NamedFile] = OrderedDict()
         self._kept: OrderedDict[tuple[int, int], tuple[int, list[DecodedColumn]]] = OrderedDict()
         self._kept_bytes = 0
-        first = self._schema_of(0)
-        wanted = list(first.names) if names is None else list(names)
+        first = self._open(0)
+        first.close()
         columns = []
         #: Columns that do not travel, and why.
         self.left_out: dict[str, str] = {}
-        for name in wanted:
+        for name in first.schema.names if names is None else names:
             try:
-                columns.append(self._column(first, name, 0))
+                columns.append(self._column(first.schema, name, 0))
             except SourceError as error:
                 if names is not None or name in dtypes:
                     raise
@@ -91,39 +75,29 @@ class FeatureSource:
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        return self._shards
+        return self._request.shards
 
     def where(self, shard: int) -> str:
         """How messages name a shard."""
-        return files.where(self._spec, self._shards[shard])
-
-    def part_ends(self, shard: int) -> _Int64s:
-        """[parts + 1]: where each part begins, and the shard's number of rows."""
-        return self._file(shard).ends
+        return files.where(self._request.spec, self.shards[shard])
 
     def bucket_arrays(self, shard: int, column: str) -> Iterator[Any]:
         """One column of a shard, part by part, as Arrow arrays; nothing of it is kept, so threads may do this side by
         side."""
-        file = self._open(shard)
-        try:
-            yield from self._column_of(file, shard, column)
-        finally:
-            file.close()
-
-    def _column_of(self, file: _NamedFile, shard: int, column: str) -> Iterator[Any]:
-        if column not in file.schema.names:
-            raise SourceError(
-                f"{self.where(shard)} has no column {column!r}, which bucket_by names; its columns are "
-                f"{', '.join(file.schema.names)}"
-            )
-        for part in range(len(file.ends) - 1):
-            yield self._checked(shard, part, column, file.read(part, [column])[0])
+        with closing(self._open(shard)) as file:
+            if column not in file.schema.names:
+                raise SourceError(
+                    f"{self.where(shard)} has no column {column!r}, which bucket_by names; its columns are "
+                    f"{', '.join(file.schema.names)}"
+                )
+            for part in range(len(file.ends) - 1):
+                yield self._checked(shard, part, column, file.read(part, [column])[0])
 
     def sample_bytes(self) -> int:
         """About how many bytes a row takes as it travels, by the sizes of columns in the files' own words; where they
         do not say, by those of the files."""
         sizes = rows = 0
-        for shard in range(min(len(self._shards), 16)):
+        for shard in range(min(len(self.shards), 16)):
             file = self._file(shard)
             sizes += file.decoded_bytes
             rows += int(file.ends[-1])
@@ -142,12 +116,11 @@ class FeatureSource:
             own_parts = np.searchsorted(ends, rows[own], "right") - 1
             parts[own], firsts[own] = own_parts, ends[own_parts]
         breaks = np.flatnonzero((np.diff(shards) != 0) | (np.diff(parts) != 0)) + 1
-        edges = [0, *breaks.tolist(), len(rows)]
         pieces: list[list[LocatedRows]] = [[] for _ in self.columns]
-        for begin, end in pairwise(edges):
+        for begin, end in pairwise([0, *breaks.tolist(), len(rows)]):
             shard, part = int(shards[begin]), int(parts[begin])
             for own, decoded in zip(pieces, self._part(shard, part), strict=True):
-                own.append(LocatedRows(slice(begin, end), *decoded.locate(rows[begin:end] - firsts[begin])))
+                own.append(decoded.locate(rows[begin:end] - firsts[begin], slice(begin, end)))
         return [joined(own) for own in pieces]
 
     def _part(self, shard: int, part: int) -> list[DecodedColumn]:
@@ -157,11 +130,11 @@ class FeatureSource:
             return self._kept[key][1]
         file = self._file(shard)
         arrays = file.read(part, [column.name for column in self.columns])
-        first = int(file.ends[part])
         decoded: list[DecodedColumn] = []
         for column, array in zip(self.columns, arrays, strict=True):
+            where = f"{self.where(shard)}: column {column.name!r}"
             checked = self._checked(shard, part, column.name, array)
-            decoded.append(DecodedColumn(column, checked, first, f"{self.where(shard)}: column {column.name!r}"))
+            decoded.append(DecodedColumn(column, checked, int(file.ends[part]), where))
         size = 0 if file.mapped else sum(array.nbytes for array in arrays)
         self._kept[key] = (size, decoded)
         self._kept_bytes += size
@@ -180,11 +153,6 @@ class FeatureSource:
             ) from None
         return array
 
-    def _schema_of(self, shard: int) -> Any:
-        file = self._open(shard)
-        file.close()
-        return file.schema
-
     def _file(self, shard: int) -> _NamedFile:
         file = self._opened.get(shard)
         if file is None:
@@ -201,19 +169,16 @@ class FeatureSource:
         return file
 
     def _open(self, shard: int) -> _NamedFile:
-        if not self._shards[shard].size:
+        if not self.shards[shard].size:
             raise SourceError(f"{self.where(shard)} is empty (0 bytes), expected a {self._scheme.name} file")
-        file = files.open_shard(self._spec, self._shards[shard], self._base_dir, self._io_stats)
+        file = self._request.open(self.shards[shard])
         try:
             opened = self._scheme.open_tensors(file)
         except BaseException as error:
             file.close()
             if not isinstance(error, pa.ArrowException | OSError | ValueError):
                 raise
-            raise SourceError(
-                f"{self.where(shard)} is not a readable {self._scheme.name} file ({error}); it is truncated or "
-                "damaged: write or copy it again"
-            ) from None
+            raise files.unreadable(self.where(shard), self._scheme.name, error) from None
         if isinstance(file, LocalFile):
             file.close()  # Arrow opens it itself
         return _NamedFile(opened, file, self.where(shard))

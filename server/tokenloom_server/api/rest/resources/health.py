@@ -24,13 +24,15 @@ class Ready(Model):
 
 
 def add_routes(routes: Routes, backend: Backend) -> None:
-    @routes.add("GET", "/healthz", Scope.OPEN, summary="Is the process alive?", tags=["health"])
+    @routes.add("GET", "/healthz", Scope.OPEN, tags=["health"])
     async def healthz() -> Alive:
+        """Is the process alive?"""
         # On the event loop, not in a worker thread: it answers while every worker waits for the ledger.
         return Alive(status="alive", version=backend.version)
 
-    @routes.add("GET", "/readyz", Scope.OPEN, errors=(503,), summary="Can requests be served?", tags=["health"])
+    @routes.add("GET", "/readyz", Scope.OPEN, errors=(503,), tags=["health"])
     def readyz(request: Request) -> Ready:
+        """Can requests be served?"""
         reason = backend.runs.not_ready()
         if reason is not None:
             # Whether is for everybody, why is not: it names runs, machines and files.

@@ -9,15 +9,11 @@ from tokenloom_server.reports.stats import RunLosses
 
 
 def add_routes(routes: Routes, backend: Backend) -> None:
-    @routes.add(
-        "GET",
-        "/v1/runs/{run}/losses",
-        Scope.READ,
-        errors=(404, 422, 503),
-        summary="The losses that trainers reported, by source",
-        description="A curve over the run, of some hundreds of points however long it is. This server keeps it in its "
-        "memory: after a restart it is empty.",
-        tags=["runs"],
-    )
+    @routes.add("GET", "/v1/runs/{run}/losses", Scope.READ, errors=(404, 422, 503), tags=["runs"])
     def read_losses(run: RunName) -> RunLosses:
+        """The losses that trainers reported, by source.
+
+        A curve over the run, of some hundreds of points however long it is. This server keeps it in its memory: after a
+        restart it is empty.
+        """
         return backend.runs.get(run).losses.read()

@@ -19,11 +19,11 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         "/metrics",
         Scope.READ,
         errors=(503,),
-        summary="The metrics for Prometheus",
         tags=["health"],
         response_class=Response,
         responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
     )
     def metrics(request: Request) -> Response:
+        """The metrics for Prometheus."""
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(registry), media_type=None, headers={"content-type": content_type})

@@ -45,15 +45,9 @@ _CHANGE_EXAMPLES = {
 def add_routes(routes: Routes, backend: Backend) -> None:
     runs = backend.runs
 
-    @routes.add(
-        "GET",
-        "/v1/runs/{run}/mixture",
-        Scope.READ,
-        errors=(404, 422, 503),
-        summary="The mixture in force, and what changes it",
-        tags=["mixture"],
-    )
+    @routes.add("GET", "/v1/runs/{run}/mixture", Scope.READ, errors=(404, 422, 503), tags=["mixture"])
     def read_mixture(run: RunName) -> MixtureInfo:
+        """The mixture in force, and what changes it."""
         return runs.get(run).mixture.info()
 
     @routes.add(
@@ -61,13 +55,14 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         "/v1/runs/{run}/mixture",
         Scope.CONTROL,
         errors=(404, 409, 413, 415, 416, 422, 500, 503),
-        summary="Change the mixture while the run trains",
-        description="Holds from the next state boundary after all that may have been produced, or from a later sample "
-        "index or token count. Journalled before production passes it; snapshots carry it, and a restore applies it "
-        "again at its index.",
         tags=["mixture"],
     )
     def revise(run: RunName, change: Annotated[MixtureChange, Body(openapi_examples=_CHANGE_EXAMPLES)]) -> RevisionInfo:
+        """Change the mixture while the run trains.
+
+        Holds from the next state boundary after all that may have been produced, or from a later sample index or token
+        count. Journalled before production passes it; snapshots carry it, and a restore applies it again at its index.
+        """
         return runs.get(run).mixture.revise(change)
 
     @routes.add(
@@ -75,8 +70,8 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         "/v1/runs/{run}/mixture/revisions/{number}",
         Scope.CONTROL,
         errors=(404, 415, 416, 422, 503),
-        summary="Take back a revision, and all after it, before production reaches them",
         tags=["mixture"],
     )
     def drop_revisions(run: RunName, number: Annotated[int, Path(ge=1, le=MAX_COUNTER)]) -> list[RevisionInfo]:
+        """Take back a revision, and all after it, before production reaches them."""
         return runs.get(run).mixture.drop(number)

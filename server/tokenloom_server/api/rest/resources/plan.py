@@ -53,17 +53,13 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         finally:
             free.release()
 
-    @routes.add(
-        "GET",
-        "/v1/runs/{run}/plan",
-        Scope.READ,
-        errors=_ERRORS,
-        summary="What the run will be",
-        description="From where it is committed: when each source runs out, epochs, shares over the run's tokens, and "
-        "where it ends. Reads a sample of each source the first time, which takes seconds.",
-        tags=["runs"],
-    )
+    @routes.add("GET", "/v1/runs/{run}/plan", Scope.READ, errors=_ERRORS, tags=["runs"])
     def read_plan(run: RunName, tokens: Tokens = None) -> RunPlan:
+        """What the run will be.
+
+        From where it is committed: when each source runs out, epochs, shares over the run's tokens, and where it ends.
+        Reads a sample of each source the first time, which takes seconds.
+        """
         with planned(run, tokens) as plan:
             return plan
 
@@ -72,8 +68,6 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         "/v1/runs/{run}/plan.svg",
         Scope.READ,
         errors=_ERRORS,
-        summary="The plan as a picture",
-        description="Stacked shares over the run's tokens. Needs `pip install 'tokenloom[plot]'` at the server.",
         tags=["runs"],
         response_class=Response,
         responses={
@@ -81,6 +75,10 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         },
     )
     def draw_plan(run: RunName, tokens: Tokens = None) -> Response:
+        """The plan as a picture.
+
+        Stacked shares over the run's tokens. Needs `pip install 'tokenloom[plot]'` at the server.
+        """
         # matplotlib's settings are the process's: one picture at a time.
         with planned(run, tokens) as plan, drawing:
             picture = draw(plan, "svg")

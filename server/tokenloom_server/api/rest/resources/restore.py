@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 from tokenloom_server.api.auth import Scope
 from tokenloom_server.api.rest.models import Model, RunName, SampleIndex
 from tokenloom_server.api.rest.routes import Backend, Routes
-from tokenloom_server.reports.stats import ResumePoint
+from tokenloom_server.reports.stats import NextLaunch
 
 _POINTS = ("snapshot_id", "sample_index", "snapshot")
 _ERRORS = (404, 409, 413, 415, 416, 422, 500, 503)
@@ -77,20 +77,16 @@ _FORK_EXAMPLES = {
 
 
 def add_routes(routes: Routes, backend: Backend) -> None:
-    @routes.add(
-        "POST",
-        "/v1/runs/{run}/restore",
-        Scope.CONTROL,
-        errors=_ERRORS,
-        summary="Pin where the next generation starts",
-        description="Nothing moves until the next trainer opens its generation. One that brings a state of its own "
-        "must bring this one; another is refused with both named. Samples to skip are jumped over after it, are "
-        "counted apart, and may take a while: the server goes forward through them.",
-        tags=["snapshots"],
-    )
+    @routes.add("POST", "/v1/runs/{run}/restore", Scope.CONTROL, errors=_ERRORS, tags=["snapshots"])
     def restore(
         run: RunName, request: Annotated[RestoreRequest, Body(openapi_examples=_RESTORE_EXAMPLES)]
-    ) -> ResumePoint:
+    ) -> NextLaunch:
+        """Pin where the next generation starts.
+
+        Nothing moves until the next trainer opens its generation. One that brings a state of its own must bring this
+        one; another is refused with both named. Samples to skip are jumped over after it, are counted apart, and may
+        take a while: the server goes forward through them.
+        """
         return backend.runs.get(run).start_points.restore(
             snapshot_id=request.snapshot_id,
             sample_index=request.sample_index,
@@ -99,15 +95,11 @@ def add_routes(routes: Routes, backend: Backend) -> None:
             skip_tokens=request.skip_tokens,
         )
 
-    @routes.add(
-        "POST",
-        "/v1/runs/{run}/fork",
-        Scope.CONTROL,
-        errors=_ERRORS,
-        summary="Begin a run where another one stands",
-        description="The run must not have begun. Cursors of the sources that both have stay; sample index, tokens and "
-        "rolling digest go on. Nothing moves until the first trainer opens the run, which is to bring no state.",
-        tags=["snapshots"],
-    )
-    def fork(run: RunName, request: Annotated[ForkRequest, Body(openapi_examples=_FORK_EXAMPLES)]) -> ResumePoint:
+    @routes.add("POST", "/v1/runs/{run}/fork", Scope.CONTROL, errors=_ERRORS, tags=["snapshots"])
+    def fork(run: RunName, request: Annotated[ForkRequest, Body(openapi_examples=_FORK_EXAMPLES)]) -> NextLaunch:
+        """Begin a run where another one stands.
+
+        The run must not have begun. Cursors of the sources that both have stay; sample index, tokens and rolling digest
+        go on. Nothing moves until the first trainer opens the run, which is to bring no state.
+        """
         return backend.runs.fork(run, parent=request.parent, sample_index=request.sample_index, text=request.snapshot)

@@ -20,18 +20,15 @@ class RunList(Model):
 
 
 def add_routes(routes: Routes, backend: Backend) -> None:
-    @routes.add("GET", "/v1/runs", Scope.READ, errors=(503,), summary="The runs of this server", tags=["runs"])
+    @routes.add("GET", "/v1/runs", Scope.READ, errors=(503,), tags=["runs"])
     def list_runs() -> RunList:
+        """The runs of this server."""
         return RunList(runs=backend.runs.names(), version=backend.version, grpc_address=backend.grpc_address)
 
-    @routes.add(
-        "GET",
-        "/v1/runs/{run}/stats",
-        Scope.READ,
-        errors=(404, 422, 503),
-        summary="A run's stats",
-        description="Counters are committed ones: they move when every rank has acknowledged and the ledger holds it.",
-        tags=["runs"],
-    )
+    @routes.add("GET", "/v1/runs/{run}/stats", Scope.READ, errors=(404, 422, 503), tags=["runs"])
     def read_stats(run: RunName) -> RunStats:
+        """A run's stats.
+
+        Counters are committed ones: they move when every rank has acknowledged and the ledger holds it.
+        """
         return backend.runs.get(run).stats.read()

@@ -48,12 +48,12 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         Scope.CONTROL,
         errors=(404, 409, 413, 415, 416, 422, 500, 503),
         status_code=201,
-        summary="Take a snapshot and save it in the ledger",
         tags=["snapshots"],
     )
     def save_snapshot(
         run: RunName, request: Annotated[SnapshotRequest | None, Body(openapi_examples=_EXAMPLES)] = None
     ) -> SnapshotSaved:
+        """Take a snapshot and save it in the ledger."""
         text, snapshot_id = runs.get(run).snapshots.take(request.sample_index if request else None, save=True)
         assert snapshot_id is not None, "a saved snapshot has an id"
         content = unseal(text)
@@ -64,15 +64,9 @@ def add_routes(routes: Routes, backend: Backend) -> None:
             total_tokens=content["total_tokens"],
         )
 
-    @routes.add(
-        "GET",
-        "/v1/runs/{run}/snapshots",
-        Scope.READ,
-        errors=(404, 422, 503),
-        summary="The snapshots saved in the ledger",
-        tags=["snapshots"],
-    )
+    @routes.add("GET", "/v1/runs/{run}/snapshots", Scope.READ, errors=(404, 422, 503), tags=["snapshots"])
     def list_snapshots(run: RunName) -> list[SnapshotInfo]:
+        """The snapshots saved in the ledger."""
         return runs.get(run).snapshots.list()
 
     @routes.add(
@@ -80,8 +74,6 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         "/v1/runs/{run}/snapshots/{snapshot_id}",
         Scope.READ,
         errors=(404, 422, 503),
-        summary="A saved snapshot, byte for byte",
-        description="The sealed text itself, unchanged: its checksum covers these bytes.",
         tags=["snapshots"],
         response_class=Response,
         responses={
@@ -89,4 +81,8 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         },
     )
     def read_snapshot(run: RunName, snapshot_id: SnapshotId) -> Response:
+        """A saved snapshot, byte for byte.
+
+        The sealed text itself, unchanged: its checksum covers these bytes.
+        """
         return Response(runs.get(run).snapshots.text(snapshot_id), media_type="application/json")

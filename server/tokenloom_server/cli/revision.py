@@ -13,39 +13,20 @@ from tokenloom_server.cli.common import console, print_json
 from tokenloom_server.cli.options import ControlAccess, RunName
 from tokenloom_server.errors import ConfigError
 
-Children = Annotated[
-    list[str],
-    typer.Argument(
-        help="Aliases or specs; of a node without an alias its place, such as mixture.children.2.",
-        metavar="CHILD...",
-        show_default=False,
-    ),
-]
-
 
 @dataclass(frozen=True, slots=True)
 class RevisionOptions:
     """Why a revision is made, by whom, and from where on it holds."""
 
     reason: Annotated[str, typer.Option(help="Why, for whoever asks later; it stays in the ledger.")]
-    author: Annotated[
-        str | None, typer.Option(help="Who asks for it; the name of the user if not given.", show_default=False)
-    ] = None
+    author: Annotated[str | None, typer.Option(help="Who asks for it; the name of the user if not given.")] = None
     run: RunName = None
     sample_index: Annotated[
         int | None,
-        typer.Option(
-            "--at",
-            min=0,
-            help="The first sample index under it; the first possible one if not given.",
-            show_default=False,
-        ),
+        typer.Option("--at", min=0, help="The first sample index under it; the first possible one if not given."),
     ] = None
     total_tokens: Annotated[
-        str | None,
-        typer.Option(
-            "--at-tokens", help="From so many tokens of the run on instead, such as 2B or 1.5T.", show_default=False
-        ),
+        str | None, typer.Option("--at-tokens", help="From so many tokens of the run on instead, such as 2B or 1.5T.")
     ] = None
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what it would change, and change nothing.")] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print the revision as JSON.")] = False

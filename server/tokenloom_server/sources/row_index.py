@@ -1,0 +1,138 @@
+"""The index of a file's rows: where to begin reading for a given row, at the cost of about a mebibyte.
+
+It holds, for each mebibyte of the file, the first row that begins in it. So its size follows the file's (16 bytes per
+mebibyte), not the number of rows, and a seek passes over at most a mebibyte and the row that reaches into it.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from tokenloom_server.sources.base import Shard
+from tokenloom_server.sources.scheme import ReadRequest
+from tokenloom_server.sources.sharded import ShardedSource
+from tokenloom_server.storage.file import File
+from tokenloom_server.storage.local import LocalFile, replaced
+
+_log = logging.getLogger(__name__)
+
+#: Indexes of a source that are held in memory; the others are read from the cache again.
+HELD_INDEXES = 1024
+
+#: Version of the cached form; a part of the file's name, so that another one is not even opened.
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RowIndex:
+    """Entries ``(row, position)`` in ascending order; the first is the file's first row, the last its end.
+
+    Positions are bytes of text, and ids of flat arrays.
+    """
+
+    entries: np.ndarray[Any, np.dtype[np.int64]]
+
+    @property
+    def row_count(self) -> int:
+        return int(self.entries[-1, 0])
+
+    def seek(self, row: int) -> tuple[int, int]:
+        """The last known row at or before ``row``, and its position."""
+        entry = int(np.searchsorted(self.entries[:, 0], row, "right")) - 1
+        return int(self.entries[entry, 0]), int(self.entries[entry, 1])
+
+
+class IndexedSource(ShardedSource):
+    """A source whose files do not say where their rows lie, so that an index of each is made when it is needed."""
+
+    def __init__(self, request: ReadRequest) -> None:
+        super().__init__(request)
+        self._index_dir = request.index_dir
+        self._index = lru_cache(HELD_INDEXES)(self._load_index)
+        self._row_counts: dict[int, int] = {}
+
+    @abstractmethod
+    def _load_index(self, shard: int) -> RowIndex:
+        """The index of a file, from the cache or made anew."""
+
+    def row_count(self, shard: int) -> int:
+        if shard not in self._row_counts:
+            self._row_counts[shard] = self._index(shard).row_count
+        return self._row_counts[shard]
+
+    def blocks(self, shard: int) -> npt.NDArray[np.int64]:
+        return self._index(shard).entries[:, 0]
+
+    def _seek(self, shard: int, row: int) -> tuple[int, int]:
+        """``RowIndex.seek`` in a file. Raises ``SourceError`` where that has no such row."""
+        index = self._index(shard)
+        self._check_row(shard, row, index.row_count)
+        return index.seek(row)
+
+
+def cached(path: Path | None, end: int, build: Callable[[], RowIndex]) -> RowIndex:
+    """The index in a file of the cache (None: there is no cache). Where there is none that ends at the position
+    ``end``, or a damaged one, it is built, and kept there."""
+    index = _stored(path, end) if path is not None else None
+    if index is None:
+        index = build()
+        if path is not None:
+            _keep(path, index)
+    return index
+
+
+def cache_key(shard: Shard, file: File) -> str:
+    """The identity of a shard's content, for the name of its file in the cache.
+
+    That of a local file has its modification time, too: the fingerprint does not see the middle of a file, and a wrong
+    index would shift rows unseen; a needless scan is the lesser cost.
+    """
+    if isinstance(file, LocalFile):
+        return f"{shard.fingerprint.replace(':', '-')}-{file.modified_ns:x}"
+    # A signature is any text of the storage's; only together with the name it identifies an object.
+    return xxhash.xxh3_128_hexdigest(f"{shard.path}\n{shard.fingerprint}".encode())
+
+
+def _checksum(entries: np.ndarray[Any, np.dtype[np.int64]]) -> int:
+    # The cache is read back on the same kind of machine; np.save records the byte order anyway.
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(entries, "<i8").data) >> 1
+
+
+def _stored(path: Path, end: int) -> RowIndex | None:
+    """The index in a file of the cache; None, with a line in the log, for one that is not usable."""
+    try:
+        table = np.load(path, allow_pickle=False)
+        if table.dtype != np.int64 or table.ndim != 2 or table.shape[0] < 3 or table.shape[1] != 2:
+            raise ValueError(f"an array of {table.dtype} {table.shape} is no index")
+        entries, trailer = table[:-1], table[-1]
+        if int(trailer[1]) != _checksum(entries):
+            raise ValueError("its checksum differs")
+        if int(entries[-1, 1]) != end:
+            raise ValueError(f"it ends at {int(entries[-1, 1])}, the file at {end}")
+        return RowIndex(entries)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, EOFError) as error:
+        _log.warning("the cached index %s is not usable and is built again: %s", path, error)
+        return None
+
+
+def _keep(path: Path, index: RowIndex) -> None:
+    """Writes an index to a file of the cache, whole or not at all; where that fails, a line is logged."""
+    content = np.vstack([index.entries, np.array([[FORMAT, _checksum(index.entries)]], np.int64)])
+    try:
+        with replaced(path) as file:
+            np.save(file, content, allow_pickle=False)
+    except OSError as error:
+        # Without its cache the index still serves; only the next start has to scan again.
+        _log.warning("the index %s cannot be kept: %s", path, error)
