@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
-from pydantic_core import from_json
 from tokenloom_proto.seal import SNAPSHOT_FORMAT, SNAPSHOT_VERSION, canonical, unseal
 
 from tokenloom_server.core.state import (
@@ -285,8 +285,8 @@ def read_document(text: str | bytes, shape_at: ShapeAt | None = None) -> Snapsho
 def read_resume_state(text: str, shape_at: ShapeAt) -> ResumeStateDocument:
     """Raises ``SnapshotInvalid`` naming the field."""
     try:
-        document = from_json(text)
-    except ValueError as error:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise SnapshotInvalid(f"resume_state: {error}") from None
     try:
         return ResumeStateDocument.model_validate_json(canonical(upgraded(document, shape_at)))
