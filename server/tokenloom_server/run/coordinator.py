@@ -277,18 +277,18 @@ class RunCoordinator(StreamCommands):
     # --- production (``producer``) -------------------------------------------------------------------
 
     def production_task(self) -> ProductionTask | None:
-        """Waits for steps that are wanted; None where the server stops."""
+        """Waits for micro-steps that are wanted; None where the server stops."""
         with self._lock:
             self._wakes.producer.wait_for(lambda: self.stopping or self._steps_wanted())
             active, steps = self._active, self._steps_wanted()
             if self.stopping or active is None or not steps:
                 return None
             produced = active.generation.produced
-            plan = active.generation.ramp.at_step(produced)
+            plan = active.generation.batch_plans.at_step(produced)
             return ProductionTask(active, self.timeline, plan, steps, produced - plan.group_begin(produced))
 
     def publish(self, task: ProductionTask, group: StepGroup, ended: str | None, dropped_samples: int) -> None:
-        """The group got steps, or the data ended: for the ranks, if the generation is still the present one."""
+        """The group got micro-steps, or the data ended: for the ranks, if the generation is still the present one."""
         with self._lock:
             active, generation = task.active, task.active.generation
             if active is not self._active:

@@ -65,7 +65,7 @@ class JoinHandler:
         deadline = coordinator.clock() + RANK_0_WAIT_S
         call = join_call.with_global_batch_size(call, coordinator.name, config.global_batch_size)
         while True:
-            join_call.check(call, coordinator.timeline.sample_bytes, config.window_steps)
+            join_call.check(call, coordinator.timeline.sample_bytes, config.window_micro_steps)
             coordinator.require_lead()
             call = self._as_own(call)
             opening = self._open(call) if call.rank == 0 else self._opened_by_rank_0(call)
