@@ -240,7 +240,7 @@ def test_a_mixture_that_differs_from_the_runs_record_is_refused_with_both_values
     assert_refused(done, "ConfigError", "mixture.children.1.weight", '"2"', '"3"')
 
     # What the order does not depend on may change.
-    files.mixture("txt:a.txt:text", {"source": "txt:b.txt:text", "weight": 2, "alias": "b"}, window_steps=5)
+    files.mixture("txt:a.txt:text", {"source": "txt:b.txt:text", "weight": 2, "alias": "b"}, window_micro_steps=5)
     files.text("a.txt", "some lines of next\n" * 20)
     done = tokenloom("serve", mixture, *ADDRESSES, "--ledger", ledger)
     assert_refused(done, "SourceChanged", "a.txt")

@@ -18,8 +18,7 @@ from conftest import Rpc, StartServer
 from support.features import SHAPES, document, latents, write_features, write_mixture
 from support.server_process import CommandLine, ServerProcess
 from tokenloom import ConnectionOptions, PeekDataset, RemoteDataset
-from tokenloom.errors import ProtocolError
-from tokenloom_proto.errors import TokenloomError
+from tokenloom_proto.errors import ProtocolError, TokenloomError
 from tokenloom_server.tools.checkpoint.content import _sources
 from tokenloom_server.tools.checkpoint.difference import place as stands_at
 
@@ -180,7 +179,7 @@ def test_figures_traces_plans_and_snapshots_know_rows(
         assert all(re.fullmatch(r"row \d+", text) for text in shown), shown
         assert digests[0] != digests[1]
         assert ask("samples/11")["digest"] == digests[1]
-        step = ask("steps/1", generation=1, rank=0)
+        step = ask("micro-steps/1", generation=1, rank=0)
         assert [one["sample"] for one in step["ranks"][0]["samples"]] == [4, 5, 6, 7]
         with pytest.raises(grpc.RpcError, match="sample 9 lies within a global batch of 4"):
             rpc.snapshot(RUN, 9)

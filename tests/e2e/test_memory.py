@@ -34,11 +34,11 @@ WINDOW = 2048
 LOOK_S = 2.0
 
 
-def bound(window_steps: int, world_size: int, batch_size: int) -> int:
+def bound(window_micro_steps: int, world_size: int, batch_size: int) -> int:
     """Bytes beyond an idle server's: the formula of docs/limits.md, as it stands there."""
     message_steps = max(1, min(MIB // 2 // (batch_size * SAMPLE_BYTES), 64))
-    group_steps = message_steps  # so few sources and ranks
-    held = (window_steps + group_steps) * world_size * batch_size * (4 * SAMPLE_BYTES // 3 + 320)
+    group_micro_steps = message_steps  # so few sources and ranks
+    held = (window_micro_steps + group_micro_steps) * world_size * batch_size * (4 * SAMPLE_BYTES // 3 + 320)
     streams = world_size * (3 * message_steps * batch_size * SAMPLE_BYTES + MIB // 4)
     return held + streams + SOURCES * 4 * MIB + 16 * MIB
 
@@ -55,14 +55,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def mixture(folder: Path, run: str, window_steps: int) -> Path:
+def mixture(folder: Path, run: str, window_micro_steps: int) -> Path:
     children = [{"source": f"parquet:{name}.parquet:ids", "epochs": float("inf")} for name in "ab"]
     document = {
         "run": run,
         "vocab_size": 2**15,
         "end_of_text_id": 0,
         "sequence_length": LENGTH,
-        "window_steps": window_steps,
+        "window_micro_steps": window_micro_steps,
         "mixture": {"policy": "least_consumed", "children": children},
     }
     path = folder / f"{run}.yaml"
@@ -129,7 +129,7 @@ def reading(url: str, **slot: Any) -> Iterator[threading.Thread]:
 
 
 @contextmanager
-def not_reading(server: ServerProcess, run: str, rank: int, credit_steps: int, **slot: Any) -> Iterator[None]:
+def not_reading(server: ServerProcess, run: str, rank: int, credit_micro_steps: int, **slot: Any) -> Iterator[None]:
     """A rank that joins, grants credit and never takes a message from its call."""
     # Connections of their own, and room for whatever the server would push.
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
@@ -139,7 +139,7 @@ def not_reading(server: ServerProcess, run: str, rank: int, credit_steps: int, *
         joined = stub.Join(wire.JoinRequest(run=run, rank=rank, nonce=nonce, **slot), timeout=30)
 
         def requests() -> Iterator[wire.StreamRequest]:
-            progress = wire.Progress(consumed_through=joined.start_index, credit_steps=credit_steps)
+            progress = wire.Progress(consumed_through=joined.start_index, credit_micro_steps=credit_micro_steps)
             opened = wire.StreamOpen(
                 run=run, run_uid=joined.run_uid, generation=joined.generation, rank=rank, nonce=nonce, progress=progress
             )

@@ -72,7 +72,7 @@ def test_peeks_beside_two_ranks_show_what_these_get_and_change_nothing(
     corpus: Corpus, sequence: list[Sample], start_server: StartServer
 ) -> None:
     run = "watched"
-    server = start_server(corpus.mixture(run, window_steps=6))
+    server = start_server(corpus.mixture(run, window_micro_steps=6))
     url = server.url(run)
     with World(url, 2, 2, prefetch_steps=3) as world:
         world.steps(7)
@@ -118,7 +118,7 @@ def test_a_padded_last_step_is_padded_for_who_looks_too(
     corpus: Corpus, sequence: list[Sample], start_server: StartServer
 ) -> None:
     run = "padded-peek"
-    server = start_server(corpus.mixture(run, last_step="pad"))
+    server = start_server(corpus.mixture(run, last_micro_step="pad"))
     begin = len(sequence) - 5
     with peek(server.url(run), 4, at=begin) as dataset:
         batches = list(dataset)
@@ -193,7 +193,7 @@ def test_what_cannot_be_looked_at_is_refused_by_name(
         peeked(url, at="9" * 17)
     with pytest.raises(NotFound, match="there is no run 'nobody' on this server"):
         peeked(server.url("nobody"))
-    with pytest.raises(JoinRefused, match="a peek's step of 1000000 samples has 32000000 bytes; expected 1 sample to"):
+    with pytest.raises(JoinRefused, match="micro-step of 1000000 samples has 32000000 bytes; expected 1 sample to"):
         peeked(url, 10**6)
     with peek(server.url("other")) as dataset:
         next(iter(dataset))

@@ -86,7 +86,7 @@ def test_a_trainers_budget_is_made_of_the_plan_from_the_beginning(
     server = start_server(
         corpus.mixture("budget"),
         corpus.mixture("endless", mixture=endless),
-        corpus.mixture("longer", phases=[{"until_tokens": 100}, {"sequence_length": 40}], last_step="pad"),
+        corpus.mixture("longer", phases=[{"until_tokens": 100}, {"sequence_length": 40}], last_micro_step="pad"),
     )
     dataset = RemoteDataset(server.url("budget"), 4)
     before = TokenBudget.of(dataset)

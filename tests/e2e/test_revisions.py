@@ -63,7 +63,7 @@ def write_mixture(folder: Path, run: str, **fields: Any) -> Path:
         "vocab_size": 60_000,
         "end_of_text_id": 0,
         "sequence_length": LENGTH,
-        "window_steps": WINDOW,
+        "window_micro_steps": WINDOW,
         "mixture": NODE,
     }
     path = folder / f"{run}.yaml"
@@ -364,7 +364,7 @@ def test_a_phase_with_longer_samples_is_joined_again_from_the_state(
     run = "longer"
     begin = 101
     phases = [{"until_tokens": begin * LENGTH}, {"sequence_length": 4 * LENGTH}]
-    path = write_mixture(folder, run, phases=phases, last_step="pad")
+    path = write_mixture(folder, run, phases=phases, last_micro_step="pad")
     server = start_server(path)
     with World(server.url(run), RANKS, BATCH) as world:
         state = world.run().state()

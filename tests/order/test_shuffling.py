@@ -64,10 +64,10 @@ def shuffled(**fields: Any) -> dict[str, Any]:
 def states(timeline: Timeline) -> list[State]:
     """The state behind each sample, from the first."""
     pipeline = timeline.pipeline(timeline.initial())
-    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=2000))
+    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_micro_steps=2000))
     pipeline.fill(group, 2000)
     assert pipeline.ended == "every source is exhausted"
-    return [group.base, *(group.state_behind(step) for step in range(len(group.marks)))]
+    return [group.base, *(group.state_after(step) for step in range(len(group.marks)))]
 
 
 GOLDEN = {
@@ -104,7 +104,7 @@ def test_every_token_comes_as_often_as_there_are_epochs(folder: Path) -> None:
     document["mixture"]["children"][1]["epochs"] = 2
     order = order_of(folder, document)
     pipeline = order.pipeline(order.initial())
-    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=5000))
+    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_micro_steps=5000))
     pipeline.fill(group, 5000)
     found: dict[int, Counter[int]] = {source: Counter() for source in range(4)}
     sources = group.source_ids.reshape(-1)[: len(group.marks)].tolist()
@@ -278,7 +278,7 @@ def test_a_long_document_is_spread_over_the_samples_of_all_lanes(tmp_path: Path)
         document = mixture(mixture={"policy": "sequential", "children": [{"source": spec, **options}]})
         order = order_of(tmp_path, document)
         pipeline = order.pipeline(order.initial())
-        group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=9000))
+        group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_micro_steps=9000))
         pipeline.fill(group, 9000)
         has = np.array([1 in memoryview(ids).cast("H").tolist() for ids in group.ids(0, 0, len(group.marks))])
         assert 100 <= has.sum() <= 102

@@ -29,7 +29,7 @@ def heavier(weight: float = 20, **fields: Any) -> MixtureChange:
 def test_ranks_go_on_to_a_revision_that_is_being_written_and_no_further(
     made: Callable[..., Place], later: int, batch_size: Sizes
 ) -> None:
-    place = made(window_steps=4)
+    place = made(window_micro_steps=4)
     served = place.serve()
     trainer = Trainer(served, batch_size=batch_size)
     step = 2 * (batch_size if isinstance(batch_size, int) else 3)
@@ -55,7 +55,7 @@ def test_ranks_go_on_to_a_revision_that_is_being_written_and_no_further(
 
 
 def test_a_revision_of_an_epoch_that_is_over_is_not_written(made: Callable[..., Place]) -> None:
-    place = made(window_steps=4)
+    place = made(window_micro_steps=4)
     served = place.serve()
     coordinator = served.coordinator
     # Another server took the lead and gave it back while the revision was on its way.
@@ -68,7 +68,7 @@ def test_a_revision_of_an_epoch_that_is_over_is_not_written(made: Callable[..., 
 
 
 def test_a_revision_may_be_taken_back_until_production_reaches_it(made: Callable[..., Place]) -> None:
-    served = made(window_steps=4).serve()
+    served = made(window_micro_steps=4).serve()
     trainer, handler = Trainer(served), served.revision_handler
     trainer.train(1)
     index = handler.revise(heavier()).sample_index
@@ -86,7 +86,7 @@ def test_a_revision_may_be_taken_back_until_production_reaches_it(made: Callable
 
 
 def test_changes_at_once_build_on_each_other(made: Callable[..., Place]) -> None:
-    place = made(window_steps=4)
+    place = made(window_micro_steps=4)
     served = place.serve()
     trainer = Trainer(served)
     trainer.train(1)

@@ -255,11 +255,11 @@ def samples_from(order: PipelineFactory, state: State) -> Iterator[tuple[list[in
     pipeline = order.pipeline(state)
     count = 64
     while pipeline.ended is None:
-        plan = BatchPlan(start_index=pipeline.sample_index, world_size=1, batch_size=1, group_steps=count)
+        plan = BatchPlan(start_index=pipeline.sample_index, world_size=1, batch_size=1, group_micro_steps=count)
         group = pipeline.begin_group(plan)
         pipeline.fill(group, count)
         for step, ids in enumerate(group.ids(0, 0, len(group.marks))):
-            yield np.frombuffer(ids, "<u2").tolist(), reread(order, group.state_behind(step))
+            yield np.frombuffer(ids, "<u2").tolist(), reread(order, group.state_after(step))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -324,11 +324,11 @@ def test_every_packing_counts_them_and_resumes(packing: str, name: str, tmp_path
 
     def samples(state: State, count: int) -> list[tuple[bytes, State]]:
         pipeline = order.pipeline(state)
-        plan = BatchPlan(start_index=pipeline.sample_index, world_size=1, batch_size=1, group_steps=count)
+        plan = BatchPlan(start_index=pipeline.sample_index, world_size=1, batch_size=1, group_micro_steps=count)
         group = pipeline.begin_group(plan)
         pipeline.fill(group, count)
         ids = group.ids(0, 0, len(group.marks))
-        return [(bytes(each), reread(order, group.state_behind(i))) for i, each in enumerate(ids)]
+        return [(bytes(each), reread(order, group.state_after(i))) for i, each in enumerate(ids)]
 
     whole = samples(order.initial(), 1000)
     last, known = whole[-1][1].sources[0].tally, expected(case)
@@ -404,13 +404,13 @@ def step_by_step(order: PipelineFactory, state: State) -> Iterator[tuple[list[in
     """As a producer does behind a bad row: so that good samples before it go out."""
     pipeline = order.pipeline(state)
     while pipeline.ended is None:
-        plan = BatchPlan(start_index=pipeline.sample_index, world_size=1, batch_size=1, group_steps=1)
+        plan = BatchPlan(start_index=pipeline.sample_index, world_size=1, batch_size=1, group_micro_steps=1)
         group = pipeline.begin_group(plan)
         pipeline.fill(group, 1)
         for ids in group.ids(0, 0, len(group.marks)):
             yield (
                 np.frombuffer(ids, order.record.dtype).tolist(),
-                reread(order, group.state_behind(0)),
+                reread(order, group.state_after(0)),
             )
 
 

@@ -22,7 +22,7 @@ from tokenloom_server.demo.plan import LEARNING_RATE, LR_FLOOR, Plan
 from tokenloom_server.demo.receipts import Receipts, Samples, Step
 from tokenloom_server.reports.stats import RunStats
 
-#: Of StepInfo.digest in dataloader.proto; written out again here, so that a slip in the server would show.
+#: Of MicroStep.digest in dataloader.proto; written out again here, so that a slip in the server would show.
 DIGEST_MULTIPLIER = 0x5BD1E995CC9E2D51A3C59AC72E1B6F4D
 DIGEST_MODULUS = 2**127 - 1
 #: Sample indices that an error names before it says "…".

@@ -91,7 +91,7 @@ class Pipeline:
         self._powers = tuple(accumulate(steps, lambda power, by: power * by % DIGEST_MODULUS, initial=1))
         #: Why the data ended; None while they go on.
         self.ended: str | None = None
-        #: Samples of an incomplete last step that were dropped.
+        #: Samples of an incomplete last micro-step that were dropped.
         self.dropped_samples = 0
 
     def _begin(
@@ -112,7 +112,7 @@ class Pipeline:
 
     def begin_group(self, plan: BatchPlan) -> StepGroup:
         """An empty group that begins here, at a state boundary of the plan."""
-        shape = (plan.world_size, plan.group_steps, plan.batch_size)
+        shape = (plan.world_size, plan.group_micro_steps, plan.batch_size)
         return StepGroup(
             plan=plan,
             base=self.state(),
@@ -122,15 +122,15 @@ class Pipeline:
         )
 
     def fill(self, group: StepGroup, steps: int) -> None:
-        """Appends ``steps`` steps to the group (at most what it has room for); fewer where the data end.
+        """Appends ``steps`` micro-steps to the group (at most what it has room for); fewer where the data end.
 
-        An incomplete last step is dropped or padded, as configured; then, or when nothing is left,
+        An incomplete last micro-step is dropped or padded, as configured; then, or when nothing is left,
         ``ended`` says why. Raises ``SourceError`` and ``TokenizerError``; the pipeline is of no use then.
         """
         plan, config = group.plan, self._segment.config
         first, size, length = len(group.marks), plan.step_samples, config.sequence_length
         begin, tokens = self._index, self._tokens
-        wanted = min(steps, plan.group_steps - first) * size
+        wanted = min(steps, plan.group_micro_steps - first) * size
         rotations = [slice_rotation(config.seed, begin + at, plan.world_size) for at in range(0, wanted, size)]
         where = places_of_steps(plan, rotations, first)
         # From which sample on which segment and regime are in force.
@@ -145,7 +145,7 @@ class Pipeline:
             changes += [(done + at, segment, mix_weights) for at, mix_weights in changed]
             done += len(picks)
             count = done
-            if len(picks) < asked and done % size and config.last_step == "drop":
+            if len(picks) < asked and done % size and config.last_micro_step == "drop":
                 self.dropped_samples = done % size
                 count = done - done % size
             taken = max(0, len(picks) - (done - count))
@@ -165,8 +165,8 @@ class Pipeline:
             group.count(first, first + len(ends_at))
         at = 0
         for end in ends_at:
-            self._digest = _digest_behind(self._digest, hashes[at:end], self._powers)
-            # A change found after the step's last sample is the next decision's; but none follows a padded step.
+            self._digest = _digest_after(self._digest, hashes[at:end], self._powers)
+            # A change found after the step's last sample is the next decision's; but none follows a padded one.
             while len(changes) > 1 and changes[1][0] < end + (end % size > 0):
                 del changes[0]
             group.marks.append(StepMark(begin + end, tokens + end * length, self._digest, *changes[0][1:]))
@@ -183,7 +183,7 @@ class Pipeline:
                 )
             picks, _ = self._decide(min(samples, 4096 if pick == 1 else pick, self._until_switch()))
             samples -= len(picks)
-            self._digest = _digest_behind(self._digest, self._take(None, picks, picks), self._powers)
+            self._digest = _digest_after(self._digest, self._take(None, picks, picks), self._powers)
             self._cross()
 
     def state(self) -> State:
@@ -195,11 +195,12 @@ class Pipeline:
         return state_at(mark, samples, places, dropped)
 
     def _check_step(self, size: int) -> None:
-        """With ``batching`` a step is one batch, so that all ranks have its shape. Raises ``JoinRefused``."""
+        """With ``batching`` a micro-step is one batch, so that all ranks have its shape. Raises ``JoinRefused``."""
         batch = self._segment.config.global_batch_size
         if batch is not None and size != batch:
             raise JoinRefused(
-                f"a step of {size} samples was asked for, but this run's order is made of global batches of {batch}"
+                f"a micro-step of {size} samples was asked for, but this run's order is made of "
+                f"global batches of {batch}"
             )
 
     def _until_switch(self) -> int:
@@ -302,7 +303,7 @@ class Pipeline:
         group.dropped_tokens[self._segment.start.sample_index] = [feed.dropped_tokens for feed in self._feeds]
 
 
-def _digest_behind(digest: int, hashes: Sequence[int], powers: Sequence[int]) -> int:
+def _digest_after(digest: int, hashes: Sequence[int], powers: Sequence[int]) -> int:
     """The rolling digest after more samples: one reduction for many, where each one's would cost more than the
     product (see ``state``). ``powers`` are the multiplier's, from that of 0 on."""
     for at in range(0, len(hashes), len(powers) - 1):

@@ -32,7 +32,7 @@ class Replay:
         self.timeline = timeline
         #: Why there are no more samples; None while there may be some.
         self.ended: str | None = None
-        #: Samples of an incomplete last step, which were left out.
+        #: Samples of an incomplete last micro-step, which were left out.
         self.dropped_samples = 0
         # The state to begin at, while there is no pipeline.
         self._state = state
@@ -71,11 +71,11 @@ class Replay:
         return self.state()
 
     def samples(self, batch_size: int, steps: int) -> StepGroup:
-        """The next steps of a world of one; fewer where the data end, or a fault lies ahead. Raises ``SourceError`` and
-        ``TokenizerError`` where the next step has one."""
+        """The next micro-steps of a world of one; fewer where the data end, or a fault lies ahead. Raises
+        ``SourceError`` and ``TokenizerError`` where the next micro-step has one."""
         steps = 1 if self._step_by_step else steps
         pipeline = self._begun()
-        plan = BatchPlan(start_index=self.sample_index, world_size=1, batch_size=batch_size, group_steps=steps)
+        plan = BatchPlan(start_index=self.sample_index, world_size=1, batch_size=batch_size, group_micro_steps=steps)
         group = pipeline.begin_group(plan)
         try:
             pipeline.fill(group, steps)

@@ -21,7 +21,7 @@ from tokenloom_server.tokenizer.text import Decode
 
 class SourceSamples(NamedTuple):
     """The samples of one source in a group of one rank and one pick a step: the state of the source before them, and
-    which steps of the group they are."""
+    which micro-steps of the group they are."""
 
     source: int
     state: SourceState
@@ -29,7 +29,7 @@ class SourceSamples(NamedTuple):
 
 
 def by_source(group: StepGroup) -> list[SourceSamples]:
-    """The samples of a group, of one rank and one pick a step."""
+    """The samples of a group, of one rank and one pick a micro-step."""
     picks = group.source_ids[0, : len(group.marks), 0]
     return [
         SourceSamples(source, group.base.sources[source], np.flatnonzero(picks == source).tolist())
@@ -151,7 +151,7 @@ def _traced(
     return TracedSample(
         generation=0,
         status="committed",
-        step=None,
+        micro_step=None,
         rank=None,
         place=None,
         source_id=samples.source,

@@ -32,7 +32,7 @@ from tokenloom_server.run.streams import Streams
 
 #: Of all streams of a run together, the bytes of samples that are kept.
 MAX_KEPT_BYTES = 2**28
-#: The largest step of a rank, bytes.
+#: The largest micro-step of a rank, bytes.
 MAX_STEP_BYTES = 16 * 2**20
 #: How often who waits in a Join looks whether its client does, too, seconds.
 _LOOK_S = 0.5
@@ -50,18 +50,18 @@ class EvaluationCall:
 
 
 class Slice(NamedTuple):
-    """Steps of a rank: samples [begin + rank × batch_size, …) of each. Where there are none, padding stands."""
+    """Micro-steps of a rank: samples [begin + rank × batch_size, …) of each. Where there are none, padding stands."""
 
-    #: The sample index before the first step, and after each.
+    #: The sample index before the first micro-step, and after each.
     begin: int
     ends: Sequence[int]
     #: By step: the stream's tokens up to its end, and the rolling digest there.
     tokens: Sequence[int]
     digests: Sequence[str]
-    #: By step, over all ranks: real tokens and labels.
+    #: By micro-step, over all ranks: real tokens and labels.
     real: Sequence[tuple[int, int]]
     rank: int
-    #: By step and place in the batch; None for padding.
+    #: By micro-step and place in the batch; None for padding.
     samples: Sequence[Sample | None]
     #: What stands for padding.
     padding: bytes
@@ -73,7 +73,7 @@ class Slice(NamedTuple):
 
     @property
     def source_ids(self) -> list[int]:
-        """By step and place in the batch."""
+        """By micro-step and place in the batch."""
         return [PADDING if sample is None else sample.source_id for sample in self.samples]
 
     @property
@@ -168,7 +168,7 @@ class Evaluations:
         step_bytes = call.batch_size * stream.order.form.sample_bytes
         if call.batch_size < 1 or step_bytes > MAX_STEP_BYTES:
             raise JoinRefused(
-                f"a step of {call.batch_size} samples of a rank has {step_bytes} bytes; expected 1 sample to "
+                f"a micro-step of {call.batch_size} samples of a rank has {step_bytes} bytes; expected 1 sample to "
                 f"{MAX_STEP_BYTES} bytes: take another batch size"
             )
         return stream
@@ -220,8 +220,8 @@ class Evaluation:
         self._over = False
         self._news = threading.Condition()
 
-    def progress(self, consumed_through: int, credit_steps: int, digest: str = "") -> None:
-        """The client consumed up to a sample index, and takes so many steps beyond it."""
+    def progress(self, consumed_through: int, credit_micro_steps: int, digest: str = "") -> None:
+        """The client consumed up to a sample index, and takes so many micro-steps beyond it."""
         if consumed_through > self._index:
             raise JoinRefused(
                 f"an evaluation reports sample {consumed_through} as consumed, but it was sent nothing beyond "
@@ -229,7 +229,7 @@ class Evaluation:
             )
         with self._news:
             step = self._call.world_size * self._call.batch_size
-            self._credit = max(self._credit, consumed_through + max(1, credit_steps) * step)
+            self._credit = max(self._credit, consumed_through + max(1, credit_micro_steps) * step)
             self._news.notify_all()
 
     def next(self, timeout_s: float, interrupted: Callable[[], bool]) -> Slice | EndOfData | Waiting:

@@ -34,7 +34,7 @@ from tokenloom_server.reports.stats import SourceStats
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.history import History
 from tokenloom_server.run.lineage import with_samples
-from tokenloom_server.run.sizing import steps_of
+from tokenloom_server.run.sizing import batch_plans_of
 from tokenloom_server.run.stats import StatsReader
 from tokenloom_server.run.views import RunView
 from tokenloom_server.sources.manifest import commits_of
@@ -240,7 +240,7 @@ def _generations(openings: Sequence[Opening], kept: Sequence[Opening], end: int)
         opening.generation: Range(first=opening.start_index, end=range_end)
         for opening, range_end in zip(kept, ends, strict=False)
     }
-    schedules = {opening.generation: steps_of(opening) for opening in openings}
+    schedules = {opening.generation: batch_plans_of(opening) for opening in openings}
     return [
         GenerationReport(
             generation=opening.generation,

@@ -175,7 +175,7 @@ class StreamSamples:
 
 
 def _samples_of(group: StepGroup) -> list[Sample]:
-    """The samples of a group of one rank, one a step."""
+    """The samples of a group of one rank, one a micro-step."""
     made = len(group.marks)
     if not made:
         return []

@@ -29,7 +29,7 @@ SMOOTHING = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a trainer measured over the steps since its last report, over all its ranks."""
+    """What a trainer measured over the micro-steps since its last report, over all its ranks."""
 
     sample_index: int
     total_tokens: int

@@ -95,14 +95,16 @@ class StreamCommands(RunState):
         with self._lock:
             session.active.generation.leave(session.rank, session.number)
 
-    def progress(self, session: Session, consumed_through: int, credit_steps: int, digest: str = "") -> None:
-        """A rank consumed up to a sample index, and takes so many steps beyond it.
+    def progress(self, session: Session, consumed_through: int, credit_micro_steps: int, digest: str = "") -> None:
+        """A rank consumed up to a sample index, and takes so many micro-steps beyond it.
 
         Raises ``Fenced`` where the session's generation, or stream, is over."""
         with self._lock:
             generation = self._current(session).generation
             try:
-                generation.progress(session.rank, session.number, consumed_through, credit_steps, self.clock(), digest)
+                generation.progress(
+                    session.rank, session.number, consumed_through, credit_micro_steps, self.clock(), digest
+                )
             except OrderMismatch as error:
                 self._alarm(error)
                 raise
