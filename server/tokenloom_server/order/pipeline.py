@@ -7,7 +7,7 @@ No clock, thread, socket or ledger is known here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, repeat
 from operator import mul
 from types import MappingProxyType
@@ -28,7 +28,7 @@ from tokenloom_server.core.state import (
 )
 from tokenloom_server.errors import ConfigError, CounterOverflow, JoinRefused
 from tokenloom_server.mixing.mixer import Mixer, MixWeights, initial_nodes
-from tokenloom_server.mixing.node import NOTHING, Picks
+from tokenloom_server.mixing.node import Picks
 from tokenloom_server.order.feed import Feed
 from tokenloom_server.order.steps import PADDING, BatchPlan, Stage, StepGroup, StepMark, places_of_steps, state_at
 from tokenloom_server.packing.base import PackerFactory
@@ -225,51 +225,38 @@ class Pipeline:
         left = count
         while left and self.ended is None:
             index, tokens = self._index + count - left, self._tokens + (count - left) * config.sequence_length
-            # What follows the counters is made anew from those at this index, and holds for the next samples only.
-            some = min(left // pick, mixer.begin(index // pick, tokens, self._rows_picked))
+            picks = mixer.decide(left // pick, index // pick, tokens, self)
             if mixer.mix_weights is not changes[-1][1]:
                 changes.append((count - left, mixer.mix_weights))
-            plan = mixer.plan(some)
-            ready = self._ready(plan, pick)
-            if ready:
-                mixer.issue(ready)
-                parts.append(plan[:ready] if pick == 1 else np.repeat(plan[:ready], pick))
-                self._picked(parts[-1])
-                left -= ready * pick
-            if ready < len(plan):
-                source = mixer.pick(lambda source: self._feeds[source].has_sample())
-                changes.append((count - left, mixer.mix_weights))
-                if source == NOTHING:
-                    self.ended = mixer.why_over()
-                    break
-                parts.append(np.full(pick, source, np.int32))
-                self._picked(parts[-1])
-                left -= pick
+            if not len(picks):
+                self.ended = mixer.why_over()
+                break
+            parts.append(picks if pick == 1 else np.repeat(picks, pick))
+            self._picked(parts[-1])
+            left -= len(parts[-1])
         self._index += count - left
         self._tokens += (count - left) * config.sequence_length
         if self._tokens > MAX_COUNTER:
             raise CounterOverflow(f"the run has {self._tokens} tokens; counters end at 2^53 − 1: start a new run")
         return np.concatenate(parts) if parts else np.empty(0, np.int32), changes
 
-    def _rows_picked(self, source: int) -> tuple[int, int]:
-        """The rows counter of a source, and the tokens of the row that is not at its end, after its last picked
-        sample."""
+    def has_sample(self, source: int) -> bool:
+        """See ``Stock``, which this is to the mixer."""
+        return self._feeds[source].has_sample()
+
+    def short(self, counts: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+        """See ``Stock``; loads blocks as needed."""
+        pick = self._segment.config.pick_samples
+        for source in np.flatnonzero(counts).tolist():
+            loaded = self._feeds[source].load(int(counts[source]) * pick) // pick
+            if loaded < counts[source]:
+                yield source, loaded
+
+    def rows_picked(self, source: int) -> tuple[int, int]:
+        """See ``Stock``."""
         rows, offset = self._feeds[source].rows_picked()
         # Of samples that are padded, no part of the tokens is a row's.
         return rows, offset if self._segment.config.packing == "concat" else 0
-
-    def _ready(self, plan: Picks, pick: int) -> int:
-        """How many of a plan's first picks, of so many samples each, are there; loads blocks as needed."""
-        ready = len(plan)
-        nothing = np.flatnonzero(plan == NOTHING)
-        if len(nothing):
-            ready = int(nothing[0])
-        counts = np.bincount(plan[:ready], minlength=1)
-        for source in np.flatnonzero(counts).tolist():
-            found = self._feeds[source].load(int(counts[source]) * pick) // pick
-            if found < counts[source]:
-                ready = min(ready, int(np.flatnonzero(plan == source)[found]))
-        return ready
 
     def _picked(self, picks: Picks) -> None:
         for source, count in enumerate(np.bincount(picks).tolist()):

@@ -239,8 +239,8 @@ class StreamCommands(RunState):
             return ""
         io_stats = self.order.resources.io_stats
         # What cannot be asked for a second time, a mount that hangs, never gives up by itself.
-        if self._error is None and io_stats.waits_too_long():
-            self._stop_for_all(StorageError(io_stats.given_up()))
+        if self._error is None and (overdue := io_stats.overdue()):
+            self._stop_for_all(StorageError(overdue))
         return io_stats.longest_wait(STORAGE_WAIT_S) or "samples to be read and tokenised"
 
     def _watch_ranks(self, session: Session) -> None:
