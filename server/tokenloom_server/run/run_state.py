@@ -135,7 +135,7 @@ class RunState:
     def group_micro_steps(self, world_size: int, batch_size: int) -> int:
         """Micro-steps between two state boundaries."""
         timeline = self._timeline
-        sources = len(timeline.segments[-1].order.record.specs)
+        sources = len(timeline.segments[-1].factory.record.specs)
         return sizing.group_micro_steps(timeline.sample_bytes, world_size, batch_size, sources)
 
     def view(self) -> RunView:
