@@ -49,7 +49,7 @@ class ForkHandler:
                 f"the state is of run {foreign.run!r} itself: load it with load_state_dict, or give the fork another "
                 "name in its mixture file"
             )
-        with coordinator.one_change():
+        with coordinator.one_change:
             epoch = coordinator.lease.epoch
             stored = coordinator.ledger.read_run(coordinator.name, coordinator.stream)
             begun = stored is not None and stored.opening is not None

@@ -15,8 +15,7 @@ from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.run.commits import commit_of
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.history import History
-from tokenloom_server.run.join_call import JoinCall
-from tokenloom_server.run.resume_choice import ResumeChoice, position_of
+from tokenloom_server.run.join_call import JoinCall, ResumeChoice, position_of
 from tokenloom_server.run.revise import RevisionHandler, brings
 from tokenloom_server.run.sizing import batch_plans_of
 
@@ -61,7 +60,7 @@ class GenerationOpener:
         """The generation of rank 0's attempt; written, unless it was already. Raises what ``JoinHandler.join`` does."""
         coordinator = self._coordinator
         # The slow part is outside of the run's own lock, which is held for the write alone.
-        with coordinator.one_change():
+        with coordinator.one_change:
             stored = coordinator.stored()
             if stored.opening is not None and stored.opening.attempt == call.attempt:
                 # The same process asking again (its answer was lost), or another one: the slot tells.
