@@ -75,20 +75,6 @@ def test_ids_keep_their_values_and_null_is_an_empty_row(tmp_path: Path) -> None:
     assert rows_of(source) == [row or [] for row in rows]
 
 
-def test_odd_lines_mean_what_pythons_json_says(tmp_path: Path) -> None:
-    odd = [
-        ' {"text" : "spaces around" } ',
-        '{"text":"first","text":"second"}',
-        '{"te\\u0078t":"escaped key"}',
-        '{"text":"pair \\ud83e\\udd4a nul \\u0000 quote \\" slash \\/"}',
-        '{"text":"good","other":"\\ud800"}',
-        '{"text":"good","other":1e999}',
-        '{"text":null}',
-    ]
-    source = written(tmp_path, GOOD, *odd, GOOD)
-    assert rows_of(source) == ["good", *(json.loads(line)["text"] or "" for line in odd), "good"]
-
-
 def test_a_malformed_first_line_is_named_when_the_source_is_opened(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"'a\.jsonl': line 1 is malformed JSON"):
         written(tmp_path, "{text}")

@@ -236,15 +236,6 @@ def test_few_indexes_are_held_in_memory(tmp_path: Path, monkeypatch: pytest.Monk
     assert [len(list(source.read(i, 1))) for i in range(5)] == [0, 1, 1, 1, 1]
 
 
-def test_a_line_longer_than_many_blocks_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "BLOCK_BYTES", 8)
-    monkeypatch.setattr(lines, "STRIDE_BYTES", 8)
-    (tmp_path / "a.txt").write_text("short\n" + "x" * 10_000 + "\nshort too\n")
-    source = opened(tmp_path, TXT)
-    assert rows_of(source, 1) == ["x" * 10_000, "short too"]
-    assert rows_of(source, 2) == ["short too"]
-
-
 def test_a_line_that_is_not_utf8_is_named_after_the_good_lines_before_it(tmp_path: Path) -> None:
     good = b'{"text":"good"}\n'
     for spec, name in ((TXT, "a.txt"), (JSONL, "a.jsonl")):

@@ -120,19 +120,6 @@ def test_the_index_is_built_on_first_touch_and_kept_for_each_end_of_text_id(
     assert built() == 1
 
 
-def test_an_index_of_many_entries_finds_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(npy, "CHUNK_BYTES", 64)
-    rng = np.random.default_rng(1)
-    ids = rng.integers(0, 40, 5000).astype(np.uint16)
-    np.save(tmp_path / "a.npy", ids)
-    rows = [row for row in np.split(ids, np.flatnonzero(ids == END) + 1) if len(row)]
-    source = read(tmp_path)
-    assert source.row_count(0) == len(rows)
-    for row in range(0, len(rows), 3):
-        (first, *_) = rows_of(source, row)
-        assert first == rows[row].tolist()
-
-
 FAULTS: dict[str, tuple[str, bytes, str]] = {
     "empty": ("npy:a.npy", b"", "is empty"),
     "text": ("npy:a.npy", b"plain text of no kind", r"begins with b'plain .*of which type: 'npy:a.npy:uint16'"),
