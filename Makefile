@@ -49,7 +49,7 @@ $(PROTOC): Makefile
 	@touch $@
 
 proto: $(PROTOC)
-	$(PROTOC) -m grpc_tools.protoc -Itokenloom_proto=proto/tokenloom/v1 \
+	$(PROTOC) -m grpc_tools.protoc -Itokenloom_proto=proto/tokenloom/v2 \
 		--python_out=$(PROTO_OUT) --pyi_out=$(PROTO_OUT) --grpc_python_out=$(PROTO_OUT) tokenloom_proto/dataloader.proto
 
 # What Tokenloom can do, a line each, from the code.

@@ -87,7 +87,7 @@ class Replay(DataLoaderServicer):
             id_type=wire.IdType.Name(self._case.id_bytes),
             labels=wire.LABELS_SAME,
             vocab_size=VOCABULARY,
-            group_steps=self._case.message_steps,
+            group_micro_steps=self._case.message_steps,
             snapshot_template=b"{}",
             base=wire.Base(sample_index=0, resume_state=b"{}"),
         )
@@ -104,7 +104,7 @@ class Replay(DataLoaderServicer):
             begin, ends = end, range(end + step, end + self._case.message_steps * step + 1, step)
             end = ends[-1]
             infos = [
-                wire.StepInfo(
+                wire.MicroStep(
                     end_index=at,
                     total_tokens=at * self._case.sequence_length,
                     digest=f"{at:032x}",
@@ -117,7 +117,7 @@ class Replay(DataLoaderServicer):
             yield wire.StreamResponse(
                 batches=wire.Batches(
                     begin_index=begin,
-                    steps=infos,
+                    micro_steps=infos,
                     ids=self._ids[number % MESSAGES],
                     source_ids=[0] * (len(infos) * step),
                     base=wire.Base(sample_index=begin, resume_state=b"{}"),
@@ -155,7 +155,7 @@ class Limit:
         """Waits until a message that ends at ``end`` is within the credits; False when the stream is over."""
 
         def within() -> bool:
-            return end <= self._progress.consumed_through + self._progress.credit_steps * self._step
+            return end <= self._progress.consumed_through + self._progress.credit_micro_steps * self._step
 
         with self._changed:
             self._changed.wait_for(lambda: self._over or within())

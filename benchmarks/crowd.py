@@ -80,7 +80,7 @@ class Crowd:
             nonce=nonce,
         )
         joined = await stub.Join(request, timeout=JOIN_TIMEOUT_S, wait_for_ready=True)
-        credit = max(CREDIT_GROUPS * joined.group_steps, 4)
+        credit = max(CREDIT_GROUPS * joined.group_micro_steps, 4)
         step_tokens = self.batch_size * joined.sequence_length
         call = stub.Stream()
         await call.write(
@@ -92,7 +92,7 @@ class Crowd:
                     rank=rank,
                     nonce=nonce,
                     received_through=joined.start_index,
-                    progress=wire.Progress(consumed_through=joined.start_index, credit_steps=credit),
+                    progress=wire.Progress(consumed_through=joined.start_index, credit_micro_steps=credit),
                 )
             )
         )
@@ -107,14 +107,14 @@ class Crowd:
             self.came.append(now)
             self.gaps.append(now - before)
             before = now
-            steps = message.batches.steps
+            steps = message.batches.micro_steps
             self.tokens += len(steps) * step_tokens
             self.steps[rank] += len(steps)
             self.cells[0] = self.tokens
             if now > self._noted_at + NOTE_EVERY_S:
                 self._noted_at = now
                 self.cells[1] = min(self.steps.values())
-            progress = wire.Progress(consumed_through=steps[-1].end_index, credit_steps=credit)
+            progress = wire.Progress(consumed_through=steps[-1].end_index, credit_micro_steps=credit)
             await call.write(wire.StreamRequest(progress=progress))
 
 

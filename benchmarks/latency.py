@@ -265,7 +265,9 @@ def _once_through(mixture: Path) -> Path:
 def snapshots(order: PipelineFactory) -> list[str]:
     """Snapshots near the begin, the middle and the end of the data, half a group behind a state boundary."""
     step = BATCH_SIZE * order.form.sample_bytes
-    plan = BatchPlan(start_index=0, world_size=RANKS, batch_size=BATCH_SIZE, group_steps=max(1, 512 * 1024 // step))
+    plan = BatchPlan(
+        start_index=0, world_size=RANKS, batch_size=BATCH_SIZE, group_micro_steps=max(1, 512 * 1024 // step)
+    )
     pipeline = order.pipeline(order.initial())
     states = [pipeline.state()]
     while pipeline.ended is None:

@@ -85,7 +85,7 @@ GOOD = {
         "app = typer.Typer()\n@app.command()\ndef serve(): ..."
     ),
     "server/tokenloom_server/demo/__init__.py": "",
-    "server/tokenloom_server/demo/__main__.py": "import torch\nimport tokenloom",
+    "server/tokenloom_server/demo/trainer.py": "import torch\nimport tokenloom",
     "server/tokenloom_server/errors.py": "class TokenloomError(Exception): ...",
     **{f"server/tokenloom_server/{package}/__init__.py": "" for package in ("api", "order", "run")},
     "server/tokenloom_server/api/grpc.py": "import grpc\nfrom tokenloom_proto import dataloader_pb2",

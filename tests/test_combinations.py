@@ -125,13 +125,13 @@ def taken(
 ) -> tuple[list[bytes], list[State], str | None]:
     """The samples from a state on as they travel, the state behind each, and why they ended."""
     pipeline = order.pipeline(state)
-    plan = BatchPlan(start_index=state.sample_index, world_size=1, batch_size=1, group_steps=limit or 10_000)
+    plan = BatchPlan(start_index=state.sample_index, world_size=1, batch_size=1, group_micro_steps=limit or 10_000)
     group = pipeline.begin_group(plan)
-    while pipeline.ended is None and len(group.marks) < plan.group_steps:
+    while pipeline.ended is None and len(group.marks) < plan.group_micro_steps:
         pipeline.fill(group, limit or 64)
     steps = len(group.marks)
     ids = [bytes(sample) for sample in group.ids(0, 0, steps)]
-    return ids, [group.state_behind(step) for step in range(steps)], pipeline.ended
+    return ids, [group.state_after(step) for step in range(steps)], pipeline.ended
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

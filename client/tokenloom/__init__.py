@@ -22,6 +22,7 @@ from tokenloom_proto.errors import (
     NotFound,
     NotLeader,
     OrderMismatch,
+    ProtocolError,
     RankStalled,
     ResumePointNeeded,
     RunBusy,
@@ -46,7 +47,7 @@ from tokenloom.datasets.evaluation import EvaluationDataset
 from tokenloom.datasets.local import LocalDataset
 from tokenloom.datasets.peek import PeekDataset
 from tokenloom.datasets.remote import RemoteDataset
-from tokenloom.errors import EndOfData, ProtocolError, ServerUnavailable
+from tokenloom.errors import EndOfData, ServerUnavailable
 from tokenloom.losses.source_loss import MeanLosses, SourceLoss
 from tokenloom.losses.token_losses import token_losses
 

@@ -9,10 +9,6 @@ class ServerUnavailable(TokenloomError):
     """The server could not be reached, or did not answer, for as long as the timeout allows."""
 
 
-class ProtocolError(TokenloomError):
-    """The peer broke the wire contract: it is another version, or not a Tokenloom server."""
-
-
 class EndOfData(TokenloomError):
     """The data ended, and the dataset was made with ``at_end="raise"``."""
 

@@ -38,7 +38,7 @@ class Base:
 class Point(NamedTuple):
     """Where a trainer stands after a batch.
 
-    ``base`` is the boundary that was in force for the step which ends here, and came with it at the
+    ``base`` is the boundary that was in force for the micro-step which ends here, and came with it at the
     latest. (A boundary exactly here may or may not have come yet, so it would differ between ranks.)
     """
 

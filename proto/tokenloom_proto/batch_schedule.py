@@ -1,7 +1,8 @@
-"""How many samples a step has, where that follows the run's tokens: what trainers ask for, and both sides agree on.
+"""How many samples a micro-step has, where that follows the run's tokens: what trainers ask for, and both sides agree
+on.
 
 The batch size is a function of the run's total tokens where an optimiser step begins, and of nothing else. So where it
-changes is known before the first step is made, and a resume goes on with the size that it would have had.
+changes is known before the first micro-step is made, and a resume goes on with the size that it would have had.
 """
 
 from __future__ import annotations
@@ -12,22 +13,22 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
-#: The largest batch size, samples per rank and step.
+#: The largest batch size, samples per rank and micro-step.
 MAX_BATCH_SIZE = 2**20
-#: The most steps that one optimiser step may take, and the most pairs that a schedule may have.
+#: The most micro-steps that one optimiser step may take, and the most pairs that a schedule may have.
 MAX_ACCUMULATE = 2**16
 MAX_SIZES = 2**10
 #: The last number that JSON and Lua hold exactly.
 MAX_TOKENS = 2**53 - 1
 
-#: Pairs (total tokens of the run, samples per rank and step), ascending from 0 on.
+#: Pairs (total tokens of the run, samples per rank and micro-step), ascending from 0 on.
 Sizes: TypeAlias = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSchedule:
-    """Each of ``sizes`` holds from the first optimiser step, of ``accumulate`` steps, that begins at so many total
-    tokens or later; optimiser steps are counted from a generation's start."""
+    """Each of ``sizes`` holds from the first optimiser step, of ``accumulate`` micro-steps, that begins at so many
+    total tokens or later; optimiser steps are counted from a generation's start."""
 
     sizes: tuple[tuple[int, int], ...]
     accumulate: int = 1
@@ -57,7 +58,7 @@ class BatchSchedule:
     def check(self) -> None:
         """Raises ``ValueError`` for what is no schedule."""
         if not 1 <= self.accumulate <= MAX_ACCUMULATE:
-            raise ValueError(f"accumulate is {self.accumulate}; expected 1 to {MAX_ACCUMULATE} steps")
+            raise ValueError(f"accumulate is {self.accumulate}; expected 1 to {MAX_ACCUMULATE} micro-steps")
         if not 1 <= len(self.sizes) <= MAX_SIZES:
             raise ValueError(f"batch_size has {len(self.sizes)} pairs; expected 1 to {MAX_SIZES}, such as (0, 4)")
         for number, (_, size) in enumerate(self.sizes):
@@ -77,8 +78,8 @@ class BatchSchedule:
     def starts(
         self, *, sample_tokens: int, world_size: int, start_index: int = 0, start_tokens: int = 0
     ) -> Iterator[tuple[int, int]]:
-        """Sample index and batch size of the first step, and of each further one that has another batch size than the
-        step before it; from ``start_index`` on, where the run has had ``start_tokens``."""
+        """Sample index and batch size of the first micro-step, and of each further one that has another batch size
+        than the one before it; from ``start_index`` on, where the run has had ``start_tokens``."""
         thresholds = [tokens for tokens, _ in self.sizes]
         index, size_before = start_index, 0
         while True:

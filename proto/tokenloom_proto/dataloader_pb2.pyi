@@ -81,7 +81,7 @@ class Source(_message.Message):
     def __init__(self, id: _Optional[int] = ..., spec: _Optional[str] = ..., alias: _Optional[str] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("run_uid", "generation", "start_index", "start_digest", "start_tokens", "sequence_length", "id_type", "labels", "vocab_size", "sources", "group_steps", "snapshot_template", "base", "server_epoch", "skipped_samples", "sample_lengths", "pads_left", "loss_masks", "mask_boundaries", "global_batch_size", "batch_size", "batch_plans", "stream_samples")
+    __slots__ = ("run_uid", "generation", "start_index", "start_digest", "start_tokens", "sequence_length", "id_type", "labels", "vocab_size", "sources", "group_micro_steps", "snapshot_template", "base", "server_epoch", "skipped_samples", "sample_lengths", "pads_left", "loss_masks", "mask_boundaries", "global_batch_size", "batch_size", "batch_plans", "stream_samples")
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     START_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -92,7 +92,7 @@ class JoinResponse(_message.Message):
     LABELS_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
-    GROUP_STEPS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_MICRO_STEPS_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     SERVER_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -115,7 +115,7 @@ class JoinResponse(_message.Message):
     labels: Labels
     vocab_size: int
     sources: _containers.RepeatedCompositeFieldContainer[Source]
-    group_steps: int
+    group_micro_steps: int
     snapshot_template: bytes
     base: Base
     server_epoch: int
@@ -128,17 +128,17 @@ class JoinResponse(_message.Message):
     batch_size: int
     batch_plans: _containers.RepeatedCompositeFieldContainer[BatchPlan]
     stream_samples: int
-    def __init__(self, run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., start_index: _Optional[int] = ..., start_digest: _Optional[str] = ..., start_tokens: _Optional[int] = ..., sequence_length: _Optional[int] = ..., id_type: _Optional[_Union[IdType, str]] = ..., labels: _Optional[_Union[Labels, str]] = ..., vocab_size: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., group_steps: _Optional[int] = ..., snapshot_template: _Optional[bytes] = ..., base: _Optional[_Union[Base, _Mapping]] = ..., server_epoch: _Optional[int] = ..., skipped_samples: _Optional[int] = ..., sample_lengths: bool = ..., pads_left: bool = ..., loss_masks: bool = ..., mask_boundaries: bool = ..., global_batch_size: _Optional[int] = ..., batch_size: _Optional[int] = ..., batch_plans: _Optional[_Iterable[_Union[BatchPlan, _Mapping]]] = ..., stream_samples: _Optional[int] = ...) -> None: ...
+    def __init__(self, run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., start_index: _Optional[int] = ..., start_digest: _Optional[str] = ..., start_tokens: _Optional[int] = ..., sequence_length: _Optional[int] = ..., id_type: _Optional[_Union[IdType, str]] = ..., labels: _Optional[_Union[Labels, str]] = ..., vocab_size: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., group_micro_steps: _Optional[int] = ..., snapshot_template: _Optional[bytes] = ..., base: _Optional[_Union[Base, _Mapping]] = ..., server_epoch: _Optional[int] = ..., skipped_samples: _Optional[int] = ..., sample_lengths: bool = ..., pads_left: bool = ..., loss_masks: bool = ..., mask_boundaries: bool = ..., global_batch_size: _Optional[int] = ..., batch_size: _Optional[int] = ..., batch_plans: _Optional[_Iterable[_Union[BatchPlan, _Mapping]]] = ..., stream_samples: _Optional[int] = ...) -> None: ...
 
 class BatchPlan(_message.Message):
-    __slots__ = ("begin_index", "batch_size", "group_steps")
+    __slots__ = ("begin_index", "batch_size", "group_micro_steps")
     BEGIN_INDEX_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
-    GROUP_STEPS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_MICRO_STEPS_FIELD_NUMBER: _ClassVar[int]
     begin_index: int
     batch_size: int
-    group_steps: int
-    def __init__(self, begin_index: _Optional[int] = ..., batch_size: _Optional[int] = ..., group_steps: _Optional[int] = ...) -> None: ...
+    group_micro_steps: int
+    def __init__(self, begin_index: _Optional[int] = ..., batch_size: _Optional[int] = ..., group_micro_steps: _Optional[int] = ...) -> None: ...
 
 class Bucket(_message.Message):
     __slots__ = ("name", "columns", "sample_bytes", "source")
@@ -211,14 +211,14 @@ class StreamOpen(_message.Message):
     def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., nonce: _Optional[str] = ..., received_through: _Optional[int] = ..., committed_through: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., document_starts: bool = ..., received_digest: _Optional[str] = ..., server_epoch: _Optional[int] = ..., peek: bool = ..., attempt: _Optional[str] = ..., batch_size: _Optional[int] = ..., process: _Optional[str] = ..., samples: _Optional[int] = ..., world_size: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("consumed_through", "credit_steps", "digest")
+    __slots__ = ("consumed_through", "credit_micro_steps", "digest")
     CONSUMED_THROUGH_FIELD_NUMBER: _ClassVar[int]
-    CREDIT_STEPS_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_MICRO_STEPS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     consumed_through: int
-    credit_steps: int
+    credit_micro_steps: int
     digest: str
-    def __init__(self, consumed_through: _Optional[int] = ..., credit_steps: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
+    def __init__(self, consumed_through: _Optional[int] = ..., credit_micro_steps: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class StreamResponse(_message.Message):
     __slots__ = ("batches", "heartbeat", "end_of_data", "committed_through", "server_epoch")
@@ -242,7 +242,7 @@ class Base(_message.Message):
     resume_state: bytes
     def __init__(self, sample_index: _Optional[int] = ..., resume_state: _Optional[bytes] = ...) -> None: ...
 
-class StepInfo(_message.Message):
+class MicroStep(_message.Message):
     __slots__ = ("end_index", "slice", "total_tokens", "digest", "tokens", "label_tokens")
     END_INDEX_FIELD_NUMBER: _ClassVar[int]
     SLICE_FIELD_NUMBER: _ClassVar[int]
@@ -259,9 +259,9 @@ class StepInfo(_message.Message):
     def __init__(self, end_index: _Optional[int] = ..., slice: _Optional[int] = ..., total_tokens: _Optional[int] = ..., digest: _Optional[str] = ..., tokens: _Optional[int] = ..., label_tokens: _Optional[int] = ...) -> None: ...
 
 class Batches(_message.Message):
-    __slots__ = ("begin_index", "steps", "ids", "source_ids", "document_counts", "document_starts", "base", "buckets")
+    __slots__ = ("begin_index", "micro_steps", "ids", "source_ids", "document_counts", "document_starts", "base", "buckets")
     BEGIN_INDEX_FIELD_NUMBER: _ClassVar[int]
-    STEPS_FIELD_NUMBER: _ClassVar[int]
+    MICRO_STEPS_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_IDS_FIELD_NUMBER: _ClassVar[int]
     DOCUMENT_COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -269,14 +269,14 @@ class Batches(_message.Message):
     BASE_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
     begin_index: int
-    steps: _containers.RepeatedCompositeFieldContainer[StepInfo]
+    micro_steps: _containers.RepeatedCompositeFieldContainer[MicroStep]
     ids: bytes
     source_ids: _containers.RepeatedScalarFieldContainer[int]
     document_counts: _containers.RepeatedScalarFieldContainer[int]
     document_starts: _containers.RepeatedScalarFieldContainer[int]
     base: Base
     buckets: _containers.RepeatedCompositeFieldContainer[Bucket]
-    def __init__(self, begin_index: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepInfo, _Mapping]]] = ..., ids: _Optional[bytes] = ..., source_ids: _Optional[_Iterable[int]] = ..., document_counts: _Optional[_Iterable[int]] = ..., document_starts: _Optional[_Iterable[int]] = ..., base: _Optional[_Union[Base, _Mapping]] = ..., buckets: _Optional[_Iterable[_Union[Bucket, _Mapping]]] = ...) -> None: ...
+    def __init__(self, begin_index: _Optional[int] = ..., micro_steps: _Optional[_Iterable[_Union[MicroStep, _Mapping]]] = ..., ids: _Optional[bytes] = ..., source_ids: _Optional[_Iterable[int]] = ..., document_counts: _Optional[_Iterable[int]] = ..., document_starts: _Optional[_Iterable[int]] = ..., base: _Optional[_Union[Base, _Mapping]] = ..., buckets: _Optional[_Iterable[_Union[Bucket, _Mapping]]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("waiting_for",)

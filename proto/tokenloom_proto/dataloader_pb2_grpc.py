@@ -15,42 +15,42 @@ class DataLoaderStub(object):
             channel: A grpc.Channel.
         """
         self.Join = channel.unary_unary(
-                '/tokenloom.v1.DataLoader/Join',
+                '/tokenloom.v2.DataLoader/Join',
                 request_serializer=tokenloom__proto_dot_dataloader__pb2.JoinRequest.SerializeToString,
                 response_deserializer=tokenloom__proto_dot_dataloader__pb2.JoinResponse.FromString,
                 )
         self.Stream = channel.stream_stream(
-                '/tokenloom.v1.DataLoader/Stream',
+                '/tokenloom.v2.DataLoader/Stream',
                 request_serializer=tokenloom__proto_dot_dataloader__pb2.StreamRequest.SerializeToString,
                 response_deserializer=tokenloom__proto_dot_dataloader__pb2.StreamResponse.FromString,
                 )
         self.Snapshot = channel.unary_unary(
-                '/tokenloom.v1.DataLoader/Snapshot',
+                '/tokenloom.v2.DataLoader/Snapshot',
                 request_serializer=tokenloom__proto_dot_dataloader__pb2.SnapshotRequest.SerializeToString,
                 response_deserializer=tokenloom__proto_dot_dataloader__pb2.SnapshotResponse.FromString,
                 )
         self.Restore = channel.unary_unary(
-                '/tokenloom.v1.DataLoader/Restore',
+                '/tokenloom.v2.DataLoader/Restore',
                 request_serializer=tokenloom__proto_dot_dataloader__pb2.RestoreRequest.SerializeToString,
                 response_deserializer=tokenloom__proto_dot_dataloader__pb2.RestoreResponse.FromString,
                 )
         self.Stats = channel.unary_unary(
-                '/tokenloom.v1.DataLoader/Stats',
+                '/tokenloom.v2.DataLoader/Stats',
                 request_serializer=tokenloom__proto_dot_dataloader__pb2.StatsRequest.SerializeToString,
                 response_deserializer=tokenloom__proto_dot_dataloader__pb2.StatsResponse.FromString,
                 )
         self.Plan = channel.unary_unary(
-                '/tokenloom.v1.DataLoader/Plan',
+                '/tokenloom.v2.DataLoader/Plan',
                 request_serializer=tokenloom__proto_dot_dataloader__pb2.PlanRequest.SerializeToString,
                 response_deserializer=tokenloom__proto_dot_dataloader__pb2.PlanResponse.FromString,
                 )
         self.Tokenizer = channel.unary_unary(
-                '/tokenloom.v1.DataLoader/Tokenizer',
+                '/tokenloom.v2.DataLoader/Tokenizer',
                 request_serializer=tokenloom__proto_dot_dataloader__pb2.TokenizerRequest.SerializeToString,
                 response_deserializer=tokenloom__proto_dot_dataloader__pb2.TokenizerResponse.FromString,
                 )
         self.Report = channel.unary_unary(
-                '/tokenloom.v1.DataLoader/Report',
+                '/tokenloom.v2.DataLoader/Report',
                 request_serializer=tokenloom__proto_dot_dataloader__pb2.ReportRequest.SerializeToString,
                 response_deserializer=tokenloom__proto_dot_dataloader__pb2.ReportResponse.FromString,
                 )
@@ -71,7 +71,7 @@ class DataLoaderServicer(object):
     def Stream(self, request_iterator, context):
         """The batches of one slot. The client sends StreamOpen first, then Progress as often as it likes. When it
         closes its side, the server takes the Progress that was sent and ends the call with OK, without sending
-        the rest; behind EndOfData the call stays open for Progress until then.
+        the rest; after EndOfData the call stays open for Progress until then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -115,8 +115,8 @@ class DataLoaderServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Report(self, request, context):
-        """What a trainer measured, by source: for people and for policies of their own. It is kept in the server's memory, and
-        moves no counter and no sample. Fenced where another generation has taken over.
+        """What a trainer measured, by source: for people and for policies of their own. It is kept in the server's memory,
+        and moves no counter and no sample. Fenced where another generation has taken over.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -167,7 +167,7 @@ def add_DataLoaderServicer_to_server(servicer, server):
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'tokenloom.v1.DataLoader', rpc_method_handlers)
+            'tokenloom.v2.DataLoader', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
 
 
@@ -186,7 +186,7 @@ class DataLoader(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(request, target, '/tokenloom.v1.DataLoader/Join',
+        return grpc.experimental.unary_unary(request, target, '/tokenloom.v2.DataLoader/Join',
             tokenloom__proto_dot_dataloader__pb2.JoinRequest.SerializeToString,
             tokenloom__proto_dot_dataloader__pb2.JoinResponse.FromString,
             options, channel_credentials,
@@ -203,7 +203,7 @@ class DataLoader(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.stream_stream(request_iterator, target, '/tokenloom.v1.DataLoader/Stream',
+        return grpc.experimental.stream_stream(request_iterator, target, '/tokenloom.v2.DataLoader/Stream',
             tokenloom__proto_dot_dataloader__pb2.StreamRequest.SerializeToString,
             tokenloom__proto_dot_dataloader__pb2.StreamResponse.FromString,
             options, channel_credentials,
@@ -220,7 +220,7 @@ class DataLoader(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(request, target, '/tokenloom.v1.DataLoader/Snapshot',
+        return grpc.experimental.unary_unary(request, target, '/tokenloom.v2.DataLoader/Snapshot',
             tokenloom__proto_dot_dataloader__pb2.SnapshotRequest.SerializeToString,
             tokenloom__proto_dot_dataloader__pb2.SnapshotResponse.FromString,
             options, channel_credentials,
@@ -237,7 +237,7 @@ class DataLoader(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(request, target, '/tokenloom.v1.DataLoader/Restore',
+        return grpc.experimental.unary_unary(request, target, '/tokenloom.v2.DataLoader/Restore',
             tokenloom__proto_dot_dataloader__pb2.RestoreRequest.SerializeToString,
             tokenloom__proto_dot_dataloader__pb2.RestoreResponse.FromString,
             options, channel_credentials,
@@ -254,7 +254,7 @@ class DataLoader(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(request, target, '/tokenloom.v1.DataLoader/Stats',
+        return grpc.experimental.unary_unary(request, target, '/tokenloom.v2.DataLoader/Stats',
             tokenloom__proto_dot_dataloader__pb2.StatsRequest.SerializeToString,
             tokenloom__proto_dot_dataloader__pb2.StatsResponse.FromString,
             options, channel_credentials,
@@ -271,7 +271,7 @@ class DataLoader(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(request, target, '/tokenloom.v1.DataLoader/Plan',
+        return grpc.experimental.unary_unary(request, target, '/tokenloom.v2.DataLoader/Plan',
             tokenloom__proto_dot_dataloader__pb2.PlanRequest.SerializeToString,
             tokenloom__proto_dot_dataloader__pb2.PlanResponse.FromString,
             options, channel_credentials,
@@ -288,7 +288,7 @@ class DataLoader(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(request, target, '/tokenloom.v1.DataLoader/Tokenizer',
+        return grpc.experimental.unary_unary(request, target, '/tokenloom.v2.DataLoader/Tokenizer',
             tokenloom__proto_dot_dataloader__pb2.TokenizerRequest.SerializeToString,
             tokenloom__proto_dot_dataloader__pb2.TokenizerResponse.FromString,
             options, channel_credentials,
@@ -305,7 +305,7 @@ class DataLoader(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(request, target, '/tokenloom.v1.DataLoader/Report',
+        return grpc.experimental.unary_unary(request, target, '/tokenloom.v2.DataLoader/Report',
             tokenloom__proto_dot_dataloader__pb2.ReportRequest.SerializeToString,
             tokenloom__proto_dot_dataloader__pb2.ReportResponse.FromString,
             options, channel_credentials,

@@ -92,6 +92,10 @@ class OrderMismatch(LedgerError, grpc="DATA_LOSS", http=409):
     """The same sample index was committed with another digest: two orders exist. Everything stops."""
 
 
+class ProtocolError(TokenloomError, grpc="FAILED_PRECONDITION", http=400):
+    """The peer broke the wire contract: it speaks another version, or is not a Tokenloom server. Never retried."""
+
+
 class Fenced(TokenloomError, grpc="ABORTED", http=409):
     """The call belongs to a generation that is over. Never retried."""
 

@@ -38,7 +38,7 @@ def test_the_bytes_are_the_message_field_by_field(
     )
     order = builder.create(found, tmp_path, None)
     pipeline = order.pipeline(order.initial())
-    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=2, batch_size=3, group_steps=5))
+    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=2, batch_size=3, group_micro_steps=5))
     pipeline.fill(group, 5)
 
     text = encode_delivery(Timeline(order), 1, Delivery(group, 1, 4, with_base), 6, 3, document_starts=document_starts)
@@ -47,8 +47,8 @@ def test_the_bytes_are_the_message_field_by_field(
     expected = wire.StreamResponse(
         batches=wire.Batches(
             begin_index=6,
-            steps=[
-                wire.StepInfo(
+            micro_steps=[
+                wire.MicroStep(
                     end_index=6 * (step + 1),
                     slice=group.slice_of(step, 1),
                     total_tokens=16 * 6 * (step + 1),

@@ -37,10 +37,12 @@ def serve_rest(service: MemoryService, host: str = "127.0.0.1", port: int = 0) -
 @pytest.fixture(scope="module")
 def shared() -> Iterator[tuple[MemoryService, RestServer]]:
     service = MemoryService()
-    server = RestServer("127.0.0.1", 0)
-    server.start(service, grpc_address="127.0.0.1:50051", allowed_hosts=["loom.example"])
-    yield service, server
-    assert server.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: "Loom.example")  # the machine's
+        server = RestServer("127.0.0.1", 0)
+        server.start(service, grpc_address="127.0.0.1:50051")
+        yield service, server
+        assert server.stop()
 
 
 @pytest.fixture
@@ -228,13 +230,19 @@ def test_a_trace_passes_what_is_asked_for_and_answers_what_the_service_says(
     assert (plain["ids"], plain["documents"][0]["text"]) == (None, None)
     unknown = http.get(f"/v1/runs/{RUN}/samples/4100", params={"stream": "validation", "generation": 3})
     assert "has none; leave it out" in problem(unknown, 422, "ConfigError")
-    step = http.get(f"/v1/runs/{RUN}/steps/7?rank=1")
-    assert step.json() == service.trace_step(RUN, 7, 1, None, False).model_dump(mode="json")
-    assert len(http.get(f"/v1/runs/{RUN}/steps/7").json()["ranks"]) == 2
+    step = http.get(f"/v1/runs/{RUN}/micro-steps/7?rank=1")
+    assert step.json() == service.trace_micro_step(RUN, 7, 1, None, False).model_dump(mode="json")
+    assert len(http.get(f"/v1/runs/{RUN}/micro-steps/7").json()["ranks"]) == 2
     assert "4160 are produced" in problem(http.get(f"/v1/runs/{RUN}/samples/4160"), 416, "BeyondHorizon")
     problem(http.get(f"/v1/runs/{RUN}/samples/1?generation=4"), 404, "NotFound")
-    problem(http.get(f"/v1/runs/{RUN}/steps/1?rank=2"), 422, "ConfigError")
-    for path in ("samples/-1", "samples/x", "steps/1?rank=-1", "steps/1?text=perhaps", "samples/1?generation=9e99"):
+    problem(http.get(f"/v1/runs/{RUN}/micro-steps/1?rank=2"), 422, "ConfigError")
+    for path in (
+        "samples/-1",
+        "samples/x",
+        "micro-steps/1?rank=-1",
+        "micro-steps/1?text=perhaps",
+        "samples/1?generation=9e99",
+    ):
         problem(http.get(f"/v1/runs/{RUN}/{path}"), 422, "InvalidRequest")
 
 
@@ -385,7 +393,7 @@ def operations(http: httpx.Client) -> list[tuple[str, str, dict[str, Any]]]:
 def poison_requests(http: httpx.Client) -> Iterator[tuple[str, str, bytes | None, set[int]]]:
     """(method, URL, body, statuses that the route documents): poison in each path parameter and body field."""
     schemas = http.get("/openapi.json").json()["components"]["schemas"]
-    good = {"run": RUN, "snapshot_id": "s0", "index": "1", "step": "1", "number": "1"}
+    good = {"run": RUN, "snapshot_id": "s0", "index": "1", "micro_step": "1", "number": "1"}
     for path, method, operation in operations(http):
         documented = {int(status) for status in operation["responses"]}
         body = b"{}" if method in ("post", "patch", "delete") else None
@@ -593,7 +601,7 @@ def test_openapi_documents_every_route_its_errors_and_an_example(http: httpx.Cli
         "POST /v1/runs/{run}/restore",
         "POST /v1/runs/{run}/fork",
         "GET /v1/runs/{run}/samples/{index}",
-        "GET /v1/runs/{run}/steps/{step}",
+        "GET /v1/runs/{run}/micro-steps/{micro_step}",
         "GET /v1/runs/{run}/mixture",
         "PATCH /v1/runs/{run}/mixture",
         "DELETE /v1/runs/{run}/mixture/revisions/{number}",

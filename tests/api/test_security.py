@@ -26,6 +26,7 @@ from support.corpora import flat, write_txt
 from support.memory_service import MemoryService, run_stats
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.credentials import MAX_CHARACTERS, MIN_CHARACTERS, find_token, is_loopback, refuse_plaintext
+from tokenloom_proto.protocol import VERSION
 from tokenloom_server.api.auth import Access, Scope
 from tokenloom_server.api.grpc import GrpcServer, servicer
 from tokenloom_server.api.grpc.auth_interceptor import PEEK_THREADS, READ_THREADS
@@ -202,7 +203,7 @@ def http(rest: tuple[MemoryService, RestServer]) -> Iterator[httpx.Client]:
 def test_a_route_answers_who_brings_what_it_asks_for_and_nobody_else(
     http: httpx.Client, service: MemoryService, method: str, path: str
 ) -> None:
-    url = path.format(run=RUN, snapshot_id="s0-4096", index=4095, step=3, number=1)
+    url = path.format(run=RUN, snapshot_id="s0-4096", index=4095, micro_step=3, number=1)
     bodies = {"POST": b'{"sample_index": 12}', "PATCH": b'{"reason": "because"}'}
     body = {"content": bodies[method]} if method in bodies else {}
     needed = SCOPES[method, path]
@@ -316,15 +317,15 @@ def channel(grpc_server: GrpcServer) -> Iterator[grpc.Channel]:
 
 #: Requests that ask for more than their method does at least, and that ask for no more.
 BY_REQUEST = {
-    "/tokenloom.v1.DataLoader/Join": (
+    "/tokenloom.v2.DataLoader/Join": (
         wire.JoinRequest(run=RUN, world_size=1, batch_size=1, attempt="a", nonce="n"),
         wire.JoinRequest(run=RUN, world_size=1, batch_size=1, peek=True),
     ),
-    "/tokenloom.v1.DataLoader/Stream": (
+    "/tokenloom.v2.DataLoader/Stream": (
         wire.StreamRequest(open=wire.StreamOpen(run=RUN, nonce="n")),
         wire.StreamRequest(open=wire.StreamOpen(run=RUN, peek=True)),
     ),
-    "/tokenloom.v1.DataLoader/Snapshot": (
+    "/tokenloom.v2.DataLoader/Snapshot": (
         wire.SnapshotRequest(run=RUN, save=True),
         wire.SnapshotRequest(run=RUN),
     ),
@@ -385,7 +386,7 @@ def test_a_stranger_is_refused_before_a_message_is_read(channel: grpc.Channel, m
 
 def test_strangers_take_few_threads_and_none_of_the_trainers(channel: grpc.Channel) -> None:
     for _ in range(100):
-        outcome(channel, "/tokenloom.v1.DataLoader/Join", None, b"")
+        outcome(channel, "/tokenloom.v2.DataLoader/Join", None, b"")
 
     assert len([thread for thread in threading.enumerate() if thread.name.startswith("grpc-refusal_")]) <= 2
 
@@ -403,7 +404,7 @@ def test_who_only_looks_takes_no_thread_of_the_trainers_and_health_has_threads_o
         yield from ()
 
     # More calls than there are threads for them; each waits for a request that does not come.
-    call_it = channel.stream_stream(f"/tokenloom.v1.DataLoader/{name}")
+    call_it = channel.stream_stream(f"/tokenloom.v2.DataLoader/{name}")
     waiting = [call_it(silent(), metadata=metadata_of(f"Bearer {READ}"), timeout=40) for _ in range(most + 5)]
     try:
         deadline = time.monotonic() + 20
@@ -412,10 +413,10 @@ def test_who_only_looks_takes_no_thread_of_the_trainers_and_health_has_threads_o
             time.sleep(0.01)
             names = [thread.name for thread in threading.enumerate() if thread.name.startswith(pool)]
         assert len(names) == most
-        join = outcome(channel, "/tokenloom.v1.DataLoader/Join", f"Bearer {CONTROL}", b"")
+        join = outcome(channel, "/tokenloom.v2.DataLoader/Join", f"Bearer {CONTROL}", b"")
         assert join == (grpc.StatusCode.NOT_FOUND, "NotFound")
         assert outcome(channel, "/grpc.health.v1.Health/Check", None, b"")[0] is grpc.StatusCode.OK
-        assert outcome(channel, "/tokenloom.v1.DataLoader/Stats", None, b"")[0] is grpc.StatusCode.UNAUTHENTICATED
+        assert outcome(channel, "/tokenloom.v2.DataLoader/Stats", None, b"")[0] is grpc.StatusCode.UNAUTHENTICATED
     finally:
         over.set()
         for call in waiting:
@@ -423,11 +424,27 @@ def test_who_only_looks_takes_no_thread_of_the_trainers_and_health_has_threads_o
 
 
 def test_a_method_that_nobody_has_is_only_told_to_who_may_do_everything(channel: grpc.Channel) -> None:
-    method = "/tokenloom.v1.DataLoader/Nothing"
+    method = "/tokenloom.v2.DataLoader/Nothing"
 
     assert outcome(channel, method, None)[0] is grpc.StatusCode.UNAUTHENTICATED
     assert outcome(channel, method, f"Bearer {READ}")[0] is grpc.StatusCode.PERMISSION_DENIED
     assert outcome(channel, method, f"Bearer {CONTROL}")[0] is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])
+def test_a_client_of_another_version_is_refused_with_both_versions(channel: grpc.Channel, version: int) -> None:
+    method = f"/tokenloom.v{version}.DataLoader/Join"
+    refused = (grpc.StatusCode.FAILED_PRECONDITION, "ProtocolError")
+    assert wire.DESCRIPTOR.package == f"tokenloom.v{VERSION}"
+
+    assert outcome(channel, method, None)[0] is grpc.StatusCode.UNAUTHENTICATED
+    assert outcome(channel, method, f"Bearer {READ}") == outcome(channel, method, f"Bearer {CONTROL}") == refused
+    with pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary(method)(b"", metadata=metadata_of(f"Bearer {READ}"), timeout=20)
+    words = (
+        f"speaks version {version} of Tokenloom's wire protocol, and this server version {VERSION}: install the same"
+    )
+    assert words in (caught.value.details() or "")
 
 
 @pytest.mark.parametrize("method", BY_REQUEST)
@@ -443,7 +460,7 @@ def test_what_changes_something_needs_control_where_the_method_alone_does_not(
 
 
 def test_two_tokens_in_the_metadata_are_none(channel: grpc.Channel) -> None:
-    call = channel.unary_unary("/tokenloom.v1.DataLoader/Stats")
+    call = channel.unary_unary("/tokenloom.v2.DataLoader/Stats")
     with pytest.raises(grpc.RpcError) as caught:
         call(b"", metadata=metadata_of(f"Bearer {READ}") + metadata_of(f"Bearer {CONTROL}"), timeout=20)
 
@@ -496,7 +513,7 @@ def padded(size: int) -> bytes:
 
 @pytest.mark.parametrize("name", MOST)
 def test_a_message_of_more_than_its_method_takes_is_refused(channel: grpc.Channel, name: str) -> None:
-    method, header, most = f"/tokenloom.v1.DataLoader/{name}", f"Bearer {CONTROL}", MOST[name]
+    method, header, most = f"/tokenloom.v2.DataLoader/{name}", f"Bearer {CONTROL}", MOST[name]
     assert len(padded(most)) == most
 
     fits = outcome(channel, method, header, padded(most))
@@ -583,7 +600,7 @@ def test_a_call_beyond_the_places_is_refused_at_once(tmp_path: Path, monkeypatch
                 over.wait(20)
                 yield from ()
 
-            open_stream = channel.stream_stream("/tokenloom.v1.DataLoader/Stream")
+            open_stream = channel.stream_stream("/tokenloom.v2.DataLoader/Stream")
             calls = [open_stream(silent(), timeout=20) for _ in range(5)]
             try:
                 deadline = time.monotonic() + 15
@@ -591,7 +608,7 @@ def test_a_call_beyond_the_places_is_refused_at_once(tmp_path: Path, monkeypatch
                     time.sleep(0.01)
                 refused = [call.code() for call in calls if call.done()]
                 assert refused == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 3
-                found = outcome(channel, "/tokenloom.v1.DataLoader/Stats", None, b"")
+                found = outcome(channel, "/tokenloom.v2.DataLoader/Stats", None, b"")
                 assert found == (grpc.StatusCode.RESOURCE_EXHAUSTED, "")
             finally:
                 over.set()

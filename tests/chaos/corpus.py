@@ -97,7 +97,7 @@ def write_mixture(path: Path, run: str, seed: int) -> Path:
         "end_of_text_id": END,
         "sequence_length": LENGTH,
         "packing": "concat",
-        "window_steps": WINDOW_STEPS,
+        "window_micro_steps": WINDOW_STEPS,
         "mixture": {
             "policy": "least_consumed",
             "children": [

@@ -18,7 +18,7 @@ PACKED = {
         sequence_length=24,
         packing="best_fit",
         mask_boundaries=True,
-        last_step="pad",
+        last_micro_step="pad",
         pad_id=0,
     )
     for labels in ("same", "shifted")

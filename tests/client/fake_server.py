@@ -40,7 +40,7 @@ class Script:
     length: int = 8
     id_bytes: int = 2
     shifted: bool = False
-    group_steps: int = 2
+    group_micro_steps: int = 2
     end_index: int = 10**9
     pad_last_step: bool = False
     start_index: int = 0
@@ -109,7 +109,7 @@ class FakeServer(DataLoaderServicer):
             labels=wire.LABELS_SHIFTED if script.shifted else wire.LABELS_SAME,
             vocab_size=65536,
             sources=[wire.Source(id=0, spec="parquet:a:text", alias="a"), wire.Source(id=1, spec="txt:b:text")],
-            group_steps=script.group_steps,
+            group_micro_steps=script.group_micro_steps,
             snapshot_template=json.dumps(template(request.run, request.stream)).encode(),
             base=base_at(start),
             skipped_samples=0 if script.skips_silently else script.skipped_samples,
@@ -126,7 +126,7 @@ class FakeServer(DataLoaderServicer):
         heard = _Heard(self, opened.progress)
         threading.Thread(target=heard.read, args=(requests,), daemon=True).start()
         start = json.loads(join.state_json)["sample_index"] if join.state_json else self.script.start_index
-        group = join.world_size * join.batch_size * self.script.group_steps
+        group = join.world_size * join.batch_size * self.script.group_micro_steps
         begin, base_sent = opened.received_through, None
         while not heard.closed:
             steps = self._steps_from(begin, start + ((begin - start) // group + 1) * group, join, heard.progress)
@@ -170,7 +170,7 @@ class FakeServer(DataLoaderServicer):
 
     def _steps_from(self, begin: int, boundary: int, join: wire.JoinRequest, progress: wire.Progress) -> list[int]:
         step = join.world_size * join.batch_size
-        limit = min(boundary, progress.consumed_through + progress.credit_steps * step)
+        limit = min(boundary, progress.consumed_through + progress.credit_micro_steps * step)
         last = self._last_end(join)
         return [min(end, last) for end in range(begin + step, limit + 1, step) if min(end, last) > end - step]
 
@@ -183,7 +183,7 @@ class FakeServer(DataLoaderServicer):
         for at, end in zip([begin, *ends[:-1]], ends, strict=True):
             slice_ = (opened.rank + at) % join.world_size
             samples = min(end, script.end_index) - at
-            message.steps.add(
+            message.micro_steps.add(
                 end_index=end,
                 slice=slice_,
                 total_tokens=end * script.length,

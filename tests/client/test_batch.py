@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tokenloom.batch.layout import Batch, Layout, StepNumbers, check_columns
 from tokenloom.batch.memory import ArrayPool
 from tokenloom.batch.packed import Message
-from tokenloom.errors import ProtocolError
+from tokenloom_proto.errors import ProtocolError
 
 
 def make(ids: NDArray[Any], *, sources: list[int], starts: list[list[int]] | None = None, **layout: Any) -> list[Batch]:

@@ -113,7 +113,7 @@ def test_the_run_is_known_once_it_is_joined() -> None:
 
 
 def test_the_state_holds_the_boundary_that_came_with_the_last_step_on_every_rank() -> None:
-    with serving(Script(group_steps=2)) as (_, url, _):
+    with serving(Script(group_micro_steps=2)) as (_, url, _):
         fast = RemoteDataset(url, 1, rank=0, world_size=2, attempt="a", connection=ahead(20))
         slow = RemoteDataset(url, 1, rank=1, world_size=2, attempt="a", connection=ahead(1))
         pairs = zip(fast, slow, strict=True)
@@ -299,18 +299,21 @@ def test_the_join_carries_what_the_dataset_was_made_with() -> None:
 
 
 def test_progress_is_reported_when_a_batch_is_returned_and_prefetch_is_bounded() -> None:
-    with serving(Script(group_steps=8)) as (server, url, _), RemoteDataset(url, 1, connection=ahead(3)) as dataset:
+    with (
+        serving(Script(group_micro_steps=8)) as (server, url, _),
+        RemoteDataset(url, 1, connection=ahead(3)) as dataset,
+    ):
         batches = iter(dataset)
         next(batches)
         assert eventually(lambda: bool(server.progress) and server.progress[-1].consumed_through == 1)
-        assert {progress.credit_steps for progress in server.progress} == {3}
+        assert {progress.credit_micro_steps for progress in server.progress} == {3}
         time.sleep(0.2)
         assert dataset._connection is not None
         assert dataset._connection.buffer.received_through == 4
 
 
 def test_progress_is_coalesced() -> None:
-    with serving(Script(group_steps=16, end_index=2000)) as (server, url, _), RemoteDataset(url, 1) as dataset:
+    with serving(Script(group_micro_steps=16, end_index=2000)) as (server, url, _), RemoteDataset(url, 1) as dataset:
         began = time.monotonic()
         steps = sum(1 for _ in dataset)
         elapsed = time.monotonic() - began

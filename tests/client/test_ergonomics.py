@@ -71,7 +71,9 @@ def test_its_text_says_where_it_stands() -> None:
             assert ", rank 1 of 4: not joined yet, to go on at sample index 2>" in repr(dataset)
         assert repr(dataset).endswith(": closed before it joined>")
     held_out = EvaluationDataset(NOBODY, 2)
-    expected = f"<EvaluationDataset '{NOBODY}', stream='validation', rank 0 of 1, batch_size=2: so far unknown steps>"
+    expected = (
+        f"<EvaluationDataset '{NOBODY}', stream='validation', rank 0 of 1, batch_size=2: so far unknown micro-steps>"
+    )
     assert repr(held_out) == expected
     assert repr(PeekDataset(NOBODY, at=7)) == f"<PeekDataset '{NOBODY}': not joined yet>"
 
@@ -99,9 +101,9 @@ def test_metrics_are_what_the_rank_has_received_and_waited_for() -> None:
         found = dataset.metrics()
         assert found.keys() == before.keys()
         assert {name: found[name] for name in found if not name.startswith("wait")} == {
-            "queue_steps": 2,
-            "queue_capacity_steps": 3,
-            "steps": 4,
+            "queue_micro_steps": 2,
+            "queue_capacity_micro_steps": 3,
+            "micro_steps": 4,
             "tokens": 64,
             "sample_index": 8,
             "total_tokens": 64,

@@ -12,7 +12,7 @@ import torch
 from support.features import document, order_of, write_arrow
 from tokenloom.batch.layout import StepNumbers
 from tokenloom.batch.rows import Bucket, Feature, RowsMessage
-from tokenloom.errors import ProtocolError
+from tokenloom_proto.errors import ProtocolError
 from tokenloom_server.order.steps import BatchPlan
 
 ROWS = 8
@@ -55,7 +55,7 @@ def test_a_tensor_comes_out_as_it_was_put_in(tmp_path: Path, dtype: str) -> None
         ),
     )
     pipeline = order.pipeline(order.initial())
-    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=SIZE, group_steps=2))
+    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=SIZE, group_micro_steps=2))
     pipeline.fill(group, 2)
     samples = group.ids(0, 0, 2)
     message = RowsMessage(
@@ -127,9 +127,14 @@ def test_texts_of_one_size_need_no_sizes_beside_them() -> None:
 @pytest.mark.parametrize(
     ("data", "features", "fields", "says"),
     [
-        (b"12345678", (X,), {"buckets": 0}, "1 steps of 2 rows have 1 buckets and 2 source ids, but 0 and 2 came"),
+        (
+            b"12345678",
+            (X,),
+            {"buckets": 0},
+            "2 rows have 1 buckets and 2 source ids, but 0 and 2 came",
+        ),
         (b"12345678", (X,), {"sources": 3}, "but 1 and 3 came"),
-        (b"1234567", (X,), {}, "1 steps have 8 bytes, but 7 came"),
+        (b"1234567", (X,), {}, "1 micro-steps have 8 bytes, but 7 came"),
         (b"12345678", (X,), {"sample_bytes": [4, 3]}, "2 rows of 4 bytes or more were expected"),
         (b"12345678", (X,), {"sample_bytes": [8]}, "2 rows of 4 bytes or more were expected"),
         (b"12345678", (Feature("x", "int17", (2,)),), {}, "is of dtype 'int17', which torch .* does not have"),

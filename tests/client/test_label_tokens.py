@@ -71,7 +71,7 @@ def test_an_optimiser_step_is_waited_for_as_a_whole_or_to_the_end_of_the_data() 
     script = Script(end_index=13, pad_last_step=True, shifted=True)
     with serving(script) as (server, url, _), RemoteDataset(url, 2, accumulate=3, connection=ahead(3)) as dataset:
         batches = [(batch["global_tokens"], batch["global_label_tokens"]) for batch in dataset]
-        assert {progress.credit_steps for progress in server.progress} == {3}
+        assert {progress.credit_micro_steps for progress in server.progress} == {3}
 
     assert batches == [(16, 48)] * 6 + [(8, 8)]
 

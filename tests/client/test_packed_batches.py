@@ -16,7 +16,7 @@ from support.messages import message_of
 from tokenloom.batch.layout import IGNORED, OPTIONAL_COLUMNS, Batch, Layout, StepNumbers
 from tokenloom.batch.memory import ArrayPool
 from tokenloom.batch.packed import Message
-from tokenloom.errors import ProtocolError
+from tokenloom_proto.errors import ProtocolError
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.steps import PADDING, BatchPlan
 from tokenloom_server.packing.origins import DocumentSpan
@@ -50,7 +50,7 @@ def batches(order: PipelineFactory, *asked: str) -> Iterator[tuple[Batch, list[l
     state, layout = order.initial(), layout_of(order, *asked)
     parts = {i: order.spans(i, source, 10_000) for i, source in enumerate(state.sources)}
     pipeline, pool = order.pipeline(state), ArrayPool.of(layout)
-    plan = BatchPlan(start_index=0, world_size=1, batch_size=BATCH, group_steps=2)
+    plan = BatchPlan(start_index=0, world_size=1, batch_size=BATCH, group_micro_steps=2)
     while pipeline.ended is None:
         group = pipeline.begin_group(plan)
         pipeline.fill(group, 2)
@@ -75,7 +75,7 @@ PACKINGS: dict[str, dict[str, Any]] = {
 
 
 def order(folder: Path, name: str, labels: str, **fields: Any) -> PipelineFactory:
-    document = flat([CODE, DOCS, WIKI], labels=labels, sequence_length=24, last_step="pad", pad_id=0)
+    document = flat([CODE, DOCS, WIKI], labels=labels, sequence_length=24, last_micro_step="pad", pad_id=0)
     return order_of(folder, document | PACKINGS[name] | fields)
 
 
@@ -165,7 +165,7 @@ def test_masked_labels_are_those_of_the_rows_masks(tmp_path: Path) -> None:
     pq.write_table(pa.table({"ids": pa.array([[20, 21]], pa.list_(pa.int32()))}), tmp_path / "plain.parquet")
     for labels in ("same", "shifted"):
         document = flat(["parquet:chat.parquet:ids", "parquet:plain.parquet:ids"], "sequential", labels=labels)
-        document |= {"packing": "none", "sequence_length": 5, "add_bos": True, "last_step": "pad"}
+        document |= {"packing": "none", "sequence_length": 5, "add_bos": True, "last_micro_step": "pad"}
         document["mixture"]["children"][0]["loss_mask"] = "mask"
         given = [
             (sample, target)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 from tokenloom.connection.step_schedule import BatchPlan, StepSchedule
-from tokenloom.errors import ProtocolError
+from tokenloom_proto.errors import ProtocolError
 
 WORLD_SIZE = 2
 
@@ -33,8 +33,8 @@ def test_what_is_held_is_never_more_than_one_plan_would_hold(seed: int) -> None:
         sizes += [plan.batch_size] * rng.randint(1, 60)
     sizes += [plans[-1].batch_size] * 200
     schedule = StepSchedule(plans, world_size=WORLD_SIZE)
-    most = max(4 * plan.group_steps * plan.batch_size for plan in plans)
-    least = min(4 * plan.group_steps for plan in plans)
+    most = max(4 * plan.group_micro_steps * plan.batch_size for plan in plans)
+    least = min(4 * plan.group_micro_steps for plan in plans)
     end = 0
     for step in range(len(sizes) - 100):
         capacity = schedule.capacity_steps(sum(sizes[:step]) * WORLD_SIZE)
@@ -45,5 +45,5 @@ def test_what_is_held_is_never_more_than_one_plan_would_hold(seed: int) -> None:
 
 
 def test_a_size_that_changes_within_a_step_is_a_fault_of_the_server() -> None:
-    with pytest.raises(ProtocolError, match="steps of 2 × 3 samples from 10 on cannot end at 20"):
+    with pytest.raises(ProtocolError, match="micro-steps of 2 × 3 samples from 10 on cannot end at 20"):
         StepSchedule([BatchPlan(10, 3, 8), BatchPlan(20, 4, 8)], world_size=WORLD_SIZE)

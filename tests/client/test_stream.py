@@ -56,7 +56,7 @@ def test_a_broken_stream_is_reopened_behind_the_last_step_received(
 
 
 def test_a_new_stream_tells_what_was_consumed_and_the_highest_commit_seen() -> None:
-    script = Script(group_steps=1, on_message=lambda stream, begin: "" if (stream, begin) == (1, 6) else None)
+    script = Script(group_micro_steps=1, on_message=lambda stream, begin: "" if (stream, begin) == (1, 6) else None)
     with serving(script) as (server, url, _), RemoteDataset(url, 1, connection=ahead(2)) as dataset:
         batches = iter(dataset)
         for expected in range(9):
@@ -66,7 +66,7 @@ def test_a_new_stream_tells_what_was_consumed_and_the_highest_commit_seen() -> N
         again = server.opens[1]
         assert again.received_through == 6
         assert again.progress.consumed_through in (5, 6)
-        assert again.progress.credit_steps == 2
+        assert again.progress.credit_micro_steps == 2
         assert 0 < again.committed_through <= again.progress.consumed_through
 
 

@@ -128,14 +128,14 @@ BAD = [
     ("mask_boundaries", 1, ""),
     ("mixture.children.0.loss_mask", "mask", "mixture.children.0.loss_mask: is for packing: none or best_fit"),
     ("mixture.children.0.loss_mask", "", ""),
-    ("last_step", "keep", "'drop' or 'pad'"),
+    ("last_micro_step", "keep", "'drop' or 'pad'"),
     ("add_eot", "never", ""),
     ("add_bos", "auto", ""),
     ("mixture.children.0.add_bos", "auto", ""),
     ("vocab_size", 1, ""),
     ("vocab_size", 2**32 + 1, ""),
     ("end_of_text_id", -1, ""),
-    ("window_steps", 1, ""),
+    ("window_micro_steps", 1, ""),
     ("special_tokens_in_text", "ignore", "'text' or 'parse'"),
     ("mixture.children", [{"source": CODE, "commit": "0" * 40}], "is no dataset on the Hub"),
     ("mixture.children", [{"source": "hf:a/b:train:text", "commit": "main"}], "should match pattern"),
@@ -309,7 +309,7 @@ def test_a_minimal_file_has_the_documented_defaults(tmp_path: Path) -> None:
     path = tmp_path / "mixture.yaml"
     path.write_text(MINIMAL)
     found = config.load(path, CATALOG)
-    assert (found.run, found.seed, found.packing, found.labels, found.last_step) == (
+    assert (found.run, found.seed, found.packing, found.labels, found.last_micro_step) == (
         "wiki",
         0,
         "concat",
@@ -447,8 +447,8 @@ SAME_ORDER: dict[str, Change] = {
     "2 or 2.0": put("mixture.children.0.weight", 2.0),
     "epochs as a float": put("mixture.children.1.epochs", 2.0),
     "a number as text": put("mixture.children.1.epochs", "2"),
-    "the window": put("window_steps", 9),
-    "what becomes of the last step": put("last_step", "pad"),
+    "the window": put("window_micro_steps", 9),
+    "what becomes of the last step": put("last_micro_step", "pad"),
     "which labels count": put("mask_boundaries", True),
     "the tokeniser's path (its content is digested elsewhere)": put("tokenizer", "./elsewhere/tokenizer.json"),
     "the root's weight, which has no siblings": put("mixture.weight", 3),
@@ -625,7 +625,7 @@ def test_a_stream_is_there_wherever_a_source_holds_rows_out() -> None:
 def test_what_one_phase_keeps_out_no_other_may_train_on() -> None:
     kept = {"policy": "weighted", "children": [{"source": CODE, "holdout": 0.1}]}
     with pytest.raises(ConfigError, match=r"phases.1.mixture.children.0.holdout: found 0.1, but .* has None elsewhere"):
-        parsed(mixture(phases=[{"until_tokens": 80}, {"mixture": kept}], last_step="pad"))
+        parsed(mixture(phases=[{"until_tokens": 80}, {"mixture": kept}], last_micro_step="pad"))
 
 
 def test_the_digest_depends_on_everything_that_decides_the_order() -> None:
@@ -636,7 +636,7 @@ def test_the_digest_depends_on_everything_that_decides_the_order() -> None:
 
 def test_a_new_setting_has_to_be_placed_on_one_side_of_the_digest() -> None:
     # Fails when a field is added: decide whether it changes the order, and add it to the tables above.
-    outside = {"run", "tokenizer", "window_steps", "last_step", "new_source_baseline", "mask_boundaries"}
+    outside = {"run", "tokenizer", "window_micro_steps", "last_micro_step", "new_source_baseline", "mask_boundaries"}
     outside |= {"on_bad_row", "max_bad_rows", "streams"}
     inside = {"mixture", "packing", "add_eot", *BATCHED_ORDER_FIELDS} | {
         what for what in OTHER_ORDER if what in RunConfig.model_fields
@@ -751,7 +751,7 @@ BAD_BATCHED: list[tuple[str, Change, str]] = [
     ("a sequence length", put("sequence_length", 8), "sequence_length: does not apply with batching"),
     ("a tokeniser", put("tokenizer", "bytes"), "tokenizer: does not apply with batching"),
     ("labels", put("labels", "shifted"), "labels: does not apply with batching"),
-    ("padding of the last step", put("last_step", "pad"), "last_step: does not apply with batching"),
+    ("padding of the last step", put("last_micro_step", "pad"), "last_micro_step: does not apply with batching"),
     ("add_eot of a source", put("mixture.children.0.add_eot", False), "mixture.children.0.add_eot: does not apply"),
     ("one column", put("mixture.children.0.source", "parquet:a.parquet:b"), "mixture.children.0.source: with batching"),
     ("lines", put("mixture.children.0.source", "jsonl:a.jsonl:*"), "mixture.children.0.source: 'jsonl' files"),

@@ -89,7 +89,7 @@ def test_a_job_that_said_goodbye_and_the_same_process_need_not_wait(corpus: Corp
 def test_a_rank_that_stops_is_named_and_the_others_get_an_error(
     corpus: Corpus, start_server: StartServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = start_server(corpus.mixture("stalled", window_steps=3), flags=("--rank-timeout", 2))
+    server = start_server(corpus.mixture("stalled", window_micro_steps=3), flags=("--rank-timeout", 2))
     with World(server.url("stalled"), 2, 1, prefetch_steps=2) as world:
         world.steps(2)
         iterator = iter(world.ranks[0])

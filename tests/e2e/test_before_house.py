@@ -16,14 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from support.goldens import FOLDER, MIXTURES, write_mixtures
 from support.server_process import ServerProcess
-from tokenloom import LocalDataset, RemoteDataset
+from tokenloom import LocalDataset, ProtocolError, RemoteDataset
 from tokenloom.datasets.training import TrainingDataset
+from tokenloom_proto.protocol import VERSION
 
 (WHEEL,) = (FOLDER / "before_house").glob("*.whl")
 #: What the server says to a client of the wheel: None where it serves it, else what the refusal's text has in it.
-OLD_CLIENT_IS_REFUSED_WITH: str | None = None
+OLD_CLIENT_IS_REFUSED_WITH: str | None = (
+    f"this client speaks version 1 of Tokenloom's wire protocol, and this server version {VERSION}: install the same "
+    "release of tokenloom on both sides"
+)
+#: Fields of a mixture file by the names that the wheel reads.
+OLD_FIELDS = {"last_micro_step": "last_step", "window_micro_steps": "window_steps"}
 #: Two launches of so many steps; the second begins with a state that is not the run's first.
 STEPS = (4, 2)
 
@@ -86,6 +93,17 @@ def mixtures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return write_mixtures(tmp_path_factory.mktemp("mixtures"))
 
 
+@pytest.fixture(scope="module")
+def old_mixtures(mixtures: list[Path]) -> list[Path]:
+    """The same, beside them, with the names that the wheel reads."""
+    paths = [path.with_stem(f"{path.stem}-of-then") for path in mixtures]
+    for path, old_path in zip(mixtures, paths, strict=True):
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        renamed = {OLD_FIELDS.get(field, field): value for field, value in document.items()}
+        old_path.write_text(yaml.safe_dump(renamed), encoding="utf-8")
+    return paths
+
+
 def train_with_the_wheel(
     server: ServerProcess, environment: dict[str, str], *, resume: tuple[str | None, ...], steps: tuple[int, ...]
 ) -> subprocess.CompletedProcess[str]:
@@ -126,11 +144,18 @@ def whole(today: ServerProcess) -> dict[str, dict[int, str]]:
 
 
 def test_a_ledger_and_a_state_of_then_go_on_with_equal_digests(
-    old: dict[str, str], mixtures: list[Path], whole: dict[str, dict[int, str]], tmp_path: Path
+    old: dict[str, str],
+    mixtures: list[Path],
+    old_mixtures: list[Path],
+    whole: dict[str, dict[int, str]],
+    tmp_path: Path,
 ) -> None:
-    before = ServerProcess(tmp_path / "server", *mixtures, environment=old).start()
+    before = ServerProcess(tmp_path / "server", *old_mixtures, options=(), environment=old).start()
     try:
         written = said(train_with_the_wheel(before, old, resume=(None, "latest"), steps=STEPS), old)
+        run = next(iter(MIXTURES))
+        with pytest.raises(ProtocolError, match=f"does not speak version {VERSION} .* install the same release"):
+            read(RemoteDataset(before.url(run), batch_size(run), resume="latest", takeover=True))
     finally:
         before.terminate()
     after = ServerProcess(tmp_path / "server", *mixtures)

@@ -49,7 +49,7 @@ def test_4_2_3_and_1_ranks_with_other_batch_sizes_get_one_sequence_with_the_serv
     corpus: Corpus, sequence: list[Sample], start_server: StartServer, ledger: str
 ) -> None:
     run = "elastic"
-    server = start_server(corpus.mixture(run, window_steps=3), ledger=ledger)
+    server = start_server(corpus.mixture(run, window_micro_steps=3), ledger=ledger)
     received = Receipt()
     state: dict[str, str] | None = None
     plan = [
@@ -114,7 +114,7 @@ def test_a_job_goes_on_from_its_checkpoint_on_nodes_without_its_ledger_and_back_
     corpus: Corpus, sequence: list[Sample], start_server: StartServer, rpc: Callable[[ServerProcess], Rpc]
 ) -> None:
     run = "moved"
-    mixture = corpus.mixture(run, window_steps=4)
+    mixture = corpus.mixture(run, window_micro_steps=4)
     received = Receipt()
     first = start_server(mixture, name="node-0", flags=("--liveness", 1))
     with World(first.url(run), 2, 3) as world:

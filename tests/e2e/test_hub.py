@@ -72,7 +72,7 @@ def test_a_run_is_exact_over_kills_rate_limits_and_cut_connections(
     hub.fail("/api/", status=500, times=1e9, every=3)
     environment = hub.environment(tmp_path / "hf", HF_TOKEN=TOKEN)
     server = start_server(
-        mixture(tmp_path, "hub", window_steps=4), environment=environment, flags=["--log-level", "debug"]
+        mixture(tmp_path, "hub", window_micro_steps=4), environment=environment, flags=["--log-level", "debug"]
     )
 
     with World(server.url("hub"), world_size=2, batch_size=2) as world:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-import urllib.request
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,6 +20,7 @@ import yaml
 from conftest import StartServer
 from support.server_process import ServerProcess
 from support.trainer import World
+from support.waiting import wait_for
 from tokenloom import ConnectionOptions, RemoteDataset
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
@@ -34,11 +33,11 @@ WINDOW = 2048
 LOOK_S = 2.0
 
 
-def bound(window_steps: int, world_size: int, batch_size: int) -> int:
+def bound(window_micro_steps: int, world_size: int, batch_size: int) -> int:
     """Bytes beyond an idle server's: the formula of docs/limits.md, as it stands there."""
     message_steps = max(1, min(MIB // 2 // (batch_size * SAMPLE_BYTES), 64))
-    group_steps = message_steps  # so few sources and ranks
-    held = (window_steps + group_steps) * world_size * batch_size * (4 * SAMPLE_BYTES // 3 + 320)
+    group_micro_steps = message_steps  # so few sources and ranks
+    held = (window_micro_steps + group_micro_steps) * world_size * batch_size * (4 * SAMPLE_BYTES // 3 + 320)
     streams = world_size * (3 * message_steps * batch_size * SAMPLE_BYTES + MIB // 4)
     return held + streams + SOURCES * 4 * MIB + 16 * MIB
 
@@ -55,14 +54,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def mixture(folder: Path, run: str, window_steps: int) -> Path:
+def mixture(folder: Path, run: str, window_micro_steps: int) -> Path:
     children = [{"source": f"parquet:{name}.parquet:ids", "epochs": float("inf")} for name in "ab"]
     document = {
         "run": run,
         "vocab_size": 2**15,
         "end_of_text_id": 0,
         "sequence_length": LENGTH,
-        "window_steps": window_steps,
+        "window_micro_steps": window_micro_steps,
         "mixture": {"policy": "least_consumed", "children": children},
     }
     path = folder / f"{run}.yaml"
@@ -86,17 +85,12 @@ class Watched:
         lines = Path(f"/proc/{self._process.pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()
         return sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) * 1024
 
-    def stats(self, run: str) -> dict[str, Any]:
-        with urllib.request.urlopen(f"{self._server.rest_url}/v1/runs/{run}/stats", timeout=10) as answer:
-            found: dict[str, Any] = json.load(answer)
-        return found
+    def stats(self, run: str) -> Any:
+        return self._server.get(f"/v1/runs/{run}/stats")
 
     def fill(self, run: str) -> None:
         """Waits until the window is full."""
-        deadline = time.monotonic() + 40
-        while (found := self.stats(run))["window_fill"] < 1:
-            assert time.monotonic() < deadline, found
-            time.sleep(0.05)
+        wait_for(lambda: self.stats(run)["window_fill"] >= 1, "a full window", 40)
 
     def growth(self) -> int:
         """The most that it took beyond the idle server, over some time."""
@@ -129,7 +123,7 @@ def reading(url: str, **slot: Any) -> Iterator[threading.Thread]:
 
 
 @contextmanager
-def not_reading(server: ServerProcess, run: str, rank: int, credit_steps: int, **slot: Any) -> Iterator[None]:
+def not_reading(server: ServerProcess, run: str, rank: int, credit_micro_steps: int, **slot: Any) -> Iterator[None]:
     """A rank that joins, grants credit and never takes a message from its call."""
     # Connections of their own, and room for whatever the server would push.
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
@@ -139,7 +133,7 @@ def not_reading(server: ServerProcess, run: str, rank: int, credit_steps: int, *
         joined = stub.Join(wire.JoinRequest(run=run, rank=rank, nonce=nonce, **slot), timeout=30)
 
         def requests() -> Iterator[wire.StreamRequest]:
-            progress = wire.Progress(consumed_through=joined.start_index, credit_steps=credit_steps)
+            progress = wire.Progress(consumed_through=joined.start_index, credit_micro_steps=credit_micro_steps)
             opened = wire.StreamOpen(
                 run=run, run_uid=joined.run_uid, generation=joined.generation, rank=rank, nonce=nonce, progress=progress
             )
@@ -180,9 +174,6 @@ def test_many_ranks_that_never_read_cost_no_more_than_the_formula(start_server: 
     with ExitStack() as stack:
         for rank in range(24):
             stack.enter_context(not_reading(server, "wide", rank, 2**32 - 1, **slot))
-        deadline = time.monotonic() + 20
-        while watched.stats("wide")["produced_index"] < 16 * 16 * 24:
-            assert time.monotonic() < deadline, watched.stats("wide")
-            time.sleep(0.05)
+        wait_for(lambda: watched.stats("wide")["produced_index"] >= 16 * 16 * 24, "what the window has room for")
         growth = watched.growth()
     assert growth <= bound(16, 24, 16), f"{growth / MIB:.1f} MiB"

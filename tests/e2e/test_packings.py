@@ -47,7 +47,7 @@ def samples(world: World, steps: int | None = None) -> Seen:
 def test_a_packed_run_is_the_same_after_a_kill_and_on_other_ranks(
     corpus: Corpus, start_server: StartServer, run: str
 ) -> None:
-    server = start_server(corpus.mixture(run, **RUNS[run], last_step="pad"))
+    server = start_server(corpus.mixture(run, **RUNS[run], last_micro_step="pad"))
     with World(server.url(run), 2, 3, columns=["attention_mask"]) as world:
         whole = samples(world, 4)
         state = world.state()

@@ -97,10 +97,10 @@ def test_health_readiness_and_reflection_answer(server: ServerProcess) -> None:
     assert "/v1/runs/{run}/restore" in server.get("/openapi.json")["paths"]
     with grpc.insecure_channel(server.grpc, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         health = health_pb2_grpc.HealthStub(channel)
-        for service in ("", "tokenloom.v1.DataLoader"):
+        for service in ("", "tokenloom.v2.DataLoader"):
             answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=20)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
         asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
         (found,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(asked, timeout=20)
         names = {service.name for service in found.list_services_response.service}
-        assert {"tokenloom.v1.DataLoader", "grpc.health.v1.Health"} <= names
+        assert {"tokenloom.v2.DataLoader", "grpc.health.v1.Health"} <= names

@@ -27,7 +27,7 @@ def test_ranks_survive_a_server_that_is_killed_and_started_again(
     prefetch_steps: int,
 ) -> None:
     run = "survivors"
-    server = start_server(corpus.mixture(run, window_steps=6), ledger=ledger)
+    server = start_server(corpus.mixture(run, window_micro_steps=6), ledger=ledger)
     with World(server.url(run), 2, 2, prefetch_steps=prefetch_steps) as world:
         world.steps(5)
         generation = world.ranks[0].generation

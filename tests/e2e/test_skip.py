@@ -50,7 +50,7 @@ def test_a_bad_range_is_jumped_over_and_counted_apart_through_restarts_and_later
     tmp_path: Path,
 ) -> None:
     run = "spike"
-    server = start_server(corpus.mixture(run, window_steps=3))
+    server = start_server(corpus.mixture(run, window_micro_steps=3))
     with World(server.url(run), 2, 2) as world:
         states = [world.steps(1).state() for _ in range(10)]
     checkpoint, later = states[4], states[9]
@@ -139,7 +139,7 @@ def test_skipped_samples_are_traced_as_such_and_can_still_be_looked_at(
         found = server.get(f"/v1/runs/{run}/samples/{index}", text=True)
         assert tuple(found["ids"]) == sequence[index].ids
         assert found["digest"] == rolling_digest(sequence[: index + 1])
-        where = (found["generation"], found["status"], found["step"])
+        where = (found["generation"], found["status"], found["micro_step"])
         expected = {11: (1, "committed", 5), 12: (1, "skipped", 6), 16: (1, "skipped", 8), 17: (2, "committed", 0)}
         assert where == expected.get(index, (2, "committed", 2))
     assert server.get(f"/v1/runs/{run}/samples/30", generation=1)["status"] == "rewound"

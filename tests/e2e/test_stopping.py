@@ -16,7 +16,7 @@ def test_a_server_stops_in_bounded_time_with_clients_connected_and_commits_what_
     corpus: Corpus, sequence: list[Sample], start_server: StartServer, how: str
 ) -> None:
     run = f"stopped-{how}"
-    server = start_server(corpus.mixture(run, window_steps=2))
+    server = start_server(corpus.mixture(run, window_micro_steps=2))
     with World(server.url(run), 2, 2, prefetch_steps=2) as world:
         world.steps(4)
         late = threading.Thread(target=world.run)  # it waits in next() while the server is away

@@ -77,7 +77,7 @@ def test_every_sample_and_step_is_told_as_the_ranks_got_it_after_a_restart_and_a
     corpus: Corpus, sequence: list[Sample], rows: Rows, start_server: StartServer
 ) -> None:
     run = "traced"
-    server = start_server(corpus.mixture(run, window_steps=4))
+    server = start_server(corpus.mixture(run, window_micro_steps=4))
     ask = partial(asking, server, run)
     got: dict[int, list[list[list[int]]]] = {1: [], 2: []}
     with World(server.url(run), 3, 2) as world:
@@ -94,19 +94,19 @@ def test_every_sample_and_step_is_told_as_the_ranks_got_it_after_a_restart_and_a
     for generation, steps in got.items():
         start, world_size, batch_size = plans[generation]
         for step, ranks in enumerate(steps):
-            found = ask(f"steps/{step}", generation=generation)
+            found = ask(f"micro-steps/{step}", generation=generation)
             begin = start + step * world_size * batch_size
-            assert (found["generation"], found["step"], found["begin"]) == (generation, step, begin)
+            assert (found["generation"], found["micro_step"], found["begin"]) == (generation, step, begin)
             assert (found["world_size"], found["batch_size"]) == (world_size, batch_size)
             assert [[each["sample"] for each in rank["samples"]] for rank in found["ranks"]] == ranks
             for rank, told in enumerate(found["ranks"]):
                 assert told["rank"] == rank
                 if step % 4 == 0:
-                    assert ask(f"steps/{step}", generation=generation, rank=rank)["ranks"] == [told]
+                    assert ask(f"micro-steps/{step}", generation=generation, rank=rank)["ranks"] == [told]
                 for place, sample in enumerate(told["samples"]):
                     index = sample["sample"]
                     rows.check(sample, sequence[index])
-                    assert (sample["step"], sample["rank"], sample["place"]) == (step, rank, place)
+                    assert (sample["micro_step"], sample["rank"], sample["place"]) == (step, rank, place)
                     rewound = generation == 1 and index >= 30
                     assert sample["status"] == ("rewound" if rewound else "committed")
                     assert sample["digest"] == rolling_digest(sequence[: index + 1])
@@ -133,9 +133,9 @@ def test_what_cannot_be_traced_is_refused_with_the_limits(
         (("--sample", 99999, "--run", "one"), "BeyondHorizon: "),
         (("--sample", 0, "--run", "two"), "no trainer has joined"),
         (("--sample", 0), "serves 2 runs: one, two; name one by --run"),
-        (("--run", "one"), "give one of --sample and --step"),
-        (("--sample", 0, "--step", 0, "--run", "one"), "give one of --sample and --step"),
-        (("--sample", 0, "--rank", 0, "--run", "one"), "--rank goes with --step"),
+        (("--run", "one"), "give one of --sample and --micro-step"),
+        (("--sample", 0, "--micro-step", 0, "--run", "one"), "give one of --sample and --micro-step"),
+        (("--sample", 0, "--rank", 0, "--run", "one"), "--rank goes with --micro-step"),
         (("--sample", 0, "--generation", 7, "--run", "one"), "NotFound: "),
     ):
         refused = tokenloom("trace", server.rest_url, *arguments)
@@ -158,7 +158,10 @@ def test_the_command_shows_documents_steps_and_text(
     told = json.loads(tokenloom("trace", server.rest_url, "--sample", 9, "--json").output)
     rows.check(told, sequence[9])
     shown = tokenloom("trace", server.rest, "--sample", 9).output
-    assert f"shown: sample 9 (committed) in generation 1, step {told['step']}: place 0 of rank {told['rank']}" in shown
+    assert (
+        f"shown: sample 9 (committed) in generation 1, micro-step {told['micro_step']}: place 0 of rank {told['rank']}"
+        in shown
+    )
     assert all(part in shown for part in (told["hash"], told["digest"], told["spec"]))
     for document in told["documents"]:
         assert f"{document['begin']} to {document['end'] - 1}" in shown
@@ -167,9 +170,9 @@ def test_the_command_shows_documents_steps_and_text(
     with_text = json.loads(tokenloom("trace", server.rest_url, "--sample", 9, "--text", "--json").output)
     assert tuple(with_text["ids"]) == sequence[9].ids
     assert all(document["text"].split()[0] in text for document in with_text["documents"] if document["text"].strip())
-    step = tokenloom("trace", server.rest_url, "--step", 3).output
-    assert "shown: step 3 of generation 1 (2 ranks × 1): samples 6 to 7" in step
-    one = json.loads(tokenloom("trace", server.rest_url, "--step", 3, "--rank", 1, "--json").output)
+    step = tokenloom("trace", server.rest_url, "--micro-step", 3).output
+    assert "shown: micro-step 3 of generation 1 (2 ranks × 1): samples 6 to 7" in step
+    one = json.loads(tokenloom("trace", server.rest_url, "--micro-step", 3, "--rank", 1, "--json").output)
     assert [rank["rank"] for rank in one["ranks"]] == [1]
-    both: Sequence[Any] = json.loads(tokenloom("trace", server.rest_url, "--step", 3, "--json").output)["ranks"]
+    both: Sequence[Any] = json.loads(tokenloom("trace", server.rest_url, "--micro-step", 3, "--json").output)["ranks"]
     assert both[1] == one["ranks"][0]

@@ -33,7 +33,7 @@ def test_ranks_go_over_to_the_standby_when_their_server_dies(
 ) -> None:
     run = "taken-over"
     url = "sqlite:///../shared.db" if ledger == "sqlite" else request.getfixturevalue("redis_url")
-    mixture = corpus.mixture(run, window_steps=8)
+    mixture = corpus.mixture(run, window_micro_steps=8)
     leader = start_server(mixture, ledger=url, flags=LEASE)
     standby = start_server(mixture, ledger=url, flags=(*LEASE, "--standby"))
     with World(both(leader, standby, run), 2, 2, prefetch_steps=2) as world:

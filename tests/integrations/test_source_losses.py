@@ -131,7 +131,7 @@ def test_the_mixture_follows_the_losses_and_a_resume_has_the_same_mixtures_again
     (tmp_path / "easy.txt").write_text(("a" * 200 + "\n") * 400, encoding="utf-8")
     sources = [{"source": f"txt:{name}.txt:text", "alias": name, "epochs": 1e9} for name in ("hard", "easy")]
     mixture = tmp_path / "mixed.yaml"
-    document = {"run": "mixed", "seed": 1, "tokenizer": "bytes", "sequence_length": 32, "window_steps": 32}
+    document = {"run": "mixed", "seed": 1, "tokenizer": "bytes", "sequence_length": 32, "window_micro_steps": 32}
     document["mixture"] = {"policy": "least_consumed", "children": sources}
     mixture.write_text(yaml.safe_dump(document), encoding="utf-8")
     server = ServerProcess(tmp_path / "server", mixture, flags=("--liveness", 1)).start()

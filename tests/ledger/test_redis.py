@@ -102,11 +102,14 @@ def test_every_key_has_the_runs_hash_tag_and_none_expires(ledger: Ledger, client
     assert {client.ttl(key) for key in keys} == {-1}
 
 
-def test_an_opening_that_was_stored_before_it_could_tell_what_it_jumped_over_is_read(
-    ledger: Ledger, client: Any
+@pytest.mark.parametrize("missing", [("skipped", "parent_run", "ramp"), ()])
+def test_an_opening_that_was_stored_with_fewer_fields_or_older_names_is_read(
+    ledger: Ledger, client: Any, missing: tuple[str, ...]
 ) -> None:
     fields = json.loads(client.hget("tokenloom:{uid}:train:openings", "1"))
-    del fields["skipped"], fields["parent_run"], fields["ramp"]
+    fields["group_steps"], fields["ramp"] = fields.pop("group_micro_steps"), fields.pop("batch_plans")
+    for name in missing:
+        del fields[name]
     client.hset("tokenloom:{uid}:train:openings", "1", json.dumps(fields))
     assert list(ledger.openings("uid", "train")) == [opening_of(1, commit_at(0))]
     run = ledger.read_run("run", "train")

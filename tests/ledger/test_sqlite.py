@@ -237,7 +237,9 @@ def test_a_file_of_an_older_layout_is_brought_up_to_date(tmp_path: Path, version
     with closing(sqlite3.connect(path)) as connection:
         if version < 3:
             connection.execute("DROP TABLE revisions")
-        for column in ("ramp", *(("skipped", "parent_run") if version < 3 else ())):
+        connection.execute("ALTER TABLE openings RENAME COLUMN group_micro_steps TO group_steps")
+        connection.execute("ALTER TABLE openings RENAME COLUMN batch_plans TO ramp")
+        for column in (*(("ramp",) if version < 4 else ()), *(("skipped", "parent_run") if version < 3 else ())):
             connection.execute(f"ALTER TABLE openings DROP COLUMN {column}")
         if version < 2:
             connection.execute("DROP TABLE leases")
@@ -246,7 +248,7 @@ def test_a_file_of_an_older_layout_is_brought_up_to_date(tmp_path: Path, version
         assert ledger.execute(Acquire("uid", "train", "a", 5.0)) == epoch + 1
         assert list(ledger.openings("uid", "train")) == [opening_of(1, commit_at(4))]
         ledger.execute(Revise("uid", "train", epoch + 1, revision_of(1, 8)))
-        later = replace(opening_of(2, commit_at(4)), skipped=3, parent_run="{}", ramp='{"accumulate":2}')
+        later = replace(opening_of(2, commit_at(4)), skipped=3, parent_run="{}", batch_plans='{"accumulate":2}')
         ledger.execute(Open("uid", "train", epoch + 1, later, commit_at(4)))
     with closing(SqliteLedger(path)) as ledger:
         assert list(ledger.revisions("uid", "train")) == [revision_of(1, 8)]

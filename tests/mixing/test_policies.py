@@ -86,7 +86,7 @@ def order_named(folder: Path, name: str) -> PipelineFactory:
 def run(order: PipelineFactory, state: State, burst: int = 50) -> tuple[list[int], list[State], str | None]:
     """All samples' sources from a state on, the state behind each, and why they ended."""
     pipeline = order.pipeline(state)
-    plan = BatchPlan(start_index=state.sample_index, world_size=1, batch_size=1, group_steps=400)
+    plan = BatchPlan(start_index=state.sample_index, world_size=1, batch_size=1, group_micro_steps=400)
     sources: list[int] = []
     states: list[State] = []
     while pipeline.ended is None:
@@ -94,7 +94,7 @@ def run(order: PipelineFactory, state: State, burst: int = 50) -> tuple[list[int
         while len(group.marks) < 400 and pipeline.ended is None:
             pipeline.fill(group, burst)
         sources += group.source_ids[0, : len(group.marks), 0].tolist()
-        states += [group.state_behind(step) for step in range(len(group.marks))]
+        states += [group.state_after(step) for step in range(len(group.marks))]
     return sources, states, pipeline.ended
 
 

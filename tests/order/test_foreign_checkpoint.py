@@ -80,7 +80,7 @@ def picks(order: PipelineFactory, state: State, count: int) -> list[int]:
 
 def first_ids(pipeline: Pipeline, source: int) -> list[int]:
     """The first sample that a source gives."""
-    plan = BatchPlan(start_index=pipeline.state().sample_index, world_size=1, batch_size=1, group_steps=100)
+    plan = BatchPlan(start_index=pipeline.state().sample_index, world_size=1, batch_size=1, group_micro_steps=100)
     group = pipeline.begin_group(plan)
     pipeline.fill(group, 100)
     at = group.source_ids.reshape(-1).tolist().index(source)
@@ -131,7 +131,7 @@ POLICIES = ("least_consumed", "weighted", "round_robin", "sequential", "soft_seq
 
 
 @pytest.mark.parametrize("policy", [None, *POLICIES])
-def test_every_state_behind_an_import_leads_to_the_same_rest(folder: Path, policy: str | None) -> None:
+def test_every_state_after_an_import_leads_to_the_same_rest(folder: Path, policy: str | None) -> None:
     order = order_of(folder, flat(SPECS, policy) if policy else None)
     state = state_of(import_into(order, entry(CODE, 3, 83), entry(DOCS, 4, 40), entry("old:x:y", shard="z")))
     whole = order.pipeline(state)
@@ -415,7 +415,7 @@ def test_what_every_later_state_would_carry_is_bounded_and_can_be_written(
 
 def test_under_phases_an_import_is_placed_by_its_tokens_as_long_as_samples_have_one_length(folder: Path) -> None:
     phases = [{"until_tokens": 400}, {"sequence_length": 16}]
-    order = order_of(folder, mixture(phases=phases, last_step="pad"))
+    order = order_of(folder, mixture(phases=phases, last_micro_step="pad"))
     state = state_of(import_into(order, entry(CODE, 3, 200), entry(DOCS, 4, 40)))
     assert state.sample_index == 30
     pipeline = Timeline(order).pipeline(state)

@@ -55,16 +55,24 @@ class Step(NamedTuple):
 
 
 def groups(
-    order: PipelineFactory, state: State, world_size: int = 1, batch_size: int = 1, group_steps: int = 5, burst: int = 3
+    order: PipelineFactory,
+    state: State,
+    world_size: int = 1,
+    batch_size: int = 1,
+    group_micro_steps: int = 5,
+    burst: int = 3,
 ) -> Iterator[StepGroup]:
     """The groups from a state to the end of data."""
     pipeline = order.pipeline(state)
     plan = BatchPlan(
-        start_index=state.sample_index, world_size=world_size, batch_size=batch_size, group_steps=group_steps
+        start_index=state.sample_index,
+        world_size=world_size,
+        batch_size=batch_size,
+        group_micro_steps=group_micro_steps,
     )
     while pipeline.ended is None:
         group = pipeline.begin_group(plan)
-        while len(group.marks) < group_steps and pipeline.ended is None:
+        while len(group.marks) < group_micro_steps and pipeline.ended is None:
             pipeline.fill(group, burst)
         yield group
 
@@ -86,7 +94,7 @@ def steps(order: PipelineFactory, state: State, **plan: int) -> Iterator[Step]:
                     assert places[at + place] is None
                     places[at + place] = Sample(source, group.ids(rank, step, step + 1)[place].tobytes(), mine)
             assert None not in places
-            yield Step(tuple(sample for sample in places if sample is not None), group.state_behind(step))
+            yield Step(tuple(sample for sample in places if sample is not None), group.state_after(step))
 
 
 def whole(order: PipelineFactory) -> list[Step]:
@@ -149,13 +157,13 @@ def test_the_rest_from_every_sample_equals_the_uninterrupted_run_twice_in_a_row(
         # The state as it travels and rests.
         again = reread(order, state)
         assert again == state
-        rest = steps(order, again, group_steps=1 + k % 7, burst=1 + k % 4)
+        rest = steps(order, again, group_micro_steps=1 + k % 7, burst=1 + k % 4)
         if k % 9 and k < len(uninterrupted) - 3:
             # A short way on, then from there once more: what works once may break the second time.
             ahead = [next(rest), next(rest)]
             assert ahead == uninterrupted[k : k + 2]
             again = reread(order, ahead[-1].state)
-            assert next(steps(order, again, group_steps=3)) == uninterrupted[k + 2]
+            assert next(steps(order, again, group_micro_steps=3)) == uninterrupted[k + 2]
         else:
             assert list(rest) == uninterrupted[k:]
 
@@ -296,7 +304,7 @@ def test_no_rank_of_two_sees_only_one_source(folder: Path) -> None:
         child["epochs"] = math.inf
     order = order_of(folder, document)
     pipeline = order.pipeline(order.initial())
-    plan = BatchPlan(start_index=0, world_size=2, batch_size=1, group_steps=2000)
+    plan = BatchPlan(start_index=0, world_size=2, batch_size=1, group_micro_steps=2000)
     group = pipeline.begin_group(plan)
     pipeline.fill(group, 2000)
     for rank in range(2):
@@ -311,7 +319,7 @@ def test_each_ranks_shares_are_the_runs(folder: Path) -> None:
     order = order_of(folder, document)
     pipeline = order.pipeline(order.initial())
     count = 3000
-    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=4, batch_size=1, group_steps=count))
+    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=4, batch_size=1, group_micro_steps=count))
     pipeline.fill(group, count)
     for source, share in enumerate(target_shares(order.config)):
         for rank in range(4):
@@ -319,19 +327,21 @@ def test_each_ranks_shares_are_the_runs(folder: Path) -> None:
             assert abs(found - share) < 4.5 * (share * (1 - share) / count) ** 0.5
 
 
-@pytest.mark.parametrize("last_step", ["drop", "pad"])
+@pytest.mark.parametrize("last_micro_step", ["drop", "pad"])
 @pytest.mark.parametrize(("world_size", "batch_size"), [(2, 4), (3, 3), (1, 1), (4, 100)])
-def test_the_last_step_is_dropped_or_padded(folder: Path, last_step: str, world_size: int, batch_size: int) -> None:
+def test_the_last_step_is_dropped_or_padded(
+    folder: Path, last_micro_step: str, world_size: int, batch_size: int
+) -> None:
     total = len(whole(order_of(folder)))
-    order = order_of(folder, mixture(last_step=last_step))
+    order = order_of(folder, mixture(last_micro_step=last_micro_step))
     step_samples = world_size * batch_size
     pipeline = order.pipeline(order.initial())
     group = pipeline.begin_group(
-        BatchPlan(start_index=0, world_size=world_size, batch_size=batch_size, group_steps=300)
+        BatchPlan(start_index=0, world_size=world_size, batch_size=batch_size, group_micro_steps=300)
     )
     pipeline.fill(group, 300)
     assert pipeline.ended == "every source is exhausted"
-    kept = total if last_step == "pad" else total - total % step_samples
+    kept = total if last_micro_step == "pad" else total - total % step_samples
     assert group.end == kept
     assert len(group.marks) == -(-kept // step_samples)
     assert pipeline.dropped_samples == total - kept
@@ -342,7 +352,7 @@ def test_the_last_step_is_dropped_or_padded(folder: Path, last_step: str, world_
             ids = group.ids(rank, 0, len(group.marks))
             sources = group.source_ids[rank, : len(group.marks)].ravel().tolist()
             assert not any(any(one) for one, source in zip(ids, sources, strict=True) if source == PADDING)
-        assert group.state_behind(len(group.marks) - 1).sample_index == total
+        assert group.state_after(len(group.marks) - 1).sample_index == total
         counts, starts = group.document_starts(0, len(group.marks) - 1, len(group.marks))
         assert sum(counts) == len(starts)
 
@@ -351,7 +361,7 @@ def test_data_that_end_with_a_step_end_with_the_next_one(folder: Path) -> None:
     order = order_of(folder)
     total = len(whole(order))
     pipeline = order.pipeline(order.initial())
-    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=total, group_steps=2))
+    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=total, group_micro_steps=2))
     pipeline.fill(group, 1)
     assert (len(group.marks), pipeline.ended) == (1, None)
     pipeline.fill(group, 1)
@@ -386,10 +396,10 @@ def test_a_pipeline_goes_forward_and_then_produces(folder: Path) -> None:
     uninterrupted = whole(order)
     pipeline = order.pipeline(order.initial())
     pipeline.advance(13)
-    group = pipeline.begin_group(BatchPlan(start_index=13, world_size=1, batch_size=1, group_steps=9))
+    group = pipeline.begin_group(BatchPlan(start_index=13, world_size=1, batch_size=1, group_micro_steps=9))
     pipeline.fill(group, 9)
     assert group.base == uninterrupted[12].state
-    assert [group.state_behind(i) for i in range(9)] == [step.state for step in uninterrupted[13:22]]
+    assert [group.state_after(i) for i in range(9)] == [step.state for step in uninterrupted[13:22]]
 
 
 def test_a_run_that_is_over_stays_over_after_a_restore(folder: Path) -> None:
@@ -405,7 +415,7 @@ def test_a_run_that_is_over_stays_over_after_a_restore(folder: Path) -> None:
 
 def test_text_that_is_tokenised_ahead_is_the_same_order(folder: Path) -> None:
     order = order_of(folder)
-    plan = BatchPlan(start_index=0, world_size=2, batch_size=2, group_steps=2000)
+    plan = BatchPlan(start_index=0, world_size=2, batch_size=2, group_micro_steps=2000)
     digests = []
     for ahead in (False, True):
         pipeline = order.pipeline(order.initial(), ahead=ahead)
@@ -426,7 +436,7 @@ def test_document_starts_are_told_while_the_producer_adds_a_step(folder: Path) -
 
     order = order_of(folder)
     pipeline = order.pipeline(order.initial())
-    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=3, batch_size=2, group_steps=9))
+    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=3, batch_size=2, group_micro_steps=9))
     pipeline.fill(group, 4)
     counts, starts = group.document_starts(1, 0, 4)
     assert sum(counts)

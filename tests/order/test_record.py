@@ -117,7 +117,7 @@ def test_a_mixture_file_that_differs_is_refused_with_each_field_and_both_values(
 
 
 def test_what_does_not_touch_the_order_may_change(folder: Path) -> None:
-    document = mixture(window_steps=9, last_step="pad")
+    document = mixture(window_micro_steps=9, last_micro_step="pad")
     child(document, 0)["alias"] = "other"
     assert digest_of(load(folder, order_of(folder).record.to_json(), document)) == digest_of(order_of(folder))
 

@@ -64,10 +64,10 @@ def shuffled(**fields: Any) -> dict[str, Any]:
 def states(timeline: Timeline) -> list[State]:
     """The state behind each sample, from the first."""
     pipeline = timeline.pipeline(timeline.initial())
-    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=2000))
+    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_micro_steps=2000))
     pipeline.fill(group, 2000)
     assert pipeline.ended == "every source is exhausted"
-    return [group.base, *(group.state_behind(step) for step in range(len(group.marks)))]
+    return [group.base, *(group.state_after(step) for step in range(len(group.marks)))]
 
 
 GOLDEN = {
@@ -104,7 +104,7 @@ def test_every_token_comes_as_often_as_there_are_epochs(folder: Path) -> None:
     document["mixture"]["children"][1]["epochs"] = 2
     order = order_of(folder, document)
     pipeline = order.pipeline(order.initial())
-    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=5000))
+    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_micro_steps=5000))
     pipeline.fill(group, 5000)
     found: dict[int, Counter[int]] = {source: Counter() for source in range(4)}
     sources = group.source_ids.reshape(-1)[: len(group.marks)].tolist()
@@ -218,11 +218,14 @@ def test_a_fork_takes_a_shuffled_source_over_only_with_all_that_draws_its_order(
         return order_of(folder, document)
 
     for says, order in (
-        ("its seed: 7 in run 'test', 8 in 'fork'", fork(seed=8)),
-        ("its shuffle_window_rows: 10 in", fork(lambda children: children[0].update(shuffle_window_rows=11))),
-        ("its shuffle: rows in", fork(lambda children: children[1].update(shuffle="shards"))),
-        ("its lanes: 3 in", fork(lambda children: children[3].update(lanes=2))),
-        ("its place in the mixture .*: 3 in", fork(lambda children: children.reverse())),
+        ("seed is 7 in run 'test' and 8 in 'fork': it is shuffled", fork(seed=8)),
+        (
+            ": shuffle_window_rows is 10 in run .*: it is shuffled",
+            fork(lambda children: children[0].update(shuffle_window_rows=11)),
+        ),
+        (": shuffle is rows in run .*: it is shuffled", fork(lambda children: children[1].update(shuffle="shards"))),
+        (": lanes is 3 in run .*: it is shuffled", fork(lambda children: children[3].update(lanes=2))),
+        (": place in the mixture .* is 3 in run .*: it is shuffled", fork(lambda children: children.reverse())),
     ):
         with pytest.raises(SnapshotInvalid, match=says):
             _refuse_other_documents(ours, order)
@@ -238,7 +241,7 @@ def test_the_part_of_an_epoch_that_lanes_share_cannot_become_another(folder: Pat
     says = f"code: epochs is {epochs:g} and would be {other:g}, but its 3 lanes share the rows of an epoch"
     with pytest.raises(ConfigError, match=says):
         revised(Timeline(order(epochs)), 5, set=[{"child": "code", "epochs": other}])
-    with pytest.raises(SnapshotInvalid, match=f"epochs is {epochs:g} in run 'test' and {other:g} in 'fork', but its 3"):
+    with pytest.raises(SnapshotInvalid, match=f"epochs is {epochs:g} in run 'test' and {other:g} in 'fork': its 3"):
         _refuse_other_documents(order(epochs), order(other, run="fork"))
 
     revised(Timeline(order(epochs, lanes=1)), 5, set=[{"child": "code", "epochs": other}])
@@ -275,7 +278,7 @@ def test_a_long_document_is_spread_over_the_samples_of_all_lanes(tmp_path: Path)
         document = mixture(mixture={"policy": "sequential", "children": [{"source": spec, **options}]})
         order = order_of(tmp_path, document)
         pipeline = order.pipeline(order.initial())
-        group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=9000))
+        group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_micro_steps=9000))
         pipeline.fill(group, 9000)
         has = np.array([1 in memoryview(ids).cast("H").tolist() for ids in group.ids(0, 0, len(group.marks))])
         assert 100 <= has.sum() <= 102

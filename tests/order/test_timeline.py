@@ -51,8 +51,8 @@ def filled(pipeline: Pipeline, plan: BatchPlan, bursts: random.Random) -> list[S
     while pipeline.ended is None:
         group = pipeline.begin_group(plan)
         groups.append(group)
-        while len(group.marks) < plan.group_steps and pipeline.ended is None:
-            pipeline.fill(group, bursts.randint(1, plan.group_steps))
+        while len(group.marks) < plan.group_micro_steps and pipeline.ended is None:
+            pipeline.fill(group, bursts.randint(1, plan.group_micro_steps))
     return groups
 
 
@@ -102,7 +102,7 @@ def _end(timeline: Timeline) -> State:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_the_state_behind_every_step_is_that_of_a_walk(folder: Path, seed: int) -> None:
+def test_the_state_after_every_step_is_that_of_a_walk(folder: Path, seed: int) -> None:
     rng = random.Random(seed)
     timeline = Timeline(order_of(folder))
     index = 0
@@ -114,12 +114,12 @@ def test_the_state_behind_every_step_is_that_of_a_walk(folder: Path, seed: int) 
             continue
     states = walked(timeline)
     plan = BatchPlan(
-        start_index=0, world_size=rng.randint(1, 3), batch_size=rng.randint(1, 3), group_steps=rng.randint(1, 6)
+        start_index=0, world_size=rng.randint(1, 3), batch_size=rng.randint(1, 3), group_micro_steps=rng.randint(1, 6)
     )
     for group in filled(timeline.pipeline(timeline.initial()), plan, rng):
         assert timeline.encode(group.base) == states[group.begin]
         for step, mark in enumerate(group.marks):
-            assert timeline.encode(group.state_behind(step)) == states[mark.sample_index]
+            assert timeline.encode(group.state_after(step)) == states[mark.sample_index]
 
 
 def test_a_change_holds_at_once(folder: Path) -> None:
@@ -158,7 +158,7 @@ def test_rows_stay_left_out_when_their_source_gets_another_alias(folder: Path) -
 
 def test_a_longer_context_begins_where_its_phase_does(folder: Path) -> None:
     document = mixture(
-        last_step="pad",
+        last_micro_step="pad",
         phases=[
             {"until_tokens": 90},
             {"until_tokens": 200, "sequence_length": 16},
@@ -180,11 +180,11 @@ def test_a_longer_context_begins_where_its_phase_does(folder: Path) -> None:
         pipeline.advance(len(states))
         assert timeline.encode(pipeline.state()) == timeline.encode(_end(timeline))
     pipeline = timeline.pipeline(timeline.initial())
-    plan = BatchPlan(start_index=0, world_size=1, batch_size=5, group_steps=4)
+    plan = BatchPlan(start_index=0, world_size=1, batch_size=5, group_micro_steps=4)
     (group,) = filled(pipeline, plan, random.Random(0))
     assert [mark.sample_index for mark in group.marks] == [5, 10, 12]
     assert pipeline.ended is not None and "sequence length of 16" in pipeline.ended
-    assert timeline.encode(group.state_behind(2)) == states[12]
+    assert timeline.encode(group.state_after(2)) == states[12]
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,17 @@ def test_a_longer_context_begins_where_its_phase_does(folder: Path) -> None:
         ({"add": [{"child": {"source": CODE}}]}, "is in the mixture already"),
         ({"add": [{"child": {"source": EXTRA}, "to": "code"}]}, "'code' is a source"),
         ({"add": [{"child": {"source": EXTRA, "wieght": 1}}]}, "add.0.child.*wieght|wieght"),
-        ({"exclude": {"file": "nothing.jsonl"}}, "exclude.file: 'nothing.jsonl' cannot be read"),
+        ({"exclude": {"file": "nothing.jsonl"}}, r"exclude.file: 'nothing.jsonl' cannot be read \(no such file\)"),
+        ({"exclude": {"file": "/dev/stdin"}}, "exclude.file: '/dev/stdin' cannot be read"),
+        ({"exclude": {"file": "a\x00b"}}, r"exclude.file: 'a\\x00b' cannot be read"),
+        ({"exclude": {"file": "data/code-0.parquet"}}, "'data/code-0.parquet' cannot be read as JSON lines"),
+        ({"add": [{"child": {"source": "parquet:none-*.parquet:ids"}}]}, "no file matches"),
+        ({"add": [{"child": {"source": "parquet:\x00.parquet:ids"}}]}, r"source 'parquet:\\x00.parquet:ids': no file"),
+        ({"add": [{"child": {"source": f"parquet:{'x' * 900}:ids"}}]}, r"cannot be looked up \(File name too long\)"),
+        (
+            {"mixture": {"policy": "weighted", "children": [CHILD]}, "drop": ["code"]},
+            "so set, add and drop must be left",
+        ),
         ({"add": [{"child": {"source": EXTRA, "presence": "dropped"}}]}, r"add\.0\.child\.presence: unknown key"),
         ({"append_files": ["docs"]}, "'docs' has no file that the run does not read already"),
         ({"set": [{"child": "code", "weight": 2}]}, "this changes nothing"),
@@ -262,7 +272,7 @@ def test_files_appended_by_the_first_of_two_revisions_at_one_sample_wake_their_s
 
 
 def test_a_phase_in_which_a_revision_begins_is_told_apart(folder: Path) -> None:
-    document = mixture(last_step="pad", phases=[{"until_tokens": 80}, {"sequence_length": 16}])
+    document = mixture(last_micro_step="pad", phases=[{"until_tokens": 80}, {"sequence_length": 16}])
     timeline = revised(Timeline(order_of(folder, document)), 10, set=[{"child": "code", "weight": 9}])
     (switch,) = timeline.switches(0)
     assert switch.ends is not None and "sample 10 begins phase 1" in switch.ends
@@ -292,7 +302,7 @@ def test_a_node_that_a_source_leaves_keeps_its_turn(folder: Path) -> None:
 
 def test_a_phase_of_less_than_a_sample_gives_nothing(folder: Path) -> None:
     phases = [{"until_tokens": 90}, {"until_tokens": 95, "sequence_length": 4}, {"sequence_length": 16}]
-    timeline = Timeline(order_of(folder, mixture(last_step="pad", phases=phases)))
+    timeline = Timeline(order_of(folder, mixture(last_micro_step="pad", phases=phases)))
     assert [(each.begin, each.phase) for each in timeline.segments] == [(0, 0), (12, 2)]
     pipeline = timeline.pipeline(timeline.initial())
     pipeline.advance(12)
@@ -472,7 +482,7 @@ def test_rows_that_are_left_out_of_a_window_under_way_leave_its_other_samples_as
     given = {}
     for timeline in (plain, revised(plain, 3, exclude={"file": "out.jsonl"})):
         pipeline, found = timeline.pipeline(timeline.initial()), []
-        plan = BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=4)
+        plan = BatchPlan(start_index=0, world_size=1, batch_size=1, group_micro_steps=4)
         for group in filled(pipeline, plan, random.Random()):
             found += [set(timeline.first.form.ids(sample).tolist()) for sample in group.ids(0, 0, len(group.marks))]
         given[timeline is plain] = found
@@ -510,7 +520,7 @@ def test_a_part_of_an_epoch_of_packed_windows_cannot_become_another(folder: Path
 def test_a_window_under_way_where_samples_become_longer_is_packed_again(folder: Path) -> None:
     document = mixture(
         packing="best_fit",
-        last_step="pad",
+        last_micro_step="pad",
         sequence_length=16,
         phases=[{"until_tokens": 160}, {"sequence_length": 64}],
         mixture={"policy": "sequential", "children": [{"source": CODE, "alias": "code"}]},

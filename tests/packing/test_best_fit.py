@@ -18,7 +18,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import flat, order_of, reread
-from support.documents import EOT, Row, Sample, documents_of, samples_of, state_behind
+from support.documents import EOT, Row, Sample, documents_of, samples_of, state_after
 from tokenloom_server.core.hashing import Purpose, draw
 from tokenloom_server.core.state import Cursor, RowCounts, SourceState
 from tokenloom_server.errors import SourceError
@@ -192,7 +192,7 @@ def test_samples_places_and_counters_are_those_of_the_definition(case: Case) -> 
 def test_a_packer_goes_on_from_every_sample_whatever_the_pieces(case: Case, piece: int) -> None:
     samples = case.samples(25)
     for k in range(1, len(samples) + 1):
-        state = state_behind(samples[:k], case.length)
+        state = state_after(samples[:k], case.length)
         assert case.samples(25 - k, state, piece) == samples[k:]
         parts = case.packer(state, piece).parts(25 - k)
         assert [tuple(chain.from_iterable(part.ids.tolist() for part in its)) for its in parts] == [
@@ -209,7 +209,7 @@ def test_rows_that_are_excluded_within_a_window_do_not_move_the_others(
     samples = case.samples(40)[:k]
     if not samples or not has_tokens(changed):
         return
-    state = state_behind(samples, case.length)
+    state = state_after(samples, case.length)
     before, now = case.samples(20, state), changed.samples(20, state)
     # What comes is what would have come, without the row's tokens.
     shard, at = more
@@ -264,7 +264,7 @@ def test_a_long_document_is_cut_into_full_samples_and_its_rest_is_packed() -> No
     assert found[-1].tally == RowCounts(padding_tokens=3, cut_documents=1)
 
 
-def test_a_state_behind_more_samples_than_the_window_has_is_refused() -> None:
+def test_a_state_after_more_samples_than_the_window_has_is_refused() -> None:
     case = Case((((1, 2, 3), (4, 5)),), 4)
     with pytest.raises(SourceError, match=r"stands behind 7 samples of the window .* row 0 of shard-0"):
         case.samples(1, SourceState(cursor=Cursor(0, 0, 0, 7), samples=7, tokens=28))
@@ -282,7 +282,7 @@ def test_files_that_came_later_leave_the_windows_before_them_as_they_were() -> N
     before, after = Case((rows,), 4), Case((rows, rows), 4, closed_before=(1,))
     samples = before.samples(99)
     for k in range(1, len(samples)):
-        state = state_behind(samples[:k], 4)
+        state = state_after(samples[:k], 4)
         assert after.samples(99, state)[: len(samples) - k] == samples[k:]
 
 
@@ -304,7 +304,7 @@ def test_bad_and_filtered_rows_and_masks_go_with_every_packing(
     order = order_of(tmp_path, document)
     states, found = [order.initial()], []
     pipeline = order.pipeline(order.initial())
-    plan = BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=1)
+    plan = BatchPlan(start_index=0, world_size=1, batch_size=1, group_micro_steps=1)
     while pipeline.ended is None:
         group = pipeline.begin_group(plan)
         pipeline.fill(group, 1)

@@ -42,21 +42,21 @@ class Step(NamedTuple):
     behind: State
 
 
-def steps(pipeline: Pipeline, world_size: int = 1, group_steps: int = 3) -> Iterator[Step]:
+def steps(pipeline: Pipeline, world_size: int = 1, group_micro_steps: int = 3) -> Iterator[Step]:
     while pipeline.ended is None:
         plan = BatchPlan(
             start_index=pipeline.sample_index,
             world_size=world_size,
             batch_size=SIZE // world_size,
-            group_steps=group_steps,
+            group_micro_steps=group_micro_steps,
         )
         group = pipeline.begin_group(plan)
-        pipeline.fill(group, group_steps)
+        pipeline.fill(group, group_micro_steps)
         for step in range(len(group.marks)):
             assert len(set(group.source_ids[:, step].ravel().tolist())) == 1, "a step is of one source"
             ranks = sorted(range(world_size), key=lambda rank: group.slice_of(step, rank))
             samples = [bytes(sample) for rank in ranks for sample in group.ids(rank, step, step + 1)]
-            yield Step(int(group.source_ids[0, step, 0]), group.batch_of(step), samples, group.state_behind(step))
+            yield Step(int(group.source_ids[0, step, 0]), group.batch_of(step), samples, group.state_after(step))
 
 
 def numbers_of(step: Step) -> list[int]:
@@ -108,7 +108,7 @@ def test_the_rest_from_every_step_on_any_ranks_equals_the_uninterrupted_run(
     for at, step in enumerate(whole):
         assert step.behind.sample_index == (at + 1) * SIZE
         assert reread(order, step.behind) == step.behind
-        rest = list(steps(order.pipeline(step.behind), world_size=(1, 2, 4)[at % 3], group_steps=1 + at % 4))
+        rest = list(steps(order.pipeline(step.behind), world_size=(1, 2, 4)[at % 3], group_micro_steps=1 + at % 4))
         assert [sample for more in rest for sample in more.samples] == samples[(at + 1) * SIZE :]
         assert [more.batch for more in rest] == [more.batch for more in whole[at + 1 :]]
         if rest:
@@ -269,8 +269,8 @@ def test_a_source_without_a_full_batch_drops_out_and_the_rest_goes_on(folder: Pa
 def test_steps_are_whole_batches_and_no_place_lies_within_one(folder: Path) -> None:
     order = order_of(folder, document())
     pipeline = order.pipeline(order.initial())
-    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=2, group_steps=1))
-    with pytest.raises(JoinRefused, match=r"a step of 2 samples .* global batches of 4"):
+    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=2, group_micro_steps=1))
+    with pytest.raises(JoinRefused, match=r"a micro-step of 2 samples .* global batches of 4"):
         pipeline.fill(group, 1)
     with pytest.raises(ConfigError, match=r"sample 6 lies within a global batch of 4.*such as 4"):
         order.pipeline(order.initial()).advance(6)
@@ -345,7 +345,7 @@ def test_revisions_bring_and_pause_sources_at_whole_batches_and_leave_the_bucket
         timeline = Timeline(order)
         revised_course = revised(timeline, 8, add=[{"child": {"source": "arrow:late:*", "alias": "late"}}])
         revised_course = revised(revised_course, 24, set=[{"child": "latents", "paused": True}])
-        whole = list(steps(revised_course.pipeline(revised_course.initial()), group_steps=5))
+        whole = list(steps(revised_course.pipeline(revised_course.initial()), group_micro_steps=5))
         assert {step.source for step in whole[:2]} <= {0, 1}
         assert 0 not in {step.source for step in whole[6:]}
         sources = Counter(step.source for step in whole)

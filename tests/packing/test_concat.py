@@ -15,7 +15,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import numbers
-from support.documents import EOT, MemorySource, Row, Sample, documents_of, samples_of, state_behind
+from support.documents import EOT, MemorySource, Row, Sample, documents_of, samples_of, state_after
 from tokenloom_server.core.state import Cursor, RowCounts, SourceState
 from tokenloom_server.errors import SourceError
 from tokenloom_server.packing.concat import ConcatPacker
@@ -155,7 +155,7 @@ def test_a_packer_goes_on_from_every_sample_whatever_the_pieces(case: Case, piec
     limit = 25
     samples = taken(case.packer(), limit)
     for k in range(1, len(samples) + 1):
-        state = state_behind(samples[:k], case.length)
+        state = state_after(samples[:k], case.length)
         assert taken(case.packer(state, piece), limit - k) == samples[k:]
         parts = case.packer(state, piece).parts(limit - k)
         assert [tuple(chain.from_iterable(part.ids.tolist() for part in its)) for its in parts] == [

@@ -53,7 +53,7 @@ def steps(order: PipelineFactory, pipeline: Pipeline | None = None) -> Iterator[
     layout = layout_of(order)
     pipeline = pipeline or order.pipeline(order.initial())
     pool = ArrayPool.of(layout)
-    plan = BatchPlan(start_index=pipeline.sample_index, world_size=WORLD, batch_size=BATCH, group_steps=GROUP)
+    plan = BatchPlan(start_index=pipeline.sample_index, world_size=WORLD, batch_size=BATCH, group_micro_steps=GROUP)
     while pipeline.ended is None:
         group = pipeline.begin_group(plan)
         for burst in (1, 2, 1):
@@ -83,17 +83,17 @@ PACKINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("last_step", ["pad", "drop"])
+@pytest.mark.parametrize("last_micro_step", ["pad", "drop"])
 @pytest.mark.parametrize("boundaries", [False, True], ids=["plain", "boundaries"])
 @pytest.mark.parametrize("labels", ["same", "shifted"])
 @pytest.mark.parametrize("name", PACKINGS)
 def test_each_step_says_what_its_ranks_tensors_have(
-    folder: Path, name: str, labels: str, boundaries: bool, last_step: str
+    folder: Path, name: str, labels: str, boundaries: bool, last_micro_step: str
 ) -> None:
     sources = [CODE, DOCS, PROSE, WIKI]
     masked = not name.startswith("concat")
     document = flat([*sources, MASKED] if masked else sources, labels=labels, sequence_length=24, pad_id=0)
-    document |= {"last_step": last_step, "mask_boundaries": boundaries} | PACKINGS[name]
+    document |= {"last_micro_step": last_micro_step, "mask_boundaries": boundaries} | PACKINGS[name]
     if masked:
         document["mixture"]["children"][-1]["loss_mask"] = "mask"
     order = order_of(folder, document)
@@ -107,7 +107,7 @@ def test_each_step_says_what_its_ranks_tensors_have(
     assert len(seen) > 8
     # (The samples of some of these fill their last step.)
     has_padding = any(PADDING in batch["source_ids"] for batch in seen[-1])
-    assert has_padding == (last_step == "pad" and samples % (WORLD * BATCH) > 0)
+    assert has_padding == (last_micro_step == "pad" and samples % (WORLD * BATCH) > 0)
     assert (seen[0][0]["global_tokens"] == full) == name.startswith("concat")
 
 
@@ -142,7 +142,7 @@ def test_boundaries_are_counted_where_rows_are_rearranged_or_read_in_turn(
 def test_samples_that_are_always_full_are_not_looked_at(folder: Path) -> None:
     order = order_of(folder, flat([CODE, WIKI], labels="shifted"))
     pipeline = order.pipeline(order.initial())
-    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=WORLD, batch_size=BATCH, group_steps=GROUP))
+    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=WORLD, batch_size=BATCH, group_micro_steps=GROUP))
     pipeline.fill(group, GROUP)
 
     assert not group.real.varies and group.counts == []

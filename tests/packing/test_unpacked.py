@@ -13,7 +13,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.documents import EOT, Sample, documents_of, samples_of, state_behind
+from support.documents import EOT, Sample, documents_of, samples_of, state_after
 from tokenloom_server.core.state import Cursor, RowCounts, SourceState
 from tokenloom_server.packing import unpacked
 from tokenloom_server.packing.samples import SampleFormat
@@ -126,7 +126,7 @@ def test_samples_places_and_counters_are_those_of_the_definition(case: Case) -> 
 def test_a_packer_goes_on_from_every_sample_whatever_the_pieces(case: Case, piece: int) -> None:
     samples = case.samples(25)
     for k in range(1, len(samples) + 1):
-        state = state_behind(samples[:k], case.length)
+        state = state_after(samples[:k], case.length)
         assert case.samples(25 - k, state, piece) == samples[k:]
         parts = case.packer(state, piece).parts(25 - k)
         assert [tuple(chain.from_iterable(part.ids.tolist() for part in its)) for its in parts] == [

@@ -218,7 +218,7 @@ def test_phases_and_revisions_that_lie_ahead_are_planned_as_they_will_be(folder:
     document = corpora.mixture(
         mixture={"policy": "weighted", "children": [source(0), source(1, weight=2), source(2)]},
         sequence_length=8,
-        last_step="pad",
+        last_micro_step="pad",
         phases=[{"until_tokens": 100_004}, {"until_tokens": 240_000, "mixture": later}, {"sequence_length": 16}],
     )
     order = corpora.order_of(folder, document)

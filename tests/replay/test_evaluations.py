@@ -339,7 +339,7 @@ def test_sources_of_every_phase_are_validated(folder: Path) -> None:
     later = {"policy": "weighted", "children": [{"source": WIKI, "holdout": SHARE}, {"source": PROSE}]}
     earlier = {"policy": "sequential", "children": [{"source": CODE, "holdout": SHARE}, {"source": DOCS}]}
     phases = [{"until_tokens": 80}, {"mixture": later}]
-    with serving(folder, mixture(mixture=earlier, phases=phases, last_step="pad", tail="pad")) as (url, _):
+    with serving(folder, mixture(mixture=earlier, phases=phases, last_micro_step="pad", tail="pad")) as (url, _):
         found = evaluated(url)
         with RemoteDataset(url, 2, rank=0, world_size=1, attempt="a") as training:
             next(iter(training))

@@ -100,7 +100,7 @@ def test_revisions_are_in_the_receipts_after_them_and_in_the_report(
     rows = tmp_path / "takedown.csv"
     rows.write_text("spec,shard,row\n" + "".join(f"{CODE},data/code-0.parquet,{row}\n" for row in range(9, 13)))
     change = {"reason": "taken down", "author": "ada", "exclude": {"file": str(rows)}}
-    with serving(folder, tmp_path, flat([CODE, WIKI], window_steps=4)) as served:
+    with serving(folder, tmp_path, flat([CODE, WIKI], window_micro_steps=4)) as served:
         trainer = Trainer(served, 1, 1).train_to(4)
         index = served.revision_handler.revise(MixtureChange.model_validate(change)).sample_index
         trainer.train_to(index + 10)
@@ -123,7 +123,7 @@ def opening(generation: int, parent: int, start: int) -> Opening:
         attempt=f"a{generation}",
         world_size=2,
         batch_size=4,
-        group_steps=1,
+        group_micro_steps=1,
         start_index=start,
         start_state="{}",
         opened_at=1.8e9,

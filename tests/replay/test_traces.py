@@ -28,6 +28,7 @@ from tokenloom_server.errors import (
 )
 from tokenloom_server.ledger.commands import Pin, ThinJournal
 from tokenloom_server.order.replay import Replay
+from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.replay.documents import by_source, explain
 from tokenloom_server.replay.past import MAX_PEEKS
 from tokenloom_server.replay.peek import Peek
@@ -112,7 +113,7 @@ def test_the_documents_of_every_sample_are_the_sample(folder: Path, tmp_path: Pa
             found = served.traces.sample(index, None, index % 7 == 0)
             digest = digest_after(digest, source, wire)
             assert (found.sample, found.source_id, found.spec) == (index, source, order.record.specs[source])
-            assert (found.generation, found.status, found.step, found.rank, found.place) == (
+            assert (found.generation, found.status, found.micro_step, found.rank, found.place) == (
                 1,
                 "committed",
                 index,
@@ -165,14 +166,14 @@ def test_begin_of_text_ids_belong_to_their_rows(folder: Path, tmp_path: Path, na
 
 
 def test_a_step_is_what_each_rank_got_and_the_data_end_within_a_padded_one(folder: Path, tmp_path: Path) -> None:
-    document = flat([DOCS, PROSE], last_step="pad", sequence_length=16)
+    document = flat([DOCS, PROSE], last_micro_step="pad", sequence_length=16)
     with serving(folder, tmp_path, document) as served:
         trainer = Trainer(served, 1, 4).train_to(10**6)
         length = len(trainer.taken())
         assert length % 4, "the data shall end within a step"
         for step in range(-(-length // 4)):
-            found = served.traces.step(step, None, None, False)
-            assert found == served.traces.step(step, 0, None, False)
+            found = served.traces.micro_step(step, None, None, False)
+            assert found == served.traces.micro_step(step, 0, None, False)
             assert (found.begin, found.end, found.world_size, found.batch_size) == (
                 step * 4, min(step * 4 + 4, length), 1, 4,
             )  # fmt: skip
@@ -180,12 +181,12 @@ def test_a_step_is_what_each_rank_got_and_the_data_end_within_a_padded_one(folde
             assert only.padding == 4 - (found.end - found.begin)
             for place, sample in enumerate(only.samples):
                 source, wire = trainer.taken()[step * 4 + place]
-                assert (sample.sample, sample.step, sample.place, sample.source_id) == (
+                assert (sample.sample, sample.micro_step, sample.place, sample.source_id) == (
                     step * 4 + place, step, place, source,
                 )  # fmt: skip
                 assert documents_ids(sample) == ids_of(wire)
-        with pytest.raises(BeyondHorizon, match=rf"step {step + 1} of run 'test' was not .* before {length};"):
-            served.traces.step(step + 1, None, None, False)
+        with pytest.raises(BeyondHorizon, match=rf"micro-step {step + 1} of run 'test' was not .* before {length};"):
+            served.traces.micro_step(step + 1, None, None, False)
         with pytest.raises(BeyondHorizon, match=rf"sample {length} of run 'test' was not delivered"):
             served.traces.sample(length, None, False)
 
@@ -209,23 +210,23 @@ def test_a_generation_that_was_taken_back_is_still_told(folder: Path, tmp_path: 
         }
         for (index, generation), where in told.items():
             found = served.traces.sample(index, generation, False)
-            assert (found.generation, found.status, found.step, found.place) == where
+            assert (found.generation, found.status, found.micro_step, found.place) == where
             assert documents_ids(found) == ids_of(first.taken()[index].ids)
-        rewound = served.traces.step(49, 0, 1, True).ranks[0].samples[0]
+        rewound = served.traces.micro_step(49, 0, 1, True).ranks[0].samples[0]
         assert rewound == served.traces.sample(49, 1, True)
         # Nothing that lies ahead of the present generation is told of it.
         with pytest.raises(BeyondHorizon, match=r"generation 2, which began at sample 20, has produced those before"):
             served.traces.sample(10**6, None, False)
         with pytest.raises(BeyondHorizon, match=r"sample 1000000 is \d+ samples beyond sample .* goes 65536 further"):
             served.traces.sample(10**6, 1, False)
-        with pytest.raises(BeyondHorizon, match=r"step 5000 of generation 1 does not exist: .* the data end at"):
-            served.traces.step(5000, None, 1, False)
+        with pytest.raises(BeyondHorizon, match=r"micro-step 5000 of generation 1 does not exist: .* the data end at"):
+            served.traces.micro_step(5000, None, 1, False)
         with pytest.raises(BeyondHorizon, match=r"sample 5000 does not exist: the data end at sample \d+"):
             served.traces.sample(5000, 1, False)
         with pytest.raises(NotFound, match=r"there is no generation 3; the ledger has 1 to 2"):
             served.traces.sample(0, 3, False)
         with pytest.raises(ConfigError, match=r"rank is 1, but generation 2 has ranks 0 to 0"):
-            served.traces.step(0, 1, None, False)
+            served.traces.micro_step(0, 1, None, False)
 
 
 def test_of_a_run_that_nobody_joined_nothing_is_told(folder: Path, tmp_path: Path) -> None:
@@ -233,7 +234,7 @@ def test_of_a_run_that_nobody_joined_nothing_is_told(folder: Path, tmp_path: Pat
         with pytest.raises(BeyondHorizon, match="has delivered nothing yet: no trainer has joined it"):
             served.traces.sample(0, None, False)
         with pytest.raises(BeyondHorizon, match="has delivered nothing yet"):
-            served.traces.step(0, None, 1, False)
+            served.traces.micro_step(0, None, 1, False)
 
 
 # Bounds
@@ -244,7 +245,7 @@ def test_how_far_an_old_generation_came_is_taken_from_its_journal(
 ) -> None:
     monkeypatch.setattr("tokenloom_server.replay.past.AHEAD_SAMPLES", 3)
     monkeypatch.setattr("tokenloom_server.run.sizing.MESSAGE_STEPS", 4)
-    with serving(folder, tmp_path, mixture(window_steps=4)) as served:
+    with serving(folder, tmp_path, mixture(window_micro_steps=4)) as served:
         first = Trainer(served, 1, 1)
         for to in range(4, 72, 4):
             first.train_to(to)
@@ -266,16 +267,16 @@ def test_a_trace_has_so_many_tokens_and_documents_but_for_one_sample(
 ) -> None:
     with serving(folder, tmp_path, flat([PROSE], sequence_length=32)) as served:
         Trainer(served, 1, 4).train_to(10**6)
-        assert len(served.traces.step(1, None, None, False).ranks[0].samples) == 4
+        assert len(served.traces.micro_step(1, None, None, False).ranks[0].samples) == 4
         monkeypatch.setattr("tokenloom_server.replay.trace.MAX_DOCUMENTS", 3)
         with pytest.raises(LimitExceeded, match=r"4 samples have more than 3 documents, .* ask for one rank"):
-            served.traces.step(1, None, None, False)
+            served.traces.micro_step(1, None, None, False)
         monkeypatch.setattr("tokenloom_server.replay.trace.MAX_TEXT_TOKENS", 100)
         with pytest.raises(LimitExceeded, match="and one trace tells of 100 at most with their text: ask for one rank"):
-            served.traces.step(1, None, None, True)
+            served.traces.micro_step(1, None, None, True)
         monkeypatch.setattr("tokenloom_server.replay.trace.MAX_TOKENS", 63)
         with pytest.raises(LimitExceeded, match="4 samples have 128 tokens, and one trace tells of 63 at most"):
-            served.traces.step(1, None, None, False)
+            served.traces.micro_step(1, None, None, False)
         assert len(served.traces.sample(4, None, False).documents) > 0
 
 
@@ -319,7 +320,7 @@ def test_rows_that_changed_since_are_not_told_as_if_they_were_the_sample(tmp_pat
     with serving(folder, ledger, flat([PROSE])) as served:
         Trainer(served, 1, 1).train_to(4)
         order = served.coordinator.order
-        group = Replay(order, order.initial()).samples(1, 4)
+        group = Replay(Timeline(order), order.initial()).samples(1, 4)
         path = folder / PATHS[PROSE][0]
         written = path.stat()
         path.write_bytes(path.read_bytes().translate(bytes.maketrans(b"123", b"321")))
@@ -358,7 +359,7 @@ def test_samples_before_and_behind_revisions_are_told_by_the_rows_they_had(
     excluded = tmp_path / "out.jsonl"
     lines = [{"spec": CODE, "shard": PATHS[CODE][0], "row": row} for row in range(5, 14)]
     excluded.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    document = flat([CODE, PROSE, WIKI], window_steps=4, labels="shifted", last_step="pad")
+    document = flat([CODE, PROSE, WIKI], window_micro_steps=4, labels="shifted", last_micro_step="pad")
     with serving(folder, tmp_path, document) as served:
         trainer = Trainer(served, 1, 1).train_to(6)
         revisions = [
@@ -383,7 +384,7 @@ def test_samples_before_and_behind_revisions_are_told_by_the_rows_they_had(
         late = Trainer(served, 1, 7, resume="fresh").train_to(10**6)
         assert late.taken() == trainer.taken()
         for step in range(len(late.taken()) // 7):
-            found = served.traces.step(step, 0, 2, True)
+            found = served.traces.micro_step(step, 0, 2, True)
             assert [sample.sample for sample in found.ranks[0].samples] == list(range(step * 7, step * 7 + 7))
             for sample in found.ranks[0].samples:
                 assert sample.ids == ids_of(late.taken()[sample.sample].ids)
@@ -394,7 +395,7 @@ def test_a_generation_from_before_a_revision_is_told_without_it(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_groups(monkeypatch)
-    with serving(folder, tmp_path, flat([CODE, PROSE, WIKI], window_steps=4)) as served:
+    with serving(folder, tmp_path, flat([CODE, PROSE, WIKI], window_micro_steps=4)) as served:
         first = Trainer(served, 1, 1).train_to(60)
         text, _ = served.history.snapshot(20)
         second = Trainer(served, 1, 1, state=text.encode()).train_to(24)
@@ -406,14 +407,17 @@ def test_a_generation_from_before_a_revision_is_told_without_it(
         told_as_received(served, first, range(60), 1)
         told_as_received(served, first, range(20))
         for step in range(60):
-            assert served.traces.step(step, 0, 1, True).ranks[0].samples[0].ids == ids_of(first.taken()[step].ids)
+            assert served.traces.micro_step(step, 0, 1, True).ranks[0].samples[0].ids == ids_of(first.taken()[step].ids)
 
 
 def test_a_peek_ahead_takes_a_revision_that_comes_or_is_told_that_it_came_too_late(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_groups(monkeypatch)
-    with serving(folder, tmp_path, flat([CODE, PROSE, WIKI], window_steps=4)) as served, ExitStack() as open_peeks:
+    with (
+        serving(folder, tmp_path, flat([CODE, PROSE, WIKI], window_micro_steps=4)) as served,
+        ExitStack() as open_peeks,
+    ):
         trainer = Trainer(served, 1, 1).train_to(4)
         near, far, resting = (
             open_peeks.enter_context(served.peeks.open(served.coordinator.uid, at, 1)) for at in (5, 70, 70)
@@ -453,7 +457,7 @@ def test_a_skip_that_was_pinned_before_a_revision_takes_it(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_groups(monkeypatch)
-    with serving(folder, tmp_path, flat([CODE, PROSE, WIKI], window_steps=4)) as served:
+    with serving(folder, tmp_path, flat([CODE, PROSE, WIKI], window_micro_steps=4)) as served:
         trainer = Trainer(served, 1, 1).train_to(8)
         coordinator = served.coordinator
         text, _ = served.history.snapshot(8)
@@ -474,7 +478,7 @@ def test_a_generation_whose_revision_was_dropped_since_is_not_told_without_it(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_groups(monkeypatch)
-    with serving(folder, tmp_path, flat([CODE, PROSE, WIKI], window_steps=4)) as served:
+    with serving(folder, tmp_path, flat([CODE, PROSE, WIKI], window_micro_steps=4)) as served:
         first = Trainer(served, 1, 1).train_to(4)
         text, _ = served.history.snapshot(4)
         index = served.revision_handler.revise(change(drop=[PROSE])).sample_index

@@ -32,7 +32,7 @@ def made(folder: Path, tmp_path: Path) -> Iterator[Callable[..., Place]]:
     places: list[Place] = []
 
     def make(**fields: Any) -> Place:
-        places.append(Place(folder, tmp_path, mixture(**({"window_steps": 6} | fields))))
+        places.append(Place(folder, tmp_path, mixture(**({"window_micro_steps": 6} | fields))))
         return places[-1]
 
     yield make

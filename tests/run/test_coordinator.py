@@ -23,12 +23,12 @@ def test_a_group_has_the_more_messages_the_more_its_state_costs(
 ) -> None:
     coordinator = made().serve().coordinator
     message = coordinator.message_steps(2)
-    assert coordinator.group_steps(2, 2) == message
+    assert coordinator.group_micro_steps(2, 2) == message
     monkeypatch.setattr("tokenloom_server.run.sizing.SOURCES_PER_MESSAGE", 2)
-    assert coordinator.group_steps(2, 2) == (1 + len(coordinator.order.record.specs) // 2) * message
+    assert coordinator.group_micro_steps(2, 2) == (1 + len(coordinator.order.record.specs) // 2) * message
     # Many ranks: less than one message for each, but a step at least.
     monkeypatch.setattr("tokenloom_server.run.sizing.GROUP_BYTES", 3 * 64 * 2 * coordinator.timeline.sample_bytes)
-    assert [coordinator.group_steps(64, 2), coordinator.group_steps(10_000, 2)] == [3, 1]
+    assert [coordinator.group_micro_steps(64, 2), coordinator.group_micro_steps(10_000, 2)] == [3, 1]
 
 
 def test_each_source_says_where_it_resumes(
@@ -57,7 +57,7 @@ def test_a_wait_names_the_rank_that_holds_the_others_back(served: ServedRun) -> 
 
 def test_a_missing_file_stops_the_run_after_all_that_came_before_it(tmp_path: Path) -> None:
     here = write_corpus(tmp_path / "own")
-    place = Place(here, tmp_path, flat([CODE, WIKI], window_steps=40))
+    place = Place(here, tmp_path, flat([CODE, WIKI], window_micro_steps=40))
     trainer = Trainer(place.serve(), world_size=1, batch_size=1)
     (here / "data/code-1.parquet").unlink()
     with pytest.raises(SourceError, match=r"code-1\.parquet"):

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import AttemptUsed, BeyondHorizon, Fenced, JoinRefused, LedgerRolledBack, OrderMismatch
-from tokenloom_server.order.batch_schedule import BatchSchedule, Ramp
+from tokenloom_server.order.batch_plans import BatchPlans, BatchSchedule
 from tokenloom_server.order.steps import BatchPlan, StepGroup
 from tokenloom_server.run.delivery import Delivery, EndOfData
 from tokenloom_server.run.generation import Generation
@@ -66,7 +66,7 @@ class Producer:
         if not wanted:
             return 0
         before = generation.produced
-        plan = generation.ramp.at_step(before)
+        plan = generation.batch_plans.at_step(before)
         assert before + wanted <= plan.group_end(before)
         if before == plan.group_begin(before):
             begin = plan.index_of(before)
@@ -88,16 +88,20 @@ class Producer:
         return generation.produced - before
 
 
-def plan_of(start: int = 0, world_size: int = 2, batch_size: int = 3, group_steps: int = 4) -> BatchPlan:
-    return BatchPlan(start_index=start, world_size=world_size, batch_size=batch_size, group_steps=group_steps)
+def plan_of(start: int = 0, world_size: int = 2, batch_size: int = 3, group_micro_steps: int = 4) -> BatchPlan:
+    return BatchPlan(
+        start_index=start, world_size=world_size, batch_size=batch_size, group_micro_steps=group_micro_steps
+    )
 
 
 def generation_of(
     window: int = 8, committed: int = 0, pads: bool = False, message_steps: int = 0, **plan: int
 ) -> Generation:
     made = plan_of(**plan)
-    messages = [message_steps or made.group_steps]
-    return Generation(3, "attempt", Ramp.constant(made), [window], messages, pads_last_step=pads, committed=committed)
+    messages = [message_steps or made.group_micro_steps]
+    return Generation(
+        3, "attempt", BatchPlans.constant(made), [window], messages, pads_last_micro_step=pads, committed=committed
+    )
 
 
 def produced(generation: Generation, total: int = 10**9, pad: bool = False) -> Generation:
@@ -108,13 +112,13 @@ def produced(generation: Generation, total: int = 10**9, pad: bool = False) -> G
     return generation
 
 
-def attached(generation: Generation, at: int | None = None, credit_steps: int = 100) -> list[int]:
+def attached(generation: Generation, at: int | None = None, credit_micro_steps: int = 100) -> list[int]:
     committed = generation.index_of(generation.committed)
     at = committed if at is None else at
     sessions = []
-    for rank in range(generation.ramp.world_size):
+    for rank in range(generation.batch_plans.world_size):
         sessions.append(generation.attach(rank, f"nonce-{rank}", at, committed, 0.0))
-        generation.progress(rank, sessions[-1], at, credit_steps, 0.0)
+        generation.progress(rank, sessions[-1], at, credit_micro_steps, 0.0)
     return sessions
 
 
@@ -157,21 +161,21 @@ def test_production_ends_at_the_horizon_and_goes_on_with_the_commit() -> None:
 
 
 def test_the_first_steps_go_out_one_by_one() -> None:
-    generation = generation_of(window=100, group_steps=16)
+    generation = generation_of(window=100, group_micro_steps=16)
     attached(generation)
     producer = Producer(generation, 10**9, False)
     assert [producer.produce() for _ in range(6)] == [1, 2, 4, 8, 1, 16]
 
 
 def test_a_burst_never_crosses_a_state_boundary() -> None:
-    generation = generation_of(window=20, group_steps=5)
+    generation = generation_of(window=20, group_micro_steps=5)
     attached(generation)
     produced(generation)
     assert [len(group.marks) for group in generation.groups] == [5] * 4
 
 
 def test_a_small_gap_is_not_filled_while_every_rank_has_something_to_go_on_with() -> None:
-    generation = generation_of(window=8, group_steps=4)
+    generation = generation_of(window=8, group_micro_steps=4)
     sessions = attached(generation)
     produced(generation)
     # Sent up to 4 of 8; one step committed: room for one step, which is less than half a window.
@@ -191,7 +195,7 @@ def test_a_small_gap_is_not_filled_while_every_rank_has_something_to_go_on_with(
 
 
 def test_messages_never_cross_a_boundary_and_each_group_brings_its_base_once() -> None:
-    generation = generation_of(window=12, group_steps=4)
+    generation = generation_of(window=12, group_micro_steps=4)
     session = attached(generation)[0]
     produced(generation)
     found = []
@@ -201,8 +205,8 @@ def test_messages_never_cross_a_boundary_and_each_group_brings_its_base_once() -
 
 
 def test_a_second_message_of_a_group_brings_no_base_but_a_new_stream_does() -> None:
-    generation = generation_of(window=8, group_steps=4)
-    session = attached(generation, credit_steps=2)[0]
+    generation = generation_of(window=8, group_micro_steps=4)
+    session = attached(generation, credit_micro_steps=2)[0]
     produced(generation)
     first = generation.next_for(0, session)
     assert isinstance(first, Delivery)
@@ -218,8 +222,8 @@ def test_a_second_message_of_a_group_brings_no_base_but_a_new_stream_does() -> N
 
 
 def test_no_more_is_sent_than_a_rank_has_credit_for() -> None:
-    generation = generation_of(window=40, group_steps=8)
-    session = attached(generation, credit_steps=3)[0]
+    generation = generation_of(window=40, group_micro_steps=8)
+    session = attached(generation, credit_micro_steps=3)[0]
     produced(generation)
     assert received(generation, 0, session) == [(0, 3)]
     generation.progress(0, session, 6, 3, 0.0)
@@ -229,23 +233,23 @@ def test_no_more_is_sent_than_a_rank_has_credit_for() -> None:
 
 
 def test_credit_beyond_the_window_is_cut_and_none_at_all_is_one_step() -> None:
-    generation = generation_of(window=40, group_steps=8)
-    session = attached(generation, credit_steps=2**32 - 1)[0]
-    assert generation.slots[0].credit_steps == 40
+    generation = generation_of(window=40, group_micro_steps=8)
+    session = attached(generation, credit_micro_steps=2**32 - 1)[0]
+    assert generation.slots[0].credit_micro_steps == 40
     generation.progress(0, session, 0, 0, 0.0)
-    assert generation.slots[0].credit_steps == 1
+    assert generation.slots[0].credit_micro_steps == 1
 
 
 def test_a_part_of_a_group_is_sent_at_once_where_nothing_more_may_be_produced() -> None:
-    generation = generation_of(window=6, group_steps=64)
+    generation = generation_of(window=6, group_micro_steps=64)
     session = attached(generation)[0]
     produced(generation)
     assert received(generation, 0, session) == [(0, 6)]
 
 
 def test_an_error_flushes_what_was_produced() -> None:
-    generation = generation_of(window=64, group_steps=64)
-    session = attached(generation, credit_steps=64)[0]
+    generation = generation_of(window=64, group_micro_steps=64)
+    session = attached(generation, credit_micro_steps=64)[0]
     producer = Producer(generation, 10**9, False)
     producer.produce()
     assert received(generation, 0, session) == [(0, 1)]
@@ -317,7 +321,7 @@ def test_a_stream_whose_place_was_taken_hears_so() -> None:
 @pytest.mark.parametrize("at", [1, 5, 7, -6, -1])
 def test_a_position_that_no_step_ends_at_is_refused(at: int) -> None:
     generation = generation_of()
-    with pytest.raises(JoinRefused, match=f"rank 0's received_through is sample {at}, but no step of generation 3"):
+    with pytest.raises(JoinRefused, match=f"received_through is sample {at}, but no micro-step of generation 3"):
         generation.attach(0, "nonce-0", at, 0, 0.0)
     session = attached(generation)[0]
     with pytest.raises(JoinRefused, match=f"rank 0's consumed_through is sample {at}"):
@@ -389,7 +393,7 @@ def test_a_lost_message_is_sent_again_to_the_new_stream() -> None:
 
 
 def test_a_group_of_several_messages_goes_out_message_by_message() -> None:
-    generation = generation_of(40, group_steps=10, message_steps=4)
+    generation = generation_of(40, group_micro_steps=10, message_steps=4)
     sessions = attached(generation)
     produced(generation)
     assert received(generation, 0, sessions[0])[:7] == [
@@ -399,7 +403,7 @@ def test_a_group_of_several_messages_goes_out_message_by_message() -> None:
 
 
 def test_ids_go_once_every_rank_has_consumed_them_and_not_only_when_they_are_committed() -> None:
-    generation = generation_of(window=16, group_steps=4)
+    generation = generation_of(window=16, group_micro_steps=4)
     sessions = attached(generation)
     produced(generation)
     for rank, session in enumerate(sessions):
@@ -431,7 +435,7 @@ def test_a_commit_is_due_when_the_slowest_rank_acknowledged() -> None:
 
 
 def test_a_step_leaves_memory_with_its_group_but_the_boundary_before_the_commit_stays() -> None:
-    generation = generation_of(window=16, group_steps=4)
+    generation = generation_of(window=16, group_micro_steps=4)
     sessions = attached(generation)
     produced(generation)
     for rank, session in enumerate(sessions):
@@ -443,7 +447,7 @@ def test_a_step_leaves_memory_with_its_group_but_the_boundary_before_the_commit_
     generation.set_committed(8)
     assert [group.begin for group in generation.groups] == [24, 48, 72]
     assert generation.digest_after(8) == digest_hex(point(48).digest)
-    with pytest.raises(BeyondHorizon, match="step 3 of generation 3 is not held; steps 8 on are"):
+    with pytest.raises(BeyondHorizon, match="micro-step 3 of generation 3 is not held; micro-steps 8 on are"):
         generation.group_of(3)
 
 
@@ -476,7 +480,7 @@ def test_data_that_end_before_the_committed_step_are_another_order() -> None:
     generation = generation_of(committed=5)
     attached(generation)
     produced(generation, total=27)
-    with pytest.raises(OrderMismatch, match="step 5 of generation 3 was committed, but produced again the data end"):
+    with pytest.raises(OrderMismatch, match="micro-step 5 of generation 3 was committed, but produced again"):
         generation.check_digest(digest_hex(point(30).digest))
 
 
@@ -601,15 +605,15 @@ class World:
         self.sizes = [(0, rng.randint(1, 3))]
         for _ in range(rng.choice([0, 0, 1, 2, 4])):
             self.sizes.append((self.sizes[-1][0] + rng.randint(1, 60), rng.randint(1, 5)))
-        self.ramp = Ramp.lay(
+        self.batch_plans = BatchPlans.lay(
             BatchSchedule(tuple(self.sizes), rng.choice([1, 1, 2, 3, 7])),
             start_index=start,
             start_tokens=start,
             sample_tokens=1,
             world_size=world_size,
-            group_steps=lambda batch_size: 1 + (seed + batch_size) % 6,
+            group_micro_steps=lambda batch_size: 1 + (seed + batch_size) % 6,
         )
-        self.group_steps = max(plan.group_steps for plan in self.ramp.plans)
+        self.group_micro_steps = max(plan.group_micro_steps for plan in self.batch_plans.plans)
         self.pad = rng.random() < 0.5
         self.total = start + rng.randint(0, 40 * world_size * rng.randint(1, 3))
         self.ledger = 0
@@ -625,11 +629,11 @@ class World:
     def start(self) -> None:
         """The server comes up, from the ledger."""
         rng = self.rng
-        least = 2 * self.ramp.accumulate
-        windows = [max(least, rng.choice([2, 5, 4 * plan.group_steps + 1])) for plan in self.ramp.plans]
-        messages = [rng.randint(1, plan.group_steps) for plan in self.ramp.plans]
+        least = 2 * self.batch_plans.accumulate
+        windows = [max(least, rng.choice([2, 5, 4 * plan.group_micro_steps + 1])) for plan in self.batch_plans.plans]
+        messages = [rng.randint(1, plan.group_micro_steps) for plan in self.batch_plans.plans]
         self.generation = Generation(
-            1, "a", self.ramp, windows, messages, pads_last_step=self.pad, committed=self.ledger
+            1, "a", self.batch_plans, windows, messages, pads_last_micro_step=self.pad, committed=self.ledger
         )
         self.producer = Producer(self.generation, self.total, self.pad)
         self.writing = None
@@ -644,7 +648,7 @@ class World:
     def connect(self, rank: Rank) -> None:
         rank.session = self.generation.attach(rank.rank, f"nonce-{rank.rank}", rank.received, rank.committed_seen, 0.0)
         rank.connected = True
-        rank.credits = self.ramp.accumulate - 1 + self.rng.randint(1, 9)
+        rank.credits = self.batch_plans.accumulate - 1 + self.rng.randint(1, 9)
         self.report(rank)
 
     def report(self, rank: Rank) -> None:
@@ -654,7 +658,7 @@ class World:
         message = self.generation.next_for(rank.rank, rank.session)
         if message is not None:
             slot = self.generation.slots[rank.rank]
-            assert slot.sent <= slot.consumed + slot.credit_steps or isinstance(message, EndOfData)
+            assert slot.sent <= slot.consumed + slot.credit_micro_steps or isinstance(message, EndOfData)
             assert isinstance(message, EndOfData) or not cast("FakeGroup", message.group).released
             rank.wire.append(message)
 
@@ -699,8 +703,8 @@ class World:
 
     def has_step(self, rank: Rank) -> bool:
         """Whether the trainer gets one: the first of an optimiser step only once all of it is there."""
-        begins = len(rank.got) % self.ramp.accumulate == 0
-        needed = self.ramp.accumulate if begins and rank.end is None else 1
+        begins = len(rank.got) % self.batch_plans.accumulate == 0
+        needed = self.batch_plans.accumulate if begins and rank.end is None else 1
         return len(rank.buffer) >= needed
 
     def begin_commit(self) -> None:
@@ -720,19 +724,19 @@ class World:
         for slot in generation.slots:
             assert slot.consumed <= slot.sent
             assert slot.sent <= generation.produced or restarted
-        assert generation.produced <= generation.committed + generation.window_steps
+        assert generation.produced <= generation.committed + generation.window_micro_steps
         for group in (cast("FakeGroup", group) for group in generation.groups):
             consumed = group.plan.group_end(group.first_step) <= min(generation.acknowledged(), generation.produced)
             assert group.released == consumed, "ids are held too long, or were let go too early"
         held = sum(len(group.marks) for group in generation.groups)
-        assert held <= generation.window_steps + 2 * self.group_steps
+        assert held <= generation.window_micro_steps + 2 * self.group_micro_steps
         ahead = [
             group.plan.step_samples
             for group in generation.groups
             for at in range(len(group.marks))
             if group.first_step + at >= generation.committed
         ]
-        windows = zip(generation.windows, self.ramp.plans, strict=True)
+        windows = zip(generation.windows, self.batch_plans.plans, strict=True)
         assert sum(ahead) <= max(window * plan.step_samples for window, plan in windows), "more than any plan's window"
 
     def run(self) -> None:
@@ -765,15 +769,15 @@ class World:
 def test_every_rank_gets_every_step_exactly_once_in_order_whatever_happens(seed: int) -> None:
     world = World(seed)
     world.run()
-    at = start = world.ramp.start_index
+    at = start = world.batch_plans.start_index
     ends: list[int] = []
     # What ``BatchSchedule`` says, step by step.
     while at < world.total:
-        if len(ends) % world.ramp.accumulate == 0:
+        if len(ends) % world.batch_plans.accumulate == 0:
             size = [size for tokens, size in world.sizes if tokens <= at][-1]
-        if at + size * world.ramp.world_size > world.total:
+        if at + size * world.batch_plans.world_size > world.total:
             break
-        at += size * world.ramp.world_size
+        at += size * world.batch_plans.world_size
         ends.append(at)
     if world.pad and at < world.total:
         ends.append(world.total)

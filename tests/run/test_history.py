@@ -6,19 +6,19 @@ import json
 from collections.abc import Callable
 
 import pytest
-from support.served import RAMP, Place, Sizes, Trainer
+from support.served import SCHEDULE, Place, Sizes, Trainer
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import BeyondHorizon
 from tokenloom_server.order.pipeline import Pipeline
 
 
-@pytest.mark.parametrize("batch_size", [2, RAMP])
-@pytest.mark.parametrize("last_step", ["drop", "pad"])
+@pytest.mark.parametrize("batch_size", [2, SCHEDULE])
+@pytest.mark.parametrize("last_micro_step", ["drop", "pad"])
 def test_a_snapshot_at_every_index_is_what_a_client_writes_there_before_and_after_a_restart(
-    made: Callable[..., Place], last_step: str, batch_size: Sizes
+    made: Callable[..., Place], last_micro_step: str, batch_size: Sizes
 ) -> None:
-    place = made(last_step=last_step)
+    place = made(last_micro_step=last_micro_step)
     served = place.serve()
     trainer = Trainer(served, world_size=3, batch_size=batch_size)
     written = {0: trainer.state()}
@@ -27,10 +27,10 @@ def test_a_snapshot_at_every_index_is_what_a_client_writes_there_before_and_afte
         written[trainer.index] = trainer.state()
         # In memory: what was produced and not yet dropped.
         for index in range(trainer.index, trainer.index + 7):
-            if index <= 174 - (last_step == "drop" and batch_size is RAMP):
+            if index <= 174 - (last_micro_step == "drop" and batch_size is SCHEDULE):
                 fresh.setdefault(index, served.history.snapshot(index)[0])
     trainer.settle()
-    assert list(written)[-1] == (175 if last_step == "pad" else 174)
+    assert list(written)[-1] == (175 if last_micro_step == "pad" else 174)
     for index, text in written.items():
         assert served.history.snapshot(index) == (text.decode(), index)
         assert fresh.get(index, text.decode()) == text.decode()

@@ -86,7 +86,7 @@ def _document(rng: random.Random) -> dict[str, Any]:
         seed=rng.randrange(2**63),
         sequence_length=rng.choice([4, 8, 8]),
         labels=rng.choice(["same", "shifted"]),
-        last_step=rng.choice(["drop", "pad"]),
+        last_micro_step=rng.choice(["drop", "pad"]),
         mixture=random_tree(rng, rng.choice([1, 2, 3]), iter(cycle(specs))),
     )
     root = document["mixture"]
@@ -106,7 +106,7 @@ def _document(rng: random.Random) -> dict[str, Any]:
 
 def _phase(rng: random.Random, document: dict[str, Any], specs: list[str]) -> dict[str, Any]:
     phase: dict[str, Any] = {}
-    if document["last_step"] == "pad" and rng.random() < 0.5:
+    if document["last_micro_step"] == "pad" and rng.random() < 0.5:
         phase["sequence_length"] = rng.choice([4, 6, 8])
     if rng.random() < 0.4:
         phase["mixture"] = random_tree(rng, 2, iter(cycle(rng.sample(specs, len(specs)))))
@@ -226,7 +226,7 @@ class Whole:
 
     def __post_init__(self) -> None:
         pipeline = self.timeline.pipeline(self.timeline.initial())
-        plan = BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=LONGEST)
+        plan = BatchPlan(start_index=0, world_size=1, batch_size=1, group_micro_steps=LONGEST)
         self.samples: list[tuple[int, bytes]] = []
         self.points = [(0, 0)]
         while pipeline.sample_index < LONGEST:
@@ -280,7 +280,7 @@ class Broken:
             start_index=pipeline.sample_index,
             world_size=rng.randint(1, 4),
             batch_size=rng.randint(1, 3),
-            group_steps=rng.randint(1, 6),
+            group_micro_steps=rng.randint(1, 6),
         )
         groups = []
         for _ in range(rng.randint(1, 3)):
@@ -305,11 +305,11 @@ class Broken:
     def _group(self, pipeline: Pipeline, plan: BatchPlan) -> StepGroup:
         rng, group = self.rng, pipeline.begin_group(plan)
         self.texts.append((group.begin, self.timeline.encode(group.base)))
-        while len(group.marks) < plan.group_steps and pipeline.ended is None:
-            pipeline.fill(group, rng.randint(1, plan.group_steps))
+        while len(group.marks) < plan.group_micro_steps and pipeline.ended is None:
+            pipeline.fill(group, rng.randint(1, plan.group_micro_steps))
         self._compare(group, pipeline.ended is not None)
         for step in rng.sample(range(len(group.marks)), min(2, len(group.marks))):
-            self.texts.append((group.marks[step].sample_index, self.timeline.encode(group.state_behind(step))))
+            self.texts.append((group.marks[step].sample_index, self.timeline.encode(group.state_after(step))))
         return group
 
     def _compare(self, group: StepGroup, ended: bool) -> None:
@@ -334,7 +334,7 @@ class Broken:
         group = rng.choice(groups)
         steps = len(group.marks)
         if steps and rng.random() < 0.4:
-            return timeline.encode(group.state_behind(rng.randrange(steps)))
+            return timeline.encode(group.state_after(rng.randrange(steps)))
         # Any sample index, from the boundary before it, as a snapshot is resumed.
         forward = timeline.pipeline(timeline.decode(timeline.encode(group.base)))
         forward.advance(rng.randint(0, group.end - group.begin))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import pytest
-from support.served import RAMP, Place, Trainer, call_of
+from support.served import SCHEDULE, Place, Trainer, call_of
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.errors import (
     AttemptUsed,
@@ -98,7 +98,10 @@ def test_an_attempt_id_opens_once(place: Place, served: ServedRun) -> None:
     [
         ({"world_size": 3}, "rank 1 has world size 3, but rank 0 of attempt 'a' opened it with 2"),
         ({"batch_size": 4}, "rank 1 has batch size 4, but rank 0 of attempt 'a' opened it with 2"),
-        ({"batch_size": RAMP}, "rank 1 has batch size 2, 5 from 240 total tokens on, 1 from 800 .* opened it with 2$"),
+        (
+            {"batch_size": SCHEDULE},
+            "rank 1 has batch size 2, 5 from 240 total tokens on, 1 from 800 .* opened it with 2$",
+        ),
         ({"accumulate": 2}, "rank 1 has accumulate 2, but rank 0 of attempt 'a' opened it with 1"),
         ({"resume": "latest"}, "rank 1 resumes from resume='latest', but rank 0 of attempt 'a' from no state"),
     ],
@@ -134,15 +137,18 @@ def test_ranks_with_different_states_are_refused_also_after_a_restart(place: Pla
         ({"world_size": 4097}, "world size is 4097; expected 1 to 4096"),
         ({"batch_size": 0}, "batch size is 0"),
         ({"batch_size": 2**20 + 1}, "batch size is 1048577"),
-        ({"batch_sizes": RAMP}, "batch size is 2 and also a schedule, 2, 5 from 240 .*: give one of them"),
+        ({"batch_sizes": SCHEDULE}, "batch size is 2 and also a schedule, 2, 5 from 240 .*: give one of them"),
         ({"batch_size": ((8, 2),)}, "begins at 8 total tokens; expected 0"),
         (
             {"world_size": 100, "batch_size": ((0, 2), (8, 2**20))},
-            r"a step of 100 ranks × 1048576 samples × 16 bytes has .*; expected at most",
+            r"a micro-step of 100 ranks × 1048576 samples × 16 bytes has .*; expected at most",
         ),
-        ({"batch_size": 2**18, "accumulate": 1025}, "accumulate is 1025, and so many steps of 8388608 bytes have"),
+        (
+            {"batch_size": 2**18, "accumulate": 1025},
+            "accumulate is 1025, and so many micro-steps of 8388608",
+        ),
         ({"accumulate": 0}, "accumulate is 0; expected 1 to"),
-        ({"accumulate": 4}, "accumulate is 4, but window_steps in the mixture file is 6; expected at least 8"),
+        ({"accumulate": 4}, "accumulate is 4, but window_micro_steps in the mixture file is 6; expected at least 8"),
         ({"attempt": ""}, "attempt has 0 characters"),
         ({"attempt": "a" * 257}, "attempt has 257 characters"),
         ({"nonce": ""}, "nonce has 0 characters"),

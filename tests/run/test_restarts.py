@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import yaml
 from support.corpora import mixture
-from support.served import PATIENCE_S, RAMP, RUN, FaultyLedger, Place, Trainer, part, recount, sequence
+from support.served import PATIENCE_S, RUN, SCHEDULE, FaultyLedger, Place, Trainer, part, recount, sequence
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.api.service import Runs
 from tokenloom_server.errors import LedgerUnavailable, ServerStopping
 from tokenloom_server.ledger import commands
 from tokenloom_server.run.delivery import EndOfData
-from tokenloom_server.run.sizing import steps_of
+from tokenloom_server.run.sizing import batch_plans_of
 
 
 def test_ranks_go_on_over_restarts_with_what_they_hold(place: Place, served: ServedRun, trainer: Trainer) -> None:
@@ -34,13 +34,13 @@ def test_ranks_go_on_over_restarts_with_what_they_hold(place: Place, served: Ser
     assert place.counters() == recount(served, trainer.taken())
 
 
-def test_a_server_that_is_restarted_at_every_step_of_a_ramp_goes_on_with_the_size_that_comes_next(
+def test_a_server_that_is_restarted_at_every_step_of_a_schedule_goes_on_with_the_size_that_comes_next(
     made: Callable[..., Place],
 ) -> None:
-    place = made(window_steps=8)
+    place = made(window_micro_steps=8)
     served = place.serve()
     samples = sequence(served)
-    trainer = Trainer(served, batch_size=RAMP, accumulate=3)
+    trainer = Trainer(served, batch_size=SCHEDULE, accumulate=3)
     ends = []
     while trainer.take(1):
         ends.append(trainer.index)
@@ -53,14 +53,14 @@ def test_a_server_that_is_restarted_at_every_step_of_a_ramp_goes_on_with_the_siz
     assert trainer.taken() == part(samples, 0, 174)
     opening = place.stored().opening
     assert opening is not None
-    assert (opening.batch_size, steps_of(opening).accumulate) == (2, 3)
+    assert (opening.batch_size, batch_plans_of(opening).accumulate) == (2, 3)
 
 
-@pytest.mark.parametrize(("last_step", "end", "dropped"), [("drop", 168, 7), ("pad", 175, 0)])
+@pytest.mark.parametrize(("last_micro_step", "end", "dropped"), [("drop", 168, 7), ("pad", 175, 0)])
 def test_all_ranks_end_at_the_same_step_with_the_reason_also_after_a_restart(
-    made: Callable[..., Place], last_step: str, end: int, dropped: int
+    made: Callable[..., Place], last_micro_step: str, end: int, dropped: int
 ) -> None:
-    place = made(last_step=last_step, window_steps=4)
+    place = made(last_micro_step=last_micro_step, window_micro_steps=4)
     served = place.serve()
     trainer = Trainer(served, world_size=4, batch_size=2)
     trainer.take(1000)
@@ -83,14 +83,14 @@ def test_all_ranks_end_at_the_same_step_with_the_reason_also_after_a_restart(
 
 
 def test_a_smaller_window_after_a_restart_lets_the_run_go_on(made: Callable[..., Place]) -> None:
-    place = made(window_steps=12)
+    place = made(window_micro_steps=12)
     trainer = Trainer(place.serve())
     trainer.train(1)
     place.ledger.away = True
     trainer.take(11)
     place.stop()
     document = yaml.safe_load(place.path.read_text())
-    place.path.write_text(yaml.safe_dump(document | {"window_steps": 2}))
+    place.path.write_text(yaml.safe_dump(document | {"window_micro_steps": 2}))
     served = trainer.connect(place.serve())
     trainer.train(5)
     assert place.counters() == recount(served, trainer.taken())

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.corpora import CODE, WIKI
+import yaml
+from support.corpora import CODE, WIKI, mixture
 from support.served import RUN, Place, Trainer, call_of, never, part, sequence
 from tokenloom_proto.seal import canonical, seal, unseal
 from tokenloom_server.api.served_run import ServedRun
@@ -171,6 +172,19 @@ def test_a_run_whose_source_was_left_fewer_epochs_than_it_had_begun_is_resumed(m
     again = Trainer(served, state=trainer.state(), takeover=True)
     again.take(2)
     assert again.index == 116
+
+
+def test_a_fork_reads_no_more_of_a_source_that_its_mixture_reads_fewer_times(made: Callable[..., Place]) -> None:
+    children = [{"source": CODE, "epochs": 3, "weight": 9}, {"source": WIKI}]
+    place = made(mixture={"policy": "least_consumed", "children": children})
+    trainer = Trainer(place.serve())
+    trainer.take(27)
+    assert datasets(trainer.state())[0]["epoch"] == 1
+    path = place.path.with_name(f"fork-{place.path.name}")
+    once = {"policy": "weighted", "children": [{"source": CODE}, {"source": WIKI}]}
+    path.write_text(yaml.safe_dump(mixture(run="fork", mixture=once)))
+    fork = Trainer(place.runs.add(path, None), 1, 1, state=trainer.state(), fork=True)
+    assert {sample.source for sample in fork.take(10).values()} == {1}
 
 
 # --- restores --------------------------------------------------------------------------------------

@@ -227,7 +227,7 @@ class Checker:
             return
         generation = active.generation
         held = sum(len(group.marks) for group in generation.groups if len(group.samples))
-        most = generation.window_steps + max(plan.group_steps for plan in generation.ramp.plans)
+        most = generation.window_micro_steps + max(plan.group_micro_steps for plan in generation.batch_plans.plans)
         if held > most:
             self.fail(f"{server.name} holds {held} steps; a window and a group are {most}")
 
@@ -252,7 +252,7 @@ class Checker:
             if size is None:
                 self.fail(f"{rank.name} got a step from {begin} on, where none begins")
             end = begin + launch.world_size * size
-            if end > len(reference) and reference.config.last_step == "pad":
+            if end > len(reference) and reference.config.last_micro_step == "pad":
                 end = len(reference)
             self._equal(f"{rank.name}'s step from {begin} ends at", step.end_index, end)
             self._look_at_point(rank.name, end, step.digest, step.total_tokens, launch)
@@ -265,7 +265,7 @@ class Checker:
             first = begin + step.slice * size
             for index, source, ids in zip(range(first, end + 10**6), step.source_ids, step.ids, strict=False):
                 if index >= end:
-                    padded = source == -1 and not any(ids) and reference.config.last_step == "pad"
+                    padded = source == -1 and not any(ids) and reference.config.last_micro_step == "pad"
                     if not padded:
                         self.fail(f"{rank.name} got sample {index}, behind the end {end}")
                 elif (source, ids) != (reference.samples[index].source, reference.samples[index].ids):
@@ -275,8 +275,8 @@ class Checker:
             begin = end
 
     def buffered(self, rank: Rank, steps: int) -> None:
-        if steps > rank.credit_steps:
-            self.fail(f"{rank.name} holds {steps} steps, but gave credits for {rank.credit_steps}")
+        if steps > rank.credit_micro_steps:
+            self.fail(f"{rank.name} holds {steps} steps, but gave credits for {rank.credit_micro_steps}")
 
     def ended(self, rank: Rank, end: EndOfData) -> None:
         """G8: where the data end for every rank alike."""
@@ -284,7 +284,7 @@ class Checker:
         assert joined is not None
         start, total = joined.opening.start_index, len(self._reference_of(rank.launch))
         expected = total
-        if self._reference.config.last_step == "drop":
+        if self._reference.config.last_micro_step == "drop":
             at = start
             while at <= total:
                 expected = at

@@ -52,7 +52,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "drops": {"sequence_length": 5, "mixture": {"policy": "least_consumed", "children": _children("a", "b", "c")}},
     "pads": {
         "sequence_length": 6,
-        "last_step": "pad",
+        "last_micro_step": "pad",
         "mixture": {"policy": "weighted", "children": _children("a", "b")},
     },
     "nested, shifted, epochs": {
@@ -71,7 +71,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "stops, padded": {
         "sequence_length": 4,
         "seed": 11,
-        "last_step": "pad",
+        "last_micro_step": "pad",
         "mixture": {"policy": "least_consumed", "on_exhausted": "stop", "children": _children("b", "d", epochs=2)},
     },
 }
@@ -155,9 +155,14 @@ class MemoryFactory(PipelineFactory):
         return pipeline
 
 
-def order_of(mixture: str, window_steps: int) -> MemoryFactory:
+def order_of(mixture: str, window_micro_steps: int) -> MemoryFactory:
     """A new order over the mixture of that name."""
-    document = {"run": "world", "vocab_size": VOCAB, "end_of_text_id": END_OF_TEXT, "window_steps": window_steps}
+    document = {
+        "run": "world",
+        "vocab_size": VOCAB,
+        "end_of_text_id": END_OF_TEXT,
+        "window_micro_steps": window_micro_steps,
+    }
     parsed = config.parse(document | MIXTURES[mixture], where=mixture, catalog=CATALOG)
     files = tuple(
         SourceFiles(
@@ -262,7 +267,7 @@ def _rows_taken(row_ends: list[int], tokens: int) -> int:
 def _picks(timeline: Timeline) -> list[int]:
     """The source of every sample, from an undisturbed pipeline."""
     pipeline = timeline.pipeline(timeline.initial())
-    plan = BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=4096)
+    plan = BatchPlan(start_index=0, world_size=1, batch_size=1, group_micro_steps=4096)
     group = pipeline.begin_group(plan)
     pipeline.fill(group, 4096)
     assert pipeline.ended is not None

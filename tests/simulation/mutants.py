@@ -82,11 +82,11 @@ def credits_ignored(patch: pytest.MonkeyPatch) -> None:
     sendable = Generation._sendable
 
     def generous(self: Generation, slot: Slot, flush: bool = False) -> int:
-        given, slot.credit_steps = slot.credit_steps, slot.credit_steps + 1
+        given, slot.credit_micro_steps = slot.credit_micro_steps, slot.credit_micro_steps + 1
         try:
             return sendable(self, slot, flush)
         finally:
-            slot.credit_steps = given
+            slot.credit_micro_steps = given
 
     patch.setattr(Generation, "_sendable", generous)
 

@@ -42,7 +42,7 @@ WOKEN_S = 0.003
 FINISH_S = 2.0
 
 
-class StepInfo(NamedTuple):
+class MicroStep(NamedTuple):
     end_index: int
     slice: int
     total_tokens: int
@@ -53,7 +53,7 @@ class StepInfo(NamedTuple):
 
 class Batches(NamedTuple):
     begin_index: int
-    steps: list[StepInfo]
+    steps: list[MicroStep]
     base: Base | None
 
 
@@ -118,7 +118,7 @@ class SmallCoordinator(RunCoordinator):
     def message_steps(self, batch_size: int) -> int:
         return self.steps_of_message
 
-    def group_steps(self, world_size: int, batch_size: int) -> int:
+    def group_micro_steps(self, world_size: int, batch_size: int) -> int:
         return self.steps_of_group
 
 
@@ -202,7 +202,10 @@ class Server(Process):
         coordinator = SmallCoordinator(
             order, ledger, stored.uid, world.plan.timeouts, self.clock, self.wall_clock, self._make_wakes
         )
-        coordinator.steps_of_message, coordinator.steps_of_group = world.plan.message_steps, world.plan.group_steps
+        coordinator.steps_of_message, coordinator.steps_of_group = (
+            world.plan.message_steps,
+            world.plan.group_micro_steps,
+        )
         self.coordinator = coordinator
         self.leadership = Leadership(coordinator, self.holder)
         self.served = ServedRun(coordinator, self.leadership, Streams(order, order.config, {}), _no_other_run)
@@ -388,7 +391,7 @@ class Server(Process):
         committed_through: int,
         server_epoch: int,
         consumed: Point,
-        credit_steps: int,
+        credit_micro_steps: int,
     ) -> None:
         if self.coordinator is None or not self.reachable:
             stream.end(Unavailable("nobody listens there"))
@@ -402,7 +405,7 @@ class Server(Process):
             )  # fmt: skip
             self._world.checker.attached(self, stream.rank, session)
             state.session = session
-            self.coordinator.progress(session, consumed.sample_index, credit_steps, consumed.digest)
+            self.coordinator.progress(session, consumed.sample_index, credit_micro_steps, consumed.digest)
             while state.inbox:
                 self.coordinator.progress(session, *state.inbox.pop(0))
         except TokenloomError as error:
@@ -414,11 +417,11 @@ class Server(Process):
         else:
             self._pump_soon(state, WOKEN_S)
 
-    def progress(self, stream: Stream, consumed: Point, credit_steps: int) -> None:
+    def progress(self, stream: Stream, consumed: Point, credit_micro_steps: int) -> None:
         state = self.streams.get(stream)
         if state is None or state.over or self.coordinator is None:
             return
-        report = consumed.sample_index, credit_steps, consumed.digest
+        report = consumed.sample_index, credit_micro_steps, consumed.digest
         if state.session is None:
             state.inbox.append(report)
             return
@@ -492,7 +495,7 @@ class Server(Process):
         if not ids:
             raise Fenced(f"a newer stream of rank {rank} has consumed what this one was about to send")
         steps = [
-            StepInfo(
+            MicroStep(
                 end_index=group.marks[step].sample_index,
                 slice=group.slice_of(step, rank),
                 total_tokens=group.marks[step].total_tokens,

@@ -67,12 +67,12 @@ def test_the_worlds_meet_what_they_are_there_for() -> None:
     # What the test above is worth.
     found: set[tuple[str, str]] = set()
     sizes: set[int] = set()
-    takeovers = in_force = ramps = 0
+    takeovers = in_force = schedules = 0
     for seed in range(WORLDS // 5):
         world = World(seed)
         world.run()
         sizes.add(world.plan.largest_world)
-        ramps += any(len(launch.sizes) > 1 and launch.accumulate > 1 for launch in world.launches)
+        schedules += any(len(launch.sizes) > 1 and launch.accumulate > 1 for launch in world.launches)
         leaders = {who.partition(",")[0] for _, who, what, _ in world.log if what == "leads"}
         takeovers += len(leaders) > 1
         revised = [details[1] for _, _, what, details in world.log if what == "revised"]
@@ -81,7 +81,7 @@ def test_the_worlds_meet_what_they_are_there_for() -> None:
     assert max(sizes) == 64
     assert takeovers > 3
     assert in_force > 3
-    assert ramps > 10
+    assert schedules > 10
     assert {("fault", kind) for kind in FAULTS} <= found
     for error in ("Fenced", "RunBusy", "AttemptUsed", "LedgerRolledBack"):
         assert ("failed", error) in found, error

@@ -13,7 +13,7 @@ from tokenloom_server.run.join_call import JoinCall
 
 from tests.simulation.network import Stream, Unavailable, call_join
 from tests.simulation.scheduler import Process
-from tests.simulation.server import Accepted, Batches, Heartbeat, Server, StepInfo
+from tests.simulation.server import Accepted, Batches, Heartbeat, MicroStep, Server
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -153,8 +153,8 @@ class Rank(Process):
         self.server_epoch = 0
         self._take_due = self._report_due = False
         self._said_all = False
-        credit_steps = world.rng.randint(1, 6) if world.plan.few_credits else 4 * world.plan.group_steps
-        self.credit_steps = max(credit_steps, launch.accumulate)
+        credit_micro_steps = world.rng.randint(1, 6) if world.plan.few_credits else 4 * world.plan.group_micro_steps
+        self.credit_micro_steps = max(credit_micro_steps, launch.accumulate)
 
     def kill(self) -> None:
         if self.alive:
@@ -227,7 +227,7 @@ class Rank(Process):
         self._world.streams.append(self._stream)
         self._stream.up(
             server.open_stream, self.joined.uid, self.joined.opening.generation, self.nonce,
-            self._received, self.committed_through, self.server_epoch, self._consumed, self.credit_steps,
+            self._received, self.committed_through, self.server_epoch, self._consumed, self.credit_micro_steps,
         )  # fmt: skip
         self._reported, self._reported_at = self.consumed, self._world.now
         self._world.at(SIGN_OF_LIFE_S, self, self._tick, self._stream)
@@ -349,7 +349,7 @@ class Rank(Process):
     def _send_report(self) -> None:
         if self._stream is not None:
             self._reported, self._reported_at = self.consumed, self._world.now
-            self._stream.up(self._stream.server.progress, self._consumed, self.credit_steps)
+            self._stream.up(self._stream.server.progress, self._consumed, self.credit_micro_steps)
 
     def _say_all(self) -> None:
         """Closes its side once the data are used and committed."""
@@ -359,5 +359,5 @@ class Rank(Process):
             self._stream.up(self._stream.server.close_stream)
 
 
-def _point(step: StepInfo, base: Base) -> Point:
+def _point(step: MicroStep, base: Base) -> Point:
     return Point(step.end_index, step.total_tokens, step.digest, base)

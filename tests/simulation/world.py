@@ -56,9 +56,9 @@ class Plan:
     """What kind of world it is."""
 
     mixture: str
-    window_steps: int
+    window_micro_steps: int
     message_steps: int
-    group_steps: int
+    group_micro_steps: int
     largest_world: int
     in_step: bool
     few_credits: bool
@@ -93,9 +93,9 @@ class Plan:
             ledger_faults, ledger_fault_rate = ("hangs", "hangs after", "late", "twice", "answer lost"), 0.2
         return cls(
             mixture=rng.choice(sorted(set(MIXTURES) - {"one source"} if small else MIXTURES)),
-            window_steps=rng.randint(2, 3 if small else 12),
+            window_micro_steps=rng.randint(2, 3 if small else 12),
             message_steps=message_steps,
-            group_steps=message_steps * rng.choice([1, 1, 2, 3]),
+            group_micro_steps=message_steps * rng.choice([1, 1, 2, 3]),
             largest_world=rng.choice([1, 1, 2] if small else [1, 2, 2, 3, 4, 4, 6, 8, 16, 64]),
             in_step=rng.random() < 0.7,
             few_credits=rng.random() < 0.3,
@@ -119,8 +119,8 @@ class Plan:
 
 
 @cache
-def _order(mixture: str, window_steps: int) -> tuple[MemoryFactory, str]:
-    order = order_of(mixture, window_steps)
+def _order(mixture: str, window_micro_steps: int) -> tuple[MemoryFactory, str]:
+    order = order_of(mixture, window_micro_steps)
     return order, order.record.to_json()
 
 
@@ -131,8 +131,8 @@ class World(Scheduler):
         super().__init__(seed)
         self.seed = seed
         self.plan = Plan.draw(self.rng)
-        self._ramps = random.Random(f"ramps of {seed}")
-        self.order, self.record = _order(self.plan.mixture, self.plan.window_steps)
+        self._schedules = random.Random(f"ramps of {seed}")
+        self.order, self.record = _order(self.plan.mixture, self.plan.window_micro_steps)
         self.store = Store()
         self.ledger = MemoryLedger(self.store, lambda: self.now)
         self.checker = Checker(self, reference(self.plan.mixture))
@@ -272,14 +272,14 @@ class World(Scheduler):
 
     def _schedule(self, batch_size: int) -> tuple[Sizes, int]:
         """The batch size of the next launch by the run's tokens, and steps of an optimiser step."""
-        # Of its own draws: a world without a ramp is as it was before there were any.
-        rng = self._ramps
+        # Of its own draws: a world without a batch_plans is as it was before there were any.
+        rng = self._schedules
         if rng.random() < 0.75:
             return ((0, batch_size),), 1
         sizes = [(0, batch_size)]
         for _ in range(rng.randint(1, 3)):
             sizes.append((sizes[-1][0] + rng.randint(1, 200), rng.randint(1, 4)))
-        return tuple(sizes), min(rng.randint(1, 3), self.plan.window_steps // 2)
+        return tuple(sizes), min(rng.randint(1, 3), self.plan.window_micro_steps // 2)
 
     def _ask(self) -> tuple[str, str]:
         """What the next launch resumes from: (resume, state)."""

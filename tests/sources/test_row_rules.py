@@ -248,11 +248,11 @@ def samples_from(order: PipelineFactory, state: State, count: int = 64) -> Itera
     row a producer makes one, so that good samples before it go out."""
     pipeline = order.pipeline(state)
     while pipeline.ended is None:
-        plan = BatchPlan(start_index=pipeline.sample_index, world_size=1, batch_size=1, group_steps=count)
+        plan = BatchPlan(start_index=pipeline.sample_index, world_size=1, batch_size=1, group_micro_steps=count)
         group = pipeline.begin_group(plan)
         pipeline.fill(group, count)
         for step, ids in enumerate(group.ids(0, 0, len(group.marks))):
-            yield np.frombuffer(ids, order.record.dtype).tolist(), reread(order, group.state_behind(step))
+            yield np.frombuffer(ids, order.record.dtype).tolist(), reread(order, group.state_after(step))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -100,7 +100,7 @@ def digests(order: PipelineFactory, state: State) -> list[int]:
     """The digest behind each of the samples from a state to the end of data."""
     pipeline = order.pipeline(state)
     group = pipeline.begin_group(
-        BatchPlan(start_index=state.sample_index, world_size=1, batch_size=1, group_steps=10_000)
+        BatchPlan(start_index=state.sample_index, world_size=1, batch_size=1, group_micro_steps=10_000)
     )
     pipeline.fill(group, 10_000)
     assert pipeline.ended is not None

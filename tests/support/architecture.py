@@ -45,7 +45,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("integrations",),
     ),
     PROTO: (
-        ("__init__", "batch_schedule", "errors", "seal", "credentials", "resume", "dataloader_pb2"),
+        ("__init__", "batch_schedule", "errors", "protocol", "seal", "credentials", "resume", "dataloader_pb2"),
         ("dataloader_pb2_grpc",),
     ),
 }
@@ -60,12 +60,12 @@ ONLY: dict[str, frozenset[str]] = {
     f"{SERVER}.run.slots": frozenset(),
     f"{SERVER}.run.delivery": frozenset({"order.steps"}),
     f"{SERVER}.run.generation": frozenset(
-        {"core", "errors", "order.batch_schedule", "order.steps", "run.delivery", "run.sizing", "run.slots"},
+        {"core", "errors", "order.batch_plans", "order.steps", "run.delivery", "run.sizing", "run.slots"},
     ),
 }
 
 #: A process starts here. Whatever cannot be reached from one of these is dead.
-ENTRY_POINTS = (f"{CLIENT}.__init__", f"{SERVER}.__main__", f"{SERVER}.demo.__main__")
+ENTRY_POINTS = (f"{CLIENT}.__init__", f"{SERVER}.__main__", f"{SERVER}.demo.trainer")
 
 #: What users import by themselves.
 INTEGRATIONS = f"{CLIENT}.integrations"
@@ -107,7 +107,7 @@ PURE = tuple(
     f"{SERVER}.{name}"
     for name in (
         *("core", "mixing", "packing", "ledger.commands", "ledger.rules"),
-        *("order.batch_schedule", "order.feed", "order.pipeline", "order.replay", "order.steps"),
+        *("order.batch_plans", "order.feed", "order.pipeline", "order.replay", "order.steps"),
         *("run.generation", "run.slots"),
         *("run.active_generation", "run.commits", "run.delivery", "run.lease_state", "run.resume_choice", "run.sizing"),
         *("run.views",),

@@ -88,7 +88,7 @@ def samples_of(packer: Packer, form: SampleFormat, limit: int) -> list[Sample]:
     return found[:limit]
 
 
-def state_behind(samples: Sequence[Sample], length: int) -> SourceState:
+def state_after(samples: Sequence[Sample], length: int) -> SourceState:
     """The state behind the last of a source's samples."""
     last = samples[-1]
     return SourceState(

@@ -76,7 +76,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     },
     "phases": _TEXT
     | {
-        "last_step": "pad",
+        "last_micro_step": "pad",
         "mixture": {"policy": "least_consumed", "children": _TWO},
         "phases": [
             {"until_tokens": 64},
@@ -175,7 +175,7 @@ def _join(run: str, attempt: str, rank: int, **fields: Any) -> wire.JoinRequest:
 def _read(stub: DataLoaderStub, request: wire.JoinRequest, joined: wire.JoinResponse) -> Iterator[wire.StreamResponse]:
     """One step for each credit; behind the last one all are acknowledged and the stream is closed."""
     said: queue.SimpleQueue[wire.StreamRequest | None] = queue.SimpleQueue()
-    progress = wire.Progress(consumed_through=joined.start_index, credit_steps=1, digest=joined.start_digest)
+    progress = wire.Progress(consumed_through=joined.start_index, credit_micro_steps=1, digest=joined.start_digest)
     opening = wire.StreamOpen(
         run=request.run,
         stream=request.stream,
@@ -199,8 +199,8 @@ def _read(stub: DataLoaderStub, request: wire.JoinRequest, joined: wire.JoinResp
                 continue
             answer.committed_through = 0  # it depends on how fast the ledger is
             if kind == "batches":
-                (step,) = answer.batches.steps
-                progress = wire.Progress(consumed_through=step.end_index, credit_steps=1, digest=step.digest)
+                (step,) = answer.batches.micro_steps
+                progress = wire.Progress(consumed_through=step.end_index, credit_micro_steps=1, digest=step.digest)
             yield answer
             if kind == "end_of_data":
                 return
@@ -213,7 +213,7 @@ def _read(stub: DataLoaderStub, request: wire.JoinRequest, joined: wire.JoinResp
 
 def _snapshots(stub: DataLoaderStub, run: str, spoken: Sequence[Message]) -> list[str]:
     """Sealed at the first, a middle and the last of the steps."""
-    ends = [step.end_index for said in spoken[2:] for step in said.batches.steps]
+    ends = [step.end_index for said in spoken[2:] for step in said.batches.micro_steps]
     return [_snapshot(stub, run, index) for index in (ends[-1], 0, ends[len(ends) // 2])]
 
 
@@ -311,7 +311,10 @@ def _story(ledger: Ledger) -> None:
     )
     ledger.execute(commands.Pin(*run, epoch, '{"sample_index":16}'))
     second = replace(
-        opening_of(2, commit_at(16)), skipped=4, parent_run='{"run":"parent"}', ramp='{"sizes":[[0,4]],"accumulate":2}'
+        opening_of(2, commit_at(16)),
+        skipped=4,
+        parent_run='{"run":"parent"}',
+        batch_plans='{"sizes":[[0,4]],"accumulate":2}',
     )
     ledger.execute(commands.Open(*run, epoch, second, commit_at(16)))
     ledger.execute(commands.ClaimSlot(*run, epoch, 2, 0, "nonce"))

@@ -31,7 +31,7 @@ from tokenloom_server.reports.stats import (
     SourceLosses,
     SourceStats,
 )
-from tokenloom_server.reports.trace import TracedDocument, TracedRank, TracedSample, TracedStep
+from tokenloom_server.reports.trace import TracedDocument, TracedMicroStep, TracedRank, TracedSample
 
 
 def source_stats(source_id: int = 0, **figures: Any) -> SourceStats:
@@ -305,7 +305,7 @@ class MemoryService(Runs):
             receipts=owner(receipt=self.receipt, report=self.report),
             snapshots=owner(take=self.snapshot, list=self.snapshots, text=self.saved_snapshot),
             start_points=owner(restore=self.restore),
-            traces=owner(sample=self.trace_sample, evaluated=self.trace_evaluated, step=self.trace_step),
+            traces=owner(sample=self.trace_sample, evaluated=self.trace_evaluated, micro_step=self.trace_micro_step),
             mixture=owner(info=self.mixture, revise=self.revise, drop=self.drop_revisions),
         )
 
@@ -436,7 +436,7 @@ class MemoryService(Runs):
             sample=index,
             generation=stats.generation,
             status="committed" if index < stats.sample_index else "produced",
-            step=step,
+            micro_step=step,
             rank=place // stats.batch_size,
             place=place % stats.batch_size,
             source_id=0,
@@ -450,16 +450,18 @@ class MemoryService(Runs):
             ids=[97] * stats.sequence_length if text else None,
         )
 
-    def trace_step(self, run: str, step: int, rank: int | None, generation: int | None, text: bool) -> TracedStep:
+    def trace_micro_step(
+        self, run: str, step: int, rank: int | None, generation: int | None, text: bool
+    ) -> TracedMicroStep:
         stats = self.stats(run)
         size = stats.batch_size
         begin = step * size * stats.world_size
         if rank is not None and rank >= stats.world_size:
             raise ConfigError(f"rank is {rank}, but generation {stats.generation} has {stats.world_size}")
         ranks = range(stats.world_size) if rank is None else (rank,)
-        return TracedStep(
+        return TracedMicroStep(
             generation=stats.generation,
-            step=step,
+            micro_step=step,
             begin=begin,
             end=begin + size * stats.world_size,
             world_size=stats.world_size,

@@ -31,7 +31,7 @@ PATIENCE_S = 20.0
 #: A batch size, or pairs (total tokens, batch size).
 Sizes: TypeAlias = int | tuple[tuple[int, int], ...]
 #: Samples have 8 tokens: 2 at first, 5 from sample 30 on, 1 from 100 on.
-RAMP = ((0, 2), (240, 5), (800, 1))
+SCHEDULE = ((0, 2), (240, 5), (800, 1))
 T = TypeVar("T")
 
 
@@ -98,14 +98,14 @@ class Rank:
         self.end: EndOfData | None = None
         self.session = self.connect(served)
 
-    def connect(self, served: ServedRun, credit_steps: int = 1000) -> Session:
+    def connect(self, served: ServedRun, credit_micro_steps: int = 1000) -> Session:
         """A new stream, perhaps to another server: it goes on after what was received."""
         self.served, self.end = served, None
         coordinator, opening = served.coordinator, self.joined.opening
         self.session = coordinator.attach(
             self.joined.uid, opening.generation, self.call.rank, self.call.nonce, self.received, self.committed_seen
         )
-        coordinator.progress(self.session, self.consumed, credit_steps)
+        coordinator.progress(self.session, self.consumed, credit_micro_steps)
         return self.session
 
     def receive(self) -> bool:
@@ -278,7 +278,7 @@ def sequence(served: ServedRun) -> list[Sample]:
     """The canonical order to its end, straight from the pipeline."""
     timeline = served.coordinator.timeline
     pipeline = timeline.pipeline(timeline.initial())
-    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_steps=1000))
+    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_micro_steps=1000))
     pipeline.fill(group, 1000)
     assert pipeline.ended is not None
     return [

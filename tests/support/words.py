@@ -33,9 +33,11 @@ REPLACED = {
     "leash": "parent death",
     "ramp": "batch schedule",
 }
-#: Where an old word is the field's own: a server behind a proxy.
+#: Where an old word is the field's own (a server behind a proxy), or what an older ledger has for its successor.
 STANDARD = re.compile(
-    r"behind (?:a|an|the|its|another) (?:reverse |TLS |load )?(?:proxy|balancer|network|firewall|ingress)", re.I
+    r"behind (?:a|an|the|its|another) (?:reverse |TLS |load )?(?:proxy|balancer|network|firewall|ingress)"
+    r"|COLUMN ramp|\"ramp\":",
+    re.I,
 )
 #: Local names that say nothing of their value.
 VAGUE = frozenset({"found", "told", "had", "at", "way", "given", "asked", "what"})

@@ -1,5 +1,5 @@
-"""From the bytes of one message to the batches of its steps.
+"""From the bytes of one message to the batches of its micro-steps.
 
 In: a message as it travelled, and the layout that the server's answer to the Join gave. Out: a dictionary of tensors
-for each step. Nothing here knows of gRPC, threads or datasets.
+for each micro-step. Nothing here knows of gRPC, threads or datasets.
 """

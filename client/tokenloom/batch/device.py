@@ -1,12 +1,12 @@
 """Batches made on the trainer's device: what crosses to it is what crossed the network.
 
     message ── parts ──▶ pinned memory ── copy, on a stream of its own ──▶ device memory ── widened ──▶ batch
-                         one step ahead of the trainer                     on the trainer's stream
+                         one micro-step ahead of the trainer                     on the trainer's stream
 
-A step crosses in one copy: ids as narrow as they travelled, and the few numbers that say where labels do not count and
-where documents begin. Tensors are widened, masked and summed up on the device, and equal those of the CPU to the bit.
-Two sets of memory take turns. Two events for each guard it: none is written on the host before its copy is over, nor
-copied over on the device before the trainer's stream has widened what was there.
+A micro-step crosses in one copy: ids as narrow as they travelled, and the few numbers that say where labels do not
+count and where documents begin. Tensors are widened, masked and summed up on the device, and equal those of the CPU to
+the bit. Two sets of memory take turns. Two events for each guard it: none is written on the host before its copy is
+over, nor copied over on the device before the trainer's stream has widened what was there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tokenloom.batch.rows import RowsMessage
 
 #: Where each array begins among a step's bytes; no type needs more.
 _ALIGNED_BYTES = 16
-#: Memory for this much more than a step needs, so that one with some more documents needs no other.
+#: Memory for this much more than a micro-step needs, so that one with some more documents needs no other.
 _SPARE = 1.25
 #: Signed types of the widths that ids have: torch knows little of unsigned ones beyond bytes.
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -70,16 +70,16 @@ class DeviceSteps:
         self.label_tokens = message.label_tokens
 
     def batch(self, step: int, _: ArrayPool) -> Batch:
-        """The batch of a step, counted from 0 in the message."""
+        """The batch of a micro-step, counted from 0 in the message."""
         return self._transfer.batch(self._message, step)
 
     def send(self, step: int) -> None:
-        """Begins the copy of a step that is to be asked for next."""
+        """Begins the copy of a micro-step that is to be asked for next."""
         self._transfer.send(self._message, step)
 
 
 class Transfer:
-    """Takes steps to a device. For one thread at a time, as ``next()`` is."""
+    """Takes micro-steps to a device. For one thread at a time, as ``next()`` is."""
 
     def __init__(self, device: torch.device, layout: Layout) -> None:
         """``cuda`` is the current one of this thread."""
@@ -121,7 +121,7 @@ class Transfer:
         self._sent = _Sent(message, step, memory, places, made_of)
 
     def batch(self, message: Message | RowsMessage, step: int) -> Batch:
-        """The batch of a step, ready for what the current stream does next."""
+        """The batch of a micro-step, ready for what the current stream does next."""
         self.send(message, step)
         sent, self._sent = self._sent, None
         assert sent is not None
@@ -177,7 +177,7 @@ class _Place(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """A step whose copy has begun."""
+    """A micro-step whose copy has begun."""
 
     message: Message | RowsMessage
     step: int
@@ -198,7 +198,7 @@ class _Column(NamedTuple):
 
 
 def _columns(message: Message | RowsMessage, step: int) -> tuple[dict[str, _Column], Parts | dict[str, Any]]:
-    """What of a step crosses to the device, and the rest of it."""
+    """What of a micro-step crosses to the device, and the rest of it."""
     if isinstance(message, Message):
         parts = message.parts(step)
         return {name: _Column(own, _SIGNED[own.itemsize], own.shape) for name, own in parts.arrays.items()}, parts

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tokenloom_proto.errors import ProtocolError
 
 from tokenloom.batch.layout import Batch, Layout
 from tokenloom.batch.memory import ArrayPool
-from tokenloom.errors import ProtocolError
 
-#: Where tokens begin and end among the ids of each sample; [steps, B] each.
+#: Where tokens begin and end among the ids of each sample; [micro-steps, B] each.
 Filled = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
@@ -52,8 +52,8 @@ class DocumentColumns:
         inside = starts < length  # a shifted sample's last id is only a label here, and begins the next sample
         begins, padding = _begins(layout, sample_begins, (owner_begins + starts)[inside], filled)
         step_begins = np.searchsorted(begins, sample_begins[:: layout.batch_size])
-        # For each column: the jump at each begin, and what each further token adds. Each step is summed by itself,
-        # from 0.
+        # For each column: the jump at each begin, and what each further token adds. Each micro-step is summed by
+        # itself, from 0.
         self._jumps: dict[str, tuple[NDArray[np.int64], int]] = {}
         if "position_ids" in layout.columns:
             jumps = 1 - np.diff(begins, prepend=0)
@@ -69,13 +69,13 @@ class DocumentColumns:
         self._has_lengths = "cu_seqlens" in layout.columns
 
     def boundaries(self, step: int) -> NDArray[np.int64]:
-        """Which labels of a step, row by row, are a document's first token after another document's last."""
+        """Which labels of a micro-step, row by row, are a document's first token after another document's last."""
         first, last = self._boundary_bounds[step : step + 2]
         labels: NDArray[np.int64] = self._boundaries[first:last] - step * self._step_size
         return labels
 
     def add_to(self, batch: Batch, step: int, pool: ArrayPool) -> None:
-        """Adds the columns of a step."""
+        """Adds the columns of a micro-step."""
         here = slice(self._bounds[step], self._bounds[step + 1])
         for name, (jumps, slope) in self._jumps.items():
             (column,) = pool.take(1)
@@ -90,7 +90,7 @@ class DocumentColumns:
             batch["max_seqlen"] = int(np.diff(edges).max())
 
     def add_parts(self, arrays: dict[str, NDArray[Any]], numbers: dict[str, int], step: int) -> dict[str, int]:
-        """Adds what the columns of a step are made of; returns what each further token adds to each of them."""
+        """Adds what the columns of a micro-step are made of; returns what each further token adds to each of them."""
         here = slice(self._bounds[step], self._bounds[step + 1])
         if self._jumps:
             arrays["document_begins"] = self._begins[here].astype(np.int32)

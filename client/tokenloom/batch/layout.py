@@ -20,7 +20,7 @@ OPTIONAL_COLUMNS = ("position_ids", "document_ids", "attention_mask", "loss_mask
 
 
 class Batch(TypedDict):
-    """One step of one rank: B samples of L tokens. All tensors are int64 and writable where nothing else is said."""
+    """One micro-step of one rank: B samples of L tokens. Tensors are int64 and writable where nothing else is said."""
 
     input_ids: torch.Tensor
     """[B, L]"""
@@ -31,16 +31,16 @@ class Batch(TypedDict):
     sample_ids: torch.Tensor
     """[B], indices in the run's global order; −1 for a padding sample."""
     sample_index: int
-    """End of the step in the run's global order, the same on every rank: what ``state_dict(at=)`` takes."""
+    """End of the micro-step in the run's global order, the same on every rank: what ``state_dict(at=)`` takes."""
     total_tokens: int
-    """Tokens of the whole run after this step, the same on every rank: ``sequence_length`` for every sample."""
+    """Tokens of the whole run after this micro-step, the same on every rank: ``sequence_length`` for every sample."""
     global_tokens: int
-    """Real tokens of this step over all ranks, the same on each: positions of ``input_ids`` that are not padding."""
+    """Its real tokens over all ranks, the same on each: positions of ``input_ids`` that are not padding."""
     global_label_tokens: int
-    """Labels that a causal model predicts, over all ranks and all steps of the optimiser step that this batch belongs
-    to (``accumulate``); the same in each of its batches. Those are the labels that are not −100; where labels equal
-    ``input_ids`` (``labels: same``), without each sample's first, which has nothing before it. A sum of losses over
-    these labels, divided by this number and summed over ranks and steps, is the mean over all of them."""
+    """Labels that a causal model predicts, over all ranks and all micro-steps of the optimiser step that this batch
+    belongs to (``accumulate``); the same in each of its batches. Those are the labels that are not −100; where labels
+    equal ``input_ids`` (``labels: same``), without each sample's first, which has nothing before it. A sum of losses
+    over these labels, divided by this number and summed over ranks and micro-steps, is the mean over all of them."""
     position_ids: NotRequired[torch.Tensor]
     """[B, L], counted from 0 in each document (and in padding)."""
     document_ids: NotRequired[torch.Tensor]
@@ -113,7 +113,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepNumbers:
-    """The numbers of a message's steps: an entry for each step, and of ``source_ids`` one for each sample."""
+    """The numbers of a message's steps: an entry for each micro-step, and of ``source_ids`` one for each sample."""
 
     begin_indices: Sequence[int]
     end_indices: Sequence[int]
@@ -126,7 +126,7 @@ class StepNumbers:
     source_ids: Sequence[int]
 
     def of_batch(self, step: int) -> dict[str, int]:
-        """The numbers that the batch of a step has."""
+        """The numbers that the batch of a micro-step has."""
         return {
             "sample_index": self.end_indices[step],
             "total_tokens": self.total_tokens[step],
@@ -135,7 +135,7 @@ class StepNumbers:
         }
 
     def samples(self, step: int, batch_size: int) -> tuple[Sequence[int], NDArray[np.int64]]:
-        """Source and sample id of each of this rank's samples of a step."""
+        """Source and sample id of each of this rank's samples of a micro-step."""
         sources = self.source_ids[step * batch_size : (step + 1) * batch_size]
         first = self.begin_indices[step] + self.slices[step] * batch_size
         samples = np.arange(first, first + batch_size)

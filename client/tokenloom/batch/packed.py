@@ -1,6 +1,6 @@
-"""From the ids of one message to the tensors of its steps.
+"""From the ids of one message to the tensors of its micro-steps.
 
-A message keeps its ids as they travelled. A step is widened when it is asked for, into memory that the
+A message keeps its ids as they travelled. A micro-step is widened when it is asked for, into memory that the
 caches still hold: what waits takes an eighth of the room or a quarter of it, and is not written to main
 memory and read back. numpy and not torch: its loops stay on this thread (and release the interpreter
 lock), where torch's would start worker threads that compete with the trainer's.
@@ -15,16 +15,16 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tokenloom_proto.errors import ProtocolError
 
 from tokenloom.batch.documents import DocumentColumns, Filled
 from tokenloom.batch.layout import IGNORED, PADDING, Batch, Layout, StepNumbers
 from tokenloom.batch.memory import ArrayPool
-from tokenloom.errors import ProtocolError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What the tensors of a step are made of, for who makes them elsewhere: little more than what travelled."""
+    """What the tensors of a micro-step are made of, for who makes them elsewhere: little more than what travelled."""
 
     arrays: dict[str, NDArray[Any]]
     """``ids`` [B, width] as narrow as on the wire; ``source_ids`` and ``sample_ids`` [B], int64. As the layout is, and
@@ -42,7 +42,7 @@ class Parts:
 
 
 class Message:
-    """The steps of one message, free of wire types and checked: each becomes a batch when it is asked for."""
+    """The micro-steps of one message, free of wire types and checked: each becomes a batch when it is asked for."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class Message:
         if len(ids) != expected or len(steps.source_ids) != samples:
             beside = " and what belongs to them" if layout.lengths or layout.loss_masks else ""
             raise ProtocolError(
-                f"{count} steps of {layout.batch_size} × {layout.width} ids ({layout.id_type}){beside} are {expected} "
-                f"bytes and {samples} source ids, but {len(ids)} and {len(steps.source_ids)} came"
+                f"{count} micro-steps of {layout.batch_size} × {layout.width} ids ({layout.id_type}){beside} are "
+                f"{expected} bytes and {samples} source ids, but {len(ids)} and {len(steps.source_ids)} came"
             )
         self._layout = layout
         self._steps = steps
-        #: By step, over all ranks.
+        #: By micro-step, over all ranks.
         self.label_tokens = steps.label_tokens
         # A sample is its ids, then its length, then its mask's bits.
         raw = np.frombuffer(ids, np.uint8).reshape(count, layout.batch_size, layout.sample_bytes)
@@ -81,16 +81,16 @@ class Message:
         if layout.document_starts:
             filled = self._filled
             if filled is None and PADDING in steps.source_ids:
-                # All samples are full but those that fill up a last step, of which nothing is.
+                # All samples are full but those that fill up a last micro-step, of which nothing is.
                 ends = np.where(np.equal(steps.source_ids, PADDING), 0, layout.width).reshape(count, layout.batch_size)
                 filled = np.zeros_like(ends), ends
             self._documents = DocumentColumns(layout, count, document_counts, document_starts, filled)
 
     def batch(self, step: int, pool: ArrayPool) -> Batch:
-        """The batch of a step, counted from 0 in the message.
+        """The batch of a micro-step, counted from 0 in the message.
 
         No tensor is a view of another. Autograd hears of each write, and must not take one into the labels, or
-        into a later step, for one into the ids that it keeps.
+        into a later micro-step, for one into the ids that it keeps.
         """
         layout, ids = self._layout, self._ids[step]
         pool.fit((layout.batch_size, layout.sequence_length))
@@ -124,7 +124,7 @@ class Message:
         return batch
 
     def parts(self, step: int) -> Parts:
-        """What ``batch`` of a step is made of. The arrays may be views of the message."""
+        """What ``batch`` of a micro-step is made of. The arrays may be views of the message."""
         sources, samples = self._steps.samples(step, self._layout.batch_size)
         arrays: dict[str, NDArray[Any]] = {
             "ids": self._ids[step],
@@ -147,7 +147,7 @@ class Message:
         return Parts(arrays=arrays, numbers=numbers, slopes=slopes, short=short, padded=PADDING in sources)
 
     def _ignore(self, step: int, sources: Sequence[int], labels: NDArray[np.int64]) -> None:
-        """Marks the labels of a step that no loss is wanted for."""
+        """Marks the labels of a micro-step that no loss is wanted for."""
         layout = self._layout
         if self._filled is not None:
             self._ignore_padding(self._filled[0][step], self._filled[1][step], labels)
@@ -181,7 +181,7 @@ class Message:
 
 
 def _filled(layout: Layout, lengths: NDArray[np.int64]) -> Filled:
-    """Where tokens begin and end among a sample's ids; [steps, B] each."""
+    """Where tokens begin and end among a sample's ids; [micro-steps, B] each."""
     if (lengths > layout.width).any():
         raise ProtocolError(f"a sample of {layout.width} ids came with a length of {lengths.max()}")
     begins = layout.width - lengths if layout.pads_left else np.zeros_like(lengths)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tokenloom_proto.errors import ProtocolError
 
 from tokenloom.batch.layout import StepNumbers
-from tokenloom.errors import ProtocolError
 
 _TEXTS = ("string", "binary")
 _SIZE_BYTES = 4
@@ -53,21 +53,21 @@ class Bucket(NamedTuple):
 
 
 class RowsMessage:
-    """The steps of one message, checked: each becomes a batch when it is asked for."""
+    """The micro-steps of one message, checked: each becomes a batch when it is asked for."""
 
     def __init__(
         self, batch_size: int, steps: StepNumbers, *, data: bytes | memoryview, buckets: Sequence[Bucket]
     ) -> None:
-        """Raises ``ProtocolError`` where steps, buckets and bytes do not fit."""
+        """Raises ``ProtocolError`` where micro-steps, buckets and bytes do not fit."""
         count = len(steps.end_indices)
         if len(buckets) != count or len(steps.source_ids) != count * batch_size:
             raise ProtocolError(
-                f"{count} steps of {batch_size} rows have {count} buckets and {count * batch_size} source ids, but "
-                f"{len(buckets)} and {len(steps.source_ids)} came"
+                f"{count} micro-steps of {batch_size} rows have {count} buckets and {count * batch_size} source ids, "
+                f"but {len(buckets)} and {len(steps.source_ids)} came"
             )
         self._size = batch_size
         self._steps = steps
-        #: By step, over all ranks.
+        #: By micro-step, over all ranks.
         self.label_tokens = steps.label_tokens
         self._buckets = buckets
         self._data = np.frombuffer(data, np.uint8)
@@ -75,11 +75,11 @@ class RowsMessage:
         for bucket in buckets:
             self._begins.append(self._begins[-1] + self._step_bytes(bucket, self._begins[-1]))
         if self._begins[-1] != len(self._data):
-            raise ProtocolError(f"{count} steps have {self._begins[-1]} bytes, but {len(self._data)} came")
+            raise ProtocolError(f"{count} micro-steps have {self._begins[-1]} bytes, but {len(self._data)} came")
 
     def batch(self, step: int, _: object = None) -> dict[str, Any]:
-        """The batch of a step, counted from 0 in the message: by column a tensor [B, …] or a list, and what each batch
-        has beside them. Raises ``ProtocolError``."""
+        """The batch of a micro-step, counted from 0 in the message: by column a tensor [B, …] or a list, and what each
+        batch has beside them. Raises ``ProtocolError``."""
         bucket, size = self._buckets[step], self._size
         data = self._data[self._begins[step] : self._begins[step + 1]]
         ends = np.cumsum(bucket.sample_bytes or [len(data) // size] * size).tolist()
@@ -119,7 +119,7 @@ class RowsMessage:
         }
 
     def _step_bytes(self, bucket: Bucket, begin: int) -> int:
-        """The bytes of the step that begins there."""
+        """The bytes of the micro-step that begins there."""
         sizes = bucket.sample_bytes
         if sizes is not None:
             if len(sizes) != self._size or min(sizes) < bucket.fixed_bytes:

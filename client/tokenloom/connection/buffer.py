@@ -1,8 +1,8 @@
-"""The steps between the background thread and ``next()``: the sole owner of what the two share.
+"""The micro-steps between the background thread and ``next()``: the sole owner of what the two share.
 
-Three parties meet here. The reader puts steps in, the trainer takes them out, and the writer tells the
+Three parties meet here. The reader puts micro-steps in, the trainer takes them out, and the writer tells the
 server how far the trainer is. Each sleeps on its own condition of one lock, and is woken only when it has
-something to do: a wake-up costs more than taking a step, for which the trainer needs none of it. Who is
+something to do: a wake-up costs more than taking a micro-step, for which the trainer needs none of it. Who is
 about to sleep says first what is to wake it, and then looks once more.
 """
 
@@ -32,33 +32,33 @@ log = logging.getLogger("tokenloom")
 SILENCE_S = 20.0
 #: After so long a wait for a batch, and again after each further, the log says what it waits for.
 PATIENCE_S = 30.0
-#: The server hears of consumed steps within this time, for what it commits and shows.
+#: The server hears of consumed micro-steps within this time, for what it commits and shows.
 REPORT_WITHIN_S = 0.02
 #: It hears earlier where it may be waiting for that, but never more often than this: each report costs a message.
 REPORT_APART_S = 0.005
 #: And without news at least this often, so that the server knows that somebody is here.
 SIGN_OF_LIFE_S = 2.0
-#: When the trainer has waited so long for a step, the server may be waiting, too: its window may be full.
+#: When the trainer has waited so long for a micro-step, the server may be waiting, too: its window may be full.
 STARVED_S = 0.01
 #: How often sleepers look for silence; all else wakes them.
 TICK_S = 1.0
 
-#: Where the trainer stands after a step, and the step's place in its message.
+#: Where the trainer stands after a micro-step, and the step's place in its message.
 Step: TypeAlias = tuple[Point, "Steps", int]
 
 
 class Steps(Protocol):
-    """The steps of a message."""
+    """The micro-steps of a message."""
 
     label_tokens: Sequence[int]
-    """By step, over all ranks."""
+    """By micro-step, over all ranks."""
 
     def batch(self, step: int, pool: ArrayPool) -> Batch:
-        """The batch of a step, counted from 0 in the message."""
+        """The batch of a micro-step, counted from 0 in the message."""
 
 
 class StepBuffer:
-    """Steps that were received and not yet yielded, and how the stream stands."""
+    """Micro-steps that were received and not yet yielded, and how the stream stands."""
 
     def __init__(
         self,
@@ -71,13 +71,14 @@ class StepBuffer:
         accumulate: int = 1,
     ) -> None:
         """``timeout_s``: how long ``take`` waits at most. ``counted``: what is consumed is to be committed; not so
-        for who only looks. ``accumulate``: steps of an optimiser step; those of one are there before its first is
+        for who only looks. ``accumulate``: micro-steps of an optimiser step; those of one are there before its first is
         taken, so the schedule's capacity is at least that."""
         self.start = start
         self._schedule = schedule
         self._timeout_s = timeout_s
         self._accumulate = accumulate
-        # Of the optimiser step that the trainer is in: how many steps are taken at its end, and the labels of all.
+        # Of the optimiser step that the trainer is in: how many micro-steps are taken at its end, and the labels of
+        # all.
         self._optimizer_end = 0
         self._label_tokens = 0
         self._counted = counted
@@ -99,7 +100,7 @@ class StepBuffer:
         self._taking = threading.Lock()
         self._reader_waits = False
         self._starved = False
-        # For metrics: steps taken, and what some of them were waited for.
+        # For metrics: micro-steps taken, and what some of them were waited for.
         self.taken = 0
         self._waits = Waits()
         # What the writer sleeps for: it has news and delays them, and the sample index at which the trainer wakes it.
@@ -108,17 +109,17 @@ class StepBuffer:
 
     @property
     def capacity_steps(self) -> int:
-        """Steps that are held at most, beyond those consumed."""
+        """Micro-steps that are held at most, beyond those consumed."""
         return self._schedule.capacity_steps(self.consumed.sample_index)
 
     @property
     def received_through(self) -> int:
-        """End index of the last step that was received."""
+        """End index of the last micro-step that was received."""
         return self.received.sample_index
 
     @property
     def consumed_through(self) -> int:
-        """End index of the last step that ``next()`` returned."""
+        """End index of the last micro-step that ``next()`` returned."""
         return self.consumed.sample_index
 
     @property
@@ -139,7 +140,7 @@ class StepBuffer:
         self._waiting_for = what
 
     def put(self, steps: Sequence[Step]) -> None:
-        """Adds a message's steps. Waits while a server ignores its credits, so that memory stays bounded."""
+        """Adds a message's micro-steps. Waits while a server ignores its credits, so that memory stays bounded."""
         with self._lock:
             if len(self._steps) >= self.capacity_steps:
                 self._heard_at = math.inf  # while nobody reads, silence means nothing
@@ -152,14 +153,14 @@ class StepBuffer:
             self._step_ready.notify_all()
 
     def end(self, reason: str) -> None:
-        """No step follows those received."""
+        """No micro-step follows those received."""
         with self._lock:
             self.end_reason = reason
             self._step_ready.notify_all()
             self._report.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Ends the stream with an error: after the steps received, or instead of them where those are void."""
+        """Ends the stream with an error: after the micro-steps received, or instead of them where those are void."""
         with self._lock:
             if isinstance(error, Fenced):
                 self._steps.clear()
@@ -190,7 +191,7 @@ class StepBuffer:
     def take(self, on_silence: Callable[[], None]) -> tuple[Batch, Point] | None:
         """The next batch, and where the trainer stands after it; waits for it, at most ``timeout_s``. None at the end
         of the data."""
-        with self._taking:  # else two threads would get the same step
+        with self._taking:  # else two threads would get the same micro-step
             if self._accumulate > 1 and self.taken == self._optimizer_end:
                 self._begin_optimizer_step(on_silence)
             step = self._steps[0] if self._steps else self._await_step(on_silence)
@@ -200,7 +201,7 @@ class StepBuffer:
             batch = message.batch(number, self._pool)
             if self._accumulate > 1:
                 batch["global_label_tokens"] = self._label_tokens
-            # Only now, so that a step whose batch could not be made is not lost.
+            # Only now, so that a micro-step whose batch could not be made is not lost.
             try:
                 self._steps.popleft()
             except IndexError:  # fenced just now
@@ -216,7 +217,7 @@ class StepBuffer:
             return batch, point
 
     def _begin_optimizer_step(self, on_silence: Callable[[], None]) -> None:
-        """Waits for all steps of an optimiser step, fewer where the data end, and counts their labels."""
+        """Waits for all micro-steps of an optimiser step, fewer where the data end, and counts their labels."""
         self._await_step(on_silence, self._accumulate)
         with self._lock:
             steps = list(islice(self._steps, self._accumulate))
@@ -224,7 +225,7 @@ class StepBuffer:
         self._optimizer_end = self.taken + len(steps)
 
     def _await_step(self, on_silence: Callable[[], None], count: int = 1) -> Step | None:
-        """The next step, as soon as ``count`` of them are there, or the data end after it."""
+        """The next micro-step, as soon as ``count`` of them are there, or the data end after it."""
         # Of this process's own time: one that was stopped has not waited.
         waited_s, patience_s = 0.0, PATIENCE_S
         began = time.perf_counter()
@@ -257,7 +258,7 @@ class StepBuffer:
             return self._steps[0] if self._steps else None
 
     def following(self) -> Step | None:
-        """The step that ``take`` would give next, if it is there; for who prepares it."""
+        """The micro-step that ``take`` would give next, if it is there; for who prepares it."""
         try:
             return self._steps[0]
         except IndexError:
@@ -271,7 +272,7 @@ class StepBuffer:
                 condition.notify_all()
 
     def waiting_steps(self) -> int:
-        """How many steps are there to be taken."""
+        """How many micro-steps are there to be taken."""
         return len(self._steps)
 
     def waits(self) -> Waited:

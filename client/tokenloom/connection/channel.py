@@ -7,10 +7,11 @@ import time
 
 import grpc
 from tokenloom_proto.credentials import Credentials
-from tokenloom_proto.errors import TokenloomError, named
+from tokenloom_proto.errors import ProtocolError, TokenloomError, named
+from tokenloom_proto.protocol import VERSION
 
 from tokenloom.connection.address import Address
-from tokenloom.errors import ProtocolError, ServerUnavailable
+from tokenloom.errors import ServerUnavailable
 
 FIRST_DELAY_S = 0.1
 #: High enough to spare a server that starts, low enough that training goes on soon after it has.
@@ -65,7 +66,10 @@ def failure(error: grpc.RpcError, address: Address) -> TokenloomError:
     if retryable(error) or code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return ServerUnavailable(f"{address}: {code.name}: {details}")
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return ProtocolError(f"{address} is not a Tokenloom server of this version: {details}")
+        return ProtocolError(
+            f"{address} does not speak version {VERSION} of Tokenloom's wire protocol, which this client speaks "
+            f"({details}): it is an older server, or not one of Tokenloom's; install the same release on both sides"
+        )
     return TokenloomError(f"{address}: {code.name}: {details}")
 
 

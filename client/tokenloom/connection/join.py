@@ -15,6 +15,7 @@ import torch
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.credentials import Credentials
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
+from tokenloom_proto.errors import ProtocolError
 from tokenloom_proto.resume import sources_of
 
 from tokenloom.batch.layout import Layout
@@ -33,7 +34,6 @@ from tokenloom.connection.options import ConnectionOptions
 from tokenloom.connection.server import RunServer
 from tokenloom.connection.step_schedule import BatchPlan, StepSchedule
 from tokenloom.connection.topology import Topology
-from tokenloom.errors import ProtocolError
 from tokenloom.snapshot import Base, Point
 
 log = logging.getLogger("tokenloom")
@@ -51,7 +51,7 @@ class Request:
     topology: Topology
     options: ConnectionOptions
     batch_size: int = 0
-    """Samples per rank and step; 0 where there are ``batch_sizes``, or the run says it."""
+    """Samples per rank and micro-step; 0 where there are ``batch_sizes``, or the run says it."""
     batch_sizes: tuple[tuple[int, int], ...] = ()
     """Pairs (total tokens, batch size) instead of that."""
     accumulate: int = 1
@@ -112,7 +112,7 @@ class RunFacts(NamedTuple):
     rows: bool
     """Batches are rows from buckets."""
     batch_size: int
-    """Samples per rank and step, at the start."""
+    """Samples per rank and micro-step, at the start."""
     sources: list[Source]
 
 
@@ -216,8 +216,8 @@ def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
             f"the server sends ids of type {answer.id_type} and labels of kind {answer.labels}, which this client "
             "does not know: install the client of the server's version"
         )
-    first = BatchPlan(answer.start_index, answer.batch_size or request.batch_size, answer.group_steps)
-    plans = [BatchPlan(plan.begin_index, plan.batch_size, plan.group_steps) for plan in answer.batch_plans]
+    first = BatchPlan(answer.start_index, answer.batch_size or request.batch_size, answer.group_micro_steps)
+    plans = [BatchPlan(plan.begin_index, plan.batch_size, plan.group_micro_steps) for plan in answer.batch_plans]
     return Opening(
         run_uid=answer.run_uid,
         generation=answer.generation,

@@ -33,7 +33,7 @@ CALL_S, PAUSE_S = 5.0, 2.0
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Losses over the steps since the last report, over all ranks; ``sources``: by id the mean loss and its tokens."""
+    """Losses since the last report, over all ranks; ``sources``: by id the mean loss and its tokens."""
 
     sample_index: int
     total_tokens: int

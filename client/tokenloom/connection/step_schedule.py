@@ -1,4 +1,4 @@
-"""Where the batch size of a generation changes, and how many of its steps may be fetched ahead."""
+"""Where the batch size of a generation changes, and how many of its micro-steps may be fetched ahead."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from tokenloom.errors import ProtocolError
+from tokenloom_proto.errors import ProtocolError
 
-#: Groups of steps that are fetched ahead: one to take from, one to follow it, and two on their way while the
+#: Groups of micro-steps that are fetched ahead: one to take from, one to follow it, and two on their way while the
 #: server hears that it may send them.
 PREFETCH_GROUPS = 4
 
 
 class BatchPlan(NamedTuple):
-    """Steps of one batch size: from which sample index on, samples per rank, and steps between state boundaries."""
+    """Where micro-steps of one batch size begin, their samples per rank, and how many lie between state boundaries."""
 
     begin_index: int
     batch_size: int
-    group_steps: int
+    group_micro_steps: int
 
 
 class StepSchedule:
-    """The steps of a generation. Immutable."""
+    """The micro-steps of a generation. Immutable."""
 
     def __init__(
         self, plans: Sequence[BatchPlan], *, world_size: int, accumulate: int = 1, prefetch_steps: int | None = None
@@ -33,22 +33,24 @@ class StepSchedule:
             steps, rest = divmod(after.begin_index - before.begin_index, world_size * before.batch_size)
             if rest or steps < 1:
                 raise ProtocolError(
-                    f"steps of {world_size} × {before.batch_size} samples from {before.begin_index} on cannot end at "
-                    f"{after.begin_index}, where the server changes the batch size"
+                    f"micro-steps of {world_size} × {before.batch_size} samples from {before.begin_index} on cannot "
+                    f"end at {after.begin_index}, where the server changes the batch size"
                 )
         self.plans = tuple(plans)
         self._begins = [plan.begin_index for plan in plans]
         self._step_samples = [world_size * plan.batch_size for plan in plans]
         # An optimiser step is taken from, and one more is on its way.
-        self._ahead = [prefetch_steps or max(PREFETCH_GROUPS * plan.group_steps, 2 * accumulate) for plan in plans]
+        self._ahead = [
+            prefetch_steps or max(PREFETCH_GROUPS * plan.group_micro_steps, 2 * accumulate) for plan in plans
+        ]
 
     def number_at(self, sample_index: int) -> int:
-        """Which of the plans has the step that begins at a sample index."""
+        """Which of the plans has the micro-step that begins at a sample index."""
         return max(0, bisect_right(self._begins, sample_index) - 1)
 
     def capacity_steps(self, sample_index: int) -> int:
-        """Steps to hold at most, for who has consumed what lies before a sample index: the least that any plan has
-        whose steps are among them, so that larger steps take no more memory than their own plan's."""
+        """Micro-steps to hold at most, for who has consumed what lies before a sample index: the least that any plan
+        has whose micro-steps are among them, so that larger micro-steps take no more memory than their own plan's."""
         number = self.number_at(sample_index)
         capacity = total = self._ahead[number]
         steps = 0
@@ -62,5 +64,5 @@ class StepSchedule:
         return total
 
     def half_of_capacity(self, sample_index: int) -> int:
-        """Half of these steps, at least one, in samples."""
+        """Half of these micro-steps, at least one, in samples."""
         return max(1, self.capacity_steps(sample_index) // 2) * self._step_samples[self.number_at(sample_index)]

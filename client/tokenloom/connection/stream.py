@@ -1,11 +1,11 @@
 """The stream of a slot that was joined, and its reconnects.
 
     trainer                     buffer                      this module                 server
-    next()  ── take ──────────▶ steps ◀──────── put ─────── reader thread ◀─ Batches ── Stream
+    next()  ── take ──────────▶ micro-steps ◀──────── put ─────── reader thread ◀─ Batches ── Stream
                                 consumed_through ─────────▶ writer ───────── Progress ─▶
 
 The reader thread also owns the reconnects: they stay within the generation, go on after the last
-step received, and never join again. The writer runs on gRPC's own thread, one for each stream.
+micro-step received, and never join again. The writer runs on gRPC's own thread, one for each stream.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import cast
 import grpc
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
+from tokenloom_proto.errors import ProtocolError
 
 from tokenloom.batch.device import DeviceSteps, Transfer
 from tokenloom.batch.layout import Batch, StepNumbers
@@ -35,7 +36,7 @@ from tokenloom.connection.channel import Retry, failure, open_channel, retryable
 from tokenloom.connection.join import Request, base_of, join
 from tokenloom.connection.reports import Report, Reporter
 from tokenloom.connection.response import Response, read
-from tokenloom.errors import ProtocolError, ServerUnavailable
+from tokenloom.errors import ServerUnavailable
 from tokenloom.snapshot import Point
 
 log = logging.getLogger("tokenloom")
@@ -97,7 +98,8 @@ class Connection:
         if self._transfer is not None and (following := self.buffer.following()) is not None:
             _, message, number = following
             assert isinstance(message, DeviceSteps)
-            # What cannot be sent ahead is tried again, and raised, when that step is asked for: this one is there.
+            # What cannot be sent ahead is tried again, and raised, when that micro-step is asked for: this one is
+            # there.
             with suppress(Exception):
                 message.send(number)
         return taken
@@ -109,7 +111,7 @@ class Connection:
         self._reporter.put(report)
 
     def close(self) -> None:
-        """Reports the last step, ends the stream and the thread; bounded, and quiet if the server is gone."""
+        """Reports the last micro-step, ends the stream and the thread; bounded, and quiet if the server is gone."""
         if self._reporter is not None:
             self._reporter.finish(FLUSH_S)
         self.buffer.close()
@@ -214,7 +216,7 @@ class Connection:
             self._check_begin(end.end_index, "the end of the data")
             if self.buffer.end_reason is None:
                 dropped = end.dropped_samples
-                note = f" ({dropped} samples of an incomplete last step were not delivered)" if dropped else ""
+                note = f" ({dropped} samples of an incomplete last micro-step were not delivered)" if dropped else ""
                 log.info("%s ends: %s%s", self._request.address, end.reason, note)
             self.buffer.end(end.reason)
 
@@ -222,11 +224,13 @@ class Connection:
         self._check_begin(batches.begin_index, "a message")
         if batches.HasField("base"):
             self._base = base_of(batches.base)
-        infos = list(batches.steps)  # each look into what protobuf holds makes objects anew
+        infos = list(batches.micro_steps)  # each look into what protobuf holds makes objects anew
         ends = [info.end_index for info in infos]
         begins = [batches.begin_index, *ends[:-1]]
         if not ends or not all(map(lt, begins, ends)):
-            raise ProtocolError(f"the steps of a message must ascend from {batches.begin_index}, but end at {ends}")
+            raise ProtocolError(
+                f"the micro-steps of a message must ascend from {batches.begin_index}, but end at {ends}"
+            )
         numbers = StepNumbers(
             begin_indices=begins,
             end_indices=ends,
@@ -291,9 +295,11 @@ class Connection:
         )
 
     def progress(self, consumed: Point) -> wire.Progress:
-        """How far the trainer is, and how many steps may come beyond that."""
+        """How far the trainer is, and how many micro-steps may come beyond that."""
         return wire.Progress(
-            consumed_through=consumed.sample_index, digest=consumed.digest, credit_steps=self.buffer.capacity_steps
+            consumed_through=consumed.sample_index,
+            digest=consumed.digest,
+            credit_micro_steps=self.buffer.capacity_steps,
         )
 
 

@@ -22,14 +22,14 @@ class Waits:
         self._last_step = -1
 
     def note(self, step: int, seconds: float) -> None:
-        """``next()`` waited for a step, counted from 0; several times where it was interrupted."""
+        """``next()`` waited for a micro-step, counted from 0; several times where it was interrupted."""
         self._last_s = self._last_s + seconds if self._last_step == step else seconds
         self._last_step = step
         self._total_s += seconds
         self._longest_s = max(self._longest_s, self._last_s)
 
     def read(self, taken: int) -> Waited:
-        """``taken``: the steps up to now. A step that was ready was waited for no time."""
+        """``taken``: the micro-steps up to now. A micro-step that was ready was waited for no time."""
         steps, self._seen = taken - self._seen, taken
         waited = Waited(
             self._last_s if self._last_step == taken - 1 else 0.0, self._total_s / max(1, steps), self._longest_s

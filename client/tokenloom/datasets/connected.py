@@ -104,7 +104,7 @@ class ConnectedDataset(BatchDataset):
 
     @property
     def batch_size(self) -> int | tuple[tuple[int, int], ...] | None:
-        """Samples per rank and step, or the schedule of that, as asked for; None where the run says it."""
+        """Samples per rank and micro-step, or the schedule of that, as asked for; None where the run says it."""
         return self._request.batch_sizes or self._request.batch_size or None
 
     @property
@@ -125,13 +125,14 @@ class ConnectedDataset(BatchDataset):
         return queries.stats(request.address, request.credentials, request.options.connect_timeout_s)
 
     def metrics(self) -> dict[str, float]:
-        """Figures of this rank for experiment trackers; all 0 before the Join. Costs no step anything, and asks nobody.
+        """Figures of this rank for experiment trackers; all 0 before the Join. Costs no micro-step anything, and asks
+        nobody.
 
         ``wait_ms_last``, ``wait_ms_mean`` and ``wait_ms_max``: what ``next()`` waited for batches since this was called
-        last (0 for those that were there). ``queue_steps`` of at most ``queue_capacity_steps``: batches that are there
-        now. ``steps``: taken since the Join, and ``tokens`` of the whole run in them. ``sample_index`` and
-        ``total_tokens``: of the last batch. ``uncommitted_samples``: by how many samples the ledger is short of that.
-        ``reconnects``: how often the stream was opened again.
+        last (0 for those that were there). ``queue_micro_steps`` of at most ``queue_capacity_micro_steps``: batches
+        that are there now. ``micro_steps``: taken since the Join, and ``tokens`` of the whole run in them.
+        ``sample_index`` and ``total_tokens``: of the last batch. ``uncommitted_samples``: by how many samples the
+        ledger is short of that. ``reconnects``: how often the stream was opened again.
         """
         self._check_state_is_here()
         return metrics.read(self._connection)

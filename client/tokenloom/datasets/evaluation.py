@@ -32,8 +32,8 @@ class EvaluationDataset(ConnectedDataset):
     ``url``, ranks, ``columns``, ``device`` and ``connection`` are as for ``RemoteDataset``, whose ``evaluation()``
     gives one of the same rank. ``stream`` is ``"validation"`` (what training's sources hold out), or
     ``"validation/ALIAS"`` (what one of them does), or another stream that the mixture file names. Its first ``samples``
-    (None: all of it) come, cut over the ranks: the last step is filled up with padding samples (source −1, labels
-    −100), so that every rank does as many steps, and ``len()`` tells how many.
+    (None: all of it) come, cut over the ranks: the last micro-step is filled up with padding samples (source −1, labels
+    −100), so that every rank does as many micro-steps, and ``len()`` tells how many.
 
     Evaluating joins no generation and counts nothing, so it may happen before, while and after the run trains. It has
     no state.
@@ -56,7 +56,7 @@ class EvaluationDataset(ConnectedDataset):
         if not stream or stream == TRAIN:
             raise ValueError(f"stream={stream!r} is trained on: use RemoteDataset, or PeekDataset to look at it")
         if not batch_size:
-            raise ValueError(f"stream={stream!r}: batch_size is missing; give the samples of a rank and step")
+            raise ValueError(f"stream={stream!r}: batch_size is missing; give the samples of a rank and micro-step")
         check_count("batch_size", batch_size)
         if samples is not None:
             check_count("samples", samples)
@@ -107,7 +107,7 @@ class EvaluationDataset(ConnectedDataset):
         return BatchIterator(next_batch)
 
     def __len__(self) -> int:
-        """Steps of an evaluation. Asks the server where there was none yet, and waits until it has made the samples."""
+        """Micro-steps of an evaluation. Asks the server if none was there, and waits until the samples are made."""
         if self._steps is None:
             with self._connect(self._request) as connection:
                 return self._learn_length(connection)
@@ -133,4 +133,4 @@ class EvaluationDataset(ConnectedDataset):
         return [f"stream={self.stream!r}", *super()._role()]
 
     def _describe(self) -> str:
-        return f"{'so far unknown' if self._steps is None else self._steps} steps"
+        return f"{'so far unknown' if self._steps is None else self._steps} micro-steps"

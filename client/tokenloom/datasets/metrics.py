@@ -5,7 +5,15 @@ from __future__ import annotations
 from tokenloom.connection.stream import Connection
 
 NAMES = (
-    *("wait_ms_last", "wait_ms_mean", "wait_ms_max", "queue_steps", "queue_capacity_steps", "steps", "tokens"),
+    *(
+        "wait_ms_last",
+        "wait_ms_mean",
+        "wait_ms_max",
+        "queue_micro_steps",
+        "queue_capacity_micro_steps",
+        "micro_steps",
+        "tokens",
+    ),
     *("sample_index", "total_tokens", "uncommitted_samples", "reconnects"),
 )
 
@@ -20,9 +28,9 @@ def read(connection: Connection | None) -> dict[str, float]:
         "wait_ms_last": 1000 * waited.last_s,
         "wait_ms_mean": 1000 * waited.mean_s,
         "wait_ms_max": 1000 * waited.longest_s,
-        "queue_steps": buffer.waiting_steps(),
-        "queue_capacity_steps": buffer.capacity_steps,
-        "steps": buffer.taken,
+        "queue_micro_steps": buffer.waiting_steps(),
+        "queue_capacity_micro_steps": buffer.capacity_steps,
+        "micro_steps": buffer.taken,
         "tokens": point.total_tokens - buffer.start.total_tokens,
         "sample_index": point.sample_index,
         "total_tokens": point.total_tokens,

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
+from tokenloom_proto.errors import ProtocolError
+
 from tokenloom.batch.layout import Batch
 from tokenloom.connection.join import Request
 from tokenloom.connection.options import ConnectionOptions
@@ -18,7 +20,7 @@ from tokenloom.connection.topology import Topology
 from tokenloom.datasets import data_loader
 from tokenloom.datasets.base import ResumableDataset
 from tokenloom.datasets.connected import BatchIterator, ConnectedDataset, RunUrl
-from tokenloom.errors import EndOfData, ProtocolError
+from tokenloom.errors import EndOfData
 from tokenloom.snapshot import History, Loaded, Older, Point
 
 log = logging.getLogger("tokenloom")

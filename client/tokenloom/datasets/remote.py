@@ -31,9 +31,9 @@ class RemoteDataset(TrainingDataset):
     launcher's. All ranks of one launch share an ``attempt`` id, by the process group's store, the SLURM job step, or as
     given.
 
-    ``batch_size`` is samples per rank and step; for a run of buckets, whose mixture file says it, it is left out. It
-    may follow the run's tokens: ``[(0, 4), (1_000_000, 8)]`` are pairs of total tokens, ascending from 0, and samples,
-    each from the first optimiser step on that begins at so many tokens or later.
+    ``batch_size`` is samples per rank and micro-step; for a run of buckets, whose mixture file says it, it is left out.
+    It may follow the run's tokens: ``[(0, 4), (1_000_000, 8)]`` are pairs of total tokens, ascending from 0, and
+    samples, each from the first optimiser step on that begins at so many tokens or later.
 
     The first ``iter()`` joins the run: at the state that ``load_state_dict()`` was called with, else at ``resume``,
     which is ``"latest"`` (what the ledger has committed), ``"fresh"`` (the beginning) or the id of a saved snapshot.
@@ -43,8 +43,8 @@ class RemoteDataset(TrainingDataset):
     A run that another attempt trains on is refused with ``RunBusy`` as long as every rank of that is alive;
     ``takeover=True`` ends it on purpose.
 
-    ``accumulate`` is how many steps of ``next()`` an optimiser step has, counted from where this launch joined; the
-    same on all ranks. The batch size only changes between two optimiser steps. ``global_label_tokens`` is of all
+    ``accumulate`` is how many micro-steps of ``next()`` an optimiser step has, counted from where this launch joined;
+    the same on all ranks. The batch size only changes between two optimiser steps. ``global_label_tokens`` is of all
     batches of one, so ``next()`` waits until they are all there or the data end; at least twice as many are fetched
     ahead.
 

@@ -41,7 +41,7 @@ class TrainingDataset(OrderDataset):
         prefetched = connection.prefetch_steps if connection else None
         if prefetched is not None and prefetched < accumulate:
             raise ValueError(
-                f"prefetch_steps is {prefetched}; expected at least accumulate, {accumulate}: all steps of an "
+                f"prefetch_steps is {prefetched}; expected at least accumulate, {accumulate}: all micro-steps of an "
                 "optimiser step are fetched before the first is handed out"
             )
         if resume is not None and not resume:
@@ -60,7 +60,7 @@ class TrainingDataset(OrderDataset):
 
     @property
     def accumulate(self) -> int:
-        """Steps of ``next()`` for each of the optimiser's."""
+        """Micro-steps of ``next()`` for each of the optimiser's."""
         return self._request.accumulate
 
     def evaluation(

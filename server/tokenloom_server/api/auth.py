@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tokenloom_proto.credentials import CONTROL_VARIABLE, READ_VARIABLE, find_token
 
+from tokenloom_server.api.tls import Tls
 from tokenloom_server.errors import ConfigError, Forbidden, Unauthenticated
 
 
@@ -25,9 +26,9 @@ class Scope(enum.IntEnum):
 
 
 class Access:
-    """The tokens of a server, as digests: no text of one is kept, so none can be shown."""
+    """Who gets in at both endpoints: the tokens, as digests (no text of one is kept, so none can be shown), and TLS."""
 
-    def __init__(self, control: str | None = None, read: str | None = None) -> None:
+    def __init__(self, control: str | None = None, read: str | None = None, tls: Tls | None = None) -> None:
         """No token: everything is open, which is for loopback. Raises ``ConfigError`` for a read token that is alone,
         or that is the control token."""
         if read is not None and control is None:
@@ -40,18 +41,24 @@ class Access:
                 f"{READ_VARIABLE} and {CONTROL_VARIABLE} are the same token, so whoever reads could do everything; "
                 "give each its own"
             )
+        self.tls = tls
         self._control = _digest(control)
         self._read = _digest(read)
 
     @classmethod
     def find(
-        cls, environment: Mapping[str, str], token_file: Path | None = None, read_token_file: Path | None = None
+        cls,
+        environment: Mapping[str, str],
+        token_file: Path | None = None,
+        read_token_file: Path | None = None,
+        tls: Tls | None = None,
     ) -> Access:
         """The tokens of these files, else of the environment. Raises ``ConfigError`` naming the file or variable."""
         try:
             return cls(
                 find_token(CONTROL_VARIABLE, environment, token_file),
                 find_token(READ_VARIABLE, environment, read_token_file),
+                tls,
             )
         except ValueError as error:
             raise ConfigError(str(error)) from None
@@ -96,3 +103,7 @@ class Access:
 
 def _digest(token: str | None) -> bytes:
     return b"" if token is None else hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
+
+
+#: Without a token and without TLS.
+OPEN_TO_ALL = Access()

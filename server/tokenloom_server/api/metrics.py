@@ -82,7 +82,7 @@ RUN_METRICS: tuple[RowMetric[RunStats], ...] = (
     RowMetric("tokenloom_leads", "1 while this server has the lease on the run.", lambda run: run.leads),
     RowMetric("tokenloom_server_epoch", "This server's number among those that led.", lambda run: run.server_epoch),
     RowMetric("tokenloom_world_size", "Ranks of the present generation.", lambda run: run.world_size),
-    RowMetric("tokenloom_batch_size", "Samples per rank and step.", lambda run: run.batch_size),
+    RowMetric("tokenloom_batch_size", "Samples per rank and micro-step.", lambda run: run.batch_size),
     RowMetric("tokenloom_sequence_length", "Tokens per sample.", lambda run: run.sequence_length),
     RowMetric(
         "tokenloom_revision",

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 from tokenloom_proto.credentials import CONTROL_VARIABLE, is_loopback
 
-from tokenloom_server.api.auth import Access
+from tokenloom_server.api.auth import OPEN_TO_ALL, Access
 from tokenloom_server.api.grpc import GrpcServer
 from tokenloom_server.api.rest.server import RestServer
-from tokenloom_server.api.tls import Tls
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.open import open_ledger
+from tokenloom_server.run.timeouts import Timeouts
 
 if TYPE_CHECKING:
     from tokenloom_server.api.service import Runs
@@ -54,12 +54,8 @@ class ServeOptions:
     standby: bool = False
     #: Why a mixture file that differs from the mixture in force is to be a revision; None: it is refused.
     revise: str | None = None
-    lease_s: float = 15.0
-    liveness_s: float = 15.0
-    rank_timeout_s: float = 300.0
-    storage_timeout_s: float = 300.0
-    access: Access = field(default_factory=Access)
-    tls: Tls | None = None
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    access: Access = OPEN_TO_ALL
     data_roots: DataRoots = field(default_factory=DataRoots)
     plugins: Sequence[str] = ()
     """Source schemes from outside the tree that mixtures may name."""
@@ -71,7 +67,7 @@ class Server:
     def __init__(self, options: ServeOptions) -> None:
         """Raises ``ConfigError`` and what sources, tokeniser and ledger raise; nothing is left open then."""
         for option, address in (("--grpc", options.grpc), ("--rest", options.rest)):
-            _refuse_open_door(option, address, options.access, options.tls)
+            _refuse_open_door(option, address, options.access)
         _allow_many_files()
         self._runs: Runs | None = None
         self._ledger: Ledger | None = None
@@ -79,7 +75,7 @@ class Server:
         self._ready_file: Path | None = None
         # The addresses first: a port that is taken is found before any file is read, and trainers that wait for
         # this server connect while all that it needs is imported and opened.
-        self._grpc = GrpcServer(options.grpc, options.access, options.tls)
+        self._grpc = GrpcServer(options.grpc, options.access)
         try:
             self._bring_up(options)
         except BaseException:
@@ -87,24 +83,16 @@ class Server:
             raise
 
     def _bring_up(self, options: ServeOptions) -> None:
-        rest = self._rest = RestServer(*split_address("--rest", options.rest), options.access, options.tls)
+        rest = self._rest = RestServer(*split_address("--rest", options.rest), options.access)
         from tokenloom_server.api.service import Runs
         from tokenloom_server.catalog import open_catalog
-        from tokenloom_server.run.timeouts import Timeouts
 
         ledger = self._ledger = open_ledger(options.ledger, _folder(options))
         ledger.check()
-        timeouts = Timeouts(
-            lease_s=options.lease_s,
-            liveness_s=options.liveness_s,
-            rank_timeout_s=options.rank_timeout_s,
-            storage_timeout_s=options.storage_timeout_s,
-        )
-        holder = _holder(self.grpc_address)
         runs = self._runs = Runs(
             ledger,
-            holder,
-            timeouts,
+            _holder(self.grpc_address),
+            options.timeouts,
             standby=options.standby,
             data_roots=options.data_roots,
             catalog=open_catalog(options.plugins),
@@ -188,7 +176,7 @@ def split_address(option: str, address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _refuse_open_door(option: str, address: str, access: Access, tls: Tls | None) -> None:
+def _refuse_open_door(option: str, address: str, access: Access) -> None:
     """Raises ``ConfigError`` where others than this machine would reach an address without a token."""
     host = split_address(option, address)[0]
     if is_loopback(host):
@@ -198,7 +186,7 @@ def _refuse_open_door(option: str, address: str, access: Access, tls: Tls | None
             f"{option} {address}: others than this machine reach this address, and there is no token; set "
             f"{CONTROL_VARIABLE} (make one: openssl rand -hex 32) or --token-file FILE, or listen on 127.0.0.1"
         )
-    if tls is None:
+    if access.tls is None:
         _log.warning(
             "%s %s: without TLS the token and the data travel unencrypted; give --tls-cert and --tls-key, or keep "
             "strangers off this network",

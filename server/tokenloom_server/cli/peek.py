@@ -34,9 +34,9 @@ def peek(
     """Look at the samples of a served run, as the model sees them, without taking part in it.
 
     Nothing is joined, counted, committed or fenced: it may be done while the run trains, before it begins and after
-    its end. Samples come by their index in the run's one order, so the samples of a step with a loss spike are those
-    between the sample_index of the batch before it and its own. Any index works that the ledger's journal reaches,
-    and up to 65,536 samples beyond what is committed.
+    its end. Samples come by their index in the run's one order, so the samples of a micro-step with a loss spike are
+    those between the sample_index of the batch before it and its own. Any index works that the ledger's journal
+    reaches, and up to 65,536 samples beyond what is committed.
 
     Text is the run's tokeniser's, control characters as pictures; without a tokeniser, ids are shown.
     """

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from tokenloom_server.api.auth import Access
     from tokenloom_server.api.server import ServeOptions
-    from tokenloom_server.api.tls import Tls
 
 #: How long a signal to stop may go unnoticed, seconds.
 SIGNALS_EVERY_S = 0.25
@@ -117,16 +116,12 @@ class ServerAccess:
     ] = None
 
     def access(self) -> Access:
-        """The tokens that callers show. Raises ``ConfigError``."""
+        """The tokens that callers show, and the server's TLS. Raises ``ConfigError``."""
         from tokenloom_server.api.auth import Access
-
-        return Access.find(os.environ, self.token_file, self.read_token_file)
-
-    def tls(self) -> Tls | None:
-        """Raises ``ConfigError`` for files that do not fit together."""
         from tokenloom_server.api.tls import Tls
 
-        return Tls.load(self.tls_cert, self.tls_key, self.tls_client_ca)
+        tls = Tls.load(self.tls_cert, self.tls_key, self.tls_client_ca)
+        return Access.find(os.environ, self.token_file, self.read_token_file, tls)
 
 
 def serve(
@@ -189,6 +184,7 @@ def _options(
 ) -> ServeOptions:
     """All that the server needs. Raises ``ConfigError``."""
     from tokenloom_server.api.server import ServeOptions
+    from tokenloom_server.run.timeouts import Timeouts
 
     mixture = short.short_form()
     if mixture is None and not mixtures:
@@ -205,12 +201,13 @@ def _options(
         index_dir=options.index_dir,
         standby=options.standby,
         revise=options.revise,
-        lease_s=options.lease,
-        liveness_s=options.liveness,
-        rank_timeout_s=options.rank_timeout,
-        storage_timeout_s=options.storage_timeout,
+        timeouts=Timeouts(
+            lease_s=options.lease,
+            liveness_s=options.liveness,
+            rank_timeout_s=options.rank_timeout,
+            storage_timeout_s=options.storage_timeout,
+        ),
         access=access.access(),
-        tls=access.tls(),
         data_roots=short.roots(),
         plugins=short.plugins(),
     )

@@ -1,4 +1,4 @@
-"""``tokenloom trace``: what a past sample, or a step by rank, was made of."""
+"""``tokenloom trace``: what a past sample, or a micro-step by rank, was made of."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from tokenloom_server.cli.options import ReadAccess, RunName, Url
 from tokenloom_server.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tokenloom_server.reports.trace import TracedSample, TracedStep
+    from tokenloom_server.reports.trace import TracedMicroStep, TracedSample
 
 
 def trace(
     url: Url,
     sample: Annotated[int | None, typer.Option(min=0, help="A sample index: one sample's documents.")] = None,
-    step: Annotated[
-        int | None, typer.Option(min=0, help="A step of a generation, from 0: what its ranks got in it.")
+    micro_step: Annotated[
+        int | None, typer.Option(min=0, help="A micro-step of a generation, from 0: what its ranks got in it.")
     ] = None,
-    rank: Annotated[int | None, typer.Option(min=0, help="Of the step, one rank; all if not given.")] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="Of the micro-step, one rank; all if not given.")] = None,
     generation: Annotated[
         int | None,
         typer.Option(
@@ -38,23 +38,24 @@ def trace(
     *,
     access: ReadAccess,
 ) -> None:
-    """Show which documents a sample was made of, or what each rank got in a step: file, row, and tokens of the row.
+    """Show which documents a sample was made of, or what each rank got in a micro-step: file, row, and tokens of the
+    row.
 
     Nothing of this was kept: the server makes the samples again from the nearest state in its ledger and reads their
     rows once more, in turns with the peeks, so that training is not slowed. Tokens of a row are counted with its
     begin- and end-of-text ids.
     """
-    if (sample is None) == (step is None):
-        raise ConfigError("give one of --sample and --step")
-    if rank is not None and step is None:
-        raise ConfigError("--rank goes with --step; a sample is one rank's anyway")
+    if (sample is None) == (micro_step is None):
+        raise ConfigError("give one of --sample and --micro-step")
+    if rank is not None and micro_step is None:
+        raise ConfigError("--rank goes with --micro-step; a sample is one rank's anyway")
     if stream is not None and sample is None:
-        raise ConfigError("--stream goes with --sample; a stream that is evaluated on has no steps of its own")
+        raise ConfigError("--stream goes with --sample; a stream that is evaluated on has no micro-steps of its own")
     server = access.connect(url)
     name = server.only_run(run)
-    traced: TracedSample | TracedStep
-    if step is not None:
-        traced = server.trace_step(name, step, rank=rank, generation=generation, text=text)
+    traced: TracedSample | TracedMicroStep
+    if micro_step is not None:
+        traced = server.trace_micro_step(name, micro_step, rank=rank, generation=generation, text=text)
     else:
         assert sample is not None
         traced = server.trace_sample(name, sample, generation=generation, text=text, stream=stream)

@@ -15,7 +15,7 @@ ALL_COLUMNS = "*"
 
 #: The fields of a run that mean something with ``batching``; the others keep their defaults.
 RUN_FIELDS = {
-    *("run", "seed", "batching", "global_batch_size", "sequence_length", "window_steps", "new_source_baseline"),
+    *("run", "seed", "batching", "global_batch_size", "sequence_length", "window_micro_steps", "new_source_baseline"),
     *("mixture", "phases"),
 }
 #: The same of its sources.
@@ -92,6 +92,6 @@ def refuse_other_fields(section: Section, allowed: set[str], path: str) -> None:
     for name, field in type(section).model_fields.items():
         if name not in allowed and getattr(section, name) != field.get_default(call_default_factory=True):
             raise ValueError(
-                f"{path}{name}: does not apply with batching, where rows are ready tensors and each step is one batch "
-                "of them; leave it out"
+                f"{path}{name}: does not apply with batching, where rows are ready tensors and each micro-step is one "
+                "batch of them; leave it out"
             )

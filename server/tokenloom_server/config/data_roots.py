@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.storage.urls import is_remote, lies_below, refuse_unsafe
+from tokenloom_server.storage.urls import before_wildcards, is_remote, lies_below, refuse_unsafe
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class DataRoots:
         """
         if is_remote(pattern):
             # The wildcards of a URL match names, never less of the path than what is before them.
-            self.check_paths(what, base_dir, [pattern[: _wild_at(pattern)].rpartition("/")[0]])
+            self.check_paths(what, base_dir, [before_wildcards(pattern).rpartition("/")[0]])
             return
         parts = Path(pattern).parts
         wild = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
@@ -77,7 +77,3 @@ class DataRoots:
             f"{what}: {place} lies below no data root; expected it below {roots}: move the data there, or allow its "
             "folder with another --data-root"
         )
-
-
-def _wild_at(pattern: str) -> int:
-    return min((index for index in map(pattern.find, "*?[") if index >= 0), default=len(pattern))

@@ -69,10 +69,10 @@ def _check_batched_source(source: SourceConfig, path: str) -> None:
 def _check_phases(run: RunFields) -> None:
     check_ascending(run.phases)
     lengths = {phase.sequence_length for phase in run.phases} - {None, run.sequence_length}
-    if lengths and run.last_step == "drop":
+    if lengths and run.last_micro_step == "drop":
         raise ValueError(
-            "phases: the sequence length changes, and steps end where it does: an incomplete step there would be "
-            "lost with last_step: drop; set last_step: pad"
+            "phases: the sequence length changes, and micro-steps end where it does: an incomplete micro-step there "
+            "would be lost with last_micro_step: drop; set last_micro_step: pad"
         )
 
 

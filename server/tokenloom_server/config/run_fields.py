@@ -40,10 +40,10 @@ class RunFields(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seeds every draw and every tie."""
     batching: BatchingConfig | None = None
-    """For rows that are ready tensors: each step is a batch from one bucket of one source. Nothing is tokenised or
-    packed then."""
+    """For rows that are ready tensors: each micro-step is a batch from one bucket of one source. Nothing is tokenised
+    or packed then."""
     global_batch_size: Annotated[int, Field(ge=1, le=2**24)] | None = None
-    """With ``batching``: samples of a step, over all ranks."""
+    """With ``batching``: samples of a micro-step, over all ranks."""
     tokenizer: str | None = None
     """A ``tokenizer.json``, a folder with one, or ``bytes``. Not needed where every source holds ids."""
     vocab_size: Annotated[int, Field(ge=2, le=2**32)] | None = None
@@ -81,15 +81,15 @@ class RunFields(Section):
     """Put the begin-of-text id before each document."""
     add_eot: EndOfText = True
     """Put the end-of-text id after each document; ``auto``: unless the document ends with it already."""
-    last_step: Literal["drop", "pad"] = "drop"
-    """What becomes of an incomplete last step."""
+    last_micro_step: Literal["drop", "pad"] = "drop"
+    """What becomes of an incomplete last micro-step."""
     on_bad_row: OnBadRow = "fail"
     """What becomes of a row that does not decode: the run stops with an error that names it, or it is skipped and
     counted."""
     max_bad_rows: RowCount | None = None
     """So many rows of a source may be skipped in each epoch; one more stops the run. None: any number."""
-    window_steps: Annotated[int, Field(ge=2, le=100_000)] | None = None
-    """Steps that may be produced ahead of the committed one; the default follows the message size."""
+    window_micro_steps: Annotated[int, Field(ge=2, le=100_000)] | None = None
+    """Micro-steps that may be produced ahead of the committed one; the default follows the message size."""
     new_source_baseline: Literal["min", "mean", "zero"] = "min"
     """At how many tokens for each unit of its weight the balance of a source begins that an older data loader's
     checkpoint does not have: the minimum or the mean of its siblings, or 0."""

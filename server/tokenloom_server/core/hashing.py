@@ -68,6 +68,6 @@ def stream(key: int | npt.NDArray[np.uint64], counters: npt.NDArray[np.uint64]) 
 
 
 def slice_rotation(seed: int, sample_index: int, world_size: int) -> int:
-    """By how many slots a step that begins at ``sample_index`` is rotated: rank r gets slice
+    """By how many slots a micro-step that begins at ``sample_index`` is rotated: rank r gets slice
     ``(r + rotation) mod world_size``. Without it a deterministic mixture would alias with the ranks."""
     return draw(seed, Purpose.SLICE, 0, sample_index) * world_size >> 64

@@ -2,7 +2,7 @@
 
     code         the library's source, a file a document    parquet, several shards    about 11 MB
     docstrings   of the same files, read and not run        one jsonl file             about 2 MB
-    prose        licences and the language reference        txt, a paragraph a row     about 0.1 MB
+    prose        the licences of what is installed          txt, a paragraph a row     about 0.1 MB
 
 One installation always gives the same bytes. The folder appears under its name only when it is complete.
 """
@@ -16,6 +16,7 @@ import shutil
 import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import distributions
 from itertools import chain
@@ -29,14 +30,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenloom_server.demo.processes import DemoFailed
 
 #: A change of what is built is a new number; a folder of another one is built again.
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "corpus.json"
 CODE, DOCSTRINGS, PROSE, TOKENIZER = "code", "docstrings.jsonl", "prose", "tokenizer.json"
 #: So few that the demonstration goes through several shards.
 DOCUMENTS_PER_SHARD = 8
 ROWS_PER_GROUP = 4
 #: The prose is small on purpose: it is the source that is read more than once.
-PROSE_FILE_BYTES = 48_000
+PROSE_BYTES = 96_000
 #: Shorter ones are headings, tables and signatures.
 SHORTEST_PARAGRAPH = 60
 SHORTEST_DOCSTRING = 40
@@ -125,14 +126,9 @@ def _build_docstrings(path: Path, progress: Progress, library: Path) -> list[str
 
 
 def _build_prose(folder: Path, progress: Progress) -> list[str]:
+    documents = list(_first_bytes(_paragraphs(progress.track(_licences(), description="prose → txt")), PROSE_BYTES))
     folder.mkdir()
-    documents: list[str] = []
-    texts = {"licences": _licences(), "language": _topics()}
-    for name, parts in progress.track(texts.items(), total=len(texts), description="prose → txt"):
-        rows = list(_first_bytes(_paragraphs(parts), PROSE_FILE_BYTES))
-        if rows:
-            (folder / f"{name}.txt").write_text("".join(row + "\n" for row in rows), encoding="utf-8")
-        documents += rows
+    (folder / "licences.txt").write_text("".join(document + "\n" for document in documents), encoding="utf-8")
     return documents
 
 
@@ -142,12 +138,10 @@ def _sources(library: Path) -> list[tuple[str, str]]:
     for path in library.rglob("*.py"):
         name = path.relative_to(library)
         if SKIPPED_FOLDERS.isdisjoint(name.parts):
-            try:
+            with suppress(OSError, UnicodeDecodeError):
                 text = path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError):
-                continue
-            if text.strip():
-                files.append((hashlib.sha256(name.as_posix().encode()).digest(), name.as_posix(), text))
+                if text.strip():
+                    files.append((hashlib.sha256(name.as_posix().encode()).digest(), name.as_posix(), text))
     return [(name, text) for _, name, text in sorted(files)]
 
 
@@ -165,25 +159,16 @@ def _docstrings(name: str, text: str) -> Iterator[str]:
                 yield docstring
 
 
-def _licences() -> Iterator[str]:
+def _licences() -> list[str]:
     paths = [library_folder() / "LICENSE.txt"]
     for distribution in distributions():
         files = distribution.files or ()
         paths += [Path(str(file.locate())) for file in files if file.name.upper().startswith(LICENCE_NAMES)]
+    texts = []
     for path in sorted(paths, key=lambda path: (path.parent.name, path.name)):
-        try:
-            yield path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            continue
-
-
-def _topics() -> Iterator[str]:
-    try:
-        from pydoc_data.topics import topics  # what help("assert") prints; some systems package it apart
-    except ImportError:
-        return
-    for name in sorted(topics):
-        yield topics[name]
+        with suppress(OSError, UnicodeDecodeError):
+            texts.append(path.read_text(encoding="utf-8"))
+    return texts
 
 
 def _paragraphs(texts: Iterable[str]) -> Iterator[str]:

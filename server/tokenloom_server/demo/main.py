@@ -6,11 +6,9 @@ import fcntl
 import shutil
 import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 from rich.markup import escape
@@ -32,7 +30,6 @@ DEFAULT_FOLDER = Path("tokenloom-demo")
 MARKER = ".tokenloom-demo"
 #: Between two steps. The first one includes importing torch and meeting the other rank, on a busy machine.
 STALL_TIMEOUT_S = 120.0
-READ_TIMEOUT_S = 120.0
 INTERRUPTED = 130
 
 
@@ -109,7 +106,7 @@ class Demo:
         for victim in (*ranks, server.child):
             if victim.status is not None:
                 raise victim.failure(f"{victim.name} ended by itself, before it could be killed")
-            victim.kill()
+            victim.kill_on_purpose()
             self.report.line(f"killed {victim.name} (pid {victim.pid})")
         last = self.steps_of(plan.first)[-1]
         self.report.line(
@@ -130,15 +127,14 @@ class Demo:
 
     def read_reference(self, processes: Processes) -> Receipts:
         """The same data by another name, from another ledger, without an interruption."""
-        plan, folder = self.plan, self.work / "reference"
+        from tokenloom_server.demo.reader import read
+
+        plan = self.plan
         self.report.step("An uninterrupted run to compare with: another ledger, one reader, no training")
         server = self.serve(processes, "reference-server", self.reference_mixture, self.work / "reference.db")
-        command = ["-m", "tokenloom_server.demo", "reader", server.url(REFERENCE_RUN), "--receipts", str(folder)]
-        command += ["--batch-size", str(plan.reader_batch_size), "--samples", str(plan.end_index)]
-        reader = processes.start("reader", command, self.logs / "reader.log", RANK="0", WORLD_SIZE="1")
-        wait_until(lambda: reader.status == 0, "the reference reader", READ_TIMEOUT_S, [reader, server.child])
+        received = read(server.url(REFERENCE_RUN), plan.reader_batch_size, plan.end_index)
         server.child.stop()
-        return receipts.read(folder, 0, plan.sequence_length)
+        return received
 
     def prove(self, server: Service, text: Corpus, reference: Receipts) -> None:
         """Every claim, from what was received; then the figures."""
@@ -163,8 +159,7 @@ class Demo:
         """Until Ctrl-C."""
         self.report.line(f"the server stays up until Ctrl-C: {server.page} and {server.url(RUN)}")
         try:
-            while server.child.status is None:
-                threading.Event().wait(1.0)
+            server.child.wait()
         except KeyboardInterrupt:
             return
         raise server.child.failure("the server ended by itself")
@@ -180,22 +175,16 @@ class Demo:
         """One trainer for each rank, with the variables that torchrun would set."""
         plan = self.plan
         rendezvous = self.work / f"{launch.name}.rendezvous"
-        command = ["-m", "tokenloom_server.demo", "trainer", server.url(RUN), "--batch-size", str(launch.batch_size)]
+        command = ["-m", "tokenloom_server.demo.trainer", server.url(RUN), "--batch-size", str(launch.batch_size)]
         command += ["--tokens", str(plan.tokens), "--warmup-tokens", str(plan.warmup_tokens)]
-        command += ["--learning-rate", str(plan.learning_rate), "--lr-floor", str(plan.lr_floor)]
         command += ["--vocab-size", str(text.vocab_size)]
         command += ["--checkpoint", str(self.checkpoint), "--receipts", str(self.work / launch.name)]
         command += ["--rendezvous", f"file://{rendezvous}", *options]
         environment = {"WORLD_SIZE": str(launch.ranks)} | _loopback()
+        names = [f"{launch.name}-rank-{rank}" for rank in range(launch.ranks)]
         return [
-            processes.start(
-                f"{launch.name}-rank-{rank}",
-                command,
-                self.logs / f"{launch.name}-rank-{rank}.log",
-                RANK=str(rank),
-                **environment,
-            )
-            for rank in range(launch.ranks)
+            processes.start(name, command, self.logs / f"{name}.log", RANK=str(rank), **environment)
+            for rank, name in enumerate(names)
         ]
 
     def follow(self, launch: Launch, ranks: Sequence[Child], server: Service, done: Callable[[], bool]) -> None:
@@ -247,15 +236,8 @@ def _claimed(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _ends_like_ctrl_c(signal_number: signal.Signals) -> Iterator[None]:
-    """The signal raises KeyboardInterrupt, so that everything is ended in order. (Only a main thread can have that.)"""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal_number, interrupt)
+    """The signal raises KeyboardInterrupt, so that everything is ended in order."""
+    before = signal.signal(signal_number, signal.default_int_handler)
     try:
         yield
     finally:

@@ -9,6 +9,8 @@ RUN, REFERENCE_RUN = "demo", "demo-reference"
 DEFAULT_STEPS = 48
 #: Below this there is no room for a checkpoint, some steps after it, and a rest.
 FEWEST_STEPS = 8
+#: The highest learning rate, and the part of it that is left at the end.
+LEARNING_RATE, LR_FLOOR = 3e-3, 0.1
 
 MIXTURE = """\
 # Written by `tokenloom demo`. Paths are relative to this file.
@@ -59,9 +61,6 @@ class Plan:
     first: Launch = Launch(name="first", ranks=2, batch_size=8)
     second: Launch = Launch(name="second", ranks=1, batch_size=12)
     prose_epochs: int = 4
-    learning_rate: float = 3e-3
-    lr_floor: float = 0.1
-    """Of the learning rate, at the end."""
 
     @property
     def checkpoint_step(self) -> int:

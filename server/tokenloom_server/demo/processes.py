@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 from tokenloom_server.api import parent_death
 from tokenloom_server.demo.proof import Disproved
@@ -27,7 +28,7 @@ class DemoFailed(TokenloomError):
     """A step of the demonstration failed; the message says which, and shows the log that tells why."""
 
 
-class Child:
+class Child(subprocess.Popen[bytes]):
     """One process, in a session of its own (a Ctrl-C is for the parent), with its output in a log file."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
@@ -38,25 +39,21 @@ class Child:
         # -I and -S: ``parent_death`` needs nothing that is installed. The program's own Python starts as usual.
         guarded = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), *command]
         with log.open("wb") as output:
-            self._process = subprocess.Popen(
+            super().__init__(
                 guarded,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=dict(environment),
+                env=environment,
                 start_new_session=True,
             )
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
     def status(self) -> int | None:
         """The exit status, negative for a signal; ``None`` while it runs."""
-        return self._process.poll()
+        return self.poll()
 
-    def kill(self) -> None:
+    def kill_on_purpose(self) -> None:
         """SIGKILL, and waits for the end."""
         self.killed = True
         self._end()
@@ -64,9 +61,9 @@ class Child:
     def stop(self) -> None:
         """Asks it to end; kills it if it does not."""
         if self.status is None:
-            self._process.terminate()
+            self.terminate()
             try:
-                self._process.wait(GRACE_S)
+                self.wait(GRACE_S)
             except subprocess.TimeoutExpired:
                 self._end()
 
@@ -77,14 +74,14 @@ class Child:
             lines = log.read().decode(errors="replace").splitlines()
         return "\n".join(f"    {line}" for line in lines[-TAIL_LINES:]) or "    (empty)"
 
-    def failure(self, what: str) -> DemoFailed:
+    def failure(self, fault: str) -> DemoFailed:
         """An error that shows what the process wrote last."""
-        return DemoFailed(f"{what}\nthe end of {self.log}:\n{self.tail()}")
+        return DemoFailed(f"{fault}\nthe end of {self.log}:\n{self.tail()}")
 
     def _end(self) -> None:
-        self._process.kill()
+        self.kill()
         try:
-            self._process.wait(KILL_S)
+            self.wait(KILL_S)
         except subprocess.TimeoutExpired:
             raise DemoFailed(f"{self.name} (pid {self.pid}) did not end within {KILL_S:g} s of SIGKILL") from None
 
@@ -101,10 +98,6 @@ class Processes:
         self._children.append(child)
         return child
 
-    @property
-    def running(self) -> list[Child]:
-        return [child for child in self._children if child.status is None]
-
     def all_ended(self) -> str:
         """A count for people; raises ``Disproved`` for a process that still runs or ended with an error."""
         for child in self._children:
@@ -112,24 +105,21 @@ class Processes:
                 raise Disproved(f"{child.name} (pid {child.pid}) has status {child.status}; see {child.log}")
         return f"{len(self._children)} processes"
 
-    def stop_all(self) -> None:
-        """The last started first."""
-        for child in reversed(self._children):
-            child.stop()
-
-    def __enter__(self) -> Processes:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         try:
-            self.stop_all()
+            for child in reversed(self._children):
+                child.stop()
         finally:
-            for child in self.running:  # a second Ctrl-C came meanwhile
-                child.kill()
+            for child in self._children:
+                if child.status is None:  # a second Ctrl-C came meanwhile
+                    child.kill_on_purpose()
 
 
-def wait_until(done: Callable[[], bool], what: str, timeout_s: float, children: Sequence[Child]) -> None:
-    """Waits for ``done``, which ``what`` describes.
+def wait_until(done: Callable[[], bool], event: str, timeout_s: float, children: Sequence[Child]) -> None:
+    """Waits for ``done``, which ``event`` describes.
 
     Raises ``DemoFailed`` after ``timeout_s``, or as soon as one of the children ends with an error.
     """
@@ -137,10 +127,10 @@ def wait_until(done: Callable[[], bool], what: str, timeout_s: float, children: 
     while not done():
         for child in children:
             if child.status:
-                raise child.failure(f"{child.name} ended with status {child.status} while waiting for {what}")
+                raise child.failure(f"{child.name} ended with status {child.status} while waiting for {event}")
         if time.monotonic() > deadline:
             logs = "\n".join(f"the end of {child.log}:\n{child.tail()}" for child in children)
-            raise DemoFailed(f"waited {timeout_s:g} s for {what}, in vain\n{logs}")
+            raise DemoFailed(f"waited {timeout_s:g} s for {event}, in vain\n{logs}")
         time.sleep(POLL_S)
 
 

@@ -18,11 +18,11 @@ import xxhash
 
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.demo import receipts
-from tokenloom_server.demo.plan import Plan
+from tokenloom_server.demo.plan import LEARNING_RATE, LR_FLOOR, Plan
 from tokenloom_server.demo.receipts import Receipts, Samples, Step
 from tokenloom_server.reports.stats import RunStats
 
-#: Of StepInfo.digest in dataloader.proto; written out again here, so that a slip in the server would show.
+#: Of MicroStep.digest in dataloader.proto; written out again here, so that a slip in the server would show.
 DIGEST_MULTIPLIER = 0x5BD1E995CC9E2D51A3C59AC72E1B6F4D
 DIGEST_MODULUS = 2**127 - 1
 #: Sample indices that an error names before it says "…".
@@ -219,8 +219,8 @@ class Evidence:
                 factor = step.total_tokens / plan.warmup_tokens
             else:
                 progress = min(1.0, (step.total_tokens - plan.warmup_tokens) / (plan.tokens - plan.warmup_tokens))
-                factor = plan.lr_floor + (1 - plan.lr_floor) * (1 + math.cos(math.pi * progress)) / 2
-            expected = plan.learning_rate * factor
+                factor = LR_FLOOR + (1 - LR_FLOOR) * (1 + math.cos(math.pi * progress)) / 2
+            expected = LEARNING_RATE * factor
             if not math.isclose(step.lr, expected, rel_tol=LR_TOLERANCE):
                 raise Disproved(f"at {step.total_tokens} tokens: {step.lr:.6e}, the schedule says {expected:.6e}")
         return f"{len(self.training)} steps"

@@ -7,13 +7,16 @@ Two files per rank, both only appended to, so that a SIGKILL costs at most the s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+if TYPE_CHECKING:
+    from tokenloom import RemoteDataset
 
 #: Structured arrays: ``sample_id``, ``source_id`` and ``ids`` of each sample.
 Samples = NDArray[np.void]
@@ -45,6 +48,21 @@ def make_samples(sample_ids: ArrayLike, source_ids: ArrayLike, ids: ArrayLike) -
     return samples
 
 
+def received(
+    batch: Mapping[str, Any], dataset: RemoteDataset, number: int, loss: float = 0.0, lr: float = 0.0
+) -> tuple[Samples, Step]:
+    """The receipt of one step: the samples of its batch, and where the dataset stands after it."""
+    step = Step(
+        step=number,
+        sample_index=dataset.sample_index,
+        total_tokens=dataset.total_tokens,
+        digest=dataset.digest,
+        loss=loss,
+        lr=lr,
+    )
+    return make_samples(batch["sample_ids"], batch["source_ids"], batch["input_ids"]), step
+
+
 class ReceiptWriter:
     """Appends the receipts of one rank."""
 
@@ -59,15 +77,12 @@ class ReceiptWriter:
         self._samples.write(samples.tobytes())
         self._steps.write(json.dumps(asdict(step)).encode() + b"\n")
 
-    def close(self) -> None:
-        self._samples.close()
-        self._steps.close()
-
-    def __enter__(self) -> ReceiptWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._samples.close()
+        self._steps.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +99,7 @@ def read_steps(folder: Path, rank: int) -> list[Step]:
         lines = (folder / f"rank-{rank}.steps.jsonl").read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
         return []
-    return [Step(**_object(line)) for line in lines]
+    return [Step(**json.loads(line)) for line in lines]
 
 
 def read(folder: Path, rank: int, sequence_length: int) -> Receipts:
@@ -99,9 +114,3 @@ def join(parts: Iterable[Samples]) -> Samples:
     """All samples of several ranks or launches, by sample index."""
     samples = np.concatenate(list(parts))
     return samples[np.argsort(samples["sample_id"], kind="stable")]
-
-
-def _object(line: bytes) -> dict[str, Any]:
-    result = json.loads(line)
-    assert isinstance(result, dict)
-    return result

@@ -17,6 +17,7 @@ from tokenloom_server.demo.plan import RUN, Launch
 from tokenloom_server.demo.proof import Disproved
 from tokenloom_server.demo.receipts import Step
 from tokenloom_server.reports.stats import RunStats
+from tokenloom_server.reports.stats_text import sources_table
 from tokenloom_server.reports.tables import table
 
 #: Steps over which a loss is averaged: single batches of a small model scatter.
@@ -79,19 +80,7 @@ class Report:
 
     def shares(self, stats: RunStats) -> None:
         """The mix, as the ledger has it."""
-        rows = (
-            (
-                source.alias,
-                f"{source.target_share:.2%}",
-                f"{source.actual_share:.2%}",
-                f"{source.rows:,}",
-                f"{source.tokens:,}",
-                f"{source.epoch:.2f}",
-            )
-            for source in stats.sources
-        )
-        headings = ("source", "target", "actual", "rows", "tokens", "epochs")
-        self.console.print(table(headings, rows, title="The mix, from the ledger's counters"))
+        self.console.print(sources_table(stats, title="The mix, from the ledger's counters"))
 
     def training(self, first: Sequence[Step], second: Sequence[Step], launches: tuple[Launch, Launch]) -> None:
         """Loss and learning rate on both sides of the kill."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from tokenloom_server.demo.processes import POLL_S, Child, DemoFailed, Processes, wait_until
+from tokenloom_server.demo.processes import POLL_S, Child, Processes, wait_until
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.reports.stats import RunStats
 from tokenloom_server.tools.remote import Remote
@@ -37,24 +37,23 @@ class Service:
         """What RemoteDataset takes."""
         return f"grpc://{self.grpc}/{run}"
 
-    def stats(self, run: str) -> RunStats:
-        """The stats of a run, as anyone can read them."""
-        try:
-            return Remote(self.page, {}).stats(run)[0]
-        except TokenloomError as error:
-            raise self.child.failure(str(error)) from None
-
     def committed(self, run: str, sample_index: int) -> RunStats:
         """The stats once everything before ``sample_index`` is in the ledger."""
         deadline = time.monotonic() + COMMIT_TIMEOUT_S
-        while (stats := self.stats(run)).sample_index < sample_index:
+        remote = Remote(self.page, {})
+        while True:
+            try:
+                (stats,) = remote.stats(run)
+            except TokenloomError as error:
+                raise self.child.failure(str(error)) from None
+            if stats.sample_index >= sample_index:
+                return stats
             if time.monotonic() > deadline:
                 raise self.child.failure(
                     f"the trainers acknowledged samples up to {sample_index}, but after {COMMIT_TIMEOUT_S:g} s "
                     f"the ledger of {run!r} is at {stats.sample_index} (waiting for: {stats.waiting_for or 'nothing'})"
                 )
             time.sleep(POLL_S)
-        return stats
 
 
 def serve_arguments(mixture: Path, ledger: Path) -> list[str]:
@@ -70,20 +69,7 @@ def start(processes: Processes, name: str, mixture: Path, ledger: Path, log: Pat
     # What is killed here is known to be dead: nobody has to wait as long as in earnest until that is certain.
     options += ["--lease", str(CERTAIN_AFTER_S), "--liveness", str(CERTAIN_AFTER_S)]
     child = processes.start(name, ["-m", "tokenloom_server", *serve_arguments(mixture, ledger), *options], log)
-    wait_until(lambda: _addresses(ready_file) is not None or child.status == 0, f"{name}", READY_TIMEOUT_S, [child])
-    addresses = _addresses(ready_file)
-    if addresses is None:
-        raise child.failure(f"{name} ended before it was ready")
-    return Service(child, *addresses)
-
-
-def _addresses(ready_file: Path) -> tuple[str, str] | None:
-    """(gRPC, REST) once the server has written both."""
-    try:
-        document = json.loads(ready_file.read_bytes())
-    except (FileNotFoundError, ValueError):  # it may be half written
-        return None
-    try:
-        return str(document["grpc"]), str(document["rest"])
-    except (KeyError, TypeError):
-        raise DemoFailed(f"{ready_file} should hold the addresses grpc and rest, but it holds {document!r}") from None
+    wait_until(ready_file.exists, name, READY_TIMEOUT_S, [child])
+    # It appears whole.
+    addresses = json.loads(ready_file.read_bytes())
+    return Service(child, addresses["grpc"], addresses["rest"])

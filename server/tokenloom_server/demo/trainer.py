@@ -1,6 +1,6 @@
 """Trains a small GPT from a Tokenloom run: the trainer of the demonstration, and an example to copy from.
 
-    torchrun --nproc-per-node 2 -m tokenloom_server.demo trainer grpc://127.0.0.1:50051/demo --tokens 1_000_000
+    torchrun --nproc-per-node 2 -m tokenloom_server.demo.trainer grpc://127.0.0.1:50051/demo --tokens 1_000_000
 
 What Tokenloom needs of a trainer is marked 1 to 5; everything else is ordinary PyTorch. The receipts
 are for the demonstration's proof: a trainer of yours has none.
@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,53 +22,43 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tokenloom_server.demo.model import GPT
-from tokenloom_server.demo.receipts import ReceiptWriter, Step, make_samples
+from tokenloom_server.demo.plan import LEARNING_RATE, LR_FLOOR
+from tokenloom_server.demo.receipts import ReceiptWriter, received
 
 log = logging.getLogger("trainer")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The command line."""
-
-    url: str
-    batch_size: int
-    tokens: int
-    warmup_tokens: int
-    learning_rate: float
-    lr_floor: float
-    vocab_size: int
-    checkpoint: Path | None
-    checkpoint_every: int
-    resume: bool
-    receipts: Path
-    rendezvous: str
-
-
-def train(options: Options) -> None:
+def train(
+    url: str,
+    *,
+    batch_size: int,
+    tokens: int,
+    warmup_tokens: int,
+    vocab_size: int,
+    checkpoint: Path | None,
+    checkpoint_every: int,
+    resume: bool,
+    receipts: Path,
+    rendezvous: str,
+) -> None:
     """One rank."""
     torch.set_num_threads(1)  # the ranks share this machine's cores
     torch.manual_seed(0)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1:
-        dist.init_process_group("gloo", init_method=options.rendezvous, rank=rank, world_size=world_size)
+        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
 
     # 1. The dataset. Rank and world size come from torch.distributed.
-    dataset = RemoteDataset(options.url, batch_size=options.batch_size)
-    model = GPT(options.vocab_size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+    dataset = RemoteDataset(url, batch_size=batch_size)
+    model = GPT(vocab_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
     # 2. The schedule, in tokens: it does not depend on the batch size or on the number of ranks.
-    scheduler = TokenLRScheduler(
-        optimizer,
-        warmup_tokens=options.warmup_tokens,
-        target_tokens=options.tokens,
-        min_lr_ratio=options.lr_floor,
-    )
-    if options.resume and options.checkpoint:
-        load(options.checkpoint, model, optimizer, scheduler, dataset)
+    scheduler = TokenLRScheduler(optimizer, warmup_tokens=warmup_tokens, target_tokens=tokens, min_lr_ratio=LR_FLOOR)
+    if resume and checkpoint:
+        load(checkpoint, model, optimizer, scheduler, dataset)
     replica = DistributedDataParallel(model) if world_size > 1 else model
 
-    with dataset, ReceiptWriter(options.receipts, rank) as receipts:
+    with dataset, ReceiptWriter(receipts, rank) as writer:
         for number, batch in enumerate(dataset, start=1):
             loss: torch.Tensor = replica(batch["input_ids"], batch["labels"])
             optimizer.zero_grad()
@@ -78,19 +68,12 @@ def train(options: Options) -> None:
             scheduler.step(batch["total_tokens"])
             optimizer.step()
 
-            step = Step(
-                step=number,
-                sample_index=dataset.sample_index,
-                total_tokens=dataset.total_tokens,
-                digest=dataset.digest,
-                loss=loss.item(),
-                lr=float(scheduler.get_last_lr()[0]),
-            )
-            receipts.write(make_samples(batch["sample_ids"], batch["source_ids"], batch["input_ids"]), step)
+            samples, step = received(batch, dataset, number, loss.item(), float(scheduler.get_last_lr()[0]))
+            writer.write(samples, step)
             log.info("step %d  tokens %d  loss %.3f  lr %.3e", number, step.total_tokens, step.loss, step.lr)
-            if options.checkpoint and options.checkpoint_every and number % options.checkpoint_every == 0 and rank == 0:
-                save(options.checkpoint, model, optimizer, scheduler, dataset)
-            if dataset.total_tokens >= options.tokens:
+            if checkpoint and checkpoint_every and number % checkpoint_every == 0 and rank == 0:
+                save(checkpoint, model, optimizer, scheduler, dataset)
+            if dataset.total_tokens >= tokens:
                 break
         else:
             log.info("the data ended: %s", dataset.end_reason)
@@ -130,14 +113,12 @@ def load(
 
 def main(arguments: Sequence[str]) -> None:
     """Reads the command line and trains."""
-    parser = argparse.ArgumentParser(prog="python -m tokenloom_server.demo trainer", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tokenloom_server.demo.trainer", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("url", help="grpc://host:port/run")
     parser.add_argument("--batch-size", type=int, default=8, help="samples per rank and step")
     parser.add_argument("--tokens", type=int, required=True, help="tokens of the whole run to train on")
     parser.add_argument("--warmup-tokens", type=int, default=0)
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--lr-floor", type=float, default=0.1, help="of the learning rate, at the end")
     parser.add_argument("--vocab-size", type=int, default=8192)
     parser.add_argument("--checkpoint", type=Path, help="file to save to and to resume from")
     parser.add_argument("--checkpoint-every", type=int, default=0, help="steps; 0 saves none")
@@ -145,4 +126,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--receipts", type=Path, default=Path("receipts"), help="folder for what was received")
     parser.add_argument("--rendezvous", default="env://", help="how ranks meet: torch.distributed's init_method")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    train(Options(**vars(parser.parse_args(arguments))))
+    train(**vars(parser.parse_args(arguments)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -25,8 +25,8 @@ class Opening:
     attempt: str
     world_size: int
     batch_size: int
-    #: Steps between two state boundaries.
-    group_steps: int
+    #: Micro-steps between two state boundaries.
+    group_micro_steps: int
     start_index: int
     #: Canonical JSON of the state at ``start_index``.
     start_state: str
@@ -36,9 +36,9 @@ class Opening:
     skipped: int = 0
     #: Canonical JSON about the run that this one was forked from; empty where it was not.
     parent_run: str = ""
-    #: How the batch size changes, and steps of an optimiser step, as JSON; empty where every step has ``batch_size``
-    #: and is one. ``batch_size`` and ``group_steps`` are those of the first step.
-    ramp: str = ""
+    #: How the batch size changes, and micro-steps of an optimiser step, as JSON; empty where every micro-step has
+    #: ``batch_size`` and is an optimiser step. ``batch_size`` and ``group_micro_steps`` are those of the first one.
+    batch_plans: str = ""
 
     @property
     def branched_at(self) -> int:

@@ -10,9 +10,9 @@ key                                 type     holds
 ``tokenloom:{U}:train``             hash     ``name stream uid record epoch pin journal_bytes``; the lease:
                                              ``lease_holder lease_acquired_at lease_lapses_at lease_s heard_at``;
                                              the generation:
-                                             ``generation parent attempt world_size batch_size group_steps
-                                             start_index opened_at opening_mark``; the committed state: ``sample_index
-                                             total_tokens digest state committed_at``
+                                             ``generation parent attempt world_size batch_size
+                                             group_micro_steps start_index opened_at opening_mark``; the committed
+                                             state: ``sample_index total_tokens digest state committed_at``
 ``tokenloom:{U}:train:samples``     hash     spec → committed samples
 ``tokenloom:{U}:train:rows``        hash     spec → committed rows
 ``tokenloom:{U}:train:tokens``      hash     spec → committed tokens
@@ -75,6 +75,9 @@ _HEAD_FIELDS = (
     "name", "uid", "epoch", "generation", "opening_mark", "sample_index", "digest", "lease_holder",
     "lease_acquired_at", "lease_lapses_at", "lease_s", "heard_at",
 )  # fmt: skip
+
+#: Fields of an opening by the names that they had up to version 1 of the wire protocol.
+_RENAMED = {"group_steps": "group_micro_steps", "ramp": "batch_plans"}
 
 
 class RedisLedger(Ledger):
@@ -144,7 +147,7 @@ class RedisLedger(Ledger):
             uid=fields["uid"],
             record=fields["record"],
             epoch=int(fields["epoch"]),
-            opening=Opening(**json.loads(opening)) if opening else None,
+            opening=_opening(opening) if opening else None,
             committed=committed,
             committed_at=float(fields["committed_at"]) if committed else None,
             pin=fields.get("pin"),
@@ -189,7 +192,7 @@ class RedisLedger(Ledger):
 
     def openings(self, uid: str, stream: str) -> Sequence[Opening]:
         (texts,) = self._read(uid, stream, ("HVALS", ":openings"))
-        return sorted((Opening(**json.loads(text)) for text in texts), key=lambda opening: opening.generation)
+        return sorted(map(_opening, texts), key=lambda opening: opening.generation)
 
     def journal(self, uid: str, stream: str, generation: int, at_most: int) -> JournalEntry | None:
         while True:
@@ -277,7 +280,7 @@ def _arguments(command: Command, clock: Callable[[], float]) -> Sequence[Any]:
                 opening.parent,
                 opening.world_size,
                 opening.batch_size,
-                opening.group_steps,
+                opening.group_micro_steps,
                 opening.start_index,
                 opening.opened_at,
                 *_committed(command.committed, clock()),
@@ -347,6 +350,12 @@ def _head(
 def keys_of(home: str, stream: str) -> list[str]:
     """All keys of a run, as every script gets them."""
     return [f"tokenloom:{{{home}}}:{stream}{ending}" for ending in KEYS_OF_A_RUN]
+
+
+def _opening(text: str) -> Opening:
+    """Reads what ``_json`` wrote, also before two of its fields had the names of today."""
+    fields = json.loads(text)
+    return Opening(**{_RENAMED.get(name, name): value for name, value in fields.items()})
 
 
 def _json(record: Opening | StoredRevision | StoredSnapshot) -> str:

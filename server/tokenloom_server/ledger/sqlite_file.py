@@ -17,7 +17,7 @@ from tokenloom_server.ledger.shared_filesystem import refuse_shared
 BUSY_TIMEOUT_S = 5.0
 
 #: The layout below. A change to it is a new number, with a migration.
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 #: "TKLM": tells a ledger from other SQLite files.
 APPLICATION_ID = 0x544B4C4D
@@ -35,8 +35,12 @@ CREATE TABLE revisions (
 ALTER TABLE openings ADD COLUMN skipped INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE openings ADD COLUMN parent_run TEXT NOT NULL DEFAULT '';
 """
-_RAMPS = """
+_BATCH_PLANS = """
 ALTER TABLE openings ADD COLUMN ramp TEXT NOT NULL DEFAULT '';
+"""
+_MICRO_STEPS = """
+ALTER TABLE openings RENAME COLUMN group_steps TO group_micro_steps;
+ALTER TABLE openings RENAME COLUMN ramp TO batch_plans;
 """
 _SCHEMA = (
     """
@@ -68,10 +72,11 @@ CREATE TABLE snapshots (
 """
     + _LEASES
     + _REVISIONS
-    + _RAMPS
+    + _BATCH_PLANS
+    + _MICRO_STEPS
 )
 #: By the version that they lead to.
-_MIGRATIONS = {2: _LEASES, 3: _REVISIONS, 4: _RAMPS}
+_MIGRATIONS = {2: _LEASES, 3: _REVISIONS, 4: _BATCH_PLANS, 5: _MICRO_STEPS}
 
 
 class SqliteFile:

@@ -6,17 +6,20 @@ samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import MAX_COUNTER, ChildState
 from tokenloom_server.mixing.leap import Leaps
-from tokenloom_server.mixing.node import Node, NodeWeights, Picks
+from tokenloom_server.mixing.node import NOTHING, Node, NodeWeights, Picks
 from tokenloom_server.mixing.policy import NodeShape
 from tokenloom_server.mixing.totals import RowsPicked, Totals
 from tokenloom_server.mixing.varying import UPDATE_PICKS
@@ -32,6 +35,19 @@ class Ending(NamedTuple):
     name: str
     source: int | None
     why: str
+
+
+class Stock(Protocol):
+    """What do the sources have? A pipeline answers from their blocks, a plan from their token curves."""
+
+    def has_sample(self, source: int) -> bool:
+        """Whether a pick from a source succeeds."""
+
+    def short(self, counts: npt.NDArray[np.int64]) -> Iterable[tuple[int, int]]:
+        """Of so many picks by source id, the sources that have fewer, and how many they have."""
+
+    def rows_picked(self, source: int) -> tuple[int, int]:
+        """The rows counter of a source, and the tokens of the row that is not at its end, after its last pick."""
 
 
 class Mixer:
@@ -77,6 +93,20 @@ class Mixer:
                 rows_picked,
             )
         return UPDATE_PICKS - pick_index % UPDATE_PICKS
+
+    def decide(self, most: int, pick_index: int, total_tokens: int, stock: Stock) -> Picks:
+        """Decides and counts the next picks, up to ``most``: their source ids, one at least; none at the end of data.
+        ``pick_index`` and ``total_tokens`` are the run's before them, and ``mix_weights`` hold for all of them."""
+        plan = self.plan(min(most, self.begin(pick_index, total_tokens, stock.rows_picked)))
+        nothing = np.flatnonzero(plan == NOTHING)
+        ready = int(nothing[0]) if len(nothing) else len(plan)
+        for source, there in stock.short(np.bincount(plan[:ready], minlength=1)):
+            ready = min(ready, int(np.flatnonzero(plan == source)[there]))
+        if ready:
+            self.issue(ready)
+            return plan[:ready]
+        source = self.pick(stock.has_sample)
+        return np.array([] if source == NOTHING else [source], np.int32)
 
     def plan(self, count: int) -> Picks:
         """The source ids of the next ``count`` picks if each source has them (int32, [count]; NOTHING where

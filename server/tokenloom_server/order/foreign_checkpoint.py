@@ -132,7 +132,7 @@ def _order_in_force(entries: Sequence[_Entry], timeline: Timeline) -> PipelineFa
     """The order at the sample index that the sources' tokens give, by the run's phases and revisions."""
     schemes = timeline.first.config.catalog.sources
     for segment, behind in zip(timeline.segments, [*timeline.segments[1:], None], strict=True):
-        order, length = segment.order, segment.order.config.sequence_length
+        order, length = segment.factory, segment.config.sequence_length
         samples = sum(
             (e.token_offset or 0) // length for e in entries if _normalised(e.spec, schemes) in order.record.specs
         )

@@ -7,7 +7,7 @@ No clock, thread, socket or ledger is known here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, repeat
 from operator import mul
 from types import MappingProxyType
@@ -28,7 +28,7 @@ from tokenloom_server.core.state import (
 )
 from tokenloom_server.errors import ConfigError, CounterOverflow, JoinRefused
 from tokenloom_server.mixing.mixer import Mixer, MixWeights, initial_nodes
-from tokenloom_server.mixing.node import NOTHING, Picks
+from tokenloom_server.mixing.node import Picks
 from tokenloom_server.order.feed import Feed
 from tokenloom_server.order.steps import PADDING, BatchPlan, Stage, StepGroup, StepMark, places_of_steps, state_at
 from tokenloom_server.packing.base import PackerFactory
@@ -91,7 +91,7 @@ class Pipeline:
         self._powers = tuple(accumulate(steps, lambda power, by: power * by % DIGEST_MODULUS, initial=1))
         #: Why the data ended; None while they go on.
         self.ended: str | None = None
-        #: Samples of an incomplete last step that were dropped.
+        #: Samples of an incomplete last micro-step that were dropped.
         self.dropped_samples = 0
 
     def _begin(
@@ -112,7 +112,7 @@ class Pipeline:
 
     def begin_group(self, plan: BatchPlan) -> StepGroup:
         """An empty group that begins here, at a state boundary of the plan."""
-        shape = (plan.world_size, plan.group_steps, plan.batch_size)
+        shape = (plan.world_size, plan.group_micro_steps, plan.batch_size)
         return StepGroup(
             plan=plan,
             base=self.state(),
@@ -122,15 +122,15 @@ class Pipeline:
         )
 
     def fill(self, group: StepGroup, steps: int) -> None:
-        """Appends ``steps`` steps to the group (at most what it has room for); fewer where the data end.
+        """Appends ``steps`` micro-steps to the group (at most what it has room for); fewer where the data end.
 
-        An incomplete last step is dropped or padded, as configured; then, or when nothing is left,
+        An incomplete last micro-step is dropped or padded, as configured; then, or when nothing is left,
         ``ended`` says why. Raises ``SourceError`` and ``TokenizerError``; the pipeline is of no use then.
         """
         plan, config = group.plan, self._segment.config
         first, size, length = len(group.marks), plan.step_samples, config.sequence_length
         begin, tokens = self._index, self._tokens
-        wanted = min(steps, plan.group_steps - first) * size
+        wanted = min(steps, plan.group_micro_steps - first) * size
         rotations = [slice_rotation(config.seed, begin + at, plan.world_size) for at in range(0, wanted, size)]
         where = places_of_steps(plan, rotations, first)
         # From which sample on which segment and regime are in force.
@@ -145,7 +145,7 @@ class Pipeline:
             changes += [(done + at, segment, mix_weights) for at, mix_weights in changed]
             done += len(picks)
             count = done
-            if len(picks) < asked and done % size and config.last_step == "drop":
+            if len(picks) < asked and done % size and config.last_micro_step == "drop":
                 self.dropped_samples = done % size
                 count = done - done % size
             taken = max(0, len(picks) - (done - count))
@@ -165,8 +165,8 @@ class Pipeline:
             group.count(first, first + len(ends_at))
         at = 0
         for end in ends_at:
-            self._digest = _digest_behind(self._digest, hashes[at:end], self._powers)
-            # A change found after the step's last sample is the next decision's; but none follows a padded step.
+            self._digest = _digest_after(self._digest, hashes[at:end], self._powers)
+            # A change found after the step's last sample is the next decision's; but none follows a padded one.
             while len(changes) > 1 and changes[1][0] < end + (end % size > 0):
                 del changes[0]
             group.marks.append(StepMark(begin + end, tokens + end * length, self._digest, *changes[0][1:]))
@@ -183,7 +183,7 @@ class Pipeline:
                 )
             picks, _ = self._decide(min(samples, 4096 if pick == 1 else pick, self._until_switch()))
             samples -= len(picks)
-            self._digest = _digest_behind(self._digest, self._take(None, picks, picks), self._powers)
+            self._digest = _digest_after(self._digest, self._take(None, picks, picks), self._powers)
             self._cross()
 
     def state(self) -> State:
@@ -195,11 +195,12 @@ class Pipeline:
         return state_at(mark, samples, places, dropped)
 
     def _check_step(self, size: int) -> None:
-        """With ``batching`` a step is one batch, so that all ranks have its shape. Raises ``JoinRefused``."""
+        """With ``batching`` a micro-step is one batch, so that all ranks have its shape. Raises ``JoinRefused``."""
         batch = self._segment.config.global_batch_size
         if batch is not None and size != batch:
             raise JoinRefused(
-                f"a step of {size} samples was asked for, but this run's order is made of global batches of {batch}"
+                f"a micro-step of {size} samples was asked for, but this run's order is made of "
+                f"global batches of {batch}"
             )
 
     def _until_switch(self) -> int:
@@ -224,51 +225,38 @@ class Pipeline:
         left = count
         while left and self.ended is None:
             index, tokens = self._index + count - left, self._tokens + (count - left) * config.sequence_length
-            # What follows the counters is made anew from those at this index, and holds for the next samples only.
-            some = min(left // pick, mixer.begin(index // pick, tokens, self._rows_picked))
+            picks = mixer.decide(left // pick, index // pick, tokens, self)
             if mixer.mix_weights is not changes[-1][1]:
                 changes.append((count - left, mixer.mix_weights))
-            plan = mixer.plan(some)
-            ready = self._ready(plan, pick)
-            if ready:
-                mixer.issue(ready)
-                parts.append(plan[:ready] if pick == 1 else np.repeat(plan[:ready], pick))
-                self._picked(parts[-1])
-                left -= ready * pick
-            if ready < len(plan):
-                source = mixer.pick(lambda source: self._feeds[source].has_sample())
-                changes.append((count - left, mixer.mix_weights))
-                if source == NOTHING:
-                    self.ended = mixer.why_over()
-                    break
-                parts.append(np.full(pick, source, np.int32))
-                self._picked(parts[-1])
-                left -= pick
+            if not len(picks):
+                self.ended = mixer.why_over()
+                break
+            parts.append(picks if pick == 1 else np.repeat(picks, pick))
+            self._picked(parts[-1])
+            left -= len(parts[-1])
         self._index += count - left
         self._tokens += (count - left) * config.sequence_length
         if self._tokens > MAX_COUNTER:
             raise CounterOverflow(f"the run has {self._tokens} tokens; counters end at 2^53 − 1: start a new run")
         return np.concatenate(parts) if parts else np.empty(0, np.int32), changes
 
-    def _rows_picked(self, source: int) -> tuple[int, int]:
-        """The rows counter of a source, and the tokens of the row that is not at its end, after its last picked
-        sample."""
+    def has_sample(self, source: int) -> bool:
+        """See ``Stock``, which this is to the mixer."""
+        return self._feeds[source].has_sample()
+
+    def short(self, counts: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+        """See ``Stock``; loads blocks as needed."""
+        pick = self._segment.config.pick_samples
+        for source in np.flatnonzero(counts).tolist():
+            loaded = self._feeds[source].load(int(counts[source]) * pick) // pick
+            if loaded < counts[source]:
+                yield source, loaded
+
+    def rows_picked(self, source: int) -> tuple[int, int]:
+        """See ``Stock``."""
         rows, offset = self._feeds[source].rows_picked()
         # Of samples that are padded, no part of the tokens is a row's.
         return rows, offset if self._segment.config.packing == "concat" else 0
-
-    def _ready(self, plan: Picks, pick: int) -> int:
-        """How many of a plan's first picks, of so many samples each, are there; loads blocks as needed."""
-        ready = len(plan)
-        nothing = np.flatnonzero(plan == NOTHING)
-        if len(nothing):
-            ready = int(nothing[0])
-        counts = np.bincount(plan[:ready], minlength=1)
-        for source in np.flatnonzero(counts).tolist():
-            found = self._feeds[source].load(int(counts[source]) * pick) // pick
-            if found < counts[source]:
-                ready = min(ready, int(np.flatnonzero(plan == source)[found]))
-        return ready
 
     def _picked(self, picks: Picks) -> None:
         for source, count in enumerate(np.bincount(picks).tolist()):
@@ -302,7 +290,7 @@ class Pipeline:
         group.dropped_tokens[self._segment.start.sample_index] = [feed.dropped_tokens for feed in self._feeds]
 
 
-def _digest_behind(digest: int, hashes: Sequence[int], powers: Sequence[int]) -> int:
+def _digest_after(digest: int, hashes: Sequence[int], powers: Sequence[int]) -> int:
     """The rolling digest after more samples: one reduction for many, where each one's would cost more than the
     product (see ``state``). ``powers`` are the multiplier's, from that of 0 on."""
     for at in range(0, len(hashes), len(powers) - 1):

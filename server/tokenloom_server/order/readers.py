@@ -158,6 +158,12 @@ class SourceReaders:
         )
         return FeatureSource(request, names=batching.columns, dtypes=batching.dtypes)
 
+    def make_buckets(self) -> None:
+        """Of every source, of a run with ``batching``: so that what is wrong with them is known before training."""
+        if self._record.config.batching is not None:
+            for i in range(len(self._record.config.sources)):
+                self.bucket_epochs(i)
+
     def bucket_epochs(self, source_id: int) -> Epochs:
         """The batches of a source, of a run with ``batching``; makes its index of buckets, or takes it from the files'
         cache, when it is first asked for."""

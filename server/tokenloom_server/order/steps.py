@@ -32,7 +32,7 @@ class Stage(NamedTuple):
 
 
 class StepMark(NamedTuple):
-    """What a state after a step has that cannot be counted from the samples before it: taken every step."""
+    """What a state after a micro-step has that cannot be counted from the samples before it: taken every micro-step."""
 
     sample_index: int
     total_tokens: int
@@ -43,21 +43,22 @@ class StepMark(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """How consecutive steps of one batch size cut the order: the n-th of them covers samples
-    [start + n·world_size·batch_size, …); every ``group_steps`` steps is a state boundary.
+    """How consecutive micro-steps of one batch size cut the order: the n-th of them covers samples
+    [start + n·world_size·batch_size, …); every ``group_micro_steps`` micro-steps is a state boundary.
 
-    A generation's steps are counted from its start; ``batch_schedule`` puts plans of several sizes after one another.
+    A generation's micro-steps are counted from its start; ``batch_schedule`` puts plans of several sizes after one
+    another.
     """
 
     start_index: int
     world_size: int
     batch_size: int
-    group_steps: int
-    #: Steps, and groups, of the generation before it.
+    group_micro_steps: int
+    #: Micro-steps, and groups, of the generation before it.
     first_step: int = 0
     first_group: int = 0
-    #: The step after its last one, which begins a group of its own.
-    behind: int = MAX_COUNTER
+    #: The micro-step after its last one, which begins a group of its own.
+    end_step: int = MAX_COUNTER
 
     @property
     def step_samples(self) -> int:
@@ -65,32 +66,32 @@ class BatchPlan:
 
     @property
     def group_samples(self) -> int:
-        return self.step_samples * self.group_steps
+        return self.step_samples * self.group_micro_steps
 
     def index_of(self, step: int) -> int:
-        """The sample index at which a step begins."""
+        """The sample index at which a micro-step begins."""
         return self.start_index + (step - self.first_step) * self.world_size * self.batch_size
 
     def group_begin(self, step: int) -> int:
-        """The first step of the group that a step is of."""
-        return step - (step - self.first_step) % self.group_steps
+        """The first micro-step of the group that a micro-step is of."""
+        return step - (step - self.first_step) % self.group_micro_steps
 
     def group_end(self, step: int) -> int:
-        """The step after the last one of the group that a step is of."""
-        return min(self.group_begin(step) + self.group_steps, self.behind)
+        """The micro-step after the last one of the group that a micro-step is of."""
+        return min(self.group_begin(step) + self.group_micro_steps, self.end_step)
 
     def group_number(self, step: int) -> int:
-        """Groups of the generation before that which a step is of."""
-        return self.first_group + (step - self.first_step) // self.group_steps
+        """Groups of the generation before that which a micro-step is of."""
+        return self.first_group + (step - self.first_step) // self.group_micro_steps
 
 
 @dataclass(slots=True)
 class StepGroup:
-    """The steps between two state boundaries, filled one burst after the other.
+    """The micro-steps between two state boundaries, filled one burst after the other.
 
-    ``samples`` are the ids of each rank's samples, as views of the blocks that they came from, by rank, step
-    and place in the batch ([world_size, group_steps, batch_size], as ``source_ids``, int32); empty once released.
-    ``marks[g]`` is the mark *after* step g, ``rotations[g]`` the rotation of its slices. ``places`` are those of
+    ``samples`` are the ids of each rank's samples, as views of the blocks that they came from, by rank, micro-step
+    and place in the batch ([world_size, group_micro_steps, batch_size], as ``source_ids``, int32); empty once released.
+    ``marks[g]`` is the mark *after* micro-step g, ``rotations[g]`` the rotation of its slices. ``places`` are those of
     the blocks that the samples came from, and
     ``dropped_tokens`` the tails, by source and by where the segment began.
     """
@@ -104,9 +105,9 @@ class StepGroup:
     dropped_tokens: dict[int, list[int]] = field(default_factory=dict)
     marks: list[StepMark] = field(default_factory=list)
     rotations: list[int] = field(default_factory=list)
-    #: Tokens and labels of each step, over all ranks; empty where every sample has as many (``real``).
+    #: Tokens and labels of each micro-step, over all ranks; empty where every sample has as many (``real``).
     counts: list[tuple[int, int]] = field(default_factory=list)
-    #: The base as canonical JSON, and steps as the wire has them, once somebody made them.
+    #: The base as canonical JSON, and micro-steps as the wire has them, once somebody made them.
     resume_state: str | None = None
     step_infos: dict[int, bytes] = field(default_factory=dict)
 
@@ -120,45 +121,44 @@ class StepGroup:
 
     @property
     def first_step(self) -> int:
-        """Its first step, counted from the generation's start."""
+        """Its first micro-step, counted from the generation's start."""
         return self.plan.first_step + (self.begin - self.plan.start_index) // self.plan.step_samples
 
     def step_begin(self, step: int) -> int:
         return self.marks[step - 1].sample_index if step else self.begin
 
     def slice_of(self, step: int, rank: int) -> int:
-        """Which slice of the step the rank gets: its samples begin at step_begin + slice × batch_size."""
+        """Which slice of the micro-step the rank gets: its samples begin at step_begin + slice × batch_size."""
         return (rank + self.rotations[step]) % self.plan.world_size
 
-    def forget_behind(self, steps: int) -> None:
+    def forget_after(self, steps: int) -> None:
         """Drops what lies after the first ``steps`` steps: a burst that failed half-way."""
         del self.marks[steps:], self.rotations[steps:], self.counts[steps:]
 
     def real_tokens(self, step: int) -> tuple[int, int]:
-        """Tokens and labels of a step over all ranks, as ``RealTokens`` says."""
+        """Tokens and labels of a micro-step over all ranks, as ``RealTokens`` says."""
         if self.real.varies:
             return self.counts[step]
         samples, (tokens, labels) = self.marks[step].sample_index - self.step_begin(step), self.real.full
         return samples * tokens, samples * labels
 
     def count(self, first: int, last: int) -> None:
-        """Counts the real tokens of the steps [first, last), whose samples and rotations are there."""
+        """Counts the real tokens of the micro-steps [first, last), whose samples and rotations are there."""
         samples = self.samples.reshape(self.source_ids.shape)[:, first:last].swapaxes(0, 1).reshape(-1)
         sources = self.source_ids[:, first:last].swapaxes(0, 1).reshape(-1)
         boundaries = self._boundaries(first, last, sources) if self.real.mask_boundaries else None
         self.counts += self.real.of(samples.tolist(), last - first, sources == PADDING, boundaries)
 
     def _boundaries(self, first: int, last: int, sources: npt.NDArray[np.int32]) -> Boundaries:
-        """Where documents begin in the samples of the steps [first, last), arranged as ``sources``: by step, rank
+        """Where documents begin in the samples of the micro-steps [first, last), as ``sources``: by micro-step, rank
         and place."""
         origins = self._origins(last)[:, first:last].swapaxes(0, 1).reshape(-1)
         samples, starts = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for source in np.unique(sources[sources != PADDING]).tolist():
-            # In consecutive steps a source's numbers are consecutive.
+            # In consecutive micro-steps a source's numbers are consecutive.
             where = np.flatnonzero(sources == source)
             where = where[np.argsort(origins[where])]
-            begin, behind = int(origins[where[0]]), int(origins[where[-1]]) + 1
-            at = behind
+            begin, at = int(origins[where[0]]), int(origins[where[-1]]) + 1
             while at > begin:
                 places = self._places(source, at - 1)
                 upto, at = at, max(begin, places.first_sample)
@@ -168,9 +168,9 @@ class StepGroup:
         return Boundaries(np.concatenate(samples), np.concatenate(starts))
 
     def ids(self, rank: int, first: int, last: int) -> list[memoryview]:
-        """The ids of a rank's steps [first, last), one sample after the other, as they travel; empty once released."""
+        """The ids of a rank's micro-steps [first, last), one after the other, as they travel; empty once released."""
         plan = self.plan
-        at = rank * plan.group_steps
+        at = rank * plan.group_micro_steps
         found: list[memoryview] = self.samples[(at + first) * plan.batch_size : (at + last) * plan.batch_size].tolist()
         return found
 
@@ -179,7 +179,7 @@ class StepGroup:
         self.samples = self.samples[:0].copy()
 
     def document_starts(self, rank: int, first: int, last: int) -> tuple[list[int], npt.NDArray[np.uint32]]:
-        """(how many documents begin in each sample, their positions in it) of a rank's steps [first, last)."""
+        """(how many documents begin in each sample, their positions in it) of a rank's micro-steps [first, last)."""
         found = []
         sources = self.source_ids[rank, first:last].ravel().tolist()
         for source, sample in zip(sources, self._origins(last)[rank, first:last].ravel().tolist(), strict=True):
@@ -189,7 +189,7 @@ class StepGroup:
         return [len(starts) for starts in found], np.concatenate(found)
 
     def _origins(self, steps: int) -> npt.NDArray[np.int64]:
-        """The number within its source of each sample of the first steps, arranged as ``source_ids``."""
+        """The number within its source of each sample of the first micro-steps, arranged as ``source_ids``."""
         # Not of those after them: the producer may be about to add some.
         where = places_of_steps(self.plan, self.rotations[:steps], 0)
         picks = self.source_ids.reshape(-1)[where]
@@ -203,8 +203,8 @@ class StepGroup:
         origins.reshape(-1)[where[np.argsort(picks, kind="stable")]] = np.arange(len(picks)) + np.repeat(first, counts)
         return origins
 
-    def state_behind(self, step: int) -> State:
-        """The state after a step."""
+    def state_after(self, step: int) -> State:
+        """The state after a micro-step."""
         mark = self.marks[step]
         before = self.source_ids[:, : step + 1]
         counts = np.bincount(before[before != PADDING], minlength=len(mark.segment.start.sources)).tolist()
@@ -219,11 +219,11 @@ class StepGroup:
 
     @property
     def of_rows(self) -> bool:
-        """Whether its steps are batches of rows (``batching``)."""
+        """Whether its micro-steps are batches of rows (``batching``)."""
         return bool(self.marks) and self.marks[0].segment.config.batching is not None
 
     def batch_of(self, step: int) -> Batch:
-        """What a step is made of that is a batch of rows."""
+        """What a micro-step is made of that is a batch of rows."""
         picks = self.source_ids[0, : step + 1, 0]
         source = int(picks[step])
         before = self.base.sources[source].samples if source < len(self.base.sources) else 0
@@ -276,10 +276,10 @@ def state_at(
 
 
 def places_of_steps(plan: BatchPlan, rotations: Sequence[int], first: int) -> npt.NDArray[np.int64]:
-    """Where each sample of consecutive steps, the ``first`` and following of a group, lies among
-    [rank, step, place]: slice j of a step is rank j − rotation's."""
+    """Where each sample of consecutive micro-steps, the ``first`` and following of a group, lies among
+    [rank, micro-step, place]: slice j of a micro-step is rank j − rotation's."""
     turned = np.array(rotations, np.int64)[:, None]
     ranks = (np.arange(plan.world_size) - turned) % plan.world_size
-    rows = ranks * plan.group_steps + np.arange(first, first + len(rotations))[:, None]
+    rows = ranks * plan.group_micro_steps + np.arange(first, first + len(rotations))[:, None]
     found: npt.NDArray[np.int64] = (rows[:, :, None] * plan.batch_size + np.arange(plan.batch_size)).ravel()
     return found

@@ -1,4 +1,4 @@
-"""How many tokens of a step are documents', and how many count as labels: what losses are divided by."""
+"""How many tokens of a micro-step are documents', and how many count as labels: what losses are divided by."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class RealTokens:
     def of(
         self, samples: list[memoryview], steps: int, padding: Flags, boundaries: Boundaries | None
     ) -> list[tuple[int, int]]:
-        """Tokens and labels of ``steps`` steps of equally many samples, one after the other, as they travel.
-        ``padding``: which samples only fill up a last step. ``boundaries``: with ``mask_boundaries``."""
+        """Tokens and labels of ``steps`` micro-steps of equally many samples, one after the other, as they travel.
+        ``padding``: which samples only fill up a last micro-step. ``boundaries``: with ``mask_boundaries``."""
         form = self._form
         trailers = np.empty((len(samples), 0), np.uint8)
         if form.trailer_bytes:

@@ -14,7 +14,6 @@ from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import MAX_COUNTER, Cursor, State
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.mixing.mixer import Ending, Mixer
-from tokenloom_server.mixing.node import NOTHING, Picks
 from tokenloom_server.order.carry_over import carry
 from tokenloom_server.order.token_curve import TokenCurve
 from tokenloom_server.planning.plan import PlannedEnding, PlannedSegment, PlannedSource, RunPlan
@@ -145,32 +144,25 @@ class _Simulation:
     def _decide(self, picks: int) -> int:
         """Decides up to so many picks as the run does it; returns how many there were."""
         mixer, done = self._mixer, 0
-        while done < picks and self.reason is None:
+        while done < picks:
             index = self._index // self._config.pick_samples
-            some = min(picks - done, _BURST, mixer.begin(index, self.tokens, self._rows_picked))
+            decided = mixer.decide(min(picks - done, _BURST), index, self.tokens, self)
             self._follow_weights()
-            plan = mixer.plan(some)
-            ready = self._ready(plan)
-            if ready:
-                mixer.issue(ready)
-                self._count(np.bincount(plan[:ready], minlength=len(self._left)))
-            done += ready
-            if ready < some:
-                source = mixer.pick(lambda source: bool(self._left[source]))
-                self._follow_weights()
+            if len(decided) < 2:
+                # What has nothing to give is found by a pick that is decided by itself.
                 self._note_endings()
-                if source == NOTHING:
-                    self.reason = mixer.why_over()
-                else:
-                    self._count(np.bincount([source], minlength=len(self._left)))
-                    done += 1
+            if not len(decided):
+                self.reason = mixer.why_over()
+                break
+            self._count(np.bincount(decided, minlength=len(self._left)))
+            done += len(decided)
         return done
 
     def _leap(self, picks: int) -> None:
         """Goes up to so many picks on by mean shares."""
         mixer, left = self._mixer, picks
         while left and not mixer.is_over:
-            by_source = mixer.leap(left, self._left.tolist(), self.tokens, self._rows_picked)
+            by_source = mixer.leap(left, self._left.tolist(), self.tokens, self.rows_picked)
             if by_source is None:
                 self.endless = True
                 return
@@ -183,14 +175,14 @@ class _Simulation:
         if mixer.is_over:
             self.reason = mixer.why_over()
 
-    def _ready(self, plan: Picks) -> int:
-        """How many of a plan's first picks their sources have."""
-        nothing = np.flatnonzero(plan == NOTHING)
-        ready = int(nothing[0]) if len(nothing) else len(plan)
-        counts = np.bincount(plan[:ready], minlength=len(self._left))
-        for source in np.flatnonzero(counts > self._left).tolist():
-            ready = min(ready, int(np.flatnonzero(plan == source)[self._left[source]]))
-        return ready
+    def has_sample(self, source: int) -> bool:
+        """See ``Stock``, which this is to the mixer."""
+        return bool(self._left[source])
+
+    def short(self, counts: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+        """See ``Stock``."""
+        for source in np.flatnonzero(counts > self._left[: len(counts)]).tolist():
+            yield source, int(self._left[source])
 
     def _count(self, counts: npt.NDArray[np.int64]) -> None:
         self._given += counts
@@ -200,7 +192,8 @@ class _Simulation:
         self._index += picks * self._config.pick_samples
         self.tokens += picks * self._config.pick_tokens
 
-    def _rows_picked(self, source: int) -> tuple[int, int]:
+    def rows_picked(self, source: int) -> tuple[int, int]:
+        """See ``Stock``."""
         return self._supplies[source].rows_picked(int(self._given[source]))
 
     def _cut(self) -> None:
@@ -238,7 +231,7 @@ class _Simulation:
         for source, (was, out) in enumerate(zip(self._start.sources, mixer.exhausted(mixer.mix_weights), strict=True)):
             rows, cursor = was.rows, was.cursor
             if since[source]:
-                rows, offset = self._rows_picked(source)
+                rows, offset = self.rows_picked(source)
                 cursor = Cursor(offset=offset)
             tokens = was.tokens + since[source] * self._config.sequence_length
             samples = was.samples + since[source]

@@ -32,7 +32,7 @@ from tokenloom_server.run.streams import Streams
 
 #: Of all streams of a run together, the bytes of samples that are kept.
 MAX_KEPT_BYTES = 2**28
-#: The largest step of a rank, bytes.
+#: The largest micro-step of a rank, bytes.
 MAX_STEP_BYTES = 16 * 2**20
 #: How often who waits in a Join looks whether its client does, too, seconds.
 _LOOK_S = 0.5
@@ -50,18 +50,18 @@ class EvaluationCall:
 
 
 class Slice(NamedTuple):
-    """Steps of a rank: samples [begin + rank × batch_size, …) of each. Where there are none, padding stands."""
+    """Micro-steps of a rank: samples [begin + rank × batch_size, …) of each. Where there are none, padding stands."""
 
-    #: The sample index before the first step, and after each.
+    #: The sample index before the first micro-step, and after each.
     begin: int
     ends: Sequence[int]
     #: By step: the stream's tokens up to its end, and the rolling digest there.
     tokens: Sequence[int]
     digests: Sequence[str]
-    #: By step, over all ranks: real tokens and labels.
+    #: By micro-step, over all ranks: real tokens and labels.
     real: Sequence[tuple[int, int]]
     rank: int
-    #: By step and place in the batch; None for padding.
+    #: By micro-step and place in the batch; None for padding.
     samples: Sequence[Sample | None]
     #: What stands for padding.
     padding: bytes
@@ -73,7 +73,7 @@ class Slice(NamedTuple):
 
     @property
     def source_ids(self) -> list[int]:
-        """By step and place in the batch."""
+        """By micro-step and place in the batch."""
         return [PADDING if sample is None else sample.source_id for sample in self.samples]
 
     @property
@@ -114,7 +114,7 @@ class Evaluations:
         if not available:
             raise NotFound(
                 f"stream {call.stream!r} of run {self._coordinator.name!r} has no sample: all of its documents "
-                f"together fill none of {stream.order.config.sequence_length} tokens; hold more out, or give the "
+                f"together fill none of {stream.factory.config.sequence_length} tokens; hold more out, or give the "
                 "stream a mixture"
             )
         return stream, available
@@ -159,16 +159,16 @@ class Evaluations:
             stream = self._samples.get(call.stream)
             if stream is None:
                 try:
-                    order = self.streams.order(call.stream)
+                    factory = self.streams.order(call.stream)
                 except ConfigError as error:
                     raise JoinRefused(f"stream {call.stream!r} cannot be opened: {error}") from None
                 stream = self._samples[call.stream] = StreamSamples(
-                    call.stream, order, self._pool, self._require_room, self._add_bytes
+                    call.stream, factory, self._pool, self._require_room, self._add_bytes
                 )
-        step_bytes = call.batch_size * stream.order.form.sample_bytes
+        step_bytes = call.batch_size * stream.factory.form.sample_bytes
         if call.batch_size < 1 or step_bytes > MAX_STEP_BYTES:
             raise JoinRefused(
-                f"a step of {call.batch_size} samples of a rank has {step_bytes} bytes; expected 1 sample to "
+                f"a micro-step of {call.batch_size} samples of a rank has {step_bytes} bytes; expected 1 sample to "
                 f"{MAX_STEP_BYTES} bytes: take another batch size"
             )
         return stream
@@ -191,7 +191,7 @@ class Evaluations:
         with self._lock:
             if self._samples.get(stream.name) is stream:
                 del self._samples[stream.name]
-                self._bytes -= stream.made() * stream.order.form.sample_bytes
+                self._bytes -= stream.made() * stream.factory.form.sample_bytes
 
 
 class Evaluation:
@@ -220,8 +220,8 @@ class Evaluation:
         self._over = False
         self._news = threading.Condition()
 
-    def progress(self, consumed_through: int, credit_steps: int, digest: str = "") -> None:
-        """The client consumed up to a sample index, and takes so many steps beyond it."""
+    def progress(self, consumed_through: int, credit_micro_steps: int, digest: str = "") -> None:
+        """The client consumed up to a sample index, and takes so many micro-steps beyond it."""
         if consumed_through > self._index:
             raise JoinRefused(
                 f"an evaluation reports sample {consumed_through} as consumed, but it was sent nothing beyond "
@@ -229,7 +229,7 @@ class Evaluation:
             )
         with self._news:
             step = self._call.world_size * self._call.batch_size
-            self._credit = max(self._credit, consumed_through + max(1, credit_steps) * step)
+            self._credit = max(self._credit, consumed_through + max(1, credit_micro_steps) * step)
             self._news.notify_all()
 
     def next(self, timeout_s: float, interrupted: Callable[[], bool]) -> Slice | EndOfData | Waiting:
@@ -280,12 +280,12 @@ class Evaluation:
         return Slice(
             begin=begin,
             ends=ends,
-            tokens=[end * stream.order.config.sequence_length for end in ends],
+            tokens=[end * stream.factory.config.sequence_length for end in ends],
             digests=[digest_hex(stream.sample(end - 1).digest) for end in ends],
             real=[stream.real(first, end) for first, end in zip(begins, ends, strict=True)],
             rank=call.rank,
             samples=samples,
-            padding=bytes(stream.order.form.sample_bytes),
+            padding=bytes(stream.factory.form.sample_bytes),
         )
 
     def _check_digest(self, total: int) -> None:
@@ -303,4 +303,4 @@ class Evaluation:
 
 def _more_than_fit(stream: StreamSamples) -> int:
     """More samples than may be kept: whoever asks for a whole stream gets that, or an error."""
-    return MAX_KEPT_BYTES // stream.order.form.sample_bytes + 1
+    return MAX_KEPT_BYTES // stream.factory.form.sample_bytes + 1

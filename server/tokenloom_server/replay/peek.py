@@ -24,7 +24,7 @@ from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
 from tokenloom_server.run.history import LATEST, History, Known
 
-#: The largest step of a peek, bytes.
+#: The largest micro-step of a peek, bytes.
 MAX_STEP_BYTES = 16 * 2**20
 #: A peek that rests for so long lets its pipeline go, seconds: a notebook may stay open for days.
 REST_S = 30.0
@@ -91,7 +91,7 @@ class Peeks:
 
     @contextmanager
     def open(self, uid: str, index: int, batch_size: int, digest: str = "") -> Iterator[Peek]:
-        """A stream of samples from ``index`` on, in steps of ``batch_size``; it is over with the context.
+        """A stream of samples from ``index`` on, in micro-steps of ``batch_size``; it is over with the context.
 
         ``digest`` is what the client has of the samples before, empty for none. Raises what ``join`` does.
         """
@@ -128,7 +128,8 @@ class Peeks:
     def _check(self, call: PeekCall) -> None:
         if (call.rank, call.world_size) != (0, 1):
             raise JoinRefused(
-                f"a peek is rank {call.rank} of {call.world_size}; expected rank 0 of 1: whoever looks sees whole steps"
+                f"a peek is rank {call.rank} of {call.world_size}; expected rank 0 of 1: whoever looks sees whole "
+                "micro-steps"
             )
         if call.state and call.resume:
             raise JoinRefused(f"a peek brings a loaded state and resume={call.resume!r}: give one of them")
@@ -140,8 +141,8 @@ class Peeks:
         step_bytes = batch_size * self._coordinator.timeline.sample_bytes
         if batch_size < 1 or step_bytes > MAX_STEP_BYTES:
             raise JoinRefused(
-                f"a peek's step of {batch_size} samples has {step_bytes} bytes; expected 1 sample to {MAX_STEP_BYTES} "
-                "bytes: take another batch size"
+                f"a peek's micro-step of {batch_size} samples has {step_bytes} bytes; expected 1 sample to "
+                f"{MAX_STEP_BYTES} bytes: take another batch size"
             )
 
     def _point(self, call: PeekCall) -> ResumePoint:
@@ -182,12 +183,13 @@ class Peek:
         self._end: EndOfData | None = None
         self._changed = threading.Condition()
         self._consumed = 0
-        self._credit_steps = 0
+        self._credit_micro_steps = 0
         self._work: Future[Made] | None = None
         self._worked_at = time.monotonic()
 
-    def progress(self, consumed_through: int, credit_steps: int, digest: str = "") -> None:
-        """The client consumed up to a sample index, and takes so many steps beyond it. The first one begins it all.
+    def progress(self, consumed_through: int, credit_micro_steps: int, digest: str = "") -> None:
+        """The client consumed up to a sample index, and takes so many micro-steps beyond it. The first one begins it
+        all.
 
         ``digest``, of what it consumed, tells nothing new: what was sent had it. Raises ``JoinRefused`` for a sample
         that was not sent.
@@ -198,7 +200,7 @@ class Peek:
             )
         with self._changed:
             self._consumed = max(self._consumed, consumed_through)
-            self._credit_steps = max(1, credit_steps)
+            self._credit_micro_steps = max(1, credit_micro_steps)
             self._changed.notify_all()
 
     def next(self, timeout_s: float, interrupted: Callable[[], bool]) -> Delivery | EndOfData | Waiting:
@@ -244,7 +246,7 @@ class Peek:
     def _steps_wanted(self) -> int:
         if self._end is not None:
             return 0
-        credit = (self._consumed - self._index) // self._batch_size + self._credit_steps
+        credit = (self._consumed - self._index) // self._batch_size + self._credit_micro_steps
         return min(max(0, credit), self._message_steps)
 
     def _waiting_for(self) -> str:
@@ -259,7 +261,7 @@ class Peek:
     # On the thread that makes the past again, while ``next`` waits for it:
 
     def _make(self, steps: int) -> Made:
-        """A message of so many steps, or the end of the data; None for nothing yet."""
+        """A message of so many micro-steps, or the end of the data; None for nothing yet."""
         replay, timeline = self._replay, self._coordinator.timeline
         replay.switch_to(timeline)
         if replay.is_before(self._index):

@@ -20,11 +20,11 @@ from tokenloom_server.replay.documents import by_source, explain
 from tokenloom_server.replay.evaluation import Evaluations
 from tokenloom_server.replay.past import Past
 from tokenloom_server.replay.stream_samples import StreamSamples
-from tokenloom_server.reports.trace import Status, TracedRank, TracedSample, TracedStep
+from tokenloom_server.reports.trace import Status, TracedMicroStep, TracedRank, TracedSample
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.history import History
 from tokenloom_server.run.lineage import covering, lineage
-from tokenloom_server.run.sizing import steps_of
+from tokenloom_server.run.sizing import batch_plans_of
 from tokenloom_server.tokenizer.text import Decode, bytes_decoder, load_decoder
 
 #: Going forward to a sample takes so long at most, seconds; asked again, it goes on where it was.
@@ -80,46 +80,45 @@ class Traces:
             return self._past.turn(partial(self._evaluated, samples, index, text))
 
     def _evaluated(self, samples: StreamSamples, index: int, text: bool) -> TracedSample:
-        order = samples.order
-        replay = Replay(order, samples.state_before(index))
+        replay = Replay(samples.timeline, samples.state_before(index))
         replay.forward(index)
         group = replay.samples(1, 1)
         (samples_of_source,) = by_source(group)
-        (sample,) = explain(order, group, samples_of_source, self._decode() if text else None, text)
+        (sample,) = explain(samples.factory, group, samples_of_source, self._decode() if text else None, text)
         return sample.model_copy(update={"status": "evaluated"})
 
-    def step(self, step: int, rank: int | None, generation: int | None, text: bool) -> TracedStep:
-        """A step of a generation (None: the present one), counted from 0: all of it, or what a rank got.
+    def micro_step(self, micro_step: int, rank: int | None, generation: int | None, text: bool) -> TracedMicroStep:
+        """A micro-step of a generation (None: the present one), counted from 0: all of it, or what a rank got.
 
         Raises what ``sample`` does, and ``ConfigError`` for a rank that the generation does not have.
         """
         openings, opening = self._openings(generation)
-        plan = steps_of(opening).at_step(step)
+        plan = batch_plans_of(opening).at_step(micro_step)
         world, size = plan.world_size, plan.batch_size
         if rank is not None and rank >= world:
             raise ConfigError(f"rank is {rank}, but generation {opening.generation} has ranks 0 to {world - 1}")
-        begin = plan.index_of(step)
+        begin = plan.index_of(micro_step)
         if opening is openings[-1]:
-            self._check_produced(f"step {step}", begin, opening)
+            self._check_produced(f"micro-step {micro_step}", begin, opening)
         rotation = slice_rotation(self._coordinator.order.config.seed, begin, world)
         begins = {
             each: begin + (each + rotation) % world * size for each in (range(world) if rank is None else (rank,))
         }
         first, count = (begin, plan.step_samples) if rank is None else (begins[rank], size)
         samples, end = self._read(first, count, generation, text)
-        if end <= begin or (end < first + count and self._coordinator.order.config.last_step == "drop"):
+        if end <= begin or (end < first + count and self._coordinator.order.config.last_micro_step == "drop"):
             raise BeyondHorizon(
-                f"step {step} of generation {opening.generation} does not exist: it would begin at sample {begin} and "
-                f"have {plan.step_samples}, and the data end at sample {end}"
+                f"micro-step {micro_step} of generation {opening.generation} does not exist: it would begin at sample "
+                f"{begin} and have {plan.step_samples}, and the data end at sample {end}"
             )
         placed = {sample.sample: self._placed(sample, opening, openings) for sample in samples}
         ranks = []
         for each, rank_begin in begins.items():
             of_rank = [placed[index] for index in range(rank_begin, rank_begin + size) if index in placed]
             ranks.append(TracedRank(rank=each, samples=of_rank, padding=size - len(of_rank)))
-        return TracedStep(
+        return TracedMicroStep(
             generation=opening.generation,
-            step=step,
+            micro_step=micro_step,
             begin=begin,
             end=begin + plan.step_samples if end >= first + count else end,
             world_size=world,
@@ -155,7 +154,7 @@ class Traces:
         status = self._status(sample.sample, opening, openings)
         if opening is None:
             return sample.model_copy(update={"status": status})
-        plan = steps_of(opening).at_index(sample.sample)
+        plan = batch_plans_of(opening).at_index(sample.sample)
         steps, in_step = divmod(sample.sample - plan.start_index, plan.step_samples)
         slice_number, place = divmod(in_step, plan.batch_size)
         rotation = slice_rotation(self._coordinator.order.config.seed, sample.sample - in_step, plan.world_size)
@@ -163,7 +162,7 @@ class Traces:
         update = {
             "generation": opening.generation,
             "status": status,
-            "step": plan.first_step + steps,
+            "micro_step": plan.first_step + steps,
             "rank": rank,
             "place": place,
         }
@@ -199,13 +198,13 @@ class Traces:
             decode = self._decode() if text else None
             # A revision, or a phase, makes what comes after it from other rows.
             for range_begin, range_end in _ranges(timeline, begin, first + count):
-                order = timeline.at(range_begin)
+                factory = timeline.at(range_begin)
                 while range_begin <= replay.sample_index < range_end and replay.ended is None:
                     steps = -(-(range_end - replay.sample_index) // pick)
                     group = past.turn(partial(replay.samples, pick, steps))
                     for samples in by_source(group):
                         # Reading the rows of one source again takes no longer than making the samples.
-                        explained = past.turn(partial(explain, order, group, samples, decode, text))
+                        explained = past.turn(partial(explain, factory, group, samples, decode, text))
                         traced |= {sample.sample: sample for sample in explained}
                         _check_documents(count, traced.values())
         wanted = [traced[index] for index in sorted(traced) if first <= index < first + count]
@@ -228,7 +227,7 @@ def _check_tokens(count: int, length: int, text: bool) -> None:
     if count > 1 and count * length > most:
         raise LimitExceeded(
             f"{count} samples have {count * length} tokens, and one trace tells of {most} at most"
-            f"{' with their text' if text else ''}: ask for one rank of the step, or for a sample"
+            f"{' with their text' if text else ''}: ask for one rank of the micro-step, or for a sample"
         )
 
 
@@ -237,7 +236,7 @@ def _check_documents(count: int, traced: Iterable[TracedSample]) -> None:
     if count > 1 and sum(len(sample.documents) for sample in traced) > MAX_DOCUMENTS:
         raise LimitExceeded(
             f"{count} samples have more than {MAX_DOCUMENTS} documents, and one trace tells of no more: ask for one "
-            "rank of the step, or for a sample"
+            "rank of the micro-step, or for a sample"
         )
 
 
@@ -247,7 +246,7 @@ def _ranges(timeline: Timeline, begin: int, end: int) -> list[tuple[int, int]]:
     for segment in timeline.segments:
         if begin < segment.begin < end:
             ranges.append((begin, segment.begin))
-            longer = segment.order.config.sequence_length != timeline.at(begin).config.sequence_length
+            longer = segment.config.sequence_length != timeline.at(begin).config.sequence_length
             begin = segment.begin
             if longer:
                 return ranges

@@ -103,9 +103,9 @@ class BatchSizeFrom(Document):
     """A batch size that a schedule brings."""
 
     sample_index: int
-    """Of the first sample that comes in steps of this size."""
+    """Of the first sample that comes in micro-steps of this size."""
     batch_size: int
-    """Samples per rank and step."""
+    """Samples per rank and micro-step."""
 
 
 class GenerationReport(Document):
@@ -117,11 +117,11 @@ class GenerationReport(Document):
     attempt: str
     world_size: int
     batch_size: int
-    """Samples per rank and step, where it began."""
+    """Samples per rank and micro-step, where it began."""
     batch_sizes: list[BatchSizeFrom]
     """What it becomes after that; empty where it stays."""
     accumulate: int
-    """Steps of an optimiser step."""
+    """Micro-steps of an optimiser step."""
     opened_at: float
     """Unix time, seconds."""
     start_index: int

@@ -21,7 +21,7 @@ def print_stats(out: Console, stats: RunStats) -> None:
         later = f"; revision {coming.number} from sample {coming.sample_index:,} on" if coming else ""
         current = f"revision {stats.revision}" if stats.revision else "the mixture that the run began with"
         out.print(f"in force: {current}{later} (tokenloom mixture show)")
-    out.print(_sources(stats))
+    out.print(sources_table(stats))
     for line in _losses(stats), _rows_without_tokens(stats), _skipped(stats):
         if line:
             out.print(line, highlight=False)
@@ -34,7 +34,8 @@ def print_stats(out: Console, stats: RunStats) -> None:
             out.print(note)
 
 
-def _sources(stats: RunStats) -> Table:
+def sources_table(stats: RunStats, title: str | None = None) -> Table:
+    """The shares and counters of each source."""
     headings = ["source", "target", "actual", "recent", "samples", "rows", "tokens", "epoch", "left"]
     if stats.reported is not None:
         headings.insert(4, "loss")
@@ -56,7 +57,7 @@ def _sources(stats: RunStats) -> Table:
                 "exhausted" if source.exhausted else remaining,
             )
         )
-    return table(headings, rows)
+    return table(headings, rows, title=title)
 
 
 def _losses(stats: RunStats) -> str:

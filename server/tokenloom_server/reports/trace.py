@@ -1,4 +1,4 @@
-"""What a trace says of a sample, or of a step by rank: the documents that its tokens are of."""
+"""What a trace says of a sample, or of a micro-step by rank: the documents that its tokens are of."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TracedDocument(Document):
     begin: int
     """The first of them, counted in the row's tokens, its begin- and end-of-text ids included."""
     end: int
-    """Behind the last of them."""
+    """After the last of them."""
     row_tokens: int
     """How many tokens the whole row has."""
     fim: Literal["psm", "spm"] | None = None
@@ -48,8 +48,8 @@ class TracedSample(Document):
     """The generation in whose part of the run's line it lies; 0 where that was in another ledger, or it was evaluated
     on."""
     status: Status
-    step: int | None
-    """The generation's step, from 0; null where the generation is not known."""
+    micro_step: int | None
+    """The generation's micro-step, from 0; null where the generation is not known."""
     rank: int | None
     """The rank that got it."""
     place: int | None
@@ -72,26 +72,26 @@ class TracedSample(Document):
 
 
 class TracedRank(Document):
-    """What one rank got in a step."""
+    """What one rank got in a micro-step."""
 
     rank: int
     samples: list[TracedSample]
     padding: int
-    """Padding samples after them, where the data ended within the step."""
+    """Padding samples after them, where the data ended within the micro-step."""
 
 
-class TracedStep(Document):
-    """One step of a generation: all ranks of it, or the one that was asked for."""
+class TracedMicroStep(Document):
+    """One micro-step of a generation: all ranks of it, or the one that was asked for."""
 
     generation: int
-    step: int
+    micro_step: int
     """From 0."""
     begin: int
     """Its first sample."""
     end: int
-    """Behind its last sample."""
+    """After its last sample."""
     world_size: int
     batch_size: int
     rotation: int
-    """Rank r has slice (r + rotation) mod world_size of the step."""
+    """Rank r has slice (r + rotation) mod world_size of the micro-step."""
     ranks: list[TracedRank]

@@ -5,19 +5,19 @@ from __future__ import annotations
 from rich.console import Console
 
 from tokenloom_server.reports.tables import table
-from tokenloom_server.reports.trace import TracedDocument, TracedSample, TracedStep
+from tokenloom_server.reports.trace import TracedDocument, TracedMicroStep, TracedSample
 from tokenloom_server.tokenizer.text import as_lines
 
 
-def print_trace(out: Console, run: str, trace: TracedSample | TracedStep, text: bool) -> None:
-    """One sample and its documents; of a step each rank's samples. With ``text`` each document's, too."""
+def print_trace(out: Console, run: str, trace: TracedSample | TracedMicroStep, text: bool) -> None:
+    """One sample and its documents; of a micro-step each rank's samples. With ``text`` each document's, too."""
     if isinstance(trace, TracedSample):
         _print_sample(out, f"{run}: ", trace, text)
         return
     named = f"{trace.world_size} ranks × {trace.batch_size}"
     out.print(
-        f"{run}: step {trace.step:,} of generation {trace.generation} ({named}): samples {trace.begin:,} to "
-        f"{trace.end - 1:,}, slices rotated by {trace.rotation}",
+        f"{run}: micro-step {trace.micro_step:,} of generation {trace.generation} ({named}): samples {trace.begin:,} "
+        f"to {trace.end - 1:,}, slices rotated by {trace.rotation}",
         highlight=False,
     )
     if text:
@@ -38,8 +38,9 @@ def print_trace(out: Console, run: str, trace: TracedSample | TracedStep, text: 
 
 def _print_sample(out: Console, begin: str, sample: TracedSample, text: bool) -> None:
     where = "of the stream that was asked for" if sample.status == "evaluated" else "in another ledger"
-    if sample.step is not None:
-        where = f"generation {sample.generation}, step {sample.step:,}: place {sample.place} of rank {sample.rank}"
+    if sample.micro_step is not None:
+        place = f"place {sample.place} of rank {sample.rank}"
+        where = f"generation {sample.generation}, micro-step {sample.micro_step:,}: {place}"
     out.print(f"{begin}sample {sample.sample:,} ({sample.status}) in {where}", highlight=False)
     out.print(
         f"source {sample.source} ({sample.spec}), its sample {sample.source_sample:,}; hash {sample.hash}, digest "

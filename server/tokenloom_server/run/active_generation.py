@@ -54,11 +54,11 @@ class GenerationView(NamedTuple):
     end: EndOfData | None = None
     over: bool = False
     world_size: int = 0
-    #: Of the next step to commit.
+    #: Of the next micro-step to commit.
     batch_size: int = 0
-    #: Steps that are produced and not committed, and how many may be.
+    #: Micro-steps that are produced and not committed, and how many may be.
     held_steps: int = 0
-    window_steps: int = 1
+    window_micro_steps: int = 1
     #: By when all of its ranks were heard, by the coordinator's clock; None where one was not.
     heard_at: float | None = None
     ranks: Sequence[RankView] = ()
@@ -88,16 +88,16 @@ class ActiveGeneration:
         ]
         return GenerationView(
             number=generation.number,
-            start_index=generation.ramp.start_index,
+            start_index=generation.batch_plans.start_index,
             produced_index=generation.index_of(generation.produced),
-            horizon_index=generation.ramp.index_of(generation.horizon),
+            horizon_index=generation.batch_plans.index_of(generation.horizon),
             first_unproduced=self._first_unproduced(),
             end=generation.end,
             over=generation.over,
-            world_size=generation.ramp.world_size,
-            batch_size=generation.ramp.at_step(generation.committed).batch_size,
+            world_size=generation.batch_plans.world_size,
+            batch_size=generation.batch_plans.at_step(generation.committed).batch_size,
             held_steps=max(0, generation.produced - generation.committed),
-            window_steps=generation.window_steps,
+            window_micro_steps=generation.window_micro_steps,
             heard_at=generation.slots.heard_at(),
             ranks=ranks,
         )
@@ -116,14 +116,14 @@ class ActiveGeneration:
         )
 
     def steps_wanted(self, revising_at: int | None) -> int:
-        """How many steps to produce now, none of them under a revision that is being written; 0 to wait."""
+        """How many micro-steps to produce now, none of them under a revision that is being written; 0 to wait."""
         generation = self.generation
         steps = generation.steps_wanted()
         if steps and revising_at is not None:
             # Nothing at the index itself, and no group that it lies in, may be there before the revision is.
-            begin = generation.ramp.boundary(revising_at + 1)
+            begin = generation.batch_plans.boundary(revising_at + 1)
             limit = begin - (begin == revising_at)
-            return min(steps, max(0, generation.ramp.steps_until(limit)[0] - generation.produced))
+            return min(steps, max(0, generation.batch_plans.steps_until(limit)[0] - generation.produced))
         return steps
 
     def _first_unproduced(self) -> int:
@@ -131,7 +131,9 @@ class ActiveGeneration:
         generation = self.generation
         # After a restart ranks may hold more than is produced again, and more than this server's own window allows.
         sent = max(slot.sent for slot in generation.slots)
-        return generation.ramp.boundary_behind(generation.index_of(max(generation.produced, sent, generation.horizon)))
+        return generation.batch_plans.boundary_after(
+            generation.index_of(max(generation.produced, sent, generation.horizon))
+        )
 
     def check_order(self, ended: bool) -> None:
         """Raises ``OrderMismatch`` where what is produced is not what was committed, or what a rank has."""
@@ -157,13 +159,13 @@ class ActiveGeneration:
     def point_at(self, index: int) -> tuple[StepGroup, str, int] | None:
         """(group of the boundary before it, digest, total tokens) at a sample index; None where that is not held."""
         generation = self.generation
-        boundary = generation.ramp.boundary(index)
+        boundary = generation.batch_plans.boundary(index)
         for group in generation.groups:
             if group.begin != boundary:
                 continue
             if index == group.begin:
                 return group, digest_hex(group.base.digest), group.base.total_tokens
-            # Only steps that were published: the producer may be filling the group right now.
+            # Only micro-steps that were published: the producer may be filling the group right now.
             for mark in group.marks[: generation.produced - group.first_step]:
                 if mark.sample_index == index:
                     return group, digest_hex(mark.digest), mark.total_tokens

@@ -1,6 +1,6 @@
 """The committer: the thread that writes what all ranks acknowledged into the ledger.
 
-It always writes the newest state, so that any number of steps costs one write, and nobody waits for
+It always writes the newest state, so that any number of micro-steps costs one write, and nobody waits for
 it until the window is full.
 """
 
@@ -18,7 +18,7 @@ from tokenloom_server.run.views import CommitTask
 
 _log = logging.getLogger(__name__)
 
-#: Commits come at most this often, seconds, unless the window would fill up: each covers all steps until then.
+#: Commits come at most this often, seconds, unless the window would fill up: each covers all micro-steps until then.
 COMMIT_EVERY_S = 0.02
 #: Past states that the ledger keeps per run; every second one goes when they take more.
 JOURNAL_BYTES = 16 * 2**20
@@ -70,7 +70,7 @@ class Committer(threading.Thread):
 
     def _write(self, task: CommitTask) -> None:
         coordinator, active, group = self._coordinator, task.active, task.group
-        state = group.state_behind(task.steps - 1 - group.first_step)
+        state = group.state_after(task.steps - 1 - group.first_step)
         commit = commit_of(task.timeline, state, resume_state_of(task.timeline, group))
         journal = group.begin - self._journalled >= self._journal_stride * group.plan.group_samples
         try:

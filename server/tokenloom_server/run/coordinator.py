@@ -289,7 +289,7 @@ class RunCoordinator(StreamCommands):
     # --- production (``producer``) -------------------------------------------------------------------
 
     def production_task(self, *, wait: bool) -> ProductionTask | None:
-        """The steps that are wanted; None where the server stops, or, without ``wait``, where none are wanted now."""
+        """The wanted micro-steps; None where the server stops, or, without ``wait``, where none are wanted now."""
         with self._lock:
             if wait:
                 self._wakes.producer.wait_for(lambda: self._stopping or self._steps_wanted())
@@ -297,11 +297,11 @@ class RunCoordinator(StreamCommands):
             if self._stopping or active is None or not steps:
                 return None
             produced = active.generation.produced
-            plan = active.generation.ramp.at_step(produced)
+            plan = active.generation.batch_plans.at_step(produced)
             return ProductionTask(active, self._timeline, plan, steps, produced - plan.group_begin(produced))
 
     def publish(self, task: ProductionTask, group: StepGroup, ended: str | None, dropped_samples: int) -> None:
-        """The group got steps, or the data ended: for the ranks, if the generation is still the present one."""
+        """The group got micro-steps, or the data ended: for the ranks, if the generation is still the present one."""
         with self._lock:
             active, generation = task.active, task.active.generation
             if active is not self._active:

@@ -1,4 +1,4 @@
-"""What a stream of a run is given: steps, the end of the data, or why there is nothing yet."""
+"""What a stream of a run is given: micro-steps, the end of the data, or why there is nothing yet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tokenloom_server.order.steps import StepGroup
 
 
 class Delivery(NamedTuple):
-    """Steps [first, last) of a group for one rank; ``with_base`` when the stream lacks the group's base."""
+    """Micro-steps [first, last) of a group for one rank; ``with_base`` when the stream lacks the group's base."""
 
     group: StepGroup
     first: int

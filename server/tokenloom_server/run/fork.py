@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from tokenloom_server.config.source import SourceConfig
@@ -18,6 +18,10 @@ from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.history import History
 from tokenloom_server.sources.scheme import scheme_of
+
+#: A field, its value in the other run, and in this one.
+_Compared = tuple[str, object, object]
+_OR_BEGIN = ", or write the spec in another way to begin it anew"
 
 
 class ForkHandler:
@@ -109,25 +113,12 @@ class ForkHandler:
                 "with this server, too (tokenloom serve A.yaml B.yaml)"
             )
         theirs = parent.order_at(foreign.sample_index)
-        there = {source.source: source.id for source in theirs.config.sources}
-        compared = [
-            (field, getattr(theirs.config, field), getattr(ours.config, field))
-            for field in ("batching", "global_batch_size", "seed")
-        ]
-        for source in ours.config.sources:
-            known = there.get(source.source)
-            if known is not None:
-                # The buckets of a source's batches are drawn by its number.
-                compared += [
-                    (f"{source.source!r}: place in the mixture (source id)", known, source.id),
-                    (f"{source.source!r}: files", theirs.record.shards[known], ours.record.shards[source.id]),
-                ]
-        for field, before, now in compared:
-            if before != now:
-                raise SnapshotInvalid(
-                    f"{field}: {before!r} in run {foreign.run!r}, {now!r} in {ours.name!r}: its batches would be "
-                    "others, and a place among them another one; make them the same"
-                )
+        _refuse_difference(
+            theirs,
+            ours,
+            _of_batches(theirs, ours),
+            "its batches would be others, and a place among them another one; make them the same",
+        )
 
     def _sources(self, text: str | bytes, foreign: Foreign) -> tuple[tuple[Source, ...], State | None]:
         """The other run's sources at the sample index; and its state, where this run has the same rules."""
@@ -166,62 +157,75 @@ class ForkHandler:
 
 def _refuse_other_documents(theirs: PipelineFactory, ours: PipelineFactory) -> None:
     """Where a document's tokens begin and end has to be the same, or a place within one is another."""
-    there = {source.source: source for source in theirs.config.sources}
-    for source in ours.config.sources:
-        known = there.get(source.source)
-        if known is None:
-            continue
+    for known, source in _in_both(theirs, ours):
         if not (known.in_file_order and source.in_file_order):
-            _refuse_another_shuffle(theirs, known, ours, source)
+            says = "it is shuffled, and its rows would come in another order; make them the same"
+            _refuse_difference(theirs, ours, _of_shuffling(theirs, known, ours, source), says + _OR_BEGIN)
         epochs = theirs.config.epochs[known.id], ours.config.epochs[source.id]
         if source.lanes > 1 and moves_parts(*epochs):
-            raise SnapshotInvalid(
-                f"source {source.source!r}: epochs is {epochs[0]:g} in run {theirs.name!r} and {epochs[1]:g} in "
-                f"{ours.name!r}, but its {source.lanes} lanes share the rows of an epoch, and have begun on their "
-                "parts: make them the same or both whole, or write the spec in another way to begin it anew"
-            )
-        pairs: dict[str, tuple[object, object]] = {
-            "add_bos": (theirs.config.adds_bos(known), ours.config.adds_bos(source)),
-            "add_eot": (theirs.config.adds_eot(known), ours.config.adds_eot(source)),
-        }
-        for field in ("filter", "template", "fim", "holdout"):
-            pairs[field] = getattr(known, field), getattr(source, field)
-        if source.fim is not None or source.holdout is not None:
-            # What the parts of each document are is drawn by these; and by the seed which of them are held out.
-            pairs["seed"] = theirs.config.seed, ours.config.seed
-        if source.fim is not None:
-            pairs["place in the mixture (source id)"] = known.id, source.id
-        if scheme_of(source.spec).splits_at_end_of_text:
-            pairs["end_of_text_id"] = (theirs.record.end_of_text_id, ours.record.end_of_text_id)
-        for field, values in pairs.items():
-            if values[0] != values[1]:
-                raise SnapshotInvalid(
-                    f"source {source.source!r}: {field} is {values[0]} in run {theirs.name!r} and {values[1]} in "
-                    f"{ours.name!r}: places within documents would be others; make them the same, or write the spec "
-                    "in another way to begin it anew"
-                )
+            says = f"its {source.lanes} lanes share the rows of an epoch, and have begun on their parts; make them the "
+            compared = f"source {source.source!r}: epochs", f"{epochs[0]:g}", f"{epochs[1]:g}"
+            _refuse_difference(theirs, ours, [compared], f"{says}same or both whole{_OR_BEGIN}")
+        says = "places within documents would be others; make them the same"
+        _refuse_difference(theirs, ours, _of_documents(theirs, known, ours, source), says + _OR_BEGIN)
 
 
-def _refuse_another_shuffle(
+def _refuse_difference(theirs: PipelineFactory, ours: PipelineFactory, values: Iterable[_Compared], says: str) -> None:
+    """Raises ``SnapshotInvalid`` naming the first value that differs; ``says``: what that would mean, what to do."""
+    for field, before, now in values:
+        if before != now:
+            raise SnapshotInvalid(f"{field} is {before} in run {theirs.name!r} and {now} in {ours.name!r}: {says}")
+
+
+def _in_both(theirs: PipelineFactory, ours: PipelineFactory) -> Iterator[tuple[SourceConfig, SourceConfig]]:
+    """The sources that both runs have, each as the one and as the other has it."""
+    known = {source.source: source for source in theirs.config.sources}
+    return ((known[source.source], source) for source in ours.config.sources if source.source in known)
+
+
+def _of_batches(theirs: PipelineFactory, ours: PipelineFactory) -> Iterator[_Compared]:
+    """What decides which samples are in a batch from buckets."""
+    for field in ("batching", "global_batch_size", "seed"):
+        yield field, getattr(theirs.config, field), getattr(ours.config, field)
+    for known, source in _in_both(theirs, ours):
+        # The buckets of a source's batches are drawn by its number.
+        yield f"{source.source!r}: place in the mixture (source id)", known.id, source.id
+        yield f"{source.source!r}: files", theirs.record.shards[known.id], ours.record.shards[source.id]
+
+
+def _of_documents(
     theirs: PipelineFactory, known: SourceConfig, ours: PipelineFactory, source: SourceConfig
-) -> None:
-    """What a shuffled source's place means follows from all that draws its order."""
+) -> Iterator[_Compared]:
+    """What decides which tokens a source's documents have."""
+    of_source = f"source {source.source!r}: "
+    yield of_source + "add_bos", theirs.config.adds_bos(known), ours.config.adds_bos(source)
+    yield of_source + "add_eot", theirs.config.adds_eot(known), ours.config.adds_eot(source)
+    for field in ("filter", "template", "fim", "holdout"):
+        yield of_source + field, getattr(known, field), getattr(source, field)
+    if source.fim is not None or source.holdout is not None:
+        # What the parts of each document are is drawn by these; and by the seed which of them are held out.
+        yield of_source + "seed", theirs.config.seed, ours.config.seed
+    if source.fim is not None:
+        yield of_source + "place in the mixture (source id)", known.id, source.id
+    if scheme_of(source.spec).splits_at_end_of_text:
+        yield of_source + "end_of_text_id", theirs.record.end_of_text_id, ours.record.end_of_text_id
+
+
+def _of_shuffling(
+    theirs: PipelineFactory, known: SourceConfig, ours: PipelineFactory, source: SourceConfig
+) -> Iterator[_Compared]:
+    """What draws the order of a shuffled source's rows."""
+    of_source = f"source {source.source!r}: "
+    for field in ("shuffle", "shuffle_window_rows", "lanes"):
+        yield of_source + field, getattr(known, field), getattr(source, field)
+    yield of_source + "seed", theirs.config.seed, ours.config.seed
+    yield of_source + "place in the mixture (source id)", known.id, source.id
     before_files, files = theirs.record.shards[known.id], ours.record.shards[source.id]
     if source.shuffle == "shards" and source.lanes == 1:
         files = files[: len(before_files)]  # those after them have a turn of their own
-    for field, before, now in (
-        *((name, getattr(known, name), getattr(source, name)) for name in ("shuffle", "shuffle_window_rows", "lanes")),
-        ("seed", theirs.config.seed, ours.config.seed),
-        ("place in the mixture (source id)", known.id, source.id),
-        ("files", *(", ".join(shard.path for shard in shards[:5]) for shards in (before_files, files))),
-        ("files' fingerprints", *({shard.fingerprint for shard in shards} for shards in (before_files, files))),
-    ):
-        if before != now:
-            raise SnapshotInvalid(
-                f"source {source.source!r} is shuffled, and its {field}: {before} in run {theirs.name!r}, {now} in "
-                f"{ours.name!r}: its rows would come in another order; make them the same, or write the spec in "
-                "another way to begin it anew"
-            )
+    yield of_source + "files", [shard.path for shard in before_files[:5]], [shard.path for shard in files[:5]]
+    fingerprints = {shard.fingerprint for shard in before_files}, {shard.fingerprint for shard in files}
+    yield of_source + "files' fingerprints", *fingerprints
 
 
 def _is_at(origin: Origin, foreign: Foreign) -> bool:

@@ -1,7 +1,7 @@
 """One generation of a live run: what was produced, sent, consumed and committed. The sole owner of that.
 
 Pure logic: no clock, thread, socket or ledger. The caller (``coordinator``) serialises all calls, passes the
-time in, and does the slow things outside. Steps are counted from the generation's start.
+time in, and does the slow things outside. Micro-steps are counted from the generation's start.
 
     committed ≤ acknowledged (by all) ≤ consumed (by a rank) ≤ sent ≤ produced ≤ committed + window
 """
@@ -15,7 +15,7 @@ from itertools import islice
 
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import AttemptUsed, BeyondHorizon, Fenced, JoinRefused, LedgerRolledBack, OrderMismatch
-from tokenloom_server.order.batch_schedule import Ramp
+from tokenloom_server.order.batch_plans import BatchPlans
 from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.run.delivery import Delivery, EndOfData
 from tokenloom_server.run.sizing import horizon_of
@@ -33,44 +33,44 @@ class Generation:
 
     number: int
     attempt: str
-    ramp: Ramp
-    #: For each of the ramp's plans: steps that are produced ahead of the committed one,
+    batch_plans: BatchPlans
+    #: For each of the plans: micro-steps that are produced ahead of the committed one,
     windows: Sequence[int]
-    #: and steps of a full message; a group ends one, too.
+    #: and micro-steps of a full message; a group ends one, too.
     message_steps: Sequence[int]
-    #: Whether the last step may end elsewhere than all others.
-    pads_last_step: bool = False
+    #: Whether the last micro-step may end elsewhere than all others.
+    pads_last_micro_step: bool = False
     committed: int = 0
     produced: int = 0
-    #: The step up to which production may go.
+    #: The micro-step up to which production may go.
     horizon: int = field(init=False)
     groups: deque[StepGroup] = field(default_factory=deque)
     slots: Slots = field(init=False)
     end: EndOfData | None = None
-    #: Steps whose ids are let go, because every rank has consumed them.
+    #: Micro-steps whose ids are let go, because every rank has consumed them.
     released: int = 0
-    #: By rank: the step and digest that it has, where that is still to be produced (again).
+    #: By rank: the micro-step and digest that it has, where that is still to be produced (again).
     claims: dict[int, tuple[int, str]] = field(default_factory=dict)
     _burst: int = 1
     #: The number of the first group that is held.
     _first_group: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.slots = Slots(self.ramp.world_size, self.committed)
-        # After a restart of the server, production begins again at the boundary before the committed step.
+        self.slots = Slots(self.batch_plans.world_size, self.committed)
+        # After a restart of the server, production begins again at the boundary before the committed micro-step.
         self.produced = self.released = self.first_needed
-        self._first_group = self.ramp.at_step(self.produced).group_number(self.produced)
-        self.horizon = horizon_of(self.ramp, self.windows, self.committed)
+        self._first_group = self.batch_plans.at_step(self.produced).group_number(self.produced)
+        self.horizon = horizon_of(self.batch_plans, self.windows, self.committed)
 
     @property
-    def window_steps(self) -> int:
-        """How many steps may be produced ahead of the committed one."""
+    def window_micro_steps(self) -> int:
+        """How many micro-steps may be produced ahead of the committed one."""
         return self.horizon - self.committed
 
     @property
     def first_needed(self) -> int:
-        """The step at which production (again) begins for the committed step to be known."""
-        return self.ramp.group_begin(self.committed - 1) if self.committed else 0
+        """The micro-step at which production (again) begins for the committed micro-step to be known."""
+        return self.batch_plans.group_begin(self.committed - 1) if self.committed else 0
 
     @property
     def over(self) -> bool:
@@ -80,37 +80,39 @@ class Generation:
     # --- positions ---------------------------------------------------------------------------------
 
     def index_of(self, step: int) -> int:
-        """The sample index at which the first ``step`` steps end."""
+        """The sample index at which the first ``step`` micro-steps end."""
         if self.end is not None and step == self.produced:
             return self.end.end_index
-        return self.ramp.index_of(step)
+        return self.batch_plans.index_of(step)
 
     def step_at(self, sample_index: int, what: str) -> int:
-        """The number of steps that end at a sample index. Raises ``JoinRefused`` where none does."""
+        """The number of micro-steps that end at a sample index. Raises ``JoinRefused`` where none does."""
         if self.end is not None and sample_index == self.end.end_index:
             return self.produced
-        step, rest = self.ramp.steps_until(sample_index)
-        if rest and step >= self.produced and self.end is None and self.pads_last_step:
-            # The padded last step, which a client may hold before a restarted server has produced it again.
+        step, rest = self.batch_plans.steps_until(sample_index)
+        if rest and step >= self.produced and self.end is None and self.pads_last_micro_step:
+            # The padded last micro-step, which a client may hold before a restarted server has produced it again.
             return step + 1
         if rest or step < 0:
-            plan = self.ramp.at_index(sample_index)
+            plan = self.batch_plans.at_index(sample_index)
             raise JoinRefused(
-                f"{what} is sample {sample_index}, but no step of generation {self.number} ends there: steps have "
-                f"{plan.step_samples} samples and begin at {plan.start_index}"
+                f"{what} is sample {sample_index}, but no micro-step of generation {self.number} ends there: "
+                f"micro-steps have {plan.step_samples} samples and begin at {plan.start_index}"
             )
         return step
 
     def group_of(self, step: int) -> StepGroup:
-        """The group that holds a step (0-based)."""
-        index = self.ramp.at_step(step).group_number(step) - self._first_group
+        """The group that holds a micro-step (0-based)."""
+        index = self.batch_plans.at_step(step).group_number(step) - self._first_group
         if 0 <= index < len(self.groups):
             return self.groups[index]
-        raise BeyondHorizon(f"step {step} of generation {self.number} is not held; steps {self.committed} on are")
+        raise BeyondHorizon(
+            f"micro-step {step} of generation {self.number} is not held; micro-steps {self.committed} on are"
+        )
 
     def digest_after(self, steps: int) -> str:
-        """The rolling digest after the first ``steps`` steps of those that are held."""
-        if steps == self.ramp.group_begin(steps):
+        """The rolling digest after the first ``steps`` micro-steps of those that are held."""
+        if steps == self.batch_plans.group_begin(steps):
             for group in self.groups:
                 if group.begin == self.index_of(steps):
                     return digest_hex(group.base.digest)
@@ -120,7 +122,7 @@ class Generation:
     # --- production --------------------------------------------------------------------------------
 
     def steps_wanted(self) -> int:
-        """How many steps to produce now: 0 to wait. They never cross a state boundary.
+        """How many micro-steps to produce now: 0 to wait. They never cross a state boundary.
 
         Waits for room for half a window (or the rest of the group), so that bursts and messages stay
         large, unless a rank has nothing left. Stops a few groups ahead of the rank that was sent most: what
@@ -131,14 +133,14 @@ class Generation:
         owed = self.acknowledged() > self.produced
         if self.end is not None or not (owed or self.slots.connected):
             return 0
-        plan = self.ramp.at_step(self.produced)
+        plan = self.batch_plans.at_step(self.produced)
         room = self.horizon - self.produced
         rest = plan.group_end(self.produced) - self.produced
         ahead = self.produced - self.slots.sent_to_one
-        if ahead >= LEAD_GROUPS * plan.group_steps and not owed:
+        if ahead >= LEAD_GROUPS * plan.group_micro_steps and not owed:
             return 0
         starving = owed or ahead <= 0
-        if room <= 0 or (room < min(rest, self.window_steps // 2) and not starving):
+        if room <= 0 or (room < min(rest, self.window_micro_steps // 2) and not starving):
             return 0
         return min(room, rest, self._burst)
 
@@ -146,12 +148,12 @@ class Generation:
         self.groups.append(group)
 
     def filled(self, ended: str | None, dropped_samples: int) -> None:
-        """The newest group got steps (or the data ended)."""
+        """The newest group got micro-steps (or the data ended)."""
         group = self.groups[-1]
         self.produced = group.first_step + len(group.marks)
         self._release()
-        # The first steps of a generation go out one by one: somebody is waiting.
-        self._burst = min(2 * self._burst, group.plan.group_steps)
+        # The first micro-steps of a generation go out one by one: somebody is waiting.
+        self._burst = min(2 * self._burst, group.plan.group_micro_steps)
         if ended is not None:
             self.end = EndOfData(group.end, ended, dropped_samples)
 
@@ -164,7 +166,7 @@ class Generation:
         (empty: it does not say); returns its session number.
 
         Raises ``AttemptUsed`` (another process's slot), ``LedgerRolledBack`` (the client saw a later
-        commit than the ledger holds) and ``JoinRefused`` (a position that no step ends at, or that was
+        commit than the ledger holds) and ``JoinRefused`` (a position that no micro-step ends at, or that was
         committed by all and is no longer held).
         """
         slot = self._slot(rank, nonce)
@@ -193,8 +195,8 @@ class Generation:
             slot.left = True
 
     def claim(self, rank: int, step: int, digest: str) -> None:
-        """A rank says what the rolling digest is after a step. Raises ``OrderMismatch`` where it is another here,
-        at once or, after a restart, as soon as the step is produced again (``check_claims``)."""
+        """A rank says what the rolling digest is after a micro-step. Raises ``OrderMismatch`` where it is another here,
+        at once or, after a restart, as soon as the micro-step is produced again (``check_claims``)."""
         if step > self.produced:
             self.claims[rank] = step, digest
         elif step > self._held_from():
@@ -215,7 +217,7 @@ class Generation:
             self.slots.detach(slot)
 
     def progress(
-        self, rank: int, session: int, consumed_through: int, credit_steps: int, now: float, digest: str = ""
+        self, rank: int, session: int, consumed_through: int, credit_micro_steps: int, now: float, digest: str = ""
     ) -> None:
         """A rank consumed up to a sample index, where it has the rolling digest ``digest`` (empty: it does not say).
         An older report changes nothing. Raises ``OrderMismatch`` for another digest than was produced."""
@@ -230,7 +232,7 @@ class Generation:
             )
         slot.last_heard = now
         # More than the window can never be in flight, whatever a client asks for.
-        slot.credit_steps = min(max(1, credit_steps), self.window_steps)
+        slot.credit_micro_steps = min(max(1, credit_micro_steps), self.window_micro_steps)
         self.slots.consume(slot, step)
         self._release()
 
@@ -270,11 +272,11 @@ class Generation:
     # --- commits -----------------------------------------------------------------------------------
 
     def acknowledged(self) -> int:
-        """Steps that every rank has consumed."""
+        """Micro-steps that every rank has consumed."""
         return self.slots.consumed_by_all
 
     def commit_due(self) -> int | None:
-        """The step count to commit next; None while there is nothing new."""
+        """The micro-step count to commit next; None while there is nothing new."""
         # After a restart ranks may have acknowledged more than is produced again; with a smaller window than
         # before, waiting for all of it would be waiting for ever.
         steps = min(self.acknowledged(), self.produced)
@@ -287,7 +289,7 @@ class Generation:
     def set_committed(self, steps: int) -> None:
         """The ledger holds the first ``steps`` steps: what lies before leaves memory."""
         self.committed = max(self.committed, steps)
-        self.horizon = horizon_of(self.ramp, self.windows, self.committed)
+        self.horizon = horizon_of(self.batch_plans, self.windows, self.committed)
         keep = self.first_needed
         while len(self.groups) > 1 and self.groups[0].first_step < keep:
             self.groups.popleft()
@@ -297,9 +299,9 @@ class Generation:
         """After a restart: what was produced again must be what was committed."""
         if self.produced < self.committed:
             raise OrderMismatch(
-                f"step {self.committed} of generation {self.number} was committed, but produced again the data end at "
-                f"sample {self.index_of(self.produced)}: the data, the tokeniser or the software changed; nothing was "
-                "delivered"
+                f"micro-step {self.committed} of generation {self.number} was committed, but produced again the data "
+                f"end at sample {self.index_of(self.produced)}: the data, the tokeniser or the software changed; "
+                "nothing was delivered"
             )
         digest = self.digest_after(self.committed)
         if digest != expected:
@@ -343,7 +345,7 @@ class Generation:
     # -----------------------------------------------------------------------------------------------
 
     def _held_from(self) -> int:
-        """From this step on the marks are held."""
+        """From this micro-step on the marks are held."""
         return self.groups[0].first_step if self.groups else self.produced
 
     def _check_claim(self, rank: int, step: int, digest: str) -> None:
@@ -358,31 +360,31 @@ class Generation:
     def _release(self) -> None:
         """Lets the ids of groups go that every rank has consumed; their marks stay until they are committed."""
         through = min(self.acknowledged(), self.produced)
-        while (end := self.ramp.at_step(self.released).group_end(self.released)) <= through:
+        while (end := self.batch_plans.at_step(self.released).group_end(self.released)) <= through:
             self.group_of(self.released).release()
             self.released = end
 
     def _sendable(self, slot: Slot, flush: bool = False) -> int:
-        """The step up to which a message for the slot would go now; what it was sent already for none."""
-        number = self.ramp.number_at(slot.sent)
-        plan, message_steps = self.ramp.plans[number], self.message_steps[number]
+        """The micro-step up to which a message for the slot would go now; what it was sent already for none."""
+        number = self.batch_plans.number_at(slot.sent)
+        plan, message_steps = self.batch_plans.plans[number], self.message_steps[number]
         begin = plan.group_begin(slot.sent)
         in_message = (slot.sent - begin) % message_steps
-        message_end = min(slot.sent + message_steps - in_message, begin + plan.group_steps, plan.behind)
-        credit_end = slot.consumed + slot.credit_steps
+        message_end = min(slot.sent + message_steps - in_message, begin + plan.group_micro_steps, plan.end_step)
+        credit_end = slot.consumed + slot.credit_micro_steps
         last = min(self.produced, message_end, credit_end)
         ready = last - slot.sent
         whole = last == message_end or (self.end is not None and last == self.produced)
-        halfway = last == credit_end and 2 * ready >= slot.credit_steps
+        halfway = last == credit_end and 2 * ready >= slot.credit_micro_steps
         draining = 4 * (slot.sent - slot.consumed) <= message_steps
-        if not draining and self.ramp.accumulate > 1:
-            # A client may wait for all steps of an optimiser step before it hands out the first.
-            draining = slot.sent < (slot.consumed // self.ramp.accumulate + 1) * self.ramp.accumulate
+        if not draining and self.batch_plans.accumulate > 1:
+            # A client may wait for all micro-steps of an optimiser step before it hands out the first.
+            draining = slot.sent < (slot.consumed // self.batch_plans.accumulate + 1) * self.batch_plans.accumulate
         return last if ready > 0 and (whole or halfway or draining or flush) else slot.sent
 
     def _slot(self, rank: int, nonce: str) -> Slot:
-        if rank >= self.ramp.world_size:
-            raise JoinRefused(f"rank {rank} is not below the world size {self.ramp.world_size}")
+        if rank >= self.batch_plans.world_size:
+            raise JoinRefused(f"rank {rank} is not below the world size {self.batch_plans.world_size}")
         slot = self.slots[rank]
         if slot.nonce is not None and slot.nonce != nonce:
             raise AttemptUsed(

@@ -21,7 +21,7 @@ from tokenloom_server.run.commits import resume_state_of
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.cursor_check import check_cursors
 from tokenloom_server.run.lineage import covering
-from tokenloom_server.run.sizing import steps_of
+from tokenloom_server.run.sizing import batch_plans_of
 
 #: What ``resume`` may be, beside a snapshot's id.
 LATEST, FRESH = "latest", "fresh"
@@ -298,7 +298,7 @@ class History:
     def snapshot(self, sample_index: int | None) -> tuple[str, int]:
         """(sealed text, sample index) at a sample index, None for the committed one.
 
-        Any index from the oldest that the ledger's journal reaches up to the horizon, step boundary or
+        Any index from the oldest that the ledger's journal reaches up to the horizon, micro-step boundary or
         not. Raises ``BeyondHorizon`` naming the limits.
         """
         coordinator = self._coordinator
@@ -315,7 +315,7 @@ class History:
         if index > generation.horizon_index:
             raise BeyondHorizon(
                 f"sample {index} is beyond the horizon {generation.horizon_index}: {commit.sample_index} is committed, "
-                f"and production may go {generation.window_steps} steps further"
+                f"and production may go {generation.window_micro_steps} micro-steps further"
             )
         if index == commit.sample_index:
             text = self._sealed(generation.number, commit.state, index, commit.digest, commit.total_tokens)
@@ -336,7 +336,7 @@ class History:
         opening = covering(self.openings(), index)
         if opening is None:
             raise BeyondHorizon(f"sample {index} lies before the first state that the ledger holds of this run")
-        boundary = steps_of(opening).boundary(index)
+        boundary = batch_plans_of(opening).boundary(index)
         base = self._advance(self._journalled(opening, boundary), boundary)
         state = self._advance(base, index)
         if state.sample_index != index:

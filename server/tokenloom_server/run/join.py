@@ -80,7 +80,7 @@ class JoinHandler:
         """``join`` without waiting: None where rank 0 has to join first."""
         coordinator = self._coordinator
         call = self._sized(call)
-        join_call.check(call, coordinator.timeline.sample_bytes, coordinator.order.config.window_steps)
+        join_call.check(call, coordinator.timeline.sample_bytes, coordinator.order.config.window_micro_steps)
         coordinator.require_lead()
         call = self._as_own(call)
         opening = self._open(call) if call.rank == 0 else self._opened_by_rank_0(call)

@@ -10,7 +10,7 @@ from tokenloom_server.errors import JoinRefused
 
 #: Each rank's stream has a thread; gRPC has room for so many, and their Joins (``api.grpc.server.MAX_CALLS``).
 MAX_WORLD_SIZE = 4096
-#: The largest step that the server makes room for, bytes.
+#: The largest micro-step that the server makes room for, bytes.
 MAX_STEP_BYTES = 2**30
 #: The largest optimiser step that it makes room for, bytes.
 MAX_ACCUMULATED_BYTES = 2**33
@@ -35,7 +35,7 @@ class JoinCall:
     takeover: bool = False
     #: Pairs (total tokens, batch size) instead of ``batch_size``; see ``batch_schedule.BatchSchedule``.
     batch_sizes: tuple[tuple[int, int], ...] = ()
-    #: Steps of an optimiser step.
+    #: Micro-steps of an optimiser step.
     accumulate: int = 1
     #: ``state`` is another run's: this one, which has not begun, begins there.
     fork: bool = False
@@ -70,8 +70,8 @@ def with_global_batch_size(call: JoinCall, run: str, size: int | None) -> JoinCa
     return replace(call, batch_size=size // world)
 
 
-def check(call: JoinCall, sample_bytes: int, window_steps: int | None = None) -> None:
-    """Raises ``JoinRefused`` for what no run can serve. ``window_steps``: where the mixture file says it."""
+def check(call: JoinCall, sample_bytes: int, window_micro_steps: int | None = None) -> None:
+    """Raises ``JoinRefused`` for what no run can serve. ``window_micro_steps``: where the mixture file says it."""
     if not 1 <= call.world_size <= MAX_WORLD_SIZE:
         raise JoinRefused(
             f"world size is {call.world_size}; expected 1 to {MAX_WORLD_SIZE}: each rank's stream takes a thread, so "
@@ -89,21 +89,21 @@ def check(call: JoinCall, sample_bytes: int, window_steps: int | None = None) ->
     step_bytes = call.world_size * schedule.greatest * sample_bytes
     if step_bytes > MAX_STEP_BYTES:
         raise JoinRefused(
-            f"a step of {call.world_size} ranks × {schedule.greatest} samples × {sample_bytes} bytes has {step_bytes} "
-            f"bytes; expected at most {MAX_STEP_BYTES}, since the server holds at least two steps: take a smaller "
-            "batch size and accumulate gradients"
+            f"a micro-step of {call.world_size} ranks × {schedule.greatest} samples × {sample_bytes} bytes has "
+            f"{step_bytes} bytes; expected at most {MAX_STEP_BYTES}, since the server holds at least two steps: take a "
+            "smaller batch size and accumulate gradients"
         )
     if schedule.accumulate * step_bytes > MAX_ACCUMULATED_BYTES:
         raise JoinRefused(
-            f"accumulate is {schedule.accumulate}, and so many steps of {step_bytes} bytes have "
+            f"accumulate is {schedule.accumulate}, and so many micro-steps of {step_bytes} bytes have "
             f"{schedule.accumulate * step_bytes}; expected at most {MAX_ACCUMULATED_BYTES}, since the server holds two "
-            "optimiser steps: accumulate fewer steps"
+            "optimiser steps: accumulate fewer micro-steps"
         )
-    if schedule.accumulate > 1 and window_steps is not None and window_steps < 2 * schedule.accumulate:
+    if schedule.accumulate > 1 and window_micro_steps is not None and window_micro_steps < 2 * schedule.accumulate:
         raise JoinRefused(
-            f"accumulate is {schedule.accumulate}, but window_steps in the mixture file is {window_steps}; expected at "
-            f"least {2 * schedule.accumulate}, since a rank waits for all steps of an optimiser step: raise "
-            "window_steps, or leave it out, and restart the server"
+            f"accumulate is {schedule.accumulate}, but window_micro_steps in the mixture file is {window_micro_steps}; "
+            f"expected at least {2 * schedule.accumulate}, since a rank waits for all micro-steps of an optimiser "
+            "step: raise window_micro_steps, or leave it out, and restart the server"
         )
     for field, value in (("attempt", call.attempt), ("nonce", call.nonce)):
         if not 1 <= len(value) <= 256:

@@ -9,7 +9,7 @@ import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ SMOOTHING = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a trainer measured over the steps since its last report, over all its ranks."""
+    """What a trainer measured over the micro-steps since its last report, over all its ranks."""
 
     sample_index: int
     total_tokens: int
@@ -74,7 +74,7 @@ class Losses:
     def add(self, uid: str, generation: int, attempt: str, report: Report) -> None:
         """Takes a report of the present generation. Raises ``ConfigError`` for what cannot be, ``Fenced`` and what else
         ``RunCoordinator.require_generation`` raises."""
-        report.check(len(self._coordinator.timeline.segments[-1].order.config.sources))
+        report.check(len(self._coordinator.timeline.segments[-1].config.sources))
         self._coordinator.require_generation(uid, generation, attempt)
         with self._lock:
             last = self._last
@@ -109,7 +109,7 @@ class Losses:
 
     def read(self) -> RunLosses:
         """The curve."""
-        config = self._coordinator.timeline.segments[-1].order.config
+        config = self._coordinator.timeline.segments[-1].config
         with self._lock:
             curve = self._curve.read(len(config.sources))
         losses, tokens = curve.pop("source_losses"), curve.pop("source_tokens")
@@ -126,100 +126,96 @@ class Losses:
         )
 
 
+class _Point(NamedTuple):
+    """What some reports in a row say together."""
+
+    #: At its end.
+    sample_index: int
+    total_tokens: int
+    step: int
+    #: (loss × tokens, tokens) over all sources, and by source after that: shape (1 + sources, 2).
+    sums: npt.NDArray[np.float64]
+    learning_rate: float | None
+
+    def joined(self, later: _Point) -> _Point:
+        rate = self.learning_rate if later.learning_rate is None else later.learning_rate
+        return later._replace(sums=self.sums + later.sums, learning_rate=rate)
+
+
 class Curve:
     """Points over a run, each of ``stride`` reports. Where they fill the room, two become one, and the stride doubles:
     so a curve is as long as its run, however many reports that had."""
 
     def __init__(self, most: int = MAX_POINTS) -> None:
         self._most = most
-        self._count = 0
         self._stride = 1
+        self._points: list[_Point] = []
         # Reports in the last point.
         self._filled = 0
-        # Sample index, total tokens and step at the end of each point.
-        self._ends = np.zeros((most, 3), np.int64)
-        # Sums over each point, and what to divide them by: loss and tokens by source, and over all.
-        self._losses = np.zeros((most, 0))
-        self._tokens = np.zeros((most, 0), np.int64)
-        self._overall = np.zeros((most, 2))
-        self._rates = np.full(most, np.nan)
+        # That there is room for in each point.
+        self._sources = 0
 
     def add(self, report: Report) -> None:
         """Adds a report that comes after all others."""
         self._make_room(max(report.sources, default=-1) + 1)
-        if self._count and self._filled < self._stride:
-            point = self._count - 1
-        else:
-            if self._count == self._most:
-                self._halve()
-            point, self._count, self._filled = self._count, self._count + 1, 0
-        self._filled += 1
-        self._ends[point] = report.sample_index, report.total_tokens, report.step
+        sums = np.zeros((1 + self._sources, 2))
         for source, (loss, tokens) in report.sources.items():
-            self._losses[point, source] += loss * tokens
-            self._tokens[point, source] += tokens
+            sums[1 + source] = loss * tokens, tokens
         if report.loss is not None:
-            weight = sum(tokens for _, tokens in report.sources.values()) or 1
-            self._overall[point] += report.loss * weight, weight
-        if report.learning_rate is not None:
-            self._rates[point] = report.learning_rate
+            weight = sums[1:, 1].sum() or 1
+            sums[0] = report.loss * weight, weight
+        point = _Point(report.sample_index, report.total_tokens, report.step, sums, report.learning_rate)
+        if self._points and self._filled < self._stride:
+            self._points[-1] = self._points[-1].joined(point)
+        else:
+            if len(self._points) == self._most:
+                self._halve()
+            self._points.append(point)
+            self._filled = 0
+        self._filled += 1
 
     def rewind(self, sample_index: int) -> None:
         """Takes back every point that ends at a sample index or after it."""
-        kept = int(np.searchsorted(self._ends[: self._count, 0], sample_index))
-        self._clear(kept)
+        self._points = [point for point in self._points if point.sample_index < sample_index]
         self._filled = self._stride
 
     def read(self, sources: int) -> dict[str, Any]:
         """The points as lists: of all, and for each of so many sources; None where nothing was reported."""
         self._make_room(sources)
-        n = self._count
-        with np.errstate(invalid="ignore"):
-            losses = self._losses[:n] / np.where(self._tokens[:n], self._tokens[:n], np.nan)
-            overall = self._overall[:n, 0] / np.where(self._overall[:n, 1], self._overall[:n, 1], np.nan)
-        index, total_tokens, step = self._ends[:n].T.tolist() if n else ([], [], [])
+        points = self._points
+        sums = np.array([point.sums for point in points]).reshape(len(points), 1 + self._sources, 2)
+        tokens = sums[..., 1]
+        losses = sums[..., 0] / np.where(tokens, tokens, np.nan)
+        # A revision that brought a source may have been taken back.
+        of_sources = slice(1, 1 + sources)
         return {
             "stride": self._stride,
-            "sample_index": index,
-            "total_tokens": total_tokens,
-            "step": step,
-            "loss": _numbers(overall),
-            "learning_rate": _numbers(self._rates[:n]),
-            # A revision that brought a source may have been taken back.
-            "source_losses": [_numbers(column) for column in losses.T[:sources]],
-            "source_tokens": self._tokens[:n].T[:sources].tolist(),
+            "sample_index": [point.sample_index for point in points],
+            "total_tokens": [point.total_tokens for point in points],
+            "step": [point.step for point in points],
+            "loss": _numbers(losses[:, 0]),
+            "learning_rate": [point.learning_rate for point in points],
+            "source_losses": [_numbers(column) for column in losses.T[of_sources]],
+            "source_tokens": tokens.T[of_sources].astype(np.int64).tolist(),
         }
 
     def _make_room(self, sources: int) -> None:
-        known = self._losses.shape[1]
-        if sources <= known:
+        if sources <= self._sources:
             return
-        self._losses = np.pad(self._losses, ((0, 0), (0, sources - known)))
-        self._tokens = np.pad(self._tokens, ((0, 0), (0, sources - known)))
+        more = ((0, sources - self._sources), (0, 0))
+        self._sources = sources
+        self._points = [point._replace(sums=np.pad(point.sums, more)) for point in self._points]
         while sources * self._most > MAX_CELLS and self._most > MIN_POINTS:
-            if self._count > self._most // 2:
+            if len(self._points) > self._most // 2:
                 self._halve()
             self._most //= 2
-            for name in ("_ends", "_losses", "_tokens", "_overall", "_rates"):
-                setattr(self, name, getattr(self, name)[: self._most].copy())
 
     def _halve(self) -> None:
         """Joins every two points; a last one without another stays as it is."""
-        n = (self._count + 1) // 2
-        before, after = slice(0, 2 * n, 2), slice(1, 2 * n, 2)
-        for sums in (self._losses, self._tokens, self._overall):
-            sums[:n] = sums[before] + sums[after]
-        self._ends[:n] = np.maximum(self._ends[before], self._ends[after])
-        self._rates[:n] = np.where(np.isnan(self._rates[after]), self._rates[before], self._rates[after])
-        self._filled += 0 if self._count % 2 else self._stride
+        before, after = self._points[::2], self._points[1::2]
+        self._points = [one.joined(other) for one, other in zip(before, after, strict=False)] + before[len(after) :]
+        self._filled += self._stride * (len(before) == len(after))
         self._stride *= 2
-        self._clear(n)
-
-    def _clear(self, count: int) -> None:
-        self._count = count
-        for each in (self._losses, self._tokens, self._overall, self._ends):
-            each[count:] = 0
-        self._rates[count:] = np.nan
 
 
 def _numbers(values: npt.NDArray[np.float64]) -> list[float | None]:

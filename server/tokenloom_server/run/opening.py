@@ -10,7 +10,7 @@ from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import JoinRefused, ResumePointNeeded, RunBusy, SnapshotInvalid
 from tokenloom_server.ledger.commands import Adopt
 from tokenloom_server.ledger.records import Opening, StoredRun
-from tokenloom_server.order.batch_schedule import Ramp
+from tokenloom_server.order.batch_plans import BatchPlans
 from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.run.commits import commit_of
 from tokenloom_server.run.coordinator import RunCoordinator
@@ -18,7 +18,7 @@ from tokenloom_server.run.history import History
 from tokenloom_server.run.join_call import JoinCall
 from tokenloom_server.run.resume_choice import ResumeChoice, position_of
 from tokenloom_server.run.revise import RevisionHandler, brings
-from tokenloom_server.run.sizing import steps_of
+from tokenloom_server.run.sizing import batch_plans_of
 
 _log = logging.getLogger(__name__)
 
@@ -75,28 +75,28 @@ class GenerationOpener:
             point, skipped = self._resolve(call, stored)
             start = self._history.forward(point)
             uid = self._adopt(point, stored)
-            opening, ramp = self._lay(call, stored, point, skipped, start)
+            opening, batch_plans = self._lay(call, stored, point, skipped, start)
             # Noted before the write: where its answer is lost, the same rank asks again.
             self._newest = call.attempt, choice
             committed = commit_of(coordinator.timeline, start, opening.start_state)
             coordinator.open_generation(uid, opening, start, committed, call.process)
-        self._log_opening(opening, ramp, start, point.notes)
+        self._log_opening(opening, batch_plans, start, point.notes)
         return opening
 
     def _lay(
         self, call: JoinCall, stored: StoredRun, point: ResumePoint, skipped: int, start: State
-    ) -> tuple[Opening, Ramp]:
-        """What is to be written, and the steps of it."""
+    ) -> tuple[Opening, BatchPlans]:
+        """What is to be written, and the batch plans of it."""
         coordinator = self._coordinator
         timeline = coordinator.timeline
-        ramp = Ramp.lay(
+        batch_plans = BatchPlans.lay(
             call.schedule,
             start_index=start.sample_index,
             start_tokens=start.total_tokens,
             # A phase of another length ends the generation.
             sample_tokens=timeline.at(start.sample_index).config.sequence_length,
             world_size=call.world_size,
-            group_steps=lambda batch_size: coordinator.group_steps(call.world_size, batch_size),
+            group_micro_steps=lambda batch_size: coordinator.group_micro_steps(call.world_size, batch_size),
         )
         origin = timeline.origin if stored.opening is None else None
         opening = Opening(
@@ -104,16 +104,16 @@ class GenerationOpener:
             parent=point.generation,
             attempt=call.attempt,
             world_size=call.world_size,
-            batch_size=ramp.plans[0].batch_size,
-            group_steps=ramp.plans[0].group_steps,
+            batch_size=batch_plans.plans[0].batch_size,
+            group_micro_steps=batch_plans.plans[0].group_micro_steps,
             start_index=start.sample_index,
             start_state=timeline.encode(start),
             opened_at=coordinator.wall_clock(),
             skipped=skipped,
             parent_run=origin.to_json() if origin is not None else "",
-            ramp=ramp.text,
+            batch_plans=batch_plans.text,
         )
-        return opening, ramp
+        return opening, batch_plans
 
     def _refuse_busy(self, call: JoinCall) -> None:
         """A second launch, or a notebook, must not end a training run by mistake."""
@@ -134,11 +134,11 @@ class GenerationOpener:
 
     def check_agreement(self, call: JoinCall, opening: Opening) -> None:
         """Every rank must want what the opening has. Raises ``JoinRefused`` naming both values."""
-        ramp = steps_of(opening)
+        batch_plans = batch_plans_of(opening)
         for field, theirs, ours in (
             ("world size", call.world_size, opening.world_size),
-            ("accumulate", call.accumulate, ramp.accumulate),
-            ("batch size", call.schedule, ramp.schedule),
+            ("accumulate", call.accumulate, batch_plans.accumulate),
+            ("batch size", call.schedule, batch_plans.schedule),
         ):
             if theirs != ours:
                 raise JoinRefused(
@@ -212,14 +212,14 @@ class GenerationOpener:
         _log.info("%s: an empty ledger goes on with the trainer's run_uid %s", coordinator.name, point.run_uid)
         return point.run_uid
 
-    def _log_opening(self, opening: Opening, ramp: Ramp, start: State, notes: Sequence[str]) -> None:
+    def _log_opening(self, opening: Opening, batch_plans: BatchPlans, start: State, notes: Sequence[str]) -> None:
         coordinator = self._coordinator
         _log.info(
             "%s: generation %d (attempt %s): %d ranks × %d samples from sample %d, digest %s",
             coordinator.name, opening.generation, opening.attempt, opening.world_size, opening.batch_size,
             start.sample_index, digest_hex(start.digest),
         )  # fmt: skip
-        for plan in ramp.plans[1:]:
+        for plan in batch_plans.plans[1:]:
             _log.info("%s: %d samples per rank from sample %d on", coordinator.name, plan.batch_size, plan.start_index)
         if opening.skipped:
             _log.info(

@@ -27,7 +27,7 @@ class Producer(threading.Thread):
         self._group: StepGroup | None = None
         # What the pipeline follows.
         self._timeline: Timeline = coordinator.timeline
-        # After a fault: one step at a time, so that all good ones before it go out.
+        # After a fault: one micro-step at a time, so that all good ones before it go out.
         self._step_by_step = False
 
     def run(self) -> None:
@@ -36,7 +36,7 @@ class Producer(threading.Thread):
         self._pipeline = self._group = None  # and what it has under way
 
     def step(self) -> bool:
-        """Produces one burst, if steps are wanted now; whether they were. Does not wait for that."""
+        """Produces one burst, if micro-steps are wanted now; whether they were. Does not wait for that."""
         task = self._coordinator.production_task(wait=False)
         if task is not None:
             self._produce(task)
@@ -75,7 +75,7 @@ class Producer(threading.Thread):
             coordinator.publish(task, group, pipeline.ended, pipeline.dropped_samples)
 
     def _fill(self, task: ProductionTask, steps: int) -> tuple[Pipeline, StepGroup]:
-        """Adds steps to the task's group, on the pipeline under what is in force."""
+        """Adds micro-steps to the task's group, on the pipeline under what is in force."""
         if self._pipeline is None:
             self._pipeline = task.timeline.pipeline(task.active.base, ahead=True)
         elif self._timeline is not task.timeline:
@@ -88,14 +88,14 @@ class Producer(threading.Thread):
         return self._pipeline, self._group
 
     def _step_back(self, task: ProductionTask) -> None:
-        """Makes the pipeline anew where the last published step ends: the burst with the fault in it is void."""
+        """Makes the pipeline anew where the last published micro-step ends: the burst with the fault in it is void."""
         self._step_by_step = True
         group = self._group
         if group is None:
             self._pipeline = None
             return
-        group.forget_behind(task.published)
-        state = group.state_behind(task.published - 1) if task.published else group.base
+        group.forget_after(task.published)
+        state = group.state_after(task.published - 1) if task.published else group.base
         try:
             self._timeline = task.timeline
             self._pipeline = self._timeline.pipeline(state)

@@ -129,14 +129,14 @@ class RunState:
         return stored
 
     def message_steps(self, batch_size: int) -> int:
-        """Steps of a full message to a rank."""
+        """Micro-steps of a full message to a rank."""
         return sizing.message_steps(self._timeline.sample_bytes, batch_size)
 
-    def group_steps(self, world_size: int, batch_size: int) -> int:
-        """Steps between two state boundaries."""
+    def group_micro_steps(self, world_size: int, batch_size: int) -> int:
+        """Micro-steps between two state boundaries."""
         timeline = self._timeline
-        sources = len(timeline.segments[-1].order.record.specs)
-        return sizing.group_steps(timeline.sample_bytes, world_size, batch_size, sources)
+        sources = len(timeline.segments[-1].factory.record.specs)
+        return sizing.group_micro_steps(timeline.sample_bytes, world_size, batch_size, sources)
 
     def view(self) -> RunView:
         with self._lock:
@@ -181,22 +181,22 @@ class RunState:
     ) -> ActiveGeneration:
         """Makes a generation the present one. ``resumed``: after a restart of the server, where production has to meet
         the committed digest again."""
-        ramp, config = sizing.steps_of(opening), self.order.config
-        steps, rest = ramp.steps_until(committed.sample_index)
+        batch_plans, config = sizing.batch_plans_of(opening), self.order.config
+        steps, rest = batch_plans.steps_until(committed.sample_index)
         generation = Generation(
             opening.generation,
             opening.attempt,
-            ramp,
-            # A client may hold all steps of an optimiser step, and has more to go on with.
+            batch_plans,
+            # A client may hold all micro-steps of an optimiser step, and has more to go on with.
             [
                 max(
-                    config.window_steps or sizing.window_steps(self._timeline.sample_bytes, plan),
-                    2 * ramp.accumulate,
+                    config.window_micro_steps or sizing.window_micro_steps(self._timeline.sample_bytes, plan),
+                    2 * batch_plans.accumulate,
                 )
-                for plan in ramp.plans
+                for plan in batch_plans.plans
             ],
-            [self.message_steps(plan.batch_size) for plan in ramp.plans],
-            pads_last_step=config.last_step == "pad",
+            [self.message_steps(plan.batch_size) for plan in batch_plans.plans],
+            pads_last_micro_step=config.last_micro_step == "pad",
             committed=steps + bool(rest),
         )
         expected_digest = committed.digest if resumed else None
@@ -246,25 +246,25 @@ class RunState:
         self._loss = LedgerLoss(generation, known_index, self.wall_clock())
 
     def _steps_wanted(self) -> int:
-        """How many steps to produce now; 0 to wait."""
+        """How many micro-steps to produce now; 0 to wait."""
         if self._active is None or self._error is not None:
             return 0
         return self._active.steps_wanted(self._revising_at)
 
     def _commit_due_steps(self) -> int:
-        """How many steps to commit; 0 for nothing new."""
+        """How many micro-steps to commit; 0 for nothing new."""
         # What the ranks acknowledge after a bad row is still committed; after a ledger's refusal nothing is.
         if self._active is None or isinstance(self._error, LedgerError) or self._active.expected_digest is not None:
             return 0
         return self._active.generation.commit_due() or 0
 
     def _is_backlog(self) -> bool:
-        """Whether the steps to commit are so many that the window may fill up meanwhile."""
+        """Whether the micro-steps to commit are so many that the window may fill up meanwhile."""
         due = self._commit_due_steps()
         if not due or self._active is None:
             return False
         generation = self._active.generation
-        return 4 * (due - generation.committed) >= generation.window_steps
+        return 4 * (due - generation.committed) >= generation.window_micro_steps
 
     # --- who is woken: only where it would act, for waking costs more than what most events bring ------------------
 

@@ -1,7 +1,7 @@
 """The ranks' places in a generation, and what is true of all of them. The sole owner of both.
 
-What every step asks about all ranks (how far the slowest is, whether one has nothing left) is kept
-here as they move, so that a step costs the same with 1,000 ranks as with one.
+What every micro-step asks about all ranks (how far the slowest is, whether one has nothing left) is kept
+here as they move, so that a micro-step costs the same with 1,000 ranks as with one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Slot:
-    """One rank's place; positions are steps from the generation's start. Changed by ``Slots`` alone.
+    """One rank's place; positions are micro-steps from the generation's start. Changed by ``Slots`` alone.
 
     ``session`` tells the present stream from an earlier one of the same process.
     """
@@ -23,7 +23,7 @@ class Slot:
     connected: bool = False
     sent: int = 0
     consumed: int = 0
-    credit_steps: int = 1
+    credit_micro_steps: int = 1
     last_heard: float | None = None
     #: The client said goodbye: nobody waits for the slot until it comes again.
     left: bool = False
@@ -38,11 +38,11 @@ class Slots:
     """The slots by rank."""
 
     def __init__(self, world_size: int, position: int) -> None:
-        """``position``: the step that every rank is at."""
+        """``position``: the micro-step that every rank is at."""
         self._slots = [Slot(rank, sent=position, consumed=position) for rank in range(world_size)]
         #: How many ranks have a stream.
         self.connected = 0
-        #: Steps that every rank has consumed.
+        #: Micro-steps that every rank has consumed.
         self.consumed_by_all = position
         #: Of the ranks with a stream, how far the one that was sent most is; −1 without any.
         self.sent_to_one = -1
@@ -58,7 +58,7 @@ class Slots:
         return iter(self._slots)
 
     def attach(self, slot: Slot, step: int, now: float) -> None:
-        """A new stream of the slot begins after a step."""
+        """A new stream of the slot begins after a micro-step."""
         slot.session += 1
         slot.connected = True
         slot.sent = step
@@ -76,13 +76,13 @@ class Slots:
         self._recount()
 
     def send(self, slot: Slot, step: int) -> None:
-        """The slot was sent everything up to a step."""
+        """The slot was sent everything up to a micro-step."""
         slot.sent = step
         slot.starved_since = None
         self.sent_to_one = max(self.sent_to_one, step)
 
     def consume(self, slot: Slot, step: int) -> None:
-        """The slot has consumed everything up to a step, if that is news."""
+        """The slot has consumed everything up to a micro-step, if that is news."""
         if step <= slot.consumed:
             return
         was_last = slot.consumed == self.consumed_by_all
@@ -107,7 +107,7 @@ class Slots:
         return (slot for slot in self._slots if slot.consumed == self.consumed_by_all)
 
     def _recount(self) -> None:
-        """Looks at every slot; each rank brings that about at most once a step."""
+        """Looks at every slot; each rank brings that about at most once a micro-step."""
         positions = [slot.consumed for slot in self._slots]
         self.consumed_by_all = min(positions)
         self._ranks_at_least = positions.count(self.consumed_by_all)

@@ -73,7 +73,7 @@ class StatsReader:
             total_tokens=committed.total_tokens,
             skipped_tokens=sum(source.skipped_tokens for source in state.sources),
             tokens_per_s=tokens_per_s,
-            window_fill=min(1.0, generation.held_steps / generation.window_steps),
+            window_fill=min(1.0, generation.held_steps / generation.window_micro_steps),
             waiting_for=view.waiting_for,
             ended=generation.end.reason if generation.end is not None else None,
             error=f"{view.error.name}: {view.error}" if view.error is not None else None,

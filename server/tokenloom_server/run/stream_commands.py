@@ -95,14 +95,16 @@ class StreamCommands(RunState):
         with self._lock:
             session.active.generation.leave(session.rank, session.number)
 
-    def progress(self, session: Session, consumed_through: int, credit_steps: int, digest: str = "") -> None:
-        """A rank consumed up to a sample index, and takes so many steps beyond it.
+    def progress(self, session: Session, consumed_through: int, credit_micro_steps: int, digest: str = "") -> None:
+        """A rank consumed up to a sample index, and takes so many micro-steps beyond it.
 
         Raises ``Fenced`` where the session's generation, or stream, is over."""
         with self._lock:
             generation = self._current(session).generation
             try:
-                generation.progress(session.rank, session.number, consumed_through, credit_steps, self.clock(), digest)
+                generation.progress(
+                    session.rank, session.number, consumed_through, credit_micro_steps, self.clock(), digest
+                )
             except OrderMismatch as error:
                 self._alarm(error)
                 raise
@@ -237,8 +239,8 @@ class StreamCommands(RunState):
             return ""
         io_stats = self.order.resources.io_stats
         # What cannot be asked for a second time, a mount that hangs, never gives up by itself.
-        if self._error is None and io_stats.waits_too_long():
-            self._stop_for_all(StorageError(io_stats.given_up()))
+        if self._error is None and (overdue := io_stats.overdue()):
+            self._stop_for_all(StorageError(overdue))
         return io_stats.longest_wait(STORAGE_WAIT_S) or "samples to be read and tokenised"
 
     def _watch_ranks(self, session: Session) -> None:

@@ -23,19 +23,19 @@ class Session(NamedTuple):
 
 
 class ProductionTask(NamedTuple):
-    """Steps that the producer has to make now, all of one group."""
+    """Micro-steps that the producer has to make now, all of one group."""
 
     active: ActiveGeneration
     timeline: Timeline
     plan: BatchPlan
     steps: int
-    #: Steps of the group that are published already; 0 where it begins.
+    #: Micro-steps of the group that are published already; 0 where it begins.
     published: int
 
 
 class CommitTask(NamedTuple):
-    """What the committer has to write now: the state after the generation's first ``steps`` steps, the last of which is
-    in ``group``."""
+    """What the committer has to write now: the state after the generation's first ``steps`` micro-steps, the last of
+    which is in ``group``."""
 
     active: ActiveGeneration
     timeline: Timeline

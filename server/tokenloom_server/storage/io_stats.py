@@ -109,18 +109,15 @@ class IoStats:
             # Within a wait for the rows of a source lies the one for what answers them, which knows more.
             return min(self._waits.values(), key=lambda wait: (wait.at_once, wait.since), default=None)
 
-    def waits_too_long(self) -> bool:
-        """Whether a read that nobody gives up lasts longer than patience does."""
+    def overdue(self) -> str:
+        """What to say of a read that nobody gives up and that lasts longer than patience does; nothing where there is
+        none."""
         wait = self._longest()
-        return wait is not None and wait.at_once and self.clock() - wait.since >= self.patience.total_s
-
-    def given_up(self) -> str:
-        """What to say then."""
-        wait = self._longest()
-        name = wait.name if wait is not None else "storage"
+        if wait is None or not wait.at_once or self.clock() - wait.since < self.patience.total_s:
+            return ""
         return (
-            f"{name} could not be read for {self.patience.total_s:.0f} s, and the operating system does not come back "
-            "from it; look at the disk or mount, then start the trainers again from their last checkpoint"
+            f"{wait.name} could not be read for {self.patience.total_s:.0f} s, and the operating system does not come "
+            "back from it; look at the disk or mount, then start the trainers again from their last checkpoint"
         )
 
     def took(self, length: int, seconds: float) -> None:

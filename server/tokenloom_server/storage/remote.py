@@ -20,33 +20,23 @@ from tokenloom_server.storage.urls import protocol, redacted, root
 #: A read of less fetches so much: headers lie close together, and a round trip costs more than its bytes.
 NEAR_BYTES = 64 << 10
 REMEDY = "put the file back as it was, or begin a new run with another name"
+S3_PROTOCOLS = ("s3", "s3a")
 #: What to install, by protocol; others name their package themselves.
-_PACKAGES = {
-    "s3": "tokenloom[s3]",
-    "s3a": "tokenloom[s3]",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "az": "adlfs",
-    "abfs": "adlfs",
-    "abfss": "adlfs",
-}
-#: As many connections as there are threads that read; the library's own limit is ten.
-_OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    scheme: {"config_kwargs": {"max_pool_connections": 64}} for scheme in ("s3", "s3a")
-}
-#: What storage says of an object's content, best first: the key in fsspec's description, and the kind of signature.
-_SIGNATURES = (
-    *(
-        ("sha256", "sha256"),
-        ("etag", "etag"),
-        ("e_tag", "etag"),
-        ("md5hash", "md5"),
-        ("md5", "md5"),
-        ("generation", "generation"),
-    ),
-    *(("blob_id", "blob"), ("version_id", "version"), ("versionid", "version"), ("lastmodified", "modified")),
-    *(("last_modified", "modified"), ("mtime", "modified"), ("updated", "modified"), ("created", "modified")),
+_PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"} | dict.fromkeys(
+    S3_PROTOCOLS, "tokenloom[s3]"
 )
+#: As many connections as there are threads that read; the library's own limit is ten.
+_S3_OPTIONS: Mapping[str, Any] = {"config_kwargs": {"max_pool_connections": 64}}
+#: What storage says of an object's content, best first: the kind of signature, and its keys in fsspec's description.
+_SIGNATURES = {
+    "sha256": ("sha256",),
+    "etag": ("etag", "e_tag"),
+    "md5": ("md5hash", "md5"),
+    "generation": ("generation",),
+    "blob": ("blob_id",),
+    "version": ("version_id", "versionid"),
+    "modified": ("lastmodified", "last_modified", "mtime", "updated", "created"),
+}
 
 
 class Entry(NamedTuple):
@@ -81,8 +71,9 @@ def filesystem(place: str) -> Any:
         import fsspec.core
     except ImportError:
         raise ConfigError(f"{place}: to read URLs, install {install} (fsspec is missing)") from None
+    options = _S3_OPTIONS if scheme in S3_PROTOCOLS else {}
     try:
-        opened, _ = fsspec.core.url_to_fs(place, use_listings_cache=False, **_OPTIONS.get(scheme, {}))
+        opened, _ = fsspec.core.url_to_fs(place, use_listings_cache=False, **options)
     except ImportError as error:
         raise ConfigError(f"{place}: to read such URLs, install {install} ({redacted(str(error))})") from None
     except ValueError as error:
@@ -112,12 +103,10 @@ def entry_of(place: str, info: Mapping[str, Any]) -> Entry:
 
 def _signatures(info: Mapping[str, Any]) -> Iterator[str]:
     known = {key.lower(): value for key, value in info.items()}
-    kinds = set()
-    for key, kind in _SIGNATURES:
-        value = known.get(key)
-        if value in (None, "") or kind in kinds:
+    for kind, keys in _SIGNATURES.items():
+        value = next((known[key] for key in keys if known.get(key) not in (None, "")), None)
+        if value is None:
             continue
-        kinds.add(kind)
         if isinstance(value, datetime):
             value = value.timestamp()
         # An ETag comes in quotation marks, and a time as often with as without its fraction.
@@ -126,12 +115,15 @@ def _signatures(info: Mapping[str, Any]) -> Iterator[str]:
 
 def stat(url: str, name: str, io_stats: IoStats) -> Entry:
     """What storage says of a file now. Raises ``OSError`` (``FileNotFoundError`` among them) and ``StorageError``."""
-    place = root(url)
-    files = filesystem(place)
+    files = filesystem(root(url))
     info = HedgedRead(lambda: files.info(url), name, io_stats).result()
     if info.get("type") == "directory":
         raise IsADirectoryError(f"{url} is a folder")
-    return entry_of(place, info)._replace(path=url)
+    return _entry_at(url, info)
+
+
+def _entry_at(url: str, info: Mapping[str, Any]) -> Entry:
+    return entry_of(root(url), info)._replace(path=url)
 
 
 class RemoteFile(File):
@@ -144,8 +136,7 @@ class RemoteFile(File):
         self._io_stats = io_stats
         files = filesystem(root(url))
         handle, info = HedgedRead(lambda: _opened(files, url), name, io_stats).result()
-        self._handle = handle
-        self.entry = entry_of(root(url), info)._replace(path=url)
+        self.entry = _entry_at(url, info)
         self.size = self.entry.size
         self._range: Callable[[int, int], bytes] = (
             # It knows the object's version at the opening, and requests that one alone.
@@ -213,7 +204,7 @@ class RemoteFile(File):
         if is_hub(self.url):
             return  # every answer of the Hub is held to the digest already
         try:
-            present = entry_of(root(self.url), filesystem(root(self.url)).info(self.url))._replace(path=self.url)
+            present = _entry_at(self.url, filesystem(root(self.url)).info(self.url))
         except FileNotFoundError:
             raise SourceChanged(f"{self.name} is missing: it was deleted while being read; {REMEDY}") from None
         except Exception:

@@ -34,6 +34,11 @@ def root(url: str) -> str:
     return f"{scheme}://{rest.partition('/')[0]}"
 
 
+def before_wildcards(pattern: str) -> str:
+    """The part of a pattern before the first ``*``, ``?`` or ``[``."""
+    return re.split(r"[*?[]", pattern, maxsplit=1)[0]
+
+
 def refuse_unsafe(what: str, url: str) -> None:
     """Raises ``ConfigError`` for a URL that carries a secret, or is not what it seems; ``what`` begins its message.
 

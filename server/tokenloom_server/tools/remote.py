@@ -28,7 +28,7 @@ from tokenloom_server import errors
 from tokenloom_server.errors import ConfigError, TokenloomError
 from tokenloom_server.reports.receipt import Receipt, RevisionInfo, RunReport
 from tokenloom_server.reports.stats import MixtureInfo, NextLaunch, RunLosses, RunStats
-from tokenloom_server.reports.trace import TracedSample, TracedStep
+from tokenloom_server.reports.trace import TracedMicroStep, TracedSample
 
 _TIMEOUT_S = 10.0
 #: A new mixture's files are listed, and looked into, before the answer, seconds.
@@ -112,10 +112,10 @@ class Remote:
         path = f"{_path(run)}/samples/{index}{_query(query)}"
         return self._read(TracedSample, self._get(path, timeout_s=_FORWARD_TIMEOUT_S))
 
-    def trace_step(self, run: str, step: int, **query: int | bool | None) -> TracedStep:
-        """The samples of a step by rank. ``query``, as the route has it (``rank``, too)."""
-        path = f"{_path(run)}/steps/{step}{_query(query)}"
-        return self._read(TracedStep, self._get(path, timeout_s=_FORWARD_TIMEOUT_S))
+    def trace_micro_step(self, run: str, micro_step: int, **query: int | bool | None) -> TracedMicroStep:
+        """The samples of a micro-step by rank. ``query``, as the route has it (``rank``, too)."""
+        path = f"{_path(run)}/micro-steps/{micro_step}{_query(query)}"
+        return self._read(TracedMicroStep, self._get(path, timeout_s=_FORWARD_TIMEOUT_S))
 
     def restore(self, run: str, **request: str | int | None) -> NextLaunch:
         """Pins where the next generation starts. ``request``: the body, as the route has it."""

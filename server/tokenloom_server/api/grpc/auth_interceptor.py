@@ -8,10 +8,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from tokenloom_proto.protocol import VERSION, version_of
 
 from tokenloom_server.api.auth import Access, Scope
 from tokenloom_server.api.grpc.rpc import Rpc, abort
-from tokenloom_server.errors import TokenloomError
+from tokenloom_server.errors import ProtocolError, TokenloomError
 
 if TYPE_CHECKING:
     _Handler = grpc.RpcMethodHandler[Any, Any]
@@ -53,10 +54,17 @@ class AuthInterceptor(grpc.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], _Handler | None],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler | None:
+        method = handler_call_details.method
+        version = version_of(method) or VERSION
         # Whether a method exists at all is only for those who may do everything.
-        rpc = self.rpcs.get(handler_call_details.method, Rpc(Scope.CONTROL))
+        rpc = self.rpcs.get(method, Rpc(Scope.CONTROL)) if version == VERSION else Rpc(Scope.READ)
         try:
             held = self._access.check(authorization_of(handler_call_details.invocation_metadata), rpc.scope)
+            if version != VERSION:
+                raise ProtocolError(
+                    f"this client speaks version {version} of Tokenloom's wire protocol, and this server version "
+                    f"{VERSION}: install the same release of tokenloom on both sides"
+                )
         except TokenloomError as error:
             return self._refusal(error)
         handler = continuation(handler_call_details)

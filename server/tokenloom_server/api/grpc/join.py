@@ -18,7 +18,7 @@ from tokenloom_server.replay.evaluation import EvaluationCall
 from tokenloom_server.replay.peek import PeekCall
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.join_call import JoinCall
-from tokenloom_server.run.sizing import steps_of
+from tokenloom_server.run.sizing import batch_plans_of
 
 _ID_TYPES = {1: wire.ID_TYPE_UINT8, 2: wire.ID_TYPE_UINT16, 4: wire.ID_TYPE_UINT32}
 
@@ -48,17 +48,19 @@ def training(served: ServedRun, request: wire.JoinRequest) -> wire.JoinResponse:
         opening.start_state,
         generation=opening.generation,
         lineage=opening.generation,
-        group_steps=opening.group_steps,
+        group_micro_steps=opening.group_micro_steps,
         batch_size=opening.batch_size,
         skipped=opening.skipped,
-        plans=steps_of(opening).plans,
+        plans=batch_plans_of(opening).plans,
     )
 
 
 def peek(served: ServedRun, request: wire.JoinRequest, context: grpc.ServicerContext) -> wire.JoinResponse:
     """A reader that takes no part in the run."""
     if request.batch_sizes:
-        raise JoinRefused("a peek has steps of one batch size, and a schedule was asked for: give batch_size a number")
+        raise JoinRefused(
+            "a peek has micro-steps of one batch size, and a schedule was asked for: give batch_size a number"
+        )
     call = PeekCall(
         rank=request.rank,
         world_size=request.world_size,
@@ -75,7 +77,7 @@ def peek(served: ServedRun, request: wire.JoinRequest, context: grpc.ServicerCon
         served.coordinator.timeline.encode(start.state),
         generation=0,
         lineage=start.generation,
-        group_steps=served.coordinator.message_steps(batch_size),
+        group_micro_steps=served.coordinator.message_steps(batch_size),
         batch_size=batch_size,
     )
 
@@ -84,15 +86,15 @@ def evaluation(served: ServedRun, request: wire.JoinRequest, context: grpc.Servi
     """A rank that evaluates on a stream beside training."""
     kept, samples = served.evaluations.join(evaluation_call(request), lambda: not context.is_active())
     return wire.JoinResponse(
-        **_layout(kept.order),
+        **_layout(kept.factory),
         run_uid=served.coordinator.uid,
         start_digest=digest_hex(0),
         sources=[
             wire.Source(id=source.id, spec=source.source, alias=source.name)
-            for source in kept.order.config.sources
+            for source in kept.factory.config.sources
             if source.presence != "dropped"
         ],
-        group_steps=served.coordinator.message_steps(request.batch_size),
+        group_micro_steps=served.coordinator.message_steps(request.batch_size),
         server_epoch=served.coordinator.lease.epoch,
         batch_size=request.batch_size,
         stream_samples=samples,
@@ -117,7 +119,7 @@ def _response(
     *,
     generation: int,
     lineage: int,
-    group_steps: int,
+    group_micro_steps: int,
     batch_size: int,
     skipped: int = 0,
     plans: Sequence[BatchPlan] = (),
@@ -126,7 +128,7 @@ def _response(
     timeline = coordinator.timeline
     order = timeline.at(start.sample_index)
     # Those that phases and revisions bring later, too: ids are never given twice.
-    sources = [*order.config.sources, *timeline.segments[-1].order.config.sources[len(order.config.sources) :]]
+    sources = [*order.config.sources, *timeline.segments[-1].config.sources[len(order.config.sources) :]]
     return wire.JoinResponse(
         run_uid=uid,
         generation=generation,
@@ -134,7 +136,7 @@ def _response(
         start_digest=digest_hex(start.digest),
         start_tokens=start.total_tokens,
         sources=[wire.Source(id=source.id, spec=source.source, alias=source.name) for source in sources],
-        group_steps=group_steps,
+        group_micro_steps=group_micro_steps,
         snapshot_template=canonical(coordinator.order.record.template(uid, coordinator.stream, lineage)).encode(),
         base=wire.Base(sample_index=start.sample_index, resume_state=start_state.encode()),
         server_epoch=coordinator.lease.epoch,
@@ -142,7 +144,9 @@ def _response(
         global_batch_size=order.config.global_batch_size or 0,
         batch_size=batch_size,
         batch_plans=[
-            wire.BatchPlan(begin_index=plan.start_index, batch_size=plan.batch_size, group_steps=plan.group_steps)
+            wire.BatchPlan(
+                begin_index=plan.start_index, batch_size=plan.batch_size, group_micro_steps=plan.group_micro_steps
+            )
             for plan in (plans if len(plans) > 1 else ())
         ],
         **_layout(order),

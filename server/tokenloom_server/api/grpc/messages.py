@@ -17,8 +17,8 @@ from tokenloom_server.run.commits import resume_state_of
 from tokenloom_server.run.delivery import Delivery
 
 _LENGTH_DELIMITED = 2
-_STEPS_KEY = bytes((wire.Batches.STEPS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED,))
-_SLICE_KEY = bytes((wire.StepInfo.SLICE_FIELD_NUMBER << 3,))
+_STEPS_KEY = bytes((wire.Batches.MICRO_STEPS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED,))
+_SLICE_KEY = bytes((wire.MicroStep.SLICE_FIELD_NUMBER << 3,))
 
 
 def encode_delivery(
@@ -56,12 +56,12 @@ def encode_delivery(
 
 
 def encode_slice(found: Slice, committed_through: int, epoch: int, *, document_starts: bool) -> wire.StreamResponse:
-    """Steps of an evaluation."""
+    """Micro-steps of an evaluation."""
     counts, starts = found.starts if document_starts else ([], [])
     batches = wire.Batches(
         begin_index=found.begin,
-        steps=[
-            wire.StepInfo(
+        micro_steps=[
+            wire.MicroStep(
                 end_index=end, slice=found.rank, total_tokens=total, digest=digest, tokens=tokens, label_tokens=labels
             )
             for end, total, digest, (tokens, labels) in zip(
@@ -77,12 +77,12 @@ def encode_slice(found: Slice, committed_through: int, epoch: int, *, document_s
 
 
 def _step_info(group: StepGroup, step: int, rank: int) -> bytes:
-    """``Batches.steps`` of one step. What is the same for all ranks is made once."""
+    """``Batches.micro_steps`` of one micro-step. What is the same for all ranks is made once."""
     common = group.step_infos.get(step)
     if common is None:
         mark = group.marks[step]
         tokens, label_tokens = group.real_tokens(step)
-        info = wire.StepInfo(
+        info = wire.MicroStep(
             end_index=mark.sample_index,
             total_tokens=mark.total_tokens,
             digest=digest_hex(mark.digest),
@@ -96,7 +96,7 @@ def _step_info(group: StepGroup, step: int, rank: int) -> bytes:
 
 
 def _buckets(group: StepGroup, rank: int, first: int, last: int) -> Iterator[wire.Bucket]:
-    """``Batches.buckets``: of each step that is a batch of rows."""
+    """``Batches.buckets``: of each micro-step that is a batch of rows."""
     if not group.of_rows:
         return
     for step in range(first, last):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from tokenloom_server.api.auth import Access
+from tokenloom_server.api.auth import OPEN_TO_ALL, Access
 from tokenloom_server.api.grpc.auth_interceptor import AuthInterceptor
 from tokenloom_server.api.grpc.rpc import MAX_REQUEST_BYTES
 from tokenloom_server.api.tls import Tls
@@ -30,13 +30,10 @@ MAX_CALLS = 2 * 4096 + 256
 class GrpcServer:
     """The gRPC endpoint: the data loader, health and reflection. Holds its address from its constructor on."""
 
-    def __init__(self, address: str, access: Access | None = None, tls: Tls | None = None) -> None:
-        """Binds ``address`` (``host:port``, port 0 for a free one). Raises ``ConfigError`` where that fails.
-
-        Without ``access`` everything is open.
-        """
-        self._access = access or Access()
-        self._interceptor = AuthInterceptor(self._access)
+    def __init__(self, address: str, access: Access = OPEN_TO_ALL) -> None:
+        """Binds ``address`` (``host:port``, port 0 for a free one). Raises ``ConfigError`` where that fails."""
+        self._access = access
+        self._interceptor = AuthInterceptor(access)
         self._server = grpc.server(
             ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="grpc"),
             interceptors=[self._interceptor],
@@ -60,10 +57,10 @@ class GrpcServer:
         host = address.rpartition(":")[0]
         try:
             _try_to_listen(address)
-            if tls is None:
+            if access.tls is None:
                 port = self._server.add_insecure_port(address)
             else:
-                port = self._server.add_secure_port(address, _credentials(tls))
+                port = self._server.add_secure_port(address, _credentials(access.tls))
         except (OSError, RuntimeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise ConfigError(

@@ -163,7 +163,7 @@ class RunView extends View {
     const ahead = stats.produced_index - stats.sample_index;
     this.text("produced", `${grouped(ahead)} more produced`, `up to ${grouped(stats.produced_index)}`);
     this.text("world", begun ? `${grouped(stats.world_size)} × ${grouped(stats.batch_size)}` : dash);
-    this.text("step", begun ? `${grouped(stats.world_size * stats.batch_size)} samples a step` : "no trainer yet");
+    this.text("step", begun ? `${grouped(stats.world_size * stats.batch_size)} samples a micro-step` : "no trainer yet");
     this.text("generation", begun ? grouped(stats.generation) : dash);
     this.text("connected", begun ? `${connected} of ${grouped(stats.world_size)} connected` : "none opened yet");
     this.text("window_fill", `${Math.round(stats.window_fill * 100)}\u00a0% full`);

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Collection
 from typing import Any
 
 from fastapi import FastAPI
 
 from tokenloom_server.api import page
-from tokenloom_server.api.auth import Access
+from tokenloom_server.api.auth import OPEN_TO_ALL, Access
 from tokenloom_server.api.rest.guard import Guard
 from tokenloom_server.api.rest.problems import add_error_handlers
 from tokenloom_server.api.rest.resources import (
@@ -57,29 +55,13 @@ class RestApp(FastAPI):
         return schema
 
 
-def create_app(
-    runs: Runs,
-    *,
-    version: str,
-    grpc_address: str | None = None,
-    allowed_hosts: Collection[str] = (),
-    access: Access | None = None,
-) -> RestApp:
-    """The REST interface to ``runs``, with its own metrics registry. Without ``access`` everything is open.
-
-    ``grpc_address`` is shown to people who have no trainer yet. ``allowed_hosts`` are DNS names that the
-    server answers to besides IP addresses, localhost and names without a dot (see ``Guard``).
-    """
-    access = access or Access()
+def create_app(runs: Runs, *, version: str, grpc_address: str | None = None, access: Access = OPEN_TO_ALL) -> RestApp:
+    """The REST interface to ``runs``, with its own metrics registry. ``grpc_address`` is shown to people who have no
+    trainer yet."""
     app = RestApp(version)
     backend = Backend(runs, version, grpc_address, access)
     for resource in RESOURCES:
         resource.add_routes(app.resource_routes, backend)
     add_error_handlers(app)
-    app.add_middleware(
-        Guard,
-        allowed_hosts=frozenset(name.lower() for name in (*allowed_hosts, socket.gethostname())),
-        access=access,
-        scope_of=app.resource_routes.scope_of,
-    )
+    app.add_middleware(Guard, access=access, scope_of=app.resource_routes.scope_of)
     return app

@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 import json
 import math
+import socket
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -54,12 +55,10 @@ class Guard:
     content type that browsers do not send unasked.
     """
 
-    def __init__(
-        self, app: ASGIApp, *, allowed_hosts: frozenset[str], access: Access, scope_of: Callable[[Scope], TokenScope]
-    ) -> None:
+    def __init__(self, app: ASGIApp, access: Access, scope_of: Callable[[Scope], TokenScope]) -> None:
         """``scope_of`` says what the route of a request asks for."""
         self._app = app
-        self._allowed_hosts = allowed_hosts
+        self._own_name = socket.gethostname().lower()
         self._access = access
         self._scope_of = scope_of
 
@@ -97,7 +96,7 @@ class Guard:
             raise _Refused(
                 421,
                 f"Host is {quoted(host)}, which is not a name of this server; expected its IP address, localhost, "
-                f"a name without dots, or one of {', '.join(sorted(self._allowed_hosts))}: use one of these",
+                f"a name without dots, or {self._own_name}: use one of these",
             )
         for origin in headers.getlist("origin"):
             # Compared as text (an origin is scheme://host[:port]), so that a malformed one is just another one.
@@ -134,7 +133,7 @@ class Guard:
         with contextlib.suppress(ValueError):
             ipaddress.ip_address(name)
             return True
-        return bool(name) and ("." not in name or name.endswith(".localhost") or name in self._allowed_hosts)
+        return bool(name) and ("." not in name or name.endswith(".localhost") or name == self._own_name)
 
 
 class _Gone(Exception):

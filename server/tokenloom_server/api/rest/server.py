@@ -7,11 +7,9 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from tokenloom_server.api.auth import Access
-from tokenloom_server.api.tls import Tls
+from tokenloom_server.api.auth import OPEN_TO_ALL, Access
 from tokenloom_server.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,30 +30,24 @@ _BACKLOG = 128
 class RestServer:
     """REST at an address that it holds from its constructor on. ``start`` makes it answer, ``stop`` ends it."""
 
-    def __init__(self, host: str, port: int, access: Access | None = None, tls: Tls | None = None) -> None:
-        """Binds ``host:port``, port 0 for a free one. Raises ``ConfigError`` when that address cannot be had.
-
-        Without ``access`` everything is open.
-        """
-        self._access = access or Access()
-        self._tls = tls
+    def __init__(self, host: str, port: int, access: Access = OPEN_TO_ALL) -> None:
+        """Binds ``host:port``, port 0 for a free one. Raises ``ConfigError`` when that address cannot be had."""
+        self._access = access
         self._listener = _listen(host, port)
         host, port = self._listener.getsockname()[:2]
         #: Where it listens, ``host:port``.
         self.address: str = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         #: The page, and what every route is below of.
-        self.url = f"{'http' if tls is None else 'https'}://{self.address}/"
+        self.url = f"{'http' if access.tls is None else 'https'}://{self.address}/"
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._http: Http | None = None
 
-    def start(self, runs: Runs, *, grpc_address: str | None = None, allowed_hosts: Collection[str] = ()) -> None:
+    def start(self, runs: Runs, *, grpc_address: str | None = None) -> None:
         """Answers with what is asked of ``runs`` (see ``app.create_app``), from a thread. Requests wait until the
         packages are imported."""
         # A daemon, so that a request that never ends cannot keep the process.
-        self._thread = threading.Thread(
-            target=self._run, args=(runs, grpc_address, allowed_hosts), name="tokenloom-rest", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(runs, grpc_address), name="tokenloom-rest", daemon=True)
         self._thread.start()
 
     def stop(self, timeout: float = 5.0) -> bool:
@@ -80,7 +72,7 @@ class RestServer:
         logger.warning("REST: a request was still running %g s after the stop; it was dropped", timeout)
         return False
 
-    def _run(self, runs: Runs, grpc_address: str | None, allowed_hosts: Collection[str]) -> None:
+    def _run(self, runs: Runs, grpc_address: str | None) -> None:
         try:
             self._await_somebody()
             if self._stopping:
@@ -90,14 +82,8 @@ class RestServer:
             from tokenloom_server.api.rest.app import create_app
             from tokenloom_server.api.rest.uvicorn_server import Http
 
-            app = create_app(
-                runs,
-                version=version("tokenloom"),
-                grpc_address=grpc_address,
-                allowed_hosts=allowed_hosts,
-                access=self._access,
-            )
-            http = self._http = Http(app, self._tls)
+            app = create_app(runs, version=version("tokenloom"), grpc_address=grpc_address, access=self._access)
+            http = self._http = Http(app, self._access.tls)
             # Whoever stops sets this first and looks at ``_http`` then: one of the two sees the other.
             if not self._stopping:
                 http.run(sockets=[self._listener])

@@ -1,5 +1,5 @@
 -- ARGV[3]: generation, 4: attempt, 5: mark, 6: opening as JSON, 7: journal member, 8: start state,
--- 9: parent, 10: world size, 11: batch size, 12: steps between boundaries, 13: start index, 14: opened at;
+-- 9: parent, 10: world size, 11: batch size, 12: micro-steps between boundaries, 13: start index, 14: opened at;
 -- 15…: the committed state.
 if not may_write() then return refused() end
 local current = field('generation')
@@ -8,9 +8,9 @@ local used = redis.call('HGET', ATTEMPTS, ARGV[4])
 if used then return refused(used) end
 if tonumber(ARGV[3]) <= tonumber(current) then return refused() end
 redis.call('HSET', RUN, 'generation', ARGV[3], 'attempt', ARGV[4], 'opening_mark', ARGV[5], 'parent', ARGV[9],
-  'world_size', ARGV[10], 'batch_size', ARGV[11], 'group_steps', ARGV[12], 'start_index', ARGV[13],
+  'world_size', ARGV[10], 'batch_size', ARGV[11], 'group_micro_steps', ARGV[12], 'start_index', ARGV[13],
   'opened_at', ARGV[14])
-redis.call('HDEL', RUN, 'pin')
+redis.call('HDEL', RUN, 'pin', 'group_steps') -- the second is the name that group_micro_steps once had
 redis.call('HSET', OPENINGS, ARGV[3], ARGV[6])
 redis.call('HSET', ATTEMPTS, ARGV[4], ARGV[3])
 redis.call('DEL', SLOTS)

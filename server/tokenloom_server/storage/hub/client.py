@@ -13,8 +13,10 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from importlib import import_module
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlencode, urljoin, urlsplit
 
@@ -64,24 +66,22 @@ class HubRefused(Exception):
         self.kind = kind
 
 
+@dataclass(frozen=True, slots=True)
 class Reply:
     """The head of an answer, whose body is still to be read."""
 
-    def __init__(
-        self, status: int, headers: Mapping[str, str], hub: Mapping[str, str], response: Any, url: str
-    ) -> None:
-        self.status = status
-        self.headers = headers
-        #: Headers of the last answer that the Hub itself gave on the way; none where it was not asked.
-        self.hub = hub
-        #: Where the body lies. It may be signed, and so is a secret.
-        self.url = url
-        self._response = response
+    status: int
+    headers: Mapping[str, str]
+    #: Headers of the last answer that the Hub itself gave on the way; none where it was not asked.
+    hub: Mapping[str, str]
+    response: Any
+    #: Where the body lies. It may be signed, and so is a secret.
+    url: str
 
     def body(self, most: int) -> bytes:
         """All of it. Raises ``HubBusy`` when it is cut short, and for more than ``most`` bytes."""
         content = bytearray()
-        for part in self._response.iter_raw():
+        for part in self.response.iter_raw():
             content += part
             if len(content) > most:
                 raise HubBusy(f"an answer of more than {most} bytes")
@@ -124,10 +124,10 @@ class HubClient:
         """Where huggingface_hub keeps the files that it downloaded."""
         return str(self._constants.HF_HUB_CACHE)
 
-    def cached_file(self, repo: str, commit: str, path: str) -> str | None:
+    def cached_file(self, repo: str, commit: str, path: str) -> Path | None:
         """Where a dataset's file at a commit lies in the cache."""
         cached = self._hub.try_to_load_from_cache(repo, path, revision=commit, repo_type="dataset")
-        return cached if isinstance(cached, str) else None
+        return Path(cached) if isinstance(cached, str) else None
 
     def cached_tree(self, repo: str, commit: str) -> list[Any] | None:
         """Every file of a commit as ``RepoFile``, where the cache knows."""
@@ -172,12 +172,10 @@ class HubClient:
                     hub = received
                 if status in (301, 302, 303, 307, 308) and received.get("location"):
                     url = urljoin(url, received["location"])
-                    if method == "HEAD" and not self.is_own(url):
-                        # What is asked is answered by now, and a signature may be good for GET alone.
-                        yield Reply(status, received, hub, response, url)
-                        return
-                    continue
-                if status >= 400 and status != 416:
+                    # Elsewhere, what a HEAD asks is answered by now, and a signature may be good for GET alone.
+                    if method != "HEAD" or self.is_own(url):
+                        continue
+                elif status >= 400 and status != 416:
                     raise self._fault(url, response)
                 yield Reply(status, received, hub, response, url)
                 return

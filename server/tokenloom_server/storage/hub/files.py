@@ -46,9 +46,9 @@ class HubPath:
         return cls(match["repo"], match["revision"], match["path"])
 
     @property
-    def is_pinned(self) -> bool:
-        """Whether it names a commit."""
-        return self.revision is not None and COMMIT.fullmatch(self.revision) is not None
+    def commit(self) -> str | None:
+        """Its revision, where that is a commit."""
+        return self.revision if COMMIT.fullmatch(self.revision or "") else None
 
 
 class HubFiles:
@@ -61,12 +61,7 @@ class HubFiles:
     def cached(self, url: str) -> Path | None:
         """Where a file at a commit lies in the cache of huggingface_hub, if it does."""
         location = HubPath.parse(url)
-        cached = (
-            self._client.cached_file(location.repo, location.revision, location.path)
-            if location.revision and location.is_pinned
-            else None
-        )
-        return Path(cached) if cached is not None else None
+        return self._client.cached_file(location.repo, location.commit, location.path) if location.commit else None
 
     def glob(self, pattern: str, detail: bool = True) -> dict[str, dict[str, Any]]:
         """The files that a URL with wildcards matches, each at the commit that its revision is at now."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from glob import has_magic
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote
 
 from tokenloom_server.storage.hub.client import HubClient, HubRefused, retried
+from tokenloom_server.storage.urls import before_wildcards
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
@@ -20,8 +23,6 @@ CARD_BYTES = 16 * 2**20
 
 #: Folders of a repository that are listed one by one; then the whole is, since many sources may be parts of it.
 FOLDERS = 16
-
-_MAGIC = re.compile(r"[*?[]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +36,30 @@ class HubFile:
     """``sha256:`` of the content where it lies in large-file storage, else ``blob:`` and its id in git."""
 
 
-class Repository(Protocol):
+class Repository(ABC):
     """A dataset's repository at one commit."""
 
-    @property
-    def name(self) -> str:
-        """``ORG/NAME``, as the Hub has it."""
+    #: ``ORG/NAME``, as the Hub has it.
+    name: str
+    commit: str
 
-    @property
-    def commit(self) -> str: ...
+    def __init__(self, client: HubClient) -> None:
+        self._client = client
 
+    @abstractmethod
     def below(self, folder: str, *, deep: bool) -> Sequence[HubFile]:
         """The files in a folder (empty: the root), with ``deep`` also those in folders of it; none where there is no
         such folder. By path."""
 
     def text(self, path: str) -> str | None:
         """A small file; None where there is none."""
+        cached = self._client.cached_file(self.name, self.commit, path)
+        content = self._uncached(path) if cached is None else cached.read_bytes()
+        return None if content is None else content.decode(errors="replace")
+
+    @abstractmethod
+    def _uncached(self, path: str) -> bytes | None:
+        """A small file that is not in the cache; None where there is none."""
 
 
 def url_of(name: str, commit: str, path: str) -> str:
@@ -58,7 +67,7 @@ def url_of(name: str, commit: str, path: str) -> str:
     return f"hf://datasets/{name}@{commit}/{path}"
 
 
-class OnlineRepository:
+class OnlineRepository(Repository):
     """Asks the Hub, each question once. Safe for threads."""
 
     def __init__(self, client: HubClient, name: str, revision: str | None) -> None:
@@ -66,7 +75,7 @@ class OnlineRepository:
         suffix = f"/revision/{quote(revision, safe='')}" if revision else ""
         # Alone: without it the answer names every file.
         info, _ = client.get_json(f"api/datasets/{name}{suffix}", {"expand": "sha"})
-        self._client = client
+        super().__init__(client)
         try:
             self.name, self.commit = str(info["id"]), str(info["sha"])
         except (KeyError, TypeError):
@@ -110,30 +119,27 @@ class OnlineRepository:
                 raise _no_hub(self._client, "the list of a dataset's files") from None
         return sorted(files, key=lambda file: file.path)
 
-    def text(self, path: str) -> str | None:
-        cached = self._client.cached_file(self.name, self.commit, path)
-        if cached is not None:
-            return Path(cached).read_text(encoding="utf-8", errors="replace")
+    def _uncached(self, path: str) -> bytes | None:
+        address = f"{self._client.endpoint}/datasets/{self.name}/resolve/{self.commit}/{quote(path)}"
 
         def read() -> bytes:
-            address = f"{self._client.endpoint}/datasets/{self.name}/resolve/{self.commit}/{quote(path)}"
             with self._client.ask("GET", address) as reply:
                 return reply.body(CARD_BYTES)
 
         try:
-            return retried(read).decode(errors="replace")
+            return retried(read)
         except HubRefused as error:
             if error.kind == "entry":
                 return None
             raise
 
 
-class CachedRepository:
+class CachedRepository(Repository):
     """What the cache of huggingface_hub knows of a commit; asks nobody."""
 
     def __init__(self, client: HubClient, name: str, revision: str | None) -> None:
         """Raises ``HubRefused`` where the cache does not know the revision, or which files it has."""
-        self._client = client
+        super().__init__(client)
         self.name = name
         self.commit = self._resolved(revision)
         tree = client.cached_tree(name, self.commit)
@@ -160,21 +166,17 @@ class CachedRepository:
     def _known(self, file: Any) -> HubFile:
         """A ``RepoFile`` of the cache. The file itself is a link to one that is named by its digest."""
         cached = self._client.cached_file(self.name, self.commit, file.path)
-        digest = Path(cached).readlink().name if cached is not None and Path(cached).is_symlink() else ""
+        digest = cached.readlink().name if cached is not None and cached.is_symlink() else ""
         kind = {64: "sha256", 40: "blob"}.get(len(digest))
         return HubFile(file.path, int(file.size), f"{kind}:{digest}" if kind else "")
 
     def below(self, folder: str, *, deep: bool) -> Sequence[HubFile]:
         return _in_folder(self._files, folder, deep)
 
-    def text(self, path: str) -> str | None:
-        if all(file.path != path for file in self._files):
-            return None
-        cached = self._client.cached_file(self.name, self.commit, path)
-        if cached is None:
+    def _uncached(self, path: str) -> None:
+        if any(file.path == path for file in self._files):
             missing = f"has {path!r} at commit {self.commit}, but the cache {self._client.cache_dir!r} does not"
             raise self._offline(missing, self.commit, f" {path}")
-        return Path(cached).read_text(encoding="utf-8", errors="replace")
 
 
 def open_repository(client: HubClient, name: str, revision: str | None) -> Repository:
@@ -190,11 +192,9 @@ def find(repository: Repository, pattern: str) -> list[HubFile]:
     takes. Raises ``ValueError`` for what is no pattern."""
     from fsspec.utils import glob_translate
 
-    wild = _MAGIC.search(pattern)
-    if wild is None:
-        folder = pattern.rpartition("/")[0]
+    folder = before_wildcards(pattern).rpartition("/")[0]
+    if not has_magic(pattern):
         return [file for file in repository.below(folder, deep=False) if file.path == pattern]
-    folder = pattern[: wild.start()].rpartition("/")[0]
     rest = pattern[len(folder) + 1 :] if folder else pattern
     matches = re.compile(glob_translate(pattern)).match
     return [file for file in repository.below(folder, deep="/" in rest or "**" in rest) if matches(file.path)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from glob import has_magic
 from posixpath import basename
 from typing import Any
 
@@ -191,7 +192,7 @@ def files_of(patterns: Sequence[str], find: Find) -> list[str]:
     paths_once: dict[str, None] = {}
     for pattern in patterns:
         paths = data_files(pattern, find)
-        if not paths and not re.search(r"[*?[]", pattern):
+        if not paths and not has_magic(pattern):
             raise CardError(f"its card names the file {pattern!r}, which it does not have")
         paths_once |= dict.fromkeys(paths)
     return list(paths_once)

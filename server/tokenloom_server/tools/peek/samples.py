@@ -77,7 +77,7 @@ def decode_batches(
 def _samples(
     joined: wire.JoinResponse, sources: Mapping[int, NamedSource], batches: wire.Batches
 ) -> Iterator[PeekedSample]:
-    """Samples of ids, one for each step."""
+    """Samples of ids, one for each micro-step."""
     length = joined.sequence_length
     form = SampleFormat(
         length=length,
@@ -90,7 +90,7 @@ def _samples(
     size, first = form.sample_bytes, 0
     samples = [batches.ids[begin : begin + size] for begin in range(0, len(batches.ids), size)]
     for step, sample, source, count in zip(
-        batches.steps, samples, batches.source_ids, batches.document_counts, strict=True
+        batches.micro_steps, samples, batches.source_ids, batches.document_counts, strict=True
     ):
         starts = batches.document_starts[first : first + count]
         first += count
@@ -115,10 +115,10 @@ def _samples(
 def _rows(
     joined: wire.JoinResponse, sources: Mapping[int, NamedSource], batches: wire.Batches
 ) -> Iterator[PeekedSample]:
-    """Rows that travel as they are; each step is a batch of them."""
+    """Rows that travel as they are; each micro-step is a batch of them."""
     size, offset, data = joined.global_batch_size, 0, memoryview(batches.ids)
     nothing = np.empty(0, np.uint8)
-    for number, (step, bucket) in enumerate(zip(batches.steps, batches.buckets, strict=True)):
+    for number, (step, bucket) in enumerate(zip(batches.micro_steps, batches.buckets, strict=True)):
         batch = Batch(
             bucket.name, tuple(Feature(column.name, column.dtype, tuple(column.shape)) for column in bucket.columns)
         )

@@ -58,7 +58,7 @@ def _requests(
             run=run,
             run_uid=joined.run_uid,
             received_through=start,
-            progress=wire.Progress(consumed_through=start, credit_steps=steps),
+            progress=wire.Progress(consumed_through=start, credit_micro_steps=steps),
             document_starts=True,
             peek=True,
             batch_size=1,

@@ -1,4 +1,4 @@
-"""What a past sample, or a step by rank, was made of."""
+"""What a past sample, or a micro-step by rank, was made of."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenloom_server.api.rest.models import COUNTER, RunName
 from tokenloom_server.api.rest.routes import Backend, Routes
 from tokenloom_server.config.stream import TRAIN
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.reports.trace import TracedSample, TracedStep
+from tokenloom_server.reports.trace import TracedMicroStep, TracedSample
 
 _ERRORS = (404, 409, 416, 422, 429, 500, 503)
 Generation = Annotated[
@@ -53,19 +53,19 @@ def add_routes(routes: Routes, backend: Backend) -> None:
 
     @routes.add(
         "GET",
-        "/v1/runs/{run}/steps/{step}",
+        "/v1/runs/{run}/micro-steps/{micro_step}",
         Scope.READ,
         errors=_ERRORS,
-        summary="What the ranks got in a step, and its documents",
-        description="Steps are counted from 0 in each generation. A trace has at most 2^20 tokens: of a large step ask "
-        "for one rank.",
+        summary="What the ranks got in a micro-step, and its documents",
+        description="Micro-steps are counted from 0 in each generation. A trace has at most 2^20 tokens: of a large "
+        "micro-step ask for one rank.",
         tags=["trace"],
     )
-    def trace_step(
+    def trace_micro_step(
         run: RunName,
-        step: Annotated[int, Path(description="The step, from 0.", examples=[128], **COUNTER)],
+        micro_step: Annotated[int, Path(description="The micro-step, from 0.", examples=[128], **COUNTER)],
         rank: Annotated[int | None, Query(description="One rank; all if not given.", **COUNTER)] = None,
         generation: Generation = None,
         text: Text = False,
-    ) -> TracedStep:
-        return backend.runs.get(run).traces.step(step, rank, generation, text)
+    ) -> TracedMicroStep:
+        return backend.runs.get(run).traces.micro_step(micro_step, rank, generation, text)

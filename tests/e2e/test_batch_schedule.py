@@ -6,12 +6,12 @@ from conftest import LENGTH, Corpus, StartServer
 from support.trainer import Sample, World
 
 #: By samples: 2 at first, 5 from sample 13 on, 1 from 60 on.
-RAMP = [(0, 2), (13 * LENGTH, 5), (60 * LENGTH, 1)]
+SCHEDULE = [(0, 2), (13 * LENGTH, 5), (60 * LENGTH, 1)]
 
 
 def size_at(sample_index: int) -> int:
-    """What the ramp says, of this many samples."""
-    return [size for tokens, size in RAMP if tokens <= sample_index * LENGTH][-1]
+    """What the schedule says, of this many samples."""
+    return [size for tokens, size in SCHEDULE if tokens <= sample_index * LENGTH][-1]
 
 
 def sizes_of(begin: int, world_size: int, total: int, accumulate: int = 1) -> list[int]:
@@ -50,7 +50,7 @@ def test_sizes_change_between_optimiser_steps_also_where_the_server_is_killed_in
     world_size, accumulate = 2, 3
     sizes: list[int] = []
     labels: list[int] = []
-    with World(server.url("accumulated"), world_size, RAMP, accumulate=accumulate) as world:
+    with World(server.url("accumulated"), world_size, SCHEDULE, accumulate=accumulate) as world:
         while (size := step_of(world.join(), labels)) is not None:
             sizes.append(size)
             if len(sizes) in (4, 5, 10):
@@ -68,8 +68,9 @@ def test_sizes_change_between_optimiser_steps_also_where_the_server_is_killed_in
     assert launched["batch_sizes"] == [{"sample_index": 24, "batch_size": 5}, {"sample_index": 84, "batch_size": 1}]
     assert server.get(f"{path}/stats")["batch_size"] == 1
     # Which samples a step had, and which step a sample was of.
-    step = server.get(f"{path}/steps/6")
+    step = server.get(f"{path}/micro-steps/6")
     assert (step["batch_size"], step["begin"], step["end"]) == (5, 24, 34)
     for rank in step["ranks"]:
         places = [server.get(f"{path}/samples/{sample['sample']}") for sample in rank["samples"]]
-        assert [(at["step"], at["rank"], at["place"]) for at in places] == [(6, rank["rank"], i) for i in range(5)]
+        found = [(place["micro_step"], place["rank"], place["place"]) for place in places]
+        assert found == [(6, rank["rank"], i) for i in range(5)]

@@ -9,23 +9,23 @@ from typing import NamedTuple
 import pytest
 from tokenloom_proto.batch_schedule import MAX_ACCUMULATE, MAX_SIZES, BatchSchedule
 from tokenloom_server.core.state import MAX_COUNTER
-from tokenloom_server.order.batch_schedule import Ramp
+from tokenloom_server.order.batch_plans import BatchPlans
 from tokenloom_server.order.steps import BatchPlan
 
 WORLD_SIZE = 3
 
 
 class Drawn(NamedTuple):
-    """A ramp, and what it was laid from."""
+    """A batch_plans, and what it was laid from."""
 
-    ramp: Ramp
+    batch_plans: BatchPlans
     schedule: BatchSchedule
     start_index: int
     start_tokens: int
     sample_tokens: int
 
 
-def group_steps(batch_size: int) -> int:
+def group_micro_steps(batch_size: int) -> int:
     return 1 + 7 * batch_size % 5
 
 
@@ -38,15 +38,15 @@ def drawn(seed: int) -> Drawn:
     start_index, sample_tokens = rng.choice([0, 17, 400]), rng.choice([1, 8])
     # What restores and other phases did before makes tokens and samples differ.
     start_tokens = start_index * sample_tokens + rng.choice([0, 0, 3, 900])
-    ramp = Ramp.lay(
+    batch_plans = BatchPlans.lay(
         schedule,
         start_index=start_index,
         start_tokens=start_tokens,
         sample_tokens=sample_tokens,
         world_size=WORLD_SIZE,
-        group_steps=group_steps,
+        group_micro_steps=group_micro_steps,
     )
-    return Drawn(ramp, schedule, start_index, start_tokens, sample_tokens)
+    return Drawn(batch_plans, schedule, start_index, start_tokens, sample_tokens)
 
 
 def steps_of(found: Drawn) -> Iterator[tuple[int, int, int]]:
@@ -56,10 +56,10 @@ def steps_of(found: Drawn) -> Iterator[tuple[int, int, int]]:
         if step % found.schedule.accumulate == 0:
             tokens = found.start_tokens + (index - found.start_index) * found.sample_tokens
             now = [size for begin, size in found.schedule.sizes if begin <= tokens][-1]
-            if now != size or in_group == group_steps(size):
+            if now != size or in_group == group_micro_steps(size):
                 group, in_group = index, 0
             size = now
-        elif in_group == group_steps(size):
+        elif in_group == group_micro_steps(size):
             group, in_group = index, 0
         yield index, size, group
         index += size * WORLD_SIZE
@@ -68,68 +68,72 @@ def steps_of(found: Drawn) -> Iterator[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_ramp_has_the_steps_that_a_loop_takes(seed: int) -> None:
+def test_plans_have_the_steps_that_a_loop_takes(seed: int) -> None:
     found = drawn(seed)
-    ramp = found.ramp
+    batch_plans = found.batch_plans
     groups = -1
     last = None
     for step, (begin, size, group) in zip(range(1200), steps_of(found), strict=False):
-        plan = ramp.at_step(step)
+        plan = batch_plans.at_step(step)
         end = begin + size * WORLD_SIZE
-        assert (plan.batch_size, plan.group_steps, ramp.index_of(step)) == (size, group_steps(size), begin)
-        assert ramp.at_index(begin) is ramp.at_index(end - 1) is plan
-        assert ramp.steps_until(begin) == (step, 0)
-        assert ramp.steps_until(end - 1) == (step, size * WORLD_SIZE - 1)
+        assert (plan.batch_size, plan.group_micro_steps, batch_plans.index_of(step)) == (
+            size,
+            group_micro_steps(size),
+            begin,
+        )
+        assert batch_plans.at_index(begin) is batch_plans.at_index(end - 1) is plan
+        assert batch_plans.steps_until(begin) == (step, 0)
+        assert batch_plans.steps_until(end - 1) == (step, size * WORLD_SIZE - 1)
         groups += group != last
         last = group
         assert plan.group_number(step) == groups
-        assert ramp.index_of(ramp.group_begin(step)) == group
-        assert ramp.boundary(begin + 1) == ramp.boundary(end) == group
-        assert ramp.group_begin(plan.group_end(step)) == plan.group_end(step) > step
-        assert ramp.boundary_behind(begin) == ramp.index_of(plan.group_end(step))
-    assert ramp.boundary(ramp.start_index) == ramp.start_index
+        assert batch_plans.index_of(batch_plans.group_begin(step)) == group
+        assert batch_plans.boundary(begin + 1) == batch_plans.boundary(end) == group
+        assert batch_plans.group_begin(plan.group_end(step)) == plan.group_end(step) > step
+        assert batch_plans.boundary_after(begin) == batch_plans.index_of(plan.group_end(step))
+    assert batch_plans.boundary(batch_plans.start_index) == batch_plans.start_index
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_ramp_that_is_laid_from_the_middle_goes_on_with_the_same_steps(seed: int) -> None:
+def test_plans_that_are_laid_from_the_middle_go_on_with_the_same_steps(seed: int) -> None:
     found = drawn(seed)
     rng = random.Random(seed)
     for step in (rng.randint(0, 80) * found.schedule.accumulate for _ in range(10)):
-        index = found.ramp.index_of(step)
+        index = found.batch_plans.index_of(step)
         tokens = found.start_tokens + (index - found.start_index) * found.sample_tokens
-        rest = Ramp.lay(
+        rest = BatchPlans.lay(
             found.schedule,
             start_index=index,
             start_tokens=tokens,
             sample_tokens=found.sample_tokens,
             world_size=WORLD_SIZE,
-            group_steps=group_steps,
+            group_micro_steps=group_micro_steps,
         )
-        assert [rest.index_of(i) for i in range(400)] == [found.ramp.index_of(step + i) for i in range(400)]
+        assert [rest.index_of(i) for i in range(400)] == [found.batch_plans.index_of(step + i) for i in range(400)]
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_the_ledger_keeps_all_of_it(seed: int) -> None:
-    ramp = drawn(seed).ramp
+    batch_plans = drawn(seed).batch_plans
     first = BatchPlan(
-        start_index=ramp.start_index,
+        start_index=batch_plans.start_index,
         world_size=WORLD_SIZE,
-        batch_size=ramp.plans[0].batch_size,
-        group_steps=ramp.plans[0].group_steps,
+        batch_size=batch_plans.plans[0].batch_size,
+        group_micro_steps=batch_plans.plans[0].group_micro_steps,
     )
-    again = Ramp.read(ramp.text, first)
-    assert (again.plans, again.schedule) == (ramp.plans, ramp.schedule)
+    again = BatchPlans.read(batch_plans.text, first)
+    assert (again.plans, again.schedule) == (batch_plans.plans, batch_plans.schedule)
 
 
 def test_a_ledger_of_before_has_a_constant_size() -> None:
-    first = BatchPlan(start_index=6, world_size=2, batch_size=3, group_steps=4)
-    assert Ramp.constant(first).text == ""
-    assert Ramp.read("", first).plans == (first,)
+    first = BatchPlan(start_index=6, world_size=2, batch_size=3, group_micro_steps=4)
+    assert BatchPlans.constant(first).text == ""
+    assert BatchPlans.read("", first).plans == (first,)
 
 
 def test_boundaries_are_where_the_group_of_the_last_step_begins() -> None:
-    ramp = Ramp.constant(BatchPlan(start_index=100, world_size=2, batch_size=3, group_steps=4))
-    assert [ramp.boundary(index) for index in (100, 101, 106, 123, 124, 125, 148, 149)] == [
+    batch_plans = BatchPlans.constant(BatchPlan(start_index=100, world_size=2, batch_size=3, group_micro_steps=4))
+    assert [batch_plans.boundary(index) for index in (100, 101, 106, 123, 124, 125, 148, 149)] == [
         *(100, 100, 100, 100, 100, 124, 124, 148),
     ]
 
@@ -137,17 +141,17 @@ def test_boundaries_are_where_the_group_of_the_last_step_begins() -> None:
 def test_thresholds_far_away_cost_nothing() -> None:
     """Where the size changes is worked out, and not gone to."""
     schedule = BatchSchedule(((0, 1), (10**15, 2), (MAX_COUNTER, 3)))
-    ramp = Ramp.lay(
-        schedule, start_index=0, start_tokens=0, sample_tokens=2048, world_size=1, group_steps=lambda size: 64
+    batch_plans = BatchPlans.lay(
+        schedule, start_index=0, start_tokens=0, sample_tokens=2048, world_size=1, group_micro_steps=lambda size: 64
     )
-    assert ramp.plans[0].behind == -(-(10**15) // 2048)
-    assert ramp.at_step(2**60).batch_size == 3
+    assert batch_plans.plans[0].end_step == -(-(10**15) // 2048)
+    assert batch_plans.at_step(2**60).batch_size == 3
 
 
 @pytest.mark.parametrize(
     ("sizes", "accumulate", "message"),
     [
-        (((0, 4),), 0, f"accumulate is 0; expected 1 to {MAX_ACCUMULATE} steps"),
+        (((0, 4),), 0, f"accumulate is 0; expected 1 to {MAX_ACCUMULATE} micro-steps"),
         (((5, 4),), 1, "begins at 5 total tokens; expected 0"),
         (((0, 4), (9, 0)), 1, r"batch_size\[1\] has a batch size of 0; expected 1 to 1048576 samples per rank"),
         (((0, 4), (9, 8), (9, 16)), 1, r"batch_size\[2\] begins at 9 total tokens; expected more than 9"),
