@@ -25,7 +25,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from tokenloom_server.config.order_fields import order_digest
-from tokenloom_server.core.state import Cursor, State
+from tokenloom_server.core.state import FileCursor, State
 from tokenloom_server.errors import SnapshotInvalid, SourceError, TokenizerError
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
@@ -293,7 +293,7 @@ def test_a_shuffled_source_gives_the_same_rows(name: str, shuffle: str, tmp_path
         """By epoch and place: a row's tokens, what became of it, and how it was rearranged."""
         order = order_over(tmp_path, case._replace(options=case.options | options))
         found = {}
-        for piece in order.documents(0).read(Cursor()):
+        for piece in order.documents(0).read(None):
             begins = [0, *piece.ends.tolist()]
             for at, (begin, end) in enumerate(pairwise(begins)):
                 fate = 0 if piece.row_status is None else int(piece.row_status[at])
@@ -349,7 +349,7 @@ def test_a_bad_row_counts_where_a_sample_goes_past_it(tmp_path: Path) -> None:
         (state.sources[0].cursor, state.sources[0].rows, state.sources[0].tally.bad_rows)
         for _, state in samples_from(order, order.initial())
     ]
-    assert found == [(Cursor(0, 0, 1, 0), 1, 0), (Cursor(0, 0, 4, 0), 4, 2)]
+    assert found == [(FileCursor(0, 0, 1), 1, 0), (FileCursor(0, 0, 4), 4, 2)]
     entry = json.loads(encode_state(order, list(samples_from(order, order.initial()))[-1][1]))["datasets"][0]
     assert entry["bad_rows"] == 2
     assert "filtered_rows" not in entry

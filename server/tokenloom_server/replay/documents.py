@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from tokenloom_server.core.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, SourceState, digest_hex
+from tokenloom_server.core.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, EpochCursor, SourceState, digest_hex
 from tokenloom_server.errors import OrderMismatch
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.steps import StepGroup
@@ -104,7 +104,8 @@ def _of_rows(
     """Samples that are rows, by the batches that they came in."""
     source, epochs = samples.source, factory.readers.bucket_epochs(samples.source)
     paths, size = factory.record.shard_paths[source], epochs.size
-    epoch, number = samples.state.cursor.epoch, samples.state.cursor.row // size
+    cursor = samples.state.cursor if isinstance(samples.state.cursor, EpochCursor) else EpochCursor(0, 0)
+    epoch, number = cursor.epoch, cursor.rows // size
     explained = []
     for batch_number, step in enumerate(samples.steps):
         while number == epochs.count(epoch):

@@ -197,7 +197,7 @@ def unique_tokens(figure: SourceStats, state: SourceState, *, steady: bool = Tru
     padding = state.tally.padding_tokens
     taken, skipped = state.tokens + state.dropped_tokens - padding, state.tokens - figure.tokens
     consumed = max(0, figure.tokens - padding)
-    ended = state.cursor.epoch
+    ended = state.epoch
     if not ended:
         # How much of the padding was skipped, nobody has counted.
         return Unique(consumed, not (skipped and padding))

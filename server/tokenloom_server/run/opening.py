@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tokenloom_server.core.state import State, digest_hex
+from tokenloom_server.core.state import Cursor, EpochCursor, FileCursor, State, WindowCursor, digest_hex, row_cursor
 from tokenloom_server.errors import JoinRefused, ResumePointNeeded, RunBusy, SnapshotInvalid
 from tokenloom_server.ledger.commands import Adopt
 from tokenloom_server.ledger.records import Opening, StoredRun
@@ -237,9 +237,19 @@ class GenerationOpener:
             return
         order = coordinator.timeline.at(start.sample_index)
         for config, source, shards in zip(order.config.sources, start.sources, order.record.shard_paths, strict=True):
-            cursor = source.cursor
-            file = f"window={cursor.shard}" if config.shuffle == "rows" else f"shard={shards[cursor.shard]}"
-            _log.info("resume: spec=%s sample_row=%d %s offset=%d", config.source, source.rows, file, cursor.row)
+            _log.info("resume: spec=%s sample_row=%d %s", config.source, source.rows, _described(source.cursor, shards))
+
+
+def _described(cursor: Cursor | None, shards: Sequence[str]) -> str:
+    """Where a source stands, for the log."""
+    match row_cursor(cursor):
+        case FileCursor(_, shard, row):
+            return f"shard={shards[shard]} offset={row}"
+        case WindowCursor(_, window, row):
+            return f"window={window} offset={row}"
+        case EpochCursor(epoch, rows):
+            return f"epoch={epoch} offset={rows}"
+    return "offset=0"
 
 
 def _same_place(a: ResumePoint, b: ResumePoint) -> bool:

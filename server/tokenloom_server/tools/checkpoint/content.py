@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
+from tokenloom_server.order.snapshot_v1 import upgraded
 from tokenloom_server.tools.checkpoint.file import DataState
 
 #: No counter of any loader is beyond this; with larger ones nothing can be computed.
@@ -122,11 +123,12 @@ class Content:
 def read(path: Path, state: DataState, mixture: RunConfig | None = None) -> Content:
     """The content of a checkpoint; ``mixture`` says which child is which where the checkpoint does not."""
     document = state.document
+    is_snapshot = "format" in document or state.damage is not None
+    if is_snapshot and "resume_state" in document:
+        document = {**document, "resume_state": upgraded(document["resume_state"], None)}
     resume = _mapping(document.get("resume_state"))
     entries = [entry for entry in _list(resume.get("datasets")) if isinstance(entry, dict)]
-    kind = OLDER if entries else INDEX
-    if "format" in document or state.damage is not None:
-        kind = SNAPSHOT
+    kind = SNAPSHOT if is_snapshot else OLDER if entries else INDEX
     index, tokens = _count(resume.get("sample_index")), _count(resume.get("total_tokens"))
     sources = _sources(entries, mixture)
     tree, said_by = _tree(resume, mixture)
@@ -174,17 +176,15 @@ def _sources(entries: Sequence[Mapping[str, Any]], mixture: RunConfig | None) ->
         spec, tokens = str(entry.get("spec")), _count(entry.get("token_offset"))
         known = ids.get(spec)
         number = _count(entry.get("id"))
-        # Of rows in batches it counts those that the epoch gave, whatever file they lie in.
-        in_batches = spec.endswith(":*")
         sources.append(
             Source(
                 id=number if number is not None or known is None else known.id,
                 spec=spec,
                 alias=_text(entry.get("alias")) or (known.alias if known is not None else None),
-                epoch=_count(entry.get("epoch")),
-                shard=None if in_batches else _text(entry.get("shard")),
-                window=None if in_batches else _count(entry.get("window")),
-                row=_count(entry.get("row_offset", entry.get("window_row"))),
+                epoch=_count(entry.get("epoch", 0 if "id" in entry else None)),
+                shard=_text(entry.get("shard")),
+                window=_count(entry.get("window")),
+                row=_count(entry.get("row_offset", entry.get("window_row", entry.get("epoch_rows")))),
                 token_in_row=_count(entry.get("row_token_offset")),
                 samples=_count(entry.get("samples")),
                 rows=_count(entry.get("rows")),

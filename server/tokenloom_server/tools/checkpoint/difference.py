@@ -109,7 +109,7 @@ def place(source: Source) -> str:
     parts += [f"row {source.row:,}"] if source.row is not None else []
     parts += [f"token {source.token_in_row:,}"] if source.token_in_row else []
     parts += ["exhausted"] if source.exhausted else []
-    return ", ".join(parts)
+    return ", ".join(parts) or "the beginning"
 
 
 def _mixture(a: Content, b: Content) -> list[str]:
