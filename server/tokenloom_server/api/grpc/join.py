@@ -124,7 +124,7 @@ def _response(
         start_digest=digest_hex(start.digest),
         start_tokens=start.total_tokens,
         sources=[_named(source) for source in sources],
-        snapshot_template=canonical(coordinator.order.record.template(uid, coordinator.stream, lineage)).encode(),
+        snapshot_template=canonical(coordinator.template(uid, lineage)).encode(),
         base=wire.Base(sample_index=start.sample_index, resume_state=start_state.encode()),
         server_epoch=coordinator.lease.epoch,
         global_batch_size=order.config.global_batch_size or 0,
