@@ -13,7 +13,7 @@ from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, mixture, order_of, pa
 from support.timelines import revised
 from tokenloom_proto.seal import canonical
 from tokenloom_server.config.differences import differences, refuse
-from tokenloom_server.core.state import PACKED_AGAIN, State
+from tokenloom_server.core.state import PackedCursor, State
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order.pipeline import Pipeline
@@ -198,7 +198,17 @@ def test_a_longer_context_begins_where_its_phase_does(folder: Path) -> None:
         ({"add": [{"child": {"source": CODE}}]}, "is in the mixture already"),
         ({"add": [{"child": {"source": EXTRA}, "to": "code"}]}, "'code' is a source"),
         ({"add": [{"child": {"source": EXTRA, "wieght": 1}}]}, "add.0.child.*wieght|wieght"),
-        ({"exclude": {"file": "nothing.jsonl"}}, "exclude.file: 'nothing.jsonl' cannot be read"),
+        ({"exclude": {"file": "nothing.jsonl"}}, r"exclude.file: 'nothing.jsonl' cannot be read \(no such file\)"),
+        ({"exclude": {"file": "/dev/stdin"}}, "exclude.file: '/dev/stdin' cannot be read"),
+        ({"exclude": {"file": "a\x00b"}}, r"exclude.file: 'a\\x00b' cannot be read"),
+        ({"exclude": {"file": "data/code-0.parquet"}}, "'data/code-0.parquet' cannot be read as JSON lines"),
+        ({"add": [{"child": {"source": "parquet:none-*.parquet:ids"}}]}, "no file matches"),
+        ({"add": [{"child": {"source": "parquet:\x00.parquet:ids"}}]}, r"source 'parquet:\\x00.parquet:ids': no file"),
+        ({"add": [{"child": {"source": f"parquet:{'x' * 900}:ids"}}]}, r"cannot be looked up \(File name too long\)"),
+        (
+            {"mixture": {"policy": "weighted", "children": [CHILD]}, "drop": ["code"]},
+            "so set, add and drop must be left",
+        ),
         ({"add": [{"child": {"source": EXTRA, "presence": "dropped"}}]}, r"add\.0\.child\.presence: unknown key"),
         ({"append_files": ["docs"]}, "'docs' has no file that the run does not read already"),
         ({"set": [{"child": "code", "weight": 2}]}, "this changes nothing"),
@@ -517,8 +527,9 @@ def test_a_window_under_way_where_samples_become_longer_is_packed_again(folder: 
     )
     timeline = Timeline(order_of(folder, document))
     states = walked(timeline)
-    begun = timeline.decode(states[10]).sources[0].cursor
-    assert begun.offset == PACKED_AGAIN
+    before, begun = (timeline.decode(states[index]).sources[0].cursor for index in (9, 10))
+    assert isinstance(before, PackedCursor)
+    assert begun == before.first
     for at in (10, 11, len(states) - 2):
         pipeline = timeline.pipeline(timeline.decode(states[at]))
         pipeline.advance(len(states))

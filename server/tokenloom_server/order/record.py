@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from tokenloom_proto.seal import canonical
+from tokenloom_proto.seal import SNAPSHOT_FORMAT, SNAPSHOT_VERSION, canonical
 
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.order_fields import order_digest, order_fields, weight_text
@@ -22,7 +22,7 @@ from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import ORDER_VERSION
 from tokenloom_server.errors import ConfigError, LedgerError
 from tokenloom_server.mixing.mixer import node_shape
-from tokenloom_server.order import snapshot_document, state_shape
+from tokenloom_server.order import state_shape
 from tokenloom_server.order.exclusions import NOTHING_EXCLUDED, Exclusions
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.manifest import Manifest
@@ -136,6 +136,7 @@ class RunRecord:
             lanes=tuple(source.lanes for source in config.sources),
             mixture=tuple(_described(node) for node in config.nodes),
             best_fit=config.packing == "best_fit",
+            in_batches=config.batching is not None,
         )
 
     def to_json(self) -> str:
@@ -170,8 +171,8 @@ class RunRecord:
     def _same_in_every_snapshot(self) -> dict[str, Any]:
         # Digests of the whole mixture and of every file's name: not to be made again for each snapshot.
         return {
-            "format": snapshot_document.FORMAT,
-            "version": snapshot_document.VERSION,
+            "format": SNAPSHOT_FORMAT,
+            "version": SNAPSHOT_VERSION,
             "run": self.name,
             "seed": self.config.seed,
             "order_version": ORDER_VERSION,
