@@ -27,7 +27,16 @@ from support.corpora import (
     write_corpus,
 )
 from tokenloom_server.core.hashing import slice_rotation
-from tokenloom_server.core.state import ORDER_VERSION, SourceState, State
+from tokenloom_server.core.state import (
+    ORDER_VERSION,
+    Cursor,
+    EpochCursor,
+    FileCursor,
+    PackedCursor,
+    SourceState,
+    State,
+    WindowCursor,
+)
 from tokenloom_server.mixing.mixer import target_shares
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.steps import PADDING, BatchPlan, StepGroup
@@ -173,13 +182,13 @@ def test_a_run_covers_every_edge_that_resuming_can_meet(folder: Path) -> None:
     order = order_of(folder)
     states = [step.state for step in whole(order)]
     docs = [state.sources[1] for state in states]
-    assert {source.cursor.epoch for source in docs} == {0, 1}
+    assert {source.epoch for source in docs} == {0, 1}
     assert any(source.exhausted for source in docs)
     assert not states[len(states) // 2].sources[0].exhausted
     code = [state.sources[0].cursor for state in states]
     assert {cursor.shard for cursor in code} == {0, 1}
-    assert any(cursor.offset for cursor in code)
-    assert any(not cursor.offset for cursor in code)
+    assert any(cursor.tokens for cursor in code)
+    assert any(not cursor.tokens for cursor in code)
 
 
 def rows_of(order: PipelineFactory, source: int) -> list[int]:
@@ -472,10 +481,22 @@ GOLDEN_CONFIGS = CONFIGS | {
 }
 
 
+def place(cursor: Cursor | None) -> tuple[int, int, int, int]:
+    """Epoch, shard or window, row, and tokens of it or samples of the rows packed from there on."""
+    match cursor:
+        case FileCursor(epoch, part, row, count) | WindowCursor(epoch, part, row, count):
+            return epoch, part, row, count
+        case PackedCursor(first, samples):
+            return (*place(first)[:3], samples)
+        case EpochCursor(epoch, rows):
+            return epoch, 0, rows, 0
+    return 0, 0, 0, 0
+
+
 def values(state: State) -> list[Any]:
     """All values of a state; of a child's weight and total, which came later, only those that a policy made."""
     position = [state.sample_index, state.total_tokens, state.digest]
-    sources = [dataclasses.astuple(source)[:6] for source in state.sources]
+    sources = [(place(source.cursor), *dataclasses.astuple(source)[1:6]) for source in state.sources]
     nodes = [[dataclasses.astuple(child) for child in node] for node in state.nodes]
     return [*position, sources, [[child[:4] if child[4:] == (0, 0) else child for child in node] for node in nodes]]
 

@@ -11,7 +11,7 @@ from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, mixture, order_of, pa
 from support.timelines import revised
 from tokenloom_proto.seal import canonical
 from tokenloom_server.config.differences import differences, refuse
-from tokenloom_server.core.state import PACKED_AGAIN, State
+from tokenloom_server.core.state import PackedCursor, State
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order.pipeline import Pipeline
@@ -435,8 +435,9 @@ def test_a_window_under_way_where_samples_become_longer_is_packed_again(folder: 
     )
     timeline = Timeline(order_of(folder, document))
     states = walked(timeline)
-    begun = timeline.decode(states[10]).sources[0].cursor
-    assert begun.offset == PACKED_AGAIN
+    before, begun = (timeline.decode(states[index]).sources[0].cursor for index in (9, 10))
+    assert isinstance(before, PackedCursor)
+    assert begun == before.first
     for at in (10, 11, len(states) - 2):
         pipeline = timeline.pipeline(timeline.decode(states[at]))
         pipeline.advance(len(states))
