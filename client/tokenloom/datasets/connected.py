@@ -15,11 +15,11 @@ from tokenloom.batch.layout import Batch, check_columns
 from tokenloom.connection import queries
 from tokenloom.connection.address import Address
 from tokenloom.connection.join import Request
+from tokenloom.connection.metrics import Metrics
 from tokenloom.connection.options import ConnectionOptions
 from tokenloom.connection.server import RunServer
 from tokenloom.connection.stream import Connection
 from tokenloom.connection.topology import Topology
-from tokenloom.datasets import metrics
 from tokenloom.datasets.base import BatchDataset
 from tokenloom.job_server.launch import LaunchServer
 from tokenloom.job_server.mixture_file import mixture_path
@@ -116,13 +116,11 @@ class ConnectedDataset(BatchDataset):
         """What the run will be, from its beginning to the end of its data or up to so many total tokens, if nothing is
         changed: the document of ``GET /v1/runs/{run}/plan``. Where data never end and no ``tokens`` are given,
         ``ends`` is false. It does not depend on how far the run is, and needs no Join."""
-        request = self._request
-        return queries.plan(request.address, request.credentials, tokens or 0, request.options.connect_timeout_s)
+        return queries.plan(self._request, tokens or 0)
 
     def stats(self) -> dict[str, Any]:
         """The run's figures as the server has them now: the document of ``GET /v1/runs/{run}/stats``. Needs no Join."""
-        request = self._request
-        return queries.stats(request.address, request.credentials, request.options.connect_timeout_s)
+        return queries.stats(self._request)
 
     def metrics(self) -> dict[str, float]:
         """Figures of this rank for experiment trackers; all 0 before the Join. Costs no micro-step anything, and asks
@@ -135,7 +133,9 @@ class ConnectedDataset(BatchDataset):
         ledger is short of that. ``reconnects``: how often the stream was opened again.
         """
         self._check_state_is_here()
-        return metrics.read(self._connection)
+        connection = self._connection
+        metrics = Metrics() if connection is None else connection.buffer.metrics(connection.reconnects)
+        return metrics._asdict()
 
     def close(self) -> None:
         """Reports the last batch yielded to the server and ends the stream. The state stays readable."""

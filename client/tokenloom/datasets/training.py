@@ -12,7 +12,6 @@ from tokenloom_proto.batch_schedule import BatchSchedule, Sizes
 
 from tokenloom.connection.join import Request
 from tokenloom.connection.options import ConnectionOptions, check_count
-from tokenloom.connection.reports import Report
 from tokenloom.connection.topology import Topology
 from tokenloom.datasets.connected import RunUrl
 from tokenloom.datasets.evaluation import EvaluationDataset
@@ -117,7 +116,14 @@ class TrainingDataset(OrderDataset):
         """
         _ = self.facts  # joined
         assert self._connection is not None
-        self._connection.report(Report(sample_index, total_tokens, step, dict(losses), loss, learning_rate))
+        self._connection.report(
+            losses,
+            sample_index=sample_index,
+            total_tokens=total_tokens,
+            step=step,
+            loss=loss,
+            learning_rate=learning_rate,
+        )
 
     def _request_of_copy(self) -> Request:
         # An attempt of its own, which fences this one.
