@@ -71,7 +71,7 @@ class Connection:
         layout, plans = self.opening.layout, self.opening.schedule.plans
         self._layouts = [replace(layout, batch_size=plan.batch_size) for plan in plans]
         self._server_epoch = self.opening.server_epoch
-        self.buffer = StepBuffer(request, self.opening, self._break)
+        self.buffer = StepBuffer(request, self.opening, self.break_stream)
         self._transfer = Transfer(request.device, self.opening.layout) if request.device is not None else None
         self._thread = threading.Thread(target=self._run, name="tokenloom-stream", daemon=True)
         self._thread.start()
@@ -124,7 +124,7 @@ class Connection:
             self._call.cancel()
         self._channels.close()
 
-    def _break(self) -> None:
+    def break_stream(self) -> None:
         """Breaks a stream on which nothing comes; whoever waits for it next may notice."""
         self._fell_silent = True
         if self._call is not None:

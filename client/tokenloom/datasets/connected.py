@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import uuid
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -27,15 +28,17 @@ from tokenloom.job_server.mixture_file import mixture_path
 #: The address of a run, the path of a mixture file, or the server that another dataset has.
 RunUrl: TypeAlias = str | os.PathLike[str] | RunServer
 
+#: This process's slot by the run's name, ``stream`` and ``timeout_s``.
+SlotOf: TypeAlias = Callable[..., Topology]
+
 #: The stream that is trained on; all others are evaluated on.
 TRAIN = "train"
 
 
-def _find_server(
-    url: RunUrl, options: ConnectionOptions, stream: str, slot_of: Callable[[str], Topology]
-) -> tuple[RunServer, Topology]:
+def _find_server(url: RunUrl, options: ConnectionOptions, stream: str, slot_of: SlotOf) -> tuple[RunServer, Topology]:
     """The server of a run, which is started where ``url`` is a mixture file, and this process's slot, by the name that
     its ranks have in common for the run."""
+    slot_of = partial(slot_of, stream=stream, timeout_s=options.connect_timeout_s)
     if isinstance(url, RunServer):
         return url, slot_of(url.address.run)
     mixture = mixture_path(url)
@@ -54,7 +57,7 @@ class ConnectedDataset(BatchDataset):
     def __init__(
         self,
         url: RunUrl,
-        slot_of: Callable[[str], Topology],
+        slot_of: SlotOf,
         connection: ConnectionOptions | None,
         *,
         stream: str = TRAIN,
@@ -62,8 +65,8 @@ class ConnectedDataset(BatchDataset):
         device: str | torch.device | None,
         **fields: Any,
     ) -> None:
-        """``slot_of`` gives this process's slot by the run's name; it may wait for other ranks, so all else is checked
-        before. ``fields`` are further fields of ``Request``."""
+        """``slot_of`` gives this process's slot, as ``topology.resolve`` does; it may wait for other ranks, so all else
+        is checked before. ``fields`` are further fields of ``Request``."""
         super().__init__()
         options = connection or ConnectionOptions()
         fields["columns"] = check_columns(columns)
@@ -207,17 +210,10 @@ class ConnectedDataset(BatchDataset):
             )
 
 
-class BatchIterator:
-    """An iterator that keeps raising what it met: a generator would turn an error into an end of data."""
-
-    def __init__(self, next_batch: Callable[[], Batch]) -> None:
-        self._next_batch = next_batch
-
-    def __iter__(self) -> BatchIterator:
-        return self
-
-    def __next__(self) -> Batch:
-        return self._next_batch()
+def batches_of(next_batch: Callable[[], Batch]) -> Iterator[Batch]:
+    """What ``next_batch`` gives until it raises. An error is raised anew each time that it is met: a generator would
+    turn it into an end of the data."""
+    return iter(next_batch, None)
 
 
 def _close(connection: Connection, pid: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -12,8 +12,7 @@ from tokenloom_proto.batch_schedule import BatchSchedule, Sizes
 
 from tokenloom.connection.join import Request
 from tokenloom.connection.options import ConnectionOptions, check_count
-from tokenloom.connection.topology import Topology
-from tokenloom.datasets.connected import RunUrl
+from tokenloom.datasets.connected import RunUrl, SlotOf
 from tokenloom.datasets.evaluation import EvaluationDataset
 from tokenloom.datasets.order import OrderDataset
 from tokenloom.datasets.peek import PeekDataset
@@ -25,7 +24,7 @@ class TrainingDataset(OrderDataset):
     def __init__(
         self,
         url: RunUrl,
-        slot_of: Callable[[str], Topology],
+        slot_of: SlotOf,
         connection: ConnectionOptions | None,
         *,
         batch_size: int | Sizes | None,
