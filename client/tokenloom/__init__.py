@@ -38,5 +38,5 @@ __all__ = [
     "TokenLRScheduler",
     "TokenProgress",
     "token_losses",
+    *_shared_errors.__all__,
 ]
-__all__ += _shared_errors.__all__
