@@ -144,7 +144,7 @@ def test_a_run_goes_on_from_every_sample_index(scheme: str, shuffle: str, packin
     samples, states, ended = taken(order, order.initial())
     assert len(samples) > 30
     assert ended == "every source is exhausted"
-    assert {state.sources[0].cursor.epoch for state in states} == {0, 1}
+    assert {state.sources[0].epoch for state in states} == {0, 1}
     for at, state in enumerate([order.initial(), *states[:-1]]):
         written = encode_state(order, state)
         again = decode_state(order, written)

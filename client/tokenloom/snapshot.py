@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tokenloom_proto.errors import SnapshotInvalid
-from tokenloom_proto.seal import CHECKSUM, canonical, seal, unseal
+from tokenloom_proto.seal import CHECKSUM, SNAPSHOT_FORMAT, SNAPSHOT_VERSION, canonical, seal, unseal
 
 #: The one key of ``state_dict()``.
 KEY = "tokenloom"
-FORMAT = "tokenloom/snapshot"
-VERSION = 1
 #: How far back ``state_dict(at=)`` reaches: frameworks fetch a few batches ahead, not a thousand.
 HISTORY_STEPS = 1024
 ZERO_DIGEST = "0" * 32
@@ -103,7 +101,7 @@ class Loaded:
     def start(cls, run: str, stream: str) -> Loaded:
         """The state of a run that has not begun: what is saved before the first batch and before a Join."""
         place = {"sample_index": 0, "total_tokens": 0, "digest": ZERO_DIGEST}
-        text = seal({"format": FORMAT, "version": VERSION, "run": run, "stream": stream, **place})
+        text = seal({"format": SNAPSHOT_FORMAT, "version": SNAPSHOT_VERSION, "run": run, "stream": stream, **place})
         return cls(text, 0, 0, ZERO_DIGEST)
 
 

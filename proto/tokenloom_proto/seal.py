@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from typing import Any
 
 CHECKSUM = "checksum"
+SNAPSHOT_FORMAT = "tokenloom/snapshot"
+SNAPSHOT_VERSION = 2
 
 
 def canonical(document: Any) -> str:

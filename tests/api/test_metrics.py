@@ -63,7 +63,7 @@ def test_every_metric_equals_the_stats(service: MemoryService) -> None:
         rows += [(m, {"source": source.alias}, source) for m in metrics.SOURCE_METRICS for source in run.sources]
         rows += [(m, {"rank": rank.rank}, rank) for m in metrics.RANK_METRICS for rank in run.ranks]
         for metric, own, row in rows:
-            own |= {label: read(row) for label, read in metric.texts.items()}
+            own |= {label: metrics.value_of(row, field) for label, field in metric.labels.items()}
             generation = {"generation": run.generation} if metric.is_counter else {}
             value = found.get(metric.name, {}).get(labels(**of_run, **own, **generation))
             assert value == metric.value(row), metric.name

@@ -11,10 +11,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -267,36 +265,7 @@ def test_the_ledgers_health_check_tells_a_living_redis_from_a_dead_one(
     assert not healthy()
 
 
-# --- The server's health check -----------------------------------------------------------------------------------
-
-
-class ReadyPage(HTTPServer):
-    """A stand-in for the REST port: answers /readyz with ``status``."""
-
-    status = 200
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _ReadyPageHandler)
-
-
-class _ReadyPageHandler(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        assert isinstance(self.server, ReadyPage)
-        self.send_response(self.server.status if self.path == "/readyz" else 404)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def ready_page() -> Iterator[ReadyPage]:
-    with ReadyPage() as page:
-        thread = threading.Thread(target=page.serve_forever, args=(0.01,))
-        thread.start()
-        yield page
-        page.shutdown()
-        thread.join()
+# --- The server's command, and its health check -----------------------------------------------------------------
 
 
 def _health_check(instructions: list[tuple[str, str]], port: int, **environment: str) -> int:
@@ -310,21 +279,6 @@ def _health_check(instructions: list[tuple[str, str]], port: int, **environment:
     ).returncode
 
 
-def test_the_health_check_passes_where_the_server_is_ready_and_asks_no_proxy(
-    instructions: list[tuple[str, str]], ready_page: ReadyPage
-) -> None:
-    nobody = f"http://127.0.0.1:{free_port()}"
-    proxies = {"http_proxy": nobody, "HTTP_PROXY": nobody, "no_proxy": ""}
-
-    assert _health_check(instructions, ready_page.server_port, **proxies) == 0
-    ready_page.status = 503
-    assert _health_check(instructions, ready_page.server_port) != 0
-    assert _health_check(instructions, free_port()) != 0
-
-
-# --- The server's command ----------------------------------------------------------------------------------------
-
-
 def _place(argument: str, config: Path, redis_port: int) -> str:
     """An argument of the server's command, moved from the containers to this machine."""
     moved = argument.replace("/config/", f"{config}/").replace(
@@ -333,7 +287,7 @@ def _place(argument: str, config: Path, redis_port: int) -> str:
     return re.sub(r"0\.0\.0\.0:\d+$", "127.0.0.1:0", moved)
 
 
-def test_the_servers_command_serves_the_sample_and_ends_on_sigterm(
+def test_the_servers_command_serves_the_sample_says_whether_it_is_ready_and_ends_on_sigterm(
     compose_redis: RedisServer, server: Service, instructions: list[tuple[str, str]], tmp_path: Path
 ) -> None:
     config, ready = tmp_path / "config", tmp_path / "ready.json"
@@ -354,7 +308,9 @@ def test_the_servers_command_serves_the_sample_and_ends_on_sigterm(
             assert ready.exists(), log.read_text(encoding="utf-8")
             addresses = json.loads(ready.read_text(encoding="utf-8"))
             port = int(addresses["rest"].rpartition(":")[2])
-            assert _health_check(instructions, port) == 0
+            nobody = f"http://127.0.0.1:{free_port()}"
+            # A proxy of the environment is not asked.
+            assert _health_check(instructions, port, http_proxy=nobody, HTTP_PROXY=nobody, no_proxy="") == 0
 
             dataset = RemoteDataset(
                 f"grpc://{addresses['grpc']}/sample",
@@ -370,8 +326,16 @@ def test_the_servers_command_serves_the_sample_and_ends_on_sigterm(
             assert sorted(set(batch["source_ids"].tolist())) == [0, 1]
             assert client.dbsize() > 0
 
+            compose_redis.kill()
+            deadline = time.monotonic() + 2 * STARTS_WITHIN_S
+            while _health_check(instructions, port) == 0:
+                assert time.monotonic() < deadline, "it is not ready without its ledger"
+            compose_redis.start()
+            while _health_check(instructions, port) != 0:
+                assert time.monotonic() < deadline, "it is ready with its ledger again"
             process.send_signal(signal.SIGTERM)
             grace_s = int(server["stop_grace_period"].removesuffix("s"))
             assert process.wait(timeout=grace_s) == 0
+            assert _health_check(instructions, port) != 0
         finally:
             process.kill()

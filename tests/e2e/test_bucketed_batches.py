@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -152,8 +151,7 @@ def test_figures_traces_plans_and_snapshots_know_rows(
     folder: Path, server: ServerProcess, whole: tuple[list[dict[str, Any]], str]
 ) -> None:
     def ask(path: str, **query: Any) -> Any:
-        found = httpx.get(f"{server.rest_url}/v1/runs/{RUN}/{path}", params=query, trust_env=False, timeout=60)
-        return found.json() if found.status_code == 200 else (found.status_code, found.json()["message"])
+        return server.get(f"/v1/runs/{RUN}/{path}", **query)
 
     rows = len(whole[0]) * SIZE
     stats = ask("stats")
@@ -186,7 +184,7 @@ def test_figures_traces_plans_and_snapshots_know_rows(
 
 
 def test_a_fork_goes_on_in_the_same_batches_and_another_way_of_making_them_is_refused(
-    folder: Path, tmp_path: Path
+    folder: Path, start_server: StartServer
 ) -> None:
     children = [{"source": "parquet:latents/*.parquet:*", "epochs": 2}, {"source": "arrow:more:*", "weight": 3}]
     mixture = {"policy": "weighted", "children": children}
@@ -198,33 +196,29 @@ def test_a_fork_goes_on_in_the_same_batches_and_another_way_of_making_them_is_re
     ):
         mixtures.append(folder / f"{name}.yaml")
         mixtures[-1].write_text(yaml.safe_dump(document(run=name, **fields)))
-    server = ServerProcess(tmp_path / "server", *mixtures).start()
-    try:
-        with RemoteDataset(server.url("base"), rank=0, world_size=1, attempt="base") as base:
-            begun: list[Any] = [batch for batch, _ in zip(base, range(5), strict=False)]
-            state = base.state_dict(20)
-        with RemoteDataset(server.url("fork"), rank=0, world_size=1, attempt="fork", fork_from=state) as fork:
-            rest: list[Any] = list(fork)
-        assert rest[0]["sample_ids"].tolist() == [20, 21, 22, 23]
-        of_more = [
-            caption for batch in begun + rest if batch["dataset_id"] == "arrow:more:*" for caption in batch["caption"]
-        ]
-        assert len(set(of_more)) == len(of_more), "each row once, whichever run had it"
-        restore = f"{server.rest_url}/v1/runs/base/restore"
-        for body, status in (({"skip_samples": 3}, 422), ({"skip_tokens": 3}, 200)):
-            answer = httpx.post(restore, json={"sample_index": 8, **body}, trust_env=False, timeout=60)
-            assert answer.status_code == status, answer.text
-        with RemoteDataset(server.url("base"), rank=0, world_size=1, attempt="skip", takeover=True) as skipped:
-            assert next(iter(skipped))["sample_ids"].tolist() == [12, 13, 14, 15]  # three are a batch of four
-        other = RemoteDataset(server.url("other"), rank=0, world_size=1, attempt="other", fork_from=state)
-        with other, pytest.raises(TokenloomError, match="seed is 5 in run 'base' and 6 in 'other'"):
-            next(iter(other))
-        with (
-            RemoteDataset(server.url("other"), rank=0, world_size=1, attempt="older") as older,
-            pytest.raises(TokenloomError, match="an older data loader's checkpoint tells rows of files"),
-        ):
-            entry = {"spec": "arrow:more:*", "shard": "more/data-00000-of-00001.arrow", "row_offset": 4}
-            older.load_state_dict({"resume_state": {"datasets": [entry]}})
-            next(iter(older))
-    finally:
-        server.kill()
+    server = start_server(*mixtures)
+    with RemoteDataset(server.url("base"), rank=0, world_size=1, attempt="base") as base:
+        begun: list[Any] = [batch for batch, _ in zip(base, range(5), strict=False)]
+        state = base.state_dict(20)
+    with RemoteDataset(server.url("fork"), rank=0, world_size=1, attempt="fork", fork_from=state) as fork:
+        rest: list[Any] = list(fork)
+    assert rest[0]["sample_ids"].tolist() == [20, 21, 22, 23]
+    of_more = [
+        caption for batch in begun + rest if batch["dataset_id"] == "arrow:more:*" for caption in batch["caption"]
+    ]
+    assert len(set(of_more)) == len(of_more), "each row once, whichever run had it"
+    for body, status in (({"skip_samples": 3}, 422), ({"skip_tokens": 3}, 200)):
+        answer = server.request("POST", "/v1/runs/base/restore", json={"sample_index": 8, **body})
+        assert answer.status_code == status, answer.text
+    with RemoteDataset(server.url("base"), rank=0, world_size=1, attempt="skip", takeover=True) as skipped:
+        assert next(iter(skipped))["sample_ids"].tolist() == [12, 13, 14, 15]  # three are a batch of four
+    other = RemoteDataset(server.url("other"), rank=0, world_size=1, attempt="other", fork_from=state)
+    with other, pytest.raises(TokenloomError, match="seed is 5 in run 'base' and 6 in 'other'"):
+        next(iter(other))
+    with (
+        RemoteDataset(server.url("other"), rank=0, world_size=1, attempt="older") as older,
+        pytest.raises(TokenloomError, match="an older data loader's checkpoint tells rows of files"),
+    ):
+        entry = {"spec": "arrow:more:*", "shard": "more/data-00000-of-00001.arrow", "row_offset": 4}
+        older.load_state_dict({"resume_state": {"datasets": [entry]}})
+        next(iter(older))

@@ -46,8 +46,11 @@ def token_file(folder: Path, token: str) -> Path:
 # Tokens
 
 
-def test_a_trainer_brings_the_token_and_others_do_not_get_in(mixture: Path, start_server: StartServer) -> None:
-    server = start_server(mixture, environment=TOKENS)
+def test_a_trainer_brings_the_token_and_others_do_not_get_in(
+    mixture: Path, start_server: StartServer, tmp_path: Path
+) -> None:
+    flags = ("--token-file", token_file(tmp_path, CONTROL))
+    server = start_server(mixture, flags=flags, environment={"TOKENLOOM_READ_TOKEN": READ})
     url = server.url(RUN)
     with World(url, world_size=2, batch_size=2, token=CONTROL) as world:
         world.steps(4)
@@ -284,9 +287,6 @@ def test_files_that_are_no_certificate_are_refused_before_anything_listens(
         assert done.status == 2, message
         assert message.startswith("ConfigError: --tls-"), message
         assert words in message
-
-
-# Data roots
 
 
 # What is written down

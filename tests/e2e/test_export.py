@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -29,13 +28,12 @@ BEGIN, END = 7, 61
 
 
 @pytest.fixture(scope="module")
-def server(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def server(corpus: Corpus, serve: StartServer) -> ServerProcess:
     """A run that is trained up to sample 40."""
-    server = ServerProcess(tmp_path_factory.mktemp("leaving"), corpus.mixture(RUN)).start()
+    server = serve(corpus.mixture(RUN))
     with World(server.url(RUN), 2, 2) as world:
         world.steps(10)
-    yield server
-    server.kill()
+    return server
 
 
 def sample_range_of(server: ServerProcess, begin: int, end: int | None, run: str = RUN) -> SampleRange:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import yaml
 from support.corpora import id_rows, mixture, write_parquet
+from support.waiting import wait_for
 from tokenloom import RemoteDataset, TokenloomError
 
 
@@ -40,10 +40,7 @@ def test_a_limit_of_open_files_is_raised_and_where_it_cannot_be_it_is_what_the_e
 
 def first_batches(ready: Path, count: int) -> str:
     """How many batches a trainer gets of a server that writes a ready file, or what it is refused with."""
-    deadline = time.monotonic() + 30
-    while not ready.exists():
-        assert time.monotonic() < deadline, "the server does not start"
-        time.sleep(0.05)
+    wait_for(ready.exists, "the server", 30)
     address = json.loads(ready.read_text())["grpc"]
     with RemoteDataset(f"grpc://{address}/test", 2) as dataset:
         batches = iter(dataset)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-import urllib.request
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,6 +20,7 @@ import yaml
 from conftest import StartServer
 from support.server_process import ServerProcess
 from support.trainer import World
+from support.waiting import wait_for
 from tokenloom import ConnectionOptions, RemoteDataset
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
@@ -86,17 +85,12 @@ class Watched:
         lines = Path(f"/proc/{self._process.pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()
         return sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) * 1024
 
-    def stats(self, run: str) -> dict[str, Any]:
-        with urllib.request.urlopen(f"{self._server.rest_url}/v1/runs/{run}/stats", timeout=10) as answer:
-            found: dict[str, Any] = json.load(answer)
-        return found
+    def stats(self, run: str) -> Any:
+        return self._server.get(f"/v1/runs/{run}/stats")
 
     def fill(self, run: str) -> None:
         """Waits until the window is full."""
-        deadline = time.monotonic() + 40
-        while (found := self.stats(run))["window_fill"] < 1:
-            assert time.monotonic() < deadline, found
-            time.sleep(0.05)
+        wait_for(lambda: self.stats(run)["window_fill"] >= 1, "a full window", 40)
 
     def growth(self) -> int:
         """The most that it took beyond the idle server, over some time."""
@@ -180,9 +174,6 @@ def test_many_ranks_that_never_read_cost_no_more_than_the_formula(start_server: 
     with ExitStack() as stack:
         for rank in range(24):
             stack.enter_context(not_reading(server, "wide", rank, 2**32 - 1, **slot))
-        deadline = time.monotonic() + 20
-        while watched.stats("wide")["produced_index"] < 16 * 16 * 24:
-            assert time.monotonic() < deadline, watched.stats("wide")
-            time.sleep(0.05)
+        wait_for(lambda: watched.stats("wide")["produced_index"] >= 16 * 16 * 24, "what the window has room for")
         growth = watched.growth()
     assert growth <= bound(16, 24, 16), f"{growth / MIB:.1f} MiB"

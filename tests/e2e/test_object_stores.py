@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import yaml
+from conftest import StartServer
 from support.corpora import CODE, DOCS, PROSE, WIKI, mixture, order_of, write_corpus
 from support.s3_server import BUCKET, S3Server, for_ever, s3_server
-from support.server_process import ServerProcess
 from support.trainer import Sample, World
 from tokenloom import ConnectionOptions, RemoteDataset, ServerUnavailable, StorageError
 from tokenloom_server.order.steps import BatchPlan
@@ -49,61 +49,51 @@ def local_samples(folder: Path) -> list[Sample]:
     return [Sample(source, some) for source, some in zip(group.source_ids.ravel().tolist(), ids, strict=False)]
 
 
-def test_four_ranks_cost_one_listing_and_one_reader_and_resume_exactly(store: S3Server, tmp_path: Path) -> None:
+def test_four_ranks_cost_one_listing_and_one_reader_and_resume_exactly(
+    store: S3Server, start_server: StartServer, tmp_path: Path
+) -> None:
     expected = local_samples(tmp_path)
     files = remote_mixture(tmp_path), remote_mixture(tmp_path, run="alone")
-    server = ServerProcess(tmp_path / "server", *files, environment=store.environment).start()
-    try:
-        assert Counter(request.query.split("&")[1] for request in store.listings()) == {
-            "prefix=data%2Fcode-": 2,
-            "prefix=data%2Fprose%2F": 2,
-            "prefix=data%2Fwiki%2F": 2,
-        }
-        store.requests.clear()
-        with World(server.url("test"), 4) as world:
-            state = world.steps(8).state()
-            given = world.run().receipt.sequence()
-        assert given == expected[: len(given)]
-        assert len(expected) - len(given) < 4
-        by_four = Counter(store.requests)
-        assert store.listings() == []
-
-        store.requests.clear()
-        with World(server.url("alone")) as world:
-            assert world.run().receipt.sequence() == expected
-        # On a machine that is very busy, a read may be late and be asked for twice.
-        assert by_four.keys() == set(store.requests)
-        assert sum(by_four.values()) < 1.3 * len(store.requests)
-    finally:
-        server.kill()
+    server = start_server(*files, environment=store.environment)
+    assert Counter(request.query.split("&")[1] for request in store.listings()) == {
+        "prefix=data%2Fcode-": 2,
+        "prefix=data%2Fprose%2F": 2,
+        "prefix=data%2Fwiki%2F": 2,
+    }
+    store.requests.clear()
+    with World(server.url("test"), 4) as world:
+        state = world.steps(8).state()
+        given = world.run().receipt.sequence()
+    assert given == expected[: len(given)]
+    assert len(expected) - len(given) < 4
+    by_four = Counter(store.requests)
+    assert store.listings() == []
 
     store.requests.clear()
+    with World(server.url("alone")) as world:
+        assert world.run().receipt.sequence() == expected
+    # On a machine that is very busy, a read may be late and be asked for twice.
+    assert by_four.keys() == set(store.requests)
+    assert sum(by_four.values()) < 1.3 * len(store.requests)
+
+    server.kill()
+    store.requests.clear()
     server.start()
-    try:
-        assert len(store.listings()) == 6
-        with World(server.url("test"), 3, state=state) as world:
-            world.steps(5)
-            assert world.receipt.sequence(32) == expected[32:47]
-    finally:
-        server.kill()
+    assert len(store.listings()) == 6
+    with World(server.url("test"), 3, state=state) as world:
+        world.steps(5)
+        assert world.receipt.sequence(32) == expected[32:47]
 
 
-def test_a_store_that_stops_answering_is_named_to_the_ranks_and_then_an_error(store: S3Server, tmp_path: Path) -> None:
+def test_a_store_that_stops_answering_is_named_to_the_ranks_and_then_an_error(
+    store: S3Server, start_server: StartServer, tmp_path: Path
+) -> None:
     file = remote_mixture(tmp_path)
-    server = ServerProcess(
-        tmp_path / "server", file, environment=store.environment, flags=("--storage-timeout", 8)
-    ).start()
-    try:
-        store.trouble = for_ever
-        with RemoteDataset(server.url("test"), 2, connection=ConnectionOptions(batch_timeout_s=5)) as dataset:
-            with pytest.raises(
-                ServerUnavailable, match=r"waiting for: storage: source '\w+:s3://corpora/data/.*' \(for "
-            ):
+    server = start_server(file, environment=store.environment, flags=("--storage-timeout", 8))
+    store.trouble = for_ever
+    with RemoteDataset(server.url("test"), 2, connection=ConnectionOptions(batch_timeout_s=5)) as dataset:
+        with pytest.raises(ServerUnavailable, match=r"waiting for: storage: source '\w+:s3://corpora/data/.*' \(for "):
+            next(iter(dataset))
+        with pytest.raises(StorageError, match=r"could not be read for 8 s, in \d attempts; no attempt was answered"):
+            for _ in range(3):
                 next(iter(dataset))
-            with pytest.raises(
-                StorageError, match=r"could not be read for 8 s, in \d attempts; no attempt was answered"
-            ):
-                for _ in range(3):
-                    next(iter(dataset))
-    finally:
-        server.kill()

@@ -6,16 +6,16 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import yaml
+from conftest import StartServer
 from support.hub import hub_environment
 from support.s3_server import s3_environment
-from support.server_process import ServerProcess
 from tokenloom import RemoteDataset
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -35,17 +35,12 @@ def block(text: str, language: str) -> str:
     return found[1]
 
 
-@contextmanager
-def nothing() -> Iterator[Mapping[str, str]]:
-    yield {}
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_example_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+def test_the_example_of_a_page_runs(page: Path, tmp_path: Path, start_server: StartServer) -> None:
     text = page.read_text(encoding="utf-8")
     mixture = tmp_path / "mixture.yaml"
     mixture.write_text(block(text, "yaml"), encoding="utf-8")
-    with SURROUNDINGS.get(page.stem, nothing()) as environment:
+    with SURROUNDINGS.get(page.stem, nullcontext({})) as environment:
         made = subprocess.run(
             [sys.executable, "-c", block(text, "python")],
             cwd=tmp_path,
@@ -56,12 +51,9 @@ def test_the_example_of_a_page_runs(page: Path, tmp_path: Path) -> None:
             timeout=60,
         )
         assert made.returncode == 0, made.stderr
-        server = ServerProcess(tmp_path / "server", mixture, environment=environment).start()
-        try:
-            found = yaml.safe_load(mixture.read_text())
-            size = found.get("global_batch_size", 2)
-            with RemoteDataset(server.url(found["run"]), batch_size=size) as dataset:
-                for batch in islice(dataset, 2):
-                    assert len(batch["sample_ids"]) == size
-        finally:
-            server.kill()
+        server = start_server(mixture, environment=environment)
+        found = yaml.safe_load(mixture.read_text())
+        size = found.get("global_batch_size", 2)
+        with RemoteDataset(server.url(found["run"]), batch_size=size) as dataset:
+            for batch in islice(dataset, 2):
+                assert len(batch["sample_ids"]) == size

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import httpx
-import pytest
 from conftest import LENGTH, SPECS, Corpus, Rpc, StartServer
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import Receipt, Sample, World, rolling_digest, with_connection
+from support.waiting import wait_for
 from tokenizers import Tokenizer
-from tokenloom import BeyondHorizon, JoinRefused, NotFound, PeekDataset, SnapshotInvalid, TooManyPeeks
-from tokenloom_proto import dataloader_pb2 as wire
-from tokenloom_proto.seal import seal, unseal
-from tokenloom_server.replay.past import AHEAD_SAMPLES, MAX_PEEKS
+from tokenloom import PeekDataset
 
 
 def peek(url: str, batch_size: int = 1, **options: Any) -> PeekDataset:
@@ -53,7 +47,7 @@ def ledger_rows(path: Path) -> dict[str, list[Mapping[str, Any]]]:
 
 def standing(server: ServerProcess, run: str) -> dict[str, Any]:
     """Of the run's figures, what a trainer brings about."""
-    found = httpx.get(f"{server.rest_url}/v1/runs/{run}/stats", trust_env=False, timeout=20).json()
+    found = server.get(f"/v1/runs/{run}/stats")
     kept = ("run_uid", "generation", "world_size", "batch_size", "sample_index", "digest", "total_tokens", "ended")
     ranks = [(rank["rank"], rank["connected"], rank["position"]) for rank in found["ranks"]]
     sources = [(source["samples"], source["rows"], source["tokens"]) for source in found["sources"]]
@@ -61,11 +55,8 @@ def standing(server: ServerProcess, run: str) -> dict[str, Any]:
 
 
 def settled(server: ServerProcess, run: str, sample_index: int) -> dict[str, Any]:
-    deadline = time.monotonic() + 20
-    while (found := standing(server, run))["sample_index"] != sample_index:
-        assert time.monotonic() < deadline, f"sample {sample_index} is not committed: {found}"
-        time.sleep(0.02)
-    return found
+    wait_for(lambda: standing(server, run)["sample_index"] == sample_index, f"the commit of sample {sample_index}")
+    return standing(server, run)
 
 
 def test_peeks_beside_two_ranks_show_what_these_get_and_change_nothing(
@@ -93,40 +84,6 @@ def test_peeks_beside_two_ranks_show_what_these_get_and_change_nothing(
         assert {rank.generation for rank in world.ranks} == {before["generation"]}
         settled(server, run, world.sample_index)
     assert len(ledger_rows(server.ledger_file)["openings"]) == 1
-
-
-def test_a_run_that_nobody_joined_can_be_looked_at_and_begins_as_before(
-    corpus: Corpus, sequence: list[Sample], start_server: StartServer, ledger: str
-) -> None:
-    run = "untouched"
-    server = start_server(corpus.mixture(run), ledger=ledger)
-    assert peeked(server.url(run), 2, 9) == part(sequence, 0, 18)
-    assert peeked(server.url(run), 1, 2, at=30) == part(sequence, 30, 32)
-    # What a peek has at the end is never committed, and its place is free all the same.
-    finished = [peek(server.url(run), at=len(sequence) - 1) for _ in range(MAX_PEEKS + 1)]
-    assert [len(list(dataset)) for dataset in finished] == [1] * len(finished)
-    for dataset in finished:
-        dataset.close()
-    assert standing(server, run)["generation"] == 0
-    # A launch that brings no state is refused where there is progress: there is none.
-    with World(server.url(run), 2, 3) as world:
-        assert world.steps(4).receipt.sequence() == sequence[:24]
-        assert world.ranks[0].generation == 1
-
-
-def test_a_padded_last_step_is_padded_for_who_looks_too(
-    corpus: Corpus, sequence: list[Sample], start_server: StartServer
-) -> None:
-    run = "padded-peek"
-    server = start_server(corpus.mixture(run, last_micro_step="pad"))
-    begin = len(sequence) - 5
-    with peek(server.url(run), 4, at=begin) as dataset:
-        batches = list(dataset)
-        assert [batch["sample_ids"].tolist() for batch in batches] == [
-            list(range(begin, begin + 4)),
-            [begin + 4, -1, -1, -1],
-        ]
-        assert dataset.sample_index == len(sequence)
 
 
 def test_a_peek_goes_over_to_the_standby(
@@ -178,63 +135,6 @@ def test_training_resumes_at_the_state_of_a_peek(
         settled(server, run, 43)
     # The journal has the lineage: what lies before is found in the generation that came from.
     assert json.loads(rpc(server).snapshot(run, 12))["sample_index"] == 12
-
-
-def test_what_cannot_be_looked_at_is_refused_by_name(
-    corpus: Corpus, start_server: StartServer, rpc: Callable[[ServerProcess], Rpc]
-) -> None:
-    run = "refusing"
-    server = start_server(corpus.mixture(run), corpus.mixture("other"))
-    url = server.url(run)
-    far = AHEAD_SAMPLES + 1
-    with pytest.raises(BeyondHorizon, match=rf"{far} samples beyond sample 0, .* goes {AHEAD_SAMPLES} further at most"):
-        peeked(url, at=far)
-    with pytest.raises(NotFound, match=r"resume='99999999999999999': run 'refusing' has no snapshot of that id"):
-        peeked(url, at="9" * 17)
-    with pytest.raises(NotFound, match="there is no run 'nobody' on this server"):
-        peeked(server.url("nobody"))
-    with pytest.raises(JoinRefused, match="micro-step of 1000000 samples has 32000000 bytes; expected 1 sample to"):
-        peeked(url, 10**6)
-    with peek(server.url("other")) as dataset:
-        next(iter(dataset))
-        foreign = dataset.state_dict()
-    with peek(url) as dataset, pytest.raises(SnapshotInvalid, match="run"):
-        dataset.load_state_dict(foreign)
-        iter(dataset)
-    with peek(url, at=3) as dataset:
-        next(iter(dataset))
-        document = unseal(dataset.state_dict()["tokenloom"])
-    forged = seal({key: value for key, value in document.items() if key != "checksum"} | {"digest": "1" * 32})
-    with peek(url) as dataset, pytest.raises(SnapshotInvalid, match=r"going forward .* gives digest"):
-        dataset.load_state_dict({"tokenloom": forged})
-        iter(dataset)
-    calls = rpc(server).stub
-    with pytest.raises(Exception, match="rank 1 of 2; expected rank 0 of 1"):
-        calls.Join(wire.JoinRequest(run=run, peek=True, rank=1, world_size=2, batch_size=1), timeout=20)
-
-
-def test_only_so_many_look_at_once_and_the_next_may_when_one_is_done(
-    corpus: Corpus, sequence: list[Sample], start_server: StartServer
-) -> None:
-    run = "popular"
-    server = start_server(corpus.mixture(run))
-    url = server.url(run)
-    opened = [peek(url) for _ in range(MAX_PEEKS)]
-    try:
-        for dataset in opened:
-            next(iter(dataset))
-        with pytest.raises(TooManyPeeks, match=f"{MAX_PEEKS} peeks at run 'popular' are open already"):
-            peeked(url, connect_timeout_s=0.3)
-        # Training is not concerned.
-        with World(url, 2, 2) as world:
-            assert world.steps(3).receipt.sequence() == sequence[:12]
-        timer = threading.Timer(0.3, opened[0].close)
-        timer.start()
-        assert peeked(url, 1, 3, at=2) == part(sequence, 2, 5)
-        timer.join()
-    finally:
-        for dataset in opened:
-            dataset.close()
 
 
 # The command

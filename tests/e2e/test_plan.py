@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import httpx
 import pytest
 from conftest import LENGTH, SPECS, Corpus, StartServer
 from support.server_process import CommandLine
@@ -63,20 +62,20 @@ def test_a_served_run_is_planned_from_where_it_is_committed(
 ) -> None:
     mixture = corpus.mixture("on-its-way")
     server = start_server(mixture)
-    with httpx.Client(base_url=server.rest_url, trust_env=False, timeout=30) as rest:
-        before = rest.get("/v1/runs/on-its-way/plan").json()
-        assert before == plan(tokenloom, mixture)
-        with World(server.url("on-its-way"), 1, 4) as world:
-            world.steps(len(sequence) // 8)
-        after = rest.get("/v1/runs/on-its-way/plan").json()
-        assert 0 < after["from_sample_index"] <= len(sequence) // 2
-        assert after["until_sample_index"] == pytest.approx(len(sequence), abs=8)
-        far = rest.get("/v1/runs/on-its-way/plan", params={"tokens": str(after["from_tokens"] + LENGTH * 20)}).json()
-        assert far["until_sample_index"] == after["from_sample_index"] + 20
-        refused = rest.get("/v1/runs/on-its-way/plan", params={"tokens": "1"})
-        assert refused.status_code == 422
-        assert "counts from the run's beginning" in refused.json()["message"]
-        assert rest.get("/v1/runs/on-its-way/plan.svg").content.startswith(b"<?xml")
+    path = "/v1/runs/on-its-way/plan"
+    before = server.get(path)
+    assert before == plan(tokenloom, mixture)
+    with World(server.url("on-its-way"), 1, 4) as world:
+        world.steps(len(sequence) // 8)
+    after = server.get(path)
+    assert 0 < after["from_sample_index"] <= len(sequence) // 2
+    assert after["until_sample_index"] == pytest.approx(len(sequence), abs=8)
+    far = server.get(path, tokens=after["from_tokens"] + LENGTH * 20)
+    assert far["until_sample_index"] == after["from_sample_index"] + 20
+    refused = server.request("GET", path, params={"tokens": "1"})
+    assert refused.status_code == 422
+    assert "counts from the run's beginning" in refused.json()["message"]
+    assert server.request("GET", f"{path}.svg").content.startswith(b"<?xml")
 
 
 def test_a_trainers_budget_is_made_of_the_plan_from_the_beginning(

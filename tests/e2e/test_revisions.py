@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import random
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +90,8 @@ class Mixture:
     """The mixture's routes of one run."""
 
     def __init__(self, server: ServerProcess, run: str) -> None:
-        self._http = httpx.Client(base_url=server.rest_url, trust_env=False, timeout=60)
-        self._path = f"/v1/runs/{run}/mixture"
-        self._run = run
-
-    def patch(self, **change: Any) -> httpx.Response:
-        return self._http.patch(self._path, json={"reason": "why", **change})
-
-    def patch_text(self, text: str) -> httpx.Response:
-        return self._http.patch(self._path, content=text, headers={"content-type": "application/json"})
+        self._server = server
+        self._path = f"/v1/runs/{run}"
 
     def revise(self, **change: Any) -> dict[str, Any]:
         answer = self.patch(**change)
@@ -108,46 +99,11 @@ class Mixture:
         found: dict[str, Any] = answer.json()
         return found
 
-    def undo(self, number: int) -> httpx.Response:
-        content_type = {"content-type": "application/json"}
-        return self._http.delete(f"{self._path}/revisions/{number}", headers=content_type)
+    def patch(self, **change: Any) -> httpx.Response:
+        return self._server.request("PATCH", f"{self._path}/mixture", json={"reason": "why", **change})
 
-    def read(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._http.get(self._path).json()
-        return found
-
-    def stats(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._http.get(f"/v1/runs/{self._run}/stats").json()
-        return found
-
-    def close(self) -> None:
-        self._http.close()
-
-
-@pytest.fixture
-def mixture_of() -> Iterator[Any]:
-    opened: list[Mixture] = []
-
-    def connect(server: ServerProcess, run: str) -> Mixture:
-        opened.append(Mixture(server, run))
-        return opened[-1]
-
-    yield connect
-    for each in opened:
-        each.close()
-
-
-def refused(answer: httpx.Response, status: int, error: str) -> str:
-    found = answer.json()
-    assert (answer.status_code, found["error"]) == (status, error), answer.text
-    return str(found["message"])
-
-
-def wait_for(happened: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 20
-    while not happened():
-        assert time.monotonic() < deadline, f"{what} did not come in 20 s"
-        time.sleep(0.05)
+    def read(self) -> Any:
+        return self._server.get(f"{self._path}/mixture")
 
 
 def until(world: World, sample_index: int) -> World:
@@ -157,12 +113,12 @@ def until(world: World, sample_index: int) -> World:
 
 
 def test_a_change_holds_for_all_ranks_from_the_index_that_was_told(
-    folder: Path, start_server: StartServer, mixture_of: Any, ledger: str
+    folder: Path, start_server: StartServer, ledger: str
 ) -> None:
     run = "changed"
     path = write_mixture(folder, run)
     server = start_server(path, ledger=ledger)
-    mixture = mixture_of(server, run)
+    mixture = Mixture(server, run)
     change = {"set": [{"child": "a", "weight": 0.5}, {"child": "c", "weight": 6}]}
     with World(server.url(run), RANKS, BATCH) as world:
         until(world, 40)
@@ -172,6 +128,12 @@ def test_a_change_holds_for_all_ranks_from_the_index_that_was_told(
         assert made["changes"] == tried["changes"] == ["a: weight 2 → 0.5", "c: weight 1 → 6"]
         assert made["total_tokens"] == GROUP * LENGTH
         assert len(mixture.read()["revisions"]) == 1, "what was only tried was made"
+        for depth, status in ((50, 200), (300, 422), (5000, 422)):
+            text = '{"reason":"why","dry_run":true,"mixture":' + '{"policy":"weighted","children":[' * depth
+            text += json.dumps(LATE) + "]}" * depth + "}"
+            headers = {"content-type": "application/json"}
+            route = f"/v1/runs/{run}/mixture"
+            assert server.request("PATCH", route, content=text, headers=headers).status_code == status, depth
         until(world, 3 * GROUP)
     samples = check(world, revised(course_of(path), made["sample_index"], **change))
     before, behind = samples[:GROUP], samples[GROUP:]
@@ -186,7 +148,7 @@ def test_a_change_holds_for_all_ranks_from_the_index_that_was_told(
 
 
 def test_a_revision_outlasts_a_killed_server_before_and_behind_its_index(
-    folder: Path, start_server: StartServer, mixture_of: Any, ledger: str
+    folder: Path, start_server: StartServer, ledger: str
 ) -> None:
     run = "killed"
     path = write_mixture(folder, run)
@@ -194,10 +156,10 @@ def test_a_revision_outlasts_a_killed_server_before_and_behind_its_index(
     change = {"set": [{"child": "b", "weight": 5}], "add": [{"child": LATE}]}
     with World(server.url(run), RANKS, BATCH) as world:
         until(world, 20)
-        made = mixture_of(server, run).revise(**change)
+        made = Mixture(server, run).revise(**change)
         server.kill()
         server.start()
-        assert [each["sample_index"] for each in mixture_of(server, run).read()["revisions"]] == [GROUP]
+        assert [each["sample_index"] for each in Mixture(server, run).read()["revisions"]] == [GROUP]
         until(world, made["sample_index"] + 30)
         server.kill()
         server.start()
@@ -207,65 +169,13 @@ def test_a_revision_outlasts_a_killed_server_before_and_behind_its_index(
         assert {sample.source for sample in samples} == {0, 1, 2, 3}
 
 
-def test_a_restore_to_before_a_revision_applies_it_again_at_its_index_and_says_so(
-    folder: Path, start_server: StartServer, mixture_of: Any
-) -> None:
-    run = "again"
-    path = write_mixture(folder, run)
-    server = start_server(path)
-    mixture = mixture_of(server, run)
-    change = {"drop": ["c"], "set": [{"child": "a", "weight": 1}]}
-    with World(server.url(run), RANKS, BATCH) as world:
-        early = until(world, 30).state()
-        made = mixture.revise(**change)
-        late = until(world, made["sample_index"] + 10).state()
-    timeline = revised(course_of(path), made["sample_index"], **change)
-    # Another world and batch: the revision lies within a step, and within a group, of theirs.
-    with World(server.url(run), 3, 5, state=early) as world:
-        until(world, 300)
-        check(world, timeline, 30)
-    assert server.log.count(f"{run}: revision 1 applies at sample {made['sample_index']} (why)") == 1
-    with World(server.url(run), 1, 7, state=late) as world:
-        until(world, 400)
-        check(world, timeline, made["sample_index"] + 10)
-    assert mixture.read()["dropped"] == ["c"]
-
-
-def test_a_ledger_that_lost_a_revision_takes_it_from_the_trainers_state(
-    folder: Path, start_server: StartServer, mixture_of: Any, tmp_path: Path
-) -> None:
-    run = "lost"
-    path = write_mixture(folder, run)
-    server = start_server(path)
-    with World(server.url(run), RANKS, BATCH) as world:
-        until(world, 30)
-    assert server.terminate() == 0
-    before = server.ledger_file.read_bytes()
-    server.start()
-    mixture = mixture_of(server, run)
-    change = {"set": [{"child": "a", "weight": 9}]}
-    with World(server.url(run), RANKS, BATCH, resume="latest") as world:
-        until(world, 40)
-        made = mixture.revise(**change)
-        until(world, made["sample_index"] + 20)
-        state = world.state()
-    assert server.terminate() == 0
-    server.ledger_file.write_bytes(before)
-    server.start()
-    timeline = revised(course_of(path), made["sample_index"], **change)
-    with World(server.url(run), 3, 2, state=state) as world:
-        until(world, made["sample_index"] + 200)
-        check(world, timeline, made["sample_index"] + 20)
-    assert [each["reason"] for each in mixture_of(server, run).read()["revisions"]] == ["brought by a trainer's state"]
-
-
 def _peek(server: ServerProcess, run: str) -> RemoteDataset:
     """One that does not look so far ahead that a revision would change what it saw."""
     return PeekDataset(server.url(run), 1, connection=ConnectionOptions(prefetch_steps=8))
 
 
 def test_a_new_source_comes_while_ranks_train_and_everybody_knows_its_name(
-    folder: Path, start_server: StartServer, mixture_of: Any, tokenloom: CommandLine
+    folder: Path, start_server: StartServer, tokenloom: CommandLine
 ) -> None:
     run = "widened"
     path = write_mixture(folder, run)
@@ -276,7 +186,7 @@ def test_a_new_source_comes_while_ranks_train_and_everybody_knows_its_name(
         until(world, 10)
         looked = [int(batch["source_ids"][0]) for _, batch in zip(range(20), peek, strict=False)]
         assert set(looked) <= {0, 1, 2}
-        mixture_of(server, run).revise(**add)
+        Mixture(server, run).revise(**add)
         assert [source.alias for source in world.ranks[1].sources] == ["a", "b", "c"]
         until(world, GROUP + 40)
         assert any(sample.source == 3 for sample in world.receipt.samples.values())
@@ -297,20 +207,19 @@ def test_a_new_source_comes_while_ranks_train_and_everybody_knows_its_name(
         assert world.join().ranks[0].sources[3].alias == "late"
 
 
-def test_files_that_appear_are_read_once_they_are_appended(
-    tmp_path: Path, start_server: StartServer, mixture_of: Any
-) -> None:
+def test_files_that_appear_are_read_once_they_are_appended(tmp_path: Path, start_server: StartServer) -> None:
     run = "grown"
     for name in ("a", "b", "c"):
         write_parquet(tmp_path / f"{'a-0' if name == 'a' else name}.parquet", rows(name, 150), group=50)
     path = write_mixture(tmp_path, run)
     plain = course_of(path)
     server = start_server(path)
-    mixture = mixture_of(server, run)
+    mixture = Mixture(server, run)
     with World(server.url(run), RANKS, BATCH) as world:
         until(world, 10)
-        message = refused(mixture.patch(append_files=["a"]), 422, "ConfigError")
-        assert "has no file that the run does not read already" in message
+        refused = mixture.patch(append_files=["a"])
+        assert refused.status_code == 422
+        assert "has no file that the run does not read already" in refused.json()["message"]
         write_parquet(tmp_path / "a-1.parquet", rows("more"), group=50)
         made = mixture.revise(append_files=["a"])
         assert made["changes"] == ["parquet:a-*.parquet:ids: 1 files more"]
@@ -325,13 +234,11 @@ def test_files_that_appear_are_read_once_they_are_appended(
         assert world.run().receipt.sequence()[: len(samples)] == samples
 
 
-def test_excluded_rows_are_absent_from_then_on_and_counted(
-    folder: Path, start_server: StartServer, mixture_of: Any
-) -> None:
+def test_excluded_rows_are_absent_from_then_on_and_counted(folder: Path, start_server: StartServer) -> None:
     run = "taken-down"
     path = write_mixture(folder, run)
     server = start_server(path)
-    mixture = mixture_of(server, run)
+    mixture = Mixture(server, run)
     gone = {"a": range(0, 400, 3), "parquet:b.parquet:ids": range(0, 400, 2)}
     with (folder / "gone.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -350,7 +257,11 @@ def test_excluded_rows_are_absent_from_then_on_and_counted(
         begun = ids[0]  # a row that was begun before is read to its end
         assert len(set(ids)) > 40
         assert not any(row % step == 0 for row in ids if row != begun)
-    assert {s["alias"]: s["excluded_rows"] for s in mixture.stats()["sources"]} == {"a": 134, "b": 200, "c": 0}
+    assert {s["alias"]: s["excluded_rows"] for s in server.get(f"/v1/runs/{run}/stats")["sources"]} == {
+        "a": 134,
+        "b": 200,
+        "c": 0,
+    }
     # The file has to stay as it is.
     (folder / "gone.csv").write_text("spec,shard,row\na,a-0.parquet,1\n", encoding="utf-8")
     server.kill()
@@ -358,9 +269,7 @@ def test_excluded_rows_are_absent_from_then_on_and_counted(
         server.start()
 
 
-def test_a_phase_with_longer_samples_is_joined_again_from_the_state(
-    folder: Path, start_server: StartServer, mixture_of: Any
-) -> None:
+def test_a_phase_with_longer_samples_is_joined_again_from_the_state(folder: Path, start_server: StartServer) -> None:
     run = "longer"
     begin = 101
     phases = [{"until_tokens": begin * LENGTH}, {"sequence_length": 4 * LENGTH}]
@@ -375,7 +284,7 @@ def test_a_phase_with_longer_samples_is_joined_again_from_the_state(
         check(world, course_of(path))
     # Between the phases a revision is not behind the end of the data.
     change = {"set": [{"child": "c", "weight": 3}]}
-    made = mixture_of(server, run).revise(**change)
+    made = Mixture(server, run).revise(**change)
     assert made["sample_index"] > begin
     server.kill()
     server.start()
@@ -387,75 +296,8 @@ def test_a_phase_with_longer_samples_is_joined_again_from_the_state(
         assert world.ranks[0].total_tokens == (begin + 4 * (world.sample_index - begin)) * LENGTH
 
 
-@pytest.fixture(scope="module")
-def strict(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mixture]:
-    """A run that trains, and whose mixture nothing may change."""
-    server = ServerProcess(tmp_path_factory.mktemp("strict"), write_mixture(folder, "strict")).start()
-    mixture = Mixture(server, "strict")
-    with World(server.url("strict"), RANKS, BATCH) as world:
-        until(world, 10)
-        before = mixture.read()
-        yield mixture
-        assert mixture.read() == before
-        until(world, 3 * GROUP)
-        check(world, course_of(folder / "strict.yaml"))
-    mixture.close()
-    server.kill()
-
-
-def test_what_cannot_be_is_refused_by_name(strict: Mixture) -> None:
-    cases: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"set": [{"child": "a", "wieght": 2}]}, "body.set.0.wieght: found a field that is not known here"),
-        ({"reason": ""}, "body.reason: found"),
-        ({"sample_index": True, "drop": ["c"]}, "body.sample_index: found true"),
-        (
-            {"set": [{"child": "d", "weight": 2}]},
-            "set.0.child: the mixture has no 'd'; it has 'mixture'",
-        ),
-        (
-            {"set": [{"child": "a", "weight": -1}]},
-            "mixture.children.0.weight: Input should be greater than 0",
-        ),
-        ({"add": [{"child": {"sourc": "x"}}]}, "add.0.child.source: is missing"),
-        ({"add": [{"child": {"source": "parquet:none-*.parquet:ids"}}]}, "no file matches"),
-        ({"add": [{"child": {"source": "parquet:\x00.parquet:ids"}}]}, r"source 'parquet:\x00.parquet:ids': no file"),
-        ({"add": [{"child": {"source": f"parquet:{'x' * 900}:ids"}}]}, "cannot be looked up (File name too long)"),
-        ({"mixture": NODE, "drop": ["a"]}, "mixture: a whole mixture is given, so set, add and drop must be left out"),
-        ({"append_files": ["d"]}, "append_files: the mixture has no source 'd'"),
-        ({"exclude": {"file": "none.csv"}}, "exclude.file: 'none.csv' cannot be read (no such file)"),
-        ({"exclude": {"file": "/dev/stdin"}}, "exclude.file: '/dev/stdin' cannot be read"),
-        ({"exclude": {"file": "a\x00b"}}, r"exclude.file: 'a\x00b' cannot be read"),
-        ({"exclude": {"file": "a-0.parquet"}}, "'a-0.parquet' cannot be read as JSON lines"),
-        ({"drop": ["a"], "sample_index": 5, "total_tokens": 80}, "name one of them, or neither"),
-        ({}, "this changes nothing"),
-    )
-    for change, message in cases:
-        answer = strict.patch(**change)
-        assert answer.status_code == 422, answer.text
-        assert answer.json()["error"] in ("InvalidRequest", "ConfigError")
-        assert message in answer.json()["message"]
-
-
-def test_an_index_that_may_have_been_produced_is_refused_with_the_limit(strict: Mixture) -> None:
-    for place in ({"sample_index": GROUP - 1}, {"total_tokens": 3}):
-        message = refused(strict.patch(drop=["c"], **place), 416, "BeyondHorizon")
-        assert f"a revision of run 'strict' can hold from sample {GROUP} on" in message
-    assert strict.read()["first_revisable"] == GROUP
-
-
-def test_a_huge_or_deep_change_is_refused_and_harms_nothing(strict: Mixture) -> None:
-    children = [{"source": f"parquet:{'x' * 900}-{i}.parquet:ids"} for i in range(1200)]
-    node = {"policy": "weighted", "children": children}
-    assert refused(strict.patch(mixture=node), 413, "BodyTooLarge")
-    refused(strict.patch(mixture={**node, "children": children[:500]}), 422, "ConfigError")
-    for depth in (50, 300, 5000):
-        text = '{"reason":"why","dry_run":true,"mixture":' + '{"policy":"weighted","children":[' * depth
-        text += json.dumps(LATE) + "]}" * depth + "}"
-        assert strict.patch_text(text).status_code == (200 if depth == 50 else 422), depth
-
-
 def test_a_file_is_compared_with_what_revisions_made_of_it_and_not_with_a_later_phase(
-    folder: Path, start_server: StartServer, mixture_of: Any
+    folder: Path, start_server: StartServer
 ) -> None:
     run = "filed"
     phases = [{"until_tokens": 2000}, {"until_tokens": 4000, "mixture": NODE | {"policy": "weighted"}}]
@@ -463,7 +305,7 @@ def test_a_file_is_compared_with_what_revisions_made_of_it_and_not_with_a_later_
     server = start_server(write_mixture(folder, run, phases=phases))
 
     def made() -> list[list[str]]:
-        return [each["changes"] for each in mixture_of(server, run).read()["revisions"]]
+        return [each["changes"] for each in Mixture(server, run).read()["revisions"]]
 
     server.kill()
     write_mixture(folder, run, phases=phases, mixture=heavier)
@@ -475,7 +317,7 @@ def test_a_file_is_compared_with_what_revisions_made_of_it_and_not_with_a_later_
         server.start_with(*flags)
         assert len(made()) == 1
     # In the last phase, too, whose end is no part of the mixture.
-    mixture_of(server, run).revise(mixture=heavier, sample_index=200)
+    Mixture(server, run).revise(mixture=heavier, sample_index=200)
     server.kill()
     server.start_with()
     # The file that the run began with takes it all back, if that is asked for.

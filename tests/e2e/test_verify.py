@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from conftest import LENGTH, SPECS, Corpus
+from conftest import LENGTH, SPECS, Corpus, StartServer
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import Sample, World, rolling_digest
 
@@ -18,35 +16,34 @@ RUNS = ("wide", "narrow", "seeded", "rewound", "weighted", "untouched")
 
 
 @pytest.fixture(scope="module")
-def runs(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """REST addresses of runs that were trained, by name; on two servers."""
+def servers(corpus: Corpus, serve: StartServer) -> dict[str, ServerProcess]:
+    """Runs that were trained: the server of each."""
     other = {"seeded": {"seed": 8}, "weighted": {"mixture": _weighted()}}
     mixtures = {run: corpus.mixture(run, **other.get(run, {})) for run in RUNS}
-    folder = tmp_path_factory.mktemp("verify")
-    first = ServerProcess(folder / "first", mixtures["wide"], mixtures["rewound"], mixtures["untouched"]).start()
-    second = ServerProcess(folder / "second", *(mixtures[run] for run in ("narrow", "seeded", "weighted"))).start()
-    try:
-        with World(first.url("wide"), 2, 4) as world:
-            world.steps(8)
-        for run in ("narrow", "seeded", "weighted"):
-            with World(second.url(run), 1, 3) as world:
-                world.steps(17)
-        with World(first.url("rewound"), 2, 4) as world:
-            world.steps(3)
-            state = world.state()
-            world.steps(4)
-        with World(first.url("rewound"), 3, 1, state=state) as world:
-            world.steps(9)
-        first.kill()
-        first.start()  # what is told is that of the ledger
-        yield {
-            **dict.fromkeys(("wide", "rewound", "untouched"), first.rest_url),
-            **dict.fromkeys(("narrow", "seeded", "weighted"), second.rest_url),
-            "folder": str(folder),
-        }
-    finally:
-        first.kill()
-        second.kill()
+    first = serve(*(mixtures[run] for run in ("wide", "rewound", "untouched")))
+    second = serve(*(mixtures[run] for run in ("narrow", "seeded", "weighted")))
+    with World(first.url("wide"), 2, 4) as world:
+        world.steps(8)
+    for run in ("narrow", "seeded", "weighted"):
+        with World(second.url(run), 1, 3) as world:
+            world.steps(17)
+    with World(first.url("rewound"), 2, 4) as world:
+        world.steps(3)
+        state = world.state()
+        world.steps(4)
+    with World(first.url("rewound"), 3, 1, state=state) as world:
+        world.steps(9)
+    first.kill()
+    first.start()  # what is told is that of the ledger
+    return dict.fromkeys(("wide", "rewound", "untouched"), first) | dict.fromkeys(
+        ("narrow", "seeded", "weighted"), second
+    )
+
+
+@pytest.fixture
+def runs(servers: dict[str, ServerProcess]) -> dict[str, str]:
+    """Their REST addresses."""
+    return {run: server.rest_url for run, server in servers.items()}
 
 
 def _weighted() -> dict[str, Any]:
@@ -65,37 +62,31 @@ def _weighted() -> dict[str, Any]:
     }
 
 
-def saved(runs: dict[str, str], run: str, index: int, folder: Path) -> Path:
+def saved(server: ServerProcess, run: str, index: int, folder: Path) -> Path:
     """A snapshot of a run, as a file."""
-    with httpx.Client(base_url=runs[run], trust_env=False, timeout=30) as http:
-        made = http.post(f"/v1/runs/{run}/snapshots", json={"sample_index": index})
-        assert made.status_code == 201, made.text
-        text = http.get(f"/v1/runs/{run}/snapshots/{made.json()['id']}").text
+    made = server.request("POST", f"/v1/runs/{run}/snapshots", json={"sample_index": index})
+    assert made.status_code == 201, made.text
     path = folder / f"{run}-{index}.json"
-    path.write_text(text, encoding="utf-8")
+    path.write_text(server.request("GET", f"/v1/runs/{run}/snapshots/{made.json()['id']}").text, encoding="utf-8")
     return path
 
 
-def receipt(runs: dict[str, str], run: str, index: int | None = None) -> dict[str, Any]:
-    with httpx.Client(base_url=runs[run], trust_env=False, timeout=30) as http:
-        found = http.get(f"/v1/runs/{run}/receipt", params={} if index is None else {"sample_index": index})
-        assert found.status_code == 200, found.text
-        document: dict[str, Any] = found.json()
-        return document
+def receipt(server: ServerProcess, run: str, **query: int) -> Any:
+    return server.get(f"/v1/runs/{run}/receipt", **query)
 
 
 def test_a_receipt_at_any_committed_index_is_what_trainers_got(
-    runs: dict[str, str], sequence: list[Sample], corpus: Corpus
+    servers: dict[str, ServerProcess], sequence: list[Sample], corpus: Corpus
 ) -> None:
+    server = servers["rewound"]
     for index in (0, 1, 7, 24, 31, 33):
-        found = receipt(runs, "rewound", index)
+        found = receipt(server, "rewound", sample_index=index)
         assert found["digest"] == rolling_digest(sequence[:index])
         assert found["total_tokens"] == index * LENGTH
         counted = {spec: tokens // LENGTH for spec, tokens in corpus.tokens(sequence[:index]).items()}
         assert found["samples"] == counted
-    assert receipt(runs, "rewound")["sample_index"] == 51
-    with httpx.Client(base_url=runs["rewound"], trust_env=False, timeout=30) as http:
-        beyond = http.get("/v1/runs/rewound/receipt?sample_index=52")
+    assert receipt(server, "rewound")["sample_index"] == 51
+    beyond = server.request("GET", "/v1/runs/rewound/receipt?sample_index=52")
     assert (beyond.status_code, beyond.json()["error"]) == (416, "BeyondHorizon")
 
 
@@ -109,42 +100,42 @@ def test_the_same_order_is_proven_on_other_ranks_and_batches(runs: dict[str, str
     assert json.loads(again.output)["same_samples"] == 51
 
 
-def test_the_first_sample_that_differs_is_found_in_the_middle(runs: dict[str, str], tokenloom: CommandLine) -> None:
+def test_the_first_sample_that_differs_is_found_in_the_middle(
+    servers: dict[str, ServerProcess], runs: dict[str, str], tokenloom: CommandLine
+) -> None:
     done = tokenloom("verify", f"{runs['weighted']}/weighted", f"{runs['narrow']}/narrow", "--json")
     assert done.status == 1, done.output
     found = json.loads(done.output)
     assert found["same_samples"] > 1, "else this shows nothing of the search"
-    _check_first_that_differs(runs, "weighted", "narrow", found)
+    # By asking for every index, which `verify` does not.
+    told = [[receipt(servers[run], run, sample_index=n) for n in range(52)] for run in ("weighted", "narrow")]
+    first = next(n for n in range(52) if told[0][n]["digest"] != told[1][n]["digest"])
+    assert found["first_differing_sample"] == found["same_samples"] == first - 1
+    for receipts, side in zip(told, found["sides"], strict=True):
+        source = side["source_of_first_differing_sample"]
+        assert receipts[first]["samples"][source] == receipts[first - 1]["samples"][source] + 1
     text = tokenloom("verify", f"{runs['weighted']}/weighted", f"{runs['narrow']}/narrow").output
     assert f"sample {found['same_samples']} is the first that differs" in text
     assert f"sample {found['same_samples']} of A is of {found['sides'][0]['source_of_first_differing_sample']}" in text
 
 
-def _check_first_that_differs(runs: dict[str, str], a: str, b: str, found: dict[str, Any]) -> None:
-    """By asking for every index, which `verify` does not."""
-    digests = [(receipt(runs, a, n)["digest"], receipt(runs, b, n)["digest"]) for n in range(52)]
-    first = next(n for n, (ours, theirs) in enumerate(digests) if ours != theirs)
-    assert found["first_differing_sample"] == found["same_samples"] == first - 1
-    for run, side in zip((a, b), found["sides"], strict=True):
-        before, behind = (receipt(runs, run, n)["samples"] for n in (first - 1, first))
-        assert behind[side["source_of_first_differing_sample"]] == before[side["source_of_first_differing_sample"]] + 1
-
-
 def test_snapshots_and_checkpoints_are_compared_with_servers_and_with_each_other(
-    runs: dict[str, str], tokenloom: CommandLine, tmp_path: Path
+    servers: dict[str, ServerProcess], runs: dict[str, str], tokenloom: CommandLine, tmp_path: Path
 ) -> None:
-    wide, narrow = saved(runs, "wide", 40, tmp_path), saved(runs, "narrow", 40, tmp_path)
+    wide, narrow = saved(servers["wide"], "wide", 40, tmp_path), saved(servers["narrow"], "narrow", 40, tmp_path)
     checkpoint = tmp_path / "checkpoint.json"
     checkpoint.write_text(json.dumps({"step": 3, "data": {"tokenloom": narrow.read_text()}}), encoding="utf-8")
     for a, b in ((wide, narrow), (wide, checkpoint), (checkpoint, f"{runs['rewound']}/rewound")):
         done = tokenloom("verify", a, b)
         assert done.status == 0, done.output
         assert f"the same through sample index 40 ({40 * LENGTH:,} tokens)" in done.output
-    seeded = tokenloom("verify", saved(runs, "seeded", 40, tmp_path), f"{runs['wide']}/wide")
+    seeded = tokenloom("verify", saved(servers["seeded"], "seeded", 40, tmp_path), f"{runs['wide']}/wide")
     assert seeded.status == 1
     assert "seed: A has 8, B has 7" in seeded.output
     assert "the first sample that differs is one of" in seeded.output
-    unknown = tokenloom("verify", saved(runs, "wide", 41, tmp_path), saved(runs, "narrow", 49, tmp_path))
+    unknown = tokenloom(
+        "verify", saved(servers["wide"], "wide", 41, tmp_path), saved(servers["narrow"], "narrow", 49, tmp_path)
+    )
     assert unknown.status == 2
     assert "no other sample index up to 41 is known to both" in unknown.output
 
@@ -154,17 +145,18 @@ def test_snapshots_and_checkpoints_are_compared_with_servers_and_with_each_other
     [
         ("{wide}", "{narrow}/narrow", "serves 3 runs: rewound, untouched, wide; name one: http://"),
         ("{wide}/wide", "{narrow}/nothing", "NotFound"),
-        ("{wide}/wide", "{folder}/none.json", "cannot be read"),
-        ("{wide}/wide", "{folder}/first/ledger.db", "SnapshotInvalid"),
+        ("{wide}/wide", "none.json", "cannot be read"),
+        ("{wide}/wide", "{ledger}", "SnapshotInvalid"),
         ("{wide}/wide", "grpc://127.0.0.1:1/run", "expected the REST address"),
         ("{wide}/wide", "http://127.0.0.1:1/run", "no answer"),
         ("{wide}/untouched", "{narrow}/narrow", "nothing is proven"),
     ],
 )
 def test_what_cannot_be_compared_is_told_with_status_2(
-    a: str, b: str, fault: str, runs: dict[str, str], tokenloom: CommandLine
+    a: str, b: str, fault: str, servers: dict[str, ServerProcess], runs: dict[str, str], tokenloom: CommandLine
 ) -> None:
-    done = tokenloom("verify", a.format(**runs), b.format(**runs))
+    ledger = servers["wide"].ledger_file
+    done = tokenloom("verify", a.format(**runs, ledger=ledger), b.format(**runs, ledger=ledger))
     assert done.status == 2, done.output
     assert fault in done.output
 
@@ -197,30 +189,25 @@ def test_a_report_says_what_was_read_and_by_which_launches(
     assert f"`{found['digest']}`" in card
 
 
-def test_what_one_run_skipped_is_found_and_reported(corpus: Corpus, tmp_path: Path, tokenloom: CommandLine) -> None:
-    server = ServerProcess(tmp_path, corpus.mixture("skipping"), corpus.mixture("reading")).start()
-    try:
-        with World(server.url("skipping"), 2, 4) as world:
-            world.steps(4)
-        with httpx.Client(base_url=server.rest_url, trust_env=False, timeout=30) as http:
-            pinned = http.post("/v1/runs/skipping/restore", json={"sample_index": 20, "skip_samples": 9})
-            assert pinned.status_code == 200, pinned.text
-        with World(server.url("skipping"), 1, 5) as world:
-            world.steps(8)
-        with World(server.url("reading"), 1, 3) as world:
-            world.steps(25)
-        url = server.rest_url
-        with httpx.Client(base_url=url, trust_env=False, timeout=30) as http:
-            ours, theirs = (
-                http.get(f"/v1/runs/{run}/receipt?sample_index=50").json() for run in ("skipping", "reading")
-            )
-            within = http.get("/v1/runs/skipping/receipt?sample_index=25").json()
-        done = tokenloom("verify", f"{url}/skipping", f"{url}/reading", "--json")
-        text = tokenloom("verify", f"{url}/skipping", f"{url}/reading").output
-        report = json.loads(tokenloom("report", url, "--run", "skipping", "--json").output)
-        card = tokenloom("report", url, "--run", "skipping").output
-    finally:
-        server.kill()
+def test_what_one_run_skipped_is_found_and_reported(
+    corpus: Corpus, start_server: StartServer, tokenloom: CommandLine
+) -> None:
+    server = start_server(corpus.mixture("skipping"), corpus.mixture("reading"))
+    with World(server.url("skipping"), 2, 4) as world:
+        world.steps(4)
+    pinned = server.request("POST", "/v1/runs/skipping/restore", json={"sample_index": 20, "skip_samples": 9})
+    assert pinned.status_code == 200, pinned.text
+    with World(server.url("skipping"), 1, 5) as world:
+        world.steps(8)
+    with World(server.url("reading"), 1, 3) as world:
+        world.steps(25)
+    url = server.rest_url
+    ours, theirs = (receipt(server, run, sample_index=50) for run in ("skipping", "reading"))
+    within = receipt(server, "skipping", sample_index=25)
+    done = tokenloom("verify", f"{url}/skipping", f"{url}/reading", "--json")
+    text = tokenloom("verify", f"{url}/skipping", f"{url}/reading").output
+    report = json.loads(tokenloom("report", url, "--run", "skipping", "--json").output)
+    card = tokenloom("report", url, "--run", "skipping").output
     assert (ours["digest"], ours["samples"]) == (theirs["digest"], theirs["samples"])
     assert (ours["skipped"], theirs["skipped"]) == ([{"first": 20, "end": 29}], [])
     assert within["skipped"] == [{"first": 20, "end": 25}]

@@ -13,7 +13,7 @@ from support.catalog import CATALOG
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, flat, mixture, order_of, write_corpus
 from tokenloom_proto.seal import seal
 from tokenloom_server.config import mixture_file as config
-from tokenloom_server.core.state import MAX_COUNTER, Cursor, SourceState, State
+from tokenloom_server.core.state import MAX_COUNTER, FileCursor, SourceState, State
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.mixing import elsewhere
 from tokenloom_server.mixing.mixer import Mixer
@@ -95,10 +95,10 @@ def test_cursors_and_counters_are_what_the_payload_says(order: PipelineFactory) 
     state = state_of(point)
 
     code, docs, prose, last = state.sources
-    assert code.cursor == Cursor(0, 1, 3, 0)
+    assert code.cursor == FileCursor(0, 1, 3)
     assert (code.samples, code.tokens, code.rows) == (10, 80, len(ROWS[CODE][0]) + 3)  # of 83 tokens 10 samples
-    assert (docs.cursor, docs.samples, docs.rows) == (Cursor(0, 0, 4, 0), 5, 4)
-    assert (prose.cursor, prose.samples, prose.rows) == (Cursor(0, 0, 12, 0), 2, 12)  # all of the first shard
+    assert (docs.cursor, docs.samples, docs.rows) == (FileCursor(0, 0, 4), 5, 4)
+    assert (prose.cursor, prose.samples, prose.rows) == (FileCursor(0, 0, 12), 2, 12)  # all of the first shard
     assert (last.cursor.row, last.samples, last.tokens) == (5, 0, 0)  # no token_offset
     assert (state.sample_index, state.total_tokens) == (17, 136)
     assert (point.sample_index, point.total_tokens, point.run_uid, point.generation) == (17, 136, None, 0)
@@ -273,7 +273,7 @@ def test_a_new_source_begins_at_the_baseline_and_counts_nothing(folder: Path, ba
     point = import_into(order, entry(CODE, 3, 80), entry(DOCS, 2, 40))
     state = state_of(point)
 
-    assert (state.sources[2].samples, state.sources[2].rows, state.sources[2].cursor) == (0, 0, Cursor())
+    assert (state.sources[2].samples, state.sources[2].rows, state.sources[2].cursor) == (0, 0, None)
     assert (state.nodes[0][2].samples, state.nodes[0][2].tokens) == (0, 0)
     assert sum(child.credit for child in state.nodes[0]) == 0
     which = {"min": "the minimum", "mean": "the mean", "zero": "zero"}[baseline]

@@ -132,10 +132,9 @@ def test_states_name_what_they_mean(folder: Path) -> None:
         assert not {"shard", "shard_index", "row_offset"} & entry.keys()
     assert prose["shard"] == order.record.shard_paths[2][prose["shard_index"]]
     assert len(wiki["lanes"]) == 3
-    assert sum(lane[4] for lane in wiki["lanes"]) == wiki["samples"]
-    assert [wiki["epoch"], wiki["window"], wiki["window_row"], wiki["row_token_offset"]] in [
-        lane[:4] for lane in wiki["lanes"]
-    ]
+    assert sum(lane["samples"] for lane in wiki["lanes"]) == wiki["samples"]
+    cursor = {field: wiki[field] for field in ("epoch", "window", "window_row", "row_token_offset")}
+    assert any(cursor.items() <= lane.items() for lane in wiki["lanes"])
     shown = [place(source) for source in _sources(found, None)]
     assert f"window {code['window']}, row {code['window_row']}" in shown[0]
     assert f"{prose['shard']}, row {prose['row_offset']}" in shown[2]
@@ -144,16 +143,19 @@ def test_states_name_what_they_mean(folder: Path) -> None:
     assert not {"shuffle", "lanes", "window"} & {key for entry in plain for key in entry}
 
 
+LANE = {"samples": 0, "rows": 0}
 BAD: list[tuple[str, int, dict[str, Any], str]] = [
-    ("a window that is a place in a file", 0, {"shuffle": "shards", "shard": "data/code-0.parquet"}, "shard_index: "),
-    ("a place in a file that is a window", 2, {"shuffle": "rows"}, "window: Field required"),
+    ("a window that is a place in a file", 0, {"shuffle": "shards", "shard": "data/code-0.parquet"}, "shard: Extra"),
+    ("a window of shuffled files", 0, {"shuffle": "shards"}, "shuffle is 'shards', but"),
+    ("a place in a file that is a window", 2, {"window": 1}, "window_row: Field required"),
     ("another shuffle", 2, {"shuffle": "none"}, "shuffle is 'none', but"),
     ("a window below 0", 0, {"window": -1}, "window: "),
-    ("lanes of a source that has none", 0, {"lanes": [[0, 0, 0, 0, 0, 0]]}, "lanes has 1 entries, but"),
-    ("a lane too few", 3, {"lanes": [[0, 0, 0, 0, 0, 0]] * 2}, "lanes has 2 entries, but this run's source has 3"),
-    ("lanes that gave something else", 3, {"lanes": [[0, 0, 0, 0, 1, 0]] * 3}, "but its lanes have 3"),
-    ("a lane of five numbers", 3, {"lanes": [[0, 0, 0, 0, 0]] * 3}, "a lane has 6 numbers, or 11"),
-    ("a lane of text", 3, {"lanes": ["a"] * 3}, "lanes.0"),
+    ("lanes of a source that has none", 0, {"lanes": [LANE]}, "lanes has 1 entries, but"),
+    ("a lane too few", 3, {"lanes": [LANE] * 2}, "lanes has 2 entries, but this run's source has 3"),
+    ("lanes that gave something else", 3, {"lanes": [{**LANE, "samples": 1}] * 3}, "but its lanes have 3"),
+    ("a lane that says no rows", 3, {"lanes": [{"samples": 0}] * 3}, r"lanes\.0\.rows: Field required"),
+    ("a lane in a file", 3, {"lanes": [{**LANE, "epoch": 0, "shard_index": 0, "row_offset": 0}] * 3}, "lanes"),
+    ("a lane of text", 3, {"lanes": ["a"] * 3}, r"lanes\.0"),
 ]
 
 
@@ -260,7 +262,7 @@ def test_the_epochs_of_shuffled_sources_go_on_from_sample_to_sample(folder: Path
         for state in every:
             own = state.sources[source]
             _, done = stats._rows_of_epoch(order, source, own)
-            read.append(own.cursor.epoch + done)
+            read.append(own.epoch + done)
         assert read[0] == 0
         # A file's bytes stand for its rows, so between two files it may go back by a little.
         assert all(now > before - 0.01 for before, now in pairwise(read))

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import CODE, decode_state, encode_state, flat, mixture, order_of, parsed, reread, write_corpus
-from tokenloom_proto.seal import canonical, seal, unseal
+from tokenloom_proto.seal import SNAPSHOT_FORMAT, SNAPSHOT_VERSION, canonical, seal, unseal
 from tokenloom_server.core.state import (
     DIGEST_MODULUS,
     MAX_COUNTER,
     ChildState,
-    Cursor,
+    FileCursor,
     RowCounts,
     SourceState,
     State,
@@ -25,7 +25,7 @@ from tokenloom_server.core.state import (
 )
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.mixing.mixer import node_shape
-from tokenloom_server.order import snapshot, snapshot_document, snapshot_encode
+from tokenloom_server.order import snapshot, snapshot_encode
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.state_shape import Shape
@@ -142,12 +142,12 @@ def test_two_hundred_sources_take_at_most_64_kilobytes() -> None:
         sample_index=200 * samples,
         total_tokens=1600 * samples,
         digest=DIGEST_MODULUS - 1,
-        sources=tuple(SourceState(Cursor(1, 89, 10**6, 10**5), samples, 10**11, 8 * samples) for _ in specs),
+        sources=tuple(SourceState(FileCursor(1, 89, 10**6, 10**5), samples, 10**11, 8 * samples) for _ in specs),
         nodes=(tuple(ChildState(samples, 8 * samples, -(10**6)) for _ in specs),),
     )
     template = dict.fromkeys(("manifest_digest", "config_digest"), "f" * 64) | {
-        "format": snapshot_document.FORMAT,
-        "version": snapshot_document.VERSION,
+        "format": SNAPSHOT_FORMAT,
+        "version": SNAPSHOT_VERSION,
         "run": "r" * 40,
         "run_uid": UID,
         "stream": "train",
@@ -245,7 +245,7 @@ def add(path: str, value: int) -> Callable[[dict[str, Any]], None]:
 DATASET = "resume_state.datasets.0"
 SWAPPED = [
     ("format", "other/snapshot", "format is 'other/snapshot', expected 'tokenloom/snapshot'"),
-    ("version", 2, "format version 2, this server reads 1: restore it with the Tokenloom release that wrote it"),
+    ("version", 3, "format version 3, this server reads 1 and 2: restore it with the Tokenloom release that wrote it"),
     ("version", 0, "format version 0"),
     ("version", "1", "format version '1'"),
     ("version", True, "version: "),
@@ -281,10 +281,14 @@ SWAPPED = [
     ("resume_state.surprise", 1, "resume_state.surprise: "),
     ("resume_state.datasets", [], "resume_state.datasets does not list this run's sources"),
     (f"{DATASET}.spec", "parquet:other:ids", "only there: ['parquet:other:ids'], only here: ['parquet:data/code"),
-    (f"{DATASET}.id", 1, "resume_state.datasets.0: shard"),
+    (f"{DATASET}.id", 1, "resume_state.datasets.0: id is 1, but 'parquet:"),
     (f"{DATASET}.shard", "data/code-9.parquet", "shard 'data/code-9.parquet' at "),
-    (f"{DATASET}.shard_index", 2, "is not in this run's manifest"),
-    (f"{DATASET}.shard_index", MAX_COUNTER, "is not in this run's manifest"),
+    (f"{DATASET}.shard_index", 1, "is not in this run's manifest"),
+    (f"{DATASET}.shard_index", 2, "shard_index is 2, but this run's source has 2 files"),
+    (f"{DATASET}.shard_index", MAX_COUNTER, "but this run's source has 2 files"),
+    (f"{DATASET}.packed_samples", 3, f"{DATASET}: packed_samples is 3, but this run's packing has no such place"),
+    ("resume_state.version", 1, "resume_state.version: "),
+    ("resume_state.version", 3, "resume_state.version: "),
     (f"{DATASET}.samples", 10**9, "resume_state.datasets.0: token_offset is"),
     (f"{DATASET}.token_offset", 0, "resume_state.datasets.0: token_offset is 0"),
     (f"{DATASET}.skipped_samples", 10**6, f"{DATASET}: skipped_samples is 1000000, but it is a part of samples"),
@@ -404,7 +408,7 @@ def test_a_swapped_resume_state_is_refused_where_the_ledger_keeps_it_too(case: C
 
 
 def start_of(run: str = "test", **fields: Any) -> str:
-    document = {"format": snapshot_document.FORMAT, "version": 1, "run": run, "stream": "train"}
+    document = {"format": SNAPSHOT_FORMAT, "version": SNAPSHOT_VERSION, "run": run, "stream": "train"}
     return seal(document | {"sample_index": 0, "total_tokens": 0, "digest": "0" * 32} | fields)
 
 

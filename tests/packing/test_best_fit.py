@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from support.corpora import flat, order_of, reread
 from support.documents import EOT, Row, Sample, documents_of, samples_of, state_after
 from tokenloom_server.core.hashing import Purpose, draw
-from tokenloom_server.core.state import Cursor, RowCounts, SourceState
+from tokenloom_server.core.state import FileCursor, PackedCursor, RowCounts, SourceState
 from tokenloom_server.errors import SourceError
 from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.packing.best_fit import BestFitPacker, Window
@@ -142,12 +142,16 @@ def expected(case: Case) -> Iterator[Sample]:
             padding = bytes([PAD] * rest)
             raw = (padding + bytes(ids) if case.left else bytes(ids) + padding) + len(ids).to_bytes(4, "little")
             whole = rank == last
-            behind = Cursor(epoch, window[-1][1], window[-1][2] + 1) if whole else Cursor(epoch, shard, first, rank + 1)
+            after = (
+                FileCursor(epoch, window[-1][1], window[-1][2] + 1)
+                if whole
+                else PackedCursor(FileCursor(epoch, shard, first), rank + 1)
+            )
             rows = len(window) if whole else len(window) * (rank + 1) // len(bins)
             yield Sample(
                 ids,
                 raw,
-                behind,
+                after,
                 passed + rows,
                 tally,
                 tuple(start + rest * case.left for start in starts),
@@ -267,7 +271,7 @@ def test_a_long_document_is_cut_into_full_samples_and_its_rest_is_packed() -> No
 def test_a_state_after_more_samples_than_the_window_has_is_refused() -> None:
     case = Case((((1, 2, 3), (4, 5)),), 4)
     with pytest.raises(SourceError, match=r"stands behind 7 samples of the window .* row 0 of shard-0"):
-        case.samples(1, SourceState(cursor=Cursor(0, 0, 0, 7), samples=7, tokens=28))
+        case.samples(1, SourceState(cursor=PackedCursor(FileCursor(0, 0, 0), 7), samples=7, tokens=28))
 
 
 @pytest.mark.parametrize("epochs", [0.5, 1.0, math.inf])

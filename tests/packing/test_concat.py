@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import numbers
 from support.documents import EOT, MemorySource, Row, Sample, documents_of, samples_of, state_after
-from tokenloom_server.core.state import Cursor, RowCounts, SourceState
+from tokenloom_server.core.state import Cursor, FileCursor, RowCounts, SourceState
 from tokenloom_server.errors import SourceError
 from tokenloom_server.packing.concat import ConcatPacker
 from tokenloom_server.packing.documents import Documents
@@ -84,7 +84,7 @@ def expected(case: Case, limit: int) -> tuple[list[Sample], int]:
         for number, (epoch, shard, row, ids) in enumerate(documents()):
             for offset, token in enumerate(ids):
                 last = offset == len(ids) - 1
-                cursor = Cursor(epoch, shard, row + last, 0 if last else offset + 1)
+                cursor = FileCursor(epoch, shard, row + last, 0 if last else offset + 1)
                 yield token, offset == 0, cursor, number + last
 
     def sample(ids: tuple[int, ...], advanced: list[Any], read: list[Any]) -> Sample:
@@ -197,7 +197,7 @@ def test_a_document_that_does_not_fit_opens_the_next_sample_across_epochs_too() 
 
 def test_rows_without_tokens_are_counted_when_the_next_token_is_taken() -> None:
     found = taken(case_of([], [1, 2, 3], None, [], [4, 5, 6, 7]).packer(), 9)
-    assert [(sample.rows, sample.cursor.row, sample.cursor.offset) for sample in found] == [(2, 2, 0), (4, 4, 4)]
+    assert [(sample.rows, sample.cursor) for sample in found] == [(2, FileCursor(0, 0, 2)), (4, FileCursor(0, 0, 4, 4))]
 
 
 def test_a_sample_within_one_long_document_has_no_start() -> None:
@@ -228,7 +228,7 @@ def test_a_last_part_of_an_epoch_may_have_no_token() -> None:
 
 
 def test_a_cursor_inside_a_row_that_is_shorter_now_is_refused() -> None:
-    state = SourceState(cursor=Cursor(0, 0, 1, 3), samples=1, rows=1, tokens=4)
+    state = SourceState(cursor=FileCursor(0, 0, 1, 3), samples=1, rows=1, tokens=4)
     with pytest.raises(SourceError, match="token 3 of row 1 of shard-0, but that row has 2 tokens"):
         taken(case_of([1], [2], [3, 4, 5, 6, 7, 8, 9]).packer(state), 1)
 

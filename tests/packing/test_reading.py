@@ -14,10 +14,10 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenloom_server.core.state import Cursor
+from tokenloom_server.core.state import Cursor, FileCursor, WindowCursor
 from tokenloom_server.errors import SourceError
 from tokenloom_server.packing import window
-from tokenloom_server.packing.documents import Documents, TokenizedRows
+from tokenloom_server.packing.documents import Documents
 from tokenloom_server.packing.reading import FileOrder, Layout, Reading, ShuffledFiles, Windows
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.tokenizer.documents import DocumentEncoder
@@ -58,7 +58,7 @@ class Numbered:
 class Taken:
     """A row that came: its place, as a cursor has it, its origin, and its tokens."""
 
-    cursor: Cursor
+    cursor: FileCursor | WindowCursor
     origin: tuple[int, int]
     ids: tuple[int, ...]
 
@@ -81,16 +81,16 @@ def documents_of(
     return Documents("numbered", source, encoder, epochs, excluded, reading_of(kind, source, **more), lane)
 
 
-def rows_of(pieces: Iterator[TokenizedRows]) -> Iterator[Taken]:
-    for piece in pieces:
+def rows_of(documents: Documents, start: Cursor | None) -> Iterator[Taken]:
+    for piece in documents.read(start):
         begins = [0, *piece.ends.tolist()]
         for at, (begin, end) in enumerate(pairwise(begins)):
-            cursor = Cursor(piece.epoch, piece.shard, piece.first_row + at, 0)
+            cursor = documents.cursor_kind(piece.epoch, piece.shard, piece.first_row + at)
             yield Taken(cursor, piece.origin(at), tuple(piece.ids[begin:end].tolist()))
 
 
 def read(documents: Documents, start: Cursor | None = None) -> list[Taken]:
-    return list(rows_of(documents.read(start or Cursor())))
+    return list(rows_of(documents, start))
 
 
 def origins(taken: list[Taken], epoch: int = 0) -> list[tuple[int, int]]:
@@ -140,8 +140,8 @@ def test_reading_goes_on_from_every_cursor(kind: str, lane: tuple[int, int], mon
     for at, row in enumerate(whole):
         before = whole[at - 1].cursor
         # As a state has it: behind the row before, or within the row.
-        cursors = [Cursor(before.epoch, before.shard, before.row + 1)] if at else []
-        cursors += [Cursor(row.cursor.epoch, row.cursor.shard, row.cursor.row, 1)] if row.ids else []
+        cursors = [replace(before, row=before.row + 1)] if at else []
+        cursors += [replace(row.cursor, tokens=1)] if row.ids else []
         for cursor in cursors:
             again = read(documents_of(kind, Numbered(counts, piece=1 + at % 4), 2.5, lane), cursor)
             assert again == whole[at:]
@@ -152,7 +152,7 @@ def test_a_cursor_within_the_first_row_of_a_file_is_not_the_beginning(kind: str)
     whole = read(documents_of(kind, Numbered([7, 7, 7, 7, 7], block=7)))
     for at, row in enumerate(whole):
         if row.ids:
-            start = Cursor(row.cursor.epoch, row.cursor.shard, row.cursor.row, 1)
+            start = replace(row.cursor, tokens=1)
             assert read(documents_of(kind, Numbered([7, 7, 7, 7, 7], block=7)), start) == whole[at:]
 
 
@@ -168,7 +168,7 @@ def test_excluded_rows_have_no_tokens_and_move_no_other(kind: str, monkeypatch: 
     for at, row in enumerate(whole):
         if row.ids:
             # A row that a sample has begun is read to its end, though it was excluded since.
-            start = Cursor(row.cursor.epoch, row.cursor.shard, row.cursor.row, 1)
+            start = replace(row.cursor, tokens=1)
             again = read(documents_of(kind, Numbered(counts), excluded=out), start)
             assert again == [row, *expected[at + 1 :]]
 
@@ -197,7 +197,7 @@ def test_a_file_that_was_appended_has_its_turn_among_the_others() -> None:
     # Those of before keep their order, so a cursor that stands in one has the same ones behind it.
     assert [shard for shard in after if shard < 12] == before
     middle = before[6]
-    at = Cursor(0, middle, 2)
+    at = FileCursor(0, middle, 2)
     found = read(documents_of("shards", Numbered([*counts, 5, 5]), 2), at)
     late = [shard for shard in (12, 13) if after.index(shard) < after.index(middle)]
     here = [shard for shard, row in origins(found, 0) if row == 0]
@@ -236,7 +236,7 @@ def test_a_lane_without_tokens_is_refused_by_name() -> None:
 
 
 def test_a_lane_without_tokens_in_some_epoch_goes_on_with_the_next() -> None:
-    def taken(start: Cursor = Cursor()) -> list[Taken]:
+    def taken(start: Cursor | None = None) -> list[Taken]:
         # Six rows in six lanes, of which one is empty: another lane's in each epoch.
         source = Numbered([6], block=1)
         return [row for row in read(documents_of("rows", source, 30, (1, 6), window_rows=1), start) if row.ids]
@@ -252,7 +252,7 @@ def test_a_lane_that_never_has_tokens_is_refused_after_some_epochs() -> None:
     excluded = {0: np.arange(6)}
     documents = documents_of("rows", Numbered([6], block=1), float("inf"), (1, 6), excluded, window_rows=1)
     with pytest.raises(SourceError, match="lane 1 of 6 has no token in any of its rows of epoch 65"):
-        list(documents.read(Cursor(1, 0, 6)))
+        list(documents.read(WindowCursor(1, 0, 6)))
 
 
 def test_a_file_that_ends_before_its_index_says_is_named() -> None:
@@ -268,7 +268,7 @@ def test_what_is_held_of_a_window_is_bounded_in_bytes(monkeypatch: pytest.Monkey
     monkeypatch.setattr(window, "WINDOW_BYTES", bound)
     # 32 MiB of ids in one window, by rows.
     source = Numbered([4000], block=100, piece=50, more=2045)
-    pieces = documents_of("rows", source, 1, window_rows=4000).read(Cursor())
+    pieces = documents_of("rows", source, 1, window_rows=4000).read(None)
     begin, most, count = pa.total_allocated_bytes(), 0, 0
     tracemalloc.start()
     try:

@@ -14,7 +14,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.documents import EOT, Sample, documents_of, samples_of, state_after
-from tokenloom_server.core.state import Cursor, RowCounts, SourceState
+from tokenloom_server.core.state import FileCursor, RowCounts, SourceState
 from tokenloom_server.packing import unpacked
 from tokenloom_server.packing.samples import SampleFormat
 from tokenloom_server.packing.unpacked import UnpackedPacker
@@ -85,7 +85,7 @@ def expected(case: Case) -> Iterator[Sample]:
                 yield Sample(
                     tuple(chunk),
                     raw,
-                    Cursor(epoch, shard, row + whole, 0 if whole else (i + 1) * width),
+                    FileCursor(epoch, shard, row + whole, 0 if whole else (i + 1) * width),
                     passed - (not whole),
                     tally,
                     (rest * case.left,),

@@ -6,13 +6,24 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.corpora import CODE, flat, mixture
-from support.served import PATIENCE_S, Trainer, never, sequence, serving
+from support.served import PATIENCE_S, RUN, Trainer, never, sequence, serving
+from tokenloom_proto.seal import seal, unseal
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.core.state import State, digest_hex
-from tokenloom_server.errors import BeyondHorizon, JoinRefused, NotFound, OrderMismatch, ServerStopping, SourceError
+from tokenloom_server.errors import (
+    BeyondHorizon,
+    JoinRefused,
+    NotFound,
+    OrderMismatch,
+    ServerStopping,
+    SnapshotInvalid,
+    SourceError,
+)
+from tokenloom_server.replay.past import MAX_PEEKS
 from tokenloom_server.replay.peek import Peek, PeekCall
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
 
@@ -29,8 +40,8 @@ def ids(served: ServedRun) -> list[bytes]:
     return [sample.ids for sample in sequence(served)]
 
 
-def joined(served: ServedRun, resume: str = "") -> State:
-    call = PeekCall(rank=0, world_size=1, batch_size=1, resume=resume, state=b"")
+def joined(served: ServedRun, resume: str = "", **fields: Any) -> State:
+    call = PeekCall(**{"rank": 0, "world_size": 1, "batch_size": 1, "resume": resume, "state": b""} | fields)
     return served.peeks.join(call, never).state
 
 
@@ -192,3 +203,38 @@ def test_all_samples_before_a_bad_row_are_shown(tmp_path: Path) -> None:
             seen += shown(peek, 1)
     texts = [bytes(memoryview(ids).cast("H").tolist()[:8]).decode() for ids in seen]
     assert texts == [f"row {number:04}" for number in range(30)]
+
+
+def test_what_cannot_be_looked_at_is_refused_by_name(served: ServedRun) -> None:
+    trainer = Trainer(served, 1, 1).train_to(3)
+    forged = seal(unseal(trainer.state()) | {"digest": "1" * 32}).encode()
+    for fields, error, says in (
+        ({"resume": "9" * 17}, NotFound, "resume='99999999999999999': run 'test' has no snapshot of that id"),
+        ({"batch_size": 10**7}, JoinRefused, "a peek's micro-step of 10000000 samples has 160000000 bytes; expected 1"),
+        ({"rank": 1, "world_size": 2}, JoinRefused, "rank 1 of 2; expected rank 0 of 1"),
+        ({"state": forged}, SnapshotInvalid, "going forward .* gives digest"),
+    ):
+        with pytest.raises(error, match=says):
+            joined(served, **fields)
+
+
+def test_a_run_that_nobody_joined_is_looked_at_and_begins_as_before(served: ServedRun, ids: list[bytes]) -> None:
+    for _ in range(MAX_PEEKS + 1):  # the place of one that is at the end is free again
+        with served.peeks.open(served.coordinator.uid, len(ids) - 1, 1) as peek:
+            peek.progress(len(ids) - 1, 2)
+            assert shown(peek, 2) == ids[-1:]
+    stored = served.coordinator.ledger.read_run(RUN, "train")
+    assert stored is not None and stored.opening is None
+    # A launch that brings no state is refused where there is progress: there is none.
+    assert [sample.ids for sample in Trainer(served, 2, 3).take(4).values()] == ids[:24]
+
+
+def test_a_padded_last_micro_step_is_padded_for_who_looks_too(folder: Path, tmp_path: Path) -> None:
+    with serving(folder, tmp_path, mixture(last_micro_step="pad")) as served:
+        end = len(sequence(served))
+        with served.peeks.open(served.coordinator.uid, end - 1, 4) as peek:
+            peek.progress(end - 1, 1)
+            made = peek.next(PATIENCE_S, never)
+            assert isinstance(made, Delivery)
+            assert (made.group.source_ids[0, made.first] >= 0).tolist() == [True, False, False, False]
+            assert made.group.marks[made.first].sample_index == end

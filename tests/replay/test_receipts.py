@@ -11,7 +11,7 @@ from support.corpora import CODE, ROWS, WIKI, flat, order_of
 from support.memory_service import run_report, run_stats, source_stats
 from support.served import Trainer, serving
 from tokenloom_server.config.mixture_change import MixtureChange
-from tokenloom_server.core.state import State
+from tokenloom_server.core.state import FileCursor, State
 from tokenloom_server.ledger.records import Opening
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.replay.receipts import skipped_before, unique_tokens
@@ -35,8 +35,9 @@ def read_for(folder: Path, epochs: float) -> PipelineFactory:
 def figure_of(state: State, epochs: float) -> SourceStats:
     """As ``StatsReader`` has it, by rows."""
     source = state.sources[0]
-    at = sum(SHARD_ROWS[: source.cursor.shard]) + source.cursor.row
-    epoch = epochs if source.exhausted else source.cursor.epoch + at / sum(SHARD_ROWS)
+    cursor = source.cursor if isinstance(source.cursor, FileCursor) else FileCursor(0, 0, 0)
+    rows = sum(SHARD_ROWS[: cursor.shard]) + cursor.row
+    epoch = epochs if source.exhausted else cursor.epoch + rows / sum(SHARD_ROWS)
     return source_stats(
         0,
         tokens=source.tokens,

@@ -28,6 +28,7 @@ from tokenloom_server.errors import (
 )
 from tokenloom_server.ledger.commands import Pin, ThinJournal
 from tokenloom_server.order.replay import Replay
+from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.replay.documents import by_source, explain
 from tokenloom_server.replay.past import MAX_PEEKS
 from tokenloom_server.replay.peek import Peek
@@ -319,7 +320,7 @@ def test_rows_that_changed_since_are_not_told_as_if_they_were_the_sample(tmp_pat
     with serving(folder, ledger, flat([PROSE])) as served:
         Trainer(served, 1, 1).train_to(4)
         order = served.coordinator.order
-        group = Replay(order, order.initial()).samples(1, 4)
+        group = Replay(Timeline(order), order.initial()).samples(1, 4)
         path = folder / PATHS[PROSE][0]
         written = path.stat()
         path.write_bytes(path.read_bytes().translate(bytes.maketrans(b"123", b"321")))

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.corpora import CODE, WIKI
+import yaml
+from support.corpora import CODE, WIKI, mixture
 from support.served import RUN, Place, Trainer, call_of, never, part, sequence
 from tokenloom_proto.seal import canonical, seal, unseal
 from tokenloom_server.api.served_run import ServedRun
@@ -117,6 +118,13 @@ def changed(state: bytes, change: Callable[[dict[str, Any]], Any]) -> bytes:
     return seal(document).encode()
 
 
+def moved(document: dict[str, Any], **fields: Any) -> None:
+    """The first source's cursor, moved from where it stands; at the beginning there is none yet."""
+    entry = document["resume_state"]["datasets"][0]
+    beginning = {"epoch": 0, "shard": "data/code-0.parquet", "shard_index": 0, "row_offset": 0, "row_token_offset": 0}
+    entry |= {**beginning, **entry, **fields}
+
+
 def test_a_state_that_going_forward_does_not_meet_is_refused_before_anything_changes(
     place: Place, served: ServedRun, trainer: Trainer
 ) -> None:
@@ -126,8 +134,8 @@ def test_a_state_that_going_forward_does_not_meet_is_refused_before_anything_cha
         ("gives digest", lambda d: d.update(digest="1" * 32)),
         ("gives digest", lambda d: d["resume_state"].update(digest="1" * 32)),
         ("data end at sample", lambda d: d.update(sample_index=10**6, total_tokens=8 * 10**6)),
-        ("row_offset|rows", lambda d: d["resume_state"]["datasets"][0].update(row_offset=10**9)),
-        ("token 99999 of row", lambda d: d["resume_state"]["datasets"][0].update(row_token_offset=99999)),
+        ("row_offset|rows", lambda d: moved(d, row_offset=10**9)),
+        ("token 99999 of row", lambda d: moved(d, row_token_offset=99999)),
     ]
     for says, change in faults:
         for state in (changed(trainer.state(), change), changed(trainer.state(8), change)):
@@ -171,6 +179,19 @@ def test_a_run_whose_source_was_left_fewer_epochs_than_it_had_begun_is_resumed(m
     again = Trainer(served, state=trainer.state(), takeover=True)
     again.take(2)
     assert again.index == 116
+
+
+def test_a_fork_reads_no_more_of_a_source_that_its_mixture_reads_fewer_times(made: Callable[..., Place]) -> None:
+    children = [{"source": CODE, "epochs": 3, "weight": 9}, {"source": WIKI}]
+    place = made(mixture={"policy": "least_consumed", "children": children})
+    trainer = Trainer(place.serve())
+    trainer.take(27)
+    assert datasets(trainer.state())[0]["epoch"] == 1
+    path = place.path.with_name(f"fork-{place.path.name}")
+    once = {"policy": "weighted", "children": [{"source": CODE}, {"source": WIKI}]}
+    path.write_text(yaml.safe_dump(mixture(run="fork", mixture=once)))
+    fork = Trainer(place.runs.add(path, None), 1, 1, state=trainer.state(), fork=True)
+    assert {sample.source for sample in fork.take(10).values()} == {1}
 
 
 # --- restores --------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from support.served import Place, Sizes, Trainer, part, sequence
 from tokenloom_server.config.mixture_change import MixtureChange
-from tokenloom_server.errors import BeyondHorizon, NotFound, NotLeader
+from tokenloom_server.errors import BeyondHorizon, ConfigError, NotFound, NotLeader
 from tokenloom_server.ledger.records import StoredRevision
 
 
@@ -71,7 +72,13 @@ def test_a_revision_may_be_taken_back_until_production_reaches_it(made: Callable
     served = made(window_micro_steps=4).serve()
     trainer, handler = Trainer(served), served.revision_handler
     trainer.train(1)
+    least = served.coordinator.view().first_revisable
+    with pytest.raises(BeyondHorizon, match=f"a revision of run 'test' can hold from sample {least} on"):
+        handler.revise(heavier(sample_index=least - 1))
+    with pytest.raises(ConfigError, match="name one of them, or neither"):
+        handler.revise(heavier(sample_index=least, total_tokens=8 * least))
     index = handler.revise(heavier()).sample_index
+    assert index == least
     for weight, later in ((3, 20), (4, 41)):
         handler.revise(heavier(weight, sample_index=index + later))
     with pytest.raises(NotFound, match="has 3 revisions, and none of number 4"):
@@ -99,3 +106,39 @@ def test_changes_at_once_build_on_each_other(made: Callable[..., Place]) -> None
     assert [*place.ledger.revisions(served.coordinator.uid, "train")] == [*timeline.revisions]
     trainer.train(1000)
     assert trainer.taken() == part(sequence(served), 0, trainer.index)
+
+
+def test_a_ledger_that_lost_a_revision_takes_it_from_the_trainers_state(made: Callable[..., Place]) -> None:
+    place = made(window_micro_steps=4)
+    trainer = Trainer(place.serve())
+    trainer.train(1)
+    place.stop()
+    older = place.ledger_path.with_name("backup.db")
+    older.write_bytes(place.ledger_path.read_bytes())
+    served = trainer.connect(place.serve())
+    index = served.revision_handler.revise(heavier()).sample_index
+    trainer.train_to(index + 8)
+    samples = sequence(served)
+    place.stop()
+    served = place.serve(older)
+    again = Trainer(served, 3, 2, state=trainer.state())
+    assert again.take(5) == part(samples, trainer.index, again.index)
+    assert [(each.sample_index, each.reason) for each in served.coordinator.timeline.revisions] == [
+        (index, "brought by a trainer's state")
+    ]
+
+
+def test_a_restore_to_before_a_revision_applies_it_again_at_its_index_and_says_so(
+    made: Callable[..., Place], caplog: pytest.LogCaptureFixture
+) -> None:
+    served = made(window_micro_steps=4).serve()
+    trainer = Trainer(served)
+    trainer.train(1)
+    early = trainer.state()
+    index = served.revision_handler.revise(heavier()).sample_index
+    trainer.train_to(index + 8)
+    # Another world and batch: the revision lies within a step of theirs.
+    with caplog.at_level(logging.INFO):
+        again = Trainer(served, 3, 5, state=early)
+    assert again.take(6) == part(sequence(served), 4, again.index)
+    assert f"revision 1 applies at sample {index} (a test)" in caplog.text

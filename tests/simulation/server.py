@@ -17,11 +17,10 @@ from tokenloom_server.run.commits import resume_state_of
 from tokenloom_server.run.committer import Committer
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
-from tokenloom_server.run.join import RANK_0_WAIT_S, Joined
+from tokenloom_server.run.join import RANK_0_WAIT_S, Joined, no_rank_0
 from tokenloom_server.run.join_call import JoinCall
 from tokenloom_server.run.leadership import Leadership
 from tokenloom_server.run.producer import Producer
-from tokenloom_server.run.resume_choice import ResumeChoice
 from tokenloom_server.run.streams import Streams
 from tokenloom_server.run.views import Session
 from tokenloom_server.run.wakes import Wakes
@@ -71,8 +70,16 @@ class Accepted(NamedTuple):
     server_epoch: int
 
 
+class Sleeps(Exception):
+    """A thread of the server would sleep now: until ``is_over``, or for so long."""
+
+    def __init__(self, is_over: Callable[[], object], timeout_s: float | None) -> None:
+        self.is_over = is_over
+        self.timeout_s = timeout_s
+
+
 class Wake(threading.Condition):
-    """A condition on which nobody sleeps: whoever would is told."""
+    """A condition on which nobody sleeps: whoever would leaves what it is in, and comes again when it is told to."""
 
     def __init__(self, lock: threading.Lock, woken: Callable[[], None]) -> None:
         super().__init__(lock)
@@ -80,6 +87,21 @@ class Wake(threading.Condition):
 
     def notify(self, n: int = 1) -> None:
         self._woken()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        raise Sleeps(lambda: False, timeout)
+
+    def wait_for(self, predicate: Callable[[], object], timeout: float | None = None) -> bool:  # type: ignore[override]
+        if not predicate():
+            raise Sleeps(predicate, timeout)
+        return True
+
+
+class JoinWake(Wake):
+    """Whoever waits for rank 0 comes again, even where it has joined meanwhile."""
+
+    def wait_for(self, predicate: Callable[[], object], timeout: float | None = None) -> bool:  # type: ignore[override]
+        raise Sleeps(predicate, timeout)
 
 
 class SimulatedWakes(Wakes):
@@ -90,7 +112,7 @@ class SimulatedWakes(Wakes):
         self.lock = lock
         self.producer = Wake(lock, server.wake_producer)
         self.committer = Wake(lock, server.wake_committer)
-        self.changed = Wake(lock, server.wake_joins)
+        self.changed = JoinWake(lock, server.wake_joins)
         self.lease = Wake(lock, server.wake_lease)
         self._server = server
         #: Whether the present generation's streams are woken: from the end of the call on that began it.
@@ -129,8 +151,8 @@ class _Waiting:
         self.rank = rank
         self.call = call
         self.number = number
-        #: What it asks for, once it waits for rank 0.
-        self.choice: ResumeChoice | None = None
+        #: Where it waits for rank 0: whether that is over.
+        self.is_over: Callable[[], object] | None = None
 
 
 class _Stream:
@@ -176,7 +198,7 @@ class Server(Process):
 
     def is_changing(self) -> bool:
         """Whether an opening, a revision or a fork is under way: no part of a world enters twice."""
-        return self.coordinator is not None and self.coordinator.is_changing()
+        return self.coordinator is not None and self.coordinator.one_change.locked()
 
     def clock(self) -> float:
         return self._world.now * self._rate + self._ahead_s
@@ -280,7 +302,10 @@ class Server(Process):
         if self._producing or self.coordinator is None or self.coordinator.stopping:
             return
         self._producing = True
-        worked = self.producer.step()
+        try:
+            worked = self.producer.step()
+        except Sleeps:
+            worked = False
         self._producing = False
         self._world.checker.look_at_memory(self)
         self._hook()
@@ -296,15 +321,15 @@ class Server(Process):
         self._committer_due = False
         if self._committing or self.coordinator is None:
             return
-        rest_s = self.committer.rest_s()
-        if rest_s is None:
-            return
-        if rest_s > 0:
-            self._world.at(rest_s, self, self.wake_committer)
-            return
         self._committing = True
-        worked = self.committer.step()
-        self._committing = False
+        try:
+            worked = self.committer.step()
+        except Sleeps as sleep:
+            if sleep.timeout_s is not None:
+                self._world.at(sleep.timeout_s, self, self.wake_committer)
+            return
+        finally:
+            self._committing = False
         self._hook()
         if worked or not self.coordinator.stopping:
             self.wake_committer()
@@ -331,20 +356,18 @@ class Server(Process):
             world.soon(0.02, self, self._try_join, waiting)
             return
         try:
-            joined = join_handler.try_join(call)
-            if joined is None:
-                waiting.choice = join_handler.choice_of(call)
-                self.wake_joins()  # it was decided meanwhile, perhaps
-                return
-            self._answer(waiting, self._accepted(joined))
+            self._answer(waiting, self._accepted(join_handler.join(call)))
+        except Sleeps as sleep:
+            waiting.is_over = sleep.is_over
+            self.wake_joins()  # it was decided meanwhile, perhaps
         except TokenloomError as error:
             self._answer(waiting, error)
         finally:
             self._hook()
 
     def _give_up(self, waiting: _Waiting) -> None:
-        if waiting in self._joining and waiting.choice is not None:
-            self._answer(waiting, self.served.join_handler.no_rank_0(waiting.call))
+        if waiting in self._joining and waiting.is_over is not None:
+            self._answer(waiting, no_rank_0(waiting.call))
 
     def _answer(self, waiting: _Waiting, answer: Accepted | TokenloomError) -> None:
         self._joining.pop(waiting, None)
@@ -361,14 +384,11 @@ class Server(Process):
     def _look_at_joins(self) -> None:
         """The Joins that wait for rank 0 look again where it was decided."""
         self._joins_due = False
-        assert self.coordinator is not None
+        coordinator = self.coordinator
+        assert coordinator is not None
         for waiting in list(self._joining):
-            coordinator, choice = self.coordinator, waiting.choice
-            if (
-                coordinator.stopping
-                or not coordinator.leads()
-                or (choice is not None and coordinator.is_decided(waiting.call.attempt, choice))
-            ):
+            is_over = waiting.is_over
+            if coordinator.stopping or not coordinator.leads() or (is_over is not None and is_over()):
                 self._try_join(waiting)
 
     def _accepted(self, joined: Joined) -> Accepted:

@@ -8,16 +8,15 @@ import logging
 import resource
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
-from support.catalog import SOURCES, spec_of
+from support.catalog import SOURCES
+from support.sources import opened, rows_of
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import compressed, lines
-from tokenloom_server.sources.base import Source
 from tokenloom_server.sources.endings import CODECS, codec_of, ending_of
-from tokenloom_server.sources.open import columns_of, open_source
+from tokenloom_server.sources.open import columns_of
 from tokenloom_server.storage.local import LocalFile
 
 TEXTS = ["first", "", "zwölf Boxkämpfer 🥊", "a\tb", "x" * 3000, "", "last", *(f"row {i}" for i in range(500))]
@@ -39,14 +38,6 @@ PACKERS: dict[str, tuple[str, Compress]] = {
 }
 
 
-def opened(folder: Path, spec: str, index_dir: Path | None = None) -> Source:
-    return open_source(spec_of(spec), folder, None, index_dir)
-
-
-def values(source: Source, row: int = 0) -> list[Any]:
-    return [value for rows in source.read(0, row) for value in rows.column.to_pylist()]
-
-
 @pytest.mark.parametrize("block_bytes", [7, 100, lines.BLOCK_BYTES])
 @pytest.mark.parametrize("end", ["\n", "", "\r\n"])
 @pytest.mark.parametrize("packer", PACKERS)
@@ -61,11 +52,11 @@ def test_rows_are_those_of_the_plain_file(
     assert source.row_count(0) == len(TEXTS)
     assert source.blocks(0).tolist() == [0, len(TEXTS)]
     for row in (0, 1, 5, len(TEXTS) - 1, len(TEXTS)):
-        assert values(source, row) == TEXTS[row:]
+        assert rows_of(source, row) == TEXTS[row:]
     with pytest.raises(
         SourceError, match=rf"a\.txt{suffix}' has {len(TEXTS)} rows, but row {len(TEXTS) + 1} was asked"
     ):
-        values(source, len(TEXTS) + 1)
+        rows_of(source, len(TEXTS) + 1)
 
 
 @pytest.mark.parametrize("packer", PACKERS)
@@ -74,8 +65,8 @@ def test_json_lines_too(tmp_path: Path, packer: str) -> None:
     text = "".join(json.dumps({"meta": {"text": row}}) + "\n" for row in TEXTS)
     (tmp_path / f"a.jsonl{suffix}").write_bytes(pack(text.encode()))
     source = opened(tmp_path, f"jsonl:a.jsonl{suffix}:meta.text")
-    assert values(source) == TEXTS
-    assert values(source, 400) == TEXTS[400:]
+    assert rows_of(source) == TEXTS
+    assert rows_of(source, 400) == TEXTS[400:]
     assert list(columns_of(SOURCES.schemes["jsonl"], f"a.jsonl{suffix}", tmp_path)) == ["meta"]
 
 
@@ -94,7 +85,7 @@ def test_what_is_damaged_cut_off_or_no_such_file_is_an_error_that_names_it(tmp_p
     for bad in (whole[:-5], whole[:20], whole[:-4] + b"\0\1\2\3", b"plain text\n", whole + b"more"):
         (tmp_path / f"a.txt{suffix}").write_bytes(bad)
         with pytest.raises(SourceError, match=rf"a\.txt{suffix}' cannot be decompressed after byte \d+ .*again"):
-            values(opened(tmp_path, f"txt:a.txt{suffix}:text"))
+            rows_of(opened(tmp_path, f"txt:a.txt{suffix}:text"))
 
 
 def test_a_file_with_nothing_in_it_has_no_rows(tmp_path: Path) -> None:
@@ -125,7 +116,7 @@ def test_bombs_are_refused_before_they_fill_the_memory(
     monkeypatch.setattr(lines, "MAX_LINE_BYTES", 1 << 20)
     if line == b"\0":
         with pytest.raises(SourceError, match=r"line 1 has more than 1048576 bytes"):
-            values(opened(tmp_path, f"txt:a.txt{suffix}:text"))
+            rows_of(opened(tmp_path, f"txt:a.txt{suffix}:text"))
 
 
 def test_how_much_of_a_file_its_first_lines_take(tmp_path: Path) -> None:

@@ -155,22 +155,6 @@ def test_a_file_is_named_by_its_commit_and_told_apart_by_its_content(hub: StandI
     assert only.fingerprint == f"blob:{blob_id(b'small')}"
 
 
-def test_sources_of_one_repository_have_one_commit_and_few_requests(hub: StandInHub) -> None:
-    repo = hub.repo("org/name")
-    configs = [{"config_name": f"c{i}", "data_files": f"c{i}/*.parquet"} for i in range(20)]
-    before = repo.commit({"README.md": card(*configs)} | files(*(f"c{i}/0.parquet" for i in range(20))))
-    resolver = hub_resolver()
-    first = resolver.shards(spec_of("hf:org/name/c0:train:text"))[0].path
-    repo.commit({})
-    last = resolver.shards(spec_of("hf:org/name/c19:train:text"))[0].path
-
-    assert f"@{before}/" in first
-    assert f"@{before}/" in last
-    assert len(hub.asked(r"api/datasets/org/name\?")) == 1
-    # Each folder once.
-    assert len(hub.asked("/tree/")) == 2
-
-
 def test_a_long_listing_is_followed_from_page_to_page(hub: StandInHub) -> None:
     names = [f"data/train-{i:05}-of-00010.parquet" for i in range(10)]
     hub.repo("org/name").commit(files(*names))
@@ -178,15 +162,17 @@ def test_a_long_listing_is_followed_from_page_to_page(hub: StandInHub) -> None:
     assert len(hub.asked("/tree/")) == 4
 
 
-def test_many_sources_of_one_repository_do_not_list_it_once_each(hub: StandInHub) -> None:
+def test_sources_of_one_repository_have_one_commit_and_list_it_once(hub: StandInHub) -> None:
     hub.page = 1000
     names = [f"c{i}" for i in range(50)]
     configs = [{"config_name": name, "data_files": f"{name}/*.parquet"} for name in names]
-    hub.repo("org/name").commit({"README.md": card(*configs)} | files(*(f"{name}/0.parquet" for name in names)))
+    repo = hub.repo("org/name")
+    commit = repo.commit({"README.md": card(*configs)} | files(*(f"{name}/0.parquet" for name in names)))
     resolver = hub_resolver()
     for name in names:
         (shard,) = resolver.shards(spec_of(f"hf:org/name/{name}:train:text"))
-        assert shard.path.endswith(f"/{name}/0.parquet")
+        assert shard.path.endswith(f"@{commit}/{name}/0.parquet")
+        repo.commit({})
     assert len(hub.asked("/tree/")) == 17
     assert len(hub.asked(r"api/datasets/org/name\?")) == 1
     assert len(hub.asked("README")) == 2  # which leads to a copy

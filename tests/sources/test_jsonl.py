@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.catalog import spec_of
+from support.sources import opened, rows_of
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.jsonl import probe
-from tokenloom_server.sources.open import open_source
-
-SPEC = spec_of("jsonl:a.jsonl:text")
 
 
-def opened(tmp_path: Path, *rows: str) -> Source:
+def written(tmp_path: Path, *rows: str) -> Source:
     (tmp_path / "a.jsonl").write_text("".join(row + "\n" for row in rows))
-    return open_source(SPEC, tmp_path, None, None)
-
-
-def read(source: Source, row: int = 0) -> list[Any]:
-    return [value for rows in source.read(0, row) for value in rows.column.to_pylist()]
+    return opened(tmp_path, "jsonl:a.jsonl:text")
 
 
 GOOD = '{"text":"good"}'
@@ -48,12 +40,12 @@ GOOD_IDS = '{"text":[1,2]}'
     ],
 )
 def test_a_wrong_line_of_a_text_source_is_named(tmp_path: Path, bad: str, message: str) -> None:
-    source = opened(tmp_path, GOOD, GOOD, bad, GOOD)
+    source = written(tmp_path, GOOD, GOOD, bad, GOOD)
     assert source.content is Content.TEXT
     with pytest.raises(SourceError) as caught:
-        read(source)
+        rows_of(source)
     assert f"source 'jsonl:a.jsonl:text': 'a.jsonl': {message}" in str(caught.value)
-    assert read(source, 3) == ["good"]
+    assert rows_of(source, 3) == ["good"]
 
 
 @pytest.mark.parametrize(
@@ -69,42 +61,28 @@ def test_a_wrong_line_of_a_text_source_is_named(tmp_path: Path, bad: str, messag
     ],
 )
 def test_a_wrong_line_of_an_id_source_is_named(tmp_path: Path, bad: str, message: str) -> None:
-    source = opened(tmp_path, GOOD_IDS, bad, GOOD_IDS)
+    source = written(tmp_path, GOOD_IDS, bad, GOOD_IDS)
     assert source.content is Content.IDS
     with pytest.raises(SourceError) as caught:
-        read(source)
+        rows_of(source)
     assert f"'a.jsonl': line 2: 'text' {message}" in str(caught.value)
-    assert read(source, 2) == [[1, 2]]
+    assert rows_of(source, 2) == [[1, 2]]
 
 
 def test_ids_keep_their_values_and_null_is_an_empty_row(tmp_path: Path) -> None:
     rows = [None, [], [0, -1, 2**63 - 1, -(2**63)], None, [5]]
-    source = opened(tmp_path, *(json.dumps({"text": row}) for row in rows))
-    assert read(source) == [row or [] for row in rows]
-
-
-def test_odd_lines_mean_what_pythons_json_says(tmp_path: Path) -> None:
-    odd = [
-        ' {"text" : "spaces around" } ',
-        '{"text":"first","text":"second"}',
-        '{"te\\u0078t":"escaped key"}',
-        '{"text":"pair \\ud83e\\udd4a nul \\u0000 quote \\" slash \\/"}',
-        '{"text":"good","other":"\\ud800"}',
-        '{"text":"good","other":1e999}',
-        '{"text":null}',
-    ]
-    source = opened(tmp_path, GOOD, *odd, GOOD)
-    assert read(source) == ["good", *(json.loads(line)["text"] or "" for line in odd), "good"]
+    source = written(tmp_path, *(json.dumps({"text": row}) for row in rows))
+    assert rows_of(source) == [row or [] for row in rows]
 
 
 def test_a_malformed_first_line_is_named_when_the_source_is_opened(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"'a\.jsonl': line 1 is malformed JSON"):
-        opened(tmp_path, "{text}")
+        written(tmp_path, "{text}")
 
 
 def test_a_source_of_nulls_is_refused_within_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SourceError, match="'text' is null in every row, so there is nothing to read"):
-        opened(tmp_path, *['{"text":null}'] * 10)
+        written(tmp_path, *['{"text":null}'] * 10)
     monkeypatch.setattr(probe, "PROBE_BYTES", 20)
     with pytest.raises(SourceError, match="'text' is null in the first 140 bytes"):
-        opened(tmp_path, *['{"text":null}'] * 10)
+        written(tmp_path, *['{"text":null}'] * 10)

@@ -7,7 +7,6 @@ import logging
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -15,17 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.catalog import spec_of
+from support.sources import opened, rows_of
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import lines, row_index
-from tokenloom_server.sources.base import Source
 from tokenloom_server.sources.open import open_source
 
-TXT = spec_of("txt:a.txt:text")
-JSONL = spec_of("jsonl:a.jsonl:text")
-
-
-def rows_from(source: Source, row: int = 0) -> list[Any]:
-    return [value for rows in source.read(0, row) for value in rows.column.to_pylist()]
+TXT, JSONL = "txt:a.txt:text", "jsonl:a.jsonl:text"
 
 
 def text_lines(data: bytes) -> list[str]:
@@ -54,10 +48,10 @@ def test_txt_rows_equal_pythons_own_lines(text: str, mark: bool, block_bytes: in
         patch.object(lines, "STRIDE_BYTES", block_bytes),
     ):
         (Path(folder) / "a.txt").write_bytes(data)
-        source = open_source(TXT, Path(folder), None, None)
+        source = opened(Path(folder), TXT)
         assert source.row_count(0) == len(expected)
         for row in range(len(expected) + 1):
-            assert rows_from(source, row) == expected[row:]
+            assert rows_of(source, row) == expected[row:]
 
 
 values = st.one_of(st.none(), st.text(max_size=8), st.just("x" * 50))
@@ -145,7 +139,7 @@ def test_jsonl_rows_and_refused_lines_equal_pythons_json(data: list[bytes], fina
         patch.object(lines, "STRIDE_BYTES", block_bytes),
     ):
         (Path(folder) / "a.jsonl").write_bytes(b"\n".join(data) + (b"\n" if final or not data[-1] else b""))
-        source = open_source(JSONL, Path(folder), None, None)
+        source = opened(Path(folder), JSONL)
         for row in range(len(expected) + 1):
             found: list[str] = []
             try:
@@ -171,29 +165,29 @@ def test_reading_from_the_first_row_scans_nothing(
     text_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(row_index, "cached", lambda *_: pytest.fail("the index was built"))
-    source = open_source(TXT, tmp_path, None, tmp_path / "index")
-    assert len(rows_from(source)) == 100
+    source = opened(tmp_path, TXT, tmp_path / "index")
+    assert len(rows_of(source)) == 100
 
 
 def test_an_index_is_built_once_and_then_read_from_its_cache(
     text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index_dir = tmp_path / "deep" / "index"
-    assert rows_from(open_source(TXT, tmp_path, None, index_dir), 42)[0] == "line 42"
+    assert rows_of(opened(tmp_path, TXT, index_dir), 42)[0] == "line 42"
     (cache,) = index_dir.iterdir()
     assert cache.stat().st_size <= 128 + 16 * (text_file.stat().st_size // 64 + 4)
     monkeypatch.setattr(lines, "build_index", lambda *_: pytest.fail("the index was built again"))
-    again = open_source(TXT, tmp_path, None, index_dir)
+    again = opened(tmp_path, TXT, index_dir)
     assert again.row_count(0) == 100
     for row in range(101):
-        assert rows_from(again, row) == [f"line {i}" for i in range(row, 100)]
+        assert rows_of(again, row) == [f"line {i}" for i in range(row, 100)]
 
 
 def test_a_damaged_cache_is_built_again_with_a_log_line(
     text_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     index_dir = tmp_path / "index"
-    open_source(TXT, tmp_path, None, index_dir).row_count(0)
+    opened(tmp_path, TXT, index_dir).row_count(0)
     (cache,) = index_dir.iterdir()
     good = cache.read_bytes()
     flipped = bytearray(good)
@@ -203,9 +197,9 @@ def test_a_damaged_cache_is_built_again_with_a_log_line(
     for damaged in (b"", b"junk", good[:-8], bytes(flipped), objects.read_bytes()):
         cache.write_bytes(damaged)
         caplog.clear()
-        source = open_source(TXT, tmp_path, None, index_dir)
+        source = opened(tmp_path, TXT, index_dir)
         assert source.row_count(0) == 100
-        assert rows_from(source, 99) == ["line 99"]
+        assert rows_of(source, 99) == ["line 99"]
         assert [r.levelno for r in caplog.records if "is not usable and is built again" in r.message] == [
             logging.WARNING
         ]
@@ -215,11 +209,11 @@ def test_a_damaged_cache_is_built_again_with_a_log_line(
 def test_a_change_that_the_fingerprint_cannot_see_makes_a_new_index(tmp_path: Path) -> None:
     path, half = tmp_path / "a.txt", "x" * 70_000 + "\n"
     path.write_text(half + "one\ntwo\n" + half)
-    first = open_source(TXT, tmp_path, None, tmp_path / "index")
+    first = opened(tmp_path, TXT, tmp_path / "index")
     assert first.row_count(0) == 4
     path.write_text(half + "one two\n" + half)
     os.utime(path, (1, 1))
-    second = open_source(TXT, tmp_path, first.shards, tmp_path / "index")
+    second = open_source(spec_of(TXT), tmp_path, first.shards, tmp_path / "index")
     assert first.shards == second.shards
     assert second.row_count(0) == 3
 
@@ -228,7 +222,7 @@ def test_a_cache_that_cannot_be_written_is_only_a_warning(
     text_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "index").write_text("a file where the folder should be")
-    assert open_source(TXT, tmp_path, None, tmp_path / "index").row_count(0) == 100
+    assert opened(tmp_path, TXT, tmp_path / "index").row_count(0) == 100
     assert "cannot be kept" in caplog.text
 
 
@@ -236,41 +230,32 @@ def test_few_indexes_are_held_in_memory(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(row_index, "HELD_INDEXES", 2)
     for i in range(5):
         (tmp_path / f"{i}.txt").write_text("line\n" * (i + 1))
-    source = open_source(spec_of("txt:*.txt:text"), tmp_path, None, None)
+    source = opened(tmp_path, "txt:*.txt:text")
     for _ in range(2):
         assert [source.row_count(i) for i in range(5)] == [1, 2, 3, 4, 5]
     assert [len(list(source.read(i, 1))) for i in range(5)] == [0, 1, 1, 1, 1]
 
 
-def test_a_line_longer_than_many_blocks_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "BLOCK_BYTES", 8)
-    monkeypatch.setattr(lines, "STRIDE_BYTES", 8)
-    (tmp_path / "a.txt").write_text("short\n" + "x" * 10_000 + "\nshort too\n")
-    source = open_source(TXT, tmp_path, None, None)
-    assert rows_from(source, 1) == ["x" * 10_000, "short too"]
-    assert rows_from(source, 2) == ["short too"]
-
-
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-def test_a_line_that_is_not_utf8_is_named_after_the_good_lines_before_it(tmp_path: Path, name: str) -> None:
+def test_a_line_that_is_not_utf8_is_named_after_the_good_lines_before_it(tmp_path: Path) -> None:
     good = b'{"text":"good"}\n'
-    (tmp_path / name).write_bytes(good * 3 + b'{"text":"b\xffd"}\n' + good)
-    source = open_source(TXT if name == "a.txt" else JSONL, tmp_path, None, None)
-    found = 0
-    with pytest.raises(SourceError) as caught:
-        for rows in source.read(0, 1):
-            found += len(rows.column)
-    assert found == 2
-    assert f"{name!r}: line 4 is not UTF-8 (invalid start byte: byte 0xff at column 11)" in str(caught.value)
-    assert "convert the file to UTF-8" in str(caught.value)
-    assert len(rows_from(source, 4)) == 1
+    for spec, name in ((TXT, "a.txt"), (JSONL, "a.jsonl")):
+        (tmp_path / name).write_bytes(good * 3 + b'{"text":"b\xffd"}\n' + good)
+        source = opened(tmp_path, spec)
+        rows_before = 0
+        with pytest.raises(SourceError) as caught:
+            for rows in source.read(0, 1):
+                rows_before += len(rows.column)
+        assert rows_before == 2
+        assert f"{name!r}: line 4 is not UTF-8 (invalid start byte: byte 0xff at column 11)" in str(caught.value)
+        assert "convert the file to UTF-8" in str(caught.value)
+        assert len(rows_of(source, 4)) == 1
 
 
 def test_empty_files_are_shards_without_rows_and_only_they_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf")
     (tmp_path / "b.txt").touch()
     with pytest.raises(SourceError, match="has no rows: its 2 files are empty"):
-        open_source(spec_of("txt:*.txt:text"), tmp_path, None, None)
+        opened(tmp_path, "txt:*.txt:text")
     (tmp_path / "c.txt").write_text("\n")
-    source = open_source(spec_of("txt:*.txt:text"), tmp_path, None, None)
+    source = opened(tmp_path, "txt:*.txt:text")
     assert [source.row_count(i) for i in range(3)] == [0, 0, 1]

@@ -11,17 +11,16 @@ import numpy as np
 import pytest
 from support.catalog import CATALOG, paths_of, spec_of
 from support.corpora import flat
+from support.sources import opened, rows_of
 from tokenloom_server.config import mixture_file as config
-from tokenloom_server.errors import ConfigError, SourceChanged, SourceError, TokenizerError
+from tokenloom_server.errors import ConfigError, SourceChanged, SourceError
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.sources.base import Content, Source
+from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.megatron import reader as megatron
-from tokenloom_server.sources.open import open_source
-from tokenloom_server.sources.scheme import scheme_of
 
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7, "uint16": 8}
-SPEC = spec_of("megatron:data/corpus")
+SPEC = "megatron:data/corpus"
 
 #: Documents of sequences: one, several, an empty one among others, none at all.
 DOCUMENTS = [[[1, 2, 3]], [[4], [5, 6]], [[7, 8], [], [9]], [], [[10] * 40], [[]], [[11, 12]]]
@@ -53,15 +52,6 @@ def write(prefix: Path, documents: list[list[list[int]]], kind: str = "uint16") 
     prefix.with_name(prefix.name + ".idx").write_bytes(index_bytes(lengths, edges, CODES[kind]))
 
 
-def rows_of(source: Source, shard: int = 0, row: int = 0) -> list[Any]:
-    found: list[Any] = []
-    for rows in source.read(shard, row):
-        assert rows.first_row == row + len(found)
-        rows.column.validate(full=True)
-        found += rows.column.to_pylist()
-    return found
-
-
 @pytest.mark.parametrize("kind", [kind for kind in CODES if not kind.startswith("float")])
 @pytest.mark.parametrize("chunk", [(1, 1), (2, 5), (1 << 13, 1 << 22)])
 def test_rows_are_documents_from_every_row_on(
@@ -70,15 +60,15 @@ def test_rows_are_documents_from_every_row_on(
     monkeypatch.setattr(megatron, "CHUNK_DOCUMENTS", chunk[0])
     monkeypatch.setattr(megatron, "CHUNK_IDS", chunk[1])
     write(tmp_path / "data/corpus", DOCUMENTS, kind)
-    source = open_source(SPEC, tmp_path)
+    source = opened(tmp_path, SPEC)
     assert source.content is Content.IDS
     assert [shard.path for shard in source.shards] == ["data/corpus.bin", "data/corpus.idx"]
     assert [source.row_count(shard) for shard in (0, 1)] == [len(ROWS), 0]
     for row in range(len(ROWS) + 1):
-        assert rows_of(source, 0, row) == ROWS[row:]
-    assert rows_of(source, 1) == []
+        assert rows_of(source, row) == ROWS[row:]
+    assert rows_of(source, shard=1) == []
     with pytest.raises(SourceError, match=r"corpus.bin' has 7 rows, but row 8 was asked for"):
-        rows_of(source, 0, 8)
+        rows_of(source, 8)
 
 
 def test_a_prefix_may_be_a_pattern_and_each_dataset_has_a_type_of_its_own(tmp_path: Path) -> None:
@@ -86,12 +76,12 @@ def test_a_prefix_may_be_a_pattern_and_each_dataset_has_a_type_of_its_own(tmp_pa
     write(tmp_path / "data/a_text_document", [[[3]], [[4, 5]]], "uint16")
     write(tmp_path / "data/empty_text_document", [])
     write(tmp_path / "data/b", [[[9]]])
-    source = open_source(spec_of("megatron:data/*_text_document"), tmp_path)
+    source = opened(tmp_path, "megatron:data/*_text_document")
     assert [shard.path[5:6] for shard in source.shards] == ["a", "a", "b", "b", "e", "e"]
-    assert [rows_of(source, shard) for shard in range(6)] == [[[3], [4, 5]], [], [[1, 2]], [], [], []]
+    assert [rows_of(source, shard=shard) for shard in range(6)] == [[[3], [4, 5]], [], [[1, 2]], [], [], []]
     starred = tmp_path / "data/[b]*"
     write(starred, [[[7]]])
-    assert rows_of(open_source(spec_of("megatron:data/[b]*"), tmp_path)) == [[7]]
+    assert rows_of(opened(tmp_path, "megatron:data/[b]*")) == [[7]]
 
 
 def test_only_several_datasets_are_warned_about(tmp_path: Path) -> None:
@@ -115,23 +105,23 @@ def test_half_a_dataset_and_none_are_named(tmp_path: Path) -> None:
     write(tmp_path / "data/corpus", DOCUMENTS)
     (tmp_path / "data/corpus.idx").rename(tmp_path / "data/elsewhere.idx")
     with pytest.raises(SourceError, match=r"'data/corpus.idx' is missing beside 'data/corpus.bin'"):
-        paths_of(SPEC, tmp_path)
+        paths_of(spec_of(SPEC), tmp_path)
     with pytest.raises(SourceError, match=r"'data/elsewhere.bin' is missing beside 'data/elsewhere.idx'"):
         paths_of(spec_of("megatron:data/else*"), tmp_path)
     with pytest.raises(SourceError, match=r"no file matches .*other\.idx'; the nearest folder .*corpus\.bin"):
         paths_of(spec_of("megatron:data/other"), tmp_path)
 
 
-@pytest.mark.parametrize("spec", ["megatron:s3://bucket/corpus", "npy:https://host/*.npy"])
-def test_a_url_is_refused_with_the_remedy(spec: str, tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match=r"is a URL, but files of \w+: are mapped; copy or mount them"):
-        scheme_of(spec_of(spec)).shards(spec_of(spec), tmp_path)
+def test_a_url_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    for spec in ("megatron:s3://bucket/corpus", "npy:https://host/*.npy"):
+        with pytest.raises(SourceError, match=r"is a URL, but files of \w+: are mapped; copy or mount them"):
+            opened(tmp_path, spec)
 
 
 def test_blocks_are_some_documents_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron, "BLOCK_DOCUMENTS", 3)
     write(tmp_path / "data/corpus", DOCUMENTS)
-    source = open_source(SPEC, tmp_path)
+    source = opened(tmp_path, SPEC)
     assert [source.blocks(shard).tolist() for shard in (0, 1)] == [[0, 3, 6, 7], [0]]
 
 
@@ -156,13 +146,12 @@ FAULTS: dict[str, tuple[bytes, str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_damaged_index_is_named_with_what_was_expected(tmp_path: Path, fault: str) -> None:
-    content, message = FAULTS[fault]
+def test_a_damaged_index_is_named_with_what_was_expected(tmp_path: Path) -> None:
     write(tmp_path / "data/corpus", [[[1, 2, 3]], [[4], [5, 6]]])
-    (tmp_path / "data/corpus.idx").write_bytes(content)
-    with pytest.raises(SourceError, match=rf"source 'megatron:data/corpus': 'data/corpus.idx'.*{message}"):
-        open_source(SPEC, tmp_path)
+    for content, message in FAULTS.values():
+        (tmp_path / "data/corpus.idx").write_bytes(content)
+        with pytest.raises(SourceError, match=rf"source 'megatron:data/corpus': 'data/corpus.idx'.*{message}"):
+            opened(tmp_path, SPEC)
 
 
 def test_sequences_that_do_not_lie_one_behind_the_other_are_refused(tmp_path: Path) -> None:
@@ -172,23 +161,23 @@ def test_sequences_that_do_not_lie_one_behind_the_other_are_refused(tmp_path: Pa
     for at, value in ((pointers + 8, 4), (pointers, -2), (pointers + 8, 7)):
         (tmp_path / "data/corpus.idx").write_bytes(good[:at] + struct.pack("<q", value) + good[at + 8 :])
         with pytest.raises(SourceError, match=r"corpus.idx': the sequences of documents 0 to 1 do not lie"):
-            rows_of(open_source(SPEC, tmp_path))
+            rows_of(opened(tmp_path, SPEC))
     at = pointers + 24 + 8
     for value in (5, -1):
         (tmp_path / "data/corpus.idx").write_bytes(good[:at] + struct.pack("<q", value) + good[at + 8 :])
         with pytest.raises(SourceError, match=r"corpus.idx': the document edges of documents 0 to 1 do not lie"):
-            rows_of(open_source(SPEC, tmp_path))
+            rows_of(opened(tmp_path, SPEC))
 
 
 def test_files_without_documents_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "data/corpus", [])
     with pytest.raises(SourceError, match=r"has no rows: its 2 files have none"):
-        open_source(SPEC, tmp_path)
+        opened(tmp_path, SPEC)
 
 
 def test_a_file_that_changed_under_the_run_is_named(tmp_path: Path) -> None:
     write(tmp_path / "data/corpus", DOCUMENTS)
-    source = open_source(SPEC, tmp_path)
+    source = opened(tmp_path, SPEC)
     with (tmp_path / "data/corpus.idx").open("ab") as file:
         file.write(b"\0")
     with pytest.raises(SourceChanged, match=r"'data/corpus.idx' has grown"):
@@ -217,7 +206,7 @@ def test_whatever_happened_to_an_index_is_an_error_that_names_the_file_or_other_
                 content[at : at + 8] = struct.pack("<q", rng.choice([-1, 0, 1, 2**31, 2**62, -(2**63)]))
         (tmp_path / "data/corpus.idx").write_bytes(content)
         try:
-            rows = rows_of(open_source(SPEC, tmp_path))
+            rows = rows_of(opened(tmp_path, SPEC))
         except SourceError as error:
             assert "corpus.idx" in str(error), error
             refused += 1
@@ -245,25 +234,3 @@ def test_end_of_text_ids_are_neither_doubled_nor_lost(tmp_path: Path) -> None:
     assert ids_of(order(tmp_path, **IDS, add_eot=False)) == [1, 5, 2, 5, 3, 4, 5]
     doubled = {"policy": "weighted", "children": [{"source": "megatron:data/corpus", "add_eot": True}]}
     assert ids_of(order(tmp_path, **IDS, mixture=doubled)) == [1, 5, 5, 2, 5, 5, 5, 3, 4, 5, 5]
-
-
-def test_an_id_beyond_the_vocabulary_is_named_with_its_file_and_row(tmp_path: Path) -> None:
-    write(tmp_path / "data/corpus", [[[1]], [[2, 60_000]]])
-    with pytest.raises(TokenizerError, match=r"data/corpus.bin: row 1: the id 60000 is outside the vocabulary"):
-        ids_of(order(tmp_path, **IDS))
-
-
-def test_the_order_goes_on_from_every_sample(tmp_path: Path) -> None:
-    write(tmp_path / "data/corpus", DOCUMENTS * 3, "int32")
-    run = order(tmp_path, **IDS, phases=[])
-    whole = run.pipeline(run.initial())
-    samples = [bytes(sample) for sample in _samples(run, run.initial())]
-    assert len(samples) > 40
-    for n in range(len(samples)):
-        assert [bytes(sample) for sample in _samples(run, whole.state())] == samples[n:]
-        whole.advance(1)
-
-
-def _samples(run: PipelineFactory, state: Any) -> list[memoryview]:
-    (packer,) = (run.packers()(0, state.sources[0]),)
-    return [sample for block in packer.blocks() for sample in block.ids]

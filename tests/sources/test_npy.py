@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from support.catalog import CATALOG, spec_of
 from support.corpora import flat
+from support.sources import opened, rows_of
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.order_fields import order_digest
-from tokenloom_server.errors import ConfigError, SnapshotInvalid, SourceError, TokenizerError
+from tokenloom_server.errors import ConfigError, SnapshotInvalid, SourceError
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.run import fork
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.npy import reader as npy
-from tokenloom_server.sources.open import open_source
 
 END = 9
 ROWS = [[1, 2, 3, END], [END], [4, END], [5] * 30 + [END], [END], [6, 7, END], [8]]
@@ -53,17 +53,8 @@ KINDS: dict[str, tuple[str, str, Callable[[Path, list[int]], None]]] = {
 }
 
 
-def opened(spec: str, folder: Path, index_dir: Path | None = None, end: int | None = END) -> Source:
-    return open_source(spec_of(spec), folder, None, index_dir, end_of_text_id=end)
-
-
-def rows_of(source: Source, shard: int = 0, row: int = 0) -> list[Any]:
-    found: list[Any] = []
-    for rows in source.read(shard, row):
-        assert rows.first_row == row + len(found)
-        rows.column.validate(full=True)
-        found += rows.column.to_pylist()
-    return found
+def read(folder: Path, spec: str = "npy:a.npy", **options: Any) -> Source:
+    return opened(folder, spec, **{"end": END} | options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,17 +68,16 @@ def test_rows_are_documents_from_every_row_on(
     write(tmp_path / f"data/a.{suffix}", IDS)
     write(tmp_path / f"data/b.{suffix}", IDS[:-1])
     write(tmp_path / f"data/c.{suffix}", [])
-    source = opened(spec, tmp_path, tmp_path / "index") if "raw" not in kind else None
-    if source is None:
+    if "raw" in kind:
         (tmp_path / f"data/c.{suffix}").unlink()
-        source = opened(spec, tmp_path, tmp_path / "index")
+    source = read(tmp_path, spec, index_dir=tmp_path / "index")
     assert source.content is Content.IDS
     for shard, rows in enumerate((ROWS, ROWS[:-1], [])[: len(source.shards)]):
         assert source.row_count(shard) == len(rows)
         for row in range(len(rows) + 1):
-            assert rows_of(source, shard, row) == rows[row:]
+            assert rows_of(source, row, shard) == rows[row:]
     with pytest.raises(SourceError, match=rf"a\.{suffix}' has 7 rows, but row 8 was asked for"):
-        rows_of(source, 0, 8)
+        rows_of(source, 8)
 
 
 def test_a_spec_names_a_type_for_raw_files_alone(tmp_path: Path) -> None:
@@ -100,7 +90,7 @@ def test_a_spec_names_a_type_for_raw_files_alone(tmp_path: Path) -> None:
     write_llm_c(20240520, 1, "<u2")(tmp_path / "a.bin", IDS)
     for name, kind in (("a.npy", "a .npy file"), ("a.bin", "an llm.c shard")):
         with pytest.raises(SourceError, match=rf"'{name}' is {kind}, which says .* leave ':uint16' out"):
-            opened(f"npy:{name}:uint16", tmp_path)
+            read(tmp_path, f"npy:{name}:uint16")
 
 
 def test_the_index_is_built_on_first_touch_and_kept_for_each_end_of_text_id(
@@ -114,33 +104,20 @@ def test_the_index_is_built_on_first_touch_and_kept_for_each_end_of_text_id(
         caplog.clear()
         return found
 
-    source = opened("npy:a.npy", tmp_path, tmp_path / "index")
+    source = read(tmp_path, index_dir=tmp_path / "index")
     assert rows_of(source) == ROWS
     assert built() == 0
-    assert rows_of(source, 0, 3) == ROWS[3:]
+    assert rows_of(source, 3) == ROWS[3:]
     assert built() == 1
-    assert opened("npy:a.npy", tmp_path, tmp_path / "index").row_count(0) == len(ROWS)
+    assert read(tmp_path, index_dir=tmp_path / "index").row_count(0) == len(ROWS)
     assert built() == 0
-    assert opened("npy:a.npy", tmp_path, tmp_path / "index", end=5).row_count(0) == 31
+    assert read(tmp_path, index_dir=tmp_path / "index", end=5).row_count(0) == 31
     assert built() == 1
     (kept,) = (path for path in (tmp_path / "index").iterdir() if path.stem.endswith(f"-{END}"))
     kept.write_bytes(kept.read_bytes()[:-3])
-    assert opened("npy:a.npy", tmp_path, tmp_path / "index").row_count(0) == len(ROWS)
+    assert read(tmp_path, index_dir=tmp_path / "index").row_count(0) == len(ROWS)
     assert "is not usable and is built again" in caplog.text
     assert built() == 1
-
-
-def test_an_index_of_many_entries_finds_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(npy, "CHUNK_BYTES", 64)
-    rng = np.random.default_rng(1)
-    ids = rng.integers(0, 40, 5000).astype(np.uint16)
-    np.save(tmp_path / "a.npy", ids)
-    rows = [row for row in np.split(ids, np.flatnonzero(ids == END) + 1) if len(row)]
-    source = opened("npy:a.npy", tmp_path)
-    assert source.row_count(0) == len(rows)
-    for row in range(0, len(rows), 3):
-        (first, *_) = rows_of(source, 0, row)
-        assert first == rows[row].tolist()
 
 
 FAULTS: dict[str, tuple[str, bytes, str]] = {
@@ -157,12 +134,11 @@ FAULTS: dict[str, tuple[str, bytes, str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_damaged_file_is_named_with_what_was_expected(tmp_path: Path, fault: str) -> None:
-    spec, content, message = FAULTS[fault]
-    (tmp_path / "a.npy").write_bytes(content)
-    with pytest.raises(SourceError, match=rf"'{spec}': 'a.npy'.*{message}"):
-        opened(spec, tmp_path)
+def test_a_damaged_file_is_named_with_what_was_expected(tmp_path: Path) -> None:
+    for spec, content, message in FAULTS.values():
+        (tmp_path / "a.npy").write_bytes(content)
+        with pytest.raises(SourceError, match=rf"'{spec}': 'a.npy'.*{message}"):
+            read(tmp_path, spec)
 
 
 ARRAYS: dict[str, tuple[Any, str]] = {
@@ -174,35 +150,27 @@ ARRAYS: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ARRAYS)
-def test_an_array_of_another_kind_is_refused(tmp_path: Path, kind: str) -> None:
-    array, message = ARRAYS[kind]
-    np.save(tmp_path / "a.npy", array)
-    with pytest.raises(SourceError, match=message):
-        opened("npy:a.npy", tmp_path)
-
-
-def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+def test_an_array_of_another_kind_and_a_truncated_one_are_refused(tmp_path: Path) -> None:
+    for array, message in ARRAYS.values():
+        np.save(tmp_path / "a.npy", array)
+        with pytest.raises(SourceError, match=message):
+            read(tmp_path)
     np.save(tmp_path / "a.npy", np.zeros(50, np.uint16))
+    with pytest.raises(SourceError, match="set end_of_text_id in the mixture file"):
+        read(tmp_path, end=None)
     (tmp_path / "a.npy").write_bytes((tmp_path / "a.npy").read_bytes()[:-10])
     with pytest.raises(SourceError, match=r"has 218 bytes, but its header and 50 ids of uint16 take 228"):
-        opened("npy:a.npy", tmp_path)
-
-
-def test_without_an_end_of_text_id_nothing_is_read(tmp_path: Path) -> None:
-    np.save(tmp_path / "a.npy", np.zeros(5, np.uint16))
-    with pytest.raises(SourceError, match="set end_of_text_id in the mixture file"):
-        opened("npy:a.npy", tmp_path, end=None)
+        read(tmp_path)
 
 
 def test_an_end_of_text_id_that_never_comes_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(npy, "CHUNK_BYTES", 16)
     monkeypatch.setattr(npy, "MAX_ROW_IDS", 100)
     np.save(tmp_path / "short.npy", np.ones(100, np.uint16))
-    assert rows_of(opened("npy:short.npy", tmp_path, end=70_000)) == [[1] * 100]
+    assert rows_of(read(tmp_path, "npy:short.npy", end=70_000)) == [[1] * 100]
     np.save(tmp_path / "a.npy", np.ones(500, np.uint16))
     with pytest.raises(SourceError, match=r"a.npy': the end-of-text id 9 does not occur in 100 ids from position 0"):
-        rows_of(opened("npy:a.npy", tmp_path))
+        rows_of(read(tmp_path))
 
 
 @pytest.mark.filterwarnings("ignore:Reading `.npy` or `.npz` file required additional header parsing")
@@ -225,7 +193,7 @@ def test_whatever_happened_to_a_header_is_an_error_that_names_the_file_or_ids_of
                 content[at:at] = rng.choice([b"9", b"-", b"(", b"'", b"\0", b"L", b"1e9", b"99999999999999999999"])
         (tmp_path / "a.npy").write_bytes(content)
         try:
-            found = rows_of(opened("npy:a.npy", tmp_path))
+            found = rows_of(read(tmp_path))
         except SourceError as error:
             assert "a.npy" in str(error), error
             refused += 1
@@ -267,29 +235,9 @@ def test_another_override_of_the_end_is_another_order_and_survives_the_record(tm
     assert len(set(digests.values())) == 3
 
 
-def test_an_id_beyond_the_vocabulary_is_named_with_its_file_and_row(tmp_path: Path) -> None:
-    write_npy("int32")(tmp_path / "a.npy", [1, END, 2, 60_000, END])
-    with pytest.raises(TokenizerError, match=r"a.npy: row 1: the id 60000 is outside the vocabulary"):
-        ids_of(order(tmp_path, "npy:a.npy"))
-
-
 def test_runs_with_other_ends_of_text_have_other_documents(tmp_path: Path) -> None:
     write_npy("uint16")(tmp_path / "a.npy", IDS)
     ours, same, other = (order(tmp_path, "npy:a.npy", end_of_text_id=end) for end in (END, END, 5))
     fork._refuse_other_documents(ours, same)
     with pytest.raises(SnapshotInvalid, match=r"'npy:a.npy': end_of_text_id is 5 in run 'test' and 9 in 'test'"):
         fork._refuse_other_documents(other, ours)
-
-
-def test_the_order_goes_on_from_every_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(npy, "CHUNK_BYTES", 16)
-    for name in "ab":
-        write_raw("int32")(tmp_path / f"{name}.bin", IDS)
-    run = order(tmp_path, "npy:[ab].bin:int32")
-    pipeline, packers = run.pipeline(run.initial()), run.packers()
-    samples = [bytes(ids) for block in packers(0, run.initial().sources[0]).blocks() for ids in block.ids]
-    assert len(samples) > 15
-    for n in range(len(samples)):
-        rest = packers(0, pipeline.state().sources[0]).blocks()
-        assert [bytes(ids) for block in rest for ids in block.ids] == samples[n:]
-        pipeline.advance(1)

@@ -8,21 +8,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.catalog import spec_of
+from support.sources import opened, rows_of
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources.open import open_source
 from tokenloom_server.sources.parquet import reader as parquet
 
-SPEC = spec_of("parquet:a.parquet:text")
-
-
-def read(source: Any, row: int = 0) -> list[Any]:
-    return [value for rows in source.read(0, row) for value in rows.column.to_pylist()]
+SPEC = "parquet:a.parquet:text"
 
 
 def test_only_the_row_groups_from_the_row_on_are_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pq.write_table(pa.table({"text": [f"row {i}" for i in range(100)]}), tmp_path / "a.parquet", row_group_size=10)
-    source = open_source(SPEC, tmp_path, None, None)
+    source = opened(tmp_path, SPEC)
     groups: list[int] = []
     read_group = parquet.ParquetSource._read_group
 
@@ -35,17 +30,17 @@ def test_only_the_row_groups_from_the_row_on_are_touched(tmp_path: Path, monkeyp
     assert groups == []
     assert next(iter(source.read(0, 75))).column.to_pylist() == [f"row {i}" for i in range(75, 80)]
     assert groups == [7]
-    assert read(source, 100) == []
+    assert rows_of(source, 100) == []
 
 
 def test_a_large_row_group_is_decoded_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet, "BATCH_BYTES", 2000)
     texts = [f"{i} " + "x" * 50 for i in range(500)]
     pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", use_dictionary=False)
-    source = open_source(SPEC, tmp_path, None, None)
+    source = opened(tmp_path, SPEC)
     assert max(len(rows.column) for rows in source.read(0, 0)) < 50
     for row in (0, 1, 36, 37, 499, 500):
-        assert read(source, row) == texts[row:]
+        assert rows_of(source, row) == texts[row:]
 
 
 def test_row_groups_without_rows_are_passed_over(tmp_path: Path) -> None:
@@ -53,23 +48,9 @@ def test_row_groups_without_rows_are_passed_over(tmp_path: Path) -> None:
     with pq.ParquetWriter(tmp_path / "a.parquet", table.schema) as writer:
         for part in (table.slice(0, 0), table, table.slice(0, 0), table):
             writer.write_table(part)
-    source = open_source(SPEC, tmp_path, None, None)
+    source = opened(tmp_path, SPEC)
     for row in range(5):
-        assert read(source, row) == ["a", "b", "a", "b"][row:]
-
-
-def test_a_column_may_be_named_like_the_field_of_a_struct_before_it(tmp_path: Path) -> None:
-    table = pa.table({"meta": [{"text": "x"}, {"text": "y"}], "meta.text": ["a", "b"]})
-    pq.write_table(table, tmp_path / "a.parquet")
-    assert read(open_source(spec_of("parquet:a.parquet:meta.text"), tmp_path, None, None)) == ["a", "b"]
-
-
-def test_a_truncated_file_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"text": ["a" * 1000]}), path)
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(SourceError, match=r"'a\.parquet' is not a readable Parquet file .* truncated or damaged"):
-        open_source(SPEC, tmp_path, None, None)
+        assert rows_of(source, row) == ["a", "b", "a", "b"][row:]
 
 
 def test_damage_within_a_row_group_is_named_with_the_group(tmp_path: Path) -> None:
@@ -81,7 +62,7 @@ def test_damage_within_a_row_group_is_named_with_the_group(tmp_path: Path) -> No
     middle = chunk.data_page_offset + chunk.total_compressed_size // 2
     data[middle] ^= 0xFF
     path.write_bytes(data)
-    source = open_source(SPEC, tmp_path, None, None)
+    source = opened(tmp_path, SPEC)
     assert next(iter(source.read(0, 0))).column[0].as_py() == texts[0]
     with pytest.raises(SourceError, match=r"'a\.parquet' cannot be read in row group 1 .*damaged"):
-        read(source)
+        rows_of(source)

@@ -13,16 +13,15 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.catalog import spec_of
+from support.sources import opened, rows_of
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import columns
-from tokenloom_server.sources.open import open_source
 from tokenloom_server.sources.parquet import lists as parquet_lists
 from tokenloom_server.sources.parquet import pages as parquet_pages
 from tokenloom_server.sources.parquet import thrift
 from tokenloom_server.storage.open import open_file
 
-SPEC = spec_of("parquet:a.parquet:ids")
+SPEC = "parquet:a.parquet:ids"
 ROWS = st.lists(st.one_of(st.none(), st.lists(st.integers(0, 100), max_size=40)), min_size=1, max_size=60)
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -60,7 +59,7 @@ def left_to_arrow(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 
 def read(folder: Path, row: int = 0) -> list[Any]:
-    return [value for rows in open_source(SPEC, folder, None, None).read(0, row) for value in rows.column.to_pylist()]
+    return rows_of(opened(folder, SPEC), row)
 
 
 def schema(item: pa.DataType, nullable: bool, items_nullable: bool, of: Any = pa.list_) -> pa.Schema:
@@ -105,7 +104,7 @@ def test_rows_come_back_however_their_pages_were_written(
         assert read(tmp_path) == expected
         start = data.draw(st.integers(0, len(rows)))
         assert read(tmp_path, start) == expected[start:]
-        for piece in open_source(SPEC, tmp_path, None, None).read(0, 0):
+        for piece in opened(tmp_path, SPEC).read(0, 0):
             assert piece.column.type.value_type == item
         assert left_to_arrow() == []
 
@@ -129,7 +128,7 @@ def test_a_large_row_group_is_read_a_few_pages_at_a_time(tmp_path: Path) -> None
     rng = np.random.default_rng(0)
     rows = [rng.integers(0, 32_000, 1000, dtype=np.int32) for _ in range(2000)]
     write(tmp_path, rows, schema(pa.int32(), True, True), row_group_size=10_000)
-    source = open_source(SPEC, tmp_path, None, None)
+    source = opened(tmp_path, SPEC)
     before = pa.total_allocated_bytes()
     most, read_rows = 0, 0
     for piece in source.read(0, 0):
@@ -169,7 +168,7 @@ def test_a_null_behind_good_pages_is_found_by_arrow_in_its_row(
     rows[40] = [1, None, 2]  # type: ignore[list-item]
     options = {"data_page_size": 1, "write_batch_size": 5, "row_group_size": 50}
     write(tmp_path, rows, schema(pa.int32(), True, True), **options)
-    source = open_source(SPEC, tmp_path, None, None)
+    source = opened(tmp_path, SPEC)
     got: list[Any] = []
     with pytest.raises(SourceError, match=r"'a\.parquet': row 40 has a null among its ids"):
         for piece in source.read(0, 3):
@@ -178,20 +177,6 @@ def test_a_null_behind_good_pages_is_found_by_arrow_in_its_row(
     (message,) = left_to_arrow()
     assert "a null among the ids" in message
     assert "from row 0 on" not in message
-
-
-def test_a_checksum_that_differs_is_told_by_arrow(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    rows = [rng.integers(0, 100, 50, dtype=np.int32) for _ in range(100)]
-    write(tmp_path, rows, schema(pa.int32(), True, True), row_group_size=50, write_page_checksum=True)
-    path = tmp_path / "a.parquet"
-    data = bytearray(path.read_bytes())
-    chunk = pq.read_metadata(path).row_group(1).column(1)
-    data[chunk.data_page_offset + chunk.total_compressed_size // 2] ^= 0x10
-    path.write_bytes(data)
-    source = open_source(SPEC, tmp_path, None, None)
-    with pytest.raises(SourceError, match=r"'a\.parquet' cannot be read in row group 1 .*CRC.*damaged"):
-        list(source.read(0, 0))
 
 
 def test_two_columns_whose_names_run_together_are_not_mixed_up(tmp_path: Path) -> None:

@@ -8,24 +8,24 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
 from support.corpora import encode_state, numbers, order_of, parsed, reread
+from support.sources import write_table
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from tokenloom_server.config.order_fields import order_digest
-from tokenloom_server.core.state import Cursor, State
+from tokenloom_server.core.state import FileCursor, State
 from tokenloom_server.errors import SnapshotInvalid, SourceError, TokenizerError
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
@@ -85,17 +85,7 @@ def columns_of(rows: list[Row]) -> dict[str, Any]:
     }
 
 
-def write_parquet(folder: Path, shard: int, rows: list[Row]) -> None:
-    pq.write_table(pa.table(columns_of(rows)), folder / f"{shard}.parquet", row_group_size=7)
-
-
-def write_arrow(folder: Path, shard: int, rows: list[Row]) -> None:
-    table = pa.table(columns_of(rows))
-    with pa.OSFile(str(folder / f"{shard}.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table, max_chunksize=5)
-
-
-def write_jsonl(folder: Path, shard: int, rows: list[Row]) -> None:
+def json_lines(rows: list[Row]) -> bytes:
     lines = []
     for i, row in enumerate(rows):
         document = {
@@ -111,20 +101,19 @@ def write_jsonl(folder: Path, shard: int, rows: list[Row]) -> None:
             wrong = b'"text": 12' if i % 2 else b'"text": "\\ud800"'
             line = line.replace(b'"text": null', wrong)
         lines.append(line)
-    (folder / f"{shard}.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    return b"\n".join(lines) + b"\n"
 
 
-def write_txt(folder: Path, shard: int, rows: list[Row]) -> None:
-    lines = [BAD_TEXT if row.text is None else row.text.encode() for row in rows]
-    (folder / f"{shard}.txt").write_bytes(b"\n".join(lines) + b"\n")
+def text_lines(rows: list[Row]) -> bytes:
+    return b"".join((BAD_TEXT if row.text is None else row.text.encode()) + b"\n" for row in rows)
 
 
-Write = Callable[[Path, int, list[Row]], None]
-WRITERS: dict[str, tuple[Write, str]] = {
-    "parquet": (write_parquet, "parquet:data/*.parquet:"),
-    "arrow": (write_arrow, "arrow:data:"),
-    "jsonl": (write_jsonl, "jsonl:data/*.jsonl:"),
-    "txt": (write_txt, "txt:data/*.txt:"),
+#: By the ending of a file: what a spec has before the column.
+SPECS = {
+    "parquet": "parquet:data/*.parquet:",
+    "arrow": "arrow:data:",
+    "jsonl": "jsonl:data/*.jsonl:",
+    "txt": "txt:data/*.txt:",
 }
 SHARDS = [made_rows(40, 1), made_rows(33, 2)]
 
@@ -138,7 +127,7 @@ class Case(NamedTuple):
 
 
 CASES = {
-    **{f"{scheme} text": Case(scheme, "text", {}) for scheme in WRITERS},
+    **{f"{scheme} text": Case(scheme, "text", {}) for scheme in SPECS},
     **{f"{scheme} nested text": Case(scheme, "meta.text", {}) for scheme in ("parquet", "arrow", "jsonl")},
     **{f"{scheme} ids": Case(scheme, "ids", {"epochs": 2}) for scheme in ("parquet", "arrow")},
     **{f"{scheme} fim": Case(scheme, "text", {"fim": FIM, "epochs": 2}) for scheme in ("txt", "parquet")},
@@ -233,11 +222,15 @@ def expected(case: Case) -> Expected:
 def write(folder: Path, scheme: str) -> None:
     (folder / "data").mkdir()
     for shard, rows in enumerate(SHARDS):
-        WRITERS[scheme][0](folder / "data", shard, rows)
+        path = folder / "data" / f"{shard}.{scheme}"
+        if scheme in ("parquet", "arrow"):
+            write_table(path, pa.table(columns_of(rows)), 7)
+        else:
+            path.write_bytes(json_lines(rows) if scheme == "jsonl" else text_lines(rows))
 
 
 def order_over(folder: Path, case: Case, **run: Any) -> PipelineFactory:
-    source = {"source": WRITERS[case.scheme][1] + case.column} | case.options
+    source = {"source": SPECS[case.scheme] + case.column} | case.options
     document = {
         "run": "rows",
         "seed": 7,
@@ -250,16 +243,16 @@ def order_over(folder: Path, case: Case, **run: Any) -> PipelineFactory:
     return order_of(folder, document | run)
 
 
-def samples_from(order: PipelineFactory, state: State) -> Iterator[tuple[list[int], State]]:
-    """Sample by sample, with the state behind each, which went through its text."""
+def samples_from(order: PipelineFactory, state: State, count: int = 64) -> Iterator[tuple[list[int], State]]:
+    """Sample by sample, with the state after each, which went through its text; ``count`` are made at once: after a bad
+    row a producer makes one, so that good samples before it go out."""
     pipeline = order.pipeline(state)
-    count = 64
     while pipeline.ended is None:
         plan = BatchPlan(start_index=pipeline.sample_index, world_size=1, batch_size=1, group_micro_steps=count)
         group = pipeline.begin_group(plan)
         pipeline.fill(group, count)
         for step, ids in enumerate(group.ids(0, 0, len(group.marks))):
-            yield np.frombuffer(ids, "<u2").tolist(), reread(order, group.state_after(step))
+            yield np.frombuffer(ids, order.record.dtype).tolist(), reread(order, group.state_after(step))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -279,8 +272,7 @@ def test_every_row_gives_what_it_should_and_each_sample_index_resumes(name: str,
     assert bool(known.filtered) == ("filter" in case.options)
     for index in range(0, len(whole), 1 if len(whole) < 120 else 5):
         _, state = whole[index]
-        again = [(ids, behind) for (ids, behind), _ in zip(samples_from(order, state), range(12), strict=False)]
-        assert again == whole[index + 1 : index + 13]
+        assert list(islice(samples_from(order, state), 12)) == whole[index + 1 : index + 13]
 
 
 @pytest.mark.parametrize("name", ["parquet all", "arrow ids filter", "jsonl all", "txt fim"])
@@ -293,7 +285,7 @@ def test_a_shuffled_source_gives_the_same_rows(name: str, shuffle: str, tmp_path
         """By epoch and place: a row's tokens, what became of it, and how it was rearranged."""
         order = order_over(tmp_path, case._replace(options=case.options | options))
         found = {}
-        for piece in order.documents(0).read(Cursor()):
+        for piece in order.documents(0).read(None):
             begins = [0, *piece.ends.tolist()]
             for at, (begin, end) in enumerate(pairwise(begins)):
                 fate = 0 if piece.row_status is None else int(piece.row_status[at])
@@ -311,8 +303,7 @@ def test_a_shuffled_source_gives_the_same_rows(name: str, shuffle: str, tmp_path
     order = order_over(tmp_path, case._replace(options=case.options | options))
     whole = list(samples_from(order, order.initial()))
     for index in range(0, len(whole), 7):
-        again = [pair for pair, _ in zip(samples_from(order, whole[index][1]), range(5), strict=False)]
-        assert again == whole[index + 1 : index + 6]
+        assert list(islice(samples_from(order, whole[index][1]), 5)) == whole[index + 1 : index + 6]
 
 
 @pytest.mark.parametrize("name", ["parquet all", "jsonl all", "arrow ids filter"])
@@ -322,21 +313,13 @@ def test_every_packing_counts_them_and_resumes(packing: str, name: str, tmp_path
     write(tmp_path, case.scheme)
     order = order_over(tmp_path, case, packing=packing, sequence_length=64)
 
-    def samples(state: State, count: int) -> list[tuple[bytes, State]]:
-        pipeline = order.pipeline(state)
-        plan = BatchPlan(start_index=pipeline.sample_index, world_size=1, batch_size=1, group_micro_steps=count)
-        group = pipeline.begin_group(plan)
-        pipeline.fill(group, count)
-        ids = group.ids(0, 0, len(group.marks))
-        return [(bytes(each), reread(order, group.state_after(i))) for i, each in enumerate(ids)]
-
-    whole = samples(order.initial(), 1000)
+    whole = list(samples_from(order, order.initial()))
     last, known = whole[-1][1].sources[0].tally, expected(case)
     # Behind the last sample of all lie the rows that follow its last document.
     assert known.bad - 4 <= last.bad_rows <= known.bad
     assert known.filtered - 12 <= last.filtered_rows <= known.filtered
     for index in range(0, len(whole), 5):
-        assert samples(whole[index][1], 4) == whole[index + 1 : index + 5]
+        assert list(islice(samples_from(order, whole[index][1]), 4)) == whole[index + 1 : index + 5]
 
 
 def test_a_bad_row_counts_where_a_sample_goes_past_it(tmp_path: Path) -> None:
@@ -349,7 +332,7 @@ def test_a_bad_row_counts_where_a_sample_goes_past_it(tmp_path: Path) -> None:
         (state.sources[0].cursor, state.sources[0].rows, state.sources[0].tally.bad_rows)
         for _, state in samples_from(order, order.initial())
     ]
-    assert found == [(Cursor(0, 0, 1, 0), 1, 0), (Cursor(0, 0, 4, 0), 4, 2)]
+    assert found == [(FileCursor(0, 0, 1), 1, 0), (FileCursor(0, 0, 4), 4, 2)]
     entry = json.loads(encode_state(order, list(samples_from(order, order.initial()))[-1][1]))["datasets"][0]
     assert entry["bad_rows"] == 2
     assert "filtered_rows" not in entry
@@ -386,7 +369,7 @@ def test_one_bad_row_too_many_is_an_error_that_names_it_at_the_same_sample_from_
     order = order_over(tmp_path, Case("txt", "text", options), max_bad_rows=7)
     states = [order.initial()]
     with pytest.raises(SourceError) as caught:
-        for _, state in step_by_step(order, states[0]):
+        for _, state in samples_from(order, states[0], 1):
             states.append(state)
     # Rows 0, 1 and 3 make a sample each.
     assert len(states) == 4
@@ -395,23 +378,9 @@ def test_one_bad_row_too_many_is_an_error_that_names_it_at_the_same_sample_from_
     for index, state in enumerate(states):
         found = 0
         with pytest.raises(SourceError) as again:
-            for _ in step_by_step(order, state):
+            for _ in samples_from(order, state, 1):
                 found += 1
         assert (index + found, str(again.value)) == (3, str(caught.value))
-
-
-def step_by_step(order: PipelineFactory, state: State) -> Iterator[tuple[list[int], State]]:
-    """As a producer does behind a bad row: so that good samples before it go out."""
-    pipeline = order.pipeline(state)
-    while pipeline.ended is None:
-        plan = BatchPlan(start_index=pipeline.sample_index, world_size=1, batch_size=1, group_micro_steps=1)
-        group = pipeline.begin_group(plan)
-        pipeline.fill(group, 1)
-        for ids in group.ids(0, 0, len(group.marks)):
-            yield (
-                np.frombuffer(ids, order.record.dtype).tolist(),
-                reread(order, group.state_after(0)),
-            )
 
 
 def test_each_epoch_meets_the_same_bad_rows_and_the_limit_is_for_each(tmp_path: Path) -> None:
@@ -431,7 +400,7 @@ def test_without_skip_the_first_bad_row_is_an_error_behind_all_before_it(tmp_pat
         order = order_over(tmp_path, case)
         found = 0
         with pytest.raises((SourceError, TokenizerError)) as caught:
-            for _ in step_by_step(order, order.initial()):
+            for _ in samples_from(order, order.initial(), 1):
                 found += 1
         assert parts[0].replace("line 5", "line 3").replace("row 4", "row 2") in str(caught.value)
         assert found == 2
@@ -442,7 +411,7 @@ def test_a_run_that_a_bad_row_has_stopped_goes_on_with_skip(tmp_path: Path) -> N
     failing = order_over(tmp_path, Case("txt", "text", {"source": "txt:data/a.txt:text"}), on_bad_row="fail")
     states = [failing.initial()]
     with pytest.raises(SourceError):
-        for _, behind in step_by_step(failing, states[0]):
+        for _, behind in samples_from(failing, states[0], 1):
             states.append(behind)
     config = order_over(tmp_path, Case("txt", "text", {"source": "txt:data/a.txt:text"})).config
     skipping = builder.load(config, tmp_path, None, failing.record.to_json())
@@ -468,18 +437,6 @@ def test_a_source_of_bad_rows_alone_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(
         SourceError, match=r"no token in any of its rows; .* \(2 of them are bad, and 0 do not pass the filter"
     ):
-        list(samples_from(order, order.initial()))
-
-
-def test_damage_of_a_page_is_never_skipped(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    path = tmp_path / "data/a.parquet"
-    pq.write_table(pa.table({"text": ["0123456" * 9] * 40}), path, write_page_checksum=True, compression="none")
-    whole = bytearray(path.read_bytes())
-    whole[whole.index(b"0123456") + 3] ^= 1
-    path.write_bytes(whole)
-    with pytest.raises(SourceError, match=r"'data/a.parquet' cannot be read in row group 0 \(.*checksum"):
-        order = order_over(tmp_path, Case("parquet", "text", {}))
         list(samples_from(order, order.initial()))
 
 

@@ -90,50 +90,37 @@ def nested(values: np.ndarray[Any, Any], kind: Any, sizes: tuple[int | None, ...
     return pa.array(values.tolist(), kind)
 
 
-COLUMNS: dict[str, tuple[pa.Array, str, np.ndarray[Any, Any], tuple[int | None, ...]]] = {
-    "float16 in lists": (
-        nested(regular((2, 3, 4), "float16"), pa.float16(), (None, None, None)),
-        "float16",
-        regular((2, 3, 4), "float16"),
-        (None, None, None),
-    ),
-    "large values": (
-        nested(regular((40, 40), "float32"), pa.float32(), (None, None)),
-        "float32",
-        regular((40, 40), "float32"),
-        (None, None),
-    ),
-    "fixed lists": (nested(regular((3, 2), "uint8"), pa.uint8(), (3, 2)), "uint8", regular((3, 2), "uint8"), (3, 2)),
-    "fixed lists in lists": (
-        nested(regular((3, 2), "int16"), pa.int16(), (None, 2)),
-        "int16",
-        regular((3, 2), "int16"),
-        (None, 2),
-    ),
-    "lists in fixed lists": (
-        nested(regular((3, 2), "int64"), pa.int64(), (3, None)),
-        "int64",
-        regular((3, 2), "int64"),
-        (3, None),
-    ),
+Case = tuple[pa.Array, str, np.ndarray[Any, Any], tuple[int | None, ...]]
+
+
+def lists_of(dtype: str, shape: tuple[int, ...], dims: tuple[int | None, ...]) -> Case:
+    """Regular values of a shape, as lists: the array, and what a source makes of it."""
+    values = regular(shape, dtype)
+    return nested(values, pa.from_numpy_dtype(np.dtype(dtype)), dims), dtype, values, dims
+
+
+TRUTHS = regular((), "uint8") % 3 == 0
+TRIPLES = regular((3,), "uint8") % 2 == 0
+COLUMNS: dict[str, Case] = {
+    "float16 in lists": lists_of("float16", (2, 3, 4), (None, None, None)),
+    "large values": lists_of("float32", (40, 40), (None, None)),
+    "fixed lists": lists_of("uint8", (3, 2), (3, 2)),
+    "fixed lists in lists": lists_of("int16", (3, 2), (None, 2)),
+    "lists in fixed lists": lists_of("int64", (3, 2), (3, None)),
     "large lists": (
         pa.array(regular((5,), "float64").tolist(), pa.large_list(pa.float64())),
-        "float64",
-        regular((5,), "float64"),
-        (None,),
+        *("float64", regular((5,), "float64"), (None,)),
     ),
     "a tensor type": (
         pa.FixedShapeTensorArray.from_numpy_ndarray(regular((2, 3), "int32")),
-        "int32",
-        regular((2, 3), "int32"),
-        (2, 3),
+        *("int32", regular((2, 3), "int32"), (2, 3)),
     ),
-    "scalars": (pa.array(regular((), "uint16")), "uint16", regular((), "uint16"), ()),
-    "booleans": (pa.array((regular((), "uint8") % 3 == 0).tolist()), "bool", regular((), "uint8") % 3 == 0, ()),
+    "scalars": lists_of("uint16", (), ()),
+    "booleans": (pa.array(TRUTHS.tolist()), "bool", TRUTHS, ()),
     "lists of booleans": (
-        pa.array((regular((3,), "uint8") % 2 == 0).tolist(), pa.list_(pa.bool_())),
+        pa.array([[each] * 3 for each in TRUTHS.tolist()]),
         "bool",
-        regular((3,), "uint8") % 2 == 0,
+        TRUTHS.repeat(3).reshape(-1, 3),
         (None,),
     ),
     "lists without items": (pa.array([[]] * ROWS, pa.list_(pa.int8())), "int8", np.zeros((ROWS, 0), "int8"), (None,)),
@@ -164,10 +151,9 @@ TEXTS: dict[str, tuple[pa.Array, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", TEXTS)
-def test_texts_travel_as_their_bytes(tmp_path: Path, what: str) -> None:
-    array, dtype = TEXTS[what]
-    for write in (parquet, stream):
+@pytest.mark.parametrize("write", [parquet, stream])
+def test_texts_travel_as_their_bytes(tmp_path: Path, write: Writer) -> None:
+    for array, dtype in TEXTS.values():
         source = opened(tmp_path, write(tmp_path, pa.table({"x": array})))
         assert [(column.dtype, column.dims) for column in source.columns] == [(dtype, ())]
         (values,) = source.take(*rows_of(source, ASKED))

@@ -109,7 +109,7 @@ PURE = tuple(
         *("core", "mixing", "packing", "ledger.commands", "ledger.rules"),
         *("order.batch_plans", "order.feed", "order.pipeline", "order.replay", "order.steps"),
         *("run.generation", "run.slots"),
-        *("run.active_generation", "run.commits", "run.delivery", "run.lease_state", "run.resume_choice", "run.sizing"),
+        *("run.active_generation", "run.commits", "run.delivery", "run.lease_state", "run.join_call", "run.sizing"),
         *("run.views",),
         *("tokenizer.boundary", "tokenizer.check", "tokenizer.choose", "tokenizer.definition", "tokenizer.documents"),
         *("tokenizer.engine", "tokenizer.masked", "tokenizer.text"),

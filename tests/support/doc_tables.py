@@ -42,7 +42,7 @@ def metric_names() -> str:
         (metrics.RANK_LABELS, metrics.RANK_METRICS),
     )
     rows = (
-        (f"`{metric.name}`", ", ".join(f"`{label}`" for label in (*labels, *metric.texts)), metric.help)
+        (f"`{metric.name}`", ", ".join(f"`{label}`" for label in (*labels, *metric.labels)), metric.help)
         for labels, level in levels
         for metric in level
     )

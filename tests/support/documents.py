@@ -57,7 +57,7 @@ class Sample:
 
     ids: tuple[int, ...]
     raw: bytes
-    cursor: Cursor
+    cursor: Cursor | None
     rows: int
     tally: RowCounts
     starts: tuple[int, ...]

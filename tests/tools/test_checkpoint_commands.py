@@ -285,7 +285,7 @@ def set_dataset(i: int, field: str, value: Any) -> Callable[[dict[str, Any]], No
         (set_dataset(0, "row_offset", -1), "resume_state.datasets.0 (code): row_offset: found -1, expected an integer"),
         (lambda d: d.pop("run_uid"), "run_uid: missing"),
         (lambda d: d.pop("resume_state"), "resume_state: is missing, though sample_index is 63"),
-        (lambda d: d.update(version=9), "version: found 9, expected 1"),
+        (lambda d: d.update(version=9), "version: found 9, expected 1 or 2"),
         (lambda d: d.update(sample_index=59), "resume_state.sample_index: 60 lies after sample_index 59"),
         (lambda d: d["resume_state"]["mixture"][0]["children"][0].__setitem__(1, "a lot"), "weight: found 'a lot'"),
     ],

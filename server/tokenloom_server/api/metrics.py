@@ -12,9 +12,9 @@ generation is exposed, so ``sum without (generation) (…)`` is today's value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -22,24 +22,42 @@ from prometheus_client.registry import Collector
 
 from tokenloom_server.api.service import Runs
 from tokenloom_server.errors import TokenloomError
-from tokenloom_server.reports.stats import RankStats, RunStats, SourceStats
-
-_Row = TypeVar("_Row")
+from tokenloom_server.reports.stats import RunStats
 
 
-@dataclass(frozen=True, slots=True)
-class RowMetric(Generic[_Row]):
+class RowMetric(NamedTuple):
     """One metric of a row: of the server, a run, a source or a rank."""
 
     name: str
+    field: str
+    """Of the row, such as ``ledger.available``; empty for a metric that is always 1."""
     help: str
-    value: Callable[[_Row], float | None]
-    texts: Mapping[str, Callable[[_Row], str]] = field(default_factory=dict)
-    """Labels besides those of every metric in the table, to be joined to other metrics in a query."""
+    labels: Mapping[str, str] = MappingProxyType({})
+    """Labels besides those of every metric in the table, each with its field: to be joined to other metrics in a
+    query."""
+    is_flag: bool = False
+    """1 where the field has a text, 0 where it has none."""
 
     @property
     def is_counter(self) -> bool:
         return self.name.endswith("_total")
+
+    def value(self, row: object) -> float | None:
+        if not self.field:
+            return 1
+        value: Any = value_of(row, self.field)
+        return bool(value) if self.is_flag else value
+
+    def label_values(self, row: object) -> tuple[str, ...]:
+        return tuple(str(value_of(row, field)) for field in self.labels.values())
+
+
+def value_of(row: object, field: str) -> object:
+    """None where a record that the field lies in is not there."""
+    value = row
+    for name in field.split("."):
+        value = None if value is None else getattr(value, name)
+    return value
 
 
 class ServerRow(NamedTuple):
@@ -56,165 +74,123 @@ class ReadRow(NamedTuple):
     readable: bool
 
 
-SERVER_METRICS: tuple[RowMetric[ServerRow], ...] = (
-    RowMetric(
-        "tokenloom_server_info",
-        "Always 1; the server's version.",
-        lambda server: 1,
-        {"version": lambda server: server.version},
-    ),
-    RowMetric("tokenloom_ready", "1 while requests can be served.", lambda server: server.ready),
+SERVER_METRICS = (
+    RowMetric("tokenloom_server_info", "", "Always 1; the server's version.", {"version": "version"}),
+    RowMetric("tokenloom_ready", "ready", "1 while requests can be served."),
 )
 
-READ_METRICS: tuple[RowMetric[ReadRow], ...] = (
-    RowMetric(
-        "tokenloom_run_readable", "1 if the run's figures could be read for this scrape.", lambda row: row.readable
-    ),
+READ_METRICS = (
+    RowMetric("tokenloom_run_readable", "readable", "1 if the run's figures could be read for this scrape."),
 )
 
-RUN_METRICS: tuple[RowMetric[RunStats], ...] = (
-    RowMetric("tokenloom_committed_tokens_total", "Tokens committed.", lambda run: run.total_tokens),
-    RowMetric("tokenloom_committed_samples_total", "Samples committed.", lambda run: run.sample_index),
-    RowMetric("tokenloom_sample_index", "Committed sample index.", lambda run: run.sample_index),
-    RowMetric("tokenloom_produced_index", "Sample index up to which is produced.", lambda run: run.produced_index),
-    RowMetric("tokenloom_tokens_per_second", "Committed tokens/s over the last seconds.", lambda run: run.tokens_per_s),
-    RowMetric("tokenloom_generation", "Fencing number; 0 before the first trainer.", lambda run: run.generation),
-    RowMetric("tokenloom_leads", "1 while this server has the lease on the run.", lambda run: run.leads),
-    RowMetric("tokenloom_server_epoch", "This server's number among those that led.", lambda run: run.server_epoch),
-    RowMetric("tokenloom_world_size", "Ranks of the present generation.", lambda run: run.world_size),
-    RowMetric("tokenloom_batch_size", "Samples per rank and micro-step.", lambda run: run.batch_size),
-    RowMetric("tokenloom_sequence_length", "Tokens per sample.", lambda run: run.sequence_length),
+RUN_METRICS = (
+    RowMetric("tokenloom_committed_tokens_total", "total_tokens", "Tokens committed."),
+    RowMetric("tokenloom_committed_samples_total", "sample_index", "Samples committed."),
+    RowMetric("tokenloom_sample_index", "sample_index", "Committed sample index."),
+    RowMetric("tokenloom_produced_index", "produced_index", "Sample index up to which is produced."),
+    RowMetric("tokenloom_tokens_per_second", "tokens_per_s", "Committed tokens/s over the last seconds."),
+    RowMetric("tokenloom_generation", "generation", "Fencing number; 0 before the first trainer."),
+    RowMetric("tokenloom_leads", "leads", "1 while this server has the lease on the run."),
+    RowMetric("tokenloom_server_epoch", "server_epoch", "This server's number among those that led."),
+    RowMetric("tokenloom_world_size", "world_size", "Ranks of the present generation."),
+    RowMetric("tokenloom_batch_size", "batch_size", "Samples per rank and micro-step."),
+    RowMetric("tokenloom_sequence_length", "sequence_length", "Tokens per sample."),
     RowMetric(
         "tokenloom_revision",
+        "revision",
         "Number of the mixture's revision in force; 0 for the one that the run began with.",
-        lambda run: run.revision,
     ),
     RowMetric(
         "tokenloom_loss",
+        "reported.loss",
         "Mean loss over all sources, as a trainer reported it last; absent where none was.",
-        lambda run: run.reported.loss if run.reported else None,
     ),
     RowMetric(
         "tokenloom_learning_rate",
+        "reported.learning_rate",
         "Learning rate, as a trainer reported it last; absent where none was.",
-        lambda run: run.reported.learning_rate if run.reported else None,
     ),
-    RowMetric(
-        "tokenloom_window_fill", "Produced and not committed; fraction of the window.", lambda run: run.window_fill
-    ),
-    RowMetric("tokenloom_waiting", "1 while production waits for something.", lambda run: bool(run.waiting_for)),
-    RowMetric("tokenloom_ended", "1 once the data has ended.", lambda run: run.ended is not None),
-    RowMetric("tokenloom_failed", "1 once an error has stopped the run.", lambda run: run.error is not None),
-    RowMetric("tokenloom_ledger_available", "1 while the ledger can be reached.", lambda run: run.ledger.available),
-    RowMetric(
-        "tokenloom_last_commit_index", "Sample index of the last commit.", lambda run: run.ledger.last_commit_index
-    ),
-    RowMetric(
-        "tokenloom_last_commit_age_seconds", "Seconds since the last commit.", lambda run: run.ledger.last_commit_age_s
-    ),
+    RowMetric("tokenloom_window_fill", "window_fill", "Produced and not committed; fraction of the window."),
+    RowMetric("tokenloom_waiting", "waiting_for", "1 while production waits for something.", is_flag=True),
+    RowMetric("tokenloom_ended", "ended", "1 once the data has ended.", is_flag=True),
+    RowMetric("tokenloom_failed", "error", "1 once an error has stopped the run.", is_flag=True),
+    RowMetric("tokenloom_ledger_available", "ledger.available", "1 while the ledger can be reached."),
+    RowMetric("tokenloom_last_commit_index", "ledger.last_commit_index", "Sample index of the last commit."),
+    RowMetric("tokenloom_last_commit_age_seconds", "ledger.last_commit_age_s", "Seconds since the last commit."),
     RowMetric(
         "tokenloom_run_info",
+        "",
         "Always 1; what the run is.",
-        lambda run: 1,
-        {
-            "run_uid": lambda run: run.run_uid,
-            "tokenizer": lambda run: run.tokenizer,
-            "ledger": lambda run: run.ledger.backend,
-        },
+        {"run_uid": "run_uid", "tokenizer": "tokenizer", "ledger": "ledger.backend"},
     ),
 )
 
-SOURCE_METRICS: tuple[RowMetric[SourceStats], ...] = (
-    RowMetric("tokenloom_source_tokens_total", "Tokens committed from the source.", lambda source: source.tokens),
-    RowMetric("tokenloom_source_samples_total", "Samples committed from the source.", lambda source: source.samples),
-    RowMetric("tokenloom_source_rows_total", "Rows of the source taken to their end.", lambda source: source.rows),
-    RowMetric("tokenloom_source_bad_rows_total", "Rows that did not decode.", lambda source: source.bad_rows),
-    RowMetric(
-        "tokenloom_source_filtered_rows_total",
-        "Rows that did not pass the source's filter.",
-        lambda source: source.filtered_rows,
-    ),
+SOURCE_METRICS = (
+    RowMetric("tokenloom_source_tokens_total", "tokens", "Tokens committed from the source."),
+    RowMetric("tokenloom_source_samples_total", "samples", "Samples committed from the source."),
+    RowMetric("tokenloom_source_rows_total", "rows", "Rows of the source taken to their end."),
+    RowMetric("tokenloom_source_bad_rows_total", "bad_rows", "Rows that did not decode."),
+    RowMetric("tokenloom_source_filtered_rows_total", "filtered_rows", "Rows that did not pass the source's filter."),
     RowMetric(
         "tokenloom_source_padding_tokens_total",
+        "padding_tokens",
         "Of the source's tokens, those that no document fills.",
-        lambda source: source.padding_tokens,
     ),
     RowMetric(
         "tokenloom_source_cut_documents_total",
+        "cut_documents",
         "Documents that do not lie in one sample as a whole, though the packing would have had them so.",
-        lambda source: source.cut_documents,
     ),
     RowMetric(
         "tokenloom_source_lost_tokens_total",
+        "lost_tokens",
         "Tokens of documents that were cut off; with batching, rows that filled no batch of an epoch that ended.",
-        lambda source: source.lost_tokens,
     ),
-    RowMetric(
-        "tokenloom_source_fill_rate",
-        "Part of the source's tokens that documents fill (0 to 1).",
-        lambda source: source.fill_rate,
-    ),
+    RowMetric("tokenloom_source_fill_rate", "fill_rate", "Part of the source's tokens that documents fill (0 to 1)."),
     RowMetric(
         "tokenloom_source_cut_rate",
+        "cut_rate",
         "Documents that were cut, for each row (0 to 1); absent where the packing joins and cuts all.",
-        lambda source: source.cut_rate,
     ),
     RowMetric(
         "tokenloom_source_dropped_tokens_total",
+        "dropped_tokens",
         "Tail that filled no sample; known once the source is exhausted.",
-        lambda source: source.dropped_tokens,
     ),
     RowMetric(
-        "tokenloom_source_excluded_rows",
-        "Rows of an epoch that the revision in force leaves out.",
-        lambda source: source.excluded_rows,
+        "tokenloom_source_excluded_rows", "excluded_rows", "Rows of an epoch that the revision in force leaves out."
     ),
     RowMetric(
-        "tokenloom_source_skipped_tokens_total",
-        "Tokens of the source that restores jumped over.",
-        lambda source: source.skipped_tokens,
+        "tokenloom_source_skipped_tokens_total", "skipped_tokens", "Tokens of the source that restores jumped over."
     ),
     RowMetric(
-        "tokenloom_source_target_share",
-        "Share of the tokens that the weights ask for (0 to 1).",
-        lambda source: source.target_share,
+        "tokenloom_source_target_share", "target_share", "Share of the tokens that the weights ask for (0 to 1)."
     ),
+    RowMetric("tokenloom_source_actual_share", "actual_share", "Share of the tokens so far (0 to 1)."),
     RowMetric(
-        "tokenloom_source_actual_share", "Share of the tokens so far (0 to 1).", lambda source: source.actual_share
-    ),
-    RowMetric(
-        "tokenloom_source_window_share",
-        "Share of the tokens in the last window of samples (0 to 1).",
-        lambda source: source.window_share,
+        "tokenloom_source_window_share", "window_share", "Share of the tokens in the last window of samples (0 to 1)."
     ),
     RowMetric(
         "tokenloom_source_loss",
+        "loss",
         "Mean loss of the source as trainers report it, smoothed; absent where none was.",
-        lambda source: source.loss,
     ),
-    RowMetric("tokenloom_source_epoch", "Passes over the source so far.", lambda source: source.epoch),
-    RowMetric(
-        "tokenloom_source_epochs_allowed", "Passes that are allowed; absent for no limit.", lambda source: source.epochs
-    ),
-    RowMetric("tokenloom_source_exhausted", "1 once the source has no more samples.", lambda source: source.exhausted),
+    RowMetric("tokenloom_source_epoch", "epoch", "Passes over the source so far."),
+    RowMetric("tokenloom_source_epochs_allowed", "epochs", "Passes that are allowed; absent for no limit."),
+    RowMetric("tokenloom_source_exhausted", "exhausted", "1 once the source has no more samples."),
     RowMetric(
         "tokenloom_source_remaining_samples",
+        "remaining_samples",
         "Estimate of the samples left; absent where not known.",
-        lambda source: source.remaining_samples,
     ),
-    RowMetric(
-        "tokenloom_source_info",
-        "Always 1; what the source is.",
-        lambda source: 1,
-        {"source_id": lambda source: str(source.id), "spec": lambda source: source.spec},
-    ),
+    RowMetric("tokenloom_source_info", "", "Always 1; what the source is.", {"source_id": "id", "spec": "spec"}),
 )
 
-RANK_METRICS: tuple[RowMetric[RankStats], ...] = (
-    RowMetric("tokenloom_rank_connected", "1 while the rank is connected.", lambda rank: rank.connected),
-    RowMetric("tokenloom_rank_position", "Sample index up to which the rank has consumed.", lambda rank: rank.position),
-    RowMetric("tokenloom_rank_lag_samples", "Samples that the fastest rank is ahead.", lambda rank: rank.lag),
-    RowMetric("tokenloom_rank_last_heard_seconds", "Seconds since the last message.", lambda rank: rank.last_heard_s),
+RANK_METRICS = (
+    RowMetric("tokenloom_rank_connected", "connected", "1 while the rank is connected."),
+    RowMetric("tokenloom_rank_position", "position", "Sample index up to which the rank has consumed."),
+    RowMetric("tokenloom_rank_lag_samples", "lag", "Samples that the fastest rank is ahead."),
+    RowMetric("tokenloom_rank_last_heard_seconds", "last_heard_s", "Seconds since the last message."),
 )
 
 #: What the metrics of runs, of sources and of ranks are labelled with.
@@ -257,31 +233,27 @@ class RunCollector(Collector):
         yield from _families(RANK_METRICS, RANK_LABELS, ranks)
 
 
-class _Series(NamedTuple, Generic[_Row]):
+class _Series(NamedTuple):
     """A row, the values of its table's labels, and the generation of its run."""
 
     labels: tuple[str, ...]
     generation: int
-    row: _Row
+    row: object
 
 
-def _series(run: RunStats, row: _Row, *own: str) -> _Series[_Row]:
+def _series(run: RunStats, row: object, *own: str) -> _Series:
     return _Series((run.run, run.stream, *own), run.generation, row)
 
 
-def _families(
-    metrics: Sequence[RowMetric[_Row]], labels: tuple[str, ...], series: Sequence[_Series[_Row]]
-) -> Iterator[Metric]:
+def _families(metrics: Sequence[RowMetric], labels: tuple[str, ...], series: Sequence[_Series]) -> Iterator[Metric]:
     """One family per metric, with a value for each row that has one."""
     for metric in metrics:
-        family: CounterMetricFamily | GaugeMetricFamily
-        if metric.is_counter:
-            family = CounterMetricFamily(metric.name, metric.help, labels=(*labels, "generation"))
-        else:
-            family = GaugeMetricFamily(metric.name, metric.help, labels=(*labels, *metric.texts))
+        kind = CounterMetricFamily if metric.is_counter else GaugeMetricFamily
+        own_labels = ("generation",) if metric.is_counter else tuple(metric.labels)
+        family = kind(metric.name, metric.help, labels=(*labels, *own_labels))
         for values, generation, row in series:
             value = metric.value(row)
             if value is not None:
-                texts = (str(generation),) if metric.is_counter else tuple(read(row) for read in metric.texts.values())
-                family.add_metric((*values, *texts), float(value))
+                own_values = (str(generation),) if metric.is_counter else metric.label_values(row)
+                family.add_metric((*values, *own_values), float(value))
         yield family

@@ -26,28 +26,66 @@ def digest_hex(digest: int) -> str:
     return f"{digest:032x}"
 
 
-#: The offset of a cursor at the first row of a window of best-fit packing that is packed once more, under other rules
-#: than it was begun. (0 may be the beginning of the epoch, where that has another order than its parts' numbers.)
-PACKED_AGAIN = 2**52
+@dataclass(frozen=True, slots=True)
+class FileCursor:
+    """In a file: ``tokens`` tokens were taken of its row ``row``, and all of the rows before that in the epoch's order.
+
+    ``epoch`` counts from 0. ``shard`` is the file's position in the manifest, ``row`` counts within the file,
+    ``tokens`` with the row's begin- and end-of-text ids. A row that was taken to its end is written as (row + 1, 0),
+    also where that is after the file's last row.
+    """
+
+    epoch: int
+    shard: int
+    row: int
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Cursor:
-    """Where a source stands: just after the last token that a sample took.
+class WindowCursor:
+    """In a window of shuffled rows, the ``window``-th of its epoch: as in a file, with ``row`` counted in the order in
+    which the window's rows come."""
 
-    ``epoch`` counts from 0. ``shard`` is the position in the manifest, ``row`` counts within the
-    shard, ``offset`` in tokens within the row (with its begin- and end-of-text ids). A row that was
-    taken to its end is written as (row + 1, 0), also where that is after the shard's last row. So (0, 0, 0) is
-    nothing but the beginning of an epoch. Of shuffled rows, ``shard`` is a window and ``row`` a place in it.
+    epoch: int
+    window: int
+    row: int
+    tokens: int = 0
 
-    With best-fit packing a cursor among rows that are packed together stands at the first of them, and ``offset``
-    counts the samples that these have given.
-    """
 
-    epoch: int = 0
-    shard: int = 0
-    row: int = 0
-    offset: int = 0
+@dataclass(frozen=True, slots=True)
+class PackedCursor:
+    """Among rows that best fit packs together, of which ``first`` is the first one (no token of it is taken by itself):
+    they have given ``samples`` samples, one at least."""
+
+    first: FileCursor | WindowCursor
+    samples: int
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the rows."""
+        return self.first.epoch
+
+
+@dataclass(frozen=True, slots=True)
+class EpochCursor:
+    """In the batches of an epoch, whose rows come from many files at once: ``rows`` rows of it were given."""
+
+    epoch: int
+    rows: int
+
+
+#: Where a source stands: just after the last token that a sample took.
+Cursor = FileCursor | WindowCursor | PackedCursor | EpochCursor
+
+
+def row_cursor(cursor: Cursor | None) -> FileCursor | WindowCursor | EpochCursor | None:
+    """The row from which reading goes on: of rows packed together the first."""
+    return cursor.first if isinstance(cursor, PackedCursor) else cursor
+
+
+def tokens_in_row(cursor: Cursor | None) -> int:
+    """Tokens that were taken of a row which is not at its end."""
+    return cursor.tokens if isinstance(cursor, FileCursor | WindowCursor) else 0
 
 
 class RowCounts(NamedTuple):
@@ -71,7 +109,7 @@ _NOTHING_TALLIED = RowCounts()
 class Lane(NamedTuple):
     """Where one of several cursors of a source stands, and what it has given since the run began."""
 
-    cursor: Cursor = Cursor()
+    cursor: Cursor | None = None
     samples: int = 0
     rows: int = 0
     tally: RowCounts = _NOTHING_TALLIED
@@ -79,7 +117,7 @@ class Lane(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SourceState:
-    """A source's cursor and its counters since the run began.
+    """A source's cursor (None: the beginning of its first epoch) and its counters since the run began.
 
     ``rows`` counts rows taken to their end (and rows without tokens before them). ``tokens`` counts
     samples × sequence length. ``dropped_tokens`` is the tail that filled no sample, known once the
@@ -88,7 +126,7 @@ class SourceState:
     that a restore jumped over: the rest was consumed.
     """
 
-    cursor: Cursor = Cursor()
+    cursor: Cursor | None = None
     samples: int = 0
     rows: int = 0
     tokens: int = 0
@@ -100,12 +138,22 @@ class SourceState:
     tally: RowCounts = _NOTHING_TALLIED
     lanes: tuple[Lane, ...] = ()
 
+    @property
+    def epoch(self) -> int:
+        """The epoch in which it stands, counted from 0."""
+        return self.cursor.epoch if self.cursor is not None else 0
 
-def packed_again(source: SourceState) -> SourceState:
-    """A source of which the windows that have begun are packed once more, by best fit."""
 
-    def again(cursor: Cursor) -> Cursor:
-        return replace(cursor, offset=PACKED_AGAIN) if cursor.offset else cursor
+def begun_again(source: SourceState) -> SourceState:
+    """A source in which the row, or the rows packed together, that have begun are read again from their first token."""
+
+    def again(cursor: Cursor | None) -> Cursor | None:
+        match cursor:
+            case PackedCursor():
+                return cursor.first
+            case FileCursor() | WindowCursor():
+                return replace(cursor, tokens=0)
+        return cursor
 
     lanes = tuple(lane._replace(cursor=again(lane.cursor)) for lane in source.lanes)
     return replace(source, cursor=again(source.cursor), lanes=lanes)

@@ -63,15 +63,9 @@ def create(
         engine=engine,
         has_loss_mask=config.masks_loss,
     )
-    return measured(PipelineFactory(record, resources))
-
-
-def measured(factory: PipelineFactory) -> PipelineFactory:
-    """Of a new run: checks its loss masks, makes its buckets, and measures the sources that a policy needs to know."""
+    factory = PipelineFactory(record, resources)
     factory.readers.check_masks()
-    if factory.config.batching is not None:
-        for i in range(len(factory.config.sources)):
-            factory.readers.bucket_epochs(i)
+    factory.readers.make_buckets()
     return _with_estimates(factory, {})
 
 
@@ -104,7 +98,7 @@ def load(
         tokenizer=definition,
         engine=engine,
         has_loss_mask=config.masks_loss,
-        size_estimates=estimates_from_json(recorded.get("extents", {})),
+        size_estimates=estimates_from_json(recorded),
     )
     factory = PipelineFactory(loaded, resources)
     if loaded.vocab_size != recorded["vocab_size"]:
@@ -134,7 +128,7 @@ def under(
 
     Raises ``ConfigError`` where the config cannot go on from the one before, and what reading new files raises.
     """
-    old, resources = before.record, before.resources
+    old = before.record
     _refuse_moved_parts(old.config, config)
     known_files = {source.spec: set(source.shards) for source in old.manifest.sources}
     new_files = Manifest(
@@ -145,8 +139,7 @@ def under(
         ),
         manifest.plugins,
     )
-    resources.check_files(new_files)
-    verify(new_files, resources.base_dir, config.catalog.sources)
+    verify_files(before, new_files)
     file_counts = {
         i: old.earlier_file_counts.get(i, frozenset()) | {len(shards)} for i, shards in enumerate(old.shards)
     }
@@ -163,9 +156,7 @@ def under(
             )
     factory.readers.check_masks(len(old.specs))
     _refuse_new_text(factory, old)
-    if config.batching is not None:
-        for i in range(len(config.sources)):
-            factory.readers.bucket_epochs(i)
+    factory.readers.make_buckets()
     unchanged = {i: one for i, one in old.size_estimates.items() if record.shards[i] == old.shards[i]}
     return _with_estimates(factory, {**unchanged, **size_estimates})
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.core.state import ChildState, SourceState, State, packed_again
+from tokenloom_server.core.state import ChildState, SourceState, State, begun_again
 from tokenloom_server.mixing.mixer import Mixer
 from tokenloom_server.mixing.policy import NodeChange, policy_of
 from tokenloom_server.order.mixture_content import child_key
@@ -27,7 +27,7 @@ def carry(state: State, old: RunConfig, new: RunConfig, grown: Sequence[int] = (
             known = replace(known, exhausted=False, dropped_tokens=0)
         if new.packing == "best_fit" and old.sequence_length != new.sequence_length:
             # Its samples would be others: a window of rows that has begun is packed again, from its first row.
-            known = packed_again(known)
+            known = begun_again(known)
         sources.append(known)
     before = {
         (node.id, child_key(child)): child_state

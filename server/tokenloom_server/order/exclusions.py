@@ -129,8 +129,8 @@ def _by_shard(path: str, table: pa.Table, sources: NamedSources) -> Iterator[tup
     rows = table["row"].combine_chunks().to_numpy()
     codes = specs.indices.to_numpy().astype(np.int64) * max(1, len(shards.dictionary)) + shards.indices.to_numpy()
     for code in np.unique(codes).tolist():
-        at, shard_at = divmod(code, len(shards.dictionary))
-        name, shard = specs.dictionary[at].as_py(), shards.dictionary[shard_at].as_py()
+        spec_code, shard_code = divmod(code, len(shards.dictionary))
+        name, shard = specs.dictionary[spec_code].as_py(), shards.dictionary[shard_code].as_py()
         if name not in sources:
             raise ConfigError(f"{path!r}: the mixture has no source {name!r}; it has {', '.join(sorted(sources))}")
         spec, paths = sources[name]

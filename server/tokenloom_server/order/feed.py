@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from tokenloom_server.core.state import (
-    SourceState,
-)
+from tokenloom_server.core.state import SourceState, tokens_in_row
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.packing.base import Packer, SampleOrigins, SourcePosition
 
@@ -62,12 +60,12 @@ class Feed:
         return False
 
     def rows_picked(self) -> tuple[int, int]:
-        """The rows counter, and the offset of the cursor, after the last picked sample."""
+        """The rows counter, and the tokens taken of a row that is not at its end, after the last picked sample."""
         place = self.place
         if self.picked != self._taken:
             last = self.picked - 1
             place = next(held for held in reversed(self._held) if held.first_sample <= last).behind(last)
-        return place.rows, place.cursor.offset
+        return place.rows, tokens_in_row(place.cursor)
 
     def take(self, count: int) -> tuple[list[memoryview], list[int], list[SampleOrigins]]:
         """The next ``count`` picked samples: their ids, their hashes, and the places they have. Moves the cursor

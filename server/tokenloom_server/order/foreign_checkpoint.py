@@ -19,7 +19,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tokenloom_proto.seal import CHECKSUM, canonical
 
 from tokenloom_server.config.catalog import SourceSchemes
-from tokenloom_server.core.state import DIGEST_MODULUS, MAX_COUNTER, Cursor, Imported, SourceState, State, digest_hex
+from tokenloom_server.core.state import (
+    DIGEST_MODULUS,
+    MAX_COUNTER,
+    FileCursor,
+    Imported,
+    SourceState,
+    State,
+    digest_hex,
+)
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.mixing import elsewhere
 from tokenloom_server.order.factory import PipelineFactory
@@ -132,7 +140,7 @@ def _order_in_force(entries: Sequence[_Entry], timeline: Timeline) -> PipelineFa
     """The order at the sample index that the sources' tokens give, by the run's phases and revisions."""
     schemes = timeline.first.config.catalog.sources
     for segment, behind in zip(timeline.segments, [*timeline.segments[1:], None], strict=True):
-        order, length = segment.order, segment.order.config.sequence_length
+        order, length = segment.factory, segment.config.sequence_length
         samples = sum(
             (e.token_offset or 0) // length for e in entries if _normalised(e.spec, schemes) in order.record.specs
         )
@@ -228,15 +236,15 @@ def _digest(sources: Sequence[SourceState], shape: Shape) -> int:
     """Of the place itself, since no sample before it is known: runs that go on from the same one have equal digests,
     and ranks that bring different ones are told apart."""
     places = [
-        [spec, at.epoch, shards[at.shard], at.row, at.offset, source.samples]
+        [spec, cursor.epoch, shards[cursor.shard], cursor.row, cursor.tokens, source.samples]
         for spec, shards, source in zip(shape.specs, shape.shards, sources, strict=True)
-        for at in [source.cursor]
+        for cursor in [source.cursor if isinstance(source.cursor, FileCursor) else FileCursor(0, 0, 0)]
     ]
     text = canonical({"imported": places, "sample_tokens": shape.sample_tokens})
     return int(hashlib.sha256(text.encode()).hexdigest(), 16) % DIGEST_MODULUS
 
 
-def _cursor(where: str, entry: _Entry, source: int, order: PipelineFactory) -> Cursor:
+def _cursor(where: str, entry: _Entry, source: int, order: PipelineFactory) -> FileCursor:
     config = order.config.sources[source]
     if not config.in_file_order:
         raise SnapshotInvalid(
@@ -254,7 +262,7 @@ def _cursor(where: str, entry: _Entry, source: int, order: PipelineFactory) -> C
             f"{where}: epoch is {entry.epoch}, but the mixture file reads the source for {epochs:g} epochs, counted "
             "from 0: raise its epochs"
         )
-    return Cursor(epoch=entry.epoch, shard=shard, row=entry.row_offset)
+    return FileCursor(entry.epoch, shard, entry.row_offset)
 
 
 def _shard(where: str, found: str, paths: Sequence[str], order: PipelineFactory) -> int:
@@ -284,7 +292,7 @@ def _ends_alike(a: PurePath, b: PurePath) -> bool:
     return a.parts[-shorter:] == b.parts[-shorter:]
 
 
-def _rows_before(source: int, cursor: Cursor, order: PipelineFactory) -> tuple[int, bool]:
+def _rows_before(source: int, cursor: FileCursor, order: PipelineFactory) -> tuple[int, bool]:
     """Rows before a cursor since the source's beginning, and whether those of earlier shards are among them: text has
     to be read for that."""
     shards = order.record.shards[source]

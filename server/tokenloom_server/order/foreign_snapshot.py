@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenloom_server.core.state import (
-    SourceState,
-)
+from tokenloom_server.core.state import PackedCursor, SourceState
 from tokenloom_server.order.snapshot import source_state
 from tokenloom_server.order.snapshot_document import (
-    InFiles,
+    DatasetInFile,
     KnownDataset,
     ResumeStateDocument,
     SnapshotDocument,
@@ -25,11 +23,15 @@ class Source:
 
     spec: str
     shard: str | None
-    """None where it stands in no file: of shuffled rows."""
+    """None where it stands in no file: of shuffled rows, of batches, and at its beginning."""
     state: SourceState
     shuffle: str = "none"
-    in_window: bool = False
-    """Whether the cursor stands in a window of best-fit packing."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it stands among rows that are packed together, or a lane of it does."""
+        cursors = self.state.cursor, *(lane.cursor for lane in self.state.lanes)
+        return any(isinstance(cursor, PackedCursor) for cursor in cursors)
 
 
 class Foreign(SnapshotDocument):
@@ -52,10 +54,9 @@ class Foreign(SnapshotDocument):
         return tuple(
             Source(
                 spec=dataset.spec,
-                shard=dataset.shard if isinstance(dataset, InFiles) else None,
+                shard=dataset.shard if isinstance(dataset, DatasetInFile) else None,
                 state=source_state(dataset),
                 shuffle=dataset.shuffle,
-                in_window=dataset.packed_samples > 0,
             )
             for dataset in self.resume_state.datasets
             if isinstance(dataset, KnownDataset)

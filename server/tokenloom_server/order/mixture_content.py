@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -26,15 +26,15 @@ def content_of(config: RunConfig) -> dict[str, Any]:
 def with_content(config: RunConfig, content: Mapping[str, Any]) -> RunConfig:
     """The config with the mixture of a ``content_of``. How bad rows of its sources are treated stays as it is: a run
     that a bad row has stopped gets to no revision."""
-    known = {source.source: source for source in config.sources}
+    bad_rows = {source.source: {field: getattr(source, field) for field in _BAD_ROWS} for source in config.sources}
+    root = with_sources(content["mixture"], lambda source: source | bad_rows.get(source["source"], {}))
+    return validated(config, root, content["sequence_length"])
 
-    def visit(child: dict[str, Any]) -> dict[str, Any]:
-        if "children" in child:
-            return child | {"children": [visit(below) for below in child["children"]]}
-        source = known.get(child["source"])
-        return child | {field: getattr(source, field) for field in _BAD_ROWS} if source is not None else child
 
-    return validated(config, visit(content["mixture"]), content["sequence_length"])
+def with_sources(node: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    """A node as plain data, with what ``change`` makes of each source below it."""
+    children = (with_sources(child, change) if "children" in child else change(child) for child in node["children"])
+    return node | {"children": list(children)}
 
 
 def as_file(config: RunConfig) -> dict[str, Any]:
@@ -52,8 +52,8 @@ def as_file(config: RunConfig) -> dict[str, Any]:
         ]
         return fields
 
-    found: dict[str, Any] = _plain(visit(config.mixture))
-    return found
+    file: dict[str, Any] = _plain(visit(config.mixture))
+    return file
 
 
 def places(config: RunConfig) -> Iterator[tuple[str, Child]]:
@@ -73,17 +73,15 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def validated(config: RunConfig, root: dict[str, Any], sequence_length: int | None = None) -> RunConfig:
+    """The config with another mixture, and sequence length where one is given. Raises ``ConfigError``."""
     document = config.model_dump(exclude={"mixture"}) | {"mixture": root}
     if sequence_length is not None:
         document["sequence_length"] = sequence_length
-    return _read(RunConfig, document, "", config.catalog)
+    return parsed(RunConfig, document, "", config.catalog)
 
 
-def node_from(document: dict[str, Any], where: str, catalog: Catalog) -> NodeConfig:
-    return _read(NodeConfig, document, where, catalog)
-
-
-def _read(model: type[_Model], document: dict[str, Any], where: str, catalog: Catalog) -> _Model:
+def parsed(model: type[_Model], document: dict[str, Any], where: str, catalog: Catalog) -> _Model:
+    """A part of a mixture file. Raises ``ConfigError`` that says where it stands."""
     try:
         return model.model_validate(document, context=catalog)
     except ValidationError as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from tokenloom_proto.seal import canonical
 
@@ -27,6 +28,10 @@ class Origin:
     def to_json(self) -> str:
         """Canonical JSON, as an opening keeps it."""
         return str(canonical(asdict(self)))
+
+    def described(self) -> dict[str, Any]:
+        """All of it but the state."""
+        return asdict(replace(self, state=""))
 
     @classmethod
     def from_json(cls, text: str) -> Origin | None:

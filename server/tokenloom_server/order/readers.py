@@ -10,7 +10,7 @@ from dataclasses import replace
 from tokenloom_server.config.row_rules import RowRules
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
-from tokenloom_server.core.state import Cursor
+from tokenloom_server.core.state import EpochCursor, FileCursor, WindowCursor
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.order.record import RunRecord
 from tokenloom_server.order.resources import RunResources
@@ -107,27 +107,24 @@ class SourceReaders:
             layout = self._resources.layouts.peek(self._files(source_id))
         return int(layout.rows.sum()) if layout is not None else None
 
-    def rows_around(self, source_id: int, cursor: Cursor) -> tuple[str, int]:
+    def rows_around(self, source_id: int, cursor: FileCursor | WindowCursor | EpochCursor) -> tuple[str, int]:
         """The name of the file, window or epoch in which a cursor counts rows, and how many it has. Raises
-        ``SourceError``.
-
-        With ``batching`` a cursor counts the rows that its epoch gave, whatever their files.
-        """
-        if self._record.config.batching is not None:
+        ``SourceError``."""
+        if isinstance(cursor, EpochCursor):
             epochs = self.bucket_epochs(source_id)
             return "an epoch of its batches", epochs.batches * epochs.size
         reading = self.reading(source_id, self.open(source_id))
-        if reading.windows is not None:
-            return f"window {cursor.shard}", reading.rows_in(cursor.shard)
+        if isinstance(cursor, WindowCursor):
+            return f"window {cursor.window}", reading.rows_in(cursor.window)
         return self._record.shard_paths[source_id][cursor.shard], reading.rows_in(cursor.shard)
 
-    def files_before(self, source_id: int, cursor: Cursor) -> Sequence[int]:
+    def files_before(self, source_id: int, cursor: FileCursor) -> Sequence[int]:
         """Of a source that is read file by file, those that come before the cursor's in its epoch."""
         config = self._record.config
         if config.sources[source_id].shuffle == "none":
             return range(cursor.shard)
         order = shuffled_files(len(self._record.shards[source_id]), config.seed, source_id, cursor.epoch)
-        return () if cursor == Cursor() else order[: order.index(cursor.shard)]
+        return order[: order.index(cursor.shard)]
 
     def _layout(self, source_id: int, reader: Source) -> Layout:
         """Where the blocks of a source are."""
@@ -157,6 +154,12 @@ class SourceReaders:
             io_stats=self._resources.io_stats,
         )
         return FeatureSource(request, names=batching.columns, dtypes=batching.dtypes)
+
+    def make_buckets(self) -> None:
+        """Of every source, of a run with ``batching``: so that what is wrong with them is known before training."""
+        if self._record.config.batching is not None:
+            for i in range(len(self._record.config.sources)):
+                self.bucket_epochs(i)
 
     def bucket_epochs(self, source_id: int) -> Epochs:
         """The batches of a source, of a run with ``batching``; makes its index of buckets, or takes it from the files'

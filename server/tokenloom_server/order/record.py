@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from tokenloom_proto.seal import canonical
+from tokenloom_proto.seal import SNAPSHOT_FORMAT, SNAPSHOT_VERSION, canonical
 
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.order_fields import order_digest, order_fields, weight_text
@@ -22,7 +22,7 @@ from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import ORDER_VERSION
 from tokenloom_server.errors import ConfigError, LedgerError
 from tokenloom_server.mixing.mixer import node_shape
-from tokenloom_server.order import snapshot_document, state_shape
+from tokenloom_server.order import state_shape
 from tokenloom_server.order.exclusions import NOTHING_EXCLUDED, Exclusions
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.manifest import Manifest
@@ -136,6 +136,7 @@ class RunRecord:
             lanes=tuple(source.lanes for source in config.sources),
             mixture=tuple(_described(node) for node in config.nodes),
             best_fit=config.packing == "best_fit",
+            in_batches=config.batching is not None,
         )
 
     def to_json(self) -> str:
@@ -147,9 +148,8 @@ class RunRecord:
             "tokenizer": self.tokenizer_fields,
             "vocab_size": self.vocab_size,
             "manifest": json.loads(self.manifest.to_json()),
+            **estimates_to_json(self.size_estimates),
         }
-        if self.size_estimates:
-            fields["extents"] = estimates_to_json(self.size_estimates)
         return canonical(fields)
 
     @property
@@ -170,8 +170,8 @@ class RunRecord:
     def _same_in_every_snapshot(self) -> dict[str, Any]:
         # Digests of the whole mixture and of every file's name: not to be made again for each snapshot.
         return {
-            "format": snapshot_document.FORMAT,
-            "version": snapshot_document.VERSION,
+            "format": SNAPSHOT_FORMAT,
+            "version": SNAPSHOT_VERSION,
             "run": self.name,
             "seed": self.config.seed,
             "order_version": ORDER_VERSION,
@@ -193,14 +193,18 @@ def recorded_fields(record: str, run: str) -> dict[str, Any]:
     return fields
 
 
-def estimates_to_json(estimates: Mapping[int, SizeEstimate]) -> dict[str, list[int]]:
-    """By source id as text: rows, and tokens of 1,000 rows."""
-    return {str(source): [one.rows, one.tokens_per_1000_rows] for source, one in estimates.items()}
+def estimates_to_json(estimates: Mapping[int, SizeEstimate]) -> dict[str, dict[str, list[int]]]:
+    """As a field of a record or of a revision, where there are any: by source id as text, the rows, and the tokens of
+    1,000 rows."""
+    by_source = {str(source): [one.rows, one.tokens_per_1000_rows] for source, one in estimates.items()}
+    return {"size_estimates": by_source} if by_source else {}
 
 
-def estimates_from_json(fields: Mapping[str, list[int]]) -> dict[int, SizeEstimate]:
-    """Reads ``estimates_to_json`` back."""
-    return {int(source): SizeEstimate(*one) for source, one in fields.items()}
+def estimates_from_json(fields: Mapping[str, Any]) -> dict[int, SizeEstimate]:
+    """Reads ``estimates_to_json`` out of a record or a revision; those from before the first release have another name
+    for it."""
+    by_source = fields.get("size_estimates", fields.get("extents", {}))
+    return {int(source): SizeEstimate(*one) for source, one in by_source.items()}
 
 
 def end_of_text(config: RunConfig, definition: TokenizerDefinition | None) -> int | None:

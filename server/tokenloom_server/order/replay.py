@@ -10,7 +10,6 @@ from itertools import zip_longest
 
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import BeyondHorizon, OrderMismatch, SourceError, TokenizerError
-from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import Pipeline
 from tokenloom_server.order.steps import BatchPlan, StepGroup
 from tokenloom_server.order.timeline import Timeline
@@ -22,13 +21,13 @@ TURN_BYTES = 2**25
 
 
 class Replay:
-    """Goes forward over the samples of a timeline, or of one order: ``turn`` by turn to a sample index, and from there
-    on by groups of ``samples``. For one thread at a time.
+    """Goes forward over the samples of a timeline: ``turn`` by turn to a sample index, and from there on by groups of
+    ``samples``. For one thread at a time.
 
     A fault in the data is met where it lies: samples before it come first. After an error the replay is of no use.
     """
 
-    def __init__(self, timeline: Timeline | PipelineFactory, state: State) -> None:
+    def __init__(self, timeline: Timeline, state: State) -> None:
         self.timeline = timeline
         #: Why there are no more samples; None while there may be some.
         self.ended: str | None = None
@@ -54,11 +53,11 @@ class Replay:
 
     def turn(self, index: int) -> None:
         """Goes a bit further, at most to a sample index. Raises ``SourceError`` and ``TokenizerError``."""
-        order = self.timeline.at(self.sample_index) if isinstance(self.timeline, Timeline) else self.timeline
-        turn = max(1, TURN_TOKENS // order.config.sequence_length)
-        if order.config.batching is not None:
-            pick = order.config.pick_samples
-            turn = max(1, TURN_BYTES // (pick * order.form.sample_bytes)) * pick
+        factory = self.timeline.at(self.sample_index)
+        turn = max(1, TURN_TOKENS // factory.config.sequence_length)
+        if factory.config.batching is not None:
+            pick = factory.config.pick_samples
+            turn = max(1, TURN_BYTES // (pick * factory.form.sample_bytes)) * pick
         pipeline = self._begun()
         pipeline.advance(min(index - self.sample_index, turn))
         self.ended = pipeline.ended
@@ -90,7 +89,6 @@ class Replay:
 
     def switch_to(self, timeline: Timeline) -> None:
         """Goes on under another timeline. Raises ``OrderMismatch`` where that differs before the present sample."""
-        assert isinstance(self.timeline, Timeline), "one order has no revisions"
         if timeline is self.timeline:
             return
         for before, now in zip_longest(self.timeline.revisions, timeline.revisions):

@@ -6,30 +6,41 @@ given twice and every counter still adds up.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from itertools import count
+from typing import Any, NamedTuple
 
-from tokenloom_server.config.mixture_change import MixtureChange
+from tokenloom_server.config.mixture_change import Addition, MixtureChange, Setting
 from tokenloom_server.config.mixture_file import given_by_the_server
-from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.config.node import Child, NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.order.mixture_content import as_file, child_key, children_of, field_text, node_from, validated
-from tokenloom_server.order.mixture_tree import SETTABLE, MixtureTree, refuse_another
+from tokenloom_server.order.mixture_content import (
+    as_file,
+    child_key,
+    children_of,
+    field_text,
+    parsed,
+    validated,
+    with_sources,
+)
+
+#: What of a child may be set. Everything else (its spec, how its documents begin and end) makes it another source.
+SETTABLE = ("weight", "policy", "on_exhausted", "epochs", "max_tokens", "unit", "interpolate", "alias")
 
 
 def changed(config: RunConfig, change: MixtureChange) -> RunConfig:
     """The config with the change's mixture. Raises ``ConfigError`` naming the field, what was found and expected."""
     documents = [(f"add.{i}.child", addition.child) for i, addition in enumerate(change.add)]
     for where, document in [*documents, ("mixture", change.mixture)]:
-        for at in given_by_the_server(document, f"{where}."):
-            raise ConfigError(f"{at}: unknown key; ids and presence are this server's")
+        for key in given_by_the_server(document, f"{where}."):
+            raise ConfigError(f"{key}: unknown key; ids and presence are this server's")
     if change.mixture is not None:
         if change.set or change.add or change.drop:
             raise ConfigError("mixture: a whole mixture is given, so set, add and drop must be left out")
-        return merged(config, node_from(change.mixture, "mixture", config.catalog))
-    tree = MixtureTree(config)
+        return merged(config, parsed(NodeConfig, change.mixture, "mixture", config.catalog))
+    tree = _MixtureTree(config)
     for i, setting in enumerate(change.set):
         tree.set(setting, f"set.{i}")
     for i, name in enumerate(change.drop):
@@ -49,17 +60,16 @@ def merged(config: RunConfig, mixture: NodeConfig, sequence_length: int | None =
     seen: set[str] = set()
     kept_nodes: dict[int, dict[str, Any]] = {}
 
-    def visit(node: NodeConfig, was: NodeConfig | None) -> dict[str, Any]:
+    def visit(node: NodeConfig, known_node: NodeConfig | None) -> dict[str, Any]:
         nonlocal next_source, next_node
         fields = node.model_dump(exclude={"children"})
-        if was is None:
+        if known_node is None:
             fields["id"], next_node = next_node, next_node + 1
         else:
-            fields |= {"id": was.id, "presence": was.presence if was.presence == "paused" else "live"}
+            fields |= {"id": known_node.id, "presence": _kept_presence(known_node)}
         kept_nodes[fields["id"]] = fields
-        unnamed = (
-            [child for child in was.children if isinstance(child, NodeConfig) and child.alias is None] if was else []
-        )
+        children = known_node.children if known_node is not None else ()
+        unnamed = [child for child in children if isinstance(child, NodeConfig) and child.alias is None]
         fields["children"] = []
         for child in node.children:
             if isinstance(child, NodeConfig):
@@ -72,8 +82,8 @@ def merged(config: RunConfig, mixture: NodeConfig, sequence_length: int | None =
                 update: dict[str, Any] = {"id": next_source}
                 next_source += 1
             else:
-                refuse_another(known, child)
-                update = {"id": known.id, "presence": "paused" if known.presence == "paused" else "live"}
+                _refuse_another(known, child)
+                update = {"id": known.id, "presence": _kept_presence(known)}
             fields["children"].append(child.model_dump() | update)
         return fields
 
@@ -86,47 +96,175 @@ def merged(config: RunConfig, mixture: NodeConfig, sequence_length: int | None =
     return validated(config, root, sequence_length)
 
 
+def _kept_presence(known: Child) -> str:
+    """Of what a new mixture has again: it goes on, but stays paused."""
+    return "paused" if known.presence == "paused" else "live"
+
+
 def without(config: RunConfig, gone: Collection[int]) -> RunConfig:
     """The config in which these sources are dropped."""
     if not any(config.sources[source].presence != "dropped" for source in gone):
         return config
 
-    def visit(node: dict[str, Any]) -> dict[str, Any]:
-        children = []
-        for child in node["children"]:
-            if "children" in child:
-                children.append(visit(child))
-            else:
-                children.append(child | ({"presence": "dropped"} if child["id"] in gone else {}))
-        return node | {"children": children}
+    def dropped(source: dict[str, Any]) -> dict[str, Any]:
+        return source | {"presence": "dropped"} if source["id"] in gone else source
 
-    return validated(config, visit(config.mixture.model_dump()))
+    return validated(config, with_sources(config.mixture.model_dump(), dropped))
 
 
 def differences(old: RunConfig, new: RunConfig, fields: Sequence[str] = SETTABLE) -> list[str]:
     """What another config changes, a line each, for people; of children only these fields."""
-    found = []
+    lines = []
     if old.sequence_length != new.sequence_length:
-        found.append(f"sequence_length: {old.sequence_length} → {new.sequence_length}")
+        lines.append(f"sequence_length: {old.sequence_length} → {new.sequence_length}")
     before = {child_key(child): child for child in children_of(old)}
     for child in children_of(new):
-        was, name = before.get(child_key(child)), child.name
-        if was is None:
-            found.append(f"{name}: new, weight {field_text(child.weight)}")
+        known, name = before.get(child_key(child)), child.name
+        if known is None:
+            lines.append(f"{name}: new, weight {field_text(child.weight)}")
             continue
-        if was.presence != child.presence:
-            found.append(f"{name}: {was.presence} → {child.presence}")
-        found += [
-            f"{name}: {field} {field_text(getattr(was, field))} → {field_text(getattr(child, field))}"
+        if known.presence != child.presence:
+            lines.append(f"{name}: {known.presence} → {child.presence}")
+        lines += [
+            f"{name}: {field} {field_text(getattr(known, field))} → {field_text(getattr(child, field))}"
             for field in fields
-            if field in type(child).model_fields and getattr(was, field) != getattr(child, field)
+            if field in type(child).model_fields and getattr(known, field) != getattr(child, field)
         ]
     now = {child_key(child) for child in children_of(new)}
-    found += [f"{child.name}: gone" for key, child in before.items() if key not in now]
-    return found
+    lines += [f"{child.name}: gone" for key, child in before.items() if key not in now]
+    return lines
 
 
 def differences_of_files(in_force: RunConfig, file: RunConfig) -> list[str]:
     """What a mixture file changes of the mixture in force, a line each; whatever is paused stays so."""
-    new = merged(in_force, node_from(as_file(file), "mixture", file.catalog))
+    new = merged(in_force, parsed(NodeConfig, as_file(file), "mixture", file.catalog))
     return differences(in_force, new, fields=[field for field in SETTABLE if field != "alias"])
+
+
+class _TreePlace(NamedTuple):
+    """A child in the tree of plain data, its parent there, and its place, such as ``mixture.children.2``."""
+
+    child: dict[str, Any]
+    parent: dict[str, Any] | None
+    path: str
+
+
+class _MixtureTree:
+    """The mixture as plain data that is being changed."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self.root = config.mixture.model_dump()
+        self._next_source, self._next_node = len(config.sources), config.nodes[-1].id + 1
+
+    def set(self, setting: Setting, where: str) -> None:
+        child = self._find(setting.child, f"{where}.child").child
+        settings = setting.model_dump(exclude_unset=True, exclude={"child", "paused"})
+        for field, value in settings.items():
+            if field not in child:
+                kind = "node" if "children" in child else "source"
+                raise ConfigError(f"{where}.{field}: a {kind} has no {field}; found {value!r} for {setting.child!r}")
+            child[field] = value
+        if setting.paused is not None:
+            child["presence"] = "paused" if setting.paused else "live"
+        if not settings and setting.paused is None:
+            raise ConfigError(
+                f"{where}: sets nothing of {setting.child!r}; expected one of {', '.join(SETTABLE)}, paused"
+            )
+
+    def drop(self, name: str, where: str) -> None:
+        place = self._find(name, where)
+        if place.parent is None:
+            raise ConfigError(f"{where}: {name!r} is the whole mixture; drop sources or nodes of it")
+        self._drop_all(place.child)
+
+    def _drop_all(self, child: dict[str, Any]) -> None:
+        """With a node, all below it leaves."""
+        child["presence"] = "dropped"
+        for below in child.get("children", ()):
+            self._drop_all(below)
+
+    def add(self, addition: Addition, where: str) -> None:
+        parent = self._find(addition.to, f"{where}.to").child
+        if "children" not in parent:
+            raise ConfigError(f"{where}.to: {addition.to!r} is a source; expected a node's alias or place")
+        is_node = "children" in addition.child or "policy" in addition.child
+        kind: type[NodeConfig | SourceConfig] = NodeConfig if is_node else SourceConfig
+        added = parsed(kind, addition.child, f"{where}.child", self._config.catalog)
+        parent["children"].append(self._numbered(added, where))
+        self._prune(self.root)
+
+    def _taken_back(self, known: SourceConfig, source: SourceConfig, where: str) -> dict[str, Any]:
+        """A source that was dropped goes on where it stood."""
+        place = self._find(known.source, where, dropped=True)
+        if place.child["presence"] != "dropped":
+            raise ConfigError(
+                f"{where}.child.source: {known.source!r} is in the mixture already; use set to change it, and "
+                "paused: false where it is paused"
+            )
+        _refuse_another(known, source)
+        assert place.parent is not None
+        place.parent["children"].remove(place.child)
+        return source.model_dump() | {"id": known.id}
+
+    def _numbered(self, child: Child, where: str) -> dict[str, Any]:
+        if isinstance(child, SourceConfig):
+            known = next((source for source in self._config.sources if source.source == child.source), None)
+            if known is not None:
+                return self._taken_back(known, child, where)
+            fields = child.model_dump() | {"id": self._next_source}
+            self._next_source += 1
+            return fields
+        fields = child.model_dump() | {"id": self._next_node}
+        self._next_node += 1
+        fields["children"] = [self._numbered(each, where) for each in child.children]
+        return fields
+
+    def _prune(self, node: dict[str, Any]) -> None:
+        """Removes nodes of which every child went elsewhere."""
+        for child in node["children"]:
+            if "children" in child:
+                self._prune(child)
+        node["children"] = [child for child in node["children"] if child.get("children") != []]
+
+    def _find(self, name: str, where: str, *, dropped: bool = False) -> _TreePlace:
+        places = list(self._places(self.root, None, "mixture"))
+        matches = [
+            place
+            for place in places
+            if name in (place.child["alias"], place.child.get("source"), place.path)
+            and (dropped or place.child["presence"] != "dropped")
+        ]
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            raise ConfigError(
+                f"{where}: {name!r} names {len(matches)} children; use the place, such as mixture.children.0"
+            )
+        known = ", ".join(
+            repr(place.child["alias"] or place.child.get("source") or place.path)
+            for place in places
+            if place.child["presence"] != "dropped"
+        )
+        raise ConfigError(f"{where}: the mixture has no {name!r}; it has {known}")
+
+    def _places(self, child: dict[str, Any], parent: dict[str, Any] | None, path: str) -> Iterator[_TreePlace]:
+        """Places are counted as ``as_file`` shows them; what was dropped has none."""
+        yield _TreePlace(child, parent, path)
+        number = count()
+        for below in child.get("children", ()):
+            is_shown = below["presence"] != "dropped" and path
+            yield from self._places(below, child, f"{path}.children.{next(number)}" if is_shown else "")
+
+
+def _refuse_another(known: SourceConfig, source: SourceConfig) -> None:
+    """Whether a source of the run's is read as it was. Raises ``ConfigError``."""
+    drawn = ("shuffle", "shuffle_window_rows", "lanes")
+    for field in ("add_bos", "add_eot", "filter", "template", "fim", "loss_mask", "holdout", *drawn):
+        if getattr(known, field) != getattr(source, field):
+            makes = "another order of its rows" if field in drawn else "other documents of the same rows"
+            raise ConfigError(
+                f"{source.source!r}: {field} is {field_text(getattr(known, field))} in this run and "
+                f"{field_text(getattr(source, field))} in the new mixture; that would make {makes}: put it "
+                "back, or begin a new run"
+            )

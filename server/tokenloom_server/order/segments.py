@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order import builder, exclusions
 from tokenloom_server.order.exclusions import ExclusionFile, Exclusions
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.mixture_content import content_of, with_content
+from tokenloom_server.order.mixture_content import validated, with_content
 from tokenloom_server.order.origin import Origin
 from tokenloom_server.order.record import estimates_from_json
 from tokenloom_server.order.revision import merged, without
@@ -31,13 +31,21 @@ class TimelineSegment:
     begin: int
     #: The run's total tokens there.
     tokens: int
-    order: PipelineFactory
+    factory: PipelineFactory
     #: Sources that have more files than before.
     grown: tuple[int, ...] = ()
     #: The phase that begins here, counted from 0.
     phase: int | None = None
     #: The revision that begins here, the last of them.
     revision: StoredRevision | None = None
+
+    @property
+    def config(self) -> RunConfig:
+        return self.factory.config
+
+    def tokens_at(self, sample_index: int) -> int:
+        """The run's total tokens before a sample of this segment."""
+        return self.tokens + (sample_index - self.begin) * self.config.sequence_length
 
 
 def _gone(before: Collection[int], old: RunConfig, new: RunConfig) -> set[int]:
@@ -48,118 +56,111 @@ def _gone(before: Collection[int], old: RunConfig, new: RunConfig) -> set[int]:
 
 
 def _in_phase(
-    order: PipelineFactory, number: int, left_tokens: int, tokens: int, gone: Collection[int]
+    before: PipelineFactory, number: int, left_tokens: int, tokens: int, gone: Collection[int]
 ) -> PipelineFactory:
-    """The order in a phase, which begins at so many of the run's tokens; what is ``gone`` stays so."""
-    phase, last = order.config.phases[number], number == len(order.config.phases) - 1
-    length = phase.sequence_length or order.config.sequence_length
+    """That of a phase, which begins at so many of the run's tokens; what is ``gone`` stays so."""
+    config, record = before.config, before.record
+    phase, last = config.phases[number], number == len(config.phases) - 1
+    length = phase.sequence_length or config.sequence_length
     ends = phase.until_tokens if last else None
-    if phase.mixture is None and ends is None and length == order.config.sequence_length:
-        return order
+    if phase.mixture is None and ends is None and length == config.sequence_length:
+        return before
     mixture = phase.mixture
     if ends is not None:
         # What the mixture gives is what the run has, but for what a fork left after: after its last phase it ends.
         # To the next whole sample, like every phase.
-        unit = length * order.config.pick_samples
+        unit = length * config.pick_samples
         ends = tokens + -(-(ends - tokens) // unit) * unit if ends > tokens else ends
-        root, ends = mixture or order.config.mixture, max(1, ends - left_tokens)
+        root, ends = mixture or config.mixture, max(1, ends - left_tokens)
         mixture = root.model_copy(update={"max_tokens": min(ends, root.max_tokens or ends)})
-    config = (
-        merged(order.config, mixture, length)
-        if mixture is not None
-        else with_content(order.config, {**content_of(order.config), "sequence_length": length})
-    )
-    return builder.under(order, without(config, gone), order.record.manifest, order.record.excluded)
+    if mixture is not None:
+        config = merged(config, mixture, length)
+    else:
+        config = validated(config, config.mixture.model_dump(), length)
+    return builder.under(before, without(config, gone), record.manifest, record.excluded)
 
 
-def files_to_json(files_of: Iterable[tuple[str, Sequence[Shard]]]) -> dict[str, list[list[Any]]]:
-    return {spec: [[shard.path, shard.size, shard.fingerprint] for shard in found] for spec, found in files_of}
+def files_to_json(files: Mapping[str, Sequence[Shard]]) -> dict[str, list[list[Any]]]:
+    """By spec: path, size and fingerprint of each file."""
+    return {spec: [[shard.path, shard.size, shard.fingerprint] for shard in shards] for spec, shards in files.items()}
 
 
-def revised(order: PipelineFactory, content: Mapping[str, Any]) -> PipelineFactory:
-    """The order under a revision's content."""
-    config = with_content(order.config, {**content, "sequence_length": order.config.sequence_length})
-    given = {
-        spec: tuple(Shard(path, size, fingerprint) for path, size, fingerprint in found)
-        for spec, found in content.get("shards", {}).items()
-    }
-    kept = [SourceFiles(source.spec, given.pop(source.spec, source.shards)) for source in order.record.manifest.sources]
-    plugins = order.record.manifest.plugins | plugins_from_json(content.get("plugins", {}))
-    manifest = Manifest((*kept, *(SourceFiles(spec, shards) for spec, shards in given.items())), plugins)
+def revised(before: PipelineFactory, content: Mapping[str, Any]) -> PipelineFactory:
+    """That of what a revision's content makes of a run."""
+    record, base_dir = before.record, before.resources.base_dir
+    config = with_content(before.config, {**content, "sequence_length": before.config.sequence_length})
+    files = files_of(before)
+    for spec, shards in content.get("shards", {}).items():
+        files[spec] = tuple(Shard(path, size, fingerprint) for path, size, fingerprint in shards)
+    plugins = record.manifest.plugins | plugins_from_json(content.get("plugins", {}))
+    manifest = Manifest(tuple(SourceFiles(spec, shards) for spec, shards in files.items()), plugins)
     named: dict[str, tuple[str, list[str]]] = {}
     for source in config.sources:
         paths = [shard.path for shard in manifest.shards(source.source)]
         named |= {name: (source.source, paths) for name in (source.source, source.alias) if name is not None}
     listed = [ExclusionFile(*file) for file in content.get("exclude", ())]
-    excluded: Exclusions = order.record.excluded
+    excluded: Exclusions = record.excluded
     known = excluded.files
     if tuple(listed[: len(known)]) != known:
-        excluded = exclusions.load(listed, order.resources.base_dir, named)
+        excluded = exclusions.load(listed, base_dir, named)
     elif len(listed) > len(known):
         # Those before are known, by the names that sources had then.
-        excluded = exclusions.joined(excluded, exclusions.load(listed[len(known) :], order.resources.base_dir, named))
-    return builder.under(order, config, manifest, excluded, estimates_from_json(content.get("extents", {})))
+        excluded = exclusions.joined(excluded, exclusions.load(listed[len(known) :], base_dir, named))
+    return builder.under(before, config, manifest, excluded, estimates_from_json(content))
 
 
-def _grown(before: PipelineFactory, now: PipelineFactory) -> tuple[int, ...]:
-    return tuple(
-        i
-        for i, shards in enumerate(now.record.shards[: len(before.record.shards)])
-        if len(shards) > len(before.record.shards[i])
-    )
+def files_of(factory: PipelineFactory) -> dict[str, tuple[Shard, ...]]:
+    """By spec, the files of each source."""
+    return {source.spec: source.shards for source in factory.record.manifest.sources}
 
 
-def known_shards(order: PipelineFactory, spec: str) -> tuple[Shard, ...]:
-    return next((source.shards for source in order.record.manifest.sources if source.spec == spec), ())
+def _grown(before: PipelineFactory, after: PipelineFactory) -> tuple[int, ...]:
+    pairs = zip(before.record.shards, after.record.shards, strict=False)
+    return tuple(i for i, (old, new) in enumerate(pairs) if len(new) > len(old))
 
 
 def lay(
     first: PipelineFactory, revisions: Sequence[StoredRevision], origin: Origin | None
 ) -> Iterator[TimelineSegment]:
     """The segments of a run, in order. Raises what ``builder.under`` does."""
-    phases, order = first.config.phases, first
+    phases, factory = first.config.phases, first
     begin, tokens = (0, 0) if origin is None else (origin.sample_index, origin.total_tokens)
     # A run that was forked begins in the phase that its tokens lie in.
     over = [phase.until_tokens is not None and phase.until_tokens <= tokens for phase in phases]
     present = over.index(False) if False in over else len(phases)
     left = origin.left_tokens if origin is not None else 0
     for i in range(min(present + 1, len(phases))):
-        order = _in_phase(order, i, left, tokens, ())
-    segment = TimelineSegment(begin, tokens, order, phase=present if phases else None)
+        factory = _in_phase(factory, i, left, tokens, ())
+    segment = TimelineSegment(begin, tokens, factory, phase=present if phases else None)
     waiting = list(revisions)
     # What revisions dropped: a phase that has it in its mixture does not bring it back.
     gone: set[int] = set()
     ends = phases[present:-1] if present < len(phases) else []
     for number, phase in enumerate([*ends, None], present):
         # The sequence length is one within a phase, so its end is known before any revision is.
-        length = segment.order.config.sequence_length
         end = None
         if phase is not None and phase.until_tokens is not None:
-            pick = segment.order.config.pick_samples
-            end = segment.begin - ((segment.tokens - phase.until_tokens) // (length * pick)) * pick
+            picks = -((segment.tokens - phase.until_tokens) // segment.config.pick_tokens)
+            end = segment.begin + picks * segment.config.pick_samples
         while waiting and (end is None or waiting[0].sample_index < end):
             revision = waiting.pop(0)
-            content = json.loads(revision.content)
-            tokens = segment.tokens + (revision.sample_index - segment.begin) * length
-            order = revised(segment.order, content)
-            gone = _gone(gone, segment.order.config, order.config)
-            more, phase_here = _grown(segment.order, order), None
+            tokens = segment.tokens_at(revision.sample_index)
+            factory = revised(segment.factory, json.loads(revision.content))
+            gone = _gone(gone, segment.config, factory.config)
+            grown, phase_here = _grown(segment.factory, factory), None
             if revision.sample_index > segment.begin:
                 yield segment
             else:
                 # Nothing was given between: what began here before begins together with it.
-                more, phase_here = tuple(sorted({*more, *segment.grown})), segment.phase
-            segment = TimelineSegment(revision.sample_index, tokens, order, more, phase_here, revision)
+                grown, phase_here = tuple(sorted({*grown, *segment.grown})), segment.phase
+            segment = TimelineSegment(revision.sample_index, tokens, factory, grown, phase_here, revision)
         if end is None:
             yield segment
             return
-        grown: tuple[int, ...] = ()
+        # A phase of less than a sample: nothing is given in it.
+        grown = () if end > segment.begin else segment.grown
         if end > segment.begin:
             yield segment
-        else:
-            # A phase of less than a sample: nothing is given in it.
-            grown = segment.grown
-        tokens = segment.tokens + (end - segment.begin) * length
-        segment = TimelineSegment(
-            end, tokens, _in_phase(segment.order, number + 1, left, tokens, gone), grown, phase=number + 1
-        )
+        tokens = segment.tokens_at(end)
+        factory = _in_phase(segment.factory, number + 1, left, tokens, gone)
+        segment = TimelineSegment(end, tokens, factory, grown, phase=number + 1)

@@ -139,11 +139,11 @@ def _measure(factory: PipelineFactory, source_id: int, places: int) -> tuple[Siz
         lengths.append(sample.lengths)
     stood_for, rows = sum(stratum.rows for stratum in strata), sum(counts)
     tokens = sum(by_stratum, Fraction(0))
-    given = _scaled(factory, tokens, lengths)
-    estimate = SizeEstimate(rows, round(1000 * given / stood_for))
+    sample_tokens = _scaled(factory, tokens, lengths)
+    estimate = SizeEstimate(rows, round(1000 * sample_tokens / stood_for))
     # What was not looked at is as what was.
     edges = [total * rows // stood_for for total in accumulate((stratum.rows for stratum in strata), initial=0)]
-    scale = float(given / tokens * rows / stood_for) if tokens else 0.0
+    scale = float(sample_tokens / tokens * rows / stood_for) if tokens else 0.0
     return estimate, TokenCurve.of(
         (end - begin, float(own) * scale) for (begin, end), own in zip(pairwise(edges), by_stratum, strict=True)
     )
@@ -158,13 +158,13 @@ def _of_many_lines(factory: PipelineFactory, reader: LinesSource, kept: Source, 
     chosen, total = _spread(filled), sum(shard.size for shard in reader.shards)
     budget = _Budget.of(total, len(chosen))
     for shard in chosen:
-        found = _sample(kept, encoder, _Stratum(shard, 0, sys.maxsize), budget)
-        if not found.rows:
+        sample = _sample(kept, encoder, _Stratum(shard, 0, sys.maxsize), budget)
+        if not sample.rows:
             continue  # a compressed file may hold nothing
-        rows += found.rows
-        tokens += found.all_tokens(factory)
-        lengths.append(found.lengths)
-        size += reader.head_bytes(shard, found.rows)
+        rows += sample.rows
+        tokens += sample.all_tokens(factory)
+        lengths.append(sample.lengths)
+        size += reader.head_bytes(shard, sample.rows)
     # Rows and tokens by the bytes they take: how long lines are is what differs most from place to place.
     return SizeEstimate(
         max(1, round(Fraction(total * rows, size))), round(1000 * _scaled(factory, tokens, lengths) / rows)

@@ -11,13 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.core.state import (
     ChildState,
     Imported,
-    RowCounts,
     SourceState,
     State,
 )
@@ -26,17 +24,17 @@ from tokenloom_server.order.snapshot_checks import (
     check_lanes,
     check_mixture,
     check_nodes,
+    check_place,
     check_position,
     check_skipped,
 )
 from tokenloom_server.order.snapshot_document import (
-    InFiles,
     KnownDataset,
     PreservedDataset,
     ResumeStateDocument,
-    explain,
     lane_of,
     read_document,
+    read_resume_state,
 )
 from tokenloom_server.order.state_shape import Shape, ShapeAt
 
@@ -59,10 +57,7 @@ class ResumePoint:
 
 def decode_state(resume_state: str, shape_at: ShapeAt) -> State:
     """Reads ``encode_state`` back. Raises ``SnapshotInvalid`` naming the field that does not fit the run."""
-    try:
-        return _state(ResumeStateDocument.model_validate_json(resume_state), shape_at)
-    except ValidationError as error:
-        raise SnapshotInvalid(explain(error)) from None
+    return _state(read_resume_state(resume_state, shape_at), shape_at)
 
 
 def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt) -> ResumePoint:
@@ -71,7 +66,7 @@ def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt) -> 
     ``template`` holds what the run's own snapshots say (without run_uid and generation, which are the
     caller's to compare). Raises ``SnapshotInvalid``, naming the field, both values and the remedy.
     """
-    snapshot = read_document(text)
+    snapshot = read_document(text, shape_at)
     for field, remedy in _REMEDIES.items():
         theirs, ours = getattr(snapshot, field), template.get(field)
         if theirs is not None and theirs != ours:
@@ -151,28 +146,19 @@ def _sources(datasets: Sequence[KnownDataset], shape: Shape) -> tuple[SourceStat
         )
     sources = []
     for i, dataset in enumerate(datasets):
-        shards, shuffle = shape.shards[i], shape.shuffles[i]
+        where, shuffle = f"resume_state.datasets.{i}", shape.shuffles[i]
+        if dataset.id != i:
+            raise SnapshotInvalid(f"{where}: id is {dataset.id}, but {dataset.spec!r} is this run's source {i}")
         if dataset.shuffle != shuffle:
             raise SnapshotInvalid(
-                f"resume_state.datasets.{i}: shuffle is {dataset.shuffle!r}, but {dataset.spec!r} of this run has "
-                f"{shuffle!r}"
+                f"{where}: shuffle is {dataset.shuffle!r}, but {dataset.spec!r} of this run has {shuffle!r}"
             )
-        if dataset.id != i or (isinstance(dataset, InFiles) and dataset.shard not in shards[dataset.shard_index :][:1]):
-            found = f"shard {dataset.shard!r} at {dataset.shard_index}" if isinstance(dataset, InFiles) else "its id"
-            raise SnapshotInvalid(
-                f"resume_state.datasets.{i}: {found} is not in this run's manifest of {dataset.spec!r}"
-            )
+        check_place(where, i, dataset, shape)
         if shape.total_tokens is None and dataset.token_offset != dataset.samples * shape.sample_tokens:
             raise SnapshotInvalid(
-                f"resume_state.datasets.{i}: token_offset is {dataset.token_offset}, but {dataset.samples} samples of "
+                f"{where}: token_offset is {dataset.token_offset}, but {dataset.samples} samples of "
                 f"{shape.sample_tokens} tokens have {dataset.samples * shape.sample_tokens}"
             )
-        for field, given in (("row_token_offset", not shape.best_fit), ("packed_samples", shape.best_fit)):
-            if getattr(dataset, field) and not given:
-                raise SnapshotInvalid(
-                    f"resume_state.datasets.{i}: {field} is {getattr(dataset, field)}, but this run's packing has no "
-                    "such place: restore the mixture file that the state was made under, or fork a new run from it"
-                )
         check_skipped(i, dataset)
         check_lanes(i, dataset, shape)
         sources.append(source_state(dataset))
@@ -190,6 +176,6 @@ def source_state(dataset: KnownDataset) -> SourceState:
         skipped_samples=dataset.skipped_samples,
         skipped_rows=dataset.skipped_rows,
         skipped_tokens=dataset.skipped_tokens,
-        tally=RowCounts(*(getattr(dataset, name) for name in RowCounts._fields)),
+        tally=dataset.tally,
         lanes=tuple(lane_of(entry) for entry in dataset.lanes),
     )

@@ -12,13 +12,17 @@ from tokenloom_server.core.state import (
     DIGEST_MODULUS,
     MAX_COUNTER,
     ChildState,
+    FileCursor,
+    Lane,
+    PackedCursor,
     SourceState,
+    row_cursor,
+    tokens_in_row,
 )
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.order.snapshot_document import (
     SKIPPED,
-    Dataset,
-    InFiles,
+    DatasetInFile,
     KnownDataset,
     ResumeStateDocument,
     lane_of,
@@ -86,13 +90,36 @@ def check_lanes(i: int, dataset: KnownDataset, shape: Shape) -> None:
     if lanes and dataset.cursor not in [lane.cursor for lane in lanes]:
         raise SnapshotInvalid(f"{where}none of its lanes stands where the source does, at {dataset.cursor}")
     for number, lane in enumerate(lanes):
-        if isinstance(dataset, InFiles) and lane.cursor.shard >= len(shape.shards[i]):
-            raise SnapshotInvalid(
-                f"{where}lanes.{number} stands in shard {lane.cursor.shard}, but there are {len(shape.shards[i])}"
-            )
+        check_place(f"{where}lanes.{number}", i, lane, shape)
 
 
-def check_skipped(i: int, dataset: Dataset) -> None:
+def check_place(where: str, source: int, standing: KnownDataset | Lane, shape: Shape) -> None:
+    """That a source, or a lane of it, stands where this run's source can stand, and in a file that it has."""
+    cursor, kind, shards = standing.cursor, shape.cursor_kind(source), shape.shards[source]
+    first = row_cursor(cursor)
+    if first is not None and not isinstance(first, kind):
+        raise SnapshotInvalid(
+            f"{where}: its cursor is a {type(first).__name__}, but this run's source is read by a {kind.__name__}: "
+            "restore the mixture file that the state was made under"
+        )
+    if isinstance(first, FileCursor) and first.shard >= len(shards):
+        raise SnapshotInvalid(f"{where}: shard_index is {first.shard}, but this run's source has {len(shards)} files")
+    if isinstance(standing, DatasetInFile) and standing.shard != shards[standing.shard_index]:
+        raise SnapshotInvalid(
+            f"{where}: shard {standing.shard!r} at {standing.shard_index} is not in this run's manifest of "
+            f"{standing.spec!r}"
+        )
+    is_packed, tokens = isinstance(cursor, PackedCursor), tokens_in_row(cursor)
+    if (is_packed and not shape.best_fit) or (tokens and shape.best_fit):
+        field = "packed_samples" if is_packed else "row_token_offset"
+        count = cursor.samples if isinstance(cursor, PackedCursor) else tokens
+        raise SnapshotInvalid(
+            f"{where}: {field} is {count}, but this run's packing has no such place: restore the mixture file that the "
+            "state was made under, or fork a new run from it"
+        )
+
+
+def check_skipped(i: int, dataset: KnownDataset) -> None:
     """What was jumped over is a part of all that the source gave; without samples it is nothing."""
     for skipped, name in zip(SKIPPED, ("samples", "rows", "token_offset"), strict=True):
         part, whole = getattr(dataset, skipped), getattr(dataset, name)

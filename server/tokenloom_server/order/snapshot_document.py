@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
-from tokenloom_proto.seal import canonical, unseal
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from tokenloom_proto.seal import SNAPSHOT_FORMAT, SNAPSHOT_VERSION, canonical, unseal
 
 from tokenloom_server.core.state import (
     MAX_COUNTER,
     Cursor,
+    EpochCursor,
+    FileCursor,
     Lane,
+    PackedCursor,
     RowCounts,
+    WindowCursor,
 )
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.mixing.weights import MAX_SUM
+from tokenloom_server.order.snapshot_v1 import upgraded
+from tokenloom_server.order.state_shape import ShapeAt
 
-FORMAT = "tokenloom/snapshot"
-VERSION = 1
+#: The versions of a snapshot that are read. (That of its ``resume_state`` is said there.)
+VERSIONS = (1, SNAPSHOT_VERSION)
 
 #: A snapshot of 200 sources has at most 64 KB; larger mixtures are larger, but nothing honest is above this.
 MAX_BYTES = 16 * 2**20
@@ -50,77 +57,129 @@ _AnyChild = Annotated[
 ]
 
 
-def _is_lane(entry: list[int]) -> list[int]:
-    if len(entry) not in (6, 6 + len(RowCounts._fields)):
-        raise ValueError(f"a lane has 6 numbers, or {6 + len(RowCounts._fields)} with what is tallied")
-    return entry
-
-
-#: Epoch, shard_index or window, row_offset or window_row, row_token_offset, samples, rows; and where it is not all 0,
-#: what is tallied.
-_Lane = Annotated[list[_Natural], AfterValidator(_is_lane)]
-
-
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class Dataset(_Strict):
-    """One source. ``row_offset`` counts within the shard, ``token_offset`` is the source's total."""
+class _Counters(_Strict):
+    """What a source, or a lane of it, has given since the run began."""
+
+    samples: int = _Count
+    rows: int = _Count
+    bad_rows: int = Field(default=0, ge=0, le=MAX_COUNTER)
+    filtered_rows: int = Field(default=0, ge=0, le=MAX_COUNTER)
+    padding_tokens: int = Field(default=0, ge=0, le=MAX_COUNTER)
+    cut_documents: int = Field(default=0, ge=0, le=MAX_COUNTER)
+    lost_tokens: int = Field(default=0, ge=0, le=MAX_COUNTER)
+
+    @property
+    def tally(self) -> RowCounts:
+        return RowCounts(*(getattr(self, name) for name in RowCounts._fields))
+
+    @property
+    def cursor(self) -> Cursor | None:
+        """Where it stands; None at the beginning."""
+        return None
+
+
+class _AmongRows(_Strict):
+    """Which row is next, and what it has given: tokens, or with best fit samples of the rows packed from it on."""
+
+    epoch: int = _Count
+    row_token_offset: int = Field(default=0, ge=0, le=MAX_COUNTER)
+    packed_samples: int = Field(default=0, ge=0, le=MAX_COUNTER)
+
+    def _at(self, row: FileCursor | WindowCursor) -> Cursor:
+        if self.packed_samples:
+            return PackedCursor(row, self.packed_samples)
+        return replace(row, tokens=self.row_token_offset)
+
+
+class _InFile(_AmongRows):
+    shard_index: int = _Count
+    row_offset: int = _Count
+
+    @property
+    def cursor(self) -> Cursor:
+        return self._at(FileCursor(self.epoch, self.shard_index, self.row_offset))
+
+
+class _InWindow(_AmongRows):
+    window: int = _Count
+    window_row: int = _Count
+
+    @property
+    def cursor(self) -> Cursor:
+        return self._at(WindowCursor(self.epoch, self.window, self.window_row))
+
+
+class _InEpoch(_Strict):
+    epoch: int = _Count
+    epoch_rows: int = _Count
+
+    @property
+    def cursor(self) -> Cursor:
+        return EpochCursor(self.epoch, self.epoch_rows)
+
+
+class _LaneInFile(_InFile, _Counters):
+    pass
+
+
+class _LaneInWindow(_InWindow, _Counters):
+    pass
+
+
+_PLACES = ("in a file", "in a window", "in an epoch", "at its beginning", "preserved")
+
+
+def _place(entry: object) -> str:
+    fields = entry.keys() if isinstance(entry, dict) else ()
+    if "unknown" in fields:
+        return _PLACES[4]
+    if "epoch_rows" in fields:
+        return _PLACES[2]
+    if "window" in fields or "window_row" in fields:
+        return _PLACES[1]
+    return _PLACES[0 if {"shard", "shard_index", "row_offset"}.intersection(fields) else 3]
+
+
+_AnyLane = Annotated[
+    Annotated[_LaneInFile, Tag(_PLACES[0])]
+    | Annotated[_LaneInWindow, Tag(_PLACES[1])]
+    | Annotated[_Counters, Tag(_PLACES[3])],
+    Discriminator(_place),
+]
+
+
+class KnownDataset(_Counters):
+    """A source of the run. ``token_offset`` is its total."""
 
     id: int = _Count
     spec: str
     alias: str | None = None
-    epoch: int = _Count
-    row_token_offset: int = _Count
-    #: With best-fit packing: how many samples are emitted of the rows that are packed together from here on.
-    packed_samples: int = Field(default=0, ge=0, le=MAX_COUNTER)
-    samples: int = _Count
-    rows: int = _Count
+    shuffle: Literal["none", "shards", "rows"] = "none"
     token_offset: int = _Count
     dropped_tokens: int = Field(default=0, ge=0, le=MAX_COUNTER)
     exhausted: bool = False
     skipped_samples: int = Field(default=0, ge=0, le=MAX_COUNTER)
     skipped_rows: int = Field(default=0, ge=0, le=MAX_COUNTER)
     skipped_tokens: int = Field(default=0, ge=0, le=MAX_COUNTER)
-    bad_rows: int = Field(default=0, ge=0, le=MAX_COUNTER)
-    filtered_rows: int = Field(default=0, ge=0, le=MAX_COUNTER)
-    padding_tokens: int = Field(default=0, ge=0, le=MAX_COUNTER)
-    cut_documents: int = Field(default=0, ge=0, le=MAX_COUNTER)
-    lost_tokens: int = Field(default=0, ge=0, le=MAX_COUNTER)
-    lanes: list[_Lane] = Field(default_factory=list)
-
-    @property
-    def offset(self) -> int:
-        return self.row_token_offset or self.packed_samples
+    lanes: list[_AnyLane] = Field(default_factory=list)
 
 
-class InFiles(Dataset):
-    """One that is read file by file."""
+class DatasetInFile(_InFile, KnownDataset):
+    """One that stands in a file. ``row_offset`` counts within the shard."""
 
-    shuffle: Literal["none", "shards"] = "none"
     shard: str
-    shard_index: int = _Count
-    row_offset: int = _Count
-
-    @property
-    def cursor(self) -> Cursor:
-        return Cursor(self.epoch, self.shard_index, self.row_offset, self.offset)
 
 
-class InWindows(Dataset):
-    """One of shuffled rows: where it stands is no place of a file."""
-
-    shuffle: Literal["rows"]
-    window: int = _Count
-    window_row: int = _Count
-
-    @property
-    def cursor(self) -> Cursor:
-        return Cursor(self.epoch, self.window, self.window_row, self.offset)
+class _DatasetInWindow(_InWindow, KnownDataset):
+    """One of shuffled rows, which stands in no file."""
 
 
-KnownDataset = InFiles | InWindows
+class _DatasetInEpoch(_InEpoch, KnownDataset):
+    """One of batches of rows."""
 
 
 class _Imported(_Strict):
@@ -137,20 +196,13 @@ class PreservedDataset(_Strict):
     unknown: Literal[True]
 
 
-_DATASETS = ("read in files", "of shuffled rows", "preserved")
-
-
-def _dataset_kind(entry: object) -> str:
-    if not isinstance(entry, dict):
-        return _DATASETS[0]
-    return _DATASETS[2 if "unknown" in entry else entry.get("shuffle") == "rows"]
-
-
 _AnyDataset = Annotated[
-    Annotated[InFiles, Tag(_DATASETS[0])]
-    | Annotated[InWindows, Tag(_DATASETS[1])]
-    | Annotated[PreservedDataset, Tag(_DATASETS[2])],
-    Discriminator(_dataset_kind),
+    Annotated[DatasetInFile, Tag(_PLACES[0])]
+    | Annotated[_DatasetInWindow, Tag(_PLACES[1])]
+    | Annotated[_DatasetInEpoch, Tag(_PLACES[2])]
+    | Annotated[KnownDataset, Tag(_PLACES[3])]
+    | Annotated[PreservedDataset, Tag(_PLACES[4])],
+    Discriminator(_place),
 ]
 
 
@@ -170,6 +222,7 @@ class _Revision(_Strict):
 
 
 class ResumeStateDocument(_Strict):
+    version: Literal[2]
     sample_index: int = _Count
     digest: str = _Digest
     total_tokens: int = _Count
@@ -203,21 +256,25 @@ class SnapshotDocument(_Strict):
     resume_state: ResumeStateDocument | None = None
 
 
-def read_document(text: str | bytes) -> SnapshotDocument:
+def read_document(text: str | bytes, shape_at: ShapeAt | None = None) -> SnapshotDocument:
+    """``shape_at``: of the run's states, where it is known; without it, a text of version 1 does not say where lanes
+    stand whose rows are packed by best fit."""
     if len(text) > MAX_BYTES:
         raise SnapshotInvalid(f"the snapshot has {len(text)} bytes; expected at most {MAX_BYTES}")
     try:
         document = unseal(text)
     except ValueError as error:
         raise SnapshotInvalid(str(error)) from None
-    found = {key: document.get(key) for key in ("format", "version")}
-    if found["format"] != FORMAT:
-        raise SnapshotInvalid(f"format is {found['format']!r}, expected {FORMAT!r}")
-    if found["version"] != VERSION:
+    if document.get("format") != SNAPSHOT_FORMAT:
+        raise SnapshotInvalid(f"format is {document.get('format')!r}, expected {SNAPSHOT_FORMAT!r}")
+    version = document.get("version")
+    if version not in VERSIONS:
         raise SnapshotInvalid(
-            f"the snapshot has format version {found['version']!r}, this server reads {VERSION}: "
+            f"the snapshot has format version {version!r}, this server reads {' and '.join(map(str, VERSIONS))}: "
             "restore it with the Tokenloom release that wrote it"
         )
+    if document.get("resume_state") is not None:
+        document["resume_state"] = upgraded(document["resume_state"], shape_at)
     try:
         # As JSON, where a list is a tuple, and nothing else is converted.
         return SnapshotDocument.model_validate_json(canonical(document))
@@ -225,13 +282,25 @@ def read_document(text: str | bytes) -> SnapshotDocument:
         raise SnapshotInvalid(explain(error)) from None
 
 
-def lane_of(entry: Sequence[int]) -> Lane:
-    return Lane(Cursor(*entry[:4]), entry[4], entry[5], RowCounts(*entry[6:]))
+def read_resume_state(text: str, shape_at: ShapeAt) -> ResumeStateDocument:
+    """Raises ``SnapshotInvalid`` naming the field."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SnapshotInvalid(f"resume_state: {error}") from None
+    try:
+        return ResumeStateDocument.model_validate_json(canonical(upgraded(document, shape_at)))
+    except ValidationError as error:
+        raise SnapshotInvalid(explain(error)) from None
+
+
+def lane_of(entry: _Counters) -> Lane:
+    return Lane(entry.cursor, entry.samples, entry.rows, entry.tally)
 
 
 def explain(error: ValidationError) -> str:
     fault = error.errors()[0]
     # The tags of unions are pydantic's own; the document has no such level.
-    parts = (str(part) for part in fault["loc"] if part not in (*_KINDS, *_DATASETS))
+    parts = (str(part) for part in fault["loc"] if part not in (*_KINDS, *_PLACES))
     field = re.sub(r"\.(?=\.)", "", ".".join(parts))
     return f"{field or 'the snapshot'}: {fault['msg']}; found {str(fault['input'])[:80]!r}"

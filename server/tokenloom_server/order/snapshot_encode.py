@@ -6,13 +6,18 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokenloom_proto.seal import canonical, seal_texts
+from tokenloom_proto.seal import SNAPSHOT_VERSION, canonical, seal_texts
 
 from tokenloom_server.core.state import (
     ChildState,
     Cursor,
+    EpochCursor,
+    FileCursor,
     Lane,
+    PackedCursor,
+    RowCounts,
     State,
+    WindowCursor,
     digest_hex,
 )
 from tokenloom_server.order.snapshot_document import SKIPPED
@@ -32,27 +37,28 @@ def encode_state(
         entry: dict[str, Any] = {
             "id": i,
             "spec": spec,
-            **_place(source.cursor, shape, i),
-            "epoch": source.cursor.epoch,
-            "row_token_offset": source.cursor.offset,
+            **_place(source.cursor),
             "samples": source.samples,
             "rows": source.rows,
             "token_offset": source.tokens,
         }
-        if shape.best_fit and source.cursor.offset:
-            entry |= {"row_token_offset": 0, "packed_samples": source.cursor.offset}
+        if "shard_index" in entry:
+            entry["shard"] = shape.shards[i][entry["shard_index"]]
+        if shape.shuffles[i] != "none":
+            entry["shuffle"] = shape.shuffles[i]
         if source.exhausted:
             entry |= {"exhausted": True, "dropped_tokens": source.dropped_tokens}
         if source.lanes:
             entry["lanes"] = [_encode_lane(lane) for lane in source.lanes]
         if source.skipped_samples:
             entry |= {name: getattr(source, name) for name in SKIPPED}
-        entry |= {name: count for name, count in source.tally._asdict().items() if count}
+        entry |= _counts(source.tally)
         if shape.names[i] is not None:
             entry["alias"] = shape.names[i]
         datasets.append(entry)
     datasets += [{**json.loads(entry), "unknown": True} for entry in state.preserved]
     fields = {
+        "version": SNAPSHOT_VERSION,
         "sample_index": state.sample_index,
         "digest": digest_hex(state.digest),
         "total_tokens": state.total_tokens,
@@ -72,24 +78,28 @@ def encode_state(
     return canonical(fields)
 
 
-def _place(cursor: Cursor, shape: Shape, source: int) -> dict[str, Any]:
-    """Where a cursor stands within its epoch, by names that say what it is."""
-    shuffle = shape.shuffles[source]
-    named = {} if shuffle == "none" else {"shuffle": shuffle}
-    if shuffle == "rows":
-        return {**named, "window": cursor.shard, "window_row": cursor.row}
-    return {
-        **named,
-        "shard": shape.shards[source][cursor.shard],
-        "shard_index": cursor.shard,
-        "row_offset": cursor.row,
-    }
+def _place(cursor: Cursor | None) -> dict[str, Any]:
+    """Where a source or a lane stands, by names that say what it is; nothing at its beginning."""
+    match cursor:
+        case FileCursor(epoch, shard, row, tokens):
+            return {"epoch": epoch, "shard_index": shard, "row_offset": row, "row_token_offset": tokens}
+        case WindowCursor(epoch, window, row, tokens):
+            return {"epoch": epoch, "window": window, "window_row": row, "row_token_offset": tokens}
+        case PackedCursor(first, samples):
+            fields = _place(first)
+            del fields["row_token_offset"]
+            return {**fields, "packed_samples": samples}
+        case EpochCursor(epoch, rows):
+            return {"epoch": epoch, "epoch_rows": rows}
+    return {}
 
 
-def _encode_lane(lane: Lane) -> list[int]:
-    cursor = lane.cursor
-    tally = lane.tally if any(lane.tally) else ()
-    return [cursor.epoch, cursor.shard, cursor.row, cursor.offset, lane.samples, lane.rows, *tally]
+def _counts(tally: RowCounts) -> dict[str, int]:
+    return {name: count for name, count in tally._asdict().items() if count}
+
+
+def _encode_lane(lane: Lane) -> dict[str, Any]:
+    return {**_place(lane.cursor), "samples": lane.samples, "rows": lane.rows, **_counts(lane.tally)}
 
 
 def _encode_node(children: tuple[ChildState, ...]) -> list[list[int]]:

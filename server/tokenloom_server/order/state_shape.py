@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tokenloom_server.core.state import EpochCursor, FileCursor, WindowCursor
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
@@ -30,11 +32,19 @@ class Shape:
     revision: tuple[int, str] | None = None
     """The newest revision that holds: its sample index and ``what_of`` its content."""
     best_fit: bool = False
-    """Whether a cursor's offset counts the samples that a window of rows has given, and not tokens of a row."""
+    """Whether rows are packed together, so that a cursor counts the samples that they have given."""
+    in_batches: bool = False
+    """Whether the sources give batches of rows."""
     left_samples: int = 0
     """Samples before a fork whose sources the run does not have."""
     total_tokens: Callable[[int], int] | None = None
     """The run's total tokens at a sample index, where samples were not always of one length."""
+
+    def cursor_kind(self, source: int) -> type[FileCursor] | type[WindowCursor] | type[EpochCursor]:
+        """What a cursor of a source is, or the first row of what is packed together."""
+        if self.in_batches:
+            return EpochCursor
+        return WindowCursor if self.shuffles[source] == "rows" else FileCursor
 
     def tokens_at(self, sample_index: int) -> int:
         """The run's total tokens at a sample index."""

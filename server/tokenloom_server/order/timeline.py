@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache, cached_property, partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -16,19 +16,20 @@ from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order import snapshot, snapshot_checks, snapshot_encode, state_shape
 from tokenloom_server.order.carry_over import carry
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.mixture_content import content_of, with_content
+from tokenloom_server.order.mixture_content import validated
 from tokenloom_server.order.origin import Origin
 from tokenloom_server.order.pipeline import Pipeline, Switch
-from tokenloom_server.order.segments import TimelineSegment, files_to_json, known_shards, lay
+from tokenloom_server.order.segments import TimelineSegment, files_of, files_to_json, lay
 from tokenloom_server.packing.base import PackerFactory
 
 
 class _Recorded(NamedTuple):
-    """A revision as states tell it."""
+    """A revision as states carry it."""
 
     begin: int
     content: Mapping[str, Any]
-    what: str
+    #: See ``what_of``.
+    canonical: str
 
 
 class Timeline:
@@ -37,7 +38,7 @@ class Timeline:
     def __init__(
         self, first: PipelineFactory, revisions: Sequence[StoredRevision] = (), origin: Origin | None = None
     ) -> None:
-        """``first`` is the order that the run's record gives. Raises ``ConfigError``, ``SourceError`` and
+        """``first`` is that of the run's record. Raises ``ConfigError``, ``SourceError`` and
         ``SourceChanged`` where a revision cannot be honoured."""
         self.first = first
         self.revisions = tuple(revisions)
@@ -45,13 +46,13 @@ class Timeline:
         self.name = first.name
         self._segments = tuple(lay(first, self.revisions, origin))
         self._begins = [segment.begin for segment in self._segments]
-        lengths = {segment.order.config.sequence_length for segment in self._segments}
+        lengths = {segment.config.sequence_length for segment in self._segments}
         self._one_length = len(lengths) == 1 and origin is None
 
     @property
     def sample_bytes(self) -> int:
         """Bytes of the longest sample of the run, as it travels."""
-        return max(segment.order.form.sample_bytes for segment in self._segments)
+        return max(segment.factory.form.sample_bytes for segment in self._segments)
 
     @property
     def segments(self) -> Sequence[TimelineSegment]:
@@ -59,35 +60,32 @@ class Timeline:
         return self._segments
 
     def with_revisions(self, revisions: Sequence[StoredRevision]) -> Timeline:
-        """The course under other revisions."""
+        """The timeline under other revisions."""
         return self if tuple(revisions) == self.revisions else Timeline(self.first, revisions, self.origin)
 
     def with_origin(self, origin: Origin | None) -> Timeline:
-        """The course of a run that was forked, or was not."""
+        """The timeline of a run that was forked, or was not."""
         return self if origin == self.origin else Timeline(self.first, self.revisions, origin)
 
     def at(self, sample_index: int) -> PipelineFactory:
-        """The order that decides the sample at an index."""
-        return self._segment(sample_index).order
+        """What makes the sample at an index."""
+        return self._segment(sample_index).factory
 
     def tokens_at(self, sample_index: int) -> int:
         """The run's total tokens before the sample at an index."""
-        segment = self._segment(sample_index)
-        return segment.tokens + (sample_index - segment.begin) * segment.order.config.sequence_length
+        return self._segment(sample_index).tokens_at(sample_index)
 
     def epochs_until(self, sample_index: int) -> Sequence[float]:
         """The most epochs that each source had in any segment that began at a sample index or before it, by id."""
-        had = [segment.order.config.epochs for segment in self._segments if segment.begin <= sample_index]
-        return [max(found) for found in zip_longest(*had, fillvalue=0.0)]
+        by_segment = [segment.config.epochs for segment in self._segments if segment.begin <= sample_index]
+        return [max(epochs) for epochs in zip_longest(*by_segment, fillvalue=0.0)]
 
     def index_at(self, total_tokens: int) -> int:
         """The first sample index at which the run has had so many tokens; with ``batching`` after a whole batch."""
-        for segment, behind in zip(self._segments, [*self._segments[1:], None], strict=True):
-            config = segment.order.config
-            index = (
-                segment.begin + max(0, -((segment.tokens - total_tokens) // config.pick_tokens)) * config.pick_samples
-            )
-            if behind is None or index < behind.begin:
+        for segment, after in zip(self._segments, [*self._segments[1:], None], strict=True):
+            picks = -((segment.tokens - total_tokens) // segment.config.pick_tokens)
+            index = segment.begin + max(0, picks) * segment.config.pick_samples
+            if after is None or index < after.begin:
                 return index
         raise AssertionError("unreachable: the last segment has no end")
 
@@ -114,33 +112,31 @@ class Timeline:
 
     def switches(self, sample_index: int, *, ahead: bool = False) -> list[Switch]:
         """Those after a sample index."""
-        found = []
-        before = self._segment(sample_index).order
+        switches = []
+        before = self._segment(sample_index).config
         for segment in self._segments[bisect_right(self._begins, sample_index) :]:
-            order = segment.order
-            longer = order.config.sequence_length != before.config.sequence_length
+            config = segment.config
             ends = None
-            if longer:
+            if config.sequence_length != before.sequence_length:
                 ends = (
                     f"sample {segment.begin} begins phase {segment.phase}, with a sequence length of "
-                    f"{order.config.sequence_length} instead of {before.config.sequence_length}: join again from the "
-                    "state here to go on"
+                    f"{config.sequence_length} instead of {before.sequence_length}: join again from the state here to "
+                    "go on"
                 )
-            carried = partial(carry, old=before.config, new=order.config, grown=segment.grown)
-            found.append(
-                Switch(segment.begin, order.config, _lazily(order, ahead), carried, ends, order.record.size_estimates)
-            )
-            before = order
-        return found
+            carried = partial(carry, old=before, new=config, grown=segment.grown)
+            estimates = segment.factory.record.size_estimates
+            switches.append(Switch(segment.begin, config, _lazily(segment.factory, ahead), carried, ends, estimates))
+            before = config
+        return switches
 
     # --- states as text ------------------------------------------------------------------------------
 
     def shape_at(self, sample_index: int) -> state_shape.Shape:
         """What the states at a sample index look like."""
         shape = self.at(sample_index).record.shape
-        held = [one for one in self._recorded if one.begin <= sample_index]
-        if held:
-            shape = replace(shape, revision=(held[-1].begin, held[-1].what))
+        in_force = [one for one in self._recorded if one.begin <= sample_index]
+        if in_force:
+            shape = replace(shape, revision=(in_force[-1].begin, in_force[-1].canonical))
         if self._one_length:
             return shape
         left = self.origin.left_samples if self.origin is not None else 0
@@ -153,7 +149,7 @@ class Timeline:
         in_force = [one for one in self._recorded if one.begin <= index]
         ahead = [one for one in self._recorded if one.begin > index]
         revisions = [{"sample_index": one.begin, "content": one.content} for one in (*in_force[-1:], *ahead)]
-        origin = asdict(replace(self.origin, state="")) if self.origin is not None else None
+        origin = self.origin.described() if self.origin is not None else None
         return snapshot_encode.encode_state(state, self.shape_at(index), revisions, origin)
 
     def decode(self, resume_state: str) -> State:
@@ -164,28 +160,25 @@ class Timeline:
     def _recorded(self) -> Sequence[_Recorded]:
         """The revisions as states carry them: readable without those before, so with all files that the run did not
         begin with."""
-        found = []
+        recorded, first_files = [], files_of(self.first)
         for segment in self._segments:
             if segment.revision is not None:
                 content: dict[str, Any] = json.loads(segment.revision.content)
-                more = files_to_json(
-                    (source.spec, source.shards)
-                    for source in segment.order.record.manifest.sources
-                    if source.shards != known_shards(self.first, source.spec)
-                )
-                content |= {"shards": more} if more else {}
-                found.append(_Recorded(segment.begin, content, snapshot_checks.what_of(content)))
-        return found
+                files = files_of(segment.factory)
+                new = {spec: files[spec] for spec in files if files[spec] != first_files.get(spec)}
+                content |= {"shards": files_to_json(new)} if new else {}
+                recorded.append(_Recorded(segment.begin, content, snapshot_checks.what_of(content)))
+        return recorded
 
     def holds(self, sample_index: int, content: Mapping[str, Any]) -> bool:
-        """Whether a revision, as a state tells it, is one of this course."""
-        what = snapshot_checks.what_of(content)
-        return any((one.begin, one.what) == (sample_index, what) for one in self._recorded)
+        """Whether a revision, as a state has it, is one of this timeline."""
+        canonical = snapshot_checks.what_of(content)
+        return any((one.begin, one.canonical) == (sample_index, canonical) for one in self._recorded)
 
     # --- revisions -----------------------------------------------------------------------------------
 
     def lineage(self, generation: int) -> Timeline:
-        """The course as a generation had it: what was revised later is left out."""
+        """The timeline as a generation had it: what was revised later is left out."""
         return self.with_revisions(
             [revision for revision in self.revisions if json.loads(revision.content)["generation"] <= generation]
         )
@@ -194,15 +187,13 @@ class Timeline:
         """What the newest revision made of the mixture, as a file has it: phases that begin after it, and the end of
         the last one, stand there by themselves."""
         revised = [segment for segment in self._segments if segment.revision is not None]
-        config = (revised[-1] if revised else self._segments[0]).order.config
+        config = (revised[-1] if revised else self._segments[0]).config
         phases, left = config.phases, self.origin.left_tokens if self.origin is not None else 0
         ends = phases[-1].until_tokens if phases else None
-        found = config.mixture.max_tokens
+        most = config.mixture.max_tokens
         # To the next whole sample (see ``_in_phase``).
-        if ends is not None and found is not None and 0 <= found - max(1, ends - left) < config.pick_tokens:
-            content = content_of(config)
-            del content["mixture"]["max_tokens"]
-            return with_content(config, content)
+        if ends is not None and most is not None and 0 <= most - max(1, ends - left) < config.pick_tokens:
+            return validated(config, config.mixture.model_dump() | {"max_tokens": None})
         return config
 
     # -------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom_server.core.state import Cursor, Lane, RowCounts, SourceState
+from tokenloom_server.core.state import Cursor, FileCursor, Lane, RowCounts, SourceState
 from tokenloom_server.packing.origins import DocumentSpan
 from tokenloom_server.packing.real_tokens import Boundaries
 from tokenloom_server.sources.tensors.column import item_bytes
@@ -19,7 +19,7 @@ from tokenloom_server.sources.tensors.column import item_bytes
 class SourcePosition(NamedTuple):
     """Where a source stands: its cursor, its rows counter, its tally; and its lanes, where it has several."""
 
-    cursor: Cursor
+    cursor: Cursor | None
     rows: int
     tally: RowCounts
     lanes: tuple[Lane, ...] = ()
@@ -52,12 +52,16 @@ class Batch(NamedTuple):
     features: tuple[Feature, ...]
 
 
+#: Makes a cursor of epoch, part of the epoch, row in it, and count: of the row's tokens that were taken, or of samples.
+MakeCursor = Callable[[int, int, int, int], Cursor]
+
+
 @dataclass(frozen=True, slots=True)
 class SampleOrigins:
     """Where a block's samples lie in their source: what is kept of a block once its ids are sent.
 
-    ``length``: tokens that a sample advances by, or counts. ``cursors`` [n, 5] int64: epoch, shard, row, offset and the
-    source's rows counter *after* each sample. ``starts`` uint32: the positions, in tokens from the block's
+    ``length``: tokens that a sample advances by, or counts. ``cursors`` [n, 5] int64: what ``make_cursor`` takes, and
+    the source's rows counter, *after* each sample. ``starts`` uint32: the positions, in tokens from the block's
     first, where documents begin; those of sample i are ``starts[bounds[i]:bounds[i + 1]]``. ``bounds``
     [n + 1] int64. ``tallies`` [n, 5] int64: the source's ``RowCounts`` after each sample; [1, 5] where it is the same
     after all of them.
@@ -71,15 +75,17 @@ class SampleOrigins:
     tallies: npt.NDArray[np.int64]
     #: Whether a document that begins with the next sample does so in this one, too, which has its first id as a label.
     overlaps: bool = False
+    #: Makes a cursor of the first four numbers in a row of ``cursors``.
+    make_cursor: MakeCursor = field(default=FileCursor, kw_only=True)
     #: Of a block that is a batch of rows.
     batch: Batch | None = field(default=None, kw_only=True)
 
     def behind(self, sample: int) -> SourcePosition:
         """Where the source stands after a sample (its number within the source)."""
         at = sample - self.first_sample
-        epoch, shard, row, offset, rows = self.cursors[at].tolist()
+        *cursor, rows = self.cursors[at].tolist()
         tally = RowCounts(*self.tallies[min(at, len(self.tallies) - 1)].tolist())
-        return SourcePosition(Cursor(epoch, shard, row, offset), rows, tally)
+        return SourcePosition(self.make_cursor(*cursor), rows, tally)
 
     def starts_of(self, sample: int) -> npt.NDArray[np.uint32]:
         """Where documents begin in a sample (its number within the source), from the sample's first id."""

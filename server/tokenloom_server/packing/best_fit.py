@@ -5,20 +5,21 @@ makes it ``window_rows`` rows or ``window_tokens`` tokens, and with its epoch. A
 into full ones and the rest, and the rest is packed like any other. The samples of a window come in an order drawn for
 it, or the long documents would all be first; the documents in a sample are in the order of their rows.
 
-A cursor within a window names the window's first row and, as its offset, how many samples are emitted: a restore packs
-the window once more. What a window's samples are follows from its rows alone: rows that are excluded are packed, too,
+A cursor within a window names the window's first row and how many samples it has given: a restore packs the window once
+more. What a window's samples are follows from its rows alone: rows that are excluded are packed, too,
 and then left out, so that it stays true when a revision excludes more while the window is under way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from tokenloom_server.core.hashing import Purpose, draw, draws
-from tokenloom_server.core.state import PACKED_AGAIN, Cursor, SourceState
+from tokenloom_server.core.state import FileCursor, PackedCursor, SourceState, WindowCursor
 from tokenloom_server.errors import SourceError
 from tokenloom_server.packing.base import Block, SampleOrigins
 from tokenloom_server.packing.documents import BAD, FILTERED, Documents, TokenizedRows
@@ -101,7 +102,7 @@ class BestFitPacker:
 
     def _windows(self) -> Iterator[tuple[_Rows, _Packed, int]]:
         """The windows from the cursor on, and how many samples of each are emitted already."""
-        emitted = self._state.cursor.offset % PACKED_AGAIN
+        emitted = self._state.cursor.samples if isinstance(self._state.cursor, PackedCursor) else 0
         for window in self._rows():
             packed = self._packed(window)
             if emitted >= max(1, packed.bins):
@@ -120,7 +121,6 @@ class BestFitPacker:
         """The rows of each window, from the cursor's on."""
         held: list[TokenizedRows] = []
         rows = tokens = 0
-        # The offset of the cursor is none in its row; that there is one says that the row is named, not passed.
         for piece in self._documents.read(self._state.cursor, mark_excluded=True):
             if held and (piece.epoch != held[-1].epoch or self._closes(held[-1].shard, piece.shard)):
                 yield _joined(held)
@@ -154,9 +154,9 @@ class BestFitPacker:
         ends = np.minimum(begins + width, window.ends[row])
         placed, bins = best_fit(ends - begins, width)
         # By the window's own name: which its samples are depends on nothing else.
-        begin = window.begin
-        key = draw(self._seed, Purpose.PACK, self._source_id, begin.epoch)
-        key = draw(key, Purpose.PACK, begin.shard, begin.row)
+        epoch, part, row_number = window.begin
+        key = draw(self._seed, Purpose.PACK, self._source_id, epoch)
+        key = draw(key, Purpose.PACK, part, row_number)
         drawn = np.array(draws(key, Purpose.PACK, np.zeros(bins, np.uint64), np.arange(bins, dtype=np.uint64)))
         rank = np.empty(bins, np.int64)
         rank[np.argsort(drawn, kind="stable")] = np.arange(bins)
@@ -196,13 +196,12 @@ class BestFitPacker:
         if form.padding == "left":
             starts += (form.width - filled)[sample_of]
         cursors = np.empty((len(counts), 5), np.int64)
-        begin, end = window.begin, window.end
-        cursors[:, :3] = begin.epoch, begin.shard, begin.row
+        cursors[:, :3] = window.begin
         cursors[:, 3] = rank + 1
         cursors[:, 4] = passed[rank + 1]
         # Behind the window's last sample stands its last row, at its end.
         if here[-1]:
-            cursors[-1] = end.epoch, end.shard, end.row, 0, passed[-1]
+            cursors[-1] = *window.end, 0, passed[-1]
         return Block(
             samples,
             hashed(samples, self._source_id),
@@ -213,8 +212,17 @@ class BestFitPacker:
                 starts=starts.astype(np.uint32),
                 bounds=bounds,
                 tallies=tallies,
+                make_cursor=partial(_cursor, self._documents.cursor_kind),
             ),
         )
+
+
+def _cursor(
+    kind: type[FileCursor] | type[WindowCursor], epoch: int, part: int, row: int, samples: int
+) -> FileCursor | WindowCursor | PackedCursor:
+    """The cursor after so many samples of a window that begins with a row, or before all of them."""
+    first = kind(epoch, part, row)
+    return PackedCursor(first, samples) if samples else first
 
 
 def windowed_samples(lengths: Int64s, form: SampleFormat, window: Window) -> int:
@@ -243,16 +251,16 @@ class _Rows(NamedTuple):
         return len(self.ends)
 
     @property
-    def begin(self) -> Cursor:
-        """Its first row, as a cursor names it."""
+    def begin(self) -> tuple[int, int, int]:
+        """Its first row: epoch, shard or window of shuffled rows, row there."""
         first = self.pieces[0]
-        return Cursor(first.epoch, first.shard, first.first_row)
+        return first.epoch, first.shard, first.first_row
 
     @property
-    def end(self) -> Cursor:
-        """Behind its last row."""
+    def end(self) -> tuple[int, int, int]:
+        """The row after its last one."""
         last = self.pieces[-1]
-        return Cursor(last.epoch, last.shard, last.first_row + len(last.ends))
+        return last.epoch, last.shard, last.first_row + len(last.ends)
 
     @property
     def row_status(self) -> Int64s:

@@ -4,8 +4,7 @@ An epoch's batches are drawn without replacement: the sequence of buckets is a s
 (sorted by keyed numbers), so that at any point the next bucket is drawn in proportion to the batches left in it. The
 i-th batch of a bucket takes that bucket's i-th ``size`` rows: in the order of the files, which are then read nearly in
 order whatever the buckets are, or shuffled within windows by a keyed permutation. What is left of a bucket fills no
-batch and is lost for the epoch. A cursor is the epoch and how many of its rows were given: ``row``, with shard and
-offset 0.
+batch and is lost for the epoch. A cursor is the epoch and how many of its rows were given.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import numpy.typing as npt
 import xxhash
 
 from tokenloom_server.core.hashing import Purpose, draw, stream
-from tokenloom_server.core.state import RowCounts, SourceState
+from tokenloom_server.core.state import EpochCursor, RowCounts, SourceState
 from tokenloom_server.errors import SourceError
 from tokenloom_server.packing.base import Batch, Block, Feature, SampleOrigins
 from tokenloom_server.packing.permutation import Permutation
@@ -156,10 +155,11 @@ class BucketPacker:
 
     def blocks(self) -> Iterator[Block]:
         epochs, state, size = self._epochs, self._state, self._epochs.size
-        epoch, (done, rest) = state.cursor.epoch, divmod(state.cursor.row, size)
+        cursor = state.cursor if isinstance(state.cursor, EpochCursor) else EpochCursor(0, 0)
+        epoch, (done, rest) = cursor.epoch, divmod(cursor.rows, size)
         if rest:
             raise SourceError(
-                f"{self._name}: the state stands at row {state.cursor.row} of epoch {epoch}, within a batch of "
+                f"{self._name}: the state stands at row {cursor.rows} of epoch {epoch}, within a batch of "
                 f"{size}: it is not a state of this run"
             )
         samples, rows, tally = state.samples, state.rows, state.tally
@@ -328,5 +328,10 @@ def _places(
         starts=np.empty(0, np.uint32),
         bounds=np.zeros(size + 1, np.int64),
         tallies=tallies,
+        make_cursor=_cursor,
         batch=of,
     )
+
+
+def _cursor(epoch: int, part: int, rows: int, count: int) -> EpochCursor:
+    return EpochCursor(epoch, rows)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tokenloom_server.core.state import SourceState
+from tokenloom_server.core.state import SourceState, tokens_in_row
 from tokenloom_server.packing.base import Block, SampleOrigins
 from tokenloom_server.packing.documents import Documents, TokenizedRows
 from tokenloom_server.packing.origins import DocumentSpan, parts_behind
@@ -51,11 +51,11 @@ class ConcatPacker:
         cursor = self._state.cursor
         # Positions count the source's tokens since the run began, so that position = samples × length.
         position = self._state.samples * self._length
-        held = _Held(position - cursor.offset, self._state.rows)
+        skip = tokens_in_row(cursor)
+        held = _Held(position - skip, self._state.rows)
         # Tokens that wait for the rest of their sample, which may take many small pieces; at most one sample's.
         waiting: list[Ids] = []
         kept = 0
-        skip = cursor.offset
         for piece in self._documents.read(cursor):
             self._tallies.add(piece, held.rows)
             held.add(piece)
@@ -137,6 +137,7 @@ class ConcatPacker:
                 bounds=bounds,
                 tallies=tallies,
                 overlaps=self._overlaps,
+                make_cursor=self._documents.cursor_kind,
             ),
         )
 
@@ -191,7 +192,7 @@ class _Held:
         self.rows += count
 
     def cursors(self, positions: Int64s) -> Int64s:
-        """[n, 5]: epoch, shard, row, offset, rows counter after the token before each position."""
+        """[n, 5]: epoch, shard, row, tokens of it, rows counter after the token before each position."""
         first, end, epoch, shard, row, number = self._table()
         # The first row that ends at or after the position holds the last token taken: rows without
         # tokens after it are not passed yet, whatever piece they come in.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom_server.core.state import Cursor
+from tokenloom_server.core.state import Cursor, FileCursor, WindowCursor, row_cursor
 from tokenloom_server.errors import SourceError, TokenizerError
 from tokenloom_server.packing.fim import FillInMiddle
 from tokenloom_server.packing.reading import FileOrder, Reading, Windows
@@ -124,8 +124,8 @@ class Documents:
         self._whole = math.inf if math.isinf(epochs) else math.floor(exact)
         self._fraction = exact - math.floor(exact)
 
-    def read(self, start: Cursor, *, mark_excluded: bool = False) -> Iterator[TokenizedRows]:
-        """Pieces from the cursor's row on; the row's first ``offset`` tokens are the caller's to skip.
+    def read(self, start: Cursor | None, *, mark_excluded: bool = False) -> Iterator[TokenizedRows]:
+        """Pieces from the cursor's row on; tokens that were taken of the row are the caller's to skip.
 
         ``mark_excluded``: rows that are excluded have their tokens, and ``out`` says which these are.
 
@@ -163,12 +163,10 @@ class Documents:
         ids, ends, middles = self._fim.rearranged(piece.ids, piece.ends, piece.epoch, shards, rows)
         return piece._replace(ids=ids, ends=ends, middles=middles)
 
-    def _pieces(self, start: Cursor, mark_excluded: bool) -> Iterator[TokenizedRows]:
-        epoch, row = start.epoch, start.row
-        # A cursor stands after what was taken, so only the one before all has nothing of a part after it.
-        first = None if (start.shard, row, start.offset) == (0, 0, 0) else start.shard
+    def _pieces(self, start: Cursor | None, mark_excluded: bool) -> Iterator[TokenizedRows]:
+        epoch, first, row, tokens = _begin(start)
         # A row that a sample has begun is read to its end, even if it was excluded since.
-        begun = (epoch, start.shard, row) if start.offset else None
+        begun = (epoch, first, row) if first is not None and tokens else None
         kept: list[TokenizedRows] | None = None
         #: Epochs in a row that were read as a whole and had no token.
         empty = 0
@@ -191,7 +189,7 @@ class Documents:
             before = 0 if first is None or limit is None else self._reading.rows_before(epoch, first)
             for part in self._reading.parts(epoch, first):
                 left = None if limit is None else limit - before - row
-                for piece in self._part(Cursor(epoch, part, row), left, begun, reader, mark_excluded):
+                for piece in self._part(epoch, part, row, left, begun, reader, mark_excluded):
                     found += piece.given
                     if piece.row_status is not None:
                         out = [
@@ -218,13 +216,18 @@ class Documents:
     def name(self) -> str:
         return self._name
 
+    @property
+    def cursor_kind(self) -> type[FileCursor] | type[WindowCursor]:
+        """What a cursor among the rows is."""
+        return FileCursor if self._reading.windows is None else WindowCursor
+
     def path(self, shard: int) -> str:
         """Of a file, for people."""
         return self._source.shards[shard].path
 
-    def part(self, at: Cursor, rows: int) -> Iterator[TokenizedRows]:
-        """Pieces of so many rows of one part of an epoch, from a place in it on."""
-        yield from self._part(at, rows, None, Reader(self._source), mark_excluded=False)
+    def part(self, part: int, row: int, rows: int) -> Iterator[TokenizedRows]:
+        """Pieces of so many rows of one part of the first epoch, from a row of it on."""
+        yield from self._part(0, part, row, rows, None, Reader(self._source), mark_excluded=False)
 
     def check_offset(self, piece: TokenizedRows, offset: int) -> None:
         """Whether a piece's first row has ``offset`` tokens and more: a cursor within a row stands there.
@@ -241,7 +244,9 @@ class Documents:
 
     def _part(
         self,
-        at: Cursor,
+        epoch: int,
+        part: int,
+        row: int,
         left: int | None,
         begun: tuple[int, int, int] | None,
         reader: Reader,
@@ -250,10 +255,10 @@ class Documents:
         """Pieces from a place of a part on; at most ``left`` rows. ``begun``: the place of a row that is read whatever
         became of it since."""
         if self._reading.windows is not None:
-            is_begun = (at.epoch, at.shard, at.row) == begun
-            yield from self._window(self._reading.windows, at, left, is_begun, reader, mark_excluded)
+            is_begun = (epoch, part, row) == begun
+            yield from self._window(self._reading.windows, epoch, part, row, left, is_begun, reader, mark_excluded)
             return
-        for rows in self._source.read(at.shard, at.row):
+        for rows in self._source.read(part, row):
             if left is not None:
                 if left <= 0:
                     return
@@ -261,13 +266,13 @@ class Documents:
                 left -= len(rows.column)
             fault = None
             try:
-                piece = self._piece(at.epoch, at.shard, rows)
+                piece = self._piece(epoch, part, rows)
             except TokenizerError as error:
                 if not error.at:
                     raise
                 # What lies before the row goes out, so that the run stops at one sample from wherever it is read.
-                piece, fault = self._piece(at.epoch, at.shard, rows.cut(0, error.at)), error
-            if at.shard in self._excluded:
+                piece, fault = self._piece(epoch, part, rows.cut(0, error.at)), error
+            if part in self._excluded:
                 piece = self._marked(piece) if mark_excluded else self._without_excluded(piece, begun)
             yield piece
             if fault is not None:
@@ -276,27 +281,29 @@ class Documents:
     def _window(
         self,
         windows: Windows,
-        at: Cursor,
+        epoch: int,
+        window: int,
+        row: int,
         left: int | None,
         is_begun: bool,
         reader: Reader,
         mark_excluded: bool,
     ) -> Iterator[TokenizedRows]:
         first = 0
-        for number, held in enumerate(stretches(reader, windows.passages(at.epoch, at.shard), self._lane[1])):
+        for number, held in enumerate(stretches(reader, windows.passages(epoch, window), self._lane[1])):
             count = sum(len(each.rows.column) for each in held)
-            skipped = max(0, at.row - first)
+            skipped = max(0, row - first)
             if skipped < count:
                 if left is not None and left <= 0:
                     return
-                order = windows.permutation(at.epoch, at.shard, number, count)
-                own = int(order[skipped]) if is_begun and first <= at.row else None
+                order = windows.permutation(epoch, window, number, count)
+                own = int(order[skipped]) if is_begun and first <= row else None
                 tokens = self._held(held, own, mark_excluded)
                 order = order[skipped:] if left is None else order[skipped : skipped + left]
-                row = first + skipped
+                begin = first + skipped
                 for part in tokens.taken(order):
-                    yield TokenizedRows(at.epoch, at.shard, row, *part)
-                    row += len(part.ends)
+                    yield TokenizedRows(epoch, window, begin, *part)
+                    begin += len(part.ends)
                 left = None if left is None else left - len(order)
             first += count
 
@@ -415,3 +422,13 @@ class Documents:
             return 0
         # Only a fraction needs the number of rows, and so every shard's index.
         return math.ceil(self._fraction * self._reading.rows)
+
+
+def _begin(cursor: Cursor | None) -> tuple[int, int | None, int, int]:
+    """Epoch, part (None: the epoch's first), row in it, and the tokens that were taken of that row."""
+    match row_cursor(cursor):
+        case None:
+            return 0, None, 0, 0
+        case FileCursor(epoch, part, row, tokens) | WindowCursor(epoch, part, row, tokens):
+            return epoch, part, row, tokens
+    raise AssertionError("batches of rows are not read as documents")

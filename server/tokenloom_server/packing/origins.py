@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom_server.core.state import Cursor
+from tokenloom_server.core.state import Cursor, tokens_in_row
 from tokenloom_server.packing import fim
 from tokenloom_server.packing.documents import Documents, TokenizedRows
 
@@ -44,10 +44,10 @@ def part_of(piece: TokenizedRows, row: int, begin: int, end: int) -> DocumentSpa
     )
 
 
-def parts_behind(documents: Documents, cursor: Cursor, tokens: int) -> Iterator[DocumentSpan]:
+def parts_behind(documents: Documents, cursor: Cursor | None, tokens: int) -> Iterator[DocumentSpan]:
     """The next ``tokens`` tokens after a cursor, row by row; fewer where the source ends. Rows without tokens have
     no part. Reads at most a piece more. Raises what ``Documents`` does."""
-    skip = cursor.offset
+    skip = tokens_in_row(cursor)
     for piece in documents.read(cursor) if tokens else ():
         if skip:
             documents.check_offset(piece, skip)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tokenloom_server.core.state import SourceState
+from tokenloom_server.core.state import SourceState, tokens_in_row
 from tokenloom_server.packing.base import Block, SampleOrigins
 from tokenloom_server.packing.documents import Documents, TokenizedRows
 from tokenloom_server.packing.origins import DocumentSpan, part_of
@@ -65,7 +65,7 @@ class UnpackedPacker:
 
     def _chunks(self) -> Iterator[tuple[TokenizedRows, _Chunks]]:
         """Each piece, and what of it its samples have."""
-        skip, width = self._state.cursor.offset, self.form.width
+        skip, width = tokens_in_row(self._state.cursor), self.form.width
         for piece in self._documents.read(self._state.cursor):
             lengths = np.diff(piece.ends, prepend=0)
             begins = piece.ends - lengths
@@ -128,6 +128,7 @@ class UnpackedPacker:
                 starts=starts.astype(np.uint32),
                 bounds=np.arange(count + 1),
                 tallies=tallies,
+                make_cursor=self._documents.cursor_kind,
             ),
         )
 

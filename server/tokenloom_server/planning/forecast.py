@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.size_estimate import SizeEstimate
-from tokenloom_server.core.state import MAX_COUNTER, Cursor, State
+from tokenloom_server.core.state import MAX_COUNTER, FileCursor, State
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.mixing.mixer import Ending, Mixer
 from tokenloom_server.order.carry_over import carry
@@ -231,8 +231,8 @@ class _Simulation:
         for source, (was, out) in enumerate(zip(self._start.sources, mixer.exhausted(mixer.mix_weights), strict=True)):
             rows, cursor = was.rows, was.cursor
             if since[source]:
-                rows, offset = self.rows_picked(source)
-                cursor = Cursor(offset=offset)
+                rows, tokens_in_row = self.rows_picked(source)
+                cursor = FileCursor(0, 0, 0, tokens_in_row)
             tokens = was.tokens + since[source] * self._config.sequence_length
             samples = was.samples + since[source]
             sources.append(replace(was, cursor=cursor, samples=samples, rows=rows, tokens=tokens, exhausted=out))

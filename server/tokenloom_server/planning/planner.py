@@ -39,7 +39,7 @@ class Planner:
         """The parts of a run that a plan from a state on goes through."""
         first = max(i for i, segment in enumerate(timeline.segments) if segment.begin <= state.sample_index)
         for segment in timeline.segments[first:]:
-            order = segment.order
+            order = segment.factory
             yield Part(
                 config=order.config,
                 curves=[

@@ -6,7 +6,7 @@ import math
 
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.size_estimate import SizeEstimate
-from tokenloom_server.core.state import MAX_COUNTER, SourceState
+from tokenloom_server.core.state import MAX_COUNTER, SourceState, tokens_in_row
 from tokenloom_server.mixing.totals import rows_of
 from tokenloom_server.order.token_curve import TokenCurve
 
@@ -30,7 +30,7 @@ class Supply:
         self.picks = 0
         if curve is None:
             return
-        self._begin = curve.tokens_before(state.rows) + (state.cursor.offset if self._cuts_rows else 0)
+        self._begin = curve.tokens_before(state.rows) + (tokens_in_row(state.cursor) if self._cuts_rows else 0)
         if state.exhausted or not curve.epoch_tokens:
             return
         if math.isinf(self.epochs):

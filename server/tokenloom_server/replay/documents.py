@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from tokenloom_server.core.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, SourceState, digest_hex
+from tokenloom_server.core.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, EpochCursor, SourceState, digest_hex
 from tokenloom_server.errors import OrderMismatch
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.steps import StepGroup
@@ -38,35 +38,34 @@ def by_source(group: StepGroup) -> list[SourceSamples]:
 
 
 def explain(
-    order: PipelineFactory, group: StepGroup, samples: SourceSamples, decode: Decode | None, with_text: bool
+    factory: PipelineFactory, group: StepGroup, samples: SourceSamples, decode: Decode | None, with_text: bool
 ) -> list[TracedSample]:
     """The samples of one source with their documents, and without their places: those are a generation's.
 
     ``with_text``: their ids come too, and with ``decode`` the text. Raises ``OrderMismatch`` where the rows have other
     tokens than the samples, and what reading them raises.
     """
-    explained = _of_tokens if order.config.batching is None else _of_rows
-    return explained(order, group, samples, decode, with_text)
+    explained = _of_tokens if factory.config.batching is None else _of_rows
+    return explained(factory, group, samples, decode, with_text)
 
 
 def _of_tokens(
-    order: PipelineFactory, group: StepGroup, samples: SourceSamples, decode: Decode | None, with_text: bool
+    factory: PipelineFactory, group: StepGroup, samples: SourceSamples, decode: Decode | None, with_text: bool
 ) -> list[TracedSample]:
-    source, paths = samples.source, order.record.shard_paths[samples.source]
+    source, paths = samples.source, factory.record.shard_paths[samples.source]
     explained = []
-    spans_by_sample = order.spans(source, samples.state, len(samples.steps))
+    spans_by_sample = factory.spans(source, samples.state, len(samples.steps))
     for number, step in enumerate(samples.steps):
         spans = next(spans_by_sample, [])
         travelling = group.ids(0, step, step + 1)[0]
-        ids = order.form.ids(travelling)
+        ids = factory.form.ids(travelling)
         ids_again = np.concatenate([span.ids for span in spans]) if spans else ids[:0]
         if not np.array_equal(ids, ids_again):
             raise OrderMismatch(
-                f"sample {group.begin + step} of run {order.config.run!r} has other tokens than its rows of "
-                f"{order.config.sources[source].source!r} when they are read again: the data or the tokeniser changed "
-                "just now"
+                f"sample {group.begin + step} of run {factory.name!r} has other tokens than its rows of "
+                f"{factory.record.specs[source]!r} when they are read again: the data or the tokeniser changed just now"
             )
-        documents, position = [], order.form.begin(len(ids))
+        documents, position = [], factory.form.begin(len(ids))
         for span in spans:
             documents.append(
                 TracedDocument(
@@ -85,12 +84,12 @@ def _of_tokens(
             position += len(span.ids)
         explained.append(
             _traced(
-                order,
+                factory,
                 samples,
                 number,
                 travelling,
                 sample=group.begin + step,
-                tokens=order.config.sequence_length,
+                tokens=factory.config.sequence_length,
                 digest=digest_hex(group.marks[step].digest),
                 documents=documents,
                 ids=ids.tolist() if with_text else None,
@@ -100,12 +99,13 @@ def _of_tokens(
 
 
 def _of_rows(
-    order: PipelineFactory, group: StepGroup, samples: SourceSamples, decode: Decode | None, with_text: bool
+    factory: PipelineFactory, group: StepGroup, samples: SourceSamples, decode: Decode | None, with_text: bool
 ) -> list[TracedSample]:
     """Samples that are rows, by the batches that they came in."""
-    source, epochs = samples.source, order.readers.bucket_epochs(samples.source)
-    paths, size = order.record.shard_paths[source], epochs.size
-    epoch, number = samples.state.cursor.epoch, samples.state.cursor.row // size
+    source, epochs = samples.source, factory.readers.bucket_epochs(samples.source)
+    paths, size = factory.record.shard_paths[source], epochs.size
+    cursor = samples.state.cursor if isinstance(samples.state.cursor, EpochCursor) else EpochCursor(0, 0)
+    epoch, number = cursor.epoch, cursor.rows // size
     explained = []
     for batch_number, step in enumerate(samples.steps):
         while number == epochs.count(epoch):
@@ -130,7 +130,7 @@ def _of_rows(
             )
             explained.append(
                 _traced(
-                    order,
+                    factory,
                     samples,
                     batch_number * size + place,
                     travelling,
@@ -144,10 +144,10 @@ def _of_rows(
 
 
 def _traced(
-    order: PipelineFactory, samples: SourceSamples, number: int, travelling: Any, **fields: Any
+    factory: PipelineFactory, samples: SourceSamples, number: int, travelling: Any, **fields: Any
 ) -> TracedSample:
     """The sample of that number among these, from 0, whose ids travel so."""
-    config = order.config.sources[samples.source]
+    config = factory.config.sources[samples.source]
     return TracedSample(
         generation=0,
         status="committed",

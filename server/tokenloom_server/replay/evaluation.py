@@ -114,7 +114,7 @@ class Evaluations:
         if not available:
             raise NotFound(
                 f"stream {call.stream!r} of run {self._coordinator.name!r} has no sample: all of its documents "
-                f"together fill none of {stream.order.config.sequence_length} tokens; hold more out, or give the "
+                f"together fill none of {stream.factory.config.sequence_length} tokens; hold more out, or give the "
                 "stream a mixture"
             )
         return stream, available
@@ -159,13 +159,13 @@ class Evaluations:
             stream = self._samples.get(call.stream)
             if stream is None:
                 try:
-                    order = self.streams.order(call.stream)
+                    factory = self.streams.order(call.stream)
                 except ConfigError as error:
                     raise JoinRefused(f"stream {call.stream!r} cannot be opened: {error}") from None
                 stream = self._samples[call.stream] = StreamSamples(
-                    call.stream, order, self._pool, self._require_room, self._add_bytes
+                    call.stream, factory, self._pool, self._require_room, self._add_bytes
                 )
-        step_bytes = call.batch_size * stream.order.form.sample_bytes
+        step_bytes = call.batch_size * stream.factory.form.sample_bytes
         if call.batch_size < 1 or step_bytes > MAX_STEP_BYTES:
             raise JoinRefused(
                 f"a micro-step of {call.batch_size} samples of a rank has {step_bytes} bytes; expected 1 sample to "
@@ -191,7 +191,7 @@ class Evaluations:
         with self._lock:
             if self._samples.get(stream.name) is stream:
                 del self._samples[stream.name]
-                self._bytes -= stream.made() * stream.order.form.sample_bytes
+                self._bytes -= stream.made() * stream.factory.form.sample_bytes
 
 
 class Evaluation:
@@ -280,12 +280,12 @@ class Evaluation:
         return Slice(
             begin=begin,
             ends=ends,
-            tokens=[end * stream.order.config.sequence_length for end in ends],
+            tokens=[end * stream.factory.config.sequence_length for end in ends],
             digests=[digest_hex(stream.sample(end - 1).digest) for end in ends],
             real=[stream.real(first, end) for first, end in zip(begins, ends, strict=True)],
             rank=call.rank,
             samples=samples,
-            padding=bytes(stream.order.form.sample_bytes),
+            padding=bytes(stream.factory.form.sample_bytes),
         )
 
     def _check_digest(self, total: int) -> None:
@@ -303,4 +303,4 @@ class Evaluation:
 
 def _more_than_fit(stream: StreamSamples) -> int:
     """More samples than may be kept: whoever asks for a whole stream gets that, or an error."""
-    return MAX_KEPT_BYTES // stream.order.form.sample_bytes + 1
+    return MAX_KEPT_BYTES // stream.factory.form.sample_bytes + 1

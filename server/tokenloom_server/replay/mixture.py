@@ -40,7 +40,7 @@ class Mixture:
                     number=segment.phase,
                     sample_index=segment.begin,
                     total_tokens=segment.tokens,
-                    sequence_length=segment.order.config.sequence_length,
+                    sequence_length=segment.config.sequence_length,
                 )
                 for segment in timeline.segments
                 if segment.phase is not None

@@ -7,7 +7,6 @@ import json
 import math
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
@@ -101,7 +100,8 @@ class Receipts:
         ended = end.reason if end is not None and view.generation.over else None
         index = committed.sample_index
         state = self._state_at(view, index)
-        order = timeline.at(index)
+        record = timeline.at(index).record
+        config = record.config
         stats = self._stats.sources(committed, state)
         sources = [_source(timeline, index, each, source) for each, source in zip(stats, state.sources, strict=True)]
         kept = with_samples(openings)
@@ -112,21 +112,21 @@ class Receipts:
             unique_tokens=sum(source.unique_tokens for source in sources),
             unique_is_exact=all(source.unique_is_exact for source in sources),
             ended=ended,
-            sequence_length=order.config.sequence_length,
-            packing=order.config.packing,
-            labels=order.config.labels,
-            vocab_size=order.record.vocab_size,
-            manifest_digest=order.record.manifest.digest,
-            mixture=as_file(order.config),
+            sequence_length=config.sequence_length,
+            packing=config.packing,
+            labels=config.labels,
+            vocab_size=record.vocab_size,
+            manifest_digest=record.manifest.digest,
+            mixture=as_file(config),
             sources=sources,
             generations=_generations(openings, kept, index),
-            parent_run=asdict(replace(timeline.origin, state="")) if timeline.origin is not None else None,
+            parent_run=timeline.origin.described() if timeline.origin is not None else None,
             revisions=[
                 revision_info(timeline, revision, index)
                 for revision in timeline.revisions
                 if revision.sample_index < index
             ],
-            exclusions=[ExclusionReport(**file._asdict()) for file in order.record.excluded.files],
+            exclusions=[ExclusionReport(**file._asdict()) for file in record.excluded.files],
             software={"python": platform.python_version(), **_versions()},
         )
 
@@ -149,8 +149,8 @@ class Receipts:
 
 
 def _source(timeline: Timeline, index: int, figure: SourceStats, state: SourceState) -> SourceReport:
-    order = timeline.at(index)
-    shards = order.record.shards[figure.id]
+    record = timeline.at(index).record
+    shards = record.shards[figure.id]
     unique = unique_tokens(figure, state, steady=_is_steady(timeline, index, figure.id))
     listed = [[shard.path, shard.size, shard.fingerprint] for shard in shards]
     return SourceReport(
@@ -165,7 +165,7 @@ def _source(timeline: Timeline, index: int, figure: SourceStats, state: SourceSt
         rows=figure.rows,
         tokens=figure.tokens,
         skipped_tokens=state.tokens - figure.tokens,
-        excluded_rows=order.record.excluded.count(figure.spec),
+        excluded_rows=record.excluded.count(figure.spec),
         share=figure.actual_share,
         target_share=figure.target_share,
         epochs=figure.epoch,
@@ -178,15 +178,11 @@ def _source(timeline: Timeline, index: int, figure: SourceStats, state: SourceSt
 
 def _is_steady(timeline: Timeline, index: int, source: int) -> bool:
     """Whether a source ends by its epochs alone, and had the same rows and epochs since it is there."""
-    orders = [segment.order for segment in timeline.segments if segment.begin <= index]
+    records = [segment.factory.record for segment in timeline.segments if segment.begin <= index]
     states = [
-        (
-            order.record.shards[source],
-            order.config.epochs[source],
-            order.record.excluded.count(order.record.specs[source]),
-        )
-        for order in orders
-        if source < len(order.record.specs)
+        (record.shards[source], record.config.epochs[source], record.excluded.count(record.specs[source]))
+        for record in records
+        if source < len(record.specs)
     ]
     return all(each == states[0] for each in states) and timeline.at(index).config.sources[source].max_tokens is None
 
@@ -201,7 +197,7 @@ def unique_tokens(figure: SourceStats, state: SourceState, *, steady: bool = Tru
     padding = state.tally.padding_tokens
     taken, skipped = state.tokens + state.dropped_tokens - padding, state.tokens - figure.tokens
     consumed = max(0, figure.tokens - padding)
-    ended = state.cursor.epoch
+    ended = state.epoch
     if not ended:
         # How much of the padding was skipped, nobody has counted.
         return Unique(consumed, not (skipped and padding))

@@ -17,6 +17,7 @@ from tokenloom_server.errors import ServerStopping, TokenloomError
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.replay import Replay
 from tokenloom_server.order.steps import StepGroup
+from tokenloom_server.order.timeline import Timeline
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class StreamSamples:
     def __init__(
         self,
         name: str,
-        order: PipelineFactory,
+        factory: PipelineFactory,
         pool: ThreadPoolExecutor,
         require_room: Callable[[int], None],
         add_bytes: Callable[[int], None],
@@ -51,7 +52,7 @@ class StreamSamples:
         """``require_room`` raises ``LimitExceeded`` where so many bytes more have no room; ``add_bytes`` counts those
         that were made."""
         self.name = name
-        self.order = order
+        self.factory = factory
         self._pool = pool
         self._require_room = require_room
         self._add_bytes = add_bytes
@@ -65,8 +66,9 @@ class StreamSamples:
         #: How often making samples failed: who waited meanwhile gets the error.
         self._failures = 0
         # Of the thread that makes them, and after the samples that are there.
-        self._state = order.initial()
-        self._replay = Replay(order, self._state)
+        self.timeline = Timeline(factory)
+        self._state = factory.initial()
+        self._replay = Replay(self.timeline, self._state)
         #: Such states, now and then: to look at a sample again.
         self._states: list[State] = [self._state]
 
@@ -145,7 +147,7 @@ class StreamSamples:
                 self._fail(error)
                 return
             except Exception as error:
-                _log.exception("stream %s of run %s cannot be made", self.name, self.order.name)
+                _log.exception("stream %s of run %s cannot be made", self.name, self.factory.name)
                 self._fail(TokenloomError(f"stream {self.name!r} cannot be made: {error}; see the server's log"))
                 return
             with self._changed:
@@ -160,17 +162,17 @@ class StreamSamples:
 
     def _make(self, most: int) -> StepGroup:
         """The next samples."""
-        count = max(1, min(most, TURN_TOKENS // self.order.config.sequence_length))
-        self._require_room(count * self.order.form.sample_bytes)
+        count = max(1, min(most, TURN_TOKENS // self.factory.config.sequence_length))
+        self._require_room(count * self.factory.form.sample_bytes)
         group = self._replay.samples(1, count)
-        self._add_bytes(len(group.marks) * self.order.form.sample_bytes)
+        self._add_bytes(len(group.marks) * self.factory.form.sample_bytes)
         return group
 
     def _fail(self, error: TokenloomError) -> None:
         with self._changed:
             # Who asks again tries again: a file may be back.
             self._error, self._failures, self._working = error, self._failures + 1, False
-            self._replay = Replay(self.order, self._state)
+            self._replay = Replay(self.timeline, self._state)
             self._changed.notify_all()
 
 

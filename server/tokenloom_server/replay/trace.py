@@ -80,12 +80,11 @@ class Traces:
             return self._past.turn(partial(self._evaluated, samples, index, text))
 
     def _evaluated(self, samples: StreamSamples, index: int, text: bool) -> TracedSample:
-        order = samples.order
-        replay = Replay(order, samples.state_before(index))
+        replay = Replay(samples.timeline, samples.state_before(index))
         replay.forward(index)
         group = replay.samples(1, 1)
         (samples_of_source,) = by_source(group)
-        (sample,) = explain(order, group, samples_of_source, self._decode() if text else None, text)
+        (sample,) = explain(samples.factory, group, samples_of_source, self._decode() if text else None, text)
         return sample.model_copy(update={"status": "evaluated"})
 
     def micro_step(self, micro_step: int, rank: int | None, generation: int | None, text: bool) -> TracedMicroStep:
@@ -199,13 +198,13 @@ class Traces:
             decode = self._decode() if text else None
             # A revision, or a phase, makes what comes after it from other rows.
             for range_begin, range_end in _ranges(timeline, begin, first + count):
-                order = timeline.at(range_begin)
+                factory = timeline.at(range_begin)
                 while range_begin <= replay.sample_index < range_end and replay.ended is None:
                     steps = -(-(range_end - replay.sample_index) // pick)
                     group = past.turn(partial(replay.samples, pick, steps))
                     for samples in by_source(group):
                         # Reading the rows of one source again takes no longer than making the samples.
-                        explained = past.turn(partial(explain, order, group, samples, decode, text))
+                        explained = past.turn(partial(explain, factory, group, samples, decode, text))
                         traced |= {sample.sample: sample for sample in explained}
                         _check_documents(count, traced.values())
         wanted = [traced[index] for index in sorted(traced) if first <= index < first + count]
@@ -247,7 +246,7 @@ def _ranges(timeline: Timeline, begin: int, end: int) -> list[tuple[int, int]]:
     for segment in timeline.segments:
         if begin < segment.begin < end:
             ranges.append((begin, segment.begin))
-            longer = segment.order.config.sequence_length != timeline.at(begin).config.sequence_length
+            longer = segment.config.sequence_length != timeline.at(begin).config.sequence_length
             begin = segment.begin
             if longer:
                 return ranges

@@ -40,17 +40,14 @@ class Committer(threading.Thread):
         self._journal_stride = 1
 
     def run(self) -> None:
-        # A ledger that is away is left alone for a while, however much there is to write.
-        while (task := self._coordinator.await_commit(self._not_before_s, not self._failures)) is not None:
-            self._commit(task)
-
-    def rest_s(self) -> float | None:
-        """How long to rest before the next ``step``; see ``RunCoordinator.commit_rest_s``."""
-        return self._coordinator.commit_rest_s(self._not_before_s, not self._failures)
+        while self.step():
+            pass
 
     def step(self) -> bool:
-        """Commits what every rank acknowledged, if that is news; whether it was. Does not wait for it."""
-        task = self._coordinator.commit_task()
+        """Waits until there is something to commit, and commits it; False where the server stops and all is
+        committed."""
+        # A ledger that is away is left alone for a while, however much there is to write.
+        task = self._coordinator.await_commit(self._not_before_s, may_hurry=not self._failures)
         if task is not None:
             self._commit(task)
         return task is not None

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import (
@@ -32,7 +32,7 @@ from tokenloom_server.ledger.records import CommittedState, Opening, StoredRun
 from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.active_generation import ActiveGeneration
-from tokenloom_server.run.resume_choice import ResumeChoice
+from tokenloom_server.run.join_call import ResumeChoice
 from tokenloom_server.run.stream_commands import StreamCommands
 from tokenloom_server.run.views import CommitTask, ProductionTask, RunView
 
@@ -58,7 +58,7 @@ class RunCoordinator(StreamCommands):
     def stop(self, timeout_s: float = 5.0) -> None:
         """Ends streams with ``ServerStopping``, commits what is acknowledged, ends the threads; bounded."""
         with self._lock:
-            self._stopping = True
+            self.stopping = True
             self._wakes.everyone()
         self.order.resources.io_stats.stop()
         deadline = time.monotonic() + timeout_s
@@ -72,9 +72,9 @@ class RunCoordinator(StreamCommands):
         other runs' ranks. Stats, metrics and log tell of it.
         """
         if not self.leads():
-            return f"stands by: {self._lease.stands_by_for}"
+            return f"stands by: {self.lease.stands_by_for}"
         dead = next((worker.name for worker in self._workers if not worker.is_alive()), None)
-        if dead is not None and not self._stopping:
+        if dead is not None and not self.stopping:
             return f"its thread {dead} has ended; restart the server, and report its log"
         return f"the ledger is away: {self._ledger_error}" if self._ledger_error is not None else None
 
@@ -83,8 +83,8 @@ class RunCoordinator(StreamCommands):
     def lead(self, epoch: int, stored: StoredRun, timeline: Timeline, since: float, until: float) -> None:
         """This server leads from now on, at a new epoch; takes up what the ledger has, revisions included."""
         with self._lock:
-            self._lease = self._lease.taken(epoch, until)
-            self._timeline, self._revising_at, self._uid = timeline, None, stored.uid
+            self.lease = self.lease.taken(epoch, until)
+            self.timeline, self._revising_at, self.uid = timeline, None, stored.uid
             self._wakes.everyone()
             self._drop_generation()
             self._committed = self._committed_at = self._ledger_error = None
@@ -107,7 +107,7 @@ class RunCoordinator(StreamCommands):
         """The generation that the ledger has."""
         if stored.opening is None or stored.committed is None:
             return
-        base = self._timeline.decode(stored.committed.state)
+        base = self.timeline.decode(stored.committed.state)
         self._committed_state, self._committed_at = base, stored.committed_at
         active = self._install(stored.opening, base, stored.committed, resumed=True)
         if stored.lease is not None and stored.lease.heard_at is not None:
@@ -116,18 +116,18 @@ class RunCoordinator(StreamCommands):
     def extend(self, until: float) -> None:
         """The lease was renewed."""
         with self._lock:
-            self._lease = self._lease.renewed(until)
+            self.lease = self.lease.renewed(until)
 
     def stand_by(self, reason: str) -> None:
         """Another server leads; ``reason`` names it."""
         with self._lock:
-            self._lease = self._lease.standing_by(reason)
+            self.lease = self.lease.standing_by(reason)
 
     def suspend(self, reason: str) -> None:
         """The lease lapsed, and nobody knows whether another server has it: streams end until it is renewed."""
         with self._lock:
-            is_news = self._lease.stands_by_for != reason
-            self._lease = self._lease.standing_by(reason)
+            is_news = self.lease.stands_by_for != reason
+            self.lease = self.lease.standing_by(reason)
             self._wakes.everyone()
         if is_news:
             _log.error(
@@ -142,13 +142,13 @@ class RunCoordinator(StreamCommands):
             if isinstance(error, LedgerRolledBack):
                 self._error = error
                 self._note_loss(self.committed_through)
-            self._end_leading(self._lease.lost(str(error)))
+            self._end_leading(self.lease.lost(str(error)))
 
     def await_lease_work(self, ledger_waits: int, ended: Callable[[], bool], timeout_s: float) -> None:
         """Waits, bounded, until the lease has to be taken anew more often than ``ledger_waits`` times, or until
         ``ended`` (see ``wake_lease``)."""
         with self._lock:
-            self._wakes.lease.wait_for(lambda: ended() or self._lease.ledger_waits != ledger_waits, timeout_s)
+            self._wakes.lease.wait_for(lambda: ended() or self.lease.ledger_waits != ledger_waits, timeout_s)
 
     def wake_lease(self) -> None:
         """Makes ``await_lease_work`` look whether it has ended."""
@@ -156,14 +156,6 @@ class RunCoordinator(StreamCommands):
             self._wakes.lease.notify_all()
 
     # --- openings (``join``) -----------------------------------------------------------------------
-
-    def one_change(self) -> AbstractContextManager[object]:
-        """Openings, revisions and forks: one at a time, since each builds on what the one before made."""
-        return self._one_change
-
-    def is_changing(self) -> bool:
-        """Whether one is under way."""
-        return self._one_change.locked()
 
     def busy(self, process: str) -> str | None:
         """Who trains on the run, if every rank of it was heard within ``liveness_s`` and rank 0 is of another process;
@@ -180,11 +172,11 @@ class RunCoordinator(StreamCommands):
         """Writes an opening, and makes its generation the present one. Raises the ledger's errors."""
         with self._lock:
             try:
-                self.ledger.execute(Open(uid, self.stream, self._lease.epoch, opening, committed))
+                self.ledger.execute(Open(uid, self.stream, self.lease.epoch, opening, committed))
             except LedgerUnavailable as error:
                 self._await_ledger("a generation was opened", error)
                 raise
-            self._uid = uid
+            self.uid = uid
             self._refused.clear()
             self._committed_state, self._committed_at = start, opening.opened_at
             self._install(opening, start, committed, resumed=False, process=process)
@@ -211,33 +203,29 @@ class RunCoordinator(StreamCommands):
         """Whether rank 0 of an attempt opened the present generation. Raises ``ServerStopping``, and what rank 0 was
         refused with."""
         with self._lock:
-            if self._stopping:
+            if self.stopping:
                 raise ServerStopping("the server is stopping; join again when it is back")
             refusal = self._refused.get((attempt, choice))
             if not self._is_open(attempt) and refusal is not None:
                 raise refusal
             return self._is_open(attempt)
 
-    def is_decided(self, attempt: str, choice: ResumeChoice) -> bool:
-        """Whether a rank that waits for rank 0 has to look again: it opened the attempt, was refused, or cannot."""
-        with self._lock:
-            return self._is_decided(attempt, choice)
-
     def await_rank_0(self, attempt: str, choice: ResumeChoice, timeout_s: float) -> None:
-        """Waits, bounded, until ``is_decided``."""
-        with self._lock:
-            self._wakes.changed.wait_for(lambda: self._is_decided(attempt, choice), timeout_s)
+        """Waits, bounded, until rank 0 opened the attempt, was refused, or cannot."""
 
-    def _is_decided(self, attempt: str, choice: ResumeChoice) -> bool:
-        is_refused = (attempt, choice) in self._refused
-        return self._stopping or not self.leads() or self._is_open(attempt) or is_refused
+        def is_decided() -> bool:
+            is_refused = (attempt, choice) in self._refused
+            return self.stopping or not self.leads() or self._is_open(attempt) or is_refused
+
+        with self._lock:
+            self._wakes.changed.wait_for(is_decided, timeout_s)
 
     def _is_open(self, attempt: str) -> bool:
         return self._active is not None and self._active.generation.attempt == attempt
 
     def claim_slot(self, generation: int, rank: int, nonce: str) -> None:
         """A rank joined: its slot is this process's. Raises ``AttemptUsed`` and the ledger's errors."""
-        self.ledger.execute(ClaimSlot(self._uid, self.stream, self._lease.epoch, generation, rank, nonce))
+        self.ledger.execute(ClaimSlot(self.uid, self.stream, self.lease.epoch, generation, rank, nonce))
         with self._lock:
             if self._active is not None and self._active.generation.number == generation:
                 slot = self._active.generation.slots[rank]
@@ -269,7 +257,7 @@ class RunCoordinator(StreamCommands):
             write()
         except LedgerUnavailable as error:
             with self._lock:
-                if self._lease.epoch == epoch:
+                if self.lease.epoch == epoch:
                     self._await_ledger("a revision was written", error)
             raise
         self.put_in_force(epoch, timeline)
@@ -277,28 +265,27 @@ class RunCoordinator(StreamCommands):
     def put_in_force(self, epoch: int, timeline: Timeline | None = None) -> None:
         """What the ledger has is in force, and production goes on; None: nothing was changed."""
         with self._lock:
-            if self._lease.epoch != epoch:
+            if self.lease.epoch != epoch:
                 return  # the run was taken up anew since, with what the ledger has
             self._revising_at = None
             if timeline is not None:
-                self._timeline = timeline
+                self.timeline = timeline
                 if self._active is None:
                     self._committed_state = timeline.initial()
             self._wakes.everyone()
 
     # --- production (``producer``) -------------------------------------------------------------------
 
-    def production_task(self, *, wait: bool) -> ProductionTask | None:
-        """The wanted micro-steps; None where the server stops, or, without ``wait``, where none are wanted now."""
+    def production_task(self) -> ProductionTask | None:
+        """Waits for micro-steps that are wanted; None where the server stops."""
         with self._lock:
-            if wait:
-                self._wakes.producer.wait_for(lambda: self._stopping or self._steps_wanted())
+            self._wakes.producer.wait_for(lambda: self.stopping or self._steps_wanted())
             active, steps = self._active, self._steps_wanted()
-            if self._stopping or active is None or not steps:
+            if self.stopping or active is None or not steps:
                 return None
             produced = active.generation.produced
             plan = active.generation.batch_plans.at_step(produced)
-            return ProductionTask(active, self._timeline, plan, steps, produced - plan.group_begin(produced))
+            return ProductionTask(active, self.timeline, plan, steps, produced - plan.group_begin(produced))
 
     def publish(self, task: ProductionTask, group: StepGroup, ended: str | None, dropped_samples: int) -> None:
         """The group got micro-steps, or the data ended: for the ranks, if the generation is still the present one."""
@@ -323,39 +310,25 @@ class RunCoordinator(StreamCommands):
     # --- commits (``committer``) ---------------------------------------------------------------------
 
     def await_commit(self, not_before_s: float, may_hurry: bool) -> CommitTask | None:
-        """Waits as ``commit_rest_s`` says; None where the server stops and all is written."""
+        """Waits for what is to be committed: not before a time, unless the server stops or, with ``may_hurry``, the
+        window would fill up meanwhile. None where the server stops and all is committed."""
         with self._lock:
             while (rest_s := self._commit_rest_s(not_before_s, may_hurry)) is None or rest_s > 0:
                 self._wakes.committer.wait(rest_s)
-            return self._commit_task()
-
-    def commit_task(self) -> CommitTask | None:
-        """What is to be committed now; None for nothing new."""
-        with self._lock:
-            return self._commit_task()
-
-    def commit_rest_s(self, not_before_s: float, may_hurry: bool) -> float | None:
-        """How long the committer rests before it writes, seconds: 0 where a commit is due, None until it is woken.
-
-        Not before a time, unless the server stops or, with ``may_hurry``, the window would fill up meanwhile.
-        """
-        with self._lock:
-            return self._commit_rest_s(not_before_s, may_hurry)
+            active, steps = self._active, self._commit_due_steps()
+            if active is None or not steps:
+                return None
+            group = active.generation.group_of(steps - 1)
+            return CommitTask(active, self.timeline, self.uid, group, steps, self.committed_through)
 
     def _commit_rest_s(self, not_before_s: float, may_hurry: bool) -> float | None:
-        self._committer_idle = not self._commit_due_steps() and not self._stopping
+        """How long the committer rests, seconds: 0 where a commit is due, None until it is woken."""
+        self._committer_idle = not self._commit_due_steps() and not self.stopping
         if self._committer_idle:
             return None
-        if self._stopping or (may_hurry and self._is_backlog()):
+        if self.stopping or (may_hurry and self._is_backlog()):
             return 0.0
         return max(0.0, not_before_s - self.clock())
-
-    def _commit_task(self) -> CommitTask | None:
-        active, steps = self._active, self._commit_due_steps()
-        if active is None or not steps:
-            return None
-        group = active.generation.group_of(steps - 1)
-        return CommitTask(active, self._timeline, self._uid, group, steps, self.committed_through)
 
     def on_committed(self, task: CommitTask, commit: CommittedState, state: State) -> None:
         """The ledger holds what the task asked for."""
@@ -377,7 +350,7 @@ class RunCoordinator(StreamCommands):
         """A commit waits for the ledger. Raises ``LedgerError`` where the server stops, and cannot wait."""
         with self._lock:
             self._ledger_error = str(error)
-            if self._stopping:
+            if self.stopping:
                 raise LedgerError(f"stopped with sample {sample_index} uncommitted: {error}")
 
     # --- failures ----------------------------------------------------------------------------------

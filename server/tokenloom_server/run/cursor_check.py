@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenloom_server.core.state import Cursor, State
+from tokenloom_server.core.state import Cursor, EpochCursor, State, WindowCursor, row_cursor, tokens_in_row
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.timeline import Timeline
@@ -21,14 +21,20 @@ def check_cursors(timeline: Timeline, state: State) -> None:
             _check_cursor(order, i, cursor, epochs)
 
 
-def _check_cursor(order: PipelineFactory, i: int, cursor: Cursor, epochs: Sequence[float] | None) -> None:
+def _check_cursor(order: PipelineFactory, i: int, cursor: Cursor | None, epochs: Sequence[float] | None) -> None:
     config = order.config.sources[i]
-    if cursor == Cursor():
+    first = row_cursor(cursor)
+    if cursor is None or first is None:
         return
-    place, rows = order.readers.rows_around(i, cursor)
-    if cursor.row > rows or (cursor.row == rows and (cursor.offset or (config.shuffle == "rows" and not rows))):
-        field = "window_row" if config.shuffle == "rows" else "row_offset"
-        raise SnapshotInvalid(f"resume_state.datasets.{i}: {field} is {cursor.row}, but {place} has {rows} rows")
+    around, rows = order.readers.rows_around(i, first)
+    if isinstance(first, EpochCursor):
+        field, row, has_begun = "epoch_rows", first.rows, False
+    else:
+        in_window = isinstance(first, WindowCursor)
+        field, row = "window_row" if in_window else "row_offset", first.row
+        has_begun = first is not cursor or tokens_in_row(cursor) > 0 or (in_window and not rows)
+    if row > rows or (row == rows and has_begun):
+        raise SnapshotInvalid(f"resume_state.datasets.{i}: {field} is {row}, but {around} has {rows} rows")
     if epochs is not None and cursor.epoch >= epochs[i]:
         raise SnapshotInvalid(
             f"resume_state.datasets.{i}: epoch is {cursor.epoch}, but {config.source!r} is read for {epochs[i]} "

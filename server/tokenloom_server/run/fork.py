@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from tokenloom_server.config.source import SourceConfig
-from tokenloom_server.core.state import SourceState, State, packed_again
+from tokenloom_server.core.state import FileCursor, SourceState, State, begun_again, row_cursor
 from tokenloom_server.errors import JoinRefused, SnapshotInvalid
 from tokenloom_server.mixing.elsewhere import forked
 from tokenloom_server.order import foreign_snapshot, snapshot, snapshot_encode
@@ -49,7 +49,7 @@ class ForkHandler:
                 f"the state is of run {foreign.run!r} itself: load it with load_state_dict, or give the fork another "
                 "name in its mixture file"
             )
-        with coordinator.one_change():
+        with coordinator.one_change:
             epoch = coordinator.lease.epoch
             stored = coordinator.ledger.read_run(coordinator.name, coordinator.stream)
             begun = stored is not None and stored.opening is not None
@@ -237,10 +237,9 @@ def _named(order: PipelineFactory, state: State) -> tuple[Source, ...]:
     return tuple(
         Source(
             spec=config.source,
-            shard=None if config.shuffle == "rows" else shards[source.cursor.shard],
+            shard=shards[first.shard] if isinstance(first := row_cursor(source.cursor), FileCursor) else None,
             state=source,
             shuffle=config.shuffle,
-            in_window=order.config.packing == "best_fit" and source.cursor.offset > 0,
         )
         for config, shards, source in zip(order.config.sources, order.record.shard_paths, state.sources, strict=True)
     )
@@ -262,18 +261,16 @@ def _transplanted(timeline: Timeline, origin: Origin, theirs: Mapping[str, Sourc
                 "another way to begin it anew"
             )
         source = known.state
-        if known.shard is not None:
+        if known.is_packed and order.config.packing != "best_fit" and (known.shuffle != "none" or source.lanes):
+            raise SnapshotInvalid(
+                f"source {spec!r} is read in a drawn order and packed by best fit, and no other packing can name "
+                "where it stands: fork with packing: best_fit, or write the spec in another way to begin it anew"
+            )
+        if known.is_packed or order.config.packing == "best_fit":
+            # Rows that are packed together, or a row that has begun, have other samples under these rules.
+            source = begun_again(source)
+        if isinstance(source.cursor, FileCursor) and known.shard is not None:
             source = replace(source, cursor=replace(source.cursor, shard=shards.index(known.shard)))
-        if order.config.packing == "best_fit":
-            # What is under way, a window of rows or a row, has other samples under these rules.
-            source = packed_again(source)
-        elif known.in_window:
-            if known.shuffle != "none" or source.lanes:
-                raise SnapshotInvalid(
-                    f"source {spec!r} is read in a drawn order and packed by best fit, and no other packing can name "
-                    "where it stands: fork with packing: best_fit, or write the spec in another way to begin it anew"
-                )
-            source = replace(source, cursor=replace(source.cursor, offset=0))
         # Whether it is out is for this run's own epochs to say: the next pick finds it.
         sources.append(replace(source, exhausted=False, dropped_tokens=0))
     return State(

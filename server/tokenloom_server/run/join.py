@@ -21,7 +21,6 @@ from tokenloom_server.run.fork import ForkHandler
 from tokenloom_server.run.history import History
 from tokenloom_server.run.join_call import JoinCall
 from tokenloom_server.run.opening import GenerationOpener
-from tokenloom_server.run.resume_choice import ResumeChoice
 from tokenloom_server.run.revise import RevisionHandler
 
 #: How long the other ranks' Joins wait for rank 0's, seconds: as long as clients by default try to join at all.
@@ -62,48 +61,22 @@ class JoinHandler:
         Raises ``JoinRefused``, ``AttemptUsed``, ``RunBusy``, ``ResumePointNeeded``, ``SnapshotInvalid``, ``NotFound``
         (an unknown snapshot id) and the ledger's errors.
         """
-        call = self._as_own(self._sized(call))
-        joined = self.try_join(call)
-        if joined is not None:
-            return joined
-        coordinator, choice = self._coordinator, self._opener.choice_of(call)
+        coordinator, config = self._coordinator, self._coordinator.order.config
         deadline = coordinator.clock() + RANK_0_WAIT_S
-        while joined is None:
+        call = join_call.with_global_batch_size(call, coordinator.name, config.global_batch_size)
+        while True:
+            join_call.check(call, coordinator.timeline.sample_bytes, config.window_micro_steps)
+            coordinator.require_lead()
+            call = self._as_own(call)
+            opening = self._open(call) if call.rank == 0 else self._opened_by_rank_0(call)
+            if opening is not None:
+                coordinator.claim_slot(opening.generation, call.rank, call.nonce)
+                start = coordinator.timeline.decode(opening.start_state)
+                return Joined(uid=coordinator.uid, opening=opening, start=start)
             left_s = deadline - coordinator.clock()
             if left_s <= 0:
-                raise self.no_rank_0(call)
-            coordinator.await_rank_0(call.attempt, choice, left_s)
-            joined = self.try_join(call)
-        return joined
-
-    def try_join(self, call: JoinCall) -> Joined | None:
-        """``join`` without waiting: None where rank 0 has to join first."""
-        coordinator = self._coordinator
-        call = self._sized(call)
-        join_call.check(call, coordinator.timeline.sample_bytes, coordinator.order.config.window_micro_steps)
-        coordinator.require_lead()
-        call = self._as_own(call)
-        opening = self._open(call) if call.rank == 0 else self._opened_by_rank_0(call)
-        if opening is None:
-            return None
-        coordinator.claim_slot(opening.generation, call.rank, call.nonce)
-        return Joined(uid=coordinator.uid, opening=opening, start=coordinator.timeline.decode(opening.start_state))
-
-    def choice_of(self, call: JoinCall) -> ResumeChoice:
-        """See ``GenerationOpener.choice_of``."""
-        return self._opener.choice_of(call)
-
-    def no_rank_0(self, call: JoinCall) -> JoinRefused:
-        """Why a rank stops waiting for rank 0, after ``RANK_0_WAIT_S``."""
-        return JoinRefused(
-            f"rank {call.rank} waited {RANK_0_WAIT_S:.0f} s for rank 0 of attempt {call.attempt!r}; "
-            "it has not joined: see its log, and check that all ranks share one attempt id"
-        )
-
-    def _sized(self, call: JoinCall) -> JoinCall:
-        return join_call.with_global_batch_size(
-            call, self._coordinator.name, self._coordinator.order.config.global_batch_size
-        )
+                raise no_rank_0(call)
+            coordinator.await_rank_0(call.attempt, self._opener.choice_of(call), left_s)
 
     def _as_own(self, call: JoinCall) -> JoinCall:
         """A call whose state is one of this run: of a fork it is made from the other run's. What it says of the run's
@@ -166,3 +139,11 @@ class JoinHandler:
             raise AttemptUsed(f"attempt {call.attempt!r} was superseded by {opening.attempt!r} while it was joining")
         self._opener.check_agreement(call, opening)
         return opening
+
+
+def no_rank_0(call: JoinCall) -> JoinRefused:
+    """Why a rank stops waiting for rank 0, after ``RANK_0_WAIT_S``."""
+    return JoinRefused(
+        f"rank {call.rank} waited {RANK_0_WAIT_S:.0f} s for rank 0 of attempt {call.attempt!r}; "
+        "it has not joined: see its log, and check that all ranks share one attempt id"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from tokenloom_proto.batch_schedule import BatchSchedule
 
@@ -43,6 +44,28 @@ class JoinCall:
     @property
     def schedule(self) -> BatchSchedule:
         return BatchSchedule(self.batch_sizes or ((0, self.batch_size),), self.accumulate)
+
+
+class ResumeChoice(NamedTuple):
+    """``position`` of the state that was loaded, or else what ``resume`` says, empty where neither is given."""
+
+    position: str | None
+    resume: str
+
+    @classmethod
+    def of_state(cls, sample_index: int, digest: str | None) -> ResumeChoice:
+        """A state that was loaded; without a digest where an older checkpoint has none."""
+        return cls(position_of(sample_index, digest), "")
+
+    def __str__(self) -> str:
+        if self.position is not None:
+            return f"a loaded state at {self.position}"
+        return f"resume={self.resume!r}" if self.resume else "no state"
+
+
+def position_of(sample_index: int, digest: str | None) -> str:
+    """A place in the order, for people; two are equal where their texts are."""
+    return f"sample {sample_index} ({f'digest {digest}' if digest is not None else 'an older checkpoint'})"
 
 
 def with_global_batch_size(call: JoinCall, run: str, size: int | None) -> JoinCall:

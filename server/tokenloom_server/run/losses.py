@@ -74,7 +74,7 @@ class Losses:
     def add(self, uid: str, generation: int, attempt: str, report: Report) -> None:
         """Takes a report of the present generation. Raises ``ConfigError`` for what cannot be, ``Fenced`` and what else
         ``RunCoordinator.require_generation`` raises."""
-        report.check(len(self._coordinator.timeline.segments[-1].order.config.sources))
+        report.check(len(self._coordinator.timeline.segments[-1].config.sources))
         self._coordinator.require_generation(uid, generation, attempt)
         with self._lock:
             last = self._last
@@ -109,7 +109,7 @@ class Losses:
 
     def read(self) -> RunLosses:
         """The curve."""
-        config = self._coordinator.timeline.segments[-1].order.config
+        config = self._coordinator.timeline.segments[-1].config
         with self._lock:
             curve = self._curve.read(len(config.sources))
         losses, tokens = curve.pop("source_losses"), curve.pop("source_tokens")

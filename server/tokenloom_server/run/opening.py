@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tokenloom_server.core.state import State, digest_hex
+from tokenloom_server.core.state import Cursor, EpochCursor, FileCursor, State, WindowCursor, digest_hex, row_cursor
 from tokenloom_server.errors import JoinRefused, ResumePointNeeded, RunBusy, SnapshotInvalid
 from tokenloom_server.ledger.commands import Adopt
 from tokenloom_server.ledger.records import Opening, StoredRun
@@ -15,8 +15,7 @@ from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.run.commits import commit_of
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.history import History
-from tokenloom_server.run.join_call import JoinCall
-from tokenloom_server.run.resume_choice import ResumeChoice, position_of
+from tokenloom_server.run.join_call import JoinCall, ResumeChoice, position_of
 from tokenloom_server.run.revise import RevisionHandler, brings
 from tokenloom_server.run.sizing import batch_plans_of
 
@@ -61,7 +60,7 @@ class GenerationOpener:
         """The generation of rank 0's attempt; written, unless it was already. Raises what ``JoinHandler.join`` does."""
         coordinator = self._coordinator
         # The slow part is outside of the run's own lock, which is held for the write alone.
-        with coordinator.one_change():
+        with coordinator.one_change:
             stored = coordinator.stored()
             if stored.opening is not None and stored.opening.attempt == call.attempt:
                 # The same process asking again (its answer was lost), or another one: the slot tells.
@@ -238,9 +237,19 @@ class GenerationOpener:
             return
         order = coordinator.timeline.at(start.sample_index)
         for config, source, shards in zip(order.config.sources, start.sources, order.record.shard_paths, strict=True):
-            cursor = source.cursor
-            file = f"window={cursor.shard}" if config.shuffle == "rows" else f"shard={shards[cursor.shard]}"
-            _log.info("resume: spec=%s sample_row=%d %s offset=%d", config.source, source.rows, file, cursor.row)
+            _log.info("resume: spec=%s sample_row=%d %s", config.source, source.rows, _described(source.cursor, shards))
+
+
+def _described(cursor: Cursor | None, shards: Sequence[str]) -> str:
+    """Where a source stands, for the log."""
+    match row_cursor(cursor):
+        case FileCursor(_, shard, row):
+            return f"shard={shards[shard]} offset={row}"
+        case WindowCursor(_, window, row):
+            return f"window={window} offset={row}"
+        case EpochCursor(epoch, rows):
+            return f"epoch={epoch} offset={rows}"
+    return "offset=0"
 
 
 def _same_place(a: ResumePoint, b: ResumePoint) -> bool:

@@ -31,13 +31,13 @@ class Producer(threading.Thread):
         self._step_by_step = False
 
     def run(self) -> None:
-        while (task := self._coordinator.production_task(wait=True)) is not None:
-            self._produce(task)
+        while self.step():
+            pass
         self._pipeline = self._group = None  # and what it has under way
 
     def step(self) -> bool:
-        """Produces one burst, if micro-steps are wanted now; whether they were. Does not wait for that."""
-        task = self._coordinator.production_task(wait=False)
+        """Waits until micro-steps are wanted, and produces one burst of them; False where the server stops."""
+        task = self._coordinator.production_task()
         if task is not None:
             self._produce(task)
         return task is not None

@@ -44,7 +44,7 @@ class RevisionHandler:
         if change.sample_index is not None and change.total_tokens is not None:
             raise ConfigError("sample_index and total_tokens are both given; name one of them, or neither")
         with (
-            coordinator.one_change(),
+            coordinator.one_change,
             coordinator.production_held(
                 lambda view: _index_of(coordinator.name, change, view), dry_run=change.dry_run
             ) as (view, index),
@@ -79,7 +79,7 @@ class RevisionHandler:
         """
         coordinator = self._coordinator
         with (
-            coordinator.one_change(),
+            coordinator.one_change,
             coordinator.production_held(lambda view: _droppable(coordinator.name, number, view)) as (view, _),
         ):
             revisions, epoch = view.timeline.revisions, view.lease.epoch
@@ -101,7 +101,7 @@ class RevisionHandler:
         coordinator = self._coordinator
         if brings(coordinator.name, text) is None:
             return
-        with coordinator.one_change():
+        with coordinator.one_change:
             stored = coordinator.ledger.read_run(coordinator.name, coordinator.stream)
             if stored is not None and stored.opening is None:
                 self.take_over(text)

@@ -23,8 +23,8 @@ from tokenloom_server.run import sizing
 from tokenloom_server.run.active_generation import ActiveGeneration, GenerationView, LedgerLoss
 from tokenloom_server.run.commits import commit_of
 from tokenloom_server.run.generation import Generation
+from tokenloom_server.run.join_call import ResumeChoice
 from tokenloom_server.run.lease_state import LeaseState
-from tokenloom_server.run.resume_choice import ResumeChoice
 from tokenloom_server.run.timeouts import Timeouts
 from tokenloom_server.run.views import RunView
 from tokenloom_server.run.wakes import Wakes
@@ -57,17 +57,21 @@ class RunState:
         self.wall_clock = wall_clock
         self._lock = threading.Lock()
         self._wakes = wakes(self._lock)
-        self._one_change = threading.Lock()
-        self._timeline = Timeline(order)
-        self._uid = uid
-        self._lease = LeaseState()
+        #: Openings, revisions and forks: one at a time, since each builds on what the one before made.
+        self.one_change = threading.Lock()
+        # What others may read: each a value that never changes, replaced by another one.
+        #: The order under its phases and revisions.
+        self.timeline = Timeline(order)
+        self.uid = uid
+        self.lease = LeaseState()
+        self.stopping = False
         self._active: ActiveGeneration | None = None
         # Production waits before this sample index: a revision from there on is being written.
         self._revising_at: int | None = None
         self._committed: CommittedState | None = None
         self._committed_at: float | None = None
         # The state at the committed index (after a restart: at the boundary before it), for the stats.
-        self._committed_state: State = self._timeline.initial()
+        self._committed_state: State = self.timeline.initial()
         # What stopped the run for all ranks, and why commits wait.
         self._error: TokenloomError | None = None
         self._ledger_error: str | None = None
@@ -77,31 +81,11 @@ class RunState:
         # What rank 0 of an attempt was refused with, by what it asked for: the same id may be tried again with another
         # resume point. The oldest are forgotten.
         self._refused: dict[tuple[str, ResumeChoice], TokenloomError] = {}
-        self._stopping = False
         # Whether the committer sleeps until a commit is due.
         self._committer_idle = False
         # When this server, or its leading, began: until the first batch went out.
         self._up_since: float | None = None
         self._warn_at = -math.inf
-
-    # --- what others see: each property one value that never changes, a view what is true of one moment -------------
-
-    @property
-    def uid(self) -> str:
-        return self._uid
-
-    @property
-    def timeline(self) -> Timeline:
-        """The order under its phases and revisions."""
-        return self._timeline
-
-    @property
-    def lease(self) -> LeaseState:
-        return self._lease
-
-    @property
-    def stopping(self) -> bool:
-        return self._stopping
 
     @property
     def committed_through(self) -> int:
@@ -111,13 +95,13 @@ class RunState:
 
     def leads(self) -> bool:
         """Whether the lease is this server's by its own clock."""
-        return self._lease.leads(self.clock())
+        return self.lease.leads(self.clock())
 
     def require_lead(self) -> None:
         """Raises ``NotLeader`` where the lease is not, or perhaps no longer, this server's."""
         if self.leads():
             return
-        lease = self._lease
+        lease = self.lease
         reason = "its lease lapsed" if lease.held else "it stands by"
         raise NotLeader(f"this server does not lead run {self.name!r}: {reason}: {lease.stands_by_for}")
 
@@ -130,12 +114,12 @@ class RunState:
 
     def message_steps(self, batch_size: int) -> int:
         """Micro-steps of a full message to a rank."""
-        return sizing.message_steps(self._timeline.sample_bytes, batch_size)
+        return sizing.message_steps(self.timeline.sample_bytes, batch_size)
 
     def group_micro_steps(self, world_size: int, batch_size: int) -> int:
         """Micro-steps between two state boundaries."""
-        timeline = self._timeline
-        sources = len(timeline.segments[-1].order.record.specs)
+        timeline = self.timeline
+        sources = len(timeline.segments[-1].factory.record.specs)
         return sizing.group_micro_steps(timeline.sample_bytes, world_size, batch_size, sources)
 
     def view(self) -> RunView:
@@ -144,10 +128,10 @@ class RunState:
 
     def _view(self) -> RunView:
         return RunView(
-            timeline=self._timeline,
-            lease=self._lease,
+            timeline=self.timeline,
+            lease=self.lease,
             leads=self.leads(),
-            commit=self._committed or commit_of(self._timeline, self._timeline.initial(), ""),
+            commit=self._committed or commit_of(self.timeline, self.timeline.initial(), ""),
             state=self._committed_state,
             committed_at=self._committed_at,
             recent=tuple(self._recent),
@@ -167,7 +151,7 @@ class RunState:
     def _waiting_for(self) -> str:
         """What production or delivery waits for, for people; empty where it waits for nothing."""
         if not self.leads():
-            return f"the lease: {self._lease.stands_by_for}"
+            return f"the lease: {self.lease.stands_by_for}"
         if self._active is None:
             return "a trainer"
         if self._ledger_error is not None:
@@ -190,7 +174,7 @@ class RunState:
             # A client may hold all micro-steps of an optimiser step, and has more to go on with.
             [
                 max(
-                    config.window_micro_steps or sizing.window_micro_steps(self._timeline.sample_bytes, plan),
+                    config.window_micro_steps or sizing.window_micro_steps(self.timeline.sample_bytes, plan),
                     2 * batch_plans.accumulate,
                 )
                 for plan in batch_plans.plans
@@ -200,7 +184,7 @@ class RunState:
             committed=steps + bool(rest),
         )
         expected_digest = committed.digest if resumed else None
-        active = ActiveGeneration(generation, base, expected_digest, self._lease.epoch, opening.opened_at, process)
+        active = ActiveGeneration(generation, base, expected_digest, self.lease.epoch, opening.opened_at, process)
         self._wakes.everyone()
         self._active = active
         self._wakes.set_ranks(len(active.generation.slots))
@@ -213,7 +197,7 @@ class RunState:
 
     def _end_leading(self, lease: LeaseState) -> None:
         """Nothing is sent or written until the lease is taken anew."""
-        self._lease = lease
+        self.lease = lease
         self._wakes.everyone()
         self._drop_generation()
 
@@ -226,7 +210,7 @@ class RunState:
         taken anew: that shuts out a write that is still on its way, and shows one that was done."""
         _log.warning("%s: nothing is sent until the ledger tells whether %s: %s", self.name, possibly, error)
         self._wakes.lease.notify_all()
-        self._end_leading(self._lease.awaiting_ledger(f"the ledger did not say whether {possibly}: {error}"))
+        self._end_leading(self.lease.awaiting_ledger(f"the ledger did not say whether {possibly}: {error}"))
 
     def _stop_for_all(self, error: TokenloomError, level: int = logging.ERROR) -> None:
         """All ranks get the error, once they have consumed what is produced."""

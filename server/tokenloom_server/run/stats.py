@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 
-from tokenloom_server.core.state import SourceState, State
+from tokenloom_server.core.state import EpochCursor, FileCursor, SourceState, State, WindowCursor, row_cursor
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.ledger.records import CommittedState, Counters
 from tokenloom_server.mixing.mixer import target_shares
@@ -148,9 +148,7 @@ class StatsReader:
             rows=counters.rows,
             tokens=counters.tokens,
             # One that ended by its tokens stands where its cursor does.
-            epoch=epochs
-            if state.exhausted and not unlimited and config.max_tokens is None
-            else state.cursor.epoch + done,
+            epoch=epochs if state.exhausted and not unlimited and config.max_tokens is None else state.epoch + done,
             epochs=None if unlimited else epochs,
             exhausted=state.exhausted,
             dropped_tokens=state.dropped_tokens,
@@ -181,25 +179,29 @@ class StatsReader:
 
     def _rows_of_epoch(self, order: PipelineFactory, source: int, state: SourceState) -> tuple[float | None, float]:
         """(rows of one epoch, estimated from the shard in use; fraction of the epoch that is done)."""
+        cursor = row_cursor(state.cursor)
         if order.config.batching is not None:
-            batches = order.readers.rows_around(source, state.cursor)[1]
-            return batches or None, min(1.0, state.cursor.row / batches) if batches else 0.0
+            epochs = order.readers.bucket_epochs(source)
+            batched, given = epochs.batches * epochs.size, cursor.rows if isinstance(cursor, EpochCursor) else 0
+            return batched or None, min(1.0, given / batched) if batched else 0.0
         shards, config = order.record.shards[source], order.config.sources[source]
-        index = state.cursor.shard
         if config.lanes > 1:
             # They go on to the next epoch one by one, so it is counted in rows.
             known = order.readers.known_rows(source)
-            return known, state.rows / known - state.cursor.epoch if known else 0.0
+            return known, state.rows / known - state.epoch if known else 0.0
         if config.shuffle == "rows":
             known = order.readers.known_rows(source)
-            done = index * config.shuffle_window_rows + state.cursor.row
+            done = cursor.window * config.shuffle_window_rows + cursor.row if isinstance(cursor, WindowCursor) else 0
             return known, min(1.0, done / known) if known else 0.0
         total = sum(shard.size for shard in shards) or 1
-        before = sum(shards[shard].size for shard in order.readers.files_before(source, state.cursor))
+        before, index, row = 0, 0, 0
+        if isinstance(cursor, FileCursor):
+            before = sum(shards[shard].size for shard in order.readers.files_before(source, cursor))
+            index, row = cursor.shard, cursor.row
         rows = self._row_count(order, source, index)
         if not rows:
             return None, before / total
-        part = min(1.0, state.cursor.row / rows)
+        part = min(1.0, row / rows)
         return rows * total / (shards[index].size or 1), (before + part * shards[index].size) / total
 
     def _row_count(self, order: PipelineFactory, source: int, shard: int) -> int | None:

@@ -52,7 +52,7 @@ class StreamCommands(RunState):
 
         Raises ``NotLeader``, ``Fenced`` for another generation, and what ``Generation.attach`` raises.
         """
-        if epoch > self._lease.epoch and self._lease.held:
+        if epoch > self.lease.epoch and self.lease.held:
             self._ask_who_leads(rank, epoch)
         with self._lock:
             self.require_lead()
@@ -61,7 +61,7 @@ class StreamCommands(RunState):
             is_unknown = rank < len(slots) and slots[rank].nonce is None
         if is_unknown:
             # After a restart of the server only the ledger knows whose slot it is.
-            self.ledger.execute(ClaimSlot(self._uid, self.stream, active.epoch, generation, rank, nonce))
+            self.ledger.execute(ClaimSlot(self.uid, self.stream, active.epoch, generation, rank, nonce))
         with self._lock:
             active = self._active_for(uid, generation, attempt, committed_through)
             try:
@@ -123,7 +123,7 @@ class StreamCommands(RunState):
         deadline = self.clock() + timeout_s
         with self._lock:
             while True:
-                if self._stopping:
+                if self.stopping:
                     raise ServerStopping("the server is stopping; it goes on where it was when it is back")
                 if isinstance(self._error, LedgerError):
                     raise self._error
@@ -162,7 +162,7 @@ class StreamCommands(RunState):
                 lambda: (
                     session.active.generation.all_committed()
                     or isinstance(self._error, LedgerError)
-                    or self._stopping
+                    or self.stopping
                     or self._active is not session.active
                 ),
                 timeout_s,
@@ -176,16 +176,16 @@ class StreamCommands(RunState):
         if isinstance(self._error, LedgerRolledBack):
             raise self._error
         number = active.generation.number if active is not None else 0
-        if generation > number or (uid != self._uid and committed_through > 0):
+        if generation > number or (uid != self.uid and committed_through > 0):
             # Only for this client: its like get the same, and others may have begun anew since.
             raise LedgerRolledBack(
                 f"this rank trains generation {generation} of run_uid {uid} (sample {committed_through} was "
-                f"committed), but the ledger is at generation {number} of {self._uid}: it lost data. "
+                f"committed), but the ledger is at generation {number} of {self.uid}: it lost data. "
                 f"{LedgerRolledBack.remedy}"
             )
         if active is None:
             raise NotFound(f"run {self.name!r} has no generation; join first")
-        if uid != self._uid or generation != number or attempt not in ("", active.generation.attempt):
+        if uid != self.uid or generation != number or attempt not in ("", active.generation.attempt):
             raise Fenced(
                 f"generation {generation} of run {self.name!r} (attempt {attempt!r}) is over: generation {number} "
                 f"(attempt {active.generation.attempt!r}) has taken its place"
@@ -209,7 +209,7 @@ class StreamCommands(RunState):
 
         Raises ``LedgerRolledBack`` where the ledger knows of no newer epoch than this server's, so it forgot one.
         """
-        own = self._lease.epoch
+        own = self.lease.epoch
         try:
             stored = self.ledger.read_run(self.name, self.stream)
             newest = 0 if stored is None else stored.epoch
@@ -227,9 +227,9 @@ class StreamCommands(RunState):
     def _doubt_lease(self, own: int, rank: int, epoch: int) -> None:
         """Nothing is sent until the ledger says that this server leads still."""
         with self._lock:
-            if self._lease.epoch == own:
+            if self.lease.epoch == own:
                 reason = f"rank {rank} was served at server epoch {epoch} already, and this is {own}"
-                self._lease = self._lease.doubted(reason)
+                self.lease = self.lease.doubted(reason)
 
     # --- what a stream waits for -------------------------------------------------------------------
 

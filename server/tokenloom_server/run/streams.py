@@ -104,7 +104,7 @@ class Streams:
             sources = {source.id for source in config.sources}
         else:
             # Its last config has all sources, under their ids; revisions are training's alone.
-            config = Timeline(self._first).segments[-1].order.config
+            config = Timeline(self._first).segments[-1].config
             sources = {source.id for source in config.sources if source.holdout is not None}
         if alias:
             own = [config.sources[i] for i in sorted(sources)]

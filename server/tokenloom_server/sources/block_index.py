@@ -19,7 +19,7 @@ from tokenloom_server.config.spec import Spec
 from tokenloom_server.sources import row_index
 from tokenloom_server.sources.base import Shard, Source
 from tokenloom_server.sources.files import in_threads
-from tokenloom_server.sources.progress import FileProgress
+from tokenloom_server.sources.progress import reported
 from tokenloom_server.sources.row_index import RowIndex
 from tokenloom_server.sources.scheme import scheme_of
 from tokenloom_server.storage.urls import is_remote
@@ -72,17 +72,15 @@ def blocks(source: Source, spec: Spec, base_dir: Path, index_dir: Path | None) -
 
 def _of_each(source: Source, ask: Callable[[int], _Out]) -> list[_Out]:
     files = len(source.shards)
-    first, progress = source.shards[0].path, FileProgress(PROGRESS_S)
 
-    def asked(shard: int) -> _Out:
-        answer = ask(shard)
-        if (done := progress.file_done()) is not None:
-            _log.info("looking up where rows lie: %d of %d files (the first is %s)", done, files, first)
-        return answer
+    def report(done: int) -> None:
+        first = source.shards[0].path
+        _log.info("looking up where rows lie: %d of %d files (the first is %s)", done, files, first)
 
+    ask = reported(ask, report, PROGRESS_S)
     if files < KEPT_FILES:
-        return [asked(shard) for shard in range(files)]
-    return in_threads(asked, range(files), remote=any(is_remote(shard.path) for shard in source.shards))
+        return list(map(ask, range(files)))
+    return in_threads(ask, range(files), remote=any(is_remote(shard.path) for shard in source.shards))
 
 
 def _key(spec: Spec, shards: tuple[Shard, ...], base_dir: Path) -> str | None:

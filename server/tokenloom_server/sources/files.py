@@ -46,21 +46,17 @@ def fingerprint_of(file: File) -> str:
 
 
 def shards_of(spec: Spec, paths: Iterable[str], base_dir: Path) -> tuple[Shard, ...]:
-    """The shards that lie at ``paths`` now, in that order. Raises ``SourceError`` naming an unreadable file."""
-    io_stats = IoStats()
+    """The local files that lie at ``paths`` now, in that order. Raises ``SourceError`` naming an unreadable one."""
 
     def shard_of(path: str) -> Shard:
         name = f"source {str(spec)!r}: {path!r}"
         try:
-            if is_remote(path):
-                return shard_at(spec, stat(path, name, io_stats))
             with open_file(path, base_dir, name) as file:
                 return Shard(path, file.size, fingerprint_of(file))
         except OSError as error:
             raise SourceError(f"{name} cannot be read ({error.strerror or error})") from None
 
-    paths = list(paths)
-    return tuple(in_threads(shard_of, paths, remote=any(map(is_remote, paths))))
+    return tuple(in_threads(shard_of, paths))
 
 
 def shard_at(spec: Spec, entry: Entry) -> Shard:

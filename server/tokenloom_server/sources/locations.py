@@ -48,13 +48,11 @@ def matching_entries(url: str, io_stats: IoStats) -> Sequence[Entry]:
     return listing.find(url, io_stats) if glob.has_magic(url) else (stat(url, repr(url), io_stats),)
 
 
-def listed_entries(
-    spec: Spec, find: Callable[[Spec, IoStats], Sequence[Entry]], io_stats: IoStats
-) -> tuple[Entry, ...]:
+def listed_entries(spec: Spec, find: Callable[[Spec, IoStats], Sequence[Entry]]) -> tuple[Entry, ...]:
     """What ``find`` finds of a remote source. Raises ``SourceError`` where that is nothing, or fails."""
     where = f"source {str(spec)!r}"
     try:
-        entries = find(spec, io_stats)
+        entries = find(spec, IoStats())
     except FileNotFoundError:
         entries = ()
     except IsADirectoryError:

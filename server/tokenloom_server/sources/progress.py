@@ -1,25 +1,29 @@
-"""Progress over many files, in the log."""
+"""Progress over many files."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from typing import TypeVar
+
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
 
 
-class FileProgress:
-    """Counts files that are done, and says in which moments that is worth a line in the log. Thread-safe."""
+def reported(work: Callable[[_In], _Out], report: Callable[[int], None], interval_s: float) -> Callable[[_In], _Out]:
+    """The same work, to be done for many files in threads: ``report`` gets how many are done by now, after so many
+    seconds and again after each further."""
+    lock, done, next_report_s = threading.Lock(), 0, time.monotonic() + interval_s
 
-    def __init__(self, interval_s: float) -> None:
-        self._interval_s = interval_s
-        self._files = 0
-        self._next_line_s = time.monotonic() + interval_s
-        self._lock = threading.Lock()
+    def work_and_report(item: _In) -> _Out:
+        nonlocal done, next_report_s
+        result = work(item)
+        with lock:
+            done += 1
+            if time.monotonic() >= next_report_s:
+                next_report_s += interval_s
+                report(done)
+        return result
 
-    def file_done(self) -> int | None:
-        """One more; how many these are by now where a line is due, so many seconds after the last one."""
-        with self._lock:
-            self._files += 1
-            if time.monotonic() < self._next_line_s:
-                return None
-            self._next_line_s += self._interval_s
-            return self._files
+    return work_and_report

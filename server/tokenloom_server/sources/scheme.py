@@ -133,13 +133,13 @@ class Scheme(ABC):
 
     def shards(self, spec: Spec, base_dir: Path) -> tuple[Shard, ...]:
         """The files of a source, as they are now, in reading order. Raises ``SourceError`` where there is none."""
-        if is_remote(spec.location):
-            return tuple(shard_at(spec, entry) for entry in self.entries(spec))
-        return shards_of(spec, self.paths(spec, base_dir), base_dir)
+        return self.more_shards(spec, (), base_dir)
 
     def more_shards(self, spec: Spec, known: tuple[Shard, ...], base_dir: Path) -> tuple[Shard, ...]:
         """The files that a source has by now beyond the ``known`` ones. Raises ``SourceError``."""
         known_paths = {shard.path for shard in known}
+        if is_remote(spec.location):
+            return tuple(shard_at(spec, entry) for entry in self.entries(spec) if entry.path not in known_paths)
         return shards_of(spec, [path for path in self.paths(spec, base_dir) if path not in known_paths], base_dir)
 
     def paths(self, spec: Spec, base_dir: Path) -> tuple[str, ...]:
@@ -162,7 +162,7 @@ class Scheme(ABC):
         """``paths`` of a location that is no URL: in the order of the path strings, unless a scheme has another."""
         return locations.matching_paths(spec, base_dir)
 
-    def entries(self, spec: Spec, io_stats: IoStats | None = None) -> tuple[Entry, ...]:
+    def entries(self, spec: Spec) -> tuple[Entry, ...]:
         """The files of a URL in reading order, by one listing, with their sizes and signatures.
 
         Raises ``SourceError`` when there is none, or the place cannot be listed.
@@ -172,7 +172,7 @@ class Scheme(ABC):
                 f"source {str(spec)!r}: {redacted(spec.location)!r} is a URL, but {self.refuses_urls}; copy or mount "
                 "them, and give their path"
             )
-        return locations.listed_entries(spec, self.remote_entries, io_stats or IoStats())
+        return locations.listed_entries(spec, self.remote_entries)
 
     def remote_entries(self, spec: Spec, io_stats: IoStats) -> Sequence[Entry]:
         """``entries``, for a scheme whose location is no pattern of files to override."""

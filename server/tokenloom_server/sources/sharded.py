@@ -34,8 +34,7 @@ class ShardedSource(ABC):
         self._spec = request.spec
         self._rules = request.rules
         self._shards = request.shards
-        self._base_dir = request.base_dir
-        self._io_stats = request.io_stats
+        self._request = request
         self._kept: _Kept | None = None
 
     @property
@@ -87,12 +86,12 @@ class ShardedSource(ABC):
         Raises ``SourceChanged`` where it is missing or another file.
         """
         kept, self._kept = self._kept, None
-        if kept is not None and kept.shard is shard and self._io_stats.clock() - kept.since < KEPT_S:
+        if kept is not None and kept.shard is shard and self._request.io_stats.clock() - kept.since < KEPT_S:
             self._kept = kept if again else None
             return kept.file.again()
-        file = files.open_shard(self._spec, shard, self._base_dir, self._io_stats)
+        file = self._request.open(shard)
         if again and isinstance(file, RemoteFile):
-            self._kept = _Kept(shard, file, self._io_stats.clock())
+            self._kept = _Kept(shard, file, self._request.io_stats.clock())
         return file
 
     def _refuse_empty_files(self, kind: str) -> None:

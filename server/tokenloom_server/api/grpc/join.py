@@ -86,12 +86,12 @@ def evaluation(served: ServedRun, request: wire.JoinRequest, context: grpc.Servi
     """A rank that evaluates on a stream beside training."""
     kept, samples = served.evaluations.join(evaluation_call(request), lambda: not context.is_active())
     return wire.JoinResponse(
-        **_layout(kept.order),
+        **_layout(kept.factory),
         run_uid=served.coordinator.uid,
         start_digest=digest_hex(0),
         sources=[
             wire.Source(id=source.id, spec=source.source, alias=source.name)
-            for source in kept.order.config.sources
+            for source in kept.factory.config.sources
             if source.presence != "dropped"
         ],
         group_micro_steps=served.coordinator.message_steps(request.batch_size),
@@ -128,7 +128,7 @@ def _response(
     timeline = coordinator.timeline
     order = timeline.at(start.sample_index)
     # Those that phases and revisions bring later, too: ids are never given twice.
-    sources = [*order.config.sources, *timeline.segments[-1].order.config.sources[len(order.config.sources) :]]
+    sources = [*order.config.sources, *timeline.segments[-1].config.sources[len(order.config.sources) :]]
     return wire.JoinResponse(
         run_uid=uid,
         generation=generation,

@@ -104,7 +104,7 @@ def _buckets(group: StepGroup, rank: int, first: int, last: int) -> Iterator[wir
         sizes = list(map(len, group.ids(rank, step, step + 1)))
         yield wire.Bucket(
             name=batch.bucket,
-            source=group.marks[step].segment.config.sources[int(group.source_ids[rank, step, 0])].name,
+            source=group.marks[step].stage.config.sources[int(group.source_ids[rank, step, 0])].name,
             columns=[wire.Column(name=name, dtype=dtype, shape=shape) for name, dtype, shape in batch.features],
             sample_bytes=sizes if len(set(sizes)) > 1 else (),
         )

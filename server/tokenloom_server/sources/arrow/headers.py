@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from tokenloom_server.storage.file import File
 
 #: A file (not a stream) begins with this, padded to eight bytes, and then goes on like a stream.
 FILE_MAGIC = b"ARROW1"
@@ -29,39 +31,17 @@ class Batches(NamedTuple):
     """Whether a batch can be read by itself: no dictionaries before it, and nothing compressed."""
 
 
-class Bytes(Protocol):
-    """A file, or what is mapped of one."""
-
-    @property
-    def size(self) -> int: ...
-
-    def read_at(self, offset: int, length: int) -> bytes | memoryview: ...
-
-
-class Mapped(NamedTuple):
-    """Bytes in memory."""
-
-    data: memoryview
-
-    @property
-    def size(self) -> int:
-        return len(self.data)
-
-    def read_at(self, offset: int, length: int) -> memoryview:
-        return self.data[offset : offset + length]
-
-
 def is_file_format(head: bytes | memoryview) -> bool:
     """Whether an Arrow file that begins like this has the file format (with a footer), not the stream format."""
     return bytes(head[: len(FILE_MAGIC)]) == FILE_MAGIC
 
 
-def is_compressed(file: Bytes) -> bool:
+def is_compressed(file: File) -> bool:
     """Whether the first record batch of a file is. Raises ``ValueError`` when it cannot be reached."""
     return next((header.compressed for _, header in _messages(file) if header.kind == _RECORD_BATCH), False)
 
 
-def scan(file: Bytes) -> Batches:
+def scan(file: File) -> Batches:
     """Walks the messages of a file. Raises ``ValueError`` when the chain is broken or cut off."""
     counts, offsets, plain = [0], [], True
     for offset, header in _messages(file):
@@ -83,7 +63,7 @@ class _Header(NamedTuple):
     compressed: bool
 
 
-def _messages(file: Bytes) -> Iterator[tuple[int, _Header]]:
+def _messages(file: File) -> Iterator[tuple[int, _Header]]:
     position = 8 if is_file_format(file.read_at(0, 8)) else 0
     while position < file.size:
         start = position

@@ -14,13 +14,12 @@ from tokenloom_server.errors import TokenloomError
 from tokenloom_server.sources import columns, files
 from tokenloom_server.sources.arrow import headers
 from tokenloom_server.sources.arrow.file import ArrowFile, open_arrow
-from tokenloom_server.sources.arrow.headers import Batches, Bytes, Mapped
+from tokenloom_server.sources.arrow.headers import Batches
 from tokenloom_server.sources.base import Rows
 from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.sources.selection import Selection
 from tokenloom_server.sources.sharded import ShardedSource
-from tokenloom_server.storage.file import Range
-from tokenloom_server.storage.local import LocalFile
+from tokenloom_server.storage.file import File, Range
 
 _Out = TypeVar("_Out")
 
@@ -131,14 +130,11 @@ class ArrowSource(ShardedSource):
             self._batches[shard] = self._headers(shard, headers.scan)
         return self._batches[shard]
 
-    def _headers(self, shard: int, read: Callable[[Bytes], _Out]) -> _Out:
-        """What the headers of a file say. A mapping of its own: Arrow's has the kernel fetch all that is looked at."""
+    def _headers(self, shard: int, read: Callable[[File], _Out]) -> _Out:
+        """What the headers of a file say. Not by its mapping: Arrow has the kernel fetch all that is looked at."""
         try:
             with self._open(self._shards[shard]) as file:
-                if not isinstance(file, LocalFile):
-                    return read(file)
-                # Unmapped with its last view, which an error may hold a little longer.
-                return read(Mapped(memoryview(file.mapped())))
+                return read(file)
         except (ValueError, OSError) as error:
             raise self._damaged(shard, error) from None
 

@@ -109,7 +109,7 @@ class HubResolver:
         ``hf://datasets/ORG/NAME@COMMIT/PATH``. Raises ``SourceError``, which says what there is instead."""
         location, where = HubLocation.parse(spec.location), f"source {str(spec)!r}"
         try:
-            return self._resolve(location, spec.commit)
+            return _shards(self._resolve(location, spec.commit))
         except HubRefused as error:
             raise SourceError(
                 f"{where}: the dataset {location.repo!r} {error}{self._instead(location, error)}"
@@ -121,19 +121,19 @@ class HubResolver:
         except splits.CardError as error:
             raise SourceError(f"{where}: the dataset {location.repo!r} cannot be read, for {error}") from None
 
-    def _resolve(self, location: HubLocation, commit: str | None) -> tuple[Shard, ...]:
+    def _resolve(self, location: HubLocation, commit: str | None) -> _SplitFiles:
         repository = self._repository(location.repo, commit or location.revision)
         if location.revision == CONVERSION:
-            return self._taken(_converted(repository, location, self._schemes))
+            return self._converted(repository, location)
         if commit is not None and location.revision is None and repository.text("README.md") is None:
             with contextlib.suppress(_NotThere):  # what that run read was what the Hub converted
-                return self._taken(_converted(repository, location, self._schemes))
+                return self._converted(repository, location)
         try:
-            own: _SplitFiles | _NotThere = _own(repository, self._configs(repository), location, self._schemes)
+            own: _SplitFiles | _NotThere = self._own(repository, location)
         except (_NotThere, splits.CardError) as error:
             own = _NotThere(str(error))
         if isinstance(own, _SplitFiles) and own.scheme is self._schemes[CONVERTED]:
-            return self._taken(own)
+            return own
         # A given revision is read itself, and never a conversion, which may be of another one.
         converted = self._conversion(location) if commit is None and location.revision is None else None
         if converted is not None:
@@ -143,7 +143,7 @@ class HubResolver:
                 "to the dataset's name to read its own files",
                 repository.name, why, CONVERSION, converted.repository.commit,
             )  # fmt: skip
-            return self._taken(converted)
+            return converted
         if isinstance(own, _NotThere):
             raise own
         if own.scheme is None:
@@ -152,7 +152,59 @@ class HubResolver:
                 f"has {len(own.paths)} files for {_named(location)} that cannot be read ({first}), and the Hub has no "
                 "Parquet conversion of them; expected .parquet, .arrow, .jsonl or .txt (also with .gz or .zst)"
             )
-        return self._taken(own)
+        return own
+
+    def _own(self, repository: Repository, location: HubLocation) -> _SplitFiles:
+        """A split in a repository's own files, by its card or their names."""
+        configs = self._configs(repository)
+        if location.config is None:
+            config = next((config for config in configs.values() if config.is_default), None)
+            if config is None:
+                raise _NotThere(f"has no default config; name one of its configs: {_listed(configs)}")
+        elif location.config in configs:
+            config = configs[location.config]
+        else:
+            raise _NotThere(f"has no config {location.config!r}; its configs: {_listed(configs)}")
+        look = partial(_find, repository)
+        patterns = splits.splits_of(config, look)
+        if location.split not in patterns:
+            raise _NotThere(_no_split(location, config.name, list(patterns)))
+        paths = splits.files_of(patterns[location.split], look)
+        if not paths:
+            raise _NotThere(
+                f"has no file for {_named(location)}, whose patterns are {_listed(patterns[location.split])}; "
+                f"its splits: {_listed(patterns)}"
+            )
+        scheme = _most_common(self._schemes, paths)
+        left = [path for path in paths if reading_scheme(self._schemes, path) is not scheme]
+        if left and scheme is not None:
+            _log.warning(
+                "the dataset %s: %d files of %s are not read, since most are %s (the first is %s)",
+                repository.name, len(left), _named(location), scheme.name, left[0],
+            )  # fmt: skip
+            paths = [path for path in paths if reading_scheme(self._schemes, path) is scheme]
+        return _SplitFiles(repository, paths, scheme)
+
+    def _converted(self, repository: Repository, location: HubLocation) -> _SplitFiles:
+        """A split in the Hub's own conversion: ``CONFIG/SPLIT/0000.parquet`` and so on."""
+        files = [file.path for file in repository.below("", deep=True) if file.path.endswith(CONVERTED)]
+        folders = {tuple(path.split("/")[:-1]) for path in files}
+        configs = sorted({folder[0] for folder in folders if len(folder) == 2})
+        name = location.config or (configs[0] if len(configs) == 1 else "default")
+        if name not in configs:
+            config_text = f"config {name!r}" if location.config else "default config"
+            raise _NotThere(f"has no {config_text} in the Hub's conversion; its configs: {_listed(configs)}")
+        split_names = sorted(folder[1] for folder in folders if len(folder) == 2 and folder[0] == name)
+        if location.split not in split_names:
+            partial_split = f"partial-{location.split}"
+            if partial_split in split_names:
+                raise _NotThere(
+                    f"is converted in part only: the split {location.split!r} is there as {partial_split!r}, "
+                    "the first gigabytes of it; name that one if it is what you want"
+                )
+            raise _NotThere(_no_split(location, name, split_names))
+        paths = [path for path in files if path.startswith(f"{name}/{location.split}/")]
+        return _SplitFiles(repository, paths, self._schemes[CONVERTED])
 
     def _repository(self, name: str, revision: str | None) -> Repository:
         with self._lock:
@@ -170,29 +222,10 @@ class HubResolver:
     def _conversion(self, location: HubLocation) -> _SplitFiles | None:
         """The split in the Hub's conversion; None where there is none, or not all of it."""
         try:
-            return _converted(self._repository(location.repo, CONVERSION), location, self._schemes)
+            return self._converted(self._repository(location.repo, CONVERSION), location)
         except (HubRefused, _NotThere) as error:
             _log.debug("no conversion of %s: %s", location, error)
             return None
-
-    def _taken(self, split: _SplitFiles) -> tuple[Shard, ...]:
-        repository = split.repository
-        folders = {path.rpartition("/")[0] for path in split.paths}
-        # The folders were listed already, so this sends no request.
-        known = {file.path: file for folder in folders for file in repository.below(folder, deep=False)}
-        files = [known[path] for path in split.paths]
-        missing = [file.path for file in files if not file.fingerprint]
-        if missing:
-            raise HubRefused(
-                "offline",
-                f"has {len(files)} files for this split, but HF_HUB_OFFLINE is set and {len(missing)} of them are not "
-                f"in the local cache (the first is {missing[0]!r}); while online: hf download {repository.name} "
-                f"--repo-type dataset --revision {repository.commit}",
-            )
-        _log.info("the dataset %s at commit %s: %d files", repository.name, repository.commit, len(files))
-        return tuple(
-            Shard(url_of(repository.name, repository.commit, file.path), file.size, file.fingerprint) for file in files
-        )
 
     def _instead(self, location: HubLocation, error: HubRefused) -> str:
         """The datasets, or branches and tags, that the Hub has instead of a refused one; else empty."""
@@ -211,6 +244,26 @@ class HubResolver:
         except (HubRefused, HubBusy, KeyError, TypeError):
             pass  # the refusal itself is what counts
         return ""
+
+
+def _shards(split: _SplitFiles) -> tuple[Shard, ...]:
+    repository = split.repository
+    folders = {path.rpartition("/")[0] for path in split.paths}
+    # The folders were listed already, so this sends no request.
+    known = {file.path: file for folder in folders for file in repository.below(folder, deep=False)}
+    files = [known[path] for path in split.paths]
+    missing = [file.path for file in files if not file.fingerprint]
+    if missing:
+        raise HubRefused(
+            "offline",
+            f"has {len(files)} files for this split, but HF_HUB_OFFLINE is set and {len(missing)} of them are not "
+            f"in the local cache (the first is {missing[0]!r}); while online: hf download {repository.name} "
+            f"--repo-type dataset --revision {repository.commit}",
+        )
+    _log.info("the dataset %s at commit %s: %d files", repository.name, repository.commit, len(files))
+    return tuple(
+        Shard(url_of(repository.name, repository.commit, file.path), file.size, file.fingerprint) for file in files
+    )
 
 
 def appended(spec: Spec, known: Sequence[Shard], now: Sequence[Shard]) -> tuple[Shard, ...]:
@@ -234,39 +287,6 @@ def _other(one: Shard, another: Shard) -> bool:
     return (one.size, one.fingerprint) != (another.size, another.fingerprint)
 
 
-def _own(
-    repository: Repository, configs: Mapping[str, splits.Config], location: HubLocation, schemes: FileSchemes
-) -> _SplitFiles:
-    """A split in a repository's own files, by its card or their names."""
-    if location.config is None:
-        config = next((config for config in configs.values() if config.is_default), None)
-        if config is None:
-            raise _NotThere(f"has no default config; name one of its configs: {_listed(configs)}")
-    elif location.config in configs:
-        config = configs[location.config]
-    else:
-        raise _NotThere(f"has no config {location.config!r}; its configs: {_listed(configs)}")
-    look = partial(_find, repository)
-    patterns = splits.splits_of(config, look)
-    if location.split not in patterns:
-        raise _NotThere(_no_split(location, config.name, list(patterns)))
-    paths = splits.files_of(patterns[location.split], look)
-    if not paths:
-        raise _NotThere(
-            f"has no file for {_named(location)}, whose patterns are {_listed(patterns[location.split])}; "
-            f"its splits: {_listed(patterns)}"
-        )
-    scheme = _most_common(schemes, paths)
-    left = [path for path in paths if reading_scheme(schemes, path) is not scheme]
-    if left and scheme is not None:
-        _log.warning(
-            "the dataset %s: %d files of %s are not read, since most are %s (the first is %s)",
-            repository.name, len(left), _named(location), scheme.name, left[0],
-        )  # fmt: skip
-        paths = [path for path in paths if reading_scheme(schemes, path) is scheme]
-    return _SplitFiles(repository, paths, scheme)
-
-
 def _find(repository: Repository, pattern: str) -> Sequence[str]:
     if "://" in pattern:
         raise splits.CardError(f"its card names files elsewhere: {pattern!r}; name the dataset that they are of")
@@ -274,28 +294,6 @@ def _find(repository: Repository, pattern: str) -> Sequence[str]:
         return [file.path for file in find(repository, pattern)]
     except ValueError as error:
         raise splits.CardError(f"its card has the pattern {pattern!r}, which is none ({error})") from None
-
-
-def _converted(repository: Repository, location: HubLocation, schemes: FileSchemes) -> _SplitFiles:
-    """A split in the Hub's own conversion: ``CONFIG/SPLIT/0000.parquet`` and so on."""
-    files = [file.path for file in repository.below("", deep=True) if file.path.endswith(CONVERTED)]
-    folders = {tuple(path.split("/")[:-1]) for path in files}
-    configs = sorted({folder[0] for folder in folders if len(folder) == 2})
-    name = location.config or (configs[0] if len(configs) == 1 else "default")
-    if name not in configs:
-        config_text = f"config {name!r}" if location.config else "default config"
-        raise _NotThere(f"has no {config_text} in the Hub's conversion; its configs: {_listed(configs)}")
-    split_names = sorted(folder[1] for folder in folders if len(folder) == 2 and folder[0] == name)
-    if location.split not in split_names:
-        if f"partial-{location.split}" in split_names:
-            raise _NotThere(
-                f"is converted in part only: the split {location.split!r} is there as {'partial-' + location.split!r}, "
-                "the first gigabytes of it; name that one if it is what you want"
-            )
-        raise _NotThere(_no_split(location, name, split_names))
-    return _SplitFiles(
-        repository, [path for path in files if path.startswith(f"{name}/{location.split}/")], schemes[CONVERTED]
-    )
 
 
 def _no_split(location: HubLocation, config: str, there: Sequence[str]) -> str:

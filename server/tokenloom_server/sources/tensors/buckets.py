@@ -10,6 +10,7 @@ import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from tokenloom_proto.seal import canonical
 
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import arrays
-from tokenloom_server.sources.progress import FileProgress
+from tokenloom_server.sources.progress import reported
 from tokenloom_server.sources.tensors.source import FeatureSource
 from tokenloom_server.storage.local import replaced
 
@@ -119,14 +120,11 @@ class _Coded(NamedTuple):
 
 def _build(source: FeatureSource, bucketing: Bucketing, name: str) -> BucketIndex:
     count = len(source.shards)
-    progress = FileProgress(PROGRESS_S)
 
-    def coded(shard: int) -> _Coded:
-        rows = _coded(source, shard, bucketing)
-        if (done := progress.file_done()) is not None:
-            _log.info("%s: bucket index: %d of %d files read", name, done, count)
-        return rows
+    def report(done: int) -> None:
+        _log.info("%s: bucket index: %d of %d files read", name, done, count)
 
+    coded = reported(partial(_coded, source, bucketing), report, PROGRESS_S)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="buckets") as pool:
         shards = list(pool.map(coded, range(count)))
     kinds = {type(key) for shard in shards for key in shard.keys}
@@ -147,7 +145,7 @@ def _build(source: FeatureSource, bucketing: Bucketing, name: str) -> BucketInde
     return BucketIndex(keys=tuple(map(str, keys)), begins=begins, rows=rows, shard_ends=ends, left_out=left_out)
 
 
-def _coded(source: FeatureSource, shard: int, bucketing: Bucketing) -> _Coded:
+def _coded(source: FeatureSource, bucketing: Bucketing, shard: int) -> _Coded:
     where = source.where(shard)
     keys: dict[Any, int] = {}
     codes: list[npt.NDArray[np.int32]] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +109,7 @@ def place(source: Source) -> str:
     parts += [f"row {source.row:,}"] if source.row is not None else []
     parts += [f"token {source.token_in_row:,}"] if source.token_in_row else []
     parts += ["exhausted"] if source.exhausted else []
-    return ", ".join(parts)
+    return ", ".join(parts) or "the beginning"
 
 
 def _mixture(a: Content, b: Content) -> list[str]:
@@ -122,32 +121,29 @@ def _mixture(a: Content, b: Content) -> list[str]:
             return ["changed: the config digests differ (not both checkpoints carry it, so how is not known)"]
         return []
     changes = []
-    old, new = {node.id: node for node in a.nodes}, {node.id: node for node in b.nodes}
-    for number in sorted(old.keys() | new.keys()):
-        if number not in old or number not in new:
-            node = new.get(number) or old[number]
-            changes.append(f"{node.name}: {'new' if number in new else 'not there any more'}")
-            continue
-        was, now = old[number], new[number]
-        changes += _changed(now.name, {"policy": was.policy}, {"policy": now.policy})
-        theirs = {(child.is_node, child.id): child for child in was.children}
-        ours = {(child.is_node, child.id): child for child in now.children}
-        for key in {**theirs, **ours}:
-            if key not in theirs or key not in ours:
-                child = ours.get(key) or theirs[key]
-                changes.append(f"{now.name}: {child.name} is {'new' if key in ours else 'not there any more'}")
-                continue
-            child, before = ours[key], theirs[key]
-            changes += _changed(
-                f"{now.name}: {child.name}",
-                {"weight": _shortest(before.configured), "presence": before.presence},
-                {"weight": _shortest(child.configured), "presence": child.presence},
-            )
+    old, new = _members(a), _members(b)
+    for key in sorted({**old, **new}, key=lambda key: key[0]):
+        if key in old and key in new:
+            (_, before), (name, after) = old[key], new[key]
+            changes += [
+                f"{name}: {field} {before[field]} → {after[field]}" for field in after if before[field] != after[field]
+            ]
+        elif len(key) == 1 or (key[0],) in old.keys() & new.keys():
+            # The children of a node that is new or gone are so, too.
+            name, _ = new.get(key) or old[key]
+            changes.append(f"{name} is {'new' if key in new else 'not there any more'}")
     return changes
 
 
-def _changed(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    return [f"{name}: {key} {was[key]} → {now[key]}" for key in was if was[key] != now[key]]
+def _members(content: Content) -> dict[tuple[Any, ...], tuple[str, dict[str, Any]]]:
+    """Name and fields of each node, by its id alone, and of each child, by the ids of its node and its own."""
+    members: dict[tuple[Any, ...], tuple[str, dict[str, Any]]] = {}
+    for node in content.nodes:
+        members[node.id,] = node.name, {"policy": node.policy}
+        for child in node.children:
+            fields = {"weight": _shortest(child.configured), "presence": child.presence}
+            members[node.id, child.is_node, child.id] = f"{node.name}: {child.name}", fields
+    return members
 
 
 def _shortest(weight: Any) -> Any:

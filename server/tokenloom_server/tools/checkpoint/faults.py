@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tokenloom_proto.seal import SNAPSHOT_FORMAT
+
 from tokenloom_server.core.state import MAX_COUNTER
-from tokenloom_server.order.snapshot_document import FORMAT, VERSION
+from tokenloom_server.order.snapshot_document import VERSIONS
 from tokenloom_server.tools.checkpoint.content import INDEX, OLDER, SNAPSHOT, Child, Content, Node, Source, left_samples
 from tokenloom_server.tools.checkpoint.probabilities import points, policy_of
 
@@ -28,9 +30,10 @@ def _of_document(content: Content) -> Iterator[str]:
         yield f"checksum: {content.damage}"
     if content.kind == OLDER:
         return
-    for field, expected in (("format", FORMAT), ("version", VERSION)):
-        if document.get(field) != expected:
-            yield f"{field}: found {document.get(field)!r}, expected {expected!r}"
+    if document.get("format") != SNAPSHOT_FORMAT:
+        yield f"format: found {document.get('format')!r}, expected {SNAPSHOT_FORMAT!r}"
+    if document.get("version") not in VERSIONS:
+        yield f"version: found {document.get('version')!r}, expected {' or '.join(map(str, VERSIONS))}"
     resume = document.get("resume_state")
     needed = _NEEDED if resume is None else (*_NEEDED, *_NEEDED_WITH_STATE)
     missing = [field for field in needed if document.get(field) is None]
@@ -59,10 +62,9 @@ def _of_sources(content: Content) -> Iterator[str]:
         where = f"resume_state.datasets.{i} ({source.name})"
         if source.unknown:
             continue
-        shuffled = entry.get("shuffle") == "rows"
-        fields = ["spec", *(("window", "window_row") if shuffled else ("shard", "row_offset")), "token_offset"]
+        fields = ["spec", *_place_fields(content, entry), "token_offset"]
         if content.kind == SNAPSHOT:
-            fields += ["id", "epoch", "row_token_offset", "samples", "rows"]
+            fields += ["id", "samples", "rows"]
         for field in fields:
             value = entry.get(field)
             if value is None:
@@ -74,6 +76,16 @@ def _of_sources(content: Content) -> Iterator[str]:
     known = [source for source in content.sources if not source.unknown]
     if any(map(_has_progress, known)) and not any(source.tokens or source.samples for source in known):
         yield "resume_state.datasets: every token_offset is 0 or missing, though the cursors show progress"
+
+
+def _place_fields(content: Content, entry: Mapping[str, Any]) -> tuple[str, ...]:
+    """What an entry needs to say where its source stands; at its beginning a snapshot says nothing."""
+    if content.kind == OLDER:
+        return ("shard", "row_offset")
+    for fields in (("shard", "shard_index", "row_offset"), ("window", "window_row"), ("epoch_rows",)):
+        if any(field in entry for field in fields):
+            return ("epoch", *fields)
+    return ()
 
 
 def _of_sums(content: Content) -> Iterator[str]:

@@ -76,14 +76,13 @@ def _weights(content: Content, node: Node, *, counted: bool) -> Sequence[float] 
 
 def points(weight: Any) -> list[tuple[int, float]] | None:
     """[tokens, weight] points, ascending; a plain weight is one. None where it is neither."""
+    schedule = weight if isinstance(weight, list) else [(0, weight)]
     try:
-        found = (
-            [(int(tokens), float(own)) for tokens, own in weight] if isinstance(weight, list) else [(0, float(weight))]
-        )
+        points = [(int(tokens), float(own)) for tokens, own in schedule]
     except (TypeError, ValueError, OverflowError):
         return None
-    ascending = all(before[0] < after[0] for before, after in pairwise(found))
-    return found if found and ascending and all(0 <= own < math.inf for _, own in found) else None
+    ascending = all(before[0] < after[0] for before, after in pairwise(points))
+    return points if points and ascending and all(0 <= own < math.inf for _, own in points) else None
 
 
 def _shares(weights: Sequence[float]) -> list[float]:

@@ -20,8 +20,7 @@ from tokenloom_server.tools.checkpoint.probabilities import Chance, chances, owe
 
 def as_json(content: Content) -> dict[str, Any]:
     """All of a checkpoint's content, with what is suspicious of it, for JSON."""
-    shown = asdict(content)
-    del shown["document"]
+    shown = content.model_dump()
     for node, into in zip(content.nodes, shown["nodes"], strict=True):
         for child, chance in zip(into["children"], chances(content, node), strict=True):
             child["probability"] = chance.in_force
@@ -160,17 +159,17 @@ def show_probabilities(content: Content, out: Console) -> None:
         out.print(table(headings, rows, left=("child",), title=title))
 
 
-def show_difference(found: Difference, a: Content, b: Content, out: Console) -> None:
+def show_difference(difference: Difference, a: Content, b: Content, out: Console) -> None:
     """What lies between two checkpoints."""
     for line in (
-        f"run: {found.relation}",
-        f"data: {found.data}",
-        f"from sample {_number(a.sample_index)} to {_number(b.sample_index)}: {_signed(found.samples)} samples, "
-        f"{_signed(found.tokens)} tokens",
+        f"run: {difference.relation}",
+        f"data: {difference.data}",
+        f"from sample {_number(a.sample_index)} to {_number(b.sample_index)}: {_signed(difference.samples)} samples, "
+        f"{_signed(difference.tokens)} tokens",
     ):
         out.print(line, highlight=False, soft_wrap=True)
-    if found.counted != (a.sample_index, b.sample_index):
-        counted = " and ".join(map(_number, found.counted))
+    if difference.counted != (a.sample_index, b.sample_index):
+        counted = " and ".join(map(_number, difference.counted))
         out.print(f"sources are counted at the state boundaries before: samples {counted}", highlight=False)
     rows = (
         (
@@ -179,13 +178,13 @@ def show_difference(found: Difference, a: Content, b: Content, out: Console) -> 
             source.before or "not there",
             source.after or "not there",
         )
-        for source in found.sources
+        for source in difference.sources
     )
     headings = ("source", "samples", "rows", "tokens", "epochs", "from", "to")
     out.print(table(headings, rows, left=("source", "from", "to")))
-    for change in found.mixture:
+    for change in difference.mixture:
         out.print(Text(f"mixture: {change}"), soft_wrap=True)
-    if not found.mixture:
+    if not difference.mixture:
         out.print("the mixture is the same")
 
 

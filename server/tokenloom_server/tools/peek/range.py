@@ -16,9 +16,9 @@ from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 
 from tokenloom_server.errors import BeyondHorizon, ConfigError, OrderMismatch
-from tokenloom_server.tools.peek.samples import PeekedSample, decode_batches
+from tokenloom_server.tools.peek.samples import PeekedSample
 from tokenloom_server.tools.peek.servers import Servers
-from tokenloom_server.tools.peek.stream import join, read
+from tokenloom_server.tools.peek.stream import PeekStream
 
 #: How long a reader looks for a server that answers, seconds, and the pause between two attempts.
 SEARCH_S, _PAUSE_S = 60.0, 0.5
@@ -82,22 +82,22 @@ class SampleRange:
 
     def _from(self, stub: DataLoaderStub) -> Generator[PeekedSample, None, str | None]:
         """The samples of one stream, and why the data ended there if they did."""
-        joined = join(stub, self._servers, self.index)
-        self._begin(joined)
+        stream = PeekStream(stub, self._servers, self.index)
+        self._begin(stream.joined)
         count = _MOST_SAMPLES if self.end is None else min(self.end - self.index, _MOST_SAMPLES)
-        with closing(read(stub, self._servers, joined, count)) as responses:
-            for response, sources in responses:
+        last = stream.joined.start_index + count
+        with closing(stream.samples(count)) as samples:
+            for sample in samples:
                 if self.end is None:
-                    self.end = response.committed_through
-                if response.WhichOneof("kind") == "end_of_data":
-                    return str(response.end_of_data.reason)
-                for sample in decode_batches(joined, sources, response.batches):
-                    if self.index < self.end:
-                        self.index, self._digest = sample.index + 1, sample.digest
-                        yield sample
-                if self.index >= min(self.end, joined.start_index + count):
+                    self.end = stream.committed
+                if self.index < self.end:
+                    self.index, self._digest = sample.index + 1, sample.digest
+                    yield sample
+                if self.index >= min(self.end, last):
                     return None
-        return None
+        if self.end is None:
+            self.end = stream.committed
+        return stream.end
 
     def _begin(self, joined: wire.JoinResponse) -> None:
         """Refuses what no list of ids can hold, and a server of other data than the one before."""

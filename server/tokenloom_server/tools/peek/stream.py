@@ -1,4 +1,4 @@
-"""A peek at a run over gRPC: the Join, and the stream of what follows."""
+"""A peek at a run over gRPC: the Join, and the stream of the samples that follow."""
 
 from __future__ import annotations
 
@@ -9,60 +9,63 @@ from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_proto.resume import NamedSource, sources_of
 
+from tokenloom_server.tools.peek.samples import PeekedSample, decode_batches
 from tokenloom_server.tools.peek.servers import Servers
 
 #: The server may have to go forward to the first sample, for as long as a client's Join waits, seconds.
 DEADLINE_S = 300.0
 
 
-def join(stub: DataLoaderStub, servers: Servers, index: int | None) -> wire.JoinResponse:
-    """Where a peek begins: at a sample index, or where the ledger stands (None)."""
-    resume = "" if index is None else str(index)
-    request = wire.JoinRequest(run=servers.run, peek=True, world_size=1, batch_size=1, resume=resume)
-    joined: wire.JoinResponse = stub.Join(request, timeout=DEADLINE_S, metadata=servers.metadata)
-    return joined
+class PeekStream:
+    """The samples of a run from an index on, as one server has them."""
 
+    def __init__(self, stub: DataLoaderStub, servers: Servers, index: int | None) -> None:
+        """Joins at a sample index, or where the ledger stands (None). Raises ``grpc.RpcError``."""
+        self._stub = stub
+        self._servers = servers
+        resume = "" if index is None else str(index)
+        request = wire.JoinRequest(run=servers.run, peek=True, world_size=1, batch_size=1, resume=resume)
+        self.joined: wire.JoinResponse = stub.Join(request, timeout=DEADLINE_S, metadata=servers.metadata)
+        #: Samples in the ledger, as the newest message says.
+        self.committed = 0
+        #: Why the data ended; None while they have not.
+        self.end: str | None = None
 
-def read(
-    stub: DataLoaderStub,
-    servers: Servers,
-    joined: wire.JoinResponse,
-    count: int,
-    timeout_s: float | None = None,
-) -> Generator[tuple[wire.StreamResponse, dict[int, NamedSource]], None, None]:
-    """The responses with ``count`` samples from the Join on, each with all sources so far, by number.
+    def samples(self, count: int, timeout_s: float | None = None) -> Generator[PeekedSample, None, None]:
+        """At least ``count`` samples from the Join on, unless the data end. To be closed by whoever needs no more.
 
-    To be closed by whoever needs no more of it.
-    """
-    sources = {source.id: NamedSource(source.spec, source.alias) for source in joined.sources}
-    closed = threading.Event()
-    try:
-        requests = _requests(servers.run, joined, count, closed, timeout_s)
-        for response in stub.Stream(requests, timeout=timeout_s, metadata=servers.metadata):
-            if response.batches.HasField("base"):
-                # A revision may have brought more since the Join.
-                sources |= sources_of(response.batches.base.resume_state)
-            yield response, sources
-    finally:
-        closed.set()
+        Raises ``grpc.RpcError``.
+        """
+        sources = {source.id: NamedSource(source.spec, source.alias) for source in self.joined.sources}
+        closed = threading.Event()
+        try:
+            requests = self._requests(count, closed, timeout_s)
+            for response in self._stub.Stream(requests, timeout=timeout_s, metadata=self._servers.metadata):
+                self.committed = response.committed_through
+                if response.WhichOneof("kind") == "end_of_data":
+                    self.end = response.end_of_data.reason
+                    return
+                if response.batches.HasField("base"):
+                    # A revision may have brought more since the Join.
+                    sources |= sources_of(response.batches.base.resume_state)
+                yield from decode_batches(self.joined, sources, response.batches)
+        finally:
+            closed.set()
 
-
-def _requests(
-    run: str, joined: wire.JoinResponse, count: int, closed: threading.Event, timeout_s: float | None
-) -> Iterator[wire.StreamRequest]:
-    start = joined.start_index
-    # Of batches one more: the sample that was asked for may lie within the first.
-    steps = count if not joined.global_batch_size else count // joined.global_batch_size + 2
-    yield wire.StreamRequest(
-        open=wire.StreamOpen(
-            run=run,
-            run_uid=joined.run_uid,
-            received_through=start,
-            progress=wire.Progress(consumed_through=start, credit_micro_steps=steps),
-            document_starts=True,
-            peek=True,
-            batch_size=1,
+    def _requests(self, count: int, closed: threading.Event, timeout_s: float | None) -> Iterator[wire.StreamRequest]:
+        start, rows = self.joined.start_index, self.joined.global_batch_size
+        # Of batches one more: the sample that was asked for may lie within the first.
+        steps = count // rows + 2 if rows else count
+        yield wire.StreamRequest(
+            open=wire.StreamOpen(
+                run=self._servers.run,
+                run_uid=self.joined.run_uid,
+                received_through=start,
+                progress=wire.Progress(consumed_through=start, credit_micro_steps=steps),
+                document_starts=True,
+                peek=True,
+                batch_size=1,
+            )
         )
-    )
-    # The stream ends once the client's side is closed.
-    closed.wait(timeout_s)
+        # The stream ends once the client's side is closed.
+        closed.wait(timeout_s)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 
 import grpc
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 
 from tokenloom_server.tokenizer.text import Decode, bytes_decoder, load_decoder
-from tokenloom_server.tools.peek.samples import PeekedSample, decode_batches
+from tokenloom_server.tools.peek.samples import PeekedSample
 from tokenloom_server.tools.peek.servers import Servers
-from tokenloom_server.tools.peek.stream import DEADLINE_S, join, read
+from tokenloom_server.tools.peek.stream import DEADLINE_S, PeekStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,21 +47,12 @@ def peek(servers: Servers, index: int | None, count: int) -> PeekView:
 
 
 def _peek(stub: DataLoaderStub, servers: Servers, index: int | None, count: int) -> PeekView:
-    joined = join(stub, servers, index)
-    samples: list[PeekedSample] = []
-    committed, end = 0, None
-    with closing(read(stub, servers, joined, count, DEADLINE_S)) as responses:
-        for response, sources in responses:
-            committed = response.committed_through
-            if response.WhichOneof("kind") == "end_of_data":
-                end = response.end_of_data.reason
-                break
-            decoded = decode_batches(joined, sources, response.batches)
-            samples += [sample for sample in decoded if sample.index >= (index or 0)]
-            if len(samples) >= count:
-                break
+    stream = PeekStream(stub, servers, index)
+    with closing(stream.samples(count, DEADLINE_S)) as following:
+        # Of a batch of rows the first may lie before the index.
+        samples = list(islice((sample for sample in following if sample.index >= (index or 0)), count))
     return PeekView(
-        run=servers.run, committed=committed, samples=samples[:count], end=end, decode=_decoder(stub, servers)
+        run=servers.run, committed=stream.committed, samples=samples, end=stream.end, decode=_decoder(stub, servers)
     )
 
 

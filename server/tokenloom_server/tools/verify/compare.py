@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from tokenloom_server.tools.verify.digests import DECIDES, DigestSource
@@ -20,11 +20,11 @@ class Verdict:
     #: The first sample that differs lies in [``same_samples``, this); None where nothing differs.
     differ_before: int | None
     #: The source of the first that differs, in either run; None where not known.
-    sources: tuple[str | None, str | None] = (None, None)
+    sources: tuple[str | None, str | None]
     #: The last sample index of each.
     ends: tuple[int, int]
     #: What decides about the order and is not the same, with both values.
-    differences: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    differences: Mapping[str, tuple[Any, Any]]
 
     @property
     def status(self) -> int:
@@ -34,43 +34,36 @@ class Verdict:
 
 def compare(a: DigestSource, b: DigestSource) -> Verdict:
     """Finds the last sample index up to which both had the same data. Raises what asking a server raises."""
-    differences: dict[str, tuple[Any, Any]] = {
-        key: (a.identity.decides[key], b.identity.decides[key])
-        for key in DECIDES
-        if key in a.identity.decides
-        and key in b.identity.decides
-        and a.identity.decides[key] != b.identity.decides[key]
-    }
     ends = (a.end, b.end)
-    if a.revisions is not None and b.revisions is not None:
-        ours, theirs = (
-            [f"{digest[:12]} from sample {index}" for index, digest in run.revisions or () if index < min(ends)]
-            for run in (a, b)
-        )
-        if ours != theirs:
-            differences["revisions"] = (ours, theirs)
     low, high = _search(a, b)
-    tokens = a.at(low).tokens if low else 0
+    outcome: Literal["same", "differ", "unknown"] = "differ"
     if high is None:
-        outcome: Literal["same", "unknown"] = "same" if low == min(ends) and low else "unknown"
-        return Verdict(
-            outcome=outcome,
-            same_samples=low,
-            same_tokens=tokens,
-            differ_before=None,
-            ends=ends,
-            differences=differences,
-        )
-    sources = (_source(a, low), _source(b, low)) if high == low + 1 else (None, None)
+        outcome = "same" if low and low == min(ends) else "unknown"
     return Verdict(
-        outcome="differ",
+        outcome=outcome,
         same_samples=low,
-        same_tokens=tokens,
+        same_tokens=a.at(low).tokens if low else 0,
         differ_before=high,
-        sources=sources,
+        sources=(_source(a, low), _source(b, low)) if high == low + 1 else (None, None),
         ends=ends,
-        differences=differences,
+        differences=_differences(a, b),
     )
+
+
+def _differences(a: DigestSource, b: DigestSource) -> dict[str, tuple[Any, Any]]:
+    """What decides about the order, is known of both, and is not the same."""
+    ours, theirs = a.decides, b.decides
+    known = [key for key in DECIDES if key in ours and key in theirs]
+    differences = {key: (ours[key], theirs[key]) for key in known if ours[key] != theirs[key]}
+    if a.revisions is not None and b.revisions is not None:
+        end = min(a.end, b.end)
+        both = [
+            [f"{digest[:12]} from sample {index}" for index, digest in revisions if index < end]
+            for revisions in (a.revisions, b.revisions)
+        ]
+        if both[0] != both[1]:
+            differences["revisions"] = (both[0], both[1])
+    return differences
 
 
 def _search(a: DigestSource, b: DigestSource) -> tuple[int, int | None]:

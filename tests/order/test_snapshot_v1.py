@@ -1,0 +1,149 @@
+"""Texts of version 1 are read for ever: each says of a state what version 2 says of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.corpora import CODE, DOCS, mixture, order_of, write_corpus
+from support.features import CATALOG
+from support.goldens import FOLDER, MIXTURES, write_mixtures
+from tokenloom_proto.seal import canonical, unseal
+from tokenloom_server.config import mixture_file
+from tokenloom_server.core.state import EpochCursor, FileCursor, PackedCursor, RowCounts, State, WindowCursor
+from tokenloom_server.order import builder, snapshot
+from tokenloom_server.order.foreign_snapshot import foreign
+from tokenloom_server.order.timeline import Timeline
+
+
+@pytest.fixture(scope="module")
+def timelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Timeline]:
+    """Of the runs that the goldens are of."""
+    folder = tmp_path_factory.mktemp("mixtures")
+    write_mixtures(folder)
+    documents = {run: {"run": run} | document for run, document in MIXTURES.items()}
+    return {
+        run: Timeline(builder.create(mixture_file.parse(text, where="test", catalog=CATALOG), folder, folder / "index"))
+        for run, text in documents.items()
+    }
+
+
+@pytest.mark.parametrize("run", MIXTURES)
+def test_the_golden_snapshots_of_version_1_say_what_those_of_today_say(
+    timelines: dict[str, Timeline], run: str
+) -> None:
+    timeline = timelines[run]
+    template = timeline.first.record.template("", "train", 0)
+    before, today = (
+        [snapshot.parse(text, template, timeline.shape_at) for text in json.loads(path.read_text())[run]]
+        for path in (FOLDER / "before_house" / "snapshots.json", FOLDER / "snapshots.json")
+    )
+    assert before == today
+    assert len({point.sample_index for point in before}) > 1
+    old = json.loads((FOLDER / "before_house" / "snapshots.json").read_text())[run][-1]
+    document = foreign(old)
+    assert unseal(old)["version"] == 1 and document is not None
+    if run != "buckets":  # of batches a text of version 1 says so only by its spec's column
+        base = before[-1].base
+        assert base is not None
+        assert [source.state for source in document.sources()] == list(base.sources)
+
+
+def as_version_1(resume_state: str, *, best_fit: bool, in_batches: bool) -> str:
+    """The text that version 1 had for a state."""
+    document = json.loads(resume_state)
+    del document["version"]
+    for entry in document["datasets"]:
+        names = ("window", "window_row") if entry.get("shuffle") == "rows" else ("shard_index", "row_offset")
+        if in_batches:
+            entry[names[0]], entry[names[1]] = 0, entry.pop("epoch_rows", 0)
+        for lane in entry.get("lanes", ()):
+            _fill(lane, names)
+        entry["lanes"] = [
+            [
+                *(lane[name] for name in ("epoch", *names)),
+                lane.get("packed_samples", lane["row_token_offset"]) if best_fit else lane["row_token_offset"],
+                *(lane[name] for name in ("samples", "rows")),
+                *(lane.get(name, 0) for name in RowCounts._fields),
+            ]
+            for lane in entry.get("lanes", ())
+        ]
+        _fill(entry, names)
+        if names[0] == "shard_index":
+            entry.setdefault("shard", "none of version 1 is without")
+    return canonical(document)
+
+
+def _fill(entry: dict[str, Any], names: tuple[str, str]) -> None:
+    for name in ("epoch", *names, "row_token_offset"):
+        entry.setdefault(name, 0)
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "shuffled lanes, best fit": {
+        "packing": "best_fit",
+        "sequence_length": 16,
+        "pack_window_rows": 5,
+        "mixture": {
+            "policy": "weighted",
+            "children": [
+                {"source": CODE, "shuffle": "rows", "shuffle_window_rows": 9, "lanes": 3, "epochs": 2},
+                {"source": DOCS, "shuffle": "shards", "lanes": 2},
+            ],
+        },
+    },
+    "shuffled lanes, concat": {
+        "mixture": {
+            "policy": "weighted",
+            "children": [
+                {"source": CODE, "shuffle": "rows", "shuffle_window_rows": 9, "lanes": 3, "epochs": 2},
+                {"source": DOCS, "lanes": 2},
+            ],
+        },
+    },
+    "split rows": {"packing": "none", "sequence_length": 12, "long_rows": "split"},
+}
+
+
+def walked(timeline: Timeline) -> Iterator[State]:
+    """The states of a run, one after each pick."""
+    pipeline = timeline.pipeline(timeline.initial())
+    while True:
+        yield pipeline.state()
+        before = pipeline.state().sample_index
+        pipeline.advance(timeline.first.config.pick_samples)
+        if pipeline.state().sample_index == before:
+            return
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, "buckets"])
+def test_every_state_reads_back_from_either_version(timelines: dict[str, Timeline], folder: Path, name: str) -> None:
+    timeline = timelines[name] if name == "buckets" else Timeline(order_of(folder, mixture(**CONFIGS[name])))
+    best_fit, kinds = "best fit" in name, set()
+    for state in walked(timeline):
+        text = timeline.encode(state)
+        assert timeline.decode(text) == state
+        assert timeline.decode(as_version_1(text, best_fit=best_fit, in_batches=name == "buckets")) == state
+        kinds |= {type(source.cursor) for source in state.sources}
+        kinds |= {type(lane.cursor) for source in state.sources for lane in source.lanes}
+    expected = {"buckets": {EpochCursor}, "split rows": {FileCursor}}.get(name, {FileCursor, WindowCursor})
+    assert kinds == expected | {type(None)} | ({PackedCursor} if best_fit else set())
+
+
+def test_rows_that_were_to_be_packed_again_are_so(folder: Path) -> None:
+    timeline = Timeline(order_of(folder, mixture(packing="best_fit", sequence_length=16, pack_window_rows=5)))
+    packed = next(state for state in walked(timeline) if isinstance(state.sources[0].cursor, PackedCursor))
+    document = json.loads(as_version_1(timeline.encode(packed), best_fit=True, in_batches=False))
+    document["datasets"][0]["packed_samples"] = 2**52
+    cursor = packed.sources[0].cursor
+    assert isinstance(cursor, PackedCursor)
+    # Also where its first row is the first of all: a state that has begun is not one of the beginning.
+    assert timeline.decode(canonical(document)).sources[0].cursor == cursor.first
