@@ -274,23 +274,6 @@ def samples_of(found: Iterator[Step]) -> Iterator[Sample]:
         yield from step.samples
 
 
-def test_four_two_three_one_ranks_with_changing_batches_give_one_sequence(folder: Path) -> None:
-    order = order_of(folder)
-    expected = list(samples_of(steps(order, order.initial())))
-    uninterrupted = whole(order)
-    found: list[Sample] = []
-    state = order.initial()
-    for world_size, batch_size, count in ((4, 2, 4), (2, 5, 3), (3, 1, 6), (1, 7, 2), (2, 3, 10**9)):
-        for number, step in enumerate(steps(order, state, world_size=world_size, batch_size=batch_size), start=1):
-            found += step.samples
-            state = reread(order, step.state)
-            assert state == uninterrupted[len(found) - 1].state
-            if number == count:
-                break
-    assert found == expected[: len(found)]
-    assert len(expected) - len(found) < 6
-
-
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 1), (2, 1), (3, 4), (4, 2), (5, 3)])
 def test_slices_are_rotated_by_the_hash_of_where_the_step_begins(
     folder: Path, world_size: int, batch_size: int
@@ -398,17 +381,6 @@ def test_going_forward_equals_producing(folder: Path) -> None:
                 assert found == (uninterrupted[at - 1].state if at else order.initial())
             assert found.sample_index == at
             assert found.digest == (uninterrupted[at - 1].state.digest if at else 0)
-
-
-def test_a_pipeline_goes_forward_and_then_produces(folder: Path) -> None:
-    order = order_of(folder)
-    uninterrupted = whole(order)
-    pipeline = order.pipeline(order.initial())
-    pipeline.advance(13)
-    group = pipeline.begin_group(BatchPlan(start_index=13, world_size=1, batch_size=1, group_micro_steps=9))
-    pipeline.fill(group, 9)
-    assert group.base == uninterrupted[12].state
-    assert [group.state_after(i) for i in range(9)] == [step.state for step in uninterrupted[13:22]]
 
 
 def test_a_run_that_is_over_stays_over_after_a_restore(folder: Path) -> None:

@@ -56,17 +56,6 @@ class Receipt:
         assert sorted(self.samples) == list(range(begin, begin + len(self.samples))), "samples are missing"
         return [self.samples[index] for index in range(begin, begin + len(self.samples))]
 
-    def until(self, end: int) -> Receipt:
-        """Only what lies before a sample index."""
-        return Receipt({index: sample for index, sample in self.samples.items() if index < end})
-
-    def tokens(self) -> dict[int, int]:
-        """Tokens by source id."""
-        counted: dict[int, int] = {}
-        for sample in self.samples.values():
-            counted[sample.source] = counted.get(sample.source, 0) + len(sample.ids)
-        return counted
-
 
 def rolling_digest(samples: Sequence[Sample], id_type: str = "<u2", digest: str = "0") -> str:
     """The digest behind ``samples`` by the rule in the wire contract, from one before them."""
@@ -236,10 +225,6 @@ class Trainer:
 
 def _main() -> None:
     plan = json.loads(sys.argv[1])
-    import torch.distributed as dist
-
-    if plan.get("process_group"):
-        dist.init_process_group("gloo")
     dataset = RemoteDataset(plan["url"], plan["batch_size"], **with_connection(plan.get("options", {})))
     if plan.get("state"):
         dataset.load_state_dict(plan["state"])
@@ -256,5 +241,3 @@ def _main() -> None:
                 while not Path(plan["receipt"] + ".go").exists():
                     time.sleep(0.02)
     dataset.close()
-    if plan.get("process_group"):
-        dist.destroy_process_group()
