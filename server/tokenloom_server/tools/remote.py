@@ -23,8 +23,9 @@ from tokenloom_proto.credentials import (
     read_token,
     refuse_plaintext,
 )
+from tokenloom_proto.errors import named
 
-from tokenloom_server.errors import ConfigError, TokenloomError, named
+from tokenloom_server.errors import ConfigError, TokenloomError
 from tokenloom_server.reports.receipt import Receipt, RevisionInfo, RunReport
 from tokenloom_server.reports.stats import MixtureInfo, NextLaunch, RunLosses, RunStats
 from tokenloom_server.reports.trace import TracedMicroStep, TracedSample

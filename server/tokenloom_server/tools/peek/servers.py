@@ -8,8 +8,9 @@ from urllib.parse import unquote
 
 import grpc
 from tokenloom_proto.credentials import Credentials
+from tokenloom_proto.errors import named
 
-from tokenloom_server.errors import ConfigError, TokenloomError, named
+from tokenloom_server.errors import ConfigError, TokenloomError
 from tokenloom_server.tools.remote import ServerUnreachable, token_to_look
 
 _OPTIONS = [
