@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import LedgerError, LedgerRolledBack, NotLeader, TokenloomError
@@ -111,6 +112,10 @@ class RunState:
         if stored is None:
             raise LedgerError(f"run {self.name!r} is gone from {self.ledger.description}; restart the server")
         return stored
+
+    def template(self, uid: str = "", generation: int = 0) -> dict[str, Any]:
+        """What every snapshot of a generation says beside its position and state."""
+        return self.order.record.template(uid, self.stream, generation)
 
     def message_steps(self, batch_size: int) -> int:
         """Micro-steps of a full message to a rank."""
