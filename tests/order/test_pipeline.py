@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import xxhash
 from support.corpora import (
     CODE,
     DOCS,
@@ -26,6 +25,7 @@ from support.corpora import (
     reread,
     write_corpus,
 )
+from support.digest import digest_after
 from tokenloom_server.core.hashing import slice_rotation
 from tokenloom_server.core.state import (
     ORDER_VERSION,
@@ -252,8 +252,7 @@ def test_the_rolling_digest_is_the_one_of_the_wire_contract(folder: Path) -> Non
     digest = 0
     for step in whole(order):
         for sample in step.samples:
-            hashed = xxhash.xxh3_128_intdigest(sample.ids, sample.source)
-            digest = (digest * 0x5BD1E995CC9E2D51A3C59AC72E1B6F4D + hashed) % (2**127 - 1)
+            digest = digest_after(digest, sample.source, sample.ids)
         assert step.state.digest == digest
 
 

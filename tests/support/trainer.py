@@ -20,14 +20,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import xxhash
 from tokenloom import Batch, ConnectionOptions, RemoteDataset
 
+from support.digest import digest_after
 from support.forks import Forks
 
-#: A receipt's sample: its source and its ids as they are.
-DIGEST_MULTIPLIER = 0x5BD1E995CC9E2D51A3C59AC72E1B6F4D
-DIGEST_MODULUS = 2**127 - 1
 TRAINER_DEADLINE_S = 60
 
 
@@ -61,8 +58,7 @@ def rolling_digest(samples: Sequence[Sample], id_type: str = "<u2", digest: str 
     """The digest behind ``samples`` by the rule in the wire contract, from one before them."""
     value = int(digest, 16)
     for sample in samples:
-        found = xxhash.xxh3_128_intdigest(np.array(sample.ids, id_type).tobytes(), seed=sample.source)
-        value = (value * DIGEST_MULTIPLIER + found) % DIGEST_MODULUS
+        value = digest_after(value, sample.source, np.array(sample.ids, id_type).tobytes())
     return f"{value:032x}"
 
 

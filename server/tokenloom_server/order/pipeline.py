@@ -107,7 +107,7 @@ class Pipeline:
 
     def switch(self, switches: Sequence[Switch]) -> None:
         """From now on these, in order, are the switches after the present sample index."""
-        assert all(switch.sample_index > self._index for switch in switches), "samples behind a switch are made already"
+        assert all(switch.sample_index > self._index for switch in switches), "samples after a switch are made already"
         self._switches = deque(switches)
 
     def begin_group(self, plan: BatchPlan) -> StepGroup:
@@ -186,7 +186,7 @@ class Pipeline:
 
     def state(self) -> State:
         """The state at the present sample index."""
-        positions = [feed.place for feed in self._feeds]
+        positions = [feed.position for feed in self._feeds]
         dropped = [feed.dropped_tokens for feed in self._feeds]
         samples = [feed.picked for feed in self._feeds]
         mark = StepMark(self._index, self._tokens, self._digest, self._stage, self._stage.mixer.mix_weights)
