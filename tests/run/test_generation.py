@@ -519,7 +519,7 @@ def test_only_a_rank_that_others_hold_back_is_starved_and_they_are_named() -> No
     assert generation.stalled(0, first + 1, 11.0) == 0, "another stream of the slot"
     assert generation.stalled(0, first, 12.0) == 9.0
     assert generation.stalled(1, second, 12.0) == 0
-    expected = "rank 1 (connected, last heard 12 s ago, at sample 0, 24 behind the first)"
+    expected = "rank 1 (connected, last heard 12 s ago, at sample 0, 24 less than the first)"
     assert generation.describe_laggards(12.0) == expected
     generation.next_for(1, second)
     generation.progress(1, second, generation.index_of(generation.produced), 9, 13.0)

@@ -106,7 +106,7 @@ class ForkHandler:
             return
         if parent is None:
             raise SnapshotInvalid(
-                f"whether run {foreign.run!r} made its batches as this one does cannot be told: serve its mixture file "
+                f"whether run {foreign.run!r} made its batches as this one does is not known: serve its mixture file "
                 "with this server, too (tokenloom serve A.yaml B.yaml)"
             )
         theirs = parent.order_at(foreign.sample_index)

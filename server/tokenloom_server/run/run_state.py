@@ -230,7 +230,7 @@ class RunState:
         self._stop_for_all(error)
 
     def _note_loss(self, known_index: float) -> None:
-        """The ledger is behind a commit."""
+        """The ledger lacks a commit."""
         generation = self._active.generation.number if self._active is not None else self._loss.generation
         self._loss = LedgerLoss(generation, known_index, self.wall_clock())
 

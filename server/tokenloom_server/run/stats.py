@@ -179,8 +179,8 @@ class StatsReader:
         cursor = row_cursor(state.cursor)
         if order.config.batching is not None:
             epochs = order.readers.bucket_epochs(source)
-            batched, given = epochs.batches * epochs.size, cursor.rows if isinstance(cursor, EpochCursor) else 0
-            return batched or None, min(1.0, given / batched) if batched else 0.0
+            batched, rows_done = epochs.batches * epochs.size, cursor.rows if isinstance(cursor, EpochCursor) else 0
+            return batched or None, min(1.0, rows_done / batched) if batched else 0.0
         shards, config = order.record.shards[source], order.config.sources[source]
         if config.lanes > 1:
             # They go on to the next epoch one by one, so it is counted in rows.
