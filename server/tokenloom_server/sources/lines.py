@@ -6,6 +6,7 @@ line. A UTF-8 byte order mark at the head of a file belongs to no line.
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -175,25 +176,38 @@ def blocks_of(file: File, shard: Shard, position: tuple[int, int] | None = None)
 
 def _blocks(stream: FileStream | Decompressed, row: int, name: str) -> Iterator[Block]:
     """Blocks of what is left of a stream, which begins with line ``row``."""
-    line = [b"" if stream.position else bytes(stream.read(len(BOM))).removeprefix(BOM)]
-    size, longest = 0, MAX_LINE_BYTES if isinstance(stream, Decompressed) else sys.maxsize
+    line, size = [], 0
+    longest = MAX_LINE_BYTES if isinstance(stream, Decompressed) else sys.maxsize
+    if not stream.position and (head := _held(stream, bytes(stream.read(len(BOM))).removeprefix(BOM))):
+        line.append(head)
     while data := bytes(stream.read(BLOCK_BYTES)):
         whole = data.rfind(b"\n") + 1
+        rest = _held(stream, data[whole:]) if whole else data
         if whole:
-            block = _block(row, b"".join((*line, memoryview(data)[:whole])))
+            data = b"".join((*line, data[:whole]))  # first: the memory of what was read is used again at once
+            block = _block(row, data)
+            line, size = [], 0
             yield block
             row += len(block.ends)
-            line, size = [data[whole:]], 0
-        else:
-            line.append(data)
-            size += len(data)
+        if rest:
+            line.append(rest)
+            size += len(rest)
         if size > longest:
             raise SourceError(
                 f"{name}: line {row + 1} has more than {MAX_LINE_BYTES} bytes; that is no line of text: decompress "
                 "the file and look"
             )
-    if rest := b"".join(line):
-        yield _block(row, rest)
+    if line:
+        yield _block(row, b"".join(line))
+
+
+def _held(stream: FileStream | Decompressed, rest: bytes) -> bytes:
+    """What was read too much, to be put before what is read next: none where it can be read again, for to put the two
+    together is a copy of both."""
+    if isinstance(stream, Decompressed):
+        return rest
+    stream.seek(-len(rest), io.SEEK_CUR)
+    return b""
 
 
 def _block(first_row: int, data: bytes) -> Block:
