@@ -184,7 +184,7 @@ def test_another_seed_holds_out_others_and_copies_and_moved_files_are_where_they
     assert both(one)[1] != both(other)[1]
 
 
-def test_rows_that_are_bad_or_filtered_are_told_once_and_never_evaluated_on(tmp_path: Path) -> None:
+def test_rows_that_are_bad_or_filtered_are_counted_once_and_never_evaluated_on(tmp_path: Path) -> None:
     lines = [f'{{"text": "{text}", "n": {i % 3}}}' for i, text in enumerate(text_rows(60, 3, 9))]
     lines[::10] = ["no JSON"] * 6
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")

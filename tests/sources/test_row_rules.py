@@ -393,7 +393,7 @@ def test_each_epoch_meets_the_same_bad_rows_and_the_limit_is_for_each(tmp_path: 
         list(samples_from(order_over(tmp_path, case, max_bad_rows=2), order.initial()))
 
 
-def test_without_skip_the_first_bad_row_is_an_error_behind_all_before_it(tmp_path: Path) -> None:
+def test_without_skip_the_first_bad_row_is_an_error_after_all_before_it(tmp_path: Path) -> None:
     write_breaking(tmp_path)
     for spec, parts in BREAKS.values():
         case = Case("txt", "text", {"source": spec, "on_bad_row": "fail"})
@@ -411,23 +411,23 @@ def test_a_run_that_a_bad_row_has_stopped_goes_on_with_skip(tmp_path: Path) -> N
     failing = order_over(tmp_path, Case("txt", "text", {"source": "txt:data/a.txt:text"}), on_bad_row="fail")
     states = [failing.initial()]
     with pytest.raises(SourceError):
-        for _, behind in samples_from(failing, states[0], 1):
-            states.append(behind)
+        for _, state in samples_from(failing, states[0], 1):
+            states.append(state)
     config = order_over(tmp_path, Case("txt", "text", {"source": "txt:data/a.txt:text"})).config
     skipping = builder.load(config, tmp_path, None, failing.record.to_json())
     assert order_digest(skipping.config) == order_digest(failing.config)
     assert [ids for ids, _ in samples_from(skipping, states[-1])] == [[*b"0123456", EOT]] * 3
 
 
-def test_skipped_rows_are_told_in_the_log_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_skipped_rows_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_breaking(tmp_path)
     order = order_over(tmp_path, Case("txt", "text", {"source": "txt:data/a.txt:text"}))
     with caplog.at_level(logging.WARNING):
         list(samples_from(order, order.initial()))
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 1
-    assert "'data/a.txt': line 3 is not UTF-8" in told[0]
-    assert "bad rows are skipped, and counted" in told[0]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1
+    assert "'data/a.txt': line 3 is not UTF-8" in messages[0]
+    assert "bad rows are skipped, and counted" in messages[0]
 
 
 def test_a_source_of_bad_rows_alone_is_an_error(tmp_path: Path) -> None:
@@ -472,7 +472,7 @@ def test_a_document_at_which_both_engines_crash_is_a_bad_row(
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     texts[5] += ", and this one kills"
     (tmp_path / "a.txt").write_text("".join(text + "\n" for text in texts))
-    # As two servers that died of these rows leave it behind.
+    # As two servers that died of these rows leave it.
     (tmp_path / "index").mkdir()
     suspect = SuspectRows(0, 0, 0, len(texts), deaths=2)
     (tmp_path / "index/rows@suspects.json").write_text(json.dumps([asdict(suspect)]))

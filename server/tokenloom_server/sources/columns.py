@@ -285,9 +285,9 @@ def is_text(array: Any) -> bool:
     return bool(pa.types.is_string(array.type) or pa.types.is_large_string(array.type))
 
 
-def pieces(found: Rows) -> Iterator[Rows]:
+def pieces(whole: Rows) -> Iterator[Rows]:
     """Rows, cut so that each piece has at most ``PIECE_BYTES`` and ``PIECE_ROWS``."""
-    array = found.column
+    array = whole.column
     limit = PIECE_BYTES if is_text(array) else PIECE_BYTES * 8 // array.type.value_type.bit_width
     offsets = arrays.offsets(array)
     start, count = 0, len(array)
@@ -296,5 +296,5 @@ def pieces(found: Rows) -> Iterator[Rows]:
         end = offsets.dtype.type(min(int(offsets[start]) + limit, np.iinfo(offsets.dtype).max))
         fits = int(np.searchsorted(offsets, end, "right")) - 1
         stop = min(max(fits, start + 1), start + PIECE_ROWS, count)
-        yield found.cut(start, stop)
+        yield whole.cut(start, stop)
         start = stop
