@@ -20,7 +20,7 @@ from tokenloom_server.sources import row_index
 from tokenloom_server.sources.base import BadRow, Content, Rows, Shard
 from tokenloom_server.sources.compressed import Decompressed, text_stream
 from tokenloom_server.sources.endings import codec_of
-from tokenloom_server.sources.row_index import IndexedSource, RowIndex
+from tokenloom_server.sources.row_index import IndexedSource, RowEnds, RowIndex
 from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.sources.sharded import no_rows
 from tokenloom_server.storage.arrow_input import FileStream
@@ -123,45 +123,25 @@ class LinesSource(IndexedSource):
                 _log.info("building the line index of %s (%d bytes)", entry.path, entry.size)
                 file.plan([Range(0, file.size)])
                 stream = text_stream(file, entry.path)
-                return _counted(stream, file.size) if isinstance(stream, Decompressed) else build_index(file)
+                head = _past_mark(stream)
+                start = stream.position if isinstance(stream, FileStream) else 0
+                return row_index.build(start, file.size, _line_ends(stream, head))
 
-            path = None
-            if self._index_dir is not None:
-                path = self._index_dir / f"lines-v{row_index.FORMAT}-{row_index.cache_key(entry, file)}.npy"
-            return row_index.cached(path, entry.size, build)
-
-
-def _first_offset(file: File) -> int:
-    """Where a file's first line begins: after a UTF-8 byte order mark, where there is one."""
-    return len(BOM) if bytes(file.read_at(0, len(BOM))) == BOM else 0
+            return row_index.cached(self._cache_path(shard, file, "lines"), entry.size, build)
 
 
-def build_index(file: File) -> RowIndex:
-    """Scans a file. Raises ``SourceError``."""
-    start, size = _first_offset(file), file.size
-    entries = [(0, start)]
-    newlines, position, ends_line = 0, start, True
-    while position < size:
-        data = bytes(file.read_at(position, STRIDE_BYTES))
-        newline = data.find(b"\n")
-        if newline >= 0 and position + newline + 1 < size:
-            entries.append((newlines + 1, position + newline + 1))
-        newlines += data.count(b"\n")
-        ends_line = data[-1] == 0x0A
-        position += len(data)
-    entries.append((newlines + (not ends_line), size))
-    return RowIndex(np.array(entries, np.int64))
+def _line_ends(stream: FileStream | Decompressed, data: bytes) -> Iterator[RowEnds]:
+    """Where lines end in a stream, of which ``data`` was read. Raises ``SourceError``.
 
-
-def _counted(stream: Decompressed, size: int) -> RowIndex:
-    """Of a compressed file: how many lines it has, but for the beginning of none of them but the first."""
-    newlines, last = 0, b"\n"
-    data = stream.read(len(BOM)).removeprefix(BOM) or stream.read(STRIDE_BYTES)
+    Of a compressed file they are only counted: none of its lines is reached but past all before it.
+    """
+    data += bytes(stream.read(STRIDE_BYTES))
     while data:
-        newlines += data.count(b"\n")
-        last = data[-1:]
-        data = stream.read(STRIDE_BYTES)
-    return RowIndex(np.array([(0, 0), (newlines + (last != b"\n"), size)], np.int64))
+        newline = data.find(b"\n")
+        is_reached = newline >= 0 and isinstance(stream, FileStream)
+        first = stream.position - len(data) + newline + 1 if is_reached else None
+        yield RowEnds(first, data.count(b"\n"), data.endswith(b"\n"))
+        data = bytes(stream.read(STRIDE_BYTES))
 
 
 def blocks_of(file: File, shard: Shard, position: tuple[int, int] | None = None) -> Iterator[Block]:
@@ -178,7 +158,7 @@ def _blocks(stream: FileStream | Decompressed, row: int, name: str) -> Iterator[
     """Blocks of what is left of a stream, which begins with line ``row``."""
     line, size = [], 0
     longest = MAX_LINE_BYTES if isinstance(stream, Decompressed) else sys.maxsize
-    if not stream.position and (head := _held(stream, bytes(stream.read(len(BOM))).removeprefix(BOM))):
+    if not stream.position and (head := _past_mark(stream)):
         line.append(head)
     while data := bytes(stream.read(BLOCK_BYTES)):
         whole = data.rfind(b"\n") + 1
@@ -199,6 +179,11 @@ def _blocks(stream: FileStream | Decompressed, row: int, name: str) -> Iterator[
             )
     if line:
         yield _block(row, b"".join(line))
+
+
+def _past_mark(stream: FileStream | Decompressed) -> bytes:
+    """Goes past a byte order mark at the head of a file; returns what ``_held`` returns."""
+    return _held(stream, bytes(stream.read(len(BOM))).removeprefix(BOM))
 
 
 def _held(stream: FileStream | Decompressed, rest: bytes) -> bytes:
