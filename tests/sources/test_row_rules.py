@@ -52,23 +52,16 @@ class Row(NamedTuple):
 
 def made_rows(count: int, salt: int) -> list[Row]:
     draws = iter(numbers(count * 6, salt, 0, 1000))
-    found = []
+    rows = []
     for i in range(count):
         kind, length, score, lang, title, _ = (next(draws) for _ in range(6))
         text = None if kind < 120 else f"row {i} " + "x" * (length % 23) if kind < 900 else ""
         ids: list[int | None] = [*numbers(length % 17, i + salt, 0, 256)]
         if text is None:
             ids = [*ids, None] if kind % 2 else [*ids, 300]
-        found.append(
-            Row(
-                text,
-                None if title < 200 else f"t{title}",
-                None if score < 150 else score / 1000,
-                ("en", "de", "fr")[lang % 3],
-                ids,
-            )
-        )
-    return found
+        titled, scored = None if title < 200 else f"t{title}", None if score < 150 else score / 1000
+        rows.append(Row(text, titled, scored, ("en", "de", "fr")[lang % 3], ids))
+    return rows
 
 
 def columns_of(rows: list[Row]) -> dict[str, Any]:
@@ -88,14 +81,7 @@ def columns_of(rows: list[Row]) -> dict[str, Any]:
 def json_lines(rows: list[Row]) -> bytes:
     lines = []
     for i, row in enumerate(rows):
-        document = {
-            "ids": row.ids,
-            "meta": {"lang": row.lang, "text": row.text},
-            "text": row.text,
-            "title": row.title,
-            "score": row.score,
-        }
-        line = json.dumps(document).encode()
+        line = json.dumps(row._asdict() | {"meta": {"lang": row.lang, "text": row.text}}).encode()
         if row.text is None:
             # The filter's columns can be read, and the text cannot: a value of a wrong type, or half a character.
             wrong = b'"text": 12' if i % 2 else b'"text": "\\ud800"'
@@ -137,12 +123,7 @@ CASES = {
         for name, options in {
             "filter": {"filter": ["score >= 0.25", 'meta.lang in ["en", "de"]'], "epochs": 2.5},
             "template": {"template": "{{{title}}} {meta.lang}: {text}!"},
-            "all": {
-                "filter": "score < 0.8",
-                "template": "{title}\n{text}",
-                "fim": FIM,
-                "epochs": 2,
-            },
+            "all": {"filter": "score < 0.8", "template": "{title}\n{text}", "fim": FIM, "epochs": 2},
         }.items()
     },
     "parquet ids filter": Case("parquet", "ids", {"filter": 'meta.lang != "fr"'}),

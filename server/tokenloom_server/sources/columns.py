@@ -177,7 +177,7 @@ def decoded(array: Any, first_row: int, where: str, *, damaged: bool) -> tuple[A
 
     ``damaged``: what ``is_damaged`` said of it, or of what it was cut from.
     """
-    plain = _plain(array)
+    plain = arrays.plain(array)
     if is_text(plain):
         bad = _not_utf8(plain, first_row, where) if damaged else ()
     else:
@@ -216,15 +216,6 @@ def _with_null_items(array: Any, first_row: int, where: str) -> tuple[BadRow, ..
         BadRow(i, f"{where}: row {first_row + i} has a null among its ids; expected integers only")
         for i in np.unique(rows_of_nulls[inside]).tolist()
     )
-
-
-def _plain(array: Any) -> Any:
-    kind = array.type
-    if pa.types.is_dictionary(kind):
-        return _plain(array.dictionary_decode())
-    if pa.types.is_string_view(kind):
-        return array.cast(pa.large_string())
-    return array
 
 
 def without_nulls(array: Any) -> Any:

@@ -151,7 +151,7 @@ class Selection:
 
 def _decoded(array: Any, first_row: int, where: str, damaged: bool) -> tuple[Any, Sequence[BadRow]]:
     if columns.content_of(array.type) is None:
-        return (array.dictionary_decode() if pa.types.is_dictionary(array.type) else array), ()
+        return arrays.plain(array), ()
     return columns.decoded(array, first_row, where, damaged=damaged)
 
 
