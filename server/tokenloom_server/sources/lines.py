@@ -106,7 +106,7 @@ class LinesSource(IndexedSource):
         size, entry = 0, self._shards[shard]
         with self._open(entry) as file:
             stream = text_stream(file, entry.path)
-            for block in _blocks(stream, 0, file.name):
+            for block in _blocks(stream, file.name):
                 if rows <= len(block.ends):
                     size += min(int(block.ends[rows - 1]) + 1, len(block.data))
                     break
@@ -147,19 +147,17 @@ def _line_ends(stream: FileStream | Decompressed, data: bytes) -> Iterator[RowEn
 def blocks_of(file: File, shard: Shard, position: tuple[int, int] | None = None) -> Iterator[Block]:
     """Blocks of about ``BLOCK_BYTES`` from a known line ``(row, offset)`` on, or from the file's first line, as it
     must be of a compressed one. A line that is longer makes a block of its own. Raises ``SourceError``."""
-    stream, row = text_stream(file, shard.path), 0
+    return _blocks(text_stream(file, shard.path), file.name, position)
+
+
+def _blocks(stream: FileStream | Decompressed, name: str, position: tuple[int, int] | None = None) -> Iterator[Block]:
+    row, line, size = 0, [], 0
     if position is not None and isinstance(stream, FileStream):
         row, offset = position
         stream.seek(offset)
-    return _blocks(stream, row, file.name)
-
-
-def _blocks(stream: FileStream | Decompressed, row: int, name: str) -> Iterator[Block]:
-    """Blocks of what is left of a stream, which begins with line ``row``."""
-    line, size = [], 0
-    longest = MAX_LINE_BYTES if isinstance(stream, Decompressed) else sys.maxsize
-    if not stream.position and (head := _past_mark(stream)):
+    elif head := _past_mark(stream):
         line.append(head)
+    longest = MAX_LINE_BYTES if isinstance(stream, Decompressed) else sys.maxsize
     while data := bytes(stream.read(BLOCK_BYTES)):
         whole = data.rfind(b"\n") + 1
         rest = _held(stream, data[whole:]) if whole else data
