@@ -134,6 +134,30 @@ class Older:
         )
 
 
+class Positioned:
+    """What stands somewhere in the run's one global order."""
+
+    @property
+    def sample_index(self) -> int:
+        """End of the last batch yielded."""
+        return self._position.sample_index
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of the whole run up to there, over all ranks and restarts."""
+        return self._position.total_tokens
+
+    @property
+    def digest(self) -> str:
+        """Rolling digest of all samples up to there: equal digests are equal data."""
+        return self._position.digest
+
+    @property
+    def _position(self) -> Point | Loaded | Older:
+        """Where that is."""
+        raise NotImplementedError
+
+
 def _is_older(text: str) -> bool:
     """Whether a text is such a checkpoint's; what else it may be is for ``unseal`` to say."""
     try:

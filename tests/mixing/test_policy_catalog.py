@@ -82,6 +82,6 @@ def test_what_a_catalog_has_is_checked_revised_and_forked() -> None:
     assert elsewhere.imported(new, sources, [True, False, True]).baselines == (None, None, None)
 
 
-def test_names_are_distinct_and_policies_are_equal_by_kind() -> None:
+def test_names_are_distinct_and_there_is_one_of_each() -> None:
     assert len(policies()) == len(BUILT_IN)
-    assert policies() == policies()
+    assert policies() is policies(), "configs of equal fields are equal"

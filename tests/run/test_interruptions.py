@@ -79,6 +79,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 # --- what is drawn ---------------------------------------------------------------------------------------
 
 
+PACKED: tuple[dict[str, Any], ...] = (
+    {"packing": "best_fit", "pack_window_rows": 6},
+    {"packing": "none", "long_rows": "split"},
+)
+
+
 def _document(rng: random.Random) -> dict[str, Any]:
     """A mixture file: any tree, endless sources where the run has an end, phases."""
     specs = [_spec(number) for number in rng.sample(range(SOURCES), 30)]
@@ -101,6 +107,8 @@ def _document(rng: random.Random) -> dict[str, Any]:
             until += rng.randint(1, 400)
             phases.append({"until_tokens": until, **_phase(rng, document, specs)})
         document["phases"] = [*phases, _phase(rng, document, specs)]
+    elif document["seed"] % 3 == 0:
+        document |= PACKED[document["seed"] % len(PACKED)]
     return document
 
 
@@ -390,12 +398,14 @@ def test_the_runs_meet_what_they_are_there_for(corpus: Corpus) -> None:
     # What the tests above are worth.
     kinds: set[str] = set()
     policies: set[str] = set()
+    packings: set[str] = set()
     reached = ended = at_once = 0
     for seed in range(60):
         rng = random.Random(seed)
         drawn = Drawn(rng, corpus)
         drawn.revise(rng.randint(0, 60), rng.randint(1, 5))
         kinds |= set(drawn.made)
+        packings.add(drawn.timeline.first.config.packing)
         policies |= {node.policy for each in drawn.timeline.segments for node in each.order.config.nodes}
         whole = Whole(drawn.timeline)
         reached += any(0 < each.begin < whole.end for each in drawn.timeline.segments)
@@ -404,4 +414,5 @@ def test_the_runs_meet_what_they_are_there_for(corpus: Corpus) -> None:
         at_once += len(set(begins)) < len(begins)
     assert kinds == set(KINDS)
     assert len(policies) == 7
+    assert packings == {"concat", "best_fit", "none"}
     assert min(reached, ended, 60 - ended) > 8 and at_once > 5

@@ -93,12 +93,6 @@ class ChildServer:
         """What ``RemoteDataset`` takes."""
         return f"grpc://{self._grpc}/{self.run}"
 
-    @property
-    def pid(self) -> int | None:
-        """The server's process; None while there is none."""
-        process = self._process
-        return None if process is None else process.pid
-
     def watch(self, fail: Callable[[BaseException], None]) -> None:
         """Tells of an end of the server for good."""
         with self._lock:

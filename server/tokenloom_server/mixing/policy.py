@@ -238,13 +238,6 @@ class Policy(ABC):
     def saved_weights(self, node: SavedNode) -> Sequence[float] | None:
         """The weights that a checkpoint's counters lead to; None where it does not say enough."""
 
-    def __eq__(self, other: object) -> bool:
-        """Policies have no state, so that all of one class are equal."""
-        return type(self) is type(other)
-
-    def __hash__(self) -> int:
-        return hash(self.name)
-
     def check(self, weights: Sequence[FileWeight], options: Mapping[str, Any]) -> None:
         """Raises ``ValueError`` for weights in the mixture file that mean nothing under this policy."""
         for i, weight in enumerate(weights):

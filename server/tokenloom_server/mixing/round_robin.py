@@ -44,7 +44,8 @@ class RoundRobinChooser(Chooser):
     def work_out(self, count: int) -> Choices:
         live = self._children.live
         turns = [self._children.picks[i] + self._mark.credits[i] for i in live]
-        late = [i for i, taken in zip(live, turns, strict=True) if taken < max(turns)]
+        most = max(turns)
+        late = [i for i, taken in zip(live, turns, strict=True) if taken < most]
         # Whoever has not had the present round comes first; then whole rounds.
         rounds = np.tile(np.array(live, np.intp), -(-count // len(live)))
         return np.concatenate([np.array(late, np.intp), rounds])

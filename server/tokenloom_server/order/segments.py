@@ -106,7 +106,7 @@ def revised(before: PipelineFactory, content: Mapping[str, Any]) -> PipelineFact
     elif len(listed) > len(known):
         # Those before are known, by the names that sources had then.
         excluded = exclusions.joined(excluded, exclusions.load(listed[len(known) :], base_dir, named))
-    return builder.under(before, config, manifest, excluded, estimates_from_json(content.get("extents", {})))
+    return builder.under(before, config, manifest, excluded, estimates_from_json(content))
 
 
 def files_of(factory: PipelineFactory) -> dict[str, tuple[Shard, ...]]:

@@ -83,7 +83,7 @@ def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt) -> 
         base = _state(snapshot.resume_state, shape_at)
         if base.sample_index > snapshot.sample_index:
             raise SnapshotInvalid(
-                f"resume_state is at sample {base.sample_index}, behind sample_index {snapshot.sample_index}"
+                f"resume_state is at sample {base.sample_index}, beyond sample_index {snapshot.sample_index}"
             )
         check_position(
             "", snapshot.sample_index, snapshot.total_tokens, snapshot.digest, shape_at(snapshot.sample_index)

@@ -9,7 +9,7 @@ from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.state import FileCursor, SourceState, State, begun_again, row_cursor
 from tokenloom_server.errors import JoinRefused, SnapshotInvalid
 from tokenloom_server.mixing.elsewhere import forked
-from tokenloom_server.order import foreign_snapshot, snapshot, snapshot_encode
+from tokenloom_server.order import foreign_snapshot, snapshot
 from tokenloom_server.order.builder import moves_parts
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.foreign_snapshot import Foreign, Source
@@ -62,10 +62,7 @@ class ForkHandler:
                     )
                 origin = self._origin(text, foreign)
                 coordinator.put_in_force(epoch, coordinator.timeline.with_origin(origin))
-            template = coordinator.order.record.template(coordinator.uid, coordinator.stream, 0)
-            return snapshot_encode.compose(
-                template, origin.state, origin.sample_index, origin.digest, origin.total_tokens
-            )
+            return self._history.seal(0, origin.state, origin.sample_index, origin.digest, origin.total_tokens)
 
     def _origin(self, text: str | bytes, foreign: Foreign) -> Origin:
         """Where this run begins; its state is that of the other run's sources as far as this run has them."""
@@ -92,7 +89,7 @@ class ForkHandler:
         return replace(origin, state=timeline.encode(state))
 
     def _refuse_other_tokens(self, foreign: Foreign) -> None:
-        ours = self._coordinator.order.record.template("", self._coordinator.stream, 0)["tokenizer"]
+        ours = self._coordinator.template()["tokenizer"]
         theirs = foreign.tokenizer or {}
         if theirs.get("digest") == ours["digest"] and "none" in (theirs.get("engine"), ours["engine"]):
             return  # in one of them every source holds ids, and so do those that both have
@@ -109,7 +106,7 @@ class ForkHandler:
             return
         if parent is None:
             raise SnapshotInvalid(
-                f"whether run {foreign.run!r} made its batches as this one does cannot be told: serve its mixture file "
+                f"whether run {foreign.run!r} made its batches as this one does is not known: serve its mixture file "
                 "with this server, too (tokenloom serve A.yaml B.yaml)"
             )
         theirs = parent.order_at(foreign.sample_index)
@@ -123,7 +120,7 @@ class ForkHandler:
     def _sources(self, text: str | bytes, foreign: Foreign) -> tuple[tuple[Source, ...], State | None]:
         """The other run's sources at the sample index; and its state, where this run has the same rules."""
         coordinator = self._coordinator
-        ours = coordinator.order.record.template("", coordinator.stream, 0)
+        ours = coordinator.template()
         fields = (foreign.config_digest, foreign.manifest_digest)
         carries = foreign.revisions or foreign.origin
         plain = fields == (ours["config_digest"], ours["manifest_digest"]) and not carries

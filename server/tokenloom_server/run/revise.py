@@ -150,7 +150,7 @@ class RevisionHandler:
         ]
         timeline = timeline.with_revisions((*timeline.revisions, *revisions))
         # Before anything is written: that the state is one of this run under them.
-        snapshot.parse(text, coordinator.order.record.template("", coordinator.stream, 0), timeline.shape_at)
+        snapshot.parse(text, coordinator.template(), timeline.shape_at)
 
         def write() -> None:
             for revision in revisions:

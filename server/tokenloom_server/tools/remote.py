@@ -23,8 +23,8 @@ from tokenloom_proto.credentials import (
     read_token,
     refuse_plaintext,
 )
+from tokenloom_proto.errors import named
 
-from tokenloom_server import errors
 from tokenloom_server.errors import ConfigError, TokenloomError
 from tokenloom_server.reports.receipt import Receipt, RevisionInfo, RunReport
 from tokenloom_server.reports.stats import MixtureInfo, NextLaunch, RunLosses, RunStats
@@ -184,9 +184,9 @@ class Remote:
                 name, message = str(problem["error"]), str(problem["message"])
             except (ValueError, KeyError, TypeError):
                 name, message = "", text[:200]
-            known = getattr(errors, name, None)
-            if isinstance(known, type) and issubclass(known, TokenloomError):
-                raise known(f"{url}: {error.code}: {message}") from None
+            fault = named(name, f"{url}: {error.code}: {message}")
+            if type(fault) is not TokenloomError:
+                raise fault from None
             # What only HTTP has a name for: a request that is wrong, or something that is no Tokenloom server.
             kind = ConfigError if name and error.code < 500 else ServerUnreachable
             raise kind(f"{url}: {error.code}: {message}") from None

@@ -8,8 +8,8 @@ from urllib.parse import unquote
 
 import grpc
 from tokenloom_proto.credentials import Credentials
+from tokenloom_proto.errors import named
 
-from tokenloom_server import errors
 from tokenloom_server.errors import ConfigError, TokenloomError
 from tokenloom_server.tools.remote import ServerUnreachable, token_to_look
 
@@ -67,9 +67,8 @@ class Servers:
         details = error.details() or error.code().name
         trailing = error.trailing_metadata() or ()
         name = next((str(entry.value) for entry in trailing if entry.key == "tokenloom-error"), "")
-        kind = getattr(errors, name, None)
-        if isinstance(kind, type) and issubclass(kind, TokenloomError):
-            return kind(details)
+        if name:
+            return named(name, details)
         return ServerUnreachable(
             f"{self.url}: no answer ({error.code().name}: {details}); give the gRPC address that `tokenloom serve` "
             "printed, and the run's name"
