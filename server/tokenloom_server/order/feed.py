@@ -44,9 +44,9 @@ class Feed:
                 self.exhausted = True
                 self.dropped_tokens = self._packer.dropped_tokens
                 break
-            assert block.places.first_sample == self._loaded, "a packer skipped or repeated samples"
+            assert block.origins.first_sample == self._loaded, "a packer skipped or repeated samples"
             self._loaded += len(block.ids)
-            self._held.append(block.places)
+            self._held.append(block.origins)
             self._ids += block.ids
             self._hashes += block.hashes
         return min(count, self._loaded - self.picked)
@@ -64,7 +64,7 @@ class Feed:
         place = self.place
         if self.picked != self._taken:
             last = self.picked - 1
-            place = next(held for held in reversed(self._held) if held.first_sample <= last).behind(last)
+            place = next(held for held in reversed(self._held) if held.first_sample <= last).after(last)
         return place.rows, tokens_in_row(place.cursor)
 
     def take(self, count: int) -> tuple[list[memoryview], list[int], list[SampleOrigins]]:
@@ -78,5 +78,5 @@ class Feed:
         while last - self._held[0].first_sample >= len(self._held[0].cursors):
             self._held.popleft()
             places.append(self._held[0])
-        self.place = places[-1].behind(last)
+        self.place = places[-1].after(last)
         return ids, hashes, places

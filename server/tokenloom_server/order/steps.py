@@ -212,7 +212,7 @@ class StepGroup:
         known = [*self.base.sources, *[SourceState()] * (len(counts) - len(self.base.sources))]
         samples = [was.samples + count for was, count in zip(known, counts, strict=True)]
         places = [
-            self._places(i, samples[i] - 1).behind(samples[i] - 1) if count else SourcePosition.of(was)
+            self._places(i, samples[i] - 1).after(samples[i] - 1) if count else SourcePosition.of(was)
             for i, (count, was) in enumerate(zip(counts, known, strict=True))
         ]
         return state_at(mark, samples, places, self.dropped_tokens[mark.segment.start.sample_index])
@@ -255,7 +255,7 @@ def state_at(
             cursor=place.cursor,
             samples=was.samples + more,
             rows=place.rows,
-            tally=place.tally,
+            row_counts=place.row_counts,
             lanes=place.lanes,
             tokens=was.tokens + more * config.sequence_length,
             dropped_tokens=dropped if out else 0,
