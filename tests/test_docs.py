@@ -162,62 +162,62 @@ def test_every_error_is_on_its_page_with_its_statuses() -> None:
             assert f"| `{name}` | {kind.grpc_status} | {kind.http_status} |" in page("errors")
 
 
-def test_the_bounds_of_plans_are_on_their_page() -> None:
-    text = page("plans")
-    for size in (size_estimates.COUNTED_BYTES, size_estimates.READ_BYTES, size_estimates.ENCODED_BYTES):
-        assert f"{size // 2**20} MiB" in text
-    assert f"| plans at a time over REST | {MAX_PLANS};" in page("limits")
-    for number in (size_estimates.MOST_PLACES, picture.SHOWN_SOURCES, segments.MAX_SEGMENTS):
-        assert f" {number} " in text
+def in_bytes(size: int) -> str:
+    unit, name = next((2**power, name) for power, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if size >> power)
+    return f"{size // unit} {name}"
 
 
-def test_the_bounds_of_reported_losses_are_in_the_docs() -> None:
-    bounds = section("losses", "Bounds")
-    for number in (losses.MAX_POINTS, losses.MAX_CELLS, losses.MIN_POINTS):
-        assert f"{number:,} " in bounds or f"{number:,}." in bounds
-    for number in (
-        losses.MAX_POINTS,
-        reports.QUEUED,
-        inspect.signature(tokenloom.token_losses).parameters["chunk_tokens"].default,
-    ):
-        assert f"{number:,} " in page("losses")
-    assert (reports.CALL_S, reports.PAUSE_S) == (5, 2), "as the table of deadlines says"
+def bounds() -> dict[str, tuple[str, list[str]]]:
+    """By what they are the bounds of: the text that names them, and each as it stands there."""
+    chunk_tokens = inspect.signature(tokenloom.token_losses).parameters["chunk_tokens"].default
+    aside = REFUSAL_THREADS + OPEN_THREADS + READ_THREADS + PEEK_THREADS
+    counts = (aside, PEEK_THREADS, MAX_PEEKS, MAX_CALLS, MAX_WORLD_SIZE, MAX_RUNS, MAX_SAVED_SNAPSHOTS, MAX_REVISIONS)
+    sizes = (MAX_REQUEST_BYTES, MAX_BODY_BYTES, MAX_STEP_BYTES, MAX_SNAPSHOT_BYTES, SMALL_REQUEST_BYTES)
+    plan_sizes = (size_estimates.COUNTED_BYTES, size_estimates.READ_BYTES, size_estimates.ENCODED_BYTES)
+    plan_counts = (size_estimates.MOST_PLACES, picture.SHOWN_SOURCES, segments.MAX_SEGMENTS)
+    ahead = f"{past.AHEAD_SAMPLES:,} samples"
+    return {
+        "a server": (
+            section("limits", "Bounds"),
+            [*(f"{bound:,}" for bound in (*counts, MAX_CONNECTIONS)), *map(in_bytes, (*sizes, MAX_REPORT_BYTES))],
+        ),
+        "plans": (page("plans"), [*map(in_bytes, plan_sizes), *map(str, plan_counts)]),
+        "plans at a time": (page("limits"), [f"| plans at a time over REST | {MAX_PLANS};"]),
+        "a curve of losses": (
+            section("losses", "Bounds"),
+            [f"{number:,}" for number in (losses.MAX_POINTS, losses.MAX_CELLS, losses.MIN_POINTS)],
+        ),
+        "reports": (page("losses"), [f"{number:,} " for number in (losses.MAX_POINTS, reports.QUEUED, chunk_tokens)]),
+        "peeks": (
+            section("inspecting", "Peek: the samples at an index"),
+            [ahead, f"{past.MAX_PEEKS} per run", f"{peeking.REST_S:g} s", in_bytes(peeking.MAX_STEP_BYTES)],
+        ),
+        "the command of peeks": (get_command(command_line).commands["peek"].help, [ahead]),  # type: ignore[attr-defined]
+        "traces": (
+            section("inspecting", "Trace: the documents of a sample"),
+            [
+                *(f"{tracing.MAX_TOKENS:,} tokens", f"{tracing.MAX_TEXT_TOKENS:,} with text"),
+                *(f"{tracing.MAX_DOCUMENTS:,} documents", f"{tracing.MAX_FORWARD_S:g} s"),
+                *(f"the {past.MAX_PEEKS} peeks", ahead, *(f"`{status}`" for status in get_args(traced.Status))),
+            ],
+        ),
+        "prepared shards": (
+            section("prepare", "Details"),
+            [f"{bound:,}" for bound in (shards.BATCH_IDS, shards.BATCH_ROWS, shards.MAX_ROW_IDS)],
+        ),
+        "exports": (section("export", "Details"), [f" {export.BATCH_IDS:,} ", f"| {sample_range.SEARCH_S:g} s "]),
+        "skips": (section("checkpoints", "Skip a bad range"), [f"{MAX_SKIPPED_TOKENS:,} tokens"]),
+    }
 
 
-def test_the_bounds_of_peeks_are_on_their_page() -> None:
-    text = section("inspecting", "Peek: the samples at an index")
-    for bound in (f"{past.AHEAD_SAMPLES:,} samples", f"{past.MAX_PEEKS} per run", f"{peeking.REST_S:g} s"):
-        assert bound in text
-    assert f"{peeking.MAX_STEP_BYTES // 2**20} MiB" in text
-    peek = get_command(command_line).commands["peek"]  # type: ignore[attr-defined]
-    assert f"{past.AHEAD_SAMPLES:,} samples" in peek.help
+@pytest.mark.parametrize("what", bounds())
+def test_every_bound_is_on_its_page(what: str) -> None:
+    text, named = bounds()[what]
+    assert [bound for bound in named if not re.search(rf"(?<![\d,]){re.escape(bound)}(?!\d)", text)] == []
 
 
-def test_the_bounds_of_traces_are_on_their_page() -> None:
-    text = section("inspecting", "Trace: the documents of a sample")
-    for bound in (
-        f"{tracing.MAX_TOKENS:,} tokens",
-        f"{tracing.MAX_TEXT_TOKENS:,} with text",
-        f"{tracing.MAX_DOCUMENTS:,} documents",
-        f"{tracing.MAX_FORWARD_S:g} s",
-        f"the {past.MAX_PEEKS} peeks",
-        f"{past.AHEAD_SAMPLES:,} samples",
-    ):
-        assert bound in text
-    assert all(f"`{status}`" in text for status in get_args(traced.Status))
-
-
-def test_the_bounds_of_prepared_shards_and_exports_are_on_their_pages() -> None:
-    assert all(
-        f" {bound:,} " in section("prepare", "Details")
-        for bound in (shards.BATCH_IDS, shards.BATCH_ROWS, shards.MAX_ROW_IDS)
-    )
-    assert f" {export.BATCH_IDS:,} " in section("export", "Details")
-    assert f"| {sample_range.SEARCH_S:g} s " in section("export", "Details")
-
-
-def test_the_bound_of_skips_is_on_the_page_of_checkpoints() -> None:
-    assert f"{MAX_SKIPPED_TOKENS:,} tokens" in section("checkpoints", "Skip a bad range")
+def test_the_deadlines_of_reports_are_those_of_the_table() -> None:
+    assert (reports.CALL_S, reports.PAUSE_S) == (5, 2)
 
 
 def test_the_tables_of_routes_and_metrics_are_those_of_the_code() -> None:
@@ -233,33 +233,6 @@ def test_every_rpc_is_on_the_page_of_access_with_its_token() -> None:
     for method, rpc in servicer.rpcs().items():
         name = method.rpartition("/")[2]
         assert [token for names, token in rows.items() if f"`{name}`" in names] == [words[rpc.scope]], method
-
-
-def test_every_bound_is_on_the_page_of_limits() -> None:
-    bounds = section("limits", "Bounds")
-    aside = REFUSAL_THREADS + OPEN_THREADS + READ_THREADS + PEEK_THREADS
-    for bound in (
-        aside,
-        PEEK_THREADS,
-        MAX_PEEKS,
-        MAX_CALLS,
-        MAX_WORLD_SIZE,
-        MAX_RUNS,
-        MAX_SAVED_SNAPSHOTS,
-        MAX_REVISIONS,
-        MAX_CONNECTIONS,
-    ):
-        assert re.search(rf"[| ]{bound:,}\b", bounds), bound
-    for size in (
-        MAX_REQUEST_BYTES,
-        MAX_BODY_BYTES,
-        MAX_STEP_BYTES,
-        MAX_SNAPSHOT_BYTES,
-        SMALL_REQUEST_BYTES,
-        MAX_REPORT_BYTES,
-    ):
-        unit, name = next((2**power, name) for power, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if size >> power)
-        assert f"{size // unit} {name}" in bounds
 
 
 def test_every_setting_of_the_environment_is_documented() -> None:

@@ -127,11 +127,35 @@ class Older:
         """Wherever the server found its place."""
         return True
 
-    def _unknown(self, what: str) -> RuntimeError:
+    def _unknown(self, name: str) -> RuntimeError:
         return RuntimeError(
-            f"{what}: an older data loader's checkpoint was loaded, and where that stands in this run's order is known "
+            f"{name}: an older data loader's checkpoint was loaded, and where that stands in this run's order is known "
             "once the run is joined: call iter() on the dataset first"
         )
+
+
+class Positioned:
+    """What stands somewhere in the run's one global order."""
+
+    @property
+    def sample_index(self) -> int:
+        """End of the last batch yielded."""
+        return self._position.sample_index
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of the whole run up to there, over all ranks and restarts."""
+        return self._position.total_tokens
+
+    @property
+    def digest(self) -> str:
+        """Rolling digest of all samples up to there: equal digests are equal data."""
+        return self._position.digest
+
+    @property
+    def _position(self) -> Point | Loaded | Older:
+        """Where that is."""
+        raise NotImplementedError
 
 
 def _is_older(text: str) -> bool:

@@ -8,6 +8,38 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+__all__ = [
+    "AttemptUsed",
+    "BeyondHorizon",
+    "ConfigError",
+    "CounterOverflow",
+    "Fenced",
+    "Forbidden",
+    "JoinRefused",
+    "LeaseHeld",
+    "LedgerError",
+    "LedgerRolledBack",
+    "LedgerUnavailable",
+    "LedgerUnsafe",
+    "LimitExceeded",
+    "NotFound",
+    "NotLeader",
+    "OrderMismatch",
+    "ProtocolError",
+    "RankStalled",
+    "ResumePointNeeded",
+    "RunBusy",
+    "ServerStopping",
+    "SnapshotInvalid",
+    "SourceChanged",
+    "SourceError",
+    "StorageError",
+    "TokenizerError",
+    "TokenloomError",
+    "TooManyPeeks",
+    "Unauthenticated",
+]
+
 
 class TokenloomError(Exception):
     """Root of all errors that Tokenloom raises on purpose. A kind names its statuses beside its parent, whose it has

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,6 +41,14 @@ def checksum(body: Mapping[str, Any]) -> str:
     return _checksum(canonical(body))
 
 
+def strict_json(text: str | bytes) -> Any:
+    """Reads JSON that means one thing to every reader: no key twice, no NaN, no infinity.
+
+    Raises ``ValueError``, and ``RecursionError`` for what lies too deep.
+    """
+    return json.loads(text, object_pairs_hook=_unique_keys, parse_float=_finite, parse_constant=_refuse_number)
+
+
 def unseal(text: str | bytes) -> dict[str, Any]:
     """Reads a sealed document back.
 
@@ -47,8 +56,8 @@ def unseal(text: str | bytes) -> dict[str, Any]:
     object, when it names a key twice, or when its checksum is missing or differs.
     """
     try:
-        document = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        document = strict_json(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"a snapshot is a JSON object, but this does not parse: {error}") from None
     if not isinstance(document, dict):
         raise ValueError(f"a snapshot is a JSON object, but this is a {type(document).__name__}")
@@ -70,11 +79,18 @@ def _checksum(text: str) -> str:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a snapshot names each key once, but this one repeats a key")
-    return result
+    document: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in document:
+            raise ValueError(f"the key {json.dumps(key)[:100]} is there twice")
+        document[key] = value
+    return document
 
 
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"a snapshot holds finite numbers only, but this one has {name}")
+def _finite(digits: str) -> float:
+    value = float(digits)
+    return value if math.isfinite(value) else _refuse_number(digits[:40])
+
+
+def _refuse_number(name: str) -> float:
+    raise ValueError(f"{name} is not a number in JSON; numbers are finite here")

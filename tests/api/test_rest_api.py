@@ -16,6 +16,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.memory_service import MemoryService, run_plan, run_stats
+from support.waiting import wait_for
 from tokenloom_proto.seal import unseal
 from tokenloom_server import errors
 from tokenloom_server.api.page import FILES
@@ -136,10 +137,7 @@ def test_more_plans_than_a_server_makes_at_once_are_refused_and_others_answered(
     try:
         for thread in asking:
             thread.start()
-        deadline = time.monotonic() + 20
-        while service.calls < MAX_PLANS:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for(lambda: service.calls >= MAX_PLANS, "as many plans")
         for route in ("plan", "plan.svg"):
             assert "ask again" in problem(http.get(f"/v1/runs/{RUN}/{route}"), 409, "LimitExceeded")
         assert http.get("/v1/runs").status_code == 200
@@ -286,10 +284,7 @@ def test_a_fault_of_our_own_says_nothing_but_is_logged(
     answer = http.get(f"/v1/runs/{RUN}/stats")
     assert "secret" not in problem(answer, 500, "InternalError")
     assert answer.headers["x-content-type-options"] == "nosniff"
-    deadline = time.monotonic() + 5
-    while "a secret of the server" not in caplog.text and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert "a secret of the server" in caplog.text
+    wait_for(lambda: "a secret of the server" in caplog.text, "the line in the log", 5)
 
 
 def test_what_does_not_exist_is_404_in_the_same_shape(http: httpx.Client) -> None:
@@ -564,10 +559,7 @@ def test_alive_is_answered_while_every_worker_waits(shared: tuple[Any, RestServe
     try:
         for thread in waiting:
             thread.start()
-        deadline = time.monotonic() + 10
-        while service.calls < 40 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert service.calls == 40, "the worker threads are not all taken"
+        wait_for(lambda: service.calls == 40, "a call on every worker thread", 10)
         assert httpx.get(f"{url}/healthz", timeout=5, trust_env=False).status_code == 200
     finally:
         service.gate.set()

@@ -10,7 +10,6 @@ import hmac
 import re
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from support.corpora import flat, write_txt
 from support.memory_service import MemoryService, run_stats
+from support.waiting import wait_for
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.credentials import MAX_CHARACTERS, MIN_CHARACTERS, find_token, is_loopback, refuse_plaintext
 from tokenloom_proto.protocol import VERSION
@@ -384,11 +384,15 @@ def test_a_stranger_is_refused_before_a_message_is_read(channel: grpc.Channel, m
     assert outcome(channel, method, None, ends=False) == (grpc.StatusCode.UNAUTHENTICATED, "Unauthenticated")
 
 
+def count_threads(pool: str) -> int:
+    return sum(thread.name.startswith(pool) for thread in threading.enumerate())
+
+
 def test_strangers_take_few_threads_and_none_of_the_trainers(channel: grpc.Channel) -> None:
     for _ in range(100):
         outcome(channel, "/tokenloom.v2.DataLoader/Join", None, b"")
 
-    assert len([thread for thread in threading.enumerate() if thread.name.startswith("grpc-refusal_")]) <= 2
+    assert count_threads("grpc-refusal_") <= 2
 
 
 @pytest.mark.parametrize(
@@ -407,12 +411,7 @@ def test_who_only_looks_takes_no_thread_of_the_trainers_and_health_has_threads_o
     call_it = channel.stream_stream(f"/tokenloom.v2.DataLoader/{name}")
     waiting = [call_it(silent(), metadata=metadata_of(f"Bearer {READ}"), timeout=40) for _ in range(most + 5)]
     try:
-        deadline = time.monotonic() + 20
-        names: list[str] = []
-        while len(names) < most and time.monotonic() < deadline:
-            time.sleep(0.01)
-            names = [thread.name for thread in threading.enumerate() if thread.name.startswith(pool)]
-        assert len(names) == most
+        wait_for(lambda: count_threads(pool) == most, f"{most} threads of {pool}")
         join = outcome(channel, "/tokenloom.v2.DataLoader/Join", f"Bearer {CONTROL}", b"")
         assert join == (grpc.StatusCode.NOT_FOUND, "NotFound")
         assert outcome(channel, "/grpc.health.v1.Health/Check", None, b"")[0] is grpc.StatusCode.OK
@@ -603,9 +602,7 @@ def test_a_call_beyond_the_places_is_refused_at_once(tmp_path: Path, monkeypatch
             open_stream = channel.stream_stream("/tokenloom.v2.DataLoader/Stream")
             calls = [open_stream(silent(), timeout=20) for _ in range(5)]
             try:
-                deadline = time.monotonic() + 15
-                while sum(call.done() for call in calls) < 3 and time.monotonic() < deadline:
-                    time.sleep(0.01)
+                wait_for(lambda: sum(call.done() for call in calls) >= 3, "three refusals")
                 refused = [call.code() for call in calls if call.done()]
                 assert refused == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 3
                 found = outcome(channel, "/tokenloom.v2.DataLoader/Stats", None, b"")

@@ -24,15 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
+from support.digest import digest_after
 
 from chaos.corpus import SOURCES
 from chaos.records import LENGTH, read_records
 
-#: The rule of the rolling digest, as the wire contract states it.
-DIGEST_MULTIPLIER = 0x5BD1E995CC9E2D51A3C59AC72E1B6F4D
-DIGEST_MODULUS = 2**127 - 1
 #: Faults that are listed; one is enough to fail.
 _LISTED = 20
 
@@ -227,7 +224,7 @@ def _digests(order: _Order) -> list[str]:
     value, found = 0, ["0" * 32]
     rows = np.ascontiguousarray(order.ids.astype("<u4"))
     for source, row in zip(order.sources.tolist(), rows, strict=True):
-        value = (value * DIGEST_MULTIPLIER + xxhash.xxh3_128_intdigest(row.data, seed=source)) % DIGEST_MODULUS
+        value = digest_after(value, source, row.data)
         found.append(f"{value:032x}")
     return found
 

@@ -338,9 +338,7 @@ def redis_back_without(world: World, draw: random.Random, lost: str) -> Iterator
     world.observer.note_loss()
     yield
     world.redis.start()
-    for rank, name in enumerate(job.names):
-        what = f"that rank {rank} of {job.attempt} hears of the ledger's loss"
-        world.wait(lambda name=name: world.ranks.status(name) is not None, what)  # type: ignore[misc]
+    world.wait_ended(job, "hearing of the ledger's loss")
     launch = world.relaunch(draw)
     if lost == "everything":
         assert launch.start is not None
@@ -511,9 +509,7 @@ def rank_killed_and_nobody_sees_it(world: World, draw: random.Random) -> Iterato
     job.may_end_with.add("RankStalled")
     world.signal(signal.SIGKILL, job, gone)
     yield
-    for rank, name in enumerate(job.names):
-        what = f"that rank {rank} of {job.attempt} hears that rank {gone} is gone"
-        world.wait(lambda name=name: world.ranks.status(name) is not None, what)  # type: ignore[misc]
+    world.wait_ended(job, f"hearing that rank {gone} is gone")
     world.relaunch(draw)
 
 
@@ -575,8 +571,7 @@ def second_launch_by_mistake(world: World, draw: random.Random) -> Iterator[None
     world.wait(lambda: world.ranks.status(second.names[0]) is not None, "the refusal of a second launch")
     # The others ask for longer, in case that rank 0 is only cut off; its launcher ends them with it.
     world.signal(signal.SIGKILL, second)
-    for name in second.names:
-        world.wait(lambda name=name: world.ranks.status(name) is not None, "the end of a second launch")  # type: ignore[misc]
+    world.wait_ended(second, "the end of a second launch")
 
 
 # All of it

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import xxhash
 from numpy.typing import NDArray
+from support.digest import digest_after
 
-from chaos.checker import DIGEST_MODULUS, DIGEST_MULTIPLIER, check
+from chaos.checker import check
 from chaos.corpus import SOURCES
 from chaos.records import LENGTH, record_type
 
@@ -40,7 +40,7 @@ class Files:
         self.digests = ["0" * 32]
         value = 0
         for source, row in zip(sources.tolist(), ids, strict=True):
-            value = (value * DIGEST_MULTIPLIER + xxhash.xxh3_128_intdigest(row.tobytes(), seed=source)) % DIGEST_MODULUS
+            value = digest_after(value, source, row.tobytes())
             self.digests.append(f"{value:032x}")
         self.sources, self.ids = sources, ids
         self.launches = {f"{n:04d}": self._launch(*launch) for n, launch in enumerate(LAUNCHES)}

@@ -132,10 +132,9 @@ class World:
             self.redis = RedisServer(folder / "redis").start()
             self.ledger_links = [Proxy(self._loop, self.redis.port) for _ in range(servers)]
             urls = [f"redis://127.0.0.1:{link.port}/0?socket_timeout={REDIS_TIMEOUT_S:g}" for link in self.ledger_links]
-            self.observer = Observer(RUN, folder / "ledger.jsonl", redis_port=self.redis.port)
         else:
             urls = [f"sqlite:///{folder}/ledger.db"] * servers
-            self.observer = Observer(RUN, folder / "ledger.jsonl", file=folder / "ledger.db")
+        self.observer = Observer(RUN, folder / "ledger.jsonl", self.redis.url() if self.redis else urls[0])
         self.mixture = write_mixture(corpus / f"{folder.name}.yaml", RUN, random.Random(seed).randrange(1000))
         options = [*OPTIONS, *(["--standby"] if servers > 1 else [])]
         self.servers = [
@@ -375,8 +374,16 @@ class World:
         """As a scheduler does when one rank has died."""
         assert self.job is not None
         self.signal(signal.SIGKILL)
-        for name in self.job.names:
-            self.wait(lambda name=name: self.ranks.status(name) is not None, "the end of killed ranks", ENDING_S)  # type: ignore[misc]
+        self.wait_ended(self.job, "the end of killed ranks", ENDING_S)
+
+    def wait_ended(self, launch: Launch, what: str, seconds: float = LIVENESS_S) -> None:
+        """Until every rank of a launch has ended, each within a time."""
+        for rank, name in enumerate(launch.names):
+            self.wait(
+                lambda name=name: self.ranks.status(name) is not None,  # type: ignore[misc]
+                f"rank {rank} of {launch.attempt}: {what}",
+                seconds,
+            )
 
     def fresh_index(self) -> tuple[Launch, int]:
         """The job, and a number of steps: once every rank has so many, it got what was produced after now."""
@@ -401,12 +408,7 @@ class World:
         while self.zombies:
             launch = self.zombies.pop()
             self.signal(signal.SIGCONT, launch)
-            for rank, name in enumerate(launch.names):
-                self.wait(
-                    lambda name=name: self.ranks.status(name) is not None,  # type: ignore[misc]
-                    f"the end of rank {rank} of {launch.attempt}, which is fenced,",
-                    ENDING_S,
-                )
+            self.wait_ended(launch, "its end, since it is fenced,", ENDING_S)
             self.tend()
 
     # The end
@@ -422,8 +424,7 @@ class World:
         draft = job.folder / "stop.draft"
         draft.write_text(str(index))
         draft.replace(job.folder / "stop")
-        for name in job.names:
-            self.wait(lambda name=name: self.ranks.status(name) is not None, "the end of the ranks")  # type: ignore[misc]
+        self.wait_ended(job, "its end")
         statuses = [self.ranks.status(name) for name in job.names]
         if any(statuses):
             raise LivenessFailed(f"ranks ended with {statuses}:\n{self.tell()}")

@@ -166,7 +166,7 @@ def test_a_long_wait_is_logged_with_what_is_waited_for(
     with serving(script) as (_, url, _), RemoteDataset(url, 1) as dataset:
         batches = iter(dataset)
         assert dataset._connection is not None
-        threading.Timer(0.6, dataset._connection.on_silence).start()
+        threading.Timer(0.6, dataset._connection.break_stream).start()
         next(batches)
 
     assert "no batch for 0 s; waiting for: the stream to open" in caplog.text
@@ -187,7 +187,7 @@ def test_a_batch_that_does_not_come_is_an_error_in_the_end_behind_which_the_trai
         ):
             next(batches)
         assert dataset._connection is not None
-        dataset._connection.on_silence()
+        dataset._connection.break_stream()
 
         assert next(batches)["sample_index"] == 1
 
@@ -240,7 +240,7 @@ def test_a_stream_that_breaks_behind_the_last_step_is_reopened_at_once_for_the_r
         next(batches)
         time.sleep(0.2)
         assert dataset._connection is not None
-        dataset._connection.on_silence()
+        dataset._connection.break_stream()
         assert eventually(lambda: len(server.opens) == 2)
         assert server.opens[-1].received_through == 4
         assert list(samples(dataset)) == [1, 2, 3]
@@ -257,7 +257,7 @@ def test_closing_while_the_stream_is_broken_still_delivers_the_last_report() -> 
         next(batches)
         assert eventually(lambda: dataset._connection is not None and dataset._connection.buffer.received_through == 4)
         assert dataset._connection is not None
-        dataset._connection.on_silence()
+        dataset._connection.break_stream()
         assert list(samples(dataset)) == [1, 2, 3]
         dataset.close()
 

@@ -13,10 +13,12 @@ import yaml
 from support.catalog import CATALOG
 from support.corpora import CODE, DOCS, PROSE, flat, mixture, parsed
 from tokenloom_server.config import mixture_file as config
-from tokenloom_server.config.node import walk
+from tokenloom_server.config.node import NodeConfig, walk
 from tokenloom_server.config.order_fields import order_digest, order_fields
 from tokenloom_server.config.run import RunConfig
+from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.errors import ConfigError
+from tokenloom_server.mixing.catalog import policies
 
 Change = Callable[[dict[str, Any]], Any]
 
@@ -39,15 +41,20 @@ def changed(change: Change) -> dict[str, Any]:
     return document
 
 
+def parent_of(document: Any, path: str) -> tuple[Any, str]:
+    """What holds ``mixture.children.0.weight`` and the like, and the last part of the path."""
+    *parents, last = path.split(".")
+    for part in parents:
+        document = document[int(part)] if part.isdigit() else document[part]
+    return document, last
+
+
 def put(path: str, value: Any) -> Change:
     """Sets ``mixture.children.0.weight`` and the like."""
 
     def change(document: dict[str, Any]) -> None:
-        *parents, last = path.split(".")
-        at: Any = document
-        for part in parents:
-            at = at[int(part)] if part.isdigit() else at[part]
-        at[last] = value
+        section, field = parent_of(document, path)
+        section[field] = value
 
     return change
 
@@ -73,6 +80,7 @@ def packed(packing: str, *, loss_mask: str | None = None, **fields: Any) -> Chan
     return change
 
 
+POLICIES = tuple(policies())
 BAD = [
     ("sequenze_length", 8, "unknown key"),
     ("mixture.children.0.epoch", 2, "unknown key"),
@@ -102,11 +110,7 @@ BAD = [
     ("mixture.children.0.source", 7, "valid string"),
     ("mixture.children.2.children.0.source", CODE, "mixture.children.0"),
     ("mixture.children.1.alias", "code", "mixture.children.0"),
-    (
-        "mixture.policy",
-        "fewest",
-        "'round_robin', 'sequential', 'soft_sequential', 'balance_remaining' or 'schedule'",
-    ),
+    ("mixture.policy", "fewest", f"{', '.join(map(repr, POLICIES[:-1]))} or {POLICIES[-1]!r}"),
     ("mixture.on_exhausted", "repeat", "'drop' or 'stop'"),
     ("mixture.children", [], "at least 1"),
     ("mixture.children", "a.txt", "valid list"),
@@ -151,7 +155,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("policy", ["round_robin", "sequential"])
+@pytest.mark.parametrize("policy", [name for name in POLICIES if policies()[name].takes == "nothing"])
 def test_a_weight_under_a_policy_that_knows_none_is_refused(policy: str) -> None:
     with pytest.raises(ConfigError, match=f"mixture: children.0.weight: found 2, but the policy '{policy}' knows no"):
         parsed(changed(put("mixture.policy", policy)))
@@ -212,12 +216,9 @@ def test_a_bad_rule_for_rows_is_refused_with_its_place(path: str, value: Any, sa
 
 @pytest.mark.parametrize("path", ["run", "sequence_length", "mixture", "mixture.policy", "mixture.children.0.source"])
 def test_a_missing_field_is_named(path: str) -> None:
-    *parents, last = path.split(".")
     document = mixture()
-    at: Any = document
-    for part in parents:
-        at = at[int(part)] if part.isdigit() else at[part]
-    del at[last]
+    section, field = parent_of(document, path)
+    del section[field]
     with pytest.raises(ConfigError, match=f"^mixture.yaml: {path}: is missing$"):
         parsed(document)
 
@@ -309,13 +310,8 @@ def test_a_minimal_file_has_the_documented_defaults(tmp_path: Path) -> None:
     path = tmp_path / "mixture.yaml"
     path.write_text(MINIMAL)
     found = config.load(path, CATALOG)
-    assert (found.run, found.seed, found.packing, found.labels, found.last_micro_step) == (
-        "wiki",
-        0,
-        "concat",
-        "same",
-        "drop",
-    )
+    values = found.run, found.seed, found.packing, found.labels, found.last_micro_step
+    assert values == ("wiki", 0, "concat", "same", "drop")
     assert [source.epochs for source in found.sources] == [1.0, math.inf]
     assert [source.weight for source in found.sources] == [1.0, 1.0]
     assert found.mixture.on_exhausted == "drop"
@@ -325,10 +321,8 @@ def test_numbers_that_yaml_reads_as_text_are_numbers_all_the_same(tmp_path: Path
     # YAML 1.1 knows no exponent without a point.
     path = tmp_path / "mixture.yaml"
     path.write_text(MINIMAL.replace("epochs: .inf", "weight: 1e-3\n      epochs: inf"))
-    assert (config.load(path, CATALOG).sources[1].weight, config.load(path, CATALOG).sources[1].epochs) == (
-        0.001,
-        math.inf,
-    )
+    source = config.load(path, CATALOG).sources[1]
+    assert (source.weight, source.epochs) == (0.001, math.inf)
 
 
 def test_source_ids_are_depth_first() -> None:
@@ -386,8 +380,6 @@ def test_a_schedule_without_any_weight_somewhere_is_refused() -> None:
     [
         (put("mixture.children.0.weight", [[0, 1]]), "mixture: children.0.weight: found 1 points, but the policy"),
         (put("mixture.weight", [[0, 1]]), "mixture.weight: found points, but the root has no siblings"),
-        (put("mixture.policy", "balance_remaining"), "mixture: children.0.weight: found 2, but the policy"),
-        (put("mixture.policy", "soft_sequential"), "mixture: children.0.weight: found 2, but the policy"),
         (put("mixture.unit", "samples"), "mixture: unit: is for the policy 'weighted', but this is 'least_consumed'"),
         (put("mixture.interpolate", "step"), "mixture: interpolate: is for the policy 'schedule'"),
         (put("mixture.children.0.max_tokens", 7), "mixture.children.0.max_tokens: 7 is less than one sample of 8"),
@@ -410,7 +402,7 @@ def test_numbers_of_tokens_may_be_written_with_an_exponent(tmp_path: Path) -> No
     assert (source.max_tokens, source.weight) == (10**9, [(0, 1.0), (250_000_000, 0.001)])
 
 
-@pytest.mark.parametrize("policy", ["soft_sequential", "balance_remaining"])
+@pytest.mark.parametrize("policy", [name for name in POLICIES if policies()[name].estimates])
 def test_what_has_no_end_is_refused_where_its_end_decides(policy: str) -> None:
     document = flat(["txt:0:text"], policy)
     inner: dict[str, Any] = {"policy": "weighted", "epochs": math.inf, "children": [{"source": "txt:1:text"}]}
@@ -460,45 +452,13 @@ SAME_ORDER: dict[str, Change] = {
     "an override that says what the run says": put("mixture.children.0.add_bos", False),
     "an override of the end of text that says what the run says": put("mixture.children.0.add_eot", True),
 }
-DEFAULTS = {
-    "packing": "concat",
-    "tail": "drop",
-    "pack_window_rows": 8192,
-    "pack_window_tokens": 4194304,
-    "long_rows": "truncate",
-    "padding": "right",
-    "pad_id": 0,
-    "mixture.children.0.loss_mask": None,
-    "labels": "same",
-    "add_bos": False,
-    "add_eot": True,
-    "special_tokens_in_text": "text",
-    "vocab_size": None,
-    "end_of_text_id": None,
-    "begin_of_text_id": None,
-    "on_bad_row": "fail",
-    "max_bad_rows": None,
-    "mixture.children.0.filter": None,
-    "mixture.children.0.template": None,
-    "mixture.children.0.fim": None,
-    "mixture.children.0.holdout": None,
-    "streams": {},
-    "mixture.on_exhausted": "drop",
-    "mixture.children.1.weight": 1,
-    "mixture.children.0.epochs": 1,
-    "mixture.children.2.children.0.add_bos": None,
-    "mixture.epochs": 1,
-    "mixture.max_tokens": None,
-    "mixture.unit": "tokens",
-    "mixture.interpolate": "linear",
-    "mixture.children.0.max_tokens": None,
-    "mixture.children.0.on_exhausted": None,
-    "mixture.children.0.commit": None,
-    "mixture.children.0.shuffle": "none",
-    "mixture.children.0.shuffle_window_rows": 65_536,
-    "mixture.children.0.lanes": 1,
-}
-SAME_ORDER |= {f"the default of {path} written out": put(path, value) for path, value in DEFAULTS.items()}
+#: Fields of which this server alone writes the value.
+SERVERS_OWN = {"id", "presence"}
+for prefix, section in (("", RunConfig), ("mixture.", NodeConfig), ("mixture.children.0.", SourceConfig)):
+    for name, field in section.model_fields.items():
+        if not field.is_required() and name not in {*parent_of(mixture(), f"{prefix}x")[0], *SERVERS_OWN}:
+            default = field.get_default(call_default_factory=True)
+            SAME_ORDER[f"the default of {prefix}{name} written out"] = put(f"{prefix}{name}", default)
 
 OTHER_ORDER: dict[str, Change] = {
     "seed": put("seed", 8),

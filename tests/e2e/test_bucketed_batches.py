@@ -217,7 +217,7 @@ def test_a_fork_goes_on_in_the_same_batches_and_another_way_of_making_them_is_re
         next(iter(other))
     with (
         RemoteDataset(server.url("other"), rank=0, world_size=1, attempt="older") as older,
-        pytest.raises(TokenloomError, match="an older data loader's checkpoint tells rows of files"),
+        pytest.raises(TokenloomError, match="an older data loader's checkpoint names rows of files"),
     ):
         entry = {"spec": "arrow:more:*", "shard": "more/data-00000-of-00001.arrow", "row_offset": 4}
         older.load_state_dict({"resume_state": {"datasets": [entry]}})

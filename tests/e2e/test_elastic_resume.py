@@ -3,46 +3,24 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 import time
 from collections.abc import Callable
-from urllib.parse import urlsplit
 
-import redis
-from conftest import Corpus, Rpc, StartServer
+from conftest import LENGTH, Corpus, Rpc, StartServer
+from support import ledger_view
 from support.server_process import ServerProcess
 from support.trainer import Receipt, Sample, World, rolling_digest
 
 
-def plain_counters(server: ServerProcess, run: str) -> tuple[int, dict[str, int], dict[str, int], dict[str, int]]:
-    """(sample index, samples, rows and tokens by spec) in the ledger, read as any outsider may."""
-    if server.ledger.startswith("redis"):
-        with redis.Redis(port=urlsplit(server.ledger).port or 0, decode_responses=True) as client:
-            uid = client.hget("tokenloom:runs", f"{run}/train")
-            key = f"tokenloom:{{{uid}}}:train"
-            counters = [client.hgetall(f"{key}:{name}") for name in ("samples", "rows", "tokens")]
-            samples, rows, tokens = ({spec: int(value) for spec, value in each.items()} for each in counters)
-            return int(client.hget(key, "sample_index") or 0), samples, rows, tokens
-    connection = sqlite3.connect(f"file:{server.ledger_file}?mode=ro", uri=True)
-    try:
-        (run_id,) = connection.execute("SELECT id FROM runs WHERE name = ? AND stream = 'train'", (run,)).fetchone()
-        (index,) = connection.execute("SELECT sample_index FROM committed WHERE run = ?", (run_id,)).fetchone()
-        rows = connection.execute(
-            "SELECT spec, samples, rows, tokens FROM counters WHERE run = ?", (run_id,)
-        ).fetchall()
-    finally:
-        connection.close()
-    by_name: list[dict[str, int]] = [{row[0]: row[1 + i] for row in rows} for i in range(3)]
-    return index, by_name[0], by_name[1], by_name[2]
-
-
 def assert_counted(server: ServerProcess, run: str, corpus: Corpus, committed: list[Sample]) -> None:
     """The ledger holds exactly what a recount of the tensors gives."""
-    index, samples, rows, tokens = plain_counters(server, run)
-    assert index == len(committed)
-    assert tokens == corpus.tokens(committed)
-    assert rows == corpus.rows(committed)
-    assert samples == {spec: count // len(committed[0].ids) for spec, count in tokens.items()}
+    found = ledger_view.committed(server.ledger, run)
+    assert found is not None
+    tokens, rows = corpus.tokens(committed), corpus.rows(committed)
+    assert found["sample_index"] == len(committed)
+    assert found["counters"] == {
+        spec: {"samples": count // LENGTH, "rows": rows[spec], "tokens": count} for spec, count in tokens.items()
+    }
 
 
 def test_4_2_3_and_1_ranks_with_other_batch_sizes_get_one_sequence_with_the_server_stopped_and_killed_in_between(

@@ -18,6 +18,7 @@ import redis
 from support.ledger_data import commit_at, opening_of, revision_of
 from support.ports import free_port
 from support.redis_server import RedisServer
+from support.waiting import wait_for
 from tokenloom_server.errors import LedgerError, LedgerUnavailable, LedgerUnsafe
 from tokenloom_server.ledger import redis_client
 from tokenloom_server.ledger.base import Ledger
@@ -134,10 +135,7 @@ def test_all_calls_work_where_keys_of_several_slots_are_refused(tmp_path: Path) 
         plain: Any = redis.Redis(port=server.port)
         with plain as client:
             client.execute_command("CLUSTER", "ADDSLOTS", *range(16384))
-            deadline = time.monotonic() + 10
-            while "cluster_state:ok" not in client.execute_command("CLUSTER", "INFO").decode():
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            wait_for(lambda: b"cluster_state:ok" in client.execute_command("CLUSTER", "INFO"), "the cluster")
         with closing(RedisLedger(server.url())) as ledger:
             ledger.create_run("run", "train", "uid", "{}")
             epoch = ledger.execute(Acquire("uid", "train", "a", 0.0))
@@ -350,9 +348,7 @@ def test_no_acknowledged_commit_is_lost_when_redis_is_killed(ledger: Ledger, red
         assert run.committed is not None
         writer = threading.Thread(target=commit_for_ever, args=(run.committed.sample_index,))
         writer.start()
-        deadline = time.monotonic() + 10
-        while len(acknowledged) < lines and time.monotonic() < deadline:
-            time.sleep(0.001)
+        wait_for(lambda: len(acknowledged) >= lines, "some commits")  # noqa: B023
         redis_server.kill()
         writer.join(timeout=30)
         assert not writer.is_alive()

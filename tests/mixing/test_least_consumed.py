@@ -10,8 +10,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.corpora import flat, parsed
-from support.mixing import node_start, worst_distance
+from support.mixing import config_of, node, node_start, worst_distance
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.hashing import Purpose, draw
 from tokenloom_server.core.state import ChildState
@@ -24,10 +23,7 @@ LENGTH = 8
 
 
 def weighted(weights: Sequence[float], seed: int = 7) -> RunConfig:
-    document = flat([f"txt:{i}:text" for i in range(len(weights))], seed=seed)
-    for child, weight in zip(document["mixture"]["children"], weights, strict=True):
-        child["weight"] = weight
-    return parsed(document)
+    return config_of("least_consumed", *weights, seed=seed)
 
 
 def picks(config: RunConfig, count: int, capacity: Mapping[int, int] | None = None) -> list[int]:
@@ -216,15 +212,8 @@ def test_weights_never_become_zero_and_credits_never_pass_2_to_the_53(weights: l
 
 
 def test_target_shares_follow_the_weights_down_the_tree() -> None:
-    document = flat(["txt:0:text"])
-    document["mixture"]["children"] += [
-        {
-            "policy": "weighted",
-            "weight": 3,
-            "children": [{"source": "txt:1:text", "weight": 0.1}, {"source": "txt:2:text", "weight": 0.4}],
-        }
-    ]
-    assert target_shares(parsed(document)) == (0.25, 0.15, 0.6)
+    config = config_of("least_consumed", 1, node("weighted", 0.1, 0.4, weight=3))
+    assert target_shares(config) == (0.25, 0.15, 0.6)
 
 
 def test_the_rarest_child_of_the_longest_samples_is_planned_as_it_is_picked() -> None:

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 from support.catalog import CATALOG
-from support.corpora import flat, parsed
-from support.mixing import Walk
+from support.mixing import Walk, config_of, node
 from tokenloom_server.config.run import RunConfig
+from tokenloom_server.mixing.catalog import policies
 from tokenloom_server.mixing.node import NOTHING
 
-POLICIES = (
-    *("least_consumed", "weighted", "round_robin", "sequential"),
-    *("soft_sequential", "balance_remaining", "schedule"),
-)
-
-
-def with_children(children: list[dict[str, Any]], policy: str = "least_consumed", **node: Any) -> RunConfig:
-    document = flat([], policy)
-    document["mixture"] |= node | {"children": [{"source": f"txt:{i}:text"} | c for i, c in enumerate(children)]}
-    return parsed(document)
+POLICIES = tuple(policies())
 
 
 def present_as(config: RunConfig, *presences: str) -> RunConfig:
@@ -46,7 +36,7 @@ def to_the_end(walk: Walk, steps: int = 7) -> list[int]:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("max_tokens", "samples"), [(8, 1), (15, 1), (80, 10), (87, 10)])
 def test_a_source_gives_whole_samples_up_to_its_max_tokens(policy: str, max_tokens: int, samples: int) -> None:
-    walk = Walk(with_children([{"max_tokens": max_tokens}, {}], policy), [50, 50])
+    walk = Walk(config_of(policy, {"max_tokens": max_tokens}, {}), [50, 50])
     found = to_the_end(walk)
     assert Counter(found) == {0: samples, 1: 50}
     assert [child.exhausted for child in walk.present()[0]] == [True, True]
@@ -55,40 +45,34 @@ def test_a_source_gives_whole_samples_up_to_its_max_tokens(policy: str, max_toke
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_node_gives_whole_samples_up_to_its_max_tokens(policy: str) -> None:
-    inner: dict[str, Any] = {
-        "policy": policy,
-        "max_tokens": 100,
-        "children": [{"source": "txt:1:text"}, {"source": "txt:2:text"}],
-    }
-    document = flat(["txt:0:text"])
-    document["mixture"]["children"].append(inner)
-    walk = Walk(parsed(document), [50, 50, 50])
+    walk = Walk(config_of("least_consumed", {}, node(policy, {}, {}, max_tokens=100)), [50, 50, 50])
     found = Counter(to_the_end(walk))
     assert found[0] == 50
     assert found[1] + found[2] == 12
-    root, node = walk.present()
+    root, inner = walk.present()
     assert [child.exhausted for child in root] == [True, True]
     # The node is at its end, its sources are not.
-    assert not any(child.exhausted for child in node)
+    assert not any(child.exhausted for child in inner)
     assert "max_tokens reached: node 1" in walk.mixer.why_over()
 
 
 def test_the_roots_max_tokens_end_the_run() -> None:
-    walk = Walk(with_children([{}, {}], max_tokens=40), [50, 50])
+    walk = Walk(config_of("least_consumed", {}, {}, max_tokens=40), [50, 50])
     assert len(to_the_end(walk)) == 5
     assert walk.mixer.why_over() == "the mixture has given its max_tokens of 40"
 
 
 def test_a_limit_with_stop_ends_the_node_at_the_pick_beyond_it() -> None:
-    walk = Walk(with_children([{"max_tokens": 80}, {}], on_exhausted="stop"), [50, 50])
+    walk = Walk(config_of("least_consumed", {"max_tokens": 80}, {}, on_exhausted="stop"), [50, 50])
     to_the_end(walk)
     assert walk.given in ([10, 10], [10, 11])
     assert walk.mixer.why_over() == ("exhausted, and its node stops: txt:0:text (max_tokens reached: txt:0:text)")
 
 
-@pytest.mark.parametrize(("node", "source", "ends"), [("drop", "stop", True), ("stop", "drop", False)])
-def test_a_source_says_what_its_end_does_to_its_node(node: str, source: str, ends: bool) -> None:
-    walk = Walk(with_children([{"on_exhausted": source}, {"on_exhausted": "drop"}], on_exhausted=node), [5, 50])
+@pytest.mark.parametrize(("parent", "source", "ends"), [("drop", "stop", True), ("stop", "drop", False)])
+def test_a_source_says_what_its_end_does_to_its_node(parent: str, source: str, ends: bool) -> None:
+    children = {"on_exhausted": source}, {"on_exhausted": "drop"}
+    walk = Walk(config_of("least_consumed", *children, on_exhausted=parent), [5, 50])
     to_the_end(walk)
     assert walk.given in ([5, 5], [5, 6]) if ends else walk.given == [5, 50]
 
@@ -96,7 +80,7 @@ def test_a_source_says_what_its_end_does_to_its_node(node: str, source: str, end
 def test_two_sources_at_nine_to_one_end_with_the_first_or_are_read_to_the_last_sample() -> None:
     # 80,000 and 1,000,000 samples at 0.9 and 0.1.
     for on_exhausted, total, slack in (("stop", 80_000 / 0.9, 2), ("drop", 1_080_000, 0)):
-        config = with_children([{"weight": 0.9}, {"weight": 0.1}], on_exhausted=on_exhausted)
+        config = config_of("least_consumed", 0.9, 0.1, on_exhausted=on_exhausted)
         walk = Walk(config, [80_000, 1_000_000])
         while walk.leap(100_000)[-1] != NOTHING:
             pass
@@ -108,7 +92,7 @@ def test_two_sources_at_nine_to_one_end_with_the_first_or_are_read_to_the_last_s
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("presence", ["paused", "dropped"])
 def test_who_is_paused_or_dropped_gets_nothing_and_is_not_out(policy: str, presence: str) -> None:
-    config = present_as(with_children([{}, {}, {}], policy, on_exhausted="drop"), "live", presence, "live")
+    config = present_as(config_of(policy, {}, {}, {}), "live", presence, "live")
     walk = Walk(config, [20, 20, 20])
     assert Counter(to_the_end(walk)) == {0: 20, 2: 20}
     assert [child.exhausted for child in walk.present()[0]] == [True, False, True]
@@ -119,7 +103,7 @@ def test_who_is_paused_or_dropped_gets_nothing_and_is_not_out(policy: str, prese
 
 
 def test_a_dropped_child_that_was_out_stops_nothing() -> None:
-    config = with_children([{}, {}], on_exhausted="stop")
+    config = config_of("least_consumed", {}, {}, on_exhausted="stop")
     walk = Walk(config, [5, 50])
     to_the_end(walk)
     walk.revise(present_as(config, "dropped", "live"), [5, 50])
@@ -133,19 +117,15 @@ def test_a_dropped_child_that_was_out_stops_nothing() -> None:
 
 
 def test_a_node_of_which_only_paused_sources_are_left_waits_and_goes_on_with_them() -> None:
-    document = flat(["txt:0:text"])
-    document["mixture"]["children"].append(
-        {"policy": "round_robin", "children": [{"source": "txt:1:text"}, {"source": "txt:2:text"}]}
-    )
-    config = parsed(document)
+    config = config_of("least_consumed", {}, node("round_robin", {}, {}))
     document = config.model_dump()
     document["mixture"]["children"][1]["children"][0]["presence"] = "paused"
     paused = RunConfig.model_validate(document, context=CATALOG)
     walk = Walk(paused, [40, 20, 5])
     assert Counter(walk.leap(30)) == {0: 25, 2: 5}
-    root, node = walk.present()
+    root, inner = walk.present()
     assert [child.exhausted for child in root] == [False, False]
-    assert [child.exhausted for child in node] == [False, True]
+    assert [child.exhausted for child in inner] == [False, True]
     walk.restore()
     assert Counter(walk.leap(5)) == {0: 5}
     walk.revise(config, walk.capacity)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.catalog import CATALOG
 from support.corpora import flat, parsed, random_presences, random_tree
-from support.mixing import Walk
+from support.mixing import Walk, config_of, node
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.mixing.mixer import initial_nodes, node_shape, target_shares
 from tokenloom_server.mixing.node import NOTHING
@@ -106,10 +105,8 @@ def test_samples_that_are_planned_ahead_are_those_that_are_picked_one_by_one(see
 
 @pytest.mark.parametrize("policy", ["least_consumed", "weighted"])
 def test_plans_longer_than_what_is_worked_out_ahead_are_the_same_order(policy: str) -> None:
-    document = flat([f"txt:{i}:text" for i in range(5)], policy)
-    for child, weight in zip(document["mixture"]["children"], (0.5, 0.25, 0.2, 0.049, 0.001), strict=True):
-        child["weight"] = weight
-    first, second = (Walk(parsed(document), [10**6] * 5) for _ in range(2))
+    config = config_of(policy, 0.5, 0.25, 0.2, 0.049, 0.001)
+    first, second = (Walk(config, [10**6] * 5) for _ in range(2))
     assert first.leap(20_000) == [source for count in (1, 4_095, 4_097, 11_807) for source in second.leap(count)]
 
 
@@ -124,8 +121,8 @@ def test_counters_of_every_node_add_up(seed: int) -> None:
         count += 1
     states = walk.present()
     assert sum(child.samples for child in states[0]) == count
-    for node, children in zip(config.nodes, states, strict=True):
-        for child_id, child in zip(node_shape(config, node).child_ids, children, strict=True):
+    for of, children in zip(config.nodes, states, strict=True):
+        for child_id, child in zip(node_shape(config, of).child_ids, children, strict=True):
             assert child.tokens == child.samples * LENGTH
             if child_id % 2:
                 assert child.samples == sum(grandchild.samples for grandchild in states[child_id // 2])
@@ -150,10 +147,7 @@ def test_where_nothing_stops_everything_is_given_to_the_last_sample(seed: int) -
 
 
 def test_the_credit_of_an_exhausted_child_is_frozen() -> None:
-    document = flat([f"txt:{i}:text" for i in range(3)])
-    for child, weight in zip(document["mixture"]["children"], (2, 3, 7), strict=True):
-        child["weight"] = weight
-    walk = Walk(parsed(document), [100, 4, 100])
+    walk = Walk(config_of("least_consumed", 2, 3, 7), [100, 4, 100])
     frozen = set()
     for _ in range(60):
         walk.step()
@@ -165,10 +159,7 @@ def test_the_credit_of_an_exhausted_child_is_frozen() -> None:
 
 def test_credits_of_the_rest_are_what_their_new_shares_of_all_they_had_leave_open() -> None:
     weights = (2, 3, 7, 5)
-    document = flat([f"txt:{i}:text" for i in range(4)])
-    for child, weight in zip(document["mixture"]["children"], weights, strict=True):
-        child["weight"] = weight
-    walk = Walk(parsed(document), [100, 4, 100, 9])
+    walk = Walk(config_of("least_consumed", *weights), [100, 4, 100, 9])
     seen = set()
     for _ in range(90):
         walk.step()
@@ -184,7 +175,7 @@ def test_credits_of_the_rest_are_what_their_new_shares_of_all_they_had_leave_ope
 
 @pytest.mark.parametrize("steps", [1, 3, 50])
 def test_round_robin_takes_one_of_each_live_child_in_turn(steps: int) -> None:
-    walk = Walk(parsed(flat([f"txt:{i}:text" for i in range(4)], "round_robin")), [9, 2, 9, 9])
+    walk = Walk(config_of("round_robin", *[{}] * 4), [9, 2, 9, 9])
     found: list[int] = []
     while len(found) < 20 and (not found or found[-1] != NOTHING):
         found += walk.leap(steps)
@@ -196,7 +187,7 @@ def test_round_robin_takes_one_of_each_live_child_in_turn(steps: int) -> None:
 
 @pytest.mark.parametrize("steps", [1, 3, 50])
 def test_sequential_goes_from_child_to_child(steps: int) -> None:
-    walk = Walk(parsed(flat([f"txt:{i}:text" for i in range(3)], "sequential")), [4, 0, 5])
+    walk = Walk(config_of("sequential", {}, {}, {}), [4, 0, 5])
     found: list[int] = []
     while not found or found[-1] != NOTHING:
         found += walk.leap(steps)
@@ -205,19 +196,12 @@ def test_sequential_goes_from_child_to_child(steps: int) -> None:
 
 
 def test_target_shares_follow_the_policies() -> None:
-    document = flat([], "round_robin")
-    document["mixture"]["children"] = [
-        {"source": "txt:0:text"},
-        {"policy": "sequential", "children": [{"source": "txt:1:text"}, {"source": "txt:2:text"}]},
-    ]
-    assert target_shares(parsed(document)) == (0.5, 0.5, 0.0)
+    assert target_shares(config_of("round_robin", {}, node("sequential", {}, {}))) == (0.5, 0.5, 0.0)
 
 
 @pytest.mark.parametrize("policy", ["least_consumed", "weighted", "round_robin"])
 def test_a_node_that_stops_ends_with_its_first_child(policy: str) -> None:
-    document = flat(["txt:0:text", "txt:1:text", "txt:2:text"], policy)
-    document["mixture"]["on_exhausted"] = "stop"
-    walk = Walk(parsed(document), [100, 5, 100])
+    walk = Walk(config_of(policy, {}, {}, {}, on_exhausted="stop"), [100, 5, 100])
     picks = []
     while (source := walk.step()) != NOTHING:
         picks.append(source)
@@ -229,15 +213,8 @@ def test_a_node_that_stops_ends_with_its_first_child(policy: str) -> None:
 
 
 def test_an_inner_node_that_stops_is_dropped_by_its_parent() -> None:
-    document = flat(["txt:0:text"])
-    document["mixture"]["children"].append(
-        {
-            "policy": "least_consumed",
-            "on_exhausted": "stop",
-            "children": [{"source": "txt:1:text"}, {"source": "txt:2:text"}],
-        }
-    )
-    walk = Walk(parsed(document), [50, 4, 50])
+    inner = node("least_consumed", {}, {}, on_exhausted="stop")
+    walk = Walk(config_of("least_consumed", {}, inner), [50, 4, 50])
     while walk.step() != NOTHING:
         pass
     assert walk.given[:2] == [50, 4]
@@ -249,7 +226,7 @@ def test_an_inner_node_that_stops_is_dropped_by_its_parent() -> None:
 
 
 def test_a_child_is_exhausted_by_a_failed_pick_and_never_earlier() -> None:
-    walk = Walk(parsed(flat(["txt:0:text", "txt:1:text"])), [3, 100])
+    walk = Walk(config_of("least_consumed", {}, {}), [3, 100])
     while walk.given[0] < 3:
         walk.step()
     # The source has nothing left, but nobody has asked it.
@@ -260,30 +237,16 @@ def test_a_child_is_exhausted_by_a_failed_pick_and_never_earlier() -> None:
 
 
 def test_a_plan_that_is_not_issued_changes_no_count() -> None:
-    walk = Walk(parsed(flat(["txt:0:text", "txt:1:text"])), [9, 9])
+    walk = Walk(config_of("least_consumed", {}, {}), [9, 9])
     before = walk.present()
     assert walk.mixer.plan(5).tolist() == walk.mixer.plan(5).tolist()
     assert walk.present() == before
 
 
-NESTED: dict[str, Any] = {
-    "policy": "weighted",
-    "alias": "root",
-    "children": [
-        {
-            "policy": "least_consumed",
-            "alias": "a",
-            "children": [{"source": "txt:0:text"}, {"policy": "weighted", "children": [{"source": "txt:1:text"}]}],
-        },
-        {"source": "txt:2:text"},
-        {"policy": "weighted", "alias": "b", "children": [{"source": "txt:3:text"}]},
-    ],
-}
-
-
 def test_ids_are_depth_first_parents_first_and_stay() -> None:
-    config = parsed(flat([]) | {"mixture": NESTED})
-    described = [(node.id, node.alias, node.policy, node_shape(config, node).child_ids) for node in config.nodes]
+    first = node("least_consumed", {}, node("weighted", {}), alias="a")
+    config = config_of("weighted", first, {}, node("weighted", {}, alias="b"), alias="root")
+    described = [(of.id, of.alias, of.policy, node_shape(config, of).child_ids) for of in config.nodes]
     assert described == [
         (0, "root", "weighted", (3, 4, 7)),
         (1, "a", "least_consumed", (0, 5)),
@@ -295,22 +258,12 @@ def test_ids_are_depth_first_parents_first_and_stay() -> None:
 
 def test_an_alias_changes_no_pick() -> None:
     def picks(alias: str) -> list[int]:
-        document = flat([f"txt:{i}:text" for i in range(3)])
-        document["mixture"]["children"][1]["alias"] = alias
-        walk = Walk(parsed(document), [99] * 3)
+        walk = Walk(config_of("least_consumed", {}, {"alias": alias}, {}), [99] * 3)
         return [walk.step() for _ in range(60)]
 
     assert picks("one") == picks("another")
 
 
 def test_nested_shares_are_those_of_the_weights() -> None:
-    document = flat(["txt:0:text"])
-    document["mixture"]["children"].append(
-        {
-            "policy": "least_consumed",
-            "weight": 3,
-            "children": [{"source": "txt:1:text", "weight": 2}, {"source": "txt:2:text"}],
-        }
-    )
-    walk = Walk(parsed(document), [10**6] * 3)
+    walk = Walk(config_of("least_consumed", 1, node("least_consumed", 2, 1, weight=3)), [10**6] * 3)
     assert Counter(walk.step() for _ in range(1200)) == {0: 300, 1: 600, 2: 300}

@@ -156,15 +156,17 @@ def test_estimates_come_to_what_there_is(folder: Path) -> None:
     assert all(abs(child.total - total[i]) <= 1 for i, child in enumerate(states[0].nodes[0]))
 
 
-def test_extents_are_in_the_record_where_a_policy_needs_them_and_are_kept(folder: Path) -> None:
+def test_size_estimates_are_in_the_record_where_a_policy_needs_them_and_are_kept(folder: Path) -> None:
     order = order_named(folder, "balance_remaining")
     record = json.loads(order.record.to_json())
-    assert len(record["extents"]) == 3
-    record["extents"] = {key: [2 * rows, tokens] for key, (rows, tokens) in record["extents"].items()}
+    assert len(record["size_estimates"]) == 3
+    record["size_estimates"] = {key: [2 * rows, tokens] for key, (rows, tokens) in record["size_estimates"].items()}
     again = builder.load(order.config, folder, None, json.dumps(record))
-    assert [extent.rows for extent in again.record.size_estimates.values()] == [2 * rows for rows, _ in SIZES.values()]
+    assert [estimate.rows for estimate in again.record.size_estimates.values()] == [
+        2 * rows for rows, _ in SIZES.values()
+    ]
     assert json.loads(again.record.to_json()) == record
-    assert "extents" not in json.loads(order_of(folder, under("least_consumed")).record.to_json())
+    assert "size_estimates" not in json.loads(order_of(folder, under("least_consumed")).record.to_json())
 
 
 def test_states_hold_weights_only_where_a_policy_makes_them(folder: Path) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.corpora import flat, parsed
-from support.mixing import Walk
+from support.mixing import Walk, config_of, node
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.mixing.balance_remaining import BalanceRemaining
+from tokenloom_server.mixing.catalog import policies
 from tokenloom_server.mixing.mixer import Mixer, initial_nodes, target_shares
 from tokenloom_server.mixing.node import NOTHING
 from tokenloom_server.mixing.schedule import WeightCurve
@@ -24,21 +24,11 @@ from tokenloom_server.mixing.totals import SourceTotal, rows_of
 from tokenloom_server.mixing.varying import UPDATE_PICKS, Left
 from tokenloom_server.mixing.weights import MAX_SUM
 
-ESTIMATED = ("soft_sequential", "balance_remaining")
+ESTIMATED = [name for name, policy in policies().items() if policy.estimates]
 
 
-def mixture_of(policy: str, children: int, **node: Any) -> RunConfig:
-    document = flat([f"txt:{i}:text" for i in range(children)], policy)
-    document["mixture"] |= node
-    return parsed(document)
-
-
-def scheduled(*weights: Any, **node: Any) -> RunConfig:
-    document = flat([f"txt:{i}:text" for i in range(len(weights))], "schedule")
-    for child, weight in zip(document["mixture"]["children"], weights, strict=True):
-        child["weight"] = weight
-    document["mixture"] |= node
-    return parsed(document)
+def mixture_of(policy: str, children: int) -> RunConfig:
+    return config_of(policy, *[{}] * children)
 
 
 def percent(weights: list[int]) -> list[float]:
@@ -142,14 +132,8 @@ def test_rows_are_those_of_all_epochs() -> None:
 
 
 def test_epochs_and_limits_of_nodes_decide_what_their_sources_have_left() -> None:
-    document = flat([], "balance_remaining")
-    document["mixture"]["epochs"] = 2
-    document["mixture"]["children"] = [
-        {"source": "txt:0:text"},
-        {"policy": "weighted", "epochs": 3, "children": [{"source": "txt:1:text", "epochs": 0.5}]},
-        {"policy": "weighted", "max_tokens": 88, "children": [{"source": "txt:2:text", "epochs": float("inf")}]},
-    ]
-    config = parsed(document)
+    limited = node("weighted", {"epochs": float("inf")}, max_tokens=88)
+    config = config_of("balance_remaining", {}, node("weighted", {"epochs": 0.5}, epochs=3), limited, epochs=2)
     assert config.epochs == (2, 3, float("inf"))
     assert config.measured_sources == (0, 1)
     mixer = Mixer(config, initial_nodes(config), {0: SizeEstimate(100, 8000), 1: SizeEstimate(10, 8000)})
@@ -179,7 +163,7 @@ def test_a_weight_on_its_way_to_0_is_not_0_before() -> None:
 
 def test_shares_follow_the_schedule() -> None:
     # 8 tokens a sample: from all for the first to all for the second over 4,000 samples.
-    config = scheduled([[0, 1], [32_000, 0]], [[0, 0], [32_000, 1]])
+    config = config_of("schedule", [[0, 1], [32_000, 0]], [[0, 0], [32_000, 1]])
     walk = Walk(config, [10**6, 10**6], updates=32)
     found = walk.leap(6000)
     had = [0, *accumulate(found)]
@@ -192,14 +176,15 @@ def test_shares_follow_the_schedule() -> None:
 
 
 def test_a_child_of_weight_0_gets_nothing_and_is_not_out() -> None:
-    walk = Walk(scheduled([[0, 0], [160, 0], [161, 1]], 1, interpolate="step"), [100, 1000], updates=4)
+    walk = Walk(config_of("schedule", [[0, 0], [160, 0], [161, 1]], 1, interpolate="step"), [100, 1000], updates=4)
     assert walk.leap(20) == [1] * 20
     assert [child.exhausted for child in walk.present()[0]] == [False, False]
     assert Counter(walk.leap(105))[0] >= 50
 
 
 def test_where_every_child_that_is_left_has_weight_0_they_share_equally() -> None:
-    walk = Walk(scheduled(1, [[0, 0], [80_000, 1]], [[0, 0], [80_000, 3]], interpolate="step"), [5, 100, 100])
+    config = config_of("schedule", 1, [[0, 0], [80_000, 1]], [[0, 0], [80_000, 3]], interpolate="step")
+    walk = Walk(config, [5, 100, 100])
     found = walk.leap(25)
     assert found[:5] == [0] * 5
     assert Counter(found[5:]) == {1: 10, 2: 10}
@@ -207,32 +192,22 @@ def test_where_every_child_that_is_left_has_weight_0_they_share_equally() -> Non
 
 @pytest.mark.parametrize("weights", [(0.001, 1), ([[0, 0.001], [10**9, 0.002]], 1)])
 def test_a_weight_of_a_thousandth_does_not_starve(weights: Any) -> None:
-    walk = Walk(scheduled(*weights), [10**6, 10**6])
+    walk = Walk(config_of("schedule", *weights), [10**6, 10**6])
     found = walk.leap(4004)
     assert found.count(0) == 4
     assert all(0 in found[at : at + 1100] for at in range(0, 2900, 100))
 
 
 def test_a_schedule_needs_the_runs_tokens_and_not_its_nodes() -> None:
-    document = flat(["txt:0:text"])
-    document["mixture"]["children"].append(
-        {
-            "policy": "schedule",
-            "interpolate": "step",
-            "children": [
-                {"source": "txt:1:text", "weight": [[0, 1], [800, 0]]},
-                {"source": "txt:2:text", "weight": [[0, 0], [800, 1]]},
-            ],
-        }
-    )
-    found = Walk(parsed(document), [1000] * 3, updates=4).leap(200)
+    schedule = node("schedule", [[0, 1], [800, 0]], [[0, 0], [800, 1]], interpolate="step")
+    found = Walk(config_of("least_consumed", 1, schedule), [1000] * 3, updates=4).leap(200)
     # 100 samples of the run, of which the node has half.
     assert set(found[:100]) == {0, 1}
     assert set(found[101:]) == {0, 2}
 
 
 @given(
-    st.sampled_from(["soft_sequential", "balance_remaining", "schedule"]),
+    st.sampled_from([name for name, policy in policies().items() if policy.makes_weights]),
     st.lists(st.integers(200, 3000), min_size=2, max_size=7),
     st.integers(0, 2**32),
 )
@@ -242,7 +217,7 @@ def test_every_child_is_within_one_sample_of_what_the_weights_in_force_give_it(
 ) -> None:
     rng = random.Random(seed)
     if policy == "schedule":
-        config = scheduled(*([[0, rng.uniform(0.1, 3)], [8_000, rng.uniform(0, 3)]] for _ in capacity))
+        config = config_of("schedule", *([[0, rng.uniform(0.1, 3)], [8_000, rng.uniform(0, 3)]] for _ in capacity))
     else:
         config = mixture_of(policy, len(capacity))
     walk = Walk(config, capacity)

@@ -7,24 +7,15 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from support.corpora import flat, parsed
-from support.mixing import node_start
-from tokenloom_server.config.run import RunConfig
+from support.mixing import config_of, node_start
 from tokenloom_server.core.hashing import Purpose, draw, draws, slice_rotation
 from tokenloom_server.mixing.mixer import Mixer, initial_nodes
 from tokenloom_server.mixing.weighted import WeightedChooser
 
 
-def config(weights: list[float], seed: int) -> RunConfig:
-    document = flat([f"txt:{i}:text" for i in range(len(weights))], "weighted", seed=seed)
-    for child, weight in zip(document["mixture"]["children"], weights, strict=True):
-        child["weight"] = weight
-    return parsed(document)
-
-
 def picks(weights: list[float], seed: int, count: int, out: frozenset[int] = frozenset()) -> list[int]:
-    made = config(weights, seed)
-    mixer = Mixer(made, initial_nodes(made))
+    config = config_of("weighted", *weights, seed=seed)
+    mixer = Mixer(config, initial_nodes(config))
     return [mixer.pick(lambda source: source not in out) for _ in range(count)]
 
 

@@ -16,6 +16,7 @@ from tokenloom_server.config import mixture_file as config
 from tokenloom_server.core.state import MAX_COUNTER, FileCursor, SourceState, State
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.mixing import elsewhere
+from tokenloom_server.mixing.catalog import policies
 from tokenloom_server.mixing.mixer import Mixer
 from tokenloom_server.order import foreign_checkpoint
 from tokenloom_server.order.factory import PipelineFactory
@@ -127,10 +128,7 @@ def test_a_source_goes_on_with_the_row_behind_its_cursor(order: PipelineFactory)
     assert first_ids(order.pipeline(state), 0) == rows[:8]
 
 
-POLICIES = ("least_consumed", "weighted", "round_robin", "sequential", "soft_sequential", "balance_remaining")
-
-
-@pytest.mark.parametrize("policy", [None, *POLICIES])
+@pytest.mark.parametrize("policy", [None, *policies()])
 def test_every_state_after_an_import_leads_to_the_same_rest(folder: Path, policy: str | None) -> None:
     order = order_of(folder, flat(SPECS, policy) if policy else None)
     state = state_of(import_into(order, entry(CODE, 3, 83), entry(DOCS, 4, 40), entry("old:x:y", shard="z")))

@@ -267,7 +267,7 @@ SWAPPED = [
     ("generation", "4", "generation: "),
     ("run_uid", "", "run_uid: "),
     ("run_uid", 7, "run_uid: "),
-    ("sample_index", BASE - 1, f"resume_state is at sample {BASE}, behind sample_index {BASE - 1}"),
+    ("sample_index", BASE - 1, f"resume_state is at sample {BASE}, beyond sample_index {BASE - 1}"),
     ("total_tokens", INDEX * 8 + 1, f"total_tokens is {INDEX * 8 + 1}, but {INDEX} samples of 8 tokens have"),
     ("digest", f"{DIGEST_MODULUS:032x}", "is not below 2^127"),
     ("digest", "f" * 32, "is not below 2^127"),

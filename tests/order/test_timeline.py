@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -46,80 +44,18 @@ def walked(timeline: Timeline, limit: int = 10**6) -> list[str]:
     return found
 
 
-def filled(pipeline: Pipeline, plan: BatchPlan, bursts: random.Random) -> list[StepGroup]:
+def filled(pipeline: Pipeline, plan: BatchPlan) -> list[StepGroup]:
     groups: list[StepGroup] = []
     while pipeline.ended is None:
-        group = pipeline.begin_group(plan)
-        groups.append(group)
-        while len(group.marks) < plan.group_micro_steps and pipeline.ended is None:
-            pipeline.fill(group, bursts.randint(1, plan.group_micro_steps))
+        groups.append(pipeline.begin_group(plan))
+        pipeline.fill(groups[-1], plan.group_micro_steps)
     return groups
-
-
-def some_change(rng: random.Random) -> dict[str, Any]:
-    return rng.choice(
-        [
-            {"set": [{"child": "code", "weight": rng.choice([0.1, 1, 7])}]},
-            {"set": [{"child": "rest", "weight": rng.choice([0.5, 4])}, {"child": PROSE, "weight": 2}]},
-            {"set": [{"child": "docs", "paused": True}]},
-            {"set": [{"child": "docs", "paused": False}, {"child": "rest", "policy": "least_consumed"}]},
-            {"set": [{"child": "code", "epochs": 2}]},
-            {"drop": ["docs"]},
-            {"add": [{"child": {"source": EXTRA, "alias": "extra", "weight": 3}, "to": "rest"}]},
-            {"add": [{"child": {"policy": "round_robin", "alias": "new", "children": [{"source": EXTRA}]}}]},
-            {"exclude": {"file": "out.jsonl"}},
-            {"mixture": {"policy": "weighted", "children": [{"source": WIKI}, {"source": CODE, "alias": "code"}]}},
-        ]
-    )
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_a_revised_run_goes_on_identically_from_every_state(folder: Path, seed: int) -> None:
-    rng = random.Random(seed)
-    timeline = Timeline(order_of(folder))
-    index = 0
-    for _ in range(rng.randint(1, 4)):
-        index += rng.choice([0, 1, 5, 13, 30])
-        try:
-            timeline = revised(timeline, index, **some_change(rng))
-        except ConfigError as error:
-            # What is there already, or gone, cannot be changed so; the next draw may be.
-            assert "names" not in str(error)
-    states = walked(timeline)
-    assert len(states) > 60
-    for at in rng.sample(range(len(states)), 6):
-        state = timeline.decode(states[at])
-        assert timeline.encode(state) == states[at]
-        pipeline = timeline.pipeline(state)
-        pipeline.advance(len(states))
-        assert timeline.encode(pipeline.state()) == timeline.encode(_end(timeline))
 
 
 def _end(timeline: Timeline) -> State:
     pipeline = timeline.pipeline(timeline.initial())
     pipeline.advance(10**6)
     return pipeline.state()
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_the_state_after_every_step_is_that_of_a_walk(folder: Path, seed: int) -> None:
-    rng = random.Random(seed)
-    timeline = Timeline(order_of(folder))
-    index = 0
-    for _ in range(3):
-        index += rng.choice([1, 4, 8, 12, 31])
-        try:
-            timeline = revised(timeline, index, **some_change(rng))
-        except ConfigError:
-            continue
-    states = walked(timeline)
-    plan = BatchPlan(
-        start_index=0, world_size=rng.randint(1, 3), batch_size=rng.randint(1, 3), group_micro_steps=rng.randint(1, 6)
-    )
-    for group in filled(timeline.pipeline(timeline.initial()), plan, rng):
-        assert timeline.encode(group.base) == states[group.begin]
-        for step, mark in enumerate(group.marks):
-            assert timeline.encode(group.state_after(step)) == states[mark.sample_index]
 
 
 def test_a_change_holds_at_once(folder: Path) -> None:
@@ -181,7 +117,7 @@ def test_a_longer_context_begins_where_its_phase_does(folder: Path) -> None:
         assert timeline.encode(pipeline.state()) == timeline.encode(_end(timeline))
     pipeline = timeline.pipeline(timeline.initial())
     plan = BatchPlan(start_index=0, world_size=1, batch_size=5, group_micro_steps=4)
-    (group,) = filled(pipeline, plan, random.Random(0))
+    (group,) = filled(pipeline, plan)
     assert [mark.sample_index for mark in group.marks] == [5, 10, 12]
     assert pipeline.ended is not None and "sequence length of 16" in pipeline.ended
     assert timeline.encode(group.state_after(2)) == states[12]
@@ -444,34 +380,6 @@ def test_a_run_ends_with_the_first_whole_sample_at_its_last_phases_end(folder: P
     assert _end(timeline).total_tokens == 208
 
 
-PACKED: dict[str, dict[str, Any]] = {
-    "best fit": {"packing": "best_fit", "sequence_length": 16, "pack_window_rows": 6},
-    "none": {"packing": "none", "sequence_length": 12, "long_rows": "split"},
-}
-
-
-@pytest.mark.parametrize("name", PACKED)
-@pytest.mark.parametrize("seed", range(8))
-def test_a_revised_run_of_padded_samples_goes_on_identically_from_every_state(
-    folder: Path, name: str, seed: int
-) -> None:
-    rng = random.Random(seed)
-    timeline = Timeline(order_of(folder, mixture(**PACKED[name])))
-    index = 0
-    for _ in range(rng.randint(1, 3)):
-        index += rng.choice([0, 1, 5, 13])
-        with contextlib.suppress(ConfigError):
-            timeline = revised(timeline, index, **some_change(rng))
-    states = walked(timeline)
-    assert len(states) > 40
-    for at in rng.sample(range(len(states)), 6):
-        state = timeline.decode(states[at])
-        assert timeline.encode(state) == states[at]
-        pipeline = timeline.pipeline(state)
-        pipeline.advance(len(states))
-        assert timeline.encode(pipeline.state()) == timeline.encode(_end(timeline))
-
-
 def test_rows_that_are_left_out_of_a_window_under_way_leave_its_other_samples_as_they_were(folder: Path) -> None:
     document = mixture(
         packing="best_fit",
@@ -483,7 +391,7 @@ def test_rows_that_are_left_out_of_a_window_under_way_leave_its_other_samples_as
     for timeline in (plain, revised(plain, 3, exclude={"file": "out.jsonl"})):
         pipeline, found = timeline.pipeline(timeline.initial()), []
         plan = BatchPlan(start_index=0, world_size=1, batch_size=1, group_micro_steps=4)
-        for group in filled(pipeline, plan, random.Random()):
+        for group in filled(pipeline, plan):
             found += [set(timeline.first.form.ids(sample).tolist()) for sample in group.ids(0, 0, len(group.marks))]
         given[timeline is plain] = found
         assert "packed_samples" in walked(timeline)[4]

@@ -16,6 +16,7 @@ from support.features import LATENTS, MORE, SHAPES, document, latents, order_of,
 from support.timelines import revised
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import ConfigError, JoinRefused, SourceError
+from tokenloom_server.mixing.catalog import policies
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import Pipeline
 from tokenloom_server.order.steps import BatchPlan
@@ -71,23 +72,10 @@ def captions_of(step: Step) -> list[str]:
     return [sample[at + aspect :].decode() for sample in step.samples]
 
 
-POLICIES: dict[str, dict[str, Any]] = {
-    "least_consumed": {},
-    "weighted": {},
-    "round_robin": {"weighted": False},
-    "sequential": {"weighted": False},
-    "soft_sequential": {"weighted": False},
-    "balance_remaining": {"weighted": False},
-    "schedule": {"weight": [[0, 1], [40, 3]]},
-}
-
-
 def mixture(policy: str, nested: bool) -> dict[str, Any]:
-    rules = POLICIES[policy]
-    first: dict[str, Any] = {"source": LATENTS, "epochs": 2}
+    weights = {"numbers": {"weight": 2}, "points": {"weight": [[0, 1], [40, 3]]}, "nothing": {}}
+    first: dict[str, Any] = {"source": LATENTS, "epochs": 2, **weights[policies()[policy].takes]}
     second: dict[str, Any] = {"source": MORE}
-    if rules.get("weighted", True):
-        first["weight"] = rules.get("weight", 2)
     node = {"policy": policy, "children": [first, second]}
     if not nested:
         return node
@@ -95,7 +83,7 @@ def mixture(policy: str, nested: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("policy", "nested"), [*((policy, False) for policy in POLICIES), ("round_robin", True), ("schedule", True)]
+    ("policy", "nested"), [*((policy, False) for policy in policies()), ("round_robin", True), ("schedule", True)]
 )
 def test_the_rest_from_every_step_on_any_ranks_equals_the_uninterrupted_run(
     folder: Path, policy: str, nested: bool

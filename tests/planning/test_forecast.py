@@ -328,9 +328,8 @@ def test_what_is_paused_waits_and_what_was_dropped_is_gone() -> None:
 
 
 def test_ten_to_the_twelve_tokens_through_two_hundred_sources_take_seconds() -> None:
-    policies = ("least_consumed", "weighted", "soft_sequential", "balance_remaining", "round_robin", "sequential")
     number, inner = 0, []
-    for policy in policies:
+    for policy in set(policies()) - {"schedule"}:
         children = []
         for _ in range(33):
             children.append(leaf(f"s{number}", epochs=1 + number % 3))

@@ -16,6 +16,7 @@ from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import State
 from tokenloom_server.ledger.records import StoredRevision
+from tokenloom_server.mixing.catalog import policies
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.revision_content import revise
 from tokenloom_server.order.size_estimates import measure_curve
@@ -26,7 +27,7 @@ from tokenloom_server.planning.planner import Planner
 
 LENGTH = 8
 SOURCES = 7
-DETERMINISTIC = ("least_consumed", "round_robin", "sequential", "soft_sequential", "balance_remaining", "schedule")
+DETERMINISTIC = tuple(name for name in policies() if name != "weighted")
 #: A source that ran out is found to be so by the pick behind its last, which comes when it is its turn; and weights
 #: that follow the run do so every 256 samples.
 GRANULARITY = 300

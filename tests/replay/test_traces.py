@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import xxhash
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, flat, mixture, write_corpus
+from support.digest import digest_after
 from support.served import PATIENCE_S, Trainer, never, serving
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.config.mixture_change import MixtureChange
-from tokenloom_server.core.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, digest_hex
+from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import (
     BeyondHorizon,
     ConfigError,
@@ -63,10 +64,6 @@ def documents_ids(sample: TracedSample) -> list[int]:
         assert document.position == len(ids)
         ids += row[document.begin : document.end]
     return ids
-
-
-def digest_after(digest: int, source: int, wire: bytes) -> int:
-    return (digest * DIGEST_MULTIPLIER + xxhash.xxh3_128_intdigest(wire, source)) % DIGEST_MODULUS
 
 
 def ids_of(wire: bytes) -> list[int]:

@@ -226,6 +226,10 @@ class Checker:
         if active is None:
             return
         generation = active.generation
+        used = min(generation.acknowledged(), generation.produced)
+        for group in generation.groups:
+            if group.marks and (len(group.samples) == 0) != (group.plan.group_end(group.first_step) <= used):
+                self.fail(f"{server.name} holds ids that every rank has used, or let others go: all used {used} steps")
         held = sum(len(group.marks) for group in generation.groups if len(group.samples))
         most = generation.window_micro_steps + max(plan.group_micro_steps for plan in generation.batch_plans.plans)
         if held > most:

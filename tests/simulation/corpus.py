@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import xxhash
 from support.catalog import CATALOG
+from support.digest import digest_after
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.row_rules import PLAIN, RowRules
 from tokenloom_server.config.spec import Spec
-from tokenloom_server.core.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, State
+from tokenloom_server.core.state import State
 from tokenloom_server.ledger.records import Counters, StoredRevision
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import Pipeline, Switch
@@ -209,7 +209,7 @@ class Reference:
             at = given[source] * self.length
             ids = streams[source].tokens[at : at + order.form.width].astype("<u2").tobytes()
             given[source] += 1
-            digest = (digest * DIGEST_MULTIPLIER + xxhash.xxh3_128_intdigest(ids, seed=source)) % DIGEST_MODULUS
+            digest = digest_after(digest, source, ids)
             self.samples.append(Sample(source, ids))
             self.digests.append(f"{digest:032x}")
             self.counters.append(self._count(given, ends))

@@ -90,7 +90,7 @@ def test_a_read_that_fails_is_tried_again(storage: type[Troubled], tmp_path: Pat
     shared = IoStats(HURRY)
     with open_file(url, tmp_path, io_stats=shared) as file:
         assert file.read_at(7, 100_000) == DATA[7:100_007]
-    assert shared.counts.retries == 3
+    assert len(storage.reads) == 4
     assert shared.longest_wait(0.0) == ""
 
 
@@ -102,9 +102,7 @@ def test_a_read_that_hangs_is_started_a_second_time_and_the_first_answer_counts(
     shared = IoStats(HURRY)
     with open_file(url, tmp_path, io_stats=shared) as file:
         assert file.read_at(0, 70_000) == DATA[:70_000]
-    assert shared.counts.hedges >= 1
     assert len(storage.reads) > 1
-    assert shared.counts.retries == 0
 
 
 def test_what_is_usual_decides_when_a_read_is_late() -> None:

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import State
+from tokenloom_server.mixing.catalog import policies
 from tokenloom_server.order import builder, snapshot, snapshot_encode
 from tokenloom_server.order.factory import PipelineFactory
 
@@ -149,18 +150,13 @@ def order_of(folder: Path, document: dict[str, Any] | None = None) -> PipelineFa
     return builder.create(parsed(document or mixture()), folder, None)
 
 
-#: Those whose children have weights that count.
-_WEIGHED = ("least_consumed", "weighted", "schedule")
-_POLICIES = (*_WEIGHED, "round_robin", "sequential", "soft_sequential", "balance_remaining")
-
-
 def random_tree(rng: random.Random, depth: int, specs: Iterator[str]) -> dict[str, Any]:
     """A random node: up to ``depth`` levels, every policy and option; limits hold samples of 8 tokens."""
-    policy = rng.choice(_POLICIES)
+    policy = rng.choice(list(policies()))
     children: list[dict[str, Any]] = []
     for _ in range(rng.randint(1, 4)):
         child = random_tree(rng, depth - 1, specs) if depth > 1 and rng.random() < 0.35 else _random_source(rng, specs)
-        if policy in _WEIGHED:
+        if policies()[policy].takes != "nothing":
             child["weight"] = rng.choice([1, 1, 2, 0.5, round(rng.uniform(0.01, 9), 3)])
         if policy == "schedule" and children and rng.random() < 0.7:
             child["weight"] = _random_points(rng)

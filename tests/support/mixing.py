@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import count
+from typing import Any
 
-from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import ChildState, SourceState, State
@@ -15,12 +16,31 @@ from tokenloom_server.mixing.policy import Children, NodeShape, NodeStart
 from tokenloom_server.mixing.varying import UPDATE_PICKS
 from tokenloom_server.order.carry_over import carry
 
-from support.catalog import CATALOG
+from support.corpora import flat, parsed
 
 #: Tokens of every row.
 ROW = 13
 
 Nodes = tuple[tuple[ChildState, ...], ...]
+
+
+def node(policy: str, *children: Any, **fields: Any) -> dict[str, Any]:
+    """A node of a mixture file. A child is a source's weight, the fields of a source, or a node."""
+    return {"policy": policy, "children": list(children), **fields}
+
+
+def config_of(policy: str, *children: Any, seed: int = 7, **fields: Any) -> RunConfig:
+    """A mixture (see ``node``) over ``txt:0:text``, ``txt:1:text``, …, in the order of its tree."""
+    numbers = count()
+
+    def named(child: Any) -> dict[str, Any]:
+        if not isinstance(child, dict):
+            return named({"weight": child})
+        if "children" in child:
+            return child | {"children": [named(below) for below in child["children"]]}
+        return {"source": f"txt:{next(numbers)}:text"} | child
+
+    return parsed(flat([], seed=seed) | {"mixture": named(node(policy, *children, **fields))})
 
 
 class Walk:
@@ -115,11 +135,11 @@ class Walk:
 def node_start(weights: Sequence[int], tokens: int = 8, seed: int = 7, owed: Sequence[int] = ()) -> NodeStart:
     """A node over as many sources, of which nothing was picked yet; ``tokens`` of a pick."""
     size = len(weights)
-    document = {"policy": "weighted", "children": [{"source": f"txt:{i}:text"} for i in range(size)]}
     ids = tuple(range(0, 2 * size, 2))
     return NodeStart(
-        NodeShape(node_id=0, seed=seed, pick_tokens=tokens, weights=tuple(weights), child_ids=ids),
-        NodeConfig.model_validate(document, context=CATALOG),
+        NodeShape(
+            node_id=0, seed=seed, pick_tokens=tokens, weights=tuple(weights), child_ids=ids, points=(), linear=True
+        ),
         Children([0] * size, [0] * size, [False] * size),
         [ChildState(credit=credit) for credit in owed or [0] * size],
     )

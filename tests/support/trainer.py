@@ -20,14 +20,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import xxhash
 from tokenloom import Batch, ConnectionOptions, RemoteDataset
 
+from support.digest import digest_after
 from support.forks import Forks
 
-#: A receipt's sample: its source and its ids as they are.
-DIGEST_MULTIPLIER = 0x5BD1E995CC9E2D51A3C59AC72E1B6F4D
-DIGEST_MODULUS = 2**127 - 1
 TRAINER_DEADLINE_S = 60
 
 
@@ -56,24 +53,12 @@ class Receipt:
         assert sorted(self.samples) == list(range(begin, begin + len(self.samples))), "samples are missing"
         return [self.samples[index] for index in range(begin, begin + len(self.samples))]
 
-    def until(self, end: int) -> Receipt:
-        """Only what lies before a sample index."""
-        return Receipt({index: sample for index, sample in self.samples.items() if index < end})
-
-    def tokens(self) -> dict[int, int]:
-        """Tokens by source id."""
-        counted: dict[int, int] = {}
-        for sample in self.samples.values():
-            counted[sample.source] = counted.get(sample.source, 0) + len(sample.ids)
-        return counted
-
 
 def rolling_digest(samples: Sequence[Sample], id_type: str = "<u2", digest: str = "0") -> str:
     """The digest behind ``samples`` by the rule in the wire contract, from one before them."""
     value = int(digest, 16)
     for sample in samples:
-        found = xxhash.xxh3_128_intdigest(np.array(sample.ids, id_type).tobytes(), seed=sample.source)
-        value = (value * DIGEST_MULTIPLIER + found) % DIGEST_MODULUS
+        value = digest_after(value, sample.source, np.array(sample.ids, id_type).tobytes())
     return f"{value:032x}"
 
 
@@ -236,10 +221,6 @@ class Trainer:
 
 def _main() -> None:
     plan = json.loads(sys.argv[1])
-    import torch.distributed as dist
-
-    if plan.get("process_group"):
-        dist.init_process_group("gloo")
     dataset = RemoteDataset(plan["url"], plan["batch_size"], **with_connection(plan.get("options", {})))
     if plan.get("state"):
         dataset.load_state_dict(plan["state"])
@@ -256,5 +237,3 @@ def _main() -> None:
                 while not Path(plan["receipt"] + ".go").exists():
                     time.sleep(0.02)
     dataset.close()
-    if plan.get("process_group"):
-        dist.destroy_process_group()

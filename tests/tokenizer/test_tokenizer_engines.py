@@ -117,14 +117,6 @@ def test_rows_stay_in_line_with_empty_ones_and_slices(find: Find, make: Any) -> 
             assert _equal(engine_.encode(column.slice(begin, length)), ragged(alone[begin : begin + length]))
 
 
-@pytest.mark.usefixtures("_few_or_many")
-def test_one_call_may_use_all_cores_and_gives_the_same_ids(find: Find, corpus: list[str]) -> None:
-    column = _texts("", *corpus, "", "".join(corpus) * 3)
-    one, all_ = (GigatokenEngine(find("plain"), "text", parallel=parallel) for parallel in (False, True))
-
-    assert _equal(one.encode(column), all_.encode(column))
-
-
 def test_bytes_are_the_ids_of_the_bytes_engine() -> None:
     column = _texts("skipped", "aé", "", "日", "skipped").slice(1, 3)
     encoded = BytesEngine().encode(column)

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.reports.receipt import Range
 from tokenloom_server.tools.verify.compare import compare
-from tokenloom_server.tools.verify.digests import DigestPoint, DigestSource, RunIdentity, open_source
+from tokenloom_server.tools.verify.digests import DigestPoint, DigestSource, open_source
 from tokenloom_server.tools.verify.text import document, explain
 
 TOKENS = 8
 
 
 @dataclass
-class Told:
-    """A side that tells what it is given: ``samples`` are what it had, as letters of their sources."""
+class Known:
+    """Samples that a run had, as letters of their sources, and what is known of them."""
 
     samples: str
     first: int = 0
@@ -31,15 +31,21 @@ class Told:
     asked: list[int] = field(default_factory=list)
 
     @property
-    def end(self) -> int:
-        return self.indices[-1] if self.indices is not None else len(self.samples)
-
-    @property
-    def identity(self) -> RunIdentity:
-        return RunIdentity(name="told", run="run", run_uid="uid", decides=self.decides)
+    def source(self) -> DigestSource:
+        return DigestSource(
+            name="known",
+            run="run",
+            run_uid="uid",
+            decides=self.decides,
+            first=self.first,
+            end=self.indices[-1] if self.indices is not None else len(self.samples),
+            indices=self.indices,
+            revisions=self.revisions,
+            at=self.at,
+        )
 
     def at(self, index: int) -> DigestPoint:
-        assert self.first <= index <= self.end
+        assert self.first <= index <= len(self.samples)
         assert self.indices is None or index in self.indices
         self.asked.append(index)
         known = self.samples[:index]
@@ -54,8 +60,8 @@ class Told:
         )
 
 
-def sides(a: Told, b: Told) -> tuple[DigestSource, DigestSource]:
-    return a, b  # type: ignore[return-value]
+def both(a: Known, b: Known) -> tuple[DigestSource, DigestSource]:
+    return a.source, b.source
 
 
 def equal_samples(a: str, b: str) -> int:
@@ -64,15 +70,15 @@ def equal_samples(a: str, b: str) -> int:
 
 @given(st.text("abc", min_size=1, max_size=300), st.text("abc", min_size=1, max_size=40), st.integers(0, 300))
 def test_the_first_that_differs_is_found_wherever_it_is(common: str, rest: str, at: int) -> None:
-    a, b = Told(common), Told(common[:at] + rest)
-    found = compare(*sides(a, b))
+    a, b = Known(common), Known(common[:at] + rest)
+    verdict = compare(*both(a, b))
     expected = equal_samples(a.samples, b.samples)
-    assert (found.same_samples, found.same_tokens) == (expected, TOKENS * expected)
-    if expected == min(found.ends):
-        assert (found.outcome, found.status, found.differ_before) == ("same", 0, None)
+    assert (verdict.same_samples, verdict.same_tokens) == (expected, TOKENS * expected)
+    if expected == min(verdict.ends):
+        assert (verdict.outcome, verdict.status, verdict.differ_before) == ("same", 0, None)
         return
-    assert (found.outcome, found.status, found.differ_before) == ("differ", 1, expected + 1)
-    assert found.sources == (a.samples[expected], b.samples[expected])
+    assert (verdict.outcome, verdict.status, verdict.differ_before) == ("differ", 1, expected + 1)
+    assert verdict.sources == (a.samples[expected], b.samples[expected])
     assert len(set(a.asked)) <= 2 * len(common).bit_length() + 5, "a search asks for few indices"
 
 
@@ -87,67 +93,70 @@ def test_what_files_tell_is_never_more_than_they_know(
 ) -> None:
     known = tuple(sorted({min(index, len(a)) for index in some}))
     theirs = None if others is None else tuple(sorted({min(index, len(b)) for index in others}))
-    found = compare(*sides(Told(a, indices=known, skips=None), Told(b, indices=theirs, skips=None)))
+    verdict = compare(*both(Known(a, indices=known, skips=None), Known(b, indices=theirs, skips=None)))
     equal = equal_samples(a, b)
-    assert found.same_samples <= equal
-    both = {index for index in known if index <= len(b) and (theirs is None or index in theirs)}
-    if found.outcome == "differ":
-        assert found.differ_before is not None
-        assert found.differ_before > equal
-        assert found.differ_before in both
-    elif found.outcome == "same":
-        assert found.same_samples == min(found.ends) > 0
+    assert verdict.same_samples <= equal
+    shared = {index for index in known if index <= len(b) and (theirs is None or index in theirs)}
+    if verdict.outcome == "differ":
+        assert verdict.differ_before is not None
+        assert verdict.differ_before > equal
+        assert verdict.differ_before in shared
+    elif verdict.outcome == "same":
+        assert verdict.same_samples == min(verdict.ends) > 0
     else:
-        assert found.same_samples < min(found.ends) or min(found.ends) == 0
-    assert found.same_samples == max({index for index in both if index <= equal} | {0})
+        assert verdict.same_samples < min(verdict.ends) or min(verdict.ends) == 0
+    assert verdict.same_samples == max({index for index in shared if index <= equal} | {0})
 
 
 def test_nothing_is_proven_of_what_neither_ledger_holds() -> None:
-    late, early = Told("abcabc", first=4), Told("abc")
-    assert compare(*sides(late, early)).outcome == "unknown"
-    other = Told("bbcabcab")
-    found = compare(*sides(late, other))
-    assert (found.outcome, found.same_samples, found.differ_before) == ("differ", 0, 4)
-    assert "the first sample that differs is one of 0 to 3" in "\n".join(explain(found, *sides(late, other)))
-    beginning = Told("")
-    assert compare(*sides(beginning, early)).status == 2
+    late, early = Known("abcabc", first=4), Known("abc")
+    assert compare(*both(late, early)).outcome == "unknown"
+    other = Known("bbcabcab")
+    verdict = compare(*both(late, other))
+    assert (verdict.outcome, verdict.same_samples, verdict.differ_before) == ("differ", 0, 4)
+    assert "the first sample that differs is one of 0 to 3" in "\n".join(explain(verdict, *both(late, other)))
+    beginning = Known("")
+    assert compare(*both(beginning, early)).status == 2
 
 
 def test_what_one_run_skipped_and_the_other_had_is_a_difference() -> None:
     skip = Range(first=3, end=5)
-    a, b = Told("abcabcab", skips=(skip,)), Told("abcabcab")
-    found = compare(*sides(a, b))
-    assert (found.outcome, found.same_samples) == ("differ", 3)
-    elsewhere = Told("abcabcab", skips=(Range(first=4, end=6),))
-    assert compare(*sides(a, elsewhere)).outcome == "differ"
-    assert compare(*sides(a, Told("abcabcab", skips=(skip,)))).outcome == "same"
-    assert "of which 2 samples were skipped" in explain(found, *sides(a, b))[0]
+    a, b = Known("abcabcab", skips=(skip,)), Known("abcabcab")
+    verdict = compare(*both(a, b))
+    assert (verdict.outcome, verdict.same_samples) == ("differ", 3)
+    elsewhere = Known("abcabcab", skips=(Range(first=4, end=6),))
+    assert compare(*both(a, elsewhere)).outcome == "differ"
+    assert compare(*both(a, Known("abcabcab", skips=(skip,)))).outcome == "same"
+    assert "of which 2 samples were skipped" in explain(verdict, *both(a, b))[0]
 
 
 def test_what_decides_about_the_order_is_named_where_it_differs() -> None:
-    a, b = Told("aab", decides={"seed": 7, "order_version": 1}), Told("abb", decides={"seed": 8, "config_digest": "x"})
-    found = compare(*sides(a, b))
-    assert found.differences == {"seed": (7, 8)}
-    lines = explain(found, *sides(a, b))
+    a, b = (
+        Known("aab", decides={"seed": 7, "order_version": 1}),
+        Known("abb", decides={"seed": 8, "config_digest": "x"}),
+    )
+    verdict = compare(*both(a, b))
+    assert verdict.differences == {"seed": (7, 8)}
+    lines = explain(verdict, *both(a, b))
     assert "seed: A has 7, B has 8" in lines
     assert lines[-3:] == [
         "the same through sample index 1 (8 tokens); sample 1 is the first that differs",
         "sample 1 of A is of a",
         "sample 1 of B is of b",
     ]
-    assert document(found, *sides(a, b))["first_differing_sample"] == 1
+    assert document(verdict, *both(a, b))["first_differing_sample"] == 1
 
 
 def test_revisions_are_named_where_they_differ_before_the_end_of_the_shorter() -> None:
     early, late = (2, "aa" * 32), (50, "bb" * 32)
-    a, b = Told("abcabc", revisions=(early, late)), Told("abcabc" * 20, revisions=(early,))
-    assert compare(*sides(a, b)).differences == {}
+    a, b = Known("abcabc", revisions=(early, late)), Known("abcabc" * 20, revisions=(early,))
+    assert compare(*both(a, b)).differences == {}
     b.revisions = ()
-    found = compare(*sides(a, b))
-    assert found.differences == {"revisions": (["aaaaaaaaaaaa from sample 2"], [])}
-    assert "revisions: A has aaaaaaaaaaaa from sample 2, B has none" in explain(found, *sides(a, b))
+    verdict = compare(*both(a, b))
+    assert verdict.differences == {"revisions": (["aaaaaaaaaaaa from sample 2"], [])}
+    assert "revisions: A has aaaaaaaaaaaa from sample 2, B has none" in explain(verdict, *both(a, b))
     b.revisions = None
-    assert compare(*sides(a, b)).differences == {}
+    assert compare(*both(a, b)).differences == {}
 
 
 class FakeRemote:

@@ -20,27 +20,23 @@ from tokenloom.batch.layout import Batch
 def frame_layout(batch: Batch) -> dict[str, Any]:
     """How a batch lies in a block, as plain JSON; ``bytes`` is the size of that. Raises ``TypeError`` for a column that
     neither numbers, tensors nor texts are in."""
-    numbers = [name for name, value in batch.items() if type(value) is int]
-    tensors = [
-        [name, str(value.dtype).removeprefix("torch."), list(value.shape)]
-        for name, value in batch.items()
-        if isinstance(value, torch.Tensor)
-    ]
-    values = {
-        name: value for name, value in batch.items() if type(value) is not int and not isinstance(value, torch.Tensor)
-    }
-    for name, value in values.items():
-        for item in value if isinstance(value, list) else [value]:
-            if not isinstance(item, str | None):
-                raise TypeError(
-                    f"column {name!r} has a {type(item).__name__}, which is not handed on to a model-parallel peer: "
-                    "leave it out of batching.columns"
-                )
-    size = 8 * len(numbers)
-    for value in batch.values():
-        if isinstance(value, torch.Tensor):
-            size += _padded(value.numel() * value.itemsize)
-    return {"numbers": numbers, "tensors": tensors, "values": values, "bytes": size}
+    layout: dict[str, Any] = {"numbers": [], "tensors": [], "values": {}, "bytes": 0}
+    for name, value in batch.items():
+        if type(value) is int:
+            layout["numbers"].append(name)
+            layout["bytes"] += 8
+        elif isinstance(value, torch.Tensor):
+            layout["tensors"].append([name, str(value.dtype).removeprefix("torch."), list(value.shape)])
+            layout["bytes"] += _padded(value.numel() * value.itemsize)
+        else:
+            layout["values"][name] = value
+            for item in value if isinstance(value, list) else [value]:
+                if not isinstance(item, str | None):
+                    raise TypeError(
+                        f"column {name!r} has a {type(item).__name__}, which is not handed on to a model-parallel "
+                        "peer: leave it out of batching.columns"
+                    )
+    return layout
 
 
 def write_frame(batch: Batch, layout: Mapping[str, Any], block: NDArray[np.uint8]) -> None:

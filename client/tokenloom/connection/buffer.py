@@ -21,8 +21,8 @@ from tokenloom_proto.errors import Fenced
 
 from tokenloom.batch.layout import Batch
 from tokenloom.batch.memory import ArrayPool
-from tokenloom.connection.step_schedule import StepSchedule
-from tokenloom.connection.waits import Waited, Waits
+from tokenloom.connection.join import Opening, Request
+from tokenloom.connection.metrics import Metrics, Waits
 from tokenloom.errors import ServerUnavailable
 from tokenloom.snapshot import Point
 
@@ -60,36 +60,27 @@ class Steps(Protocol):
 class StepBuffer:
     """Micro-steps that were received and not yet yielded, and how the stream stands."""
 
-    def __init__(
-        self,
-        start: Point,
-        *,
-        schedule: StepSchedule,
-        pool: ArrayPool,
-        timeout_s: float,
-        counted: bool = True,
-        accumulate: int = 1,
-    ) -> None:
-        """``timeout_s``: how long ``take`` waits at most. ``counted``: what is consumed is to be committed; not so
-        for who only looks. ``accumulate``: micro-steps of an optimiser step; those of one are there before its first is
-        taken, so the schedule's capacity is at least that."""
-        self.start = start
-        self._schedule = schedule
-        self._timeout_s = timeout_s
-        self._accumulate = accumulate
+    def __init__(self, request: Request, opening: Opening, on_silence: Callable[[], None]) -> None:
+        """``on_silence`` is called by whoever waits and notices that the server says nothing. All micro-steps of an
+        optimiser step are there before its first is taken, so the schedule's capacity is at least that."""
+        self._start = opening.start
+        self._schedule = opening.schedule
+        self._timeout_s = request.options.batch_timeout_s
+        self._accumulate = request.accumulate
+        self._on_silence = on_silence
         # Of the optimiser step that the trainer is in: how many micro-steps are taken at its end, and the labels of
         # all.
         self._optimizer_end = 0
         self._label_tokens = 0
-        self._counted = counted
-        self.received = start
+        self._counted = request.counted
+        self.received = opening.start
         #: Where the trainer stands; what lies before is reported as consumed.
-        self.consumed = start
+        self.consumed = opening.start
         self.committed_through = 0
         self.end_reason: str | None = None
         self.closing = False
         self._steps: deque[Step] = deque()
-        self._pool = pool
+        self._pool = ArrayPool.of(opening.layout)
         self._error: BaseException | None = None
         self._waiting_for = "the connection"
         self._heard_at = time.monotonic()
@@ -135,9 +126,9 @@ class StepBuffer:
         self._waiting_for = waiting_for
         self._heard_at = time.monotonic()
 
-    def waits_for(self, what: str) -> None:
+    def waits_for(self, obstacle: str) -> None:
         """Notes what a batch would wait for now, for the log."""
-        self._waiting_for = what
+        self._waiting_for = obstacle
 
     def put(self, steps: Sequence[Step]) -> None:
         """Adds a message's micro-steps. Waits while a server ignores its credits, so that memory stays bounded."""
@@ -188,13 +179,13 @@ class StepBuffer:
 
     # The trainer's side
 
-    def take(self, on_silence: Callable[[], None]) -> tuple[Batch, Point] | None:
+    def take(self) -> tuple[Batch, Point] | None:
         """The next batch, and where the trainer stands after it; waits for it, at most ``timeout_s``. None at the end
         of the data."""
         with self._taking:  # else two threads would get the same micro-step
             if self._accumulate > 1 and self.taken == self._optimizer_end:
-                self._begin_optimizer_step(on_silence)
-            step = self._steps[0] if self._steps else self._await_step(on_silence)
+                self._begin_optimizer_step()
+            step = self._steps[0] if self._steps else self._await_step()
             if step is None:
                 return None
             point, message, number = step
@@ -205,7 +196,7 @@ class StepBuffer:
             try:
                 self._steps.popleft()
             except IndexError:  # fenced just now
-                self._await_step(on_silence)
+                self._await_step()
             self.consumed = point
             self.taken += 1
             if point.sample_index >= self._wakes_writer_at:
@@ -216,15 +207,15 @@ class StepBuffer:
                     self._room.notify()
             return batch, point
 
-    def _begin_optimizer_step(self, on_silence: Callable[[], None]) -> None:
+    def _begin_optimizer_step(self) -> None:
         """Waits for all micro-steps of an optimiser step, fewer where the data end, and counts their labels."""
-        self._await_step(on_silence, self._accumulate)
+        self._await_step(self._accumulate)
         with self._lock:
             steps = list(islice(self._steps, self._accumulate))
         self._label_tokens = sum(message.label_tokens[number] for _, message, number in steps)
         self._optimizer_end = self.taken + len(steps)
 
-    def _await_step(self, on_silence: Callable[[], None], count: int = 1) -> Step | None:
+    def _await_step(self, count: int = 1) -> Step | None:
         """The next micro-step, as soon as ``count`` of them are there, or the data end after it."""
         # Of this process's own time: one that was stopped has not waited.
         waited_s, patience_s = 0.0, PATIENCE_S
@@ -241,7 +232,7 @@ class StepBuffer:
                 if self._writer_delays:
                     self._report.notify_all()
                 if self.silent():
-                    on_silence()
+                    self._on_silence()
                 obstacle = self._waiting_for or "nothing that it names"
                 if waited_s > self._timeout_s:
                     raise ServerUnavailable(
@@ -271,20 +262,28 @@ class StepBuffer:
             for condition in (self._step_ready, self._room, self._report):
                 condition.notify_all()
 
-    def waiting_steps(self) -> int:
-        """How many micro-steps are there to be taken."""
-        return len(self._steps)
-
-    def waits(self) -> Waited:
-        """What ``next()`` waited since this was asked last."""
+    def metrics(self, reconnects: int) -> Metrics:
+        """Of the stream, which was opened again so often; waits are those since this was asked last."""
         with self._lock:
-            return self._waits.read(self.taken)
+            last_s, mean_s, longest_s = self._waits.read(self.taken)
+        point = self.consumed
+        return Metrics(
+            wait_ms_last=1000 * last_s,
+            wait_ms_mean=1000 * mean_s,
+            wait_ms_max=1000 * longest_s,
+            queue_micro_steps=len(self._steps),
+            queue_capacity_micro_steps=self.capacity_steps,
+            micro_steps=self.taken,
+            tokens=point.total_tokens - self._start.total_tokens,
+            sample_index=point.sample_index,
+            total_tokens=point.total_tokens,
+            uncommitted_samples=max(0, point.sample_index - self.committed_through),
+            reconnects=reconnects,
+        )
 
     # The writer's side
 
-    def next_report(
-        self, reported: int, last_at: float, over: Callable[[], bool], on_silence: Callable[[], None]
-    ) -> Point:
+    def next_report(self, reported: int, last_at: float, over: Callable[[], bool]) -> Point:
         """Sleeps until the trainer is beyond ``reported`` and the server should know, a sign of life is due, or all is
         said; returns where the trainer stands."""
         with self._lock:
@@ -293,7 +292,7 @@ class StepBuffer:
                 if rest_s <= 0:
                     break
                 if self.silent():
-                    on_silence()
+                    self._on_silence()
                 if self.consumed_through < self._wakes_writer_at:
                     self._report.wait(rest_s)
             return self.consumed

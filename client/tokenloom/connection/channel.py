@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from itertools import cycle
 
 import grpc
 from tokenloom_proto.credentials import Credentials
@@ -45,6 +46,33 @@ def open_channel(address: Address, target: str, credentials: Credentials) -> grp
         return grpc.insecure_channel(target, options=_OPTIONS)
     tls = grpc.ssl_channel_credentials(credentials.ca, credentials.key, credentials.certificate)
     return grpc.secure_channel(target, tls, options=_OPTIONS)
+
+
+class Channels:
+    """Channels to the servers of an address, one at a time."""
+
+    def __init__(self, address: Address, credentials: Credentials) -> None:
+        self._address = address
+        self._credentials = credentials
+        self._targets = cycle(address.targets)
+        self._channel: grpc.Channel | None = None
+
+    def renew(self) -> grpc.Channel:
+        """A new channel, to the next of the targets. One that failed tries again by itself, but nobody polls it between
+        calls, so it notices seconds later that a server was not there, and much later that it is back."""
+        self.close()
+        self._channel = open_channel(self._address, next(self._targets), self._credentials)
+        return self._channel
+
+    def current(self) -> grpc.Channel:
+        """The one that there is, else a new one."""
+        return self._channel or self.renew()
+
+    def close(self) -> None:
+        """Closes the channel."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
 
 
 def retryable(error: grpc.RpcError) -> bool:

@@ -121,10 +121,10 @@ class Opening:
     """What the server answered to a Join."""
 
     run_uid: str
-    generation: int
+    facts: RunFacts
+    """What of it the trainer may know."""
     start: Point
     layout: Layout
-    sources: list[Source]
     schedule: StepSchedule
     template: bytes
     server_epoch: int
@@ -132,20 +132,6 @@ class Opening:
     skipped_samples: int
     #: Of a stream to evaluate on: how many samples there are.
     samples: int = 0
-
-    @property
-    def facts(self) -> RunFacts:
-        """What of it the trainer may know."""
-        layout = self.layout
-        return RunFacts(
-            generation=self.generation,
-            start_index=self.start.sample_index,
-            sequence_length=layout.sequence_length,
-            labels="shifted" if layout.shifted else "same",
-            rows=layout.rows,
-            batch_size=layout.batch_size,
-            sources=self.sources,
-        )
 
 
 def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) -> Opening:
@@ -220,7 +206,15 @@ def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
     plans = [BatchPlan(plan.begin_index, plan.batch_size, plan.group_micro_steps) for plan in answer.batch_plans]
     return Opening(
         run_uid=answer.run_uid,
-        generation=answer.generation,
+        facts=RunFacts(
+            generation=answer.generation,
+            start_index=answer.start_index,
+            sequence_length=answer.sequence_length,
+            labels="shifted" if answer.labels == wire.LABELS_SHIFTED else "same",
+            rows=of_rows,
+            batch_size=first.batch_size,
+            sources=[Source(source.id, source.spec, source.alias) for source in answer.sources],
+        ),
         start=Point(answer.start_index, answer.start_tokens, answer.start_digest, base_of(answer.base)),
         layout=Layout(
             batch_size=first.batch_size,
@@ -234,7 +228,6 @@ def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
             loss_masks=answer.loss_masks,
             mask_boundaries=answer.mask_boundaries,
         ),
-        sources=[Source(source.id, source.spec, source.alias) for source in answer.sources],
         schedule=StepSchedule(
             plans or [first],
             world_size=request.topology.world_size,

@@ -11,17 +11,15 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from itertools import cycle
+from collections.abc import Iterator
 
 import grpc
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_proto.errors import TokenloomError
 
-from tokenloom.connection.channel import failure, open_channel, retryable
-from tokenloom.connection.join import Opening, Request
+from tokenloom.connection.channel import Channels, failure, retryable
+from tokenloom.connection.join import Request
 
 log = logging.getLogger("tokenloom")
 
@@ -31,33 +29,20 @@ QUEUED = 64
 CALL_S, PAUSE_S = 5.0, 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """Losses since the last report, over all ranks; ``sources``: by id the mean loss and its tokens."""
-
-    sample_index: int
-    total_tokens: int
-    step: int
-    sources: Mapping[int, tuple[float, int]]
-    loss: float | None
-    learning_rate: float | None
-
-
 class Reporter:
     """Sends the reports of a slot that was joined. Thread-safe."""
 
-    def __init__(self, request: Request, opening: Opening) -> None:
+    def __init__(self, request: Request) -> None:
         self._request = request
-        self._opening = opening
         self._wakes = threading.Condition()
-        self._waiting: deque[Report] = deque(maxlen=QUEUED)
+        self._waiting: deque[wire.ReportRequest] = deque(maxlen=QUEUED)
         self._closing = False
         self._warned = False
         self._give_up_at = math.inf
         self._thread = threading.Thread(target=self._run, name="tokenloom-reports", daemon=True)
         self._thread.start()
 
-    def put(self, report: Report) -> None:
+    def put(self, report: wire.ReportRequest) -> None:
         """Takes a report; returns at once."""
         with self._wakes:
             if len(self._waiting) == QUEUED:
@@ -77,29 +62,23 @@ class Reporter:
         self._thread.join(max(0.0, self._give_up_at - time.monotonic()))
 
     def _run(self) -> None:
-        targets = cycle(self._request.address.targets)
-        channel: grpc.Channel | None = None
+        channels = Channels(self._request.address, self._request.credentials)
         try:
             for report in self._reports():
                 try:
-                    if channel is None:
-                        channel = open_channel(self._request.address, next(targets), self._request.credentials)
-                    self._send(channel, report)
+                    metadata = self._request.credentials.metadata
+                    DataLoaderStub(channels.current()).Report(report, timeout=CALL_S, metadata=metadata)
                     with self._wakes:
                         self._warned = False
-                        if self._waiting and self._waiting[0] is report:
-                            self._waiting.popleft()
+                        self._drop(report)
                 except (grpc.RpcError, TokenloomError) as error:
                     # A channel that failed notices late that the server is back, and another server may lead by now.
-                    if channel is not None:
-                        channel.close()
-                        channel = None
+                    channels.close()
                     self._failed(error, report)
         finally:
-            if channel is not None:
-                channel.close()
+            channels.close()
 
-    def _reports(self) -> Iterator[Report]:
+    def _reports(self) -> Iterator[wire.ReportRequest]:
         """The oldest that waits, as long as it does; ends when all is sent after ``finish``."""
         while True:
             with self._wakes:
@@ -110,27 +89,7 @@ class Reporter:
                 report = self._waiting[0]
             yield report
 
-    def _send(self, channel: grpc.Channel, report: Report) -> None:
-        request = self._request
-        message = wire.ReportRequest(
-            run=request.address.run,
-            stream=request.stream,
-            run_uid=self._opening.run_uid,
-            generation=self._opening.generation,
-            attempt=request.topology.attempt,
-            sample_index=report.sample_index,
-            total_tokens=report.total_tokens,
-            step=report.step,
-            sources=[
-                wire.SourceLoss(source_id=source, loss=loss, tokens=tokens)
-                for source, (loss, tokens) in report.sources.items()
-            ],
-            loss=report.loss,
-            learning_rate=report.learning_rate,
-        )
-        DataLoaderStub(channel).Report(message, timeout=CALL_S, metadata=request.credentials.metadata)
-
-    def _failed(self, error: grpc.RpcError | TokenloomError, report: Report) -> None:
+    def _failed(self, error: grpc.RpcError | TokenloomError, report: wire.ReportRequest) -> None:
         later = False
         reason = error
         if isinstance(error, grpc.RpcError):
@@ -143,15 +102,20 @@ class Reporter:
                 self._wakes.wait_for(lambda: self._closing, PAUSE_S)
                 if self._closing:
                     self._wakes.wait(0.1)
-            elif self._waiting and self._waiting[0] is report:
-                self._waiting.popleft()  # refused, and would be again
+            else:
+                self._drop(report)  # refused, and would be again
 
-    def _warn(self, what: str) -> None:
+    def _drop(self, report: wire.ReportRequest) -> None:
+        """Takes a report out of the queue, if it was not pushed out. The caller holds the lock."""
+        if self._waiting and self._waiting[0] is report:
+            self._waiting.popleft()
+
+    def _warn(self, reason: str) -> None:
         """The caller holds the lock."""
         if not self._warned:
             self._warned = True
             log.warning(
                 "%s: losses cannot be reported to the server; training goes on, and this is said once until a report "
                 "goes through again: %s",
-                self._request.address, what,
+                self._request.address, reason,
             )  # fmt: skip

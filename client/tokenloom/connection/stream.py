@@ -13,12 +13,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from itertools import count, cycle, repeat
+from itertools import count, repeat
 from operator import lt
-from typing import cast
+from typing import Any, cast
 
 import grpc
 from tokenloom_proto import dataloader_pb2 as wire
@@ -27,14 +27,13 @@ from tokenloom_proto.errors import ProtocolError
 
 from tokenloom.batch.device import DeviceSteps, Transfer
 from tokenloom.batch.layout import Batch, StepNumbers
-from tokenloom.batch.memory import ArrayPool
 from tokenloom.batch.packed import Message
 from tokenloom.batch.rows import Bucket, Feature, RowsMessage
 from tokenloom.connection import topology
 from tokenloom.connection.buffer import SIGN_OF_LIFE_S, Step, StepBuffer, Steps
-from tokenloom.connection.channel import Retry, failure, open_channel, retryable, summary
+from tokenloom.connection.channel import Channels, Retry, failure, retryable, summary
 from tokenloom.connection.join import Request, base_of, join
-from tokenloom.connection.reports import Report, Reporter
+from tokenloom.connection.reports import Reporter
 from tokenloom.connection.response import Response, read
 from tokenloom.errors import ServerUnavailable
 from tokenloom.snapshot import Point
@@ -58,43 +57,29 @@ class Connection:
         self._nonce = nonce
         #: How often the stream was opened again.
         self.reconnects = 0
-        self._channel: grpc.Channel | None = None
+        self._channels = Channels(request.address, request.credentials)
         self._call: grpc.Call | None = None
         self._reporter: Reporter | None = None
         self._fell_silent = False
         self._heard_at = 0.0
-        self._targets = cycle(request.address.targets)
         try:
-            self.opening = join(lambda: DataLoaderStub(self._connect()), request, self._nonce)
+            self.opening = join(lambda: DataLoaderStub(self._channels.renew()), request, self._nonce)
         except BaseException:
-            self._disconnect()
+            self._channels.close()
             raise
         self._base = self.opening.start.base
         layout, plans = self.opening.layout, self.opening.schedule.plans
         self._layouts = [replace(layout, batch_size=plan.batch_size) for plan in plans]
         self._server_epoch = self.opening.server_epoch
-        self.buffer = StepBuffer(
-            self.opening.start,
-            accumulate=request.accumulate,
-            schedule=self.opening.schedule,
-            pool=ArrayPool.of(self.opening.layout),
-            timeout_s=request.options.batch_timeout_s,
-            counted=request.counted,
-        )
+        self.buffer = StepBuffer(request, self.opening, self.break_stream)
         self._transfer = Transfer(request.device, self.opening.layout) if request.device is not None else None
         self._thread = threading.Thread(target=self._run, name="tokenloom-stream", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Connection:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def take(self) -> tuple[Batch, Point] | None:
         """The next batch, and where the trainer stands after it; None at the end of the data. Raises what the
         background thread met."""
-        taken = self.buffer.take(self.on_silence)
+        taken = self.buffer.take()
         if self._transfer is not None and (following := self.buffer.following()) is not None:
             _, message, number = following
             assert isinstance(message, DeviceSteps)
@@ -104,10 +89,20 @@ class Connection:
                 message.send(number)
         return taken
 
-    def report(self, report: Report) -> None:
-        """Sends losses in the background, for monitoring."""
+    def report(self, losses: Mapping[int, tuple[float, int]], **numbers: Any) -> None:
+        """Sends losses in the background, for monitoring: by source id the mean and the tokens it is of. ``numbers``
+        are further fields of ``ReportRequest``."""
         if self._reporter is None:
-            self._reporter = Reporter(self._request, self.opening)
+            self._reporter = Reporter(self._request)
+        report = wire.ReportRequest(
+            run=self._request.address.run,
+            stream=self._request.stream,
+            run_uid=self.opening.run_uid,
+            generation=self.opening.facts.generation,
+            attempt=self._request.topology.attempt,
+            sources=[wire.SourceLoss(source_id=i, loss=loss, tokens=tokens) for i, (loss, tokens) in losses.items()],
+            **numbers,
+        )
         self._reporter.put(report)
 
     def close(self) -> None:
@@ -121,21 +116,9 @@ class Connection:
             self._reporter.join()
         if self._call is not None:
             self._call.cancel()
-        self._disconnect()
+        self._channels.close()
 
-    def _connect(self) -> grpc.Channel:
-        """Makes a new channel, to the next of the run's addresses. One that failed tries again by itself, but nobody
-        polls it between calls, so it notices seconds later that a server was not there, and much later that it is
-        back."""
-        self._disconnect()
-        self._channel = open_channel(self._request.address, next(self._targets), self._request.credentials)
-        return self._channel
-
-    def _disconnect(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-
-    def on_silence(self) -> None:
+    def break_stream(self) -> None:
         """Breaks a stream on which nothing comes; whoever waits for it next may notice."""
         self._fell_silent = True
         if self._call is not None:
@@ -185,7 +168,7 @@ class Connection:
         self.buffer.heard(0, "the stream to open")
         self._fell_silent = False
         # The generated stub would have protobuf read what comes, and with it copy the ids.
-        method: grpc.StreamStreamMultiCallable[wire.StreamRequest, bytes] = self._connect().stream_stream(
+        method: grpc.StreamStreamMultiCallable[wire.StreamRequest, bytes] = self._channels.renew().stream_stream(
             _STREAM, request_serializer=wire.StreamRequest.SerializeToString, response_deserializer=None
         )
         call = self._call = method(iter(writer), metadata=self._request.credentials.metadata)
@@ -260,10 +243,10 @@ class Connection:
         points = map(Point, ends, numbers.total_tokens, [info.digest for info in infos], repeat(self._base))
         return list(zip(points, repeat(message), count()))
 
-    def _check_begin(self, begin_index: int, what: str) -> None:
+    def _check_begin(self, begin_index: int, message: str) -> None:
         if begin_index != self.buffer.received_through:
             raise ProtocolError(
-                f"{what} came for sample index {begin_index}, but {self.buffer.received_through} is next: "
+                f"{message} came for sample index {begin_index}, but {self.buffer.received_through} is next: "
                 "the server skips or repeats data"
             )
 
@@ -276,7 +259,7 @@ class Connection:
                 run=request.address.run,
                 stream=request.stream,
                 run_uid=self.opening.run_uid,
-                generation=self.opening.generation,
+                generation=self.opening.facts.generation,
                 attempt=request.topology.attempt,
                 rank=request.topology.rank,
                 nonce=self._nonce,
@@ -322,7 +305,7 @@ class _Writer:
         yield connection.stream_open(reported)
         reported_at = 0.0
         while True:
-            consumed = buffer.next_report(reported.sample_index, reported_at, lambda: self.over, connection.on_silence)
+            consumed = buffer.next_report(reported.sample_index, reported_at, lambda: self.over)
             if self.over:
                 return
             if consumed is not reported or time.monotonic() - reported_at >= SIGN_OF_LIFE_S:

@@ -10,26 +10,28 @@ from typing_extensions import Self
 
 from tokenloom.batch.layout import Batch
 from tokenloom.connection.join import RunFacts, Source, sources_at
-from tokenloom.snapshot import KEY, History, Loaded, Older, Point
+from tokenloom.connection.topology import Topology
+from tokenloom.snapshot import KEY, History, Loaded, Older, Point, Positioned
 
 _RUN_UNKNOWN = "only known once the run is joined: call iter() on the dataset first"
 
 
-class BatchDataset(IterableDataset[Batch]):
+class BatchDataset(Positioned, IterableDataset[Batch]):
     """Batches of a run, with what is known of that run, and with an end. The base of every dataset."""
 
+    _topology: Topology
     _facts: RunFacts | None = None
     _closed = False
 
     @property
     def rank(self) -> int:
-        """This process's rank."""
-        raise NotImplementedError
+        """This process's data-parallel rank."""
+        return self._topology.rank
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
-        raise NotImplementedError
+        """The number of data-parallel ranks."""
+        return self._topology.world_size
 
     @property
     def facts(self) -> RunFacts:
@@ -64,21 +66,6 @@ class BatchDataset(IterableDataset[Batch]):
     def sources(self) -> list[Source]:
         """The run's sources, by the ids that ``source_ids`` holds."""
         return sorted(self.facts.sources, key=lambda source: source.id)
-
-    @property
-    def sample_index(self) -> int:
-        """End of the last batch yielded, in the run's one global order."""
-        return self._position.sample_index
-
-    @property
-    def total_tokens(self) -> int:
-        """Tokens of the whole run up to there, over all ranks and restarts."""
-        return self._position.total_tokens
-
-    @property
-    def _position(self) -> Point | Loaded | Older:
-        """Where the trainer stands."""
-        raise NotImplementedError
 
     def report(self, losses: Mapping[int, tuple[float, int]], **numbers: Any) -> None:
         """Refused with ``ValueError``: only who trains reports losses."""
@@ -143,11 +130,6 @@ class ResumableDataset(BatchDataset):
                 "to go back, close() this dataset and make a new one"
             )
         self._loaded = Loaded.read(state)
-
-    @property
-    def digest(self) -> str:
-        """Rolling digest of all samples up to there: equal digests are equal data."""
-        return self._position.digest
 
     @property
     def history(self) -> History:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import uuid
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -15,11 +16,11 @@ from tokenloom.batch.layout import Batch, check_columns
 from tokenloom.connection import queries
 from tokenloom.connection.address import Address
 from tokenloom.connection.join import Request
+from tokenloom.connection.metrics import Metrics
 from tokenloom.connection.options import ConnectionOptions
 from tokenloom.connection.server import RunServer
 from tokenloom.connection.stream import Connection
 from tokenloom.connection.topology import Topology
-from tokenloom.datasets import metrics
 from tokenloom.datasets.base import BatchDataset
 from tokenloom.job_server.launch import LaunchServer
 from tokenloom.job_server.mixture_file import mixture_path
@@ -27,15 +28,17 @@ from tokenloom.job_server.mixture_file import mixture_path
 #: The address of a run, the path of a mixture file, or the server that another dataset has.
 RunUrl: TypeAlias = str | os.PathLike[str] | RunServer
 
+#: This process's slot by the run's name, ``stream`` and ``timeout_s``.
+SlotOf: TypeAlias = Callable[..., Topology]
+
 #: The stream that is trained on; all others are evaluated on.
 TRAIN = "train"
 
 
-def _find_server(
-    url: RunUrl, options: ConnectionOptions, stream: str, slot_of: Callable[[str], Topology]
-) -> tuple[RunServer, Topology]:
+def _find_server(url: RunUrl, options: ConnectionOptions, stream: str, slot_of: SlotOf) -> tuple[RunServer, Topology]:
     """The server of a run, which is started where ``url`` is a mixture file, and this process's slot, by the name that
     its ranks have in common for the run."""
+    slot_of = partial(slot_of, stream=stream, timeout_s=options.connect_timeout_s)
     if isinstance(url, RunServer):
         return url, slot_of(url.address.run)
     mixture = mixture_path(url)
@@ -54,7 +57,7 @@ class ConnectedDataset(BatchDataset):
     def __init__(
         self,
         url: RunUrl,
-        slot_of: Callable[[str], Topology],
+        slot_of: SlotOf,
         connection: ConnectionOptions | None,
         *,
         stream: str = TRAIN,
@@ -62,15 +65,15 @@ class ConnectedDataset(BatchDataset):
         device: str | torch.device | None,
         **fields: Any,
     ) -> None:
-        """``slot_of`` gives this process's slot by the run's name; it may wait for other ranks, so all else is checked
-        before. ``fields`` are further fields of ``Request``."""
+        """``slot_of`` gives this process's slot, as ``topology.resolve`` does; it may wait for other ranks, so all else
+        is checked before. ``fields`` are further fields of ``Request``."""
         super().__init__()
         options = connection or ConnectionOptions()
         fields["columns"] = check_columns(columns)
         fields["device"] = resolve(device) if device is not None else None
-        server, topology = _find_server(url, options, stream, slot_of)
+        server, self._topology = _find_server(url, options, stream, slot_of)
         #: What a Join asks for, where no state was loaded.
-        self._request = Request(server=server, topology=topology, stream=stream, options=options, **fields)
+        self._request = Request(server=server, topology=self._topology, stream=stream, options=options, **fields)
         closer = weakref.finalize(self, server.share().release)
         self._server_closer: weakref.finalize[[], ConnectedDataset] | None = closer
         # In memory that forked and spawned DataLoader workers share, so that the trainer's copy can
@@ -81,16 +84,6 @@ class ConnectedDataset(BatchDataset):
         self._closer: weakref.finalize[[Connection, int], ConnectedDataset] | None = None
         # This process's name for its slot. It outlasts a Join that was interrupted, which may have reached the server.
         self._nonce = uuid.uuid4().hex
-
-    @property
-    def rank(self) -> int:
-        """This process's rank."""
-        return self._request.topology.rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self._request.topology.world_size
 
     @property
     def run(self) -> str:
@@ -116,13 +109,11 @@ class ConnectedDataset(BatchDataset):
         """What the run will be, from its beginning to the end of its data or up to so many total tokens, if nothing is
         changed: the document of ``GET /v1/runs/{run}/plan``. Where data never end and no ``tokens`` are given,
         ``ends`` is false. It does not depend on how far the run is, and needs no Join."""
-        request = self._request
-        return queries.plan(request.address, request.credentials, tokens or 0, request.options.connect_timeout_s)
+        return queries.plan(self._request, tokens or 0)
 
     def stats(self) -> dict[str, Any]:
         """The run's figures as the server has them now: the document of ``GET /v1/runs/{run}/stats``. Needs no Join."""
-        request = self._request
-        return queries.stats(request.address, request.credentials, request.options.connect_timeout_s)
+        return queries.stats(self._request)
 
     def metrics(self) -> dict[str, float]:
         """Figures of this rank for experiment trackers; all 0 before the Join. Costs no micro-step anything, and asks
@@ -135,7 +126,9 @@ class ConnectedDataset(BatchDataset):
         ledger is short of that. ``reconnects``: how often the stream was opened again.
         """
         self._check_state_is_here()
-        return metrics.read(self._connection)
+        connection = self._connection
+        metrics = Metrics() if connection is None else connection.buffer.metrics(connection.reconnects)
+        return metrics._asdict()
 
     def close(self) -> None:
         """Reports the last batch yielded to the server and ends the stream. The state stays readable."""
@@ -207,17 +200,10 @@ class ConnectedDataset(BatchDataset):
             )
 
 
-class BatchIterator:
-    """An iterator that keeps raising what it met: a generator would turn an error into an end of data."""
-
-    def __init__(self, next_batch: Callable[[], Batch]) -> None:
-        self._next_batch = next_batch
-
-    def __iter__(self) -> BatchIterator:
-        return self
-
-    def __next__(self) -> Batch:
-        return self._next_batch()
+def batches_of(next_batch: Callable[[], Batch]) -> Iterator[Batch]:
+    """What ``next_batch`` gives until it raises. An error is raised anew each time that it is met: a generator would
+    turn it into an end of the data."""
+    return iter(next_batch, None)
 
 
 def _close(connection: Connection, pid: int) -> None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from tokenloom.batch.layout import Batch
-from tokenloom.connection import topology
 from tokenloom.connection.options import ConnectionOptions, check_count
 from tokenloom.connection.server import RunServer
 from tokenloom.connection.stream import Connection
+from tokenloom.connection.topology import resolve
 from tokenloom.datasets import data_loader
-from tokenloom.datasets.connected import TRAIN, BatchIterator, ConnectedDataset, RunUrl
+from tokenloom.datasets.connected import TRAIN, ConnectedDataset, RunUrl, batches_of
 from tokenloom.job_server.mixture_file import mixture_path
 from tokenloom.snapshot import Point
 
@@ -63,18 +64,10 @@ class EvaluationDataset(ConnectedDataset):
         # Who evaluates takes no slot, so there is no id to share, and nobody to wait for; but for a server that
         # rank 0 starts.
         starts_server = not isinstance(url, RunServer) and mixture_path(url) is not None
-        slot_of = partial(
-            topology.resolve,
-            stream=stream,
-            rank=rank,
-            world_size=world_size,
-            attempt=None if starts_server else stream,
-            process_group=process_group,
-            timeout_s=(connection or ConnectionOptions()).connect_timeout_s,
-        )
+        attempt = None if starts_server else stream
         super().__init__(
             url,
-            slot_of,
+            partial(resolve, rank=rank, world_size=world_size, attempt=attempt, process_group=process_group),
             connection,
             stream=stream,
             batch_size=batch_size,
@@ -104,12 +97,12 @@ class EvaluationDataset(ConnectedDataset):
                 raise StopIteration
             return taken[0]
 
-        return BatchIterator(next_batch)
+        return batches_of(next_batch)
 
     def __len__(self) -> int:
         """Micro-steps of an evaluation. Asks the server if none was there, and waits until the samples are made."""
         if self._steps is None:
-            with self._connect(self._request) as connection:
+            with closing(self._connect(self._request)) as connection:
                 return self._learn_length(connection)
         return self._steps
 

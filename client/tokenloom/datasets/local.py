@@ -53,7 +53,7 @@ class LocalDataset(TrainingDataset):
             )
         super().__init__(
             InProcessServer(mixture),
-            lambda _: slot,
+            lambda *_, **__: slot,
             connection,
             batch_size=batch_size,
             resume=resume,

@@ -6,7 +6,7 @@ import logging
 import multiprocessing.context
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,10 +16,9 @@ from tokenloom.batch.layout import Batch
 from tokenloom.connection.join import Request
 from tokenloom.connection.options import ConnectionOptions
 from tokenloom.connection.stream import Connection
-from tokenloom.connection.topology import Topology
 from tokenloom.datasets import data_loader
 from tokenloom.datasets.base import ResumableDataset
-from tokenloom.datasets.connected import BatchIterator, ConnectedDataset, RunUrl
+from tokenloom.datasets.connected import ConnectedDataset, RunUrl, SlotOf, batches_of
 from tokenloom.errors import EndOfData
 from tokenloom.snapshot import History, Loaded, Older, Point
 
@@ -32,7 +31,7 @@ class OrderDataset(ConnectedDataset, ResumableDataset):
     def __init__(
         self,
         url: RunUrl,
-        slot_of: Callable[[str], Topology],
+        slot_of: SlotOf,
         connection: ConnectionOptions | None,
         *,
         fork_from: Mapping[str, Any] | None = None,
@@ -54,7 +53,7 @@ class OrderDataset(ConnectedDataset, ResumableDataset):
         if self._connection is None:
             self._check_not_closed()
             self._join()
-        return BatchIterator(self._next)
+        return batches_of(self._next)
 
     def __len__(self) -> int:
         raise TypeError(data_loader.NO_LENGTH)

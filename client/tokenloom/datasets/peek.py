@@ -40,7 +40,7 @@ class PeekDataset(OrderDataset):
             raise ValueError('at must be a sample index, a state, "latest", "fresh" or the id of a snapshot; got ""')
         super().__init__(
             url,
-            lambda _: ALONE,
+            lambda *_, **__: ALONE,
             connection,
             batch_size=batch_size or 0,
             resume=str(at) if isinstance(at, int | str) else "",

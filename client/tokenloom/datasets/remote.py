@@ -12,7 +12,6 @@ from tokenloom_proto.batch_schedule import Sizes
 
 from tokenloom.connection.options import ConnectionOptions
 from tokenloom.connection.topology import resolve
-from tokenloom.datasets.connected import TRAIN
 from tokenloom.datasets.training import TrainingDataset
 
 if TYPE_CHECKING:  # a build of torch may lack it
@@ -82,18 +81,9 @@ class RemoteDataset(TrainingDataset):
         attempt: str | None = None,
         connection: ConnectionOptions | None = None,
     ) -> None:
-        slot_of = partial(
-            resolve,
-            stream=TRAIN,
-            rank=rank,
-            world_size=world_size,
-            attempt=attempt,
-            process_group=process_group,
-            timeout_s=(connection or ConnectionOptions()).connect_timeout_s,
-        )
         super().__init__(
             url,
-            slot_of,
+            partial(resolve, rank=rank, world_size=world_size, attempt=attempt, process_group=process_group),
             connection,
             batch_size=batch_size,
             resume=resume,

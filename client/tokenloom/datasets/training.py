@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -12,9 +12,7 @@ from tokenloom_proto.batch_schedule import BatchSchedule, Sizes
 
 from tokenloom.connection.join import Request
 from tokenloom.connection.options import ConnectionOptions, check_count
-from tokenloom.connection.reports import Report
-from tokenloom.connection.topology import Topology
-from tokenloom.datasets.connected import RunUrl
+from tokenloom.datasets.connected import RunUrl, SlotOf
 from tokenloom.datasets.evaluation import EvaluationDataset
 from tokenloom.datasets.order import OrderDataset
 from tokenloom.datasets.peek import PeekDataset
@@ -26,7 +24,7 @@ class TrainingDataset(OrderDataset):
     def __init__(
         self,
         url: RunUrl,
-        slot_of: Callable[[str], Topology],
+        slot_of: SlotOf,
         connection: ConnectionOptions | None,
         *,
         batch_size: int | Sizes | None,
@@ -117,7 +115,14 @@ class TrainingDataset(OrderDataset):
         """
         _ = self.facts  # joined
         assert self._connection is not None
-        self._connection.report(Report(sample_index, total_tokens, step, dict(losses), loss, learning_rate))
+        self._connection.report(
+            losses,
+            sample_index=sample_index,
+            total_tokens=total_tokens,
+            step=step,
+            loss=loss,
+            learning_rate=learning_rate,
+        )
 
     def _request_of_copy(self) -> Request:
         # An attempt of its own, which fences this one.

@@ -22,6 +22,7 @@ from accelerate.utils import send_to_device
 
 from tokenloom.batch.layout import Batch
 from tokenloom.datasets.training import TrainingDataset
+from tokenloom.integrations.checks import check_accumulate, check_processes
 
 
 class TokenloomLoader:
@@ -35,17 +36,9 @@ class TokenloomLoader:
     """
 
     def __init__(self, accelerator: Accelerator, dataset: TrainingDataset) -> None:
-        if dataset.world_size != accelerator.num_processes:
-            raise ValueError(
-                f"the dataset is rank {dataset.rank} of {dataset.world_size}, but Accelerate runs "
-                f"{accelerator.num_processes} processes: make the RemoteDataset after the Accelerator, which starts "
-                "the process group, and without rank and world_size"
-            )
-        if dataset.accumulate not in (1, steps := accelerator.gradient_accumulation_steps):
-            raise ValueError(
-                f"the dataset has accumulate={dataset.accumulate}, but Accelerate has gradient_accumulation_steps="
-                f"{steps}, so global_label_tokens would be of other steps: make them equal, or leave accumulate out"
-            )
+        check_processes(dataset, accelerator.num_processes, "Accelerate runs", "the Accelerator")
+        steps = accelerator.gradient_accumulation_steps
+        check_accumulate(dataset, steps, "Accelerate has gradient_accumulation_steps")
         self._accelerator = accelerator
         self._dataset = dataset
         accelerator.register_for_checkpointing(self)

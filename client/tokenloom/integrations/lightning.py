@@ -21,20 +21,14 @@ from tokenloom.batch.layout import Batch
 from tokenloom.clock.lr_scheduler import TokenLRScheduler
 from tokenloom.datasets.evaluation import EvaluationDataset
 from tokenloom.datasets.remote import RemoteDataset
+from tokenloom.integrations.checks import check_accumulate
+from tokenloom.snapshot import Loaded, Older, Point, Positioned
 
 #: Options that a dataset has whether it is trained or evaluated on.
 _COMMON = frozenset({"rank", "world_size", "process_group", "columns", "device", "connection"})
 
 
-class Place(NamedTuple):
-    """Where a batch ends in the run."""
-
-    sample_index: int
-    total_tokens: int
-    digest: str
-
-
-class TokenloomDataModule(LightningDataModule):
+class TokenloomDataModule(Positioned, LightningDataModule):
     """The batches of a run as Lightning's training data; ``options`` are those of ``RemoteDataset``.
 
     The dataset is made when a fit begins, where the process group is there already, and closed when it ends. A
@@ -50,6 +44,9 @@ class TokenloomDataModule(LightningDataModule):
 
     Training ends with the data, whatever ``max_epochs`` says: an epoch of Lightning is all of the run, or
     ``limit_train_batches`` of it.
+
+    ``sample_index``, ``total_tokens`` (the clock of ``TokenLRScheduler``) and ``digest`` are those at the end of the
+    batch that is trained on.
     """
 
     def __init__(
@@ -80,19 +77,8 @@ class TokenloomDataModule(LightningDataModule):
         return self._active.dataset
 
     @property
-    def sample_index(self) -> int:
-        """End of the batch that is trained on, in the run's one global order."""
-        return self._active.place.sample_index
-
-    @property
-    def total_tokens(self) -> int:
-        """Tokens of the whole run up to the end of the batch that is trained on: the clock of ``TokenLRScheduler``."""
-        return self._active.place.total_tokens
-
-    @property
-    def digest(self) -> str:
-        """Rolling digest of all samples up to there."""
-        return self._active.place.digest
+    def _position(self) -> Point | Loaded | Older:
+        return self._active.place
 
     @property
     def _active(self) -> _Loader:
@@ -148,7 +134,7 @@ class TokenloomDataModule(LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last batch that was trained on."""
-        return self._loader.state_dict_of_data() if self._loader is not None else self._state
+        return self._loader.state_of_data() if self._loader is not None else self._state
 
     def teardown(self, stage: str) -> None:
         """Closes the datasets; the state stays, for another fit."""
@@ -201,7 +187,7 @@ class TokenLRModule(LightningModule):
 
 class _Fetched(NamedTuple):
     batch: Batch
-    place: Place
+    place: Point
 
 
 class _Loader:
@@ -214,9 +200,9 @@ class _Loader:
     def __init__(self, dataset: RemoteDataset) -> None:
         self.dataset = dataset
         self.ended = False
-        self._begun: Place | None = None
-        self._trained: Place | None = None
-        self._stepped: Place | None = None
+        self._begun: Point | None = None
+        self._trained: Point | None = None
+        self._stepped: Point | None = None
         self._ahead: deque[_Fetched] = deque()
 
     def __iter__(self) -> Iterator[Batch]:
@@ -231,19 +217,18 @@ class _Loader:
         for fetched in tuple(self._ahead):
             yield fetched.batch
         for batch in self.dataset:
-            dataset = self.dataset
-            self._ahead.append(_Fetched(batch, Place(dataset.sample_index, dataset.total_tokens, dataset.digest)))
+            self._ahead.append(_Fetched(batch, self.dataset.history.last))
             yield batch
         self.ended = True
 
     @property
-    def place(self) -> Place:
+    def place(self) -> Point | Loaded | Older:
         """Of the batch that is trained on, or was last."""
         if self._begun is not None:
             return self._begun
         if self._ahead:
             raise RuntimeError("no batch was trained on yet")
-        return Place(self.dataset.sample_index, self.dataset.total_tokens, self.dataset.digest)
+        return self.dataset._position
 
     @property
     def stepped(self) -> bool:
@@ -271,20 +256,15 @@ class _Loader:
         if stepped:
             self._stepped = self._begun
 
-    def state_dict_of_data(self) -> dict[str, Any]:
-        """The state after the last batch that was trained on; before the first, where the dataset stood."""
-        return self._state_at(self._trained)
-
-    def state_dict_of_weights(self) -> dict[str, Any]:
-        """The state after the last batch that the optimiser has stepped on."""
-        return self._state_at(self._stepped)
-
-    def _state_at(self, place: Place | None) -> dict[str, Any]:
-        if place is not None:
-            return dict(self.dataset.state_dict(at=place.sample_index))
-        if self._ahead or self._begun is not None:
-            return dict(self.dataset.state_dict(at=self.dataset.start_index))
-        return dict(self.dataset.state_dict())
+    def state_of_data(self, *, stepped: bool = False) -> dict[str, Any]:
+        """The state after the last batch that was trained on, or that the optimiser has ``stepped`` on; before the
+        first, where the dataset stood."""
+        point, index = self._stepped if stepped else self._trained, None
+        if point is not None:
+            index = point.sample_index
+        elif self._ahead or self._begun is not None:
+            index = self.dataset.start_index
+        return dict(self.dataset.state_dict(at=index))
 
     # Lightning takes a loader with these two for one that can go on mid-epoch, and warns of any other. The state is the
     # data module's: Lightning hands a loader its state only in some restarts, not after a whole epoch.
@@ -323,7 +303,8 @@ class _Follower(Callback):
         self._progress: dict[str, Any] = {}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        _check_accumulate(self._loader.dataset, trainer)
+        batches = trainer.accumulate_grad_batches
+        check_accumulate(self._loader.dataset, batches, "the Trainer steps each accumulate_grad_batches")
         if self._loader.stepped:
             self._global_step = trainer.global_step
             counters = trainer.fit_loop.epoch_loop.state_dict()
@@ -341,23 +322,13 @@ class _Follower(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._loader.stepped:
             return
-        checkpoint[self._key] = self._loader.state_dict_of_weights()
+        checkpoint[self._key] = self._loader.state_of_data(stepped=True)
         for name, value in self._progress.items():
             checkpoint["loops"]["fit_loop"][f"epoch_loop.{name}"] = deepcopy(value)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._loader.ended:
             trainer.should_stop = True
-
-
-def _check_accumulate(dataset: RemoteDataset, trainer: Trainer) -> None:
-    """Refuses batches that count the labels of other steps than the Trainer makes."""
-    if dataset.accumulate not in (1, trainer.accumulate_grad_batches):
-        raise ValueError(
-            f"the data module has accumulate={dataset.accumulate}, but the Trainer steps each "
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches} batches, so global_label_tokens would be of "
-            "other steps: leave accumulate out, or give it 1"
-        )
 
 
 def _check_trainer(trainer: Trainer) -> None:

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from tokenloom.batch.layout import Batch
 from tokenloom.datasets.order import OrderDataset
-from tokenloom.snapshot import KEY, History
+from tokenloom.snapshot import KEY, History, Loaded, Older, Point, Positioned
 
 
-class StatefulLoader:
+class StatefulLoader(Positioned):
     """The batches of a dataset through a ``DataLoader`` with no worker or one; a ``Stateful`` of torch.
 
     ``collate_fn`` is called with each batch, in the worker where there is one: to have work done there is the reason to
@@ -94,19 +94,8 @@ class StatefulLoader:
         self.dataset.load_state_dict(state)
 
     @property
-    def sample_index(self) -> int:
-        """End of the last batch yielded, in the run's one global order."""
-        return self._history.last.sample_index if self._history else self.dataset.sample_index
-
-    @property
-    def total_tokens(self) -> int:
-        """Tokens of the whole run up to there, over all ranks and restarts."""
-        return self._history.last.total_tokens if self._history else self.dataset.total_tokens
-
-    @property
-    def digest(self) -> str:
-        """Rolling digest of all samples up to there."""
-        return self._history.last.digest if self._history else self.dataset.digest
+    def _position(self) -> Point | Loaded | Older:
+        return self._history.last if self._history else self.dataset._position
 
     def close(self) -> None:
         """Ends the worker and the stream. The state stays readable."""

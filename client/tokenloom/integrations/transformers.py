@@ -12,10 +12,7 @@ once more, or read them on one rank only, and reads ahead of what is trained on.
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +28,9 @@ from tokenloom.clock.token_budget import TokenBudget
 from tokenloom.clock.token_progress import TokenProgress
 from tokenloom.datasets.connected import ConnectedDataset
 from tokenloom.datasets.training import TrainingDataset
+from tokenloom.integrations.checks import check_accumulate, check_processes
+from tokenloom.integrations.trainer_checkpoint import last_checkpoint as last_checkpoint
+from tokenloom.integrations.trainer_checkpoint import read_state, step_of, write_state
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -40,11 +40,6 @@ else:
 
 log = logging.getLogger("tokenloom")
 
-#: The file of a checkpoint that holds the state of its data.
-STATE_FILE = "tokenloom.json"
-#: What Trainer writes last into a checkpoint, once every rank has written its part.
-TRAINER_STATE_FILE = "trainer_state.json"
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 #: What a batch has for the trainer and not for its model.
 _NOT_INPUTS = (frozenset(Batch.__annotations__) | {"dataset_id", "bucket"}) - {
     *("input_ids", "labels", "position_ids", "attention_mask"),
@@ -125,13 +120,7 @@ class TokenloomMixin(_Trainer):
     def get_train_dataloader(self) -> DataLoader[Any]:
         """This rank's batches, whole and as the dataset gives them, never a batch ahead. Joins the run."""
         dataset = self._tokenloom_dataset
-        if dataset.world_size != self.args.world_size:
-            raise ValueError(
-                f"the dataset is rank {dataset.rank} of {dataset.world_size}, but Trainer runs on "
-                f"{self.args.world_size} processes: make the RemoteDataset after TrainingArguments, which start the "
-                "process group, and without rank and world_size (tensor, context and pipeline parallelism are not for "
-                "this Trainer)"
-            )
+        check_processes(dataset, self.args.world_size, "Trainer runs on", "TrainingArguments")
         iter(dataset)
         if dataset.labels == "shifted" and self._loss_shifts_labels:
             raise ValueError(
@@ -139,11 +128,7 @@ class TokenloomMixin(_Trainer):
                 "so each would be predicted from one token too far: set labels: same in the mixture file"
             )
         accumulate = self.args.gradient_accumulation_steps
-        if dataset.accumulate not in (1, accumulate):
-            raise ValueError(
-                f"the dataset has accumulate={dataset.accumulate}, but gradient_accumulation_steps={accumulate}: make "
-                "them equal, or leave accumulate out"
-            )
+        check_accumulate(dataset, accumulate, "TrainingArguments have gradient_accumulation_steps")
         size: Any = dataset.batch_size  # or a schedule: pairs of total tokens and samples
         if isinstance(size, tuple) and dataset.accumulate != accumulate:
             raise ValueError(
@@ -163,7 +148,7 @@ class TokenloomMixin(_Trainer):
             steps = self._resumed_step + self._steps_left(size)
             self.args.max_steps = max(1, min(steps, self._max_steps) if self._max_steps > 0 else steps)
         self._ends = {self._resumed_step: dataset.sample_index}
-        return _loader(dataset, _whole)
+        return _loader(dataset, lambda batch: batch)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """As Trainer's own; of a ``RemoteDataset`` this rank's batches, without what is not for the model."""
@@ -252,8 +237,8 @@ class TokenloomMixin(_Trainer):
                 )
         if resume_from_checkpoint:
             folder = Path(resume_from_checkpoint)
-            self._resumed_step = json.loads((folder / TRAINER_STATE_FILE).read_text(encoding="utf-8"))["global_step"]
-            self._tokenloom_dataset.load_state_dict(_state_of(folder))
+            self._resumed_step = step_of(folder)
+            self._tokenloom_dataset.load_state_dict(read_state(folder))
         try:
             return super().train(resume_from_checkpoint or None, *rest, **named)
         finally:
@@ -262,13 +247,7 @@ class TokenloomMixin(_Trainer):
     def _save_checkpoint(self, model: Any, trial: Any, *rest: Any, **named: Any) -> None:
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         if self.args.should_save:
-            folder.mkdir(parents=True, exist_ok=True)
-            # Of an earlier attempt: as long as this is here, the checkpoint counts as whole.
-            (folder / TRAINER_STATE_FILE).unlink(missing_ok=True)
-            part = folder / f"{STATE_FILE}.part"
-            state = self._tokenloom_dataset.state_dict(at=self._ends[self.state.global_step])
-            part.write_text(json.dumps(state), encoding="utf-8")
-            part.replace(folder / STATE_FILE)
+            write_state(folder, self._tokenloom_dataset.state_dict(at=self._ends[self.state.global_step]))
         super()._save_checkpoint(model, trial, *rest, **named)
         self._saved_step = self.state.global_step
 
@@ -332,54 +311,11 @@ class TokenloomMixin(_Trainer):
 
     @property
     def _is_over(self) -> bool:
-        tokens = self._tokenloom_dataset.total_tokens
-        return self.state.global_step >= self.state.max_steps or (
-            self._target_tokens is not None and tokens >= self._target_tokens
-        )
+        return self.state.global_step >= self.state.max_steps or (self._target_tokens is not None and self._share >= 1)
 
 
 class TokenloomTrainer(TokenloomMixin, Trainer):
     """``transformers.Trainer`` on a ``RemoteDataset``: see ``TokenloomMixin``."""
-
-
-def last_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
-    """The newest checkpoint in a folder that was saved whole, for ``train(resume_from_checkpoint=…)``; None where there
-    is none. One that a job was killed in the midst of is left out."""
-    folder = Path(output_dir)
-    checkpoints = [
-        (int(match[1]), path)
-        for path in (folder.iterdir() if folder.is_dir() else ())
-        if (match := _CHECKPOINT.fullmatch(path.name)) and path.is_dir()
-    ]
-    for _, path in sorted(checkpoints, reverse=True):
-        if _is_whole(path):
-            return str(path)
-        log.warning("%s was not saved to the end and is left out", path)
-    return None
-
-
-def _is_whole(checkpoint: Path) -> bool:
-    try:
-        json.loads((checkpoint / TRAINER_STATE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def _state_of(checkpoint: Path) -> Mapping[str, Any]:
-    path = checkpoint / STATE_FILE
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(
-            f"{path} is not there: this checkpoint was saved without the state of its data, so where they go on is not "
-            f'known. If it is, put it into that file: a dataset\'s state_dict() as JSON, or {{"sample_index": N}}'
-        ) from None
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}); expected what RemoteDataset.state_dict() gave") from None
-    if not isinstance(state, dict):
-        raise ValueError(f"{path} holds a {type(state).__name__}; expected what RemoteDataset.state_dict() gave")
-    return state
 
 
 def _check_arguments(args: TrainingArguments) -> None:
@@ -398,10 +334,6 @@ def _check_arguments(args: TrainingArguments) -> None:
 def _inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     """What of a batch is for the model."""
     return {name: value for name, value in batch.items() if name not in _NOT_INPUTS}
-
-
-def _whole(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    return batch
 
 
 def _loader(dataset: ConnectedDataset, collate: Callable[[Any], Any]) -> DataLoader[Any]:
@@ -426,20 +358,14 @@ class _ByTokens:
     def __init__(self, scheduler: TokenLRScheduler, clock: Callable[[], int | None]) -> None:
         self.scheduler = scheduler
         self._clock = clock
+        self.get_last_lr = scheduler.get_last_lr
+        self.state_dict = scheduler.state_dict
+        self.load_state_dict = scheduler.load_state_dict
 
     def step(self) -> None:
         tokens = self._clock()
         if tokens is not None:
             self.scheduler.step(tokens)
-
-    def get_last_lr(self) -> list[float | torch.Tensor]:
-        return list(self.scheduler.get_last_lr())
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.scheduler.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self.scheduler.load_state_dict(state_dict)
 
 
 class _Flow(TrainerCallback):

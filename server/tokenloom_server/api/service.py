@@ -83,7 +83,7 @@ class Runs:
         )
 
     def add_mixture(
-        self, found: RunConfig, base_dir: Path, index_dir: Path | None, revise: str | None = None, *, where: str
+        self, mixture: RunConfig, base_dir: Path, index_dir: Path | None, revise: str | None = None, *, where: str
     ) -> ServedRun:
         """Brings up the run of a mixture: a new one is recorded, a known one is taken over once its lease lapsed.
         ``where`` says in errors where the mixture stands.
@@ -94,29 +94,29 @@ class Runs:
         and ``builder.load`` raise, and the ledger's errors.
         """
         self._refuse_one_too_many(where)
-        if found.run in self._runs:
+        if mixture.run in self._runs:
             raise ConfigError(
-                f"{where}: run {found.run!r} is served already, from another file; give each run its own name"
+                f"{where}: run {mixture.run!r} is served already, from another file; give each run its own name"
             )
         stream = TRAIN
-        stored = self._ledger.read_run(found.run, stream)
+        stored = self._ledger.read_run(mixture.run, stream)
         order = None
         if stored is None:
-            order = builder.create(found, base_dir, index_dir, self._data_roots)
-            stored = self._ledger.create_run(found.run, stream, uuid.uuid4().hex, order.record.to_json())
+            order = builder.create(mixture, base_dir, index_dir, self._data_roots)
+            stored = self._ledger.create_run(mixture.run, stream, uuid.uuid4().hex, order.record.to_json())
         change = None
         if order is None or order.record.to_json() != stored.record:
             # An older run; or another server has created it in between, from other files perhaps.
-            order, change = self._load(found, base_dir, index_dir, stored, revise)
+            order, change = self._load(mixture, base_dir, index_dir, stored, revise)
         for warning in builder.warnings(order.record):
-            _log.warning("%s: %s", found.run, warning)
-        streams = Streams.of(order, found, self._ledger)
+            _log.warning("%s: %s", mixture.run, warning)
+        streams = Streams.of(order, mixture, self._ledger)
         coordinator = RunCoordinator(order, self._ledger, stored.uid, self._timeouts)
         leadership = Leadership(coordinator, self._holder)
         if not self._standby:
             leadership.wait_to_lead()
         served = ServedRun(coordinator, leadership, streams, self._history_of)
-        self._runs[found.run] = served
+        self._runs[mixture.run] = served
         coordinator.start(Producer(coordinator), Committer(coordinator))
         leadership.start()
         if change is not None:
@@ -130,30 +130,30 @@ class Runs:
             )
 
     def _load(
-        self, found: RunConfig, base_dir: Path, index_dir: Path | None, stored: StoredRun, revise: str | None
+        self, mixture: RunConfig, base_dir: Path, index_dir: Path | None, stored: StoredRun, revise: str | None
     ) -> tuple[PipelineFactory, MixtureChange | None]:
         """The order of a known run, and the change that its mixture file asks for."""
-        different = differences(found, stored.record)
+        different = differences(mixture, stored.record)
         if not different and revise is None:
-            return builder.load(found, base_dir, index_dir, stored.record, self._data_roots), None
-        refuse(found, {field: both for field, both in different.items() if not field.startswith("mixture.")})
-        order = builder.load(began_with(found, stored.record), base_dir, index_dir, stored.record, self._data_roots)
+            return builder.load(mixture, base_dir, index_dir, stored.record, self._data_roots), None
+        refuse(mixture, {field: both for field, both in different.items() if not field.startswith("mixture.")})
+        order = builder.load(began_with(mixture, stored.record), base_dir, index_dir, stored.record, self._data_roots)
         openings = self._ledger.openings(stored.uid, stored.stream)
         origin = Origin.from_json(openings[0].parent_run) if openings else None
         timeline = Timeline(order, self._ledger.revisions(stored.uid, stored.stream), origin)
         in_force = timeline.as_revised()
         # A file that was brought up to date after a revision differs from the record, and from nothing in force.
-        if not differences_of_files(in_force, found):
+        if not differences_of_files(in_force, mixture):
             return order, None
         if revise is None:
-            refuse(found, different)
+            refuse(mixture, different)
         if self._standby:
             raise ConfigError(
-                f"the mixture file of run {found.run!r} differs from the mixture in force, and a server that stands by "
-                "cannot revise it: start it without --standby, or without --revise and with the old file"
+                f"the mixture file of run {mixture.run!r} differs from the mixture in force, and a server that stands "
+                "by cannot revise it: start it without --standby, or without --revise and with the old file"
             )
         assert revise is not None
-        return order, MixtureChange(reason=revise, author="tokenloom serve --revise", mixture=as_file(found))
+        return order, MixtureChange(reason=revise, author="tokenloom serve --revise", mixture=as_file(mixture))
 
     def _history_of(self, run: str) -> History | None:
         served = self._runs.get(run)
@@ -177,7 +177,7 @@ class Runs:
             served.peeks.stop()
             served.evaluations.stop()
             served.coordinator.stop(max(0.0, deadline - time.monotonic()))
-        # Behind the last commits, and again side by side: a ledger that hangs is waited for once.
+        # After the last commits, and again side by side: a ledger that hangs is waited for once.
         for served in self._runs.values():
             served.leadership.end(0.0)
         deadline = time.monotonic() + LET_GO_S

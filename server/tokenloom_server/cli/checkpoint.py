@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,57 +26,55 @@ _Checkpoint = Annotated[
         "a folder of torch.distributed.checkpoint."
     ),
 ]
-_Inside = Annotated[str | None, typer.Option(help="Where in the file the state lies, if it holds several.")]
-_OfMixture = Annotated[
-    Path | None,
-    typer.Option("--mixture", help="The mixture file, for a checkpoint that does not say its mixture."),
-]
-_AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """How a file is read, and printed."""
+
+    mixture: Annotated[
+        Path | None, typer.Option(help="The mixture file, for a checkpoint that does not say its mixture.")
+    ] = None
+    inside: Annotated[str | None, typer.Option(help="Where in the file the state lies, if it holds several.")] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False
+
+    def content(self, file: Path) -> Content:
+        """What a checkpoint's file says. Raises ``ConfigError`` and ``SnapshotInvalid``."""
+        from tokenloom_server.catalog import allowed_plugins, open_catalog
+        from tokenloom_server.config import mixture_file as config
+        from tokenloom_server.tools.checkpoint.content import read
+        from tokenloom_server.tools.checkpoint.file import find
+
+        mixture = config.load(self.mixture, open_catalog(allowed_plugins())) if self.mixture is not None else None
+        return read(file, find(file, self.inside), mixture)
 
 
 @command(app, "show")
-def show_checkpoint(
-    file: _Checkpoint, mixture: _OfMixture = None, inside: _Inside = None, as_json: _AsJson = False
-) -> None:
+def show_checkpoint(file: _Checkpoint, options: _Options) -> None:
     """Show where a checkpoint's data stand: run, sources, counters of every node, and what is suspicious."""
     from tokenloom_server.tools.checkpoint import report
 
-    content = _content(file, mixture, inside)
-    print_json(report.as_json(content)) if as_json else report.show(content, console())
+    content = options.content(file)
+    print_json(report.as_json(content)) if options.as_json else report.show(content, console())
 
 
 @command(app, "diff")
-def diff_checkpoints(
-    a: _Checkpoint, b: _Checkpoint, mixture: _OfMixture = None, inside: _Inside = None, as_json: _AsJson = False
-) -> None:
+def diff_checkpoints(a: _Checkpoint, b: _Checkpoint, options: _Options) -> None:
     """Show what was consumed between two checkpoints, by source, and whether they are of one run."""
     from dataclasses import asdict
 
     from tokenloom_server.tools.checkpoint import report
     from tokenloom_server.tools.checkpoint.difference import difference
 
-    before, after = _content(a, mixture, inside), _content(b, mixture, inside)
+    before, after = options.content(a), options.content(b)
     consumed = difference(before, after)
-    print_json(asdict(consumed)) if as_json else report.show_difference(consumed, before, after, console())
+    print_json(asdict(consumed)) if options.as_json else report.show_difference(consumed, before, after, console())
 
 
 @command(app, "probabilities")
-def checkpoint_probabilities(
-    file: _Checkpoint, mixture: _OfMixture = None, inside: _Inside = None, as_json: _AsJson = False
-) -> None:
+def checkpoint_probabilities(file: _Checkpoint, options: _Options) -> None:
     """Show with which probability each child of a node is next: with the saved counters, and as if they were lost."""
     from tokenloom_server.tools.checkpoint import report
 
-    content = _content(file, mixture, inside)
-    print_json(report.probabilities(content)) if as_json else report.show_probabilities(content, console())
-
-
-def _content(file: Path, mixture: Path | None, inside: str | None) -> Content:
-    from tokenloom_server.catalog import allowed_plugins, open_catalog
-    from tokenloom_server.config import mixture_file as config
-    from tokenloom_server.tools.checkpoint.content import read
-    from tokenloom_server.tools.checkpoint.file import find
-
-    return read(
-        file, find(file, inside), config.load(mixture, open_catalog(allowed_plugins())) if mixture is not None else None
-    )
+    content = options.content(file)
+    print_json(report.probabilities(content)) if options.as_json else report.show_probabilities(content, console())

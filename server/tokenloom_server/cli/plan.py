@@ -25,7 +25,7 @@ def plan(
         ),
     ] = None,
     *,
-    short: MixtureOptions,
+    mixture_options: MixtureOptions,
 ) -> None:
     """Say what a run will be, before it: when each source runs out, epochs, shares over time, and when it ends.
 
@@ -40,9 +40,9 @@ def plan(
     set_up_logging("warning")
     until = None if tokens is None else parse_amount(tokens, "--tokens")
     form = None if picture is None else _picture_format(picture)
-    run_config, _, base_dir = short.load(mixture)
+    run_config, _, base_dir = mixture_options.load(mixture)
     with console(stderr=True).status("opening sources and tokeniser") as status:
-        order = builder.create(run_config, base_dir, None, short.roots())
+        order = builder.create(run_config, base_dir, None, mixture_options.roots())
         timeline = Timeline(order)
         planner = Planner(lambda name: status.update(f"measuring {name}"))
         made = planner.plan(timeline, timeline.initial(), until)

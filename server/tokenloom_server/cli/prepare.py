@@ -44,16 +44,16 @@ class _ShardOptions:
         int | None, typer.Option(min=1, max=1024, help="Shards that are made at once; as many as cores if not given.")
     ] = None
 
-    def job(self, mixture: Path | None, out: Path, short: MixtureOptions) -> Job:
+    def job(self, mixture: Path | None, out: Path, mixture_options: MixtureOptions) -> Job:
         """What is to be prepared into the folder ``out``. Raises ``ConfigError``, and what opening sources raises."""
         from tokenloom_server.prepare.job import Job
 
-        run_config, _, base_dir = short.load(mixture)
+        run_config, _, base_dir = mixture_options.load(mixture)
         return Job(
             run_config,
             base_dir,
             out / ".index",
-            short.roots(),
+            mixture_options.roots(),
             form=self.form,
             shard_bytes=self.shard_mb * 1_000_000,
             ids_too=self.ids,
@@ -69,7 +69,7 @@ def prepare(
     ] = Path("prepared"),
     *,
     options: _ShardOptions,
-    short: MixtureOptions,
+    mixture_options: MixtureOptions,
 ) -> None:
     """Tokenise each text source of a mixture once, into shards of ids, and write the mixture file that serves them.
 
@@ -89,7 +89,7 @@ def prepare(
     refuse_others(out)
     try:
         with console(stderr=True).status("opening sources and tokeniser"):
-            job = options.job(mixture, out, short)
+            job = options.job(mixture, out, mixture_options)
         with Progress(input_bytes(job), "rows") as progress:
             done = make(job, out, on_done=progress.advance, on_kept=progress.kept)
     except KeyboardInterrupt:

@@ -137,7 +137,7 @@ def serve(
             help="The process that starts this server: killed at once when that ends, on Linux.", metavar="PID"
         ),
     ] = None,
-    short: MixtureOptions,
+    mixture_options: MixtureOptions,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve one or more runs until SIGTERM or Ctrl-C.
@@ -163,7 +163,7 @@ def serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    server = Server(_options(mixtures or [], options, access, short))
+    server = Server(_options(mixtures or [], options, access, mixture_options))
     serving.set()
     # One line, plain, for people and scripts alike.
     print(
@@ -180,13 +180,13 @@ def serve(
 
 
 def _options(
-    mixtures: Sequence[Path], options: ServerOptions, access: ServerAccess, short: MixtureOptions
+    mixtures: Sequence[Path], options: ServerOptions, access: ServerAccess, mixture_options: MixtureOptions
 ) -> ServeOptions:
     """All that the server needs. Raises ``ConfigError``."""
     from tokenloom_server.api.server import ServeOptions
     from tokenloom_server.run.timeouts import Timeouts
 
-    mixture = short.short_form()
+    mixture = mixture_options.short_form()
     if mixture is None and not mixtures:
         raise ConfigError("nothing to serve: name a mixture file, or give --dataset-mix")
     if mixture is not None:
@@ -208,6 +208,6 @@ def _options(
             storage_timeout_s=options.storage_timeout,
         ),
         access=access.access(),
-        data_roots=short.roots(),
-        plugins=short.plugins(),
+        data_roots=mixture_options.roots(),
+        plugins=mixture_options.plugins(),
     )

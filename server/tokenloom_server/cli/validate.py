@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def validate(
     mixture: Mixture = None,
     *,
-    short: MixtureOptions,
+    mixture_options: MixtureOptions,
     print_file: Annotated[
         bool,
         typer.Option(
@@ -39,11 +39,11 @@ def validate(
 
     set_up_logging("warning")
     out = console(stderr=print_file)
-    run_config, text, base_dir = short.load(mixture)
+    run_config, text, base_dir = mixture_options.load(mixture)
     if print_file and not text:
         raise ConfigError("--print writes out what --dataset-mix stands for; a mixture file is one already")
     with console(stderr=True).status("opening sources and tokeniser"):
-        order = builder.create(run_config, base_dir, None, short.roots())
+        order = builder.create(run_config, base_dir, None, mixture_options.roots())
         samples = order.pipeline(order.initial())
         samples.advance(run_config.pick_samples)
         streams = Streams.checked(order, run_config)

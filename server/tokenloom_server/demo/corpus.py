@@ -4,7 +4,7 @@
     docstrings   of the same files, read and not run        one jsonl file             about 2 MB
     prose        the licences of what is installed          txt, a paragraph a row     about 0.1 MB
 
-One installation always gives the same bytes. The folder appears under its name only when it is complete.
+One installation always gives the same bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import distributions
 from itertools import chain
 from pathlib import Path
@@ -29,9 +29,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tokenloom_server.demo.processes import DemoFailed
 
-#: A change of what is built is a new number; a folder of another one is built again.
-FORMAT = 2
-MANIFEST = "corpus.json"
 CODE, DOCSTRINGS, PROSE, TOKENIZER = "code", "docstrings.jsonl", "prose", "tokenizer.json"
 #: So few that the demonstration goes through several shards.
 DOCUMENTS_PER_SHARD = 8
@@ -54,7 +51,6 @@ LICENCE_NAMES = ("LICENSE", "LICENCE", "COPYING", "NOTICE")
 class Corpus:
     """What the data folder holds."""
 
-    format: int
     vocab_size: int
     documents: dict[str, int]
     """Rows of each corpus."""
@@ -66,70 +62,36 @@ def library_folder() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
 
-def read(folder: Path) -> Corpus | None:
-    """The corpora of a folder that was built before and is complete; ``None`` otherwise."""
-    try:
-        corpus = Corpus(**json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
-    parts = (folder / name for name in (CODE, DOCSTRINGS, PROSE, TOKENIZER))
-    return corpus if corpus.format == FORMAT and all(part.exists() for part in parts) else None
-
-
 def build(folder: Path, progress: Progress, library: Path) -> Corpus:
-    """Writes the corpora and the tokeniser into ``folder``, from the Python files below ``library``."""
-    part = folder.with_name(folder.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)  # of a build that was killed
-    part.mkdir(parents=True)
-    try:
-        texts = {
-            "code": _build_code(part / CODE, progress, library),
-            "docstrings": _build_docstrings(part / DOCSTRINGS, progress, library),
-            "prose": _build_prose(part / PROSE, progress),
-        }
-        for name, documents in texts.items():
-            if not documents:
-                raise DemoFailed(f"no text for the corpus {name!r}: this Python carries no library source at {library}")
-        vocab_size = _train_tokenizer(part / TOKENIZER, progress, texts)
-        corpus = Corpus(
-            format=FORMAT,
-            vocab_size=vocab_size,
-            documents={name: len(documents) for name, documents in texts.items()},
-            characters={name: sum(map(len, documents)) for name, documents in texts.items()},
-        )
-        (part / MANIFEST).write_text(json.dumps(asdict(corpus), indent=2) + "\n", encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        part.rename(folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return corpus
-
-
-def _build_code(folder: Path, progress: Progress, library: Path) -> list[str]:
-    documents = [text for _, text in progress.track(_sources(library), description="code → parquet")]
-    folder.mkdir()
-    for shard, begin in enumerate(range(0, len(documents), DOCUMENTS_PER_SHARD)):
-        table = pa.table({"text": documents[begin : begin + DOCUMENTS_PER_SHARD]})
-        pq.write_table(table, folder / f"{shard:03}.parquet", row_group_size=ROWS_PER_GROUP)
-    return documents
-
-
-def _build_docstrings(path: Path, progress: Progress, library: Path) -> list[str]:
-    documents = [
-        docstring
-        for name, text in progress.track(_sources(library), description="docstrings → jsonl")
-        for docstring in _docstrings(name, text)
-    ]
-    with path.open("w", encoding="utf-8") as lines:
-        lines.writelines(json.dumps({"text": document}, ensure_ascii=False) + "\n" for document in documents)
-    return documents
-
-
-def _build_prose(folder: Path, progress: Progress) -> list[str]:
-    documents = list(_first_bytes(_paragraphs(progress.track(_licences(), description="prose → txt")), PROSE_BYTES))
-    folder.mkdir()
-    (folder / "licences.txt").write_text("".join(document + "\n" for document in documents), encoding="utf-8")
-    return documents
+    """Writes the corpora and the tokeniser into ``folder``, in place of what is there, from the Python files below
+    ``library``. Raises ``DemoFailed`` where these give no text."""
+    sources = _sources(library)
+    texts = {
+        "code": [text for _, text in sources],
+        "docstrings": [
+            docstring
+            for name, text in progress.track(sources, description="docstrings")
+            for docstring in _docstrings(name, text)
+        ],
+        "prose": list(_first_bytes(_paragraphs(_licences()), PROSE_BYTES)),
+    }
+    for name, documents in texts.items():
+        if not documents:
+            raise DemoFailed(f"no text for the corpus {name!r}: this Python carries no library source at {library}")
+    shutil.rmtree(folder, ignore_errors=True)
+    for corpus in (CODE, PROSE):
+        (folder / corpus).mkdir(parents=True)
+    for shard, begin in enumerate(range(0, len(texts["code"]), DOCUMENTS_PER_SHARD)):
+        table = pa.table({"text": texts["code"][begin : begin + DOCUMENTS_PER_SHARD]})
+        pq.write_table(table, folder / CODE / f"{shard:03}.parquet", row_group_size=ROWS_PER_GROUP)
+    with (folder / DOCSTRINGS).open("w", encoding="utf-8") as lines:
+        lines.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts["docstrings"])
+    (folder / PROSE / "licences.txt").write_text("".join(f"{text}\n" for text in texts["prose"]), encoding="utf-8")
+    return Corpus(
+        vocab_size=_train_tokenizer(folder / TOKENIZER, progress, texts),
+        documents={name: len(documents) for name, documents in texts.items()},
+        characters={name: sum(map(len, documents)) for name, documents in texts.items()},
+    )
 
 
 def _sources(library: Path) -> list[tuple[str, str]]:

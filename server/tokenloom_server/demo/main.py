@@ -82,12 +82,10 @@ class Demo:
         return self.report.verdict(service.serve_arguments(self.mixture, self.ledger), self.logs)
 
     def prepare(self) -> Corpus:
-        """The data folder, unless it is there from the last time, and a clean folder for this run."""
+        """The data folder, and a clean folder for this run."""
         self.report.step("Text that every Python carries: three corpora, and a tokeniser trained on them")
-        text = corpus.read(self.data)
-        if text is None:
-            with self.report.progress() as progress:
-                text = corpus.build(self.data, progress, corpus.library_folder())
+        with self.report.progress() as progress:
+            text = corpus.build(self.data, progress, corpus.library_folder())
         self.report.corpora(text)
         self.mixture.write_text(self.plan.mixture(RUN), encoding="utf-8")
         self.reference_mixture.write_text(self.plan.mixture(REFERENCE_RUN), encoding="utf-8")

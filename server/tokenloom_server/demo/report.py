@@ -80,7 +80,8 @@ class Report:
 
     def shares(self, stats: RunStats) -> None:
         """The mix, as the ledger has it."""
-        self.console.print(sources_table(stats, title="The mix, from the ledger's counters"))
+        without = ("recent", "samples", "left")
+        self.console.print(sources_table(stats, title="The mix, from the ledger's counters", without=without))
 
     def training(self, first: Sequence[Step], second: Sequence[Step], launches: tuple[Launch, Launch]) -> None:
         """Loss and learning rate on both sides of the kill."""

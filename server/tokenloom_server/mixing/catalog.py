@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from tokenloom_server.mixing.balance_remaining import BalanceRemaining
 from tokenloom_server.mixing.least_consumed import LeastConsumed
@@ -24,6 +26,7 @@ BUILT_IN: Sequence[type[Policy]] = (
 )
 
 
+@functools.cache
 def policies() -> Mapping[str, Policy]:
-    """The built-in policies by name."""
-    return {policy.name: policy() for policy in BUILT_IN}
+    """The built-in policies by name: always the same ones, so that configs of equal fields are equal."""
+    return MappingProxyType({policy.name: policy() for policy in BUILT_IN})

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tokenloom_server.mixing.policy import Choices, Chooser, Elsewhere, NodeChange, NodeStart, Policy, SavedNode
+from tokenloom_server.mixing.policy import Choices, Chooser, Elsewhere, NodeChange, NodeStart, Policy
 
 
 class RoundRobin(Policy):
@@ -19,9 +19,6 @@ class RoundRobin(Policy):
 
     def chooser(self, node: NodeStart) -> Chooser:
         return RoundRobinChooser(node)
-
-    def saved_weights(self, node: SavedNode) -> Sequence[float]:
-        return [float(child.live) for child in node.children]
 
     def revised(self, change: NodeChange) -> Sequence[int]:
         picks = [child.samples // change.pick_samples for child in change.new]
@@ -44,7 +41,8 @@ class RoundRobinChooser(Chooser):
     def work_out(self, count: int) -> Choices:
         live = self._children.live
         turns = [self._children.picks[i] + self._mark.credits[i] for i in live]
-        late = [i for i, taken in zip(live, turns, strict=True) if taken < max(turns)]
+        most = max(turns)
+        late = [i for i, taken in zip(live, turns, strict=True) if taken < most]
         # Whoever has not had the present round comes first; then whole rounds.
         rounds = np.tile(np.array(live, np.intp), -(-count // len(live)))
         return np.concatenate([np.array(late, np.intp), rounds])

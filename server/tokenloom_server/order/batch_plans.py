@@ -99,7 +99,7 @@ class BatchPlans:
 
     def at_step(self, step: int) -> BatchPlan:
         """The plan that has a micro-step."""
-        return self.plans[bisect_right(self._first_steps, step) - 1]
+        return self.plans[self.number_at(step)]
 
     def at_index(self, sample_index: int) -> BatchPlan:
         """The plan that has the sample at an index; the first one for what lies before the generation."""
@@ -111,8 +111,8 @@ class BatchPlans:
 
     def steps_until(self, sample_index: int) -> tuple[int, int]:
         """How many whole micro-steps lie before a sample index, and how many samples after them."""
-        plan = self.plans[bisect_right(self._start_indices, sample_index) - 1]
-        steps, rest = divmod(sample_index - plan.start_index, plan.world_size * plan.batch_size)
+        plan = self.at_index(sample_index)
+        steps, rest = divmod(sample_index - plan.start_index, plan.step_samples)
         return plan.first_step + steps, rest
 
     def group_begin(self, step: int) -> int:

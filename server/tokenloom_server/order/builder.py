@@ -98,7 +98,7 @@ def load(
         tokenizer=definition,
         engine=engine,
         has_loss_mask=config.masks_loss,
-        size_estimates=estimates_from_json(recorded.get("extents", {})),
+        size_estimates=estimates_from_json(recorded),
     )
     factory = PipelineFactory(loaded, resources)
     if loaded.vocab_size != recorded["vocab_size"]:

@@ -15,7 +15,7 @@ class Feed:
     def __init__(self, packer: Packer, state: SourceState) -> None:
         self._packer = packer
         self._blocks = packer.blocks()
-        self._held: deque[SampleOrigins] = deque()
+        self._origins: deque[SampleOrigins] = deque()
         self._loaded = state.samples
         self._error: TokenloomError | None = None
         self._taken = state.samples
@@ -24,15 +24,15 @@ class Feed:
         # Of the samples that are loaded and not yet taken.
         self._ids: list[memoryview] = []
         self._hashes: list[int] = []
-        # Behind the last sample that was taken.
-        self.place = SourcePosition.of(state)
+        #: After the last sample that was taken.
+        self.position = SourcePosition.of(state)
         self.exhausted = state.exhausted
         self.dropped_tokens = state.dropped_tokens
 
     def load(self, count: int) -> int:
         """Makes ``count`` samples ready to be picked, as far as there are so many; returns how many are.
 
-        A source that fails after them is told by ``has_sample``, once nothing before the fault is left.
+        ``has_sample`` raises what a source fails with after them, once nothing before the fault is left.
         """
         while self._loaded - self.picked < count and not self.exhausted and self._error is None:
             try:
@@ -46,7 +46,7 @@ class Feed:
                 break
             assert block.origins.first_sample == self._loaded, "a packer skipped or repeated samples"
             self._loaded += len(block.ids)
-            self._held.append(block.origins)
+            self._origins.append(block.origins)
             self._ids += block.ids
             self._hashes += block.hashes
         return min(count, self._loaded - self.picked)
@@ -61,22 +61,22 @@ class Feed:
 
     def rows_picked(self) -> tuple[int, int]:
         """The rows counter, and the tokens taken of a row that is not at its end, after the last picked sample."""
-        place = self.place
+        position = self.position
         if self.picked != self._taken:
             last = self.picked - 1
-            place = next(held for held in reversed(self._held) if held.first_sample <= last).after(last)
-        return place.rows, tokens_in_row(place.cursor)
+            position = next(block for block in reversed(self._origins) if block.first_sample <= last).after(last)
+        return position.rows, tokens_in_row(position.cursor)
 
     def take(self, count: int) -> tuple[list[memoryview], list[int], list[SampleOrigins]]:
-        """The next ``count`` picked samples: their ids, their hashes, and the places they have. Moves the cursor
-        after them."""
+        """The next ``count`` picked samples: their ids, their hashes, and their origins, a record for each block.
+        Moves the cursor after them."""
         ids, hashes = self._ids[:count], self._hashes[:count]
         del self._ids[:count], self._hashes[:count]
         self._taken += count
         last = self._taken - 1
-        places = [self._held[0]]
-        while last - self._held[0].first_sample >= len(self._held[0].cursors):
-            self._held.popleft()
-            places.append(self._held[0])
-        self.place = places[-1].after(last)
-        return ids, hashes, places
+        origins = [self._origins[0]]
+        while last - self._origins[0].first_sample >= len(self._origins[0].cursors):
+            self._origins.popleft()
+            origins.append(self._origins[0])
+        self.position = origins[-1].after(last)
+        return ids, hashes, origins

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import normpath
 from pathlib import PurePath
@@ -94,13 +94,13 @@ def read(text: str | bytes) -> Payload | None:
             return Payload(tuple(_ResumeState.model_validate(resume).datasets), 0)
         except ValidationError as error:
             raise SnapshotInvalid(_explain(error, resume)) from None
-    found = document.get("sample_index", (resume or {}).get("sample_index"))
-    if type(found) is not int or not 0 <= found <= MAX_COUNTER:
+    sample_index = document.get("sample_index", (resume or {}).get("sample_index"))
+    if type(sample_index) is not int or not 0 <= sample_index <= MAX_COUNTER:
         raise SnapshotInvalid(
-            f"sample_index: found {_short(found)}; an older checkpoint has resume_state.datasets, or a "
+            f"sample_index: found {_short(sample_index)}; an older checkpoint has resume_state.datasets, or a "
             "sample_index that is an integer from 0 to 2^53 − 1"
         )
-    return Payload((), found)
+    return Payload((), sample_index)
 
 
 def resume_point(payload: Payload, timeline: Timeline) -> ResumePoint:
@@ -122,11 +122,11 @@ def resume_point(payload: Payload, timeline: Timeline) -> ResumePoint:
         )
     if timeline.first.config.batching is not None:
         raise SnapshotInvalid(
-            "resume_state.datasets: an older data loader's checkpoint tells rows of files, but this run's order is "
+            "resume_state.datasets: an older data loader's checkpoint names rows of files, but this run's order is "
             "made of batches from buckets, which it knows nothing of: begin the run anew, or give sample_index alone"
         )
-    _check_distinct(payload.datasets, timeline.first.config.catalog.sources)
-    state, notes = _state(payload.datasets, _order_in_force(payload.datasets, timeline))
+    by_spec = _by_spec(payload.datasets, timeline.first.config.catalog.sources)
+    state, notes = _state(by_spec, _in_force(by_spec, timeline))
     return ResumePoint(
         sample_index=state.sample_index,
         digest=digest_hex(state.digest),
@@ -136,82 +136,92 @@ def resume_point(payload: Payload, timeline: Timeline) -> ResumePoint:
     )
 
 
-def _order_in_force(entries: Sequence[_Entry], timeline: Timeline) -> PipelineFactory:
-    """The order at the sample index that the sources' tokens give, by the run's phases and revisions."""
-    schemes = timeline.first.config.catalog.sources
-    for segment, behind in zip(timeline.segments, [*timeline.segments[1:], None], strict=True):
-        order, length = segment.factory, segment.config.sequence_length
-        samples = sum(
-            (e.token_offset or 0) // length for e in entries if _normalised(e.spec, schemes) in order.record.specs
-        )
-        reached = segment.begin <= samples and (behind is None or samples < behind.begin)
+def _by_spec(entries: Sequence[_Entry], schemes: SourceSchemes) -> dict[str, tuple[int, _Entry]]:
+    """The entries with their positions, by their specs as this run has them. Raises ``SnapshotInvalid`` for one that
+    comes twice."""
+    by_spec: dict[str, tuple[int, _Entry]] = {}
+    for i, entry in enumerate(entries):
+        first, _ = by_spec.setdefault(_normalised(entry.spec, schemes), (i, entry))
+        if first != i:
+            raise SnapshotInvalid(
+                f"resume_state.datasets.{i} (spec {entry.spec!r}): spec stands there already, at {first}; expected "
+                "each once"
+            )
+    return by_spec
+
+
+def _in_force(by_spec: Mapping[str, tuple[int, _Entry]], timeline: Timeline) -> PipelineFactory:
+    """What is in force at the sample index that the sources' tokens give, by the run's phases and revisions."""
+    for segment, after in zip(timeline.segments, [*timeline.segments[1:], None], strict=True):
+        specs, length = segment.factory.record.specs, segment.config.sequence_length
+        samples = sum((entry.token_offset or 0) // length for spec, (_, entry) in by_spec.items() if spec in specs)
+        reached = segment.begin <= samples and (after is None or samples < after.begin)
         if reached and timeline.tokens_at(samples) == samples * length:
-            return order
+            return segment.factory
     raise SnapshotInvalid(
-        "resume_state.datasets: token_offset adds up to a place behind which the mixture file's phases change the "
+        "resume_state.datasets: token_offset adds up to a place after which the mixture file's phases change the "
         "sequence length, but an older checkpoint's samples count as of one length: give the mixture file the "
         "sequence length of that place alone"
     )
 
 
-def _state(entries: Sequence[_Entry], order: PipelineFactory) -> tuple[State, tuple[str, ...]]:
-    length = order.config.sequence_length
-    schemes = order.config.catalog.sources
-    by_spec = {_normalised(entry.spec, schemes): (i, entry) for i, entry in enumerate(entries)}
-    sources: list[SourceState] = []
-    notes: list[str] = []
-    for source, spec in enumerate(order.record.specs):
-        if spec not in by_spec:
-            sources.append(SourceState())
-            notes.append("")
-            continue
-        at, entry = by_spec.pop(spec)
-        cursor = _cursor(f"resume_state.datasets.{at} (spec {entry.spec!r})", entry, source, order)
-        rows, counted = _rows_before(source, cursor, order)
-        samples = (entry.token_offset or 0) // length
-        sources.append(SourceState(cursor=cursor, samples=samples, rows=rows, tokens=samples * length))
-        notes.append(
-            f"resume: spec={spec} shard={order.record.shard_paths[source][cursor.shard]} row_offset={cursor.row} "
-            f"tokens={samples * length} (from an older checkpoint"
-            + ("" if entry.token_offset is not None else "; it has no token_offset, which counts as 0")
-            + ("" if counted else "; rows are counted from this shard on")
-            + ")"
-        )
-    known = [bool(note) for note in notes]
+def _state(by_spec: Mapping[str, tuple[int, _Entry]], factory: PipelineFactory) -> tuple[State, tuple[str, ...]]:
+    """The state, and what was made of each entry, a line each."""
+    length, specs = factory.config.sequence_length, factory.record.specs
+    known = [spec in by_spec for spec in specs]
     if not any(known):
         raise SnapshotInvalid(
             "resume_state.datasets: none of its specs is in this mixture; found "
-            f"{_names(entry.spec for entry in entries)}, expected some of {_names(order.record.specs)}"
+            f"{_names(entry.spec for _, entry in by_spec.values())}, expected some of {_names(specs)}"
         )
+    pairs = [_source(i, *by_spec[spec], factory) if spec in by_spec else None for i, spec in enumerate(specs)]
+    sources = [pair[0] if pair is not None else SourceState() for pair in pairs]
     total = sum(source.samples for source in sources)
     if total * length > MAX_COUNTER:
         raise SnapshotInvalid(
             f"resume_state.datasets: token_offset adds up to {total * length}; counters end at 2^53 − 1"
         )
-    nodes = elsewhere.imported(order.config, sources, known)
-    for source, spec in enumerate(order.record.specs):
-        if not known[source]:
-            notes[source] = _new(spec, order, nodes.baselines[source])
-    preserved = _preserved([entry for _, entry in by_spec.values()])
-    notes += [f"resume: spec={entry.spec} preserved: not in this mixture" for _, entry in by_spec.values()]
-    digest = _digest(sources, order.record.shape)
+    nodes = elsewhere.imported(factory.config, sources, known)
+    notes = [
+        pair[1] if pair is not None else _new(spec, factory, baseline)
+        for spec, pair, baseline in zip(specs, pairs, nodes.baselines, strict=True)
+    ]
+    unknown = [entry for spec, (_, entry) in by_spec.items() if spec not in specs]
+    notes += [f"resume: spec={entry.spec} preserved: not in this mixture" for entry in unknown]
+    digest = _digest(sources, factory.record.shape)
     state = State(
         sample_index=total,
         total_tokens=total * length,
         digest=digest,
         sources=tuple(sources),
         nodes=nodes.nodes,
-        preserved=preserved,
+        preserved=_preserved(unknown),
         imported=Imported(total, digest),
     )
     return state, tuple(notes)
 
 
+def _source(source: int, position: int, entry: _Entry, factory: PipelineFactory) -> tuple[SourceState, str]:
+    """Where an entry's source goes on, and a line about it."""
+    length = factory.config.sequence_length
+    cursor = _cursor(f"resume_state.datasets.{position} (spec {entry.spec!r})", entry, source, factory)
+    rows, counted = _rows_before(source, cursor, factory)
+    samples = (entry.token_offset or 0) // length
+    note = (
+        f"resume: spec={factory.record.specs[source]} shard={factory.record.shard_paths[source][cursor.shard]} "
+        f"row_offset={cursor.row} tokens={samples * length} (from an older checkpoint"
+        + ("" if entry.token_offset is not None else "; it has no token_offset, which counts as 0")
+        + ("" if counted else "; rows are counted from this shard on")
+        + ")"
+    )
+    return SourceState(cursor=cursor, samples=samples, rows=rows, tokens=samples * length), note
+
+
 def _preserved(entries: Sequence[_Entry]) -> tuple[str, ...]:
     """What unknown sources had, as text that every later state carries."""
     try:
-        found = tuple(canonical(entry.model_dump(exclude_unset=True, exclude={"unknown"})) for entry in entries)
-        size = sum(len(text.encode()) for text in found)
+        texts = tuple(canonical(entry.model_dump(exclude_unset=True, exclude={"unknown"})) for entry in entries)
+        size = sum(len(text.encode()) for text in texts)
     except (ValueError, RecursionError) as error:
         raise SnapshotInvalid(
             f"resume_state.datasets: what it has of {_names(entry.spec for entry in entries)}, which this mixture "
@@ -222,19 +232,19 @@ def _preserved(entries: Sequence[_Entry]) -> tuple[str, ...]:
             f"resume_state.datasets: what it has of specs that this mixture lacks is {size} bytes; expected at most "
             f"{_PRESERVED_BYTES}, since every snapshot carries it: leave some out"
         )
-    return found
+    return texts
 
 
-def _new(spec: str, order: PipelineFactory, baseline: int | None) -> str:
+def _new(spec: str, factory: PipelineFactory, baseline: int | None) -> str:
     if baseline is None:
         return f"resume: spec={spec} new: starts at its beginning; the policies above it keep no balance"
-    which = {"min": "the minimum", "mean": "the mean", "zero": "zero"}[order.config.new_source_baseline]
+    which = {"min": "the minimum", "mean": "the mean", "zero": "zero"}[factory.config.new_source_baseline]
     return f"resume: spec={spec} new: starts at {which}, {baseline} tokens"
 
 
 def _digest(sources: Sequence[SourceState], shape: Shape) -> int:
     """Of the place itself, since no sample before it is known: runs that go on from the same one have equal digests,
-    and ranks that bring different ones are told apart."""
+    and ranks that bring different ones have different digests."""
     places = [
         [spec, cursor.epoch, shards[cursor.shard], cursor.row, cursor.tokens, source.samples]
         for spec, shards, source in zip(shape.specs, shape.shards, sources, strict=True)
@@ -244,19 +254,19 @@ def _digest(sources: Sequence[SourceState], shape: Shape) -> int:
     return int(hashlib.sha256(text.encode()).hexdigest(), 16) % DIGEST_MODULUS
 
 
-def _cursor(where: str, entry: _Entry, source: int, order: PipelineFactory) -> FileCursor:
-    config = order.config.sources[source]
+def _cursor(where: str, entry: _Entry, source: int, factory: PipelineFactory) -> FileCursor:
+    config = factory.config.sources[source]
     if not config.in_file_order:
         raise SnapshotInvalid(
             f"{where}: shard and row_offset are a place in file order, but the mixture file reads the source with "
             f"shuffle: {config.shuffle} in {config.lanes} lanes, where other rows lie before it: leave both out to go "
             "on from there, or take the entry out of the checkpoint's copy to read the source from its beginning"
         )
-    shard = _shard(where, entry.shard, order.record.shard_paths[source], order)
-    path, rows = order.record.shard_paths[source][shard], order.readers.open(source).row_count(shard)
+    shard = _shard(where, entry.shard, factory.record.shard_paths[source], factory)
+    path, rows = factory.record.shard_paths[source][shard], factory.readers.open(source).row_count(shard)
     if entry.row_offset > rows:
         raise SnapshotInvalid(f"{where}: row_offset is {entry.row_offset}, but {path} has {rows} rows")
-    epochs = order.config.epochs[source]
+    epochs = factory.config.epochs[source]
     if entry.epoch >= epochs:
         raise SnapshotInvalid(
             f"{where}: epoch is {entry.epoch}, but the mixture file reads the source for {epochs:g} epochs, counted "
@@ -265,23 +275,23 @@ def _cursor(where: str, entry: _Entry, source: int, order: PipelineFactory) -> F
     return FileCursor(entry.epoch, shard, entry.row_offset)
 
 
-def _shard(where: str, found: str, paths: Sequence[str], order: PipelineFactory) -> int:
+def _shard(where: str, path: str, paths: Sequence[str], factory: PipelineFactory) -> int:
     """The position of a shard: its path as it stands, or the one path that is the same but for where it begins."""
-    if found in paths:
-        return paths.index(found)
-    there = normpath(order.resources.base_dir / found)
-    same = [i for i, path in enumerate(paths) if normpath(order.resources.base_dir / path) == there]
+    if path in paths:
+        return paths.index(path)
+    base_dir = factory.resources.base_dir
+    same = [i for i, known in enumerate(paths) if normpath(base_dir / known) == normpath(base_dir / path)]
     if not same:
-        same = [i for i, path in enumerate(paths) if _ends_alike(PurePath(found), PurePath(path))]
+        same = [i for i, known in enumerate(paths) if _ends_alike(PurePath(path), PurePath(known))]
     if len(same) == 1:
         return same[0]
     if same:
         raise SnapshotInvalid(
-            f"{where}: shard {found!r} may be each of {_names(paths[i] for i in same)}; write the path as the mixture "
+            f"{where}: shard {path!r} may be each of {_names(paths[i] for i in same)}; write the path as the mixture "
             "file's source has it"
         )
     raise SnapshotInvalid(
-        f"{where}: shard {found!r} is none of the source's files; expected one of {_names(paths)}. Where files were "
+        f"{where}: shard {path!r} is none of the source's files; expected one of {_names(paths)}. Where files were "
         "moved, write their new paths into the checkpoint's copy"
     )
 
@@ -292,28 +302,17 @@ def _ends_alike(a: PurePath, b: PurePath) -> bool:
     return a.parts[-shorter:] == b.parts[-shorter:]
 
 
-def _rows_before(source: int, cursor: FileCursor, order: PipelineFactory) -> tuple[int, bool]:
+def _rows_before(source: int, cursor: FileCursor, factory: PipelineFactory) -> tuple[int, bool]:
     """Rows before a cursor since the source's beginning, and whether those of earlier shards are among them: text has
     to be read for that."""
-    shards = order.record.shards[source]
+    shards = factory.record.shards[source]
     passed = range(len(shards)) if cursor.epoch else range(cursor.shard)
-    scanned = not scheme_of(order.config.sources[source].spec).reader(shards).stores_row_counts
+    scanned = not scheme_of(factory.config.sources[source].spec).reader(shards).stores_row_counts
     if scanned and sum(shards[i].size for i in passed) > _COUNTED_BYTES:
         return cursor.row, False
-    reader = order.readers.open(source)
+    reader = factory.readers.open(source)
     counts = [reader.row_count(i) for i in passed]
     return cursor.epoch * sum(counts) + sum(counts[: cursor.shard]) + cursor.row, True
-
-
-def _check_distinct(entries: Sequence[_Entry], schemes: SourceSchemes) -> None:
-    seen: dict[str, int] = {}
-    for i, entry in enumerate(entries):
-        first = seen.setdefault(_normalised(entry.spec, schemes), i)
-        if first != i:
-            raise SnapshotInvalid(
-                f"resume_state.datasets.{i} (spec {entry.spec!r}): spec stands there already, at {first}; expected "
-                "each once"
-            )
 
 
 def _normalised(spec: str, schemes: SourceSchemes) -> str:
@@ -331,8 +330,8 @@ def _explain(error: ValidationError, resume: dict[str, Any]) -> str:
         if isinstance(entry, dict):
             where += f" (spec {_short(entry.get('spec'))})"
     fields = ".".join(map(str, fault["loc"][2:]))
-    found = "nothing" if fault["type"] == "missing" else _short(fault["input"])
-    return f"{where}: {fields + ': ' if fields else ''}found {found}; {fault['msg']}"
+    value = "nothing" if fault["type"] == "missing" else _short(fault["input"])
+    return f"{where}: {fields + ': ' if fields else ''}found {value}; {fault['msg']}"
 
 
 def _short(value: Any) -> str:
@@ -341,5 +340,5 @@ def _short(value: Any) -> str:
 
 
 def _names(values: Iterator[str] | Sequence[str]) -> str:
-    found = [repr(value) for value in values]
-    return ", ".join(found[:5]) + (f", … ({len(found)} in all)" if len(found) > 5 else "")
+    names = [repr(value) for value in values]
+    return ", ".join(names[:5]) + (f", … ({len(names)} in all)" if len(names) > 5 else "")

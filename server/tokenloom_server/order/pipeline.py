@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, repeat
+from itertools import accumulate, pairwise, repeat
 from operator import mul
 from types import MappingProxyType
 from typing import NamedTuple
@@ -19,18 +19,12 @@ import numpy.typing as npt
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.hashing import slice_rotation
 from tokenloom_server.core.size_estimate import SizeEstimate
-from tokenloom_server.core.state import (
-    DIGEST_MODULUS,
-    DIGEST_MULTIPLIER,
-    MAX_COUNTER,
-    SourceState,
-    State,
-)
+from tokenloom_server.core.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, MAX_COUNTER, SourceState, State
 from tokenloom_server.errors import ConfigError, CounterOverflow, JoinRefused
 from tokenloom_server.mixing.mixer import Mixer, MixWeights, initial_nodes
 from tokenloom_server.mixing.node import Picks
 from tokenloom_server.order.feed import Feed
-from tokenloom_server.order.steps import PADDING, BatchPlan, Stage, StepGroup, StepMark, places_of_steps, state_at
+from tokenloom_server.order.steps import PADDING, BatchPlan, Stage, StepGroup, StepMark, slots_of_steps, state_at
 from tokenloom_server.packing.base import PackerFactory
 from tokenloom_server.packing.real_tokens import RealTokens
 
@@ -97,7 +91,7 @@ class Pipeline:
     def _begin(
         self, config: RunConfig, packers: PackerFactory, state: State, size_estimates: Mapping[int, SizeEstimate]
     ) -> None:
-        self._segment = Stage(config, Mixer(config, state.nodes, size_estimates), state)
+        self._stage = Stage(config, Mixer(config, state.nodes, size_estimates), state)
         self._feeds = [Feed(packers(i, source), source) for i, source in enumerate(state.sources)]
 
     @property
@@ -107,7 +101,7 @@ class Pipeline:
 
     def switch(self, switches: Sequence[Switch]) -> None:
         """From now on these, in order, are the switches after the present sample index."""
-        assert all(switch.sample_index > self._index for switch in switches), "samples behind a switch are made already"
+        assert all(switch.sample_index > self._index for switch in switches), "samples after a switch are made already"
         self._switches = deque(switches)
 
     def begin_group(self, plan: BatchPlan) -> StepGroup:
@@ -127,55 +121,53 @@ class Pipeline:
         An incomplete last micro-step is dropped or padded, as configured; then, or when nothing is left,
         ``ended`` says why. Raises ``SourceError`` and ``TokenizerError``; the pipeline is of no use then.
         """
-        plan, config = group.plan, self._segment.config
+        plan, config = group.plan, self._stage.config
         first, size, length = len(group.marks), plan.step_samples, config.sequence_length
         begin, tokens = self._index, self._tokens
         wanted = min(steps, plan.group_micro_steps - first) * size
-        rotations = [slice_rotation(config.seed, begin + at, plan.world_size) for at in range(0, wanted, size)]
-        where = places_of_steps(plan, rotations, first)
-        # From which sample on which segment and regime are in force.
+        rotations = [slice_rotation(config.seed, begin + i, plan.world_size) for i in range(0, wanted, size)]
+        slots = slots_of_steps(plan, rotations, first)
+        # From which sample on which stage and weights are in force.
         changes: list[tuple[int, Stage, MixWeights]] = []
         hashes: list[int] = []
         done = count = 0
         while done < wanted and self.ended is None:
-            segment = self._segment
+            stage = self._stage
             self._check_step(size)
-            asked = min(wanted - done, self._until_switch())
-            picks, changed = self._decide(asked)
-            changes += [(done + at, segment, mix_weights) for at, mix_weights in changed]
+            most = min(wanted - done, self._until_switch())
+            picks, changed = self._decide(most)
+            changes += [(done + i, stage, mix_weights) for i, mix_weights in changed]
             done += len(picks)
             count = done
-            if len(picks) < asked and done % size and config.last_micro_step == "drop":
+            if len(picks) < most and done % size and config.last_micro_step == "drop":
                 self.dropped_samples = done % size
                 count = done - done % size
             taken = max(0, len(picks) - (done - count))
-            hashes += self._take(group, picks[:taken], where[done - len(picks) :][:taken])
-            ends = self._cross()
-            if ends is not None:
+            hashes += self._take(group, picks[:taken], slots[done - len(picks) :][:taken])
+            why_batches_end = self._cross()
+            if why_batches_end is not None:
                 # In force after the sample before it, so that the state at the switch is the other config's.
-                changes.append((done - 1, self._segment, self._segment.mixer.mix_weights))
+                changes.append((done - 1, self._stage, self._stage.mixer.mix_weights))
                 self._note_tails(group)
-                self.ended = ends or None
+                self.ended = why_batches_end or None
         del hashes[count:]
         if not count:
             return
-        ends_at = [*range(size, count + 1, size), *([count] if count % size else [])]
-        group.rotations += rotations[: len(ends_at)]
+        ends = [*range(size, count + 1, size), *([count] if count % size else [])]
+        group.rotations += rotations[: len(ends)]
         if self._real.varies:
-            group.count(first, first + len(ends_at))
-        at = 0
-        for end in ends_at:
-            self._digest = _digest_after(self._digest, hashes[at:end], self._powers)
+            group.count(first, first + len(ends))
+        for start, end in pairwise([0, *ends]):
+            self._digest = _digest_after(self._digest, hashes[start:end], self._powers)
             # A change found after the step's last sample is the next decision's; but none follows a padded one.
             while len(changes) > 1 and changes[1][0] < end + (end % size > 0):
                 del changes[0]
             group.marks.append(StepMark(begin + end, tokens + end * length, self._digest, *changes[0][1:]))
-            at = end
 
     def advance(self, samples: int) -> None:
         """Goes forward without building batches; stops early, with ``ended`` set, where the data end."""
         while samples and self.ended is None:
-            pick = self._segment.config.pick_samples
+            pick = self._stage.config.pick_samples
             if samples % pick:
                 raise ConfigError(
                     f"sample {self._index + samples} lies within a global batch of {pick}, which is given as a whole; "
@@ -188,15 +180,15 @@ class Pipeline:
 
     def state(self) -> State:
         """The state at the present sample index."""
-        places = [feed.place for feed in self._feeds]
+        positions = [feed.position for feed in self._feeds]
         dropped = [feed.dropped_tokens for feed in self._feeds]
         samples = [feed.picked for feed in self._feeds]
-        mark = StepMark(self._index, self._tokens, self._digest, self._segment, self._segment.mixer.mix_weights)
-        return state_at(mark, samples, places, dropped)
+        mark = StepMark(self._index, self._tokens, self._digest, self._stage, self._stage.mixer.mix_weights)
+        return state_at(mark, samples, positions, dropped)
 
     def _check_step(self, size: int) -> None:
         """With ``batching`` a micro-step is one batch, so that all ranks have its shape. Raises ``JoinRefused``."""
-        batch = self._segment.config.global_batch_size
+        batch = self._stage.config.global_batch_size
         if batch is not None and size != batch:
             raise JoinRefused(
                 f"a micro-step of {size} samples was asked for, but this run's order is made of "
@@ -217,8 +209,8 @@ class Pipeline:
 
     def _decide(self, count: int) -> tuple[Picks, list[tuple[int, MixWeights]]]:
         """The sources of the next ``count`` samples, fewer where the data end; and from which of them on
-        which regime is in force."""
-        config, mixer, _ = self._segment
+        which weights are in force."""
+        config, mixer, _ = self._stage
         pick = config.pick_samples
         changes = [(0, mixer.mix_weights)]
         parts: list[Picks] = []
@@ -246,7 +238,7 @@ class Pipeline:
 
     def short(self, counts: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
         """See ``Stock``; loads blocks as needed."""
-        pick = self._segment.config.pick_samples
+        pick = self._stage.config.pick_samples
         for source in np.flatnonzero(counts).tolist():
             loaded = self._feeds[source].load(int(counts[source]) * pick) // pick
             if loaded < counts[source]:
@@ -256,13 +248,13 @@ class Pipeline:
         """See ``Stock``."""
         rows, offset = self._feeds[source].rows_picked()
         # Of samples that are padded, no part of the tokens is a row's.
-        return rows, offset if self._segment.config.packing == "concat" else 0
+        return rows, offset if self._stage.config.packing == "concat" else 0
 
     def _picked(self, picks: Picks) -> None:
         for source, count in enumerate(np.bincount(picks).tolist()):
             self._feeds[source].picked += count
 
-    def _take(self, group: StepGroup | None, picks: Picks, where: npt.NDArray[np.integer]) -> list[int]:
+    def _take(self, group: StepGroup | None, picks: Picks, slots: npt.NDArray[np.integer]) -> list[int]:
         """Takes the picked samples, puts them where they belong in the group, and returns their hashes in order."""
         # Sorted by source, so that each source's samples are one range of it.
         order = np.argsort(picks, kind="stable")
@@ -271,30 +263,30 @@ class Pipeline:
         hashes: list[int] = []
         for source, count in enumerate(counts):
             if count:
-                some, hashed, places = self._feeds[source].take(count)
-                ids += some
-                hashes += hashed
+                taken, taken_hashes, origins = self._feeds[source].take(count)
+                ids += taken
+                hashes += taken_hashes
                 if group is not None:
-                    known = group.places_of(source)
-                    known += places[1:] if known and known[-1] is places[0] else places
+                    known = group.origins[source]
+                    known += origins[1:] if known and known[-1] is origins[0] else origins
         if group is not None:
-            group.source_ids.reshape(-1)[where] = picks
-            group.samples[where[order]] = _objects(ids)
+            group.source_ids.reshape(-1)[slots] = picks
+            group.samples[slots[order]] = _objects(ids)
             self._note_tails(group)
         in_order = np.empty(len(picks), np.object_)
         in_order[order] = _objects(hashes)
-        found: list[int] = in_order.tolist()
-        return found
+        ordered: list[int] = in_order.tolist()
+        return ordered
 
     def _note_tails(self, group: StepGroup) -> None:
-        group.dropped_tokens[self._segment.start.sample_index] = [feed.dropped_tokens for feed in self._feeds]
+        group.dropped_tokens[self._stage.start.sample_index] = [feed.dropped_tokens for feed in self._feeds]
 
 
 def _digest_after(digest: int, hashes: Sequence[int], powers: Sequence[int]) -> int:
     """The rolling digest after more samples: one reduction for many, where each one's would cost more than the
     product (see ``state``). ``powers`` are the multiplier's, from that of 0 on."""
-    for at in range(0, len(hashes), len(powers) - 1):
-        some = hashes[at : at + len(powers) - 1]
+    for start in range(0, len(hashes), len(powers) - 1):
+        some = hashes[start : start + len(powers) - 1]
         digest = (digest * powers[len(some)] + sum(map(mul, reversed(some), powers))) % DIGEST_MODULUS
     return digest
 

@@ -148,9 +148,8 @@ class RunRecord:
             "tokenizer": self.tokenizer_fields,
             "vocab_size": self.vocab_size,
             "manifest": json.loads(self.manifest.to_json()),
+            **estimates_to_json(self.size_estimates),
         }
-        if self.size_estimates:
-            fields["extents"] = estimates_to_json(self.size_estimates)
         return canonical(fields)
 
     @property
@@ -194,14 +193,18 @@ def recorded_fields(record: str, run: str) -> dict[str, Any]:
     return fields
 
 
-def estimates_to_json(estimates: Mapping[int, SizeEstimate]) -> dict[str, list[int]]:
-    """By source id as text: rows, and tokens of 1,000 rows."""
-    return {str(source): [one.rows, one.tokens_per_1000_rows] for source, one in estimates.items()}
+def estimates_to_json(estimates: Mapping[int, SizeEstimate]) -> dict[str, dict[str, list[int]]]:
+    """As a field of a record or of a revision, where there are any: by source id as text, the rows, and the tokens of
+    1,000 rows."""
+    by_source = {str(source): [one.rows, one.tokens_per_1000_rows] for source, one in estimates.items()}
+    return {"size_estimates": by_source} if by_source else {}
 
 
-def estimates_from_json(fields: Mapping[str, list[int]]) -> dict[int, SizeEstimate]:
-    """Reads ``estimates_to_json`` back."""
-    return {int(source): SizeEstimate(*one) for source, one in fields.items()}
+def estimates_from_json(fields: Mapping[str, Any]) -> dict[int, SizeEstimate]:
+    """Reads ``estimates_to_json`` out of a record or a revision; those from before the first release have another name
+    for it."""
+    by_source = fields.get("size_estimates", fields.get("extents", {}))
+    return {int(source): SizeEstimate(*one) for source, one in by_source.items()}
 
 
 def end_of_text(config: RunConfig, definition: TokenizerDefinition | None) -> int | None:

@@ -58,9 +58,7 @@ def _checked_content(timeline: Timeline, change: MixtureChange, sample_index: in
     if not lines:
         raise ConfigError("this changes nothing: the mixture in force there is the same")
     content["changes"] = [*lines, *_ended_by_a_phase(timeline, sample_index)]
-    if after.record.size_estimates:
-        content["extents"] = estimates_to_json(after.record.size_estimates)
-    return content
+    return content | estimates_to_json(after.record.size_estimates)
 
 
 def _changed_config(timeline: Timeline, change: MixtureChange, sample_index: int) -> RunConfig:

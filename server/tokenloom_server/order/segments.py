@@ -17,11 +17,7 @@ from tokenloom_server.order.origin import Origin
 from tokenloom_server.order.record import estimates_from_json
 from tokenloom_server.order.revision import merged, without
 from tokenloom_server.sources.base import Shard
-from tokenloom_server.sources.manifest import (
-    Manifest,
-    SourceFiles,
-    plugins_from_json,
-)
+from tokenloom_server.sources.manifest import Manifest, SourceFiles, plugins_from_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +102,7 @@ def revised(before: PipelineFactory, content: Mapping[str, Any]) -> PipelineFact
     elif len(listed) > len(known):
         # Those before are known, by the names that sources had then.
         excluded = exclusions.joined(excluded, exclusions.load(listed[len(known) :], base_dir, named))
-    return builder.under(before, config, manifest, excluded, estimates_from_json(content.get("extents", {})))
+    return builder.under(before, config, manifest, excluded, estimates_from_json(content))
 
 
 def files_of(factory: PipelineFactory) -> dict[str, tuple[Shard, ...]]:

@@ -20,13 +20,7 @@ from tokenloom_server.core.state import (
     tokens_in_row,
 )
 from tokenloom_server.errors import SnapshotInvalid
-from tokenloom_server.order.snapshot_document import (
-    SKIPPED,
-    DatasetInFile,
-    KnownDataset,
-    ResumeStateDocument,
-    lane_of,
-)
+from tokenloom_server.order.snapshot_document import SKIPPED, DatasetInFile, KnownDataset, ResumeStateDocument, lane_of
 from tokenloom_server.order.state_shape import Shape
 
 
@@ -35,16 +29,16 @@ def check_mixture(resume: ResumeStateDocument, shape: Shape) -> None:
     if resume.mixture is None or not shape.mixture:
         return
     theirs = [node.model_dump(exclude_none=True) for node in resume.mixture]
-    for found, expected in zip_longest(theirs, shape.mixture):
-        if found != expected:
+    for actual, expected in zip_longest(theirs, shape.mixture):
+        if actual != expected:
             raise SnapshotInvalid(
-                f"resume_state.mixture at sample {resume.sample_index} has {_shortened(found)}, but in force there is "
+                f"resume_state.mixture at sample {resume.sample_index} has {_shortened(actual)}, but in force there is "
                 f"{_shortened(expected)}: a revision was dropped or made elsewhere; use that run's ledger, or an empty "
                 "one with the same mixture file, or fork a new run from this state"
             )
     # Limits, files and rows that are left out are not among what describes a node.
-    held = [revision for revision in resume.revisions or () if revision.sample_index <= resume.sample_index]
-    made_under = (held[-1].sample_index, what_of(held[-1].content)) if held else None
+    in_force = [revision for revision in resume.revisions or () if revision.sample_index <= resume.sample_index]
+    made_under = (in_force[-1].sample_index, canonical_content(in_force[-1].content)) if in_force else None
     if made_under != shape.revision:
         raise SnapshotInvalid(
             f"resume_state.revisions at sample {resume.sample_index} has {_of_revision(made_under)}, but in force "
@@ -53,7 +47,7 @@ def check_mixture(resume: ResumeStateDocument, shape: Shape) -> None:
         )
 
 
-def what_of(content: Mapping[str, Any]) -> str:
+def canonical_content(content: Mapping[str, Any]) -> str:
     """What a revision makes of the run, as canonical JSON: not during which generation it was made."""
     return canonical({key: value for key, value in content.items() if key != "generation"})
 
@@ -84,9 +78,9 @@ def check_lanes(i: int, dataset: KnownDataset, shape: Shape) -> None:
         raise SnapshotInvalid(f"{where}lanes has {len(dataset.lanes)} entries, but this run's source has {expected}")
     lanes = [lane_of(entry) for entry in dataset.lanes]
     for field in ("samples", "rows") if lanes else ():
-        given = sum(getattr(lane, field) for lane in lanes)
-        if given != getattr(dataset, field):
-            raise SnapshotInvalid(f"{where}{field} is {getattr(dataset, field)}, but its lanes have {given}")
+        total = sum(getattr(lane, field) for lane in lanes)
+        if total != getattr(dataset, field):
+            raise SnapshotInvalid(f"{where}{field} is {getattr(dataset, field)}, but its lanes have {total}")
     if lanes and dataset.cursor not in [lane.cursor for lane in lanes]:
         raise SnapshotInvalid(f"{where}none of its lanes stands where the source does, at {dataset.cursor}")
     for number, lane in enumerate(lanes):
@@ -134,10 +128,10 @@ def check_nodes(
     nodes: tuple[tuple[ChildState, ...], ...], sources: tuple[SourceState, ...], sample_index: int, shape: Shape
 ) -> None:
     """The tree has the run's shape, and what a node counts of a child is what the child says itself."""
-    found, expected = [len(children) for children in nodes], [len(ids) for ids in shape.nodes.values()]
-    if found != expected:
+    counts, expected = [len(children) for children in nodes], [len(ids) for ids in shape.nodes.values()]
+    if counts != expected:
         raise SnapshotInvalid(
-            f"resume_state.nodes: the nodes have {found} children, but this run's mixture has {expected}"
+            f"resume_state.nodes: the nodes have {counts} children, but this run's mixture has {expected}"
         )
     by_number = dict(zip(shape.nodes, nodes, strict=True))
     issued = {number: sum(child.samples for child in children) for number, children in by_number.items()}
@@ -150,11 +144,11 @@ def check_nodes(
         for i, (child, child_id) in enumerate(zip(children, ids, strict=True)):
             own, is_node = divmod(child_id, 2)
             samples = issued[own] if is_node else sources[own].samples
-            given = samples * shape.sample_tokens
+            own_tokens = samples * shape.sample_tokens
             if shape.total_tokens is not None:
-                given = tokens[own] if is_node else sources[own].tokens
+                own_tokens = tokens[own] if is_node else sources[own].tokens
             exhausted = child.exhausted if is_node else sources[own].exhausted
-            if (child.samples, child.tokens, child.exhausted) != (samples, given, exhausted):
+            if (child.samples, child.tokens, child.exhausted) != (samples, own_tokens, exhausted):
                 raise SnapshotInvalid(
                     f"resume_state.nodes.{number}.{i}: {child} is not what {'node' if is_node else 'source'} {own} "
                     f"says itself: {samples} samples, exhausted {exhausted}"

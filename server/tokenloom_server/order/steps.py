@@ -1,7 +1,9 @@
-"""Steps: how they cut the order for the ranks of a world, and what is kept of those between two state boundaries."""
+"""Micro-steps: how they cut the order for the ranks of a world, and what is kept of those between two state
+boundaries."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -10,11 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.core.state import (
-    MAX_COUNTER,
-    SourceState,
-    State,
-)
+from tokenloom_server.core.state import MAX_COUNTER, SourceState, State
 from tokenloom_server.mixing.mixer import Mixer, MixWeights
 from tokenloom_server.packing.base import Batch, SampleOrigins, SourcePosition
 from tokenloom_server.packing.real_tokens import Boundaries, RealTokens
@@ -37,7 +35,7 @@ class StepMark(NamedTuple):
     sample_index: int
     total_tokens: int
     digest: int
-    segment: Stage
+    stage: Stage
     mix_weights: MixWeights
 
 
@@ -70,7 +68,7 @@ class BatchPlan:
 
     def index_of(self, step: int) -> int:
         """The sample index at which a micro-step begins."""
-        return self.start_index + (step - self.first_step) * self.world_size * self.batch_size
+        return self.start_index + (step - self.first_step) * self.step_samples
 
     def group_begin(self, step: int) -> int:
         """The first micro-step of the group that a micro-step is of."""
@@ -91,9 +89,9 @@ class StepGroup:
 
     ``samples`` are the ids of each rank's samples, as views of the blocks that they came from, by rank, micro-step
     and place in the batch ([world_size, group_micro_steps, batch_size], as ``source_ids``, int32); empty once released.
-    ``marks[g]`` is the mark *after* micro-step g, ``rotations[g]`` the rotation of its slices. ``places`` are those of
-    the blocks that the samples came from, and
-    ``dropped_tokens`` the tails, by source and by where the segment began.
+    ``marks[g]`` is the mark *after* micro-step g, ``rotations[g]`` the rotation of its slices. ``origins`` are those of
+    the blocks that the samples came from, by source; ``dropped_tokens`` the tails, by source and by where the stage
+    began.
     """
 
     plan: BatchPlan
@@ -101,7 +99,7 @@ class StepGroup:
     real: RealTokens
     samples: npt.NDArray[np.object_]
     source_ids: npt.NDArray[np.int32]
-    places: list[list[SampleOrigins]] = field(default_factory=list)
+    origins: defaultdict[int, list[SampleOrigins]] = field(default_factory=lambda: defaultdict(list))
     dropped_tokens: dict[int, list[int]] = field(default_factory=dict)
     marks: list[StepMark] = field(default_factory=list)
     rotations: list[int] = field(default_factory=list)
@@ -152,27 +150,27 @@ class StepGroup:
     def _boundaries(self, first: int, last: int, sources: npt.NDArray[np.int32]) -> Boundaries:
         """Where documents begin in the samples of the micro-steps [first, last), as ``sources``: by micro-step, rank
         and place."""
-        origins = self._origins(last)[:, first:last].swapaxes(0, 1).reshape(-1)
+        numbers = self._numbers(last)[:, first:last].swapaxes(0, 1).reshape(-1)
         samples, starts = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for source in np.unique(sources[sources != PADDING]).tolist():
             # In consecutive micro-steps a source's numbers are consecutive.
             where = np.flatnonzero(sources == source)
-            where = where[np.argsort(origins[where])]
-            begin, at = int(origins[where[0]]), int(origins[where[-1]]) + 1
-            while at > begin:
-                places = self._places(source, at - 1)
-                upto, at = at, max(begin, places.first_sample)
-                sample, start = places.boundaries(at, upto)
-                samples.append(where[sample + at - begin])
+            where = where[np.argsort(numbers[where])]
+            first_number, end = int(numbers[where[0]]), int(numbers[where[-1]]) + 1
+            while end > first_number:
+                origins = self._origins(source, end - 1)
+                begin = max(first_number, origins.first_sample)
+                sample, start = origins.boundaries(begin, end)
+                samples.append(where[sample + begin - first_number])
                 starts.append(start)
+                end = begin
         return Boundaries(np.concatenate(samples), np.concatenate(starts))
 
     def ids(self, rank: int, first: int, last: int) -> list[memoryview]:
         """The ids of a rank's micro-steps [first, last), one after the other, as they travel; empty once released."""
-        plan = self.plan
-        at = rank * plan.group_micro_steps
-        found: list[memoryview] = self.samples[(at + first) * plan.batch_size : (at + last) * plan.batch_size].tolist()
-        return found
+        begin, size = rank * self.plan.group_micro_steps, self.plan.batch_size
+        ids: list[memoryview] = self.samples[(begin + first) * size : (begin + last) * size].tolist()
+        return ids
 
     def release(self) -> None:
         """Lets the ids go: every rank has consumed them. States can still be made."""
@@ -180,88 +178,81 @@ class StepGroup:
 
     def document_starts(self, rank: int, first: int, last: int) -> tuple[list[int], npt.NDArray[np.uint32]]:
         """(how many documents begin in each sample, their positions in it) of a rank's micro-steps [first, last)."""
-        found = []
         sources = self.source_ids[rank, first:last].ravel().tolist()
-        for source, sample in zip(sources, self._origins(last)[rank, first:last].ravel().tolist(), strict=True):
-            found.append(
-                np.empty(0, np.uint32) if source == PADDING else self._places(source, sample).starts_of(sample)
-            )
-        return [len(starts) for starts in found], np.concatenate(found)
+        numbers = self._numbers(last)[rank, first:last].ravel().tolist()
+        starts = [
+            np.empty(0, np.uint32) if source == PADDING else self._origins(source, number).starts_of(number)
+            for source, number in zip(sources, numbers, strict=True)
+        ]
+        return list(map(len, starts)), np.concatenate(starts)
 
-    def _origins(self, steps: int) -> npt.NDArray[np.int64]:
+    def _numbers(self, steps: int) -> npt.NDArray[np.int64]:
         """The number within its source of each sample of the first micro-steps, arranged as ``source_ids``."""
         # Not of those after them: the producer may be about to add some.
-        where = places_of_steps(self.plan, self.rotations[:steps], 0)
+        where = slots_of_steps(self.plan, self.rotations[:steps], 0)
         picks = self.source_ids.reshape(-1)[where]
         where, picks = where[picks != PADDING], picks[picks != PADDING]
         counts = np.bincount(picks, minlength=len(self.base.sources))
         before = np.zeros(len(counts), np.int64)
         before[: len(self.base.sources)] = [source.samples for source in self.base.sources]
         first = before - np.cumsum([0, *counts[:-1]])
-        origins = np.zeros(self.source_ids.shape, np.int64)
+        numbers = np.zeros(self.source_ids.shape, np.int64)
         # Sorted by source, each source's samples are one range of consecutive numbers.
-        origins.reshape(-1)[where[np.argsort(picks, kind="stable")]] = np.arange(len(picks)) + np.repeat(first, counts)
-        return origins
+        numbers.reshape(-1)[where[np.argsort(picks, kind="stable")]] = np.arange(len(picks)) + np.repeat(first, counts)
+        return numbers
 
     def state_after(self, step: int) -> State:
         """The state after a micro-step."""
         mark = self.marks[step]
         before = self.source_ids[:, : step + 1]
-        counts = np.bincount(before[before != PADDING], minlength=len(mark.segment.start.sources)).tolist()
+        counts = np.bincount(before[before != PADDING], minlength=len(mark.stage.start.sources)).tolist()
         # A source that came within the group had nothing before.
         known = [*self.base.sources, *[SourceState()] * (len(counts) - len(self.base.sources))]
-        samples = [was.samples + count for was, count in zip(known, counts, strict=True)]
-        places = [
-            self._places(i, samples[i] - 1).after(samples[i] - 1) if count else SourcePosition.of(was)
-            for i, (count, was) in enumerate(zip(counts, known, strict=True))
+        samples = [source.samples + count for source, count in zip(known, counts, strict=True)]
+        positions = [
+            self._origins(i, samples[i] - 1).after(samples[i] - 1) if count else SourcePosition.of(source)
+            for i, (count, source) in enumerate(zip(counts, known, strict=True))
         ]
-        return state_at(mark, samples, places, self.dropped_tokens[mark.segment.start.sample_index])
+        return state_at(mark, samples, positions, self.dropped_tokens[mark.stage.start.sample_index])
 
     @property
     def of_rows(self) -> bool:
         """Whether its micro-steps are batches of rows (``batching``)."""
-        return bool(self.marks) and self.marks[0].segment.config.batching is not None
+        return bool(self.marks) and self.marks[0].stage.config.batching is not None
 
     def batch_of(self, step: int) -> Batch:
         """What a micro-step is made of that is a batch of rows."""
         picks = self.source_ids[0, : step + 1, 0]
         source = int(picks[step])
         before = self.base.sources[source].samples if source < len(self.base.sources) else 0
-        batch = self._places(source, before + int((picks[:-1] == source).sum()) * self.plan.step_samples).batch
+        batch = self._origins(source, before + int((picks[:-1] == source).sum()) * self.plan.step_samples).batch
         assert batch is not None, "only packers of rows are in a run with batching"
         return batch
 
-    def places_of(self, source: int) -> list[SampleOrigins]:
-        """Those of a source's samples, to be added to."""
-        while len(self.places) <= source:
-            self.places.append([])
-        return self.places[source]
-
-    def _places(self, source: int, sample: int) -> SampleOrigins:
-        # Behind a switch blocks are made anew, where those of before may have reached further.
-        return next(places for places in reversed(self.places[source]) if places.first_sample <= sample)
+    def _origins(self, source: int, sample: int) -> SampleOrigins:
+        # After a switch blocks are made anew, where those of before may have reached further.
+        return next(origins for origins in reversed(self.origins[source]) if origins.first_sample <= sample)
 
 
 def state_at(
-    mark: StepMark, samples: Sequence[int], places: Sequence[SourcePosition], dropped_tokens: Sequence[int]
+    mark: StepMark, samples: Sequence[int], positions: Sequence[SourcePosition], dropped_tokens: Sequence[int]
 ) -> State:
     """The state at a mark. By source: ``samples`` since the run began, and where it stands."""
-    config, mixer, start = mark.segment
-    given = [now - was.samples for now, was in zip(samples, start.sources, strict=True)]
+    config, mixer, start = mark.stage
+    since_start = [now - before.samples for now, before in zip(samples, start.sources, strict=True)]
     exhausted = mixer.exhausted(mark.mix_weights)
     sources = [
         replace(
-            was,
-            cursor=place.cursor,
-            samples=was.samples + more,
-            rows=place.rows,
-            row_counts=place.row_counts,
-            lanes=place.lanes,
-            tokens=was.tokens + more * config.sequence_length,
+            before,
+            **position._asdict(),
+            samples=before.samples + more,
+            tokens=before.tokens + more * config.sequence_length,
             dropped_tokens=dropped if out else 0,
             exhausted=out,
         )
-        for was, more, place, dropped, out in zip(start.sources, given, places, dropped_tokens, exhausted, strict=True)
+        for before, more, position, dropped, out in zip(
+            start.sources, since_start, positions, dropped_tokens, exhausted, strict=True
+        )
     ]
     return replace(
         start,
@@ -269,17 +260,15 @@ def state_at(
         total_tokens=mark.total_tokens,
         digest=mark.digest,
         sources=tuple(sources),
-        nodes=mixer.states(mark.mix_weights, given),
-        preserved=start.preserved,
-        imported=start.imported,
+        nodes=mixer.states(mark.mix_weights, since_start),
     )
 
 
-def places_of_steps(plan: BatchPlan, rotations: Sequence[int], first: int) -> npt.NDArray[np.int64]:
+def slots_of_steps(plan: BatchPlan, rotations: Sequence[int], first: int) -> npt.NDArray[np.int64]:
     """Where each sample of consecutive micro-steps, the ``first`` and following of a group, lies among
     [rank, micro-step, place]: slice j of a micro-step is rank j − rotation's."""
     turned = np.array(rotations, np.int64)[:, None]
     ranks = (np.arange(plan.world_size) - turned) % plan.world_size
     rows = ranks * plan.group_micro_steps + np.arange(first, first + len(rotations))[:, None]
-    found: npt.NDArray[np.int64] = (rows[:, :, None] * plan.batch_size + np.arange(plan.batch_size)).ravel()
-    return found
+    slots: npt.NDArray[np.int64] = (rows[:, :, None] * plan.batch_size + np.arange(plan.batch_size)).ravel()
+    return slots

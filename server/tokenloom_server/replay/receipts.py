@@ -137,7 +137,7 @@ class Receipts:
     def _identity(self, state: State, kept: Sequence[Opening]) -> dict[str, Any]:
         """What a receipt and the report both say: which run it is of, and where in its order."""
         coordinator = self._coordinator
-        template = coordinator.order.record.template(coordinator.uid, coordinator.stream, 0)
+        template = coordinator.template(coordinator.uid)
         names = ("run", "stream", "run_uid", "seed", "order_version", "config_digest", "tokenizer")
         return {
             **{name: template[name] for name in names},

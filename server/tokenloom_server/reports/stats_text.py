@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+
 from rich.console import Console
 from rich.table import Table
 
-from tokenloom_server.reports.stats import RunStats
+from tokenloom_server.reports.stats import RunStats, SourceStats
 from tokenloom_server.reports.tables import table
 
 
@@ -34,30 +36,30 @@ def print_stats(out: Console, stats: RunStats) -> None:
             out.print(note)
 
 
-def sources_table(stats: RunStats, title: str | None = None) -> Table:
-    """The shares and counters of each source."""
-    headings = ["source", "target", "actual", "recent", "samples", "rows", "tokens", "epoch", "left"]
-    if stats.reported is not None:
-        headings.insert(4, "loss")
-    rows = []
-    for source in stats.sources:
-        remaining = "?" if source.remaining_samples is None else f"{source.remaining_samples:,}"
-        loss = () if stats.reported is None else ("–" if source.loss is None else f"{source.loss:.4f}",)
-        rows.append(
-            (
-                source.alias,
-                f"{source.target_share:.2%}",
-                f"{source.actual_share:.2%}",
-                f"{source.window_share:.2%}",
-                *loss,
-                f"{source.samples:,}",
-                f"{source.rows:,}",
-                f"{source.tokens:,}",
-                f"{source.epoch:.2f}",
-                "exhausted" if source.exhausted else remaining,
-            )
-        )
+def sources_table(stats: RunStats, *, title: str | None = None, without: Collection[str] = ()) -> Table:
+    """The shares and counters of each source; ``without`` some of the columns."""
+    cells: dict[str, Callable[[SourceStats], str]] = {
+        "source": lambda source: source.alias,
+        "target": lambda source: f"{source.target_share:.2%}",
+        "actual": lambda source: f"{source.actual_share:.2%}",
+        "recent": lambda source: f"{source.window_share:.2%}",
+        "loss": lambda source: "–" if source.loss is None else f"{source.loss:.4f}",
+        "samples": lambda source: f"{source.samples:,}",
+        "rows": lambda source: f"{source.rows:,}",
+        "tokens": lambda source: f"{source.tokens:,}",
+        "epoch": lambda source: f"{source.epoch:.2f}",
+        "left": _left,
+    }
+    hidden = {*without, *(() if stats.reported is not None else ("loss",))}
+    headings = [heading for heading in cells if heading not in hidden]
+    rows = [[cells[heading](source) for heading in headings] for source in stats.sources]
     return table(headings, rows, title=title)
+
+
+def _left(source: SourceStats) -> str:
+    if source.exhausted:
+        return "exhausted"
+    return "?" if source.remaining_samples is None else f"{source.remaining_samples:,}"
 
 
 def _losses(stats: RunStats) -> str:

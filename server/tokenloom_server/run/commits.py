@@ -1,4 +1,4 @@
-"""What the ledger is told of a state."""
+"""A state as the ledger keeps it."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class Generation:
             return self.end.end_index
         return self.batch_plans.index_of(step)
 
-    def step_at(self, sample_index: int, what: str) -> int:
+    def step_at(self, sample_index: int, name: str) -> int:
         """The number of micro-steps that end at a sample index. Raises ``JoinRefused`` where none does."""
         if self.end is not None and sample_index == self.end.end_index:
             return self.produced
@@ -96,7 +96,7 @@ class Generation:
         if rest or step < 0:
             plan = self.batch_plans.at_index(sample_index)
             raise JoinRefused(
-                f"{what} is sample {sample_index}, but no micro-step of generation {self.number} ends there: "
+                f"{name} is sample {sample_index}, but no micro-step of generation {self.number} ends there: "
                 f"micro-steps have {plan.step_samples} samples and begin at {plan.start_index}"
             )
         return step
@@ -337,7 +337,8 @@ class Generation:
             state = "connected" if slot.connected else "not connected"
             lag = self.index_of(ahead) - self.index_of(slot.consumed)
             named.append(
-                f"rank {slot.rank} ({state}, {heard}, at sample {self.index_of(slot.consumed)}, {lag} behind the first)"
+                f"rank {slot.rank} ({state}, {heard}, at sample {self.index_of(slot.consumed)}, "
+                f"{lag} less than the first)"
             )
         more = sum(1 for _ in self.slots.laggards()) - len(named)
         return ", ".join(named) + (f" and {more} more" if more else "")

@@ -67,9 +67,7 @@ class History:
             if newest is None or newest[:2] != (payload, timeline):
                 newest = self._imported = payload, timeline, foreign_checkpoint.resume_point(payload, timeline)
             return newest[2]
-        return snapshot.parse(
-            text, coordinator.order.record.template("", coordinator.stream, 0), coordinator.timeline.shape_at
-        )
+        return snapshot.parse(text, coordinator.template(), coordinator.timeline.shape_at)
 
     def pin(self, text: str, skip: int, advance: Callable[[State, int], State] | None = None) -> str:
         """A snapshot as the ledger keeps it until the next opening, with ``skip`` samples after it to jump over.
@@ -81,7 +79,7 @@ class History:
         before = self.forward(point, advance)
         if point.digest is None:
             # Of an older payload that only counts samples: what it stands for is known now.
-            text = self._composed(point, before)
+            text = self._seal_state(before, point.generation, uid=point.run_uid)
         if not skip:
             return text
         after = (advance or self._advance)(before, before.sample_index + skip)
@@ -91,20 +89,9 @@ class History:
                 f"{after.sample_index}"
             )
         # The pin holds the state after the skip, so that the next opening need not go forward to it.
-        start = self._composed(point, jumped_over(before, after))
+        start = self._seal_state(jumped_over(before, after), point.generation, uid=point.run_uid)
         revisions = self._revisions_before(after.sample_index)
         return canonical({"revisions": revisions, "skipped": skip, "snapshot": text, "start": start})
-
-    def _composed(self, point: ResumePoint, state: State) -> str:
-        """The snapshot of a state in the line of a point."""
-        coordinator = self._coordinator
-        return snapshot_encode.compose(
-            coordinator.order.record.template(point.run_uid or coordinator.uid, coordinator.stream, point.generation),
-            coordinator.timeline.encode(state),
-            state.sample_index,
-            digest_hex(state.digest),
-            state.total_tokens,
-        )
 
     def _revisions_before(self, sample_index: int) -> list[list[float]]:
         """What names the revisions that samples before an index were made under."""
@@ -305,12 +292,13 @@ class History:
         view = coordinator.view()
         generation, commit = view.generation, view.commit
         if not generation.number:
-            if sample_index:
+            start = view.timeline.initial()
+            if sample_index not in (None, start.sample_index):
                 raise BeyondHorizon(
-                    f"sample {sample_index} is beyond the horizon 0: no trainer has joined this run yet"
+                    f"sample {sample_index} is beyond the horizon {start.sample_index}: no trainer has joined this run "
+                    "yet"
                 )
-            timeline = view.timeline
-            return self._sealed(0, timeline.encode(timeline.initial()), 0, digest_hex(0), 0), 0
+            return self._seal_state(start, 0), start.sample_index
         index = commit.sample_index if sample_index is None else sample_index
         if index > generation.horizon_index:
             raise BeyondHorizon(
@@ -318,18 +306,27 @@ class History:
                 f"and production may go {generation.window_micro_steps} micro-steps further"
             )
         if index == commit.sample_index:
-            text = self._sealed(generation.number, commit.state, index, commit.digest, commit.total_tokens)
+            text = self.seal(generation.number, commit.state, index, commit.digest, commit.total_tokens)
         elif (point := coordinator.point_at(index)) is not None:
             group, digest, tokens = point
-            text = self._sealed(generation.number, resume_state_of(view.timeline, group), index, digest, tokens)
+            text = self.seal(generation.number, resume_state_of(view.timeline, group), index, digest, tokens)
         else:
             text = self._recomputed(index)
         return text, index
 
-    def _sealed(self, generation: int, resume_state: str, index: int, digest: str, total_tokens: int) -> str:
-        coordinator = self._coordinator
-        template = coordinator.order.record.template(coordinator.uid, coordinator.stream, generation)
+    def seal(
+        self, generation: int, resume_state: str, index: int, digest: str, total_tokens: int, uid: str | None = None
+    ) -> str:
+        """The snapshot at a sample index; ``uid``: of the run where it is not this ledger's."""
+        template = self._coordinator.template(uid or self._coordinator.uid, generation)
         return snapshot_encode.compose(template, resume_state, index, digest, total_tokens)
+
+    def _seal_state(self, state: State, generation: int, base: State | None = None, uid: str | None = None) -> str:
+        """The snapshot at a state; ``base``: where going forward to it begins, if not at itself."""
+        resume_state = self._coordinator.timeline.encode(base or state)
+        return self.seal(
+            generation, resume_state, state.sample_index, digest_hex(state.digest), state.total_tokens, uid
+        )
 
     def _recomputed(self, index: int) -> str:
         """By going forward from the nearest state that the ledger has in the index's lineage."""
@@ -341,8 +338,7 @@ class History:
         state = self._advance(base, index)
         if state.sample_index != index:
             raise beyond_the_end(index, state.sample_index)
-        resume_state = self._coordinator.timeline.encode(base)
-        return self._sealed(opening.generation, resume_state, index, digest_hex(state.digest), state.total_tokens)
+        return self._seal_state(state, opening.generation, base)
 
     def _journalled(self, opening: Opening, index: int, timeline: Timeline | None = None) -> State:
         """The newest state at or before a sample index that the ledger's journal has of a generation."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from tokenloom_server.core.state import Cursor, EpochCursor, FileCursor, State, WindowCursor, digest_hex, row_cursor
 from tokenloom_server.errors import JoinRefused, ResumePointNeeded, RunBusy, SnapshotInvalid
@@ -23,13 +22,6 @@ _log = logging.getLogger(__name__)
 
 #: Beyond the liveness, clients ask a busy run again for so long, seconds: their delays, and a slow machine's.
 BUSY_MARGIN_S = 6.0
-
-
-class _Start(NamedTuple):
-    """Where a generation starts, and how many samples it jumps over right before."""
-
-    point: ResumePoint
-    skipped: int
 
 
 class GenerationOpener:
@@ -74,18 +66,16 @@ class GenerationOpener:
             point, skipped = self._resolve(call, stored)
             start = self._history.forward(point)
             uid = self._adopt(point, stored)
-            opening, batch_plans = self._lay(call, stored, point, skipped, start)
+            opening = self._lay(call, stored, point, skipped, start)
             # Noted before the write: where its answer is lost, the same rank asks again.
             self._newest = call.attempt, choice
             committed = commit_of(coordinator.timeline, start, opening.start_state)
             coordinator.open_generation(uid, opening, start, committed, call.process)
-        self._log_opening(opening, batch_plans, start, point.notes)
+        self._log_opening(opening, start, point.notes)
         return opening
 
-    def _lay(
-        self, call: JoinCall, stored: StoredRun, point: ResumePoint, skipped: int, start: State
-    ) -> tuple[Opening, BatchPlans]:
-        """What is to be written, and the batch plans of it."""
+    def _lay(self, call: JoinCall, stored: StoredRun, point: ResumePoint, skipped: int, start: State) -> Opening:
+        """What is to be written."""
         coordinator = self._coordinator
         timeline = coordinator.timeline
         batch_plans = BatchPlans.lay(
@@ -98,7 +88,7 @@ class GenerationOpener:
             group_micro_steps=lambda batch_size: coordinator.group_micro_steps(call.world_size, batch_size),
         )
         origin = timeline.origin if stored.opening is None else None
-        opening = Opening(
+        return Opening(
             generation=max(stored.opening.generation if stored.opening else 0, point.generation) + 1,
             parent=point.generation,
             attempt=call.attempt,
@@ -112,7 +102,6 @@ class GenerationOpener:
             parent_run=origin.to_json() if origin is not None else "",
             batch_plans=batch_plans.text,
         )
-        return opening, batch_plans
 
     def _refuse_busy(self, call: JoinCall) -> None:
         """A second launch, or a notebook, must not end a training run by mistake."""
@@ -165,7 +154,8 @@ class GenerationOpener:
         is_known = self._history.parse(call.state).digest is not None
         return ResumeChoice.of_state(index, digest if is_known else None)
 
-    def _resolve(self, call: JoinCall, stored: StoredRun) -> _Start:
+    def _resolve(self, call: JoinCall, stored: StoredRun) -> tuple[ResumePoint, int]:
+        """Where the generation starts, and how many samples it jumps over right before."""
         history = self._history
         if call.state and call.resume:
             raise JoinRefused(f"rank {call.rank} brings a loaded state and resume={call.resume!r}: give one of them")
@@ -178,10 +168,10 @@ class GenerationOpener:
                     f"rank {call.rank} resumes from {position_of(wanted.sample_index, wanted.digest)}: join "
                     "without a state to take the pin, or restore to the trainer's own state"
                 )
-            return _Start(start, skipped)
+            return start, skipped
         if wanted is not None:
             self._warn_of_skip(wanted, stored.opening)
-            return _Start(wanted, 0)
+            return wanted, 0
         committed = stored.committed
         if committed is not None and committed.sample_index > 0:
             raise ResumePointNeeded(
@@ -190,7 +180,7 @@ class GenerationOpener:
                 "sample), resume='fresh' (begin again at sample 0) or resume=<snapshot id>. Between checkpoints the "
                 "ledger is ahead of the trainer's weights, so this is not guessed"
             )
-        return _Start(history.beginning(), 0)
+        return history.beginning(), 0
 
     def _warn_of_skip(self, wanted: ResumePoint, present: Opening | None) -> None:
         """A skip holds for the launch that began with it: a state from before it brings the skipped samples back."""
@@ -211,14 +201,14 @@ class GenerationOpener:
         _log.info("%s: an empty ledger goes on with the trainer's run_uid %s", coordinator.name, point.run_uid)
         return point.run_uid
 
-    def _log_opening(self, opening: Opening, batch_plans: BatchPlans, start: State, notes: Sequence[str]) -> None:
+    def _log_opening(self, opening: Opening, start: State, notes: Sequence[str]) -> None:
         coordinator = self._coordinator
         _log.info(
             "%s: generation %d (attempt %s): %d ranks × %d samples from sample %d, digest %s",
             coordinator.name, opening.generation, opening.attempt, opening.world_size, opening.batch_size,
             start.sample_index, digest_hex(start.digest),
         )  # fmt: skip
-        for plan in batch_plans.plans[1:]:
+        for plan in batch_plans_of(opening).plans[1:]:
             _log.info("%s: %d samples per rank from sample %d on", coordinator.name, plan.batch_size, plan.start_index)
         if opening.skipped:
             _log.info(

@@ -16,7 +16,7 @@ from tokenloom_server.errors import (
 )
 from tokenloom_server.ledger.commands import DropRevisions, Revise
 from tokenloom_server.ledger.records import StoredRevision
-from tokenloom_server.order import foreign_snapshot, revision_content, snapshot
+from tokenloom_server.order import revision_content, snapshot
 from tokenloom_server.order.origin import Origin
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.views import RunView
@@ -150,7 +150,7 @@ class RevisionHandler:
         ]
         timeline = timeline.with_revisions((*timeline.revisions, *revisions))
         # Before anything is written: that the state is one of this run under them.
-        snapshot.parse(text, coordinator.order.record.template("", coordinator.stream, 0), timeline.shape_at)
+        snapshot.parse(text, coordinator.template(), timeline.shape_at)
 
         def write() -> None:
             for revision in revisions:
@@ -213,10 +213,10 @@ def _droppable(run: str, number: int, view: RunView) -> int:
     return index
 
 
-def brings(run: str, text: str | bytes) -> foreign_snapshot.Foreign | None:
+def brings(run: str, text: str | bytes) -> snapshot.ForeignSnapshot | None:
     """A snapshot of the run that says more than its mixture file does; None for any other text."""
     try:
-        foreign = foreign_snapshot.foreign(text)
+        foreign = snapshot.read_foreign(text)
     except SnapshotInvalid:
         return None
     says_more = foreign is not None and foreign.run == run and (foreign.revisions or foreign.origin)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import LedgerError, LedgerRolledBack, NotLeader, TokenloomError
@@ -111,6 +112,10 @@ class RunState:
         if stored is None:
             raise LedgerError(f"run {self.name!r} is gone from {self.ledger.description}; restart the server")
         return stored
+
+    def template(self, uid: str = "", generation: int = 0) -> dict[str, Any]:
+        """What every snapshot of a generation says beside its position and state."""
+        return self.order.record.template(uid, self.stream, generation)
 
     def message_steps(self, batch_size: int) -> int:
         """Micro-steps of a full message to a rank."""
@@ -225,7 +230,7 @@ class RunState:
         self._stop_for_all(error)
 
     def _note_loss(self, known_index: float) -> None:
-        """The ledger is behind a commit."""
+        """The ledger lacks a commit."""
         generation = self._active.generation.number if self._active is not None else self._loss.generation
         self._loss = LedgerLoss(generation, known_index, self.wall_clock())
 

@@ -93,7 +93,7 @@ class Slots:
                 self._recount()
 
     def all_heard(self, at_s: float) -> None:
-        """Every rank was last heard at this time, as the server before this one told."""
+        """Every rank was last heard at this time, as the server before this one noted."""
         for slot in self._slots:
             slot.last_heard = at_s
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from tokenloom_server.core.state import EpochCursor, FileCursor, SourceState, State, WindowCursor, row_cursor
 from tokenloom_server.errors import TokenloomError
@@ -14,6 +16,7 @@ from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.reports.stats import LedgerStats, PlannedRevision, RankStats, RunStats, SourceStats
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.losses import Losses
+from tokenloom_server.run.views import RunView
 from tokenloom_server.sources.scheme import scheme_of
 
 #: Rates and window shares look back this far, seconds.
@@ -21,12 +24,7 @@ LOOK_BACK_S = 30.0
 #: A shard larger than this is not indexed just to tell how far along it is, bytes.
 _INDEX_FOR_STATS_BYTES = 2**30
 
-_NOTHING = Counters(samples=0, rows=0, tokens=0)
-
-
-def _consumed(commit: CommittedState) -> int:
-    """Tokens without those that were skipped."""
-    return sum(counters.tokens for counters in commit.counters.values())
+_NO_LOSSES: Mapping[int, tuple[float, float]] = {}
 
 
 class StatsReader:
@@ -42,31 +40,27 @@ class StatsReader:
     def read(self) -> RunStats:
         coordinator = self._coordinator
         view = coordinator.view()
-        now, generation = view.now, view.generation
-        timeline, committed, state = view.timeline, view.commit, view.state
-        recent = [entry for entry in view.recent if now - entry[0] <= LOOK_BACK_S] or view.recent[-1:]
-        reported, losses = self._losses.newest()
-        order = timeline.at(state.sample_index)
-        shares = target_shares(order.config, order.record.size_estimates)
-        seconds = now - recent[0][0] if recent else 0.0
-        earlier = recent[0][1] if recent else committed
-        totals = _consumed(committed), _consumed(earlier)
-        engine = order.record.engine
+        generation, timeline, committed, state = view.generation, view.timeline, view.commit, view.state
+        recent = [entry for entry in view.recent if view.now - entry[0] <= LOOK_BACK_S] or view.recent[-1:]
+        earlier_at, earlier = recent[0] if recent else (view.now, committed)
+        seconds = view.now - earlier_at
         tokens_per_s = (committed.total_tokens - earlier.total_tokens) / seconds if seconds > 0 else 0.0
         in_force = sum(revision.sample_index <= committed.sample_index for revision in timeline.revisions)
-        farthest = max((rank.position for rank in generation.ranks), default=0)
+        reported, losses = self._losses.newest()
+        record, config = timeline.at(state.sample_index).record, timeline.at(state.sample_index).config
+        engine = record.engine
         return RunStats(
             run=coordinator.name,
             stream=coordinator.stream,
             streams=list(coordinator.order.config.stream_names),
             run_uid=coordinator.uid,
-            seed=order.config.seed,
+            seed=config.seed,
             generation=generation.number,
             leads=view.leads,
             server_epoch=view.lease.epoch,
             world_size=generation.world_size,
             batch_size=generation.batch_size,
-            sequence_length=order.config.sequence_length,
+            sequence_length=config.sequence_length,
             sample_index=committed.sample_index,
             produced_index=max(generation.produced_index, committed.sample_index),
             digest=committed.digest,
@@ -81,37 +75,37 @@ class StatsReader:
             revision=in_force,
             next_revision=_planned(timeline, in_force, committed.total_tokens, tokens_per_s),
             reported=reported,
-            sources=[
-                self._source(order, i, source, committed, earlier, totals, generation.over, shares[i], losses.get(i))
-                for i, source in enumerate(state.sources)
-            ],
-            ranks=[
-                RankStats(
-                    rank=rank.rank,
-                    connected=rank.connected,
-                    position=rank.position,
-                    lag=farthest - rank.position,
-                    last_heard_s=None if rank.last_heard is None else round(now - rank.last_heard, 3),
-                )
-                for rank in generation.ranks
-            ],
-            ledger=LedgerStats(
-                backend=coordinator.ledger.description,
-                available=view.ledger_error is None,
-                error=view.ledger_error,
-                last_commit_index=committed.sample_index,
-                last_commit_age_s=None
-                if view.committed_at is None
-                else max(0.0, round(coordinator.wall_clock() - view.committed_at, 3)),
-            ),
+            sources=self.sources(committed, state, earlier, over=generation.over, losses=losses),
+            ranks=_ranks(view),
+            ledger=self._ledger(view),
         )
 
-    def sources(self, committed: CommittedState, state: State) -> list[SourceStats]:
-        """The sources' stats at a commit, of which ``state`` is the state; nothing of the time before it, no losses."""
+    def sources(
+        self,
+        committed: CommittedState,
+        state: State,
+        earlier: CommittedState | None = None,
+        *,
+        over: bool = False,
+        losses: Mapping[int, tuple[float, float]] = _NO_LOSSES,
+    ) -> list[SourceStats]:
+        """The sources' stats at a commit, of which ``state`` is the state. ``earlier``: where the window begins; with
+        the run, where nothing moved since. ``losses``, by source id: smoothed and last."""
         order = self._coordinator.timeline.at(state.sample_index)
-        shares, consumed = target_shares(order.config, order.record.size_estimates), _consumed(committed)
+        specs, now = order.record.specs, committed.counters
+        before = earlier.counters if earlier is not None and earlier.total_tokens < committed.total_tokens else {}
+        asked_for = target_shares(order.config, order.record.size_estimates)
+        so_far, in_window = _shares(specs, now, {}), _shares(specs, now, before)
         return [
-            self._source(order, i, source, committed, committed, (consumed, consumed), False, shares[i], None)
+            self._source(
+                order,
+                i,
+                source,
+                now[specs[i]],
+                (asked_for[i], so_far[i], in_window[i]),
+                over,
+                losses.get(i, (None, None)),
+            )
             for i, source in enumerate(state.sources)
         ]
 
@@ -120,30 +114,23 @@ class StatsReader:
         order: PipelineFactory,
         source: int,
         state: SourceState,
-        committed: CommittedState,
-        earlier: CommittedState,
-        totals: tuple[int, int],
+        counters: Counters,
+        shares: tuple[float, float, float],
         over: bool,
-        share: float,
-        losses: tuple[float, float] | None,
+        losses: tuple[float | None, float | None],
     ) -> SourceStats:
-        """``totals``: tokens consumed at ``committed`` and at ``earlier``. ``losses``: smoothed and last."""
+        """``shares``: as the weights ask, so far, and in the window."""
         config, epochs = order.config.sources[source], order.config.epochs[source]
-        spec = order.record.specs[source]
-        counters, total = committed.counters[spec], totals[0]
-        before, total_before = _NOTHING, 0
-        if earlier.total_tokens < committed.total_tokens:
-            before, total_before = earlier.counters.get(spec, _NOTHING), totals[1]
         rows, done = self._rows_of_epoch(order, source, state)
         remaining = 0 if over else self._remaining(order.config.sequence_length, epochs, state, counters, rows)
         unlimited = math.isinf(epochs)
         return SourceStats(
             id=source,
-            spec=spec,
+            spec=order.record.specs[source],
             alias=config.name,
-            target_share=share,
-            actual_share=counters.tokens / total if total else 0.0,
-            window_share=(counters.tokens - before.tokens) / (total - total_before) if total > total_before else 0.0,
+            target_share=shares[0],
+            actual_share=shares[1],
+            window_share=shares[2],
             samples=counters.samples,
             rows=counters.rows,
             tokens=counters.tokens,
@@ -152,7 +139,7 @@ class StatsReader:
             epochs=None if unlimited else epochs,
             exhausted=state.exhausted,
             dropped_tokens=state.dropped_tokens,
-            excluded_rows=order.record.excluded.count(spec),
+            excluded_rows=order.record.excluded.count(order.record.specs[source]),
             **state.row_counts._asdict(),
             fill_rate=1 - state.row_counts.padding_tokens / state.tokens if state.tokens else 1.0,
             cut_rate=None
@@ -161,9 +148,19 @@ class StatsReader:
             skipped_samples=state.skipped_samples,
             skipped_rows=state.skipped_rows,
             skipped_tokens=state.skipped_tokens,
-            loss=losses[0] if losses else None,
-            last_loss=losses[1] if losses else None,
+            loss=losses[0],
+            last_loss=losses[1],
             remaining_samples=remaining,
+        )
+
+    def _ledger(self, view: RunView) -> LedgerStats:
+        age_s = None if view.committed_at is None else self._coordinator.wall_clock() - view.committed_at
+        return LedgerStats(
+            backend=self._coordinator.ledger.description,
+            available=view.ledger_error is None,
+            error=view.ledger_error,
+            last_commit_index=view.commit.sample_index,
+            last_commit_age_s=None if age_s is None else max(0.0, round(age_s, 3)),
         )
 
     def _remaining(
@@ -182,8 +179,8 @@ class StatsReader:
         cursor = row_cursor(state.cursor)
         if order.config.batching is not None:
             epochs = order.readers.bucket_epochs(source)
-            batched, given = epochs.batches * epochs.size, cursor.rows if isinstance(cursor, EpochCursor) else 0
-            return batched or None, min(1.0, given / batched) if batched else 0.0
+            batched, rows_done = epochs.batches * epochs.size, cursor.rows if isinstance(cursor, EpochCursor) else 0
+            return batched or None, min(1.0, rows_done / batched) if batched else 0.0
         shards, config = order.record.shards[source], order.config.sources[source]
         if config.lanes > 1:
             # They go on to the next epoch one by one, so it is counted in rows.
@@ -206,18 +203,14 @@ class StatsReader:
 
     def _row_count(self, order: PipelineFactory, source: int, shard: int) -> int | None:
         with self._rows_lock:
-            key = (source, shard)
-            if key not in self._rows:
-                self._rows[key] = None
-                scheme = scheme_of(order.config.sources[source].spec).reader(order.record.shards[source])
-                is_counted = scheme.stores_row_counts
-                if is_counted or order.record.shards[source][shard].size <= _INDEX_FOR_STATS_BYTES:
-                    try:
-                        self._rows[key] = order.readers.open(source).row_count(shard)
-                    except TokenloomError:
-                        # The producer meets the same fault and says it; stats go without.
-                        self._rows[key] = None
-            return self._rows[key]
+            if (source, shard) not in self._rows:
+                files, count = order.record.shards[source], None
+                is_stored = scheme_of(order.config.sources[source].spec).reader(files).stores_row_counts
+                if is_stored or files[shard].size <= _INDEX_FOR_STATS_BYTES:
+                    with suppress(TokenloomError):  # the producer meets the same fault and says it
+                        count = order.readers.open(source).row_count(shard)
+                self._rows[source, shard] = count
+            return self._rows[source, shard]
 
 
 def _planned(timeline: Timeline, in_force: int, total_tokens: int, tokens_per_s: float) -> PlannedRevision | None:
@@ -231,3 +224,25 @@ def _planned(timeline: Timeline, in_force: int, total_tokens: int, tokens_per_s:
         sample_index=coming.sample_index,
         eta_s=round(left / tokens_per_s, 1) if tokens_per_s > 0 else None,
     )
+
+
+def _ranks(view: RunView) -> list[RankStats]:
+    ranks = view.generation.ranks
+    farthest = max((rank.position for rank in ranks), default=0)
+    return [
+        RankStats(
+            rank=rank.rank,
+            connected=rank.connected,
+            position=rank.position,
+            lag=farthest - rank.position,
+            last_heard_s=None if rank.last_heard is None else round(view.now - rank.last_heard, 3),
+        )
+        for rank in ranks
+    ]
+
+
+def _shares(specs: Sequence[str], now: Mapping[str, Counters], before: Mapping[str, Counters]) -> list[float]:
+    """Each source's share of the tokens that were consumed between two commits."""
+    tokens = [now[spec].tokens - (before[spec].tokens if spec in before else 0) for spec in specs]
+    total = sum(tokens)
+    return [count / total if total > 0 else 0.0 for count in tokens]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from time import monotonic
 from typing import Any, NamedTuple
 
 from tokenloom_server.config.spec import Spec
@@ -86,12 +87,12 @@ class ShardedSource(ABC):
         Raises ``SourceChanged`` where it is missing or another file.
         """
         kept, self._kept = self._kept, None
-        if kept is not None and kept.shard is shard and self._request.io_stats.clock() - kept.since < KEPT_S:
+        if kept is not None and kept.shard is shard and monotonic() - kept.since < KEPT_S:
             self._kept = kept if again else None
             return kept.file.again()
         file = self._request.open(shard)
         if again and isinstance(file, RemoteFile):
-            self._kept = _Kept(shard, file, self._request.io_stats.clock())
+            self._kept = _Kept(shard, file, monotonic())
         return file
 
     def _refuse_empty_files(self, kind: str) -> None:

@@ -12,10 +12,11 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable
+from time import monotonic
 from typing import Any, Generic, TypeVar
 
 from tokenloom_server.errors import StorageError, TokenloomError
-from tokenloom_server.storage.io_stats import AT_ONCE, IoStats
+from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.urls import redacted
 
 #: How long a wait lasts without a look at whether the server stops, seconds.
@@ -23,6 +24,8 @@ LOOK_AGAIN_S = 0.5
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
+#: Attempts under way at one read: the first, and those made because it does not answer.
+AT_ONCE = 3
 #: What another attempt would meet again.
 _FINAL = (
     *(FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, TokenloomError),
@@ -52,7 +55,7 @@ class HedgedRead(Generic[_T]):
         self._answer: list[_T] = []
         self._errors: deque[Exception] = deque()
         self._running = 0
-        self._began = io_stats.clock()
+        self._began = monotonic()
         self._attempt()
 
     def result(self) -> _T:
@@ -65,10 +68,10 @@ class HedgedRead(Generic[_T]):
             if self._answer:
                 return self._answer[0]
         with self._io_stats.waiting(self._name) as wait, self._changed:
-            patience, clock = self._io_stats.patience, self._io_stats.clock
-            deadline = clock() + patience.total_s
+            policy = self._io_stats.retry_policy
+            deadline = monotonic() + policy.total_s
             next_at = self._began + self._io_stats.hedge_after_s(self._length)
-            pause = patience.pause_s
+            pause = policy.pause_s
             while not self._answer:
                 while self._errors:
                     error = self._errors.popleft()
@@ -77,23 +80,21 @@ class HedgedRead(Generic[_T]):
                     wait.trouble = _said(error)
                     if not self._running:
                         # At least a part of the pause is chance: many who failed together do not come again together.
-                        next_at = clock() + max(pause * random.uniform(0.5, 1.0), _retry_after_s(error))
-                        pause = min(2 * pause, patience.longest_pause_s)
+                        next_at = monotonic() + max(pause * random.uniform(0.5, 1.0), _retry_after_s(error))
+                        pause = min(2 * pause, policy.longest_pause_s)
                     _log.log(
                         logging.DEBUG if wait.attempts == 1 else logging.WARNING,
                         "%s: attempt %d at reading it failed: %s", self._name, wait.attempts, wait.trouble,
                     )  # fmt: skip
-                now = clock()
+                now = monotonic()
                 if self._io_stats.stopped:
                     raise StorageError(f"{self._name} is no longer waited for: the server stops")
                 if now >= deadline:
                     raise self._given_up(wait.attempts, wait.trouble)
                 if now >= next_at and self._running < AT_ONCE:
-                    late = self._running > 0
-                    self._io_stats.counted(retries=not late, hedges=late)
                     self._attempt()
                     wait.attempts += 1
-                    next_at = now + patience.attempt_s
+                    next_at = now + policy.attempt_s
                 limits = [deadline] if self._running >= AT_ONCE else [deadline, next_at]
                 self._changed.wait(min(LOOK_AGAIN_S, max(0.0, min(limits) - now)))
             return self._answer[0]
@@ -103,7 +104,7 @@ class HedgedRead(Generic[_T]):
         threading.Thread(target=self._run, name="storage", daemon=True).start()
 
     def _run(self) -> None:
-        began = self._io_stats.clock()
+        began = monotonic()
         try:
             result = self._work()
         except Exception as error:
@@ -112,7 +113,7 @@ class HedgedRead(Generic[_T]):
                 self._errors.append(error)
                 self._changed.notify_all()
             return
-        self._io_stats.took(self._length, self._io_stats.clock() - began)
+        self._io_stats.took(self._length, monotonic() - began)
         with self._changed:
             self._running -= 1
             if not self._answer:
@@ -122,7 +123,7 @@ class HedgedRead(Generic[_T]):
     def _given_up(self, attempts: int, trouble: str) -> StorageError:
         last = f"the last answer was: {trouble}" if trouble else "no attempt was answered"
         return StorageError(
-            f"{self._name} could not be read for {self._io_stats.patience.total_s:.0f} s, in {attempts} attempts; "
+            f"{self._name} could not be read for {self._io_stats.retry_policy.total_s:.0f} s, in {attempts} attempts; "
             f"{last}"
             ". Look at the storage and the network, then start the trainers again from their last checkpoint: nothing "
             "is wrong with the data"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import monotonic
 from typing import NamedTuple
 
 
@@ -27,8 +27,6 @@ class RetryPolicy(NamedTuple):
     total_s: float = 300.0
 
 
-#: Reads under way, of one file: the first attempt and those made because it does not answer.
-AT_ONCE = 3
 #: Bytes that all readers of a run together prefetch and hold.
 AHEAD_BYTES = 256 << 20
 #: So many reads of a size are remembered, and so many are needed to say what is usual.
@@ -48,23 +46,11 @@ class Wait:
     trouble: str = ""
 
 
-@dataclass(slots=True)
-class Counts:
-    """Since the run began."""
-
-    reads: int = 0
-    bytes: int = 0
-    retries: int = 0
-    hedges: int = 0
-
-
 class IoStats:
     """Shared by all readers of a run. Thread-safe."""
 
-    def __init__(self, patience: RetryPolicy | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.patience = patience or RetryPolicy()
-        self.clock = clock
-        self.counts = Counts()
+    def __init__(self, retry_policy: RetryPolicy | None = None) -> None:
+        self.retry_policy = retry_policy or RetryPolicy()
         self.stopped = False
         #: When local files were last written, by path, as far as they were opened: what changes later is noticed.
         self.modified: dict[str, int] = {}
@@ -80,12 +66,12 @@ class IoStats:
 
     def wait_at_most(self, seconds: float) -> None:
         """When a wait is an error."""
-        self.patience = self.patience._replace(total_s=seconds)
+        self.retry_policy = self.retry_policy._replace(total_s=seconds)
 
     @contextmanager
     def waiting(self, name: str, *, at_once: bool = False) -> Iterator[Wait]:
         """For as long as somebody waits for a file; ``name`` is how people know it."""
-        wait = Wait(name, self.clock(), at_once=at_once)
+        wait = Wait(name, monotonic(), at_once=at_once)
         with self._lock:
             self._waits[id(wait)] = wait
         try:
@@ -97,7 +83,7 @@ class IoStats:
     def longest_wait(self, least_s: float) -> str:
         """What has been waited for longest, and at least so long, for people; or nothing."""
         wait = self._longest()
-        seconds = self.clock() - wait.since if wait is not None else 0.0
+        seconds = monotonic() - wait.since if wait is not None else 0.0
         if wait is None or seconds < least_s:
             return ""
         tries = f", attempt {wait.attempts}" if wait.attempts > 1 else ""
@@ -110,37 +96,30 @@ class IoStats:
             return min(self._waits.values(), key=lambda wait: (wait.at_once, wait.since), default=None)
 
     def overdue(self) -> str:
-        """What to say of a read that nobody gives up and that lasts longer than patience does; nothing where there is
-        none."""
-        wait = self._longest()
-        if wait is None or not wait.at_once or self.clock() - wait.since < self.patience.total_s:
+        """What to say of a read that nobody gives up and that lasts longer than others are waited for, if there is
+        one."""
+        wait, most = self._longest(), self.retry_policy.total_s
+        if wait is None or not wait.at_once or monotonic() - wait.since < most:
             return ""
         return (
-            f"{wait.name} could not be read for {self.patience.total_s:.0f} s, and the operating system does not come "
-            "back from it; look at the disk or mount, then start the trainers again from their last checkpoint"
+            f"{wait.name} could not be read for {most:.0f} s, and the operating system does not come back from it; "
+            "look at the disk or mount, then start the trainers again from their last checkpoint"
         )
 
     def took(self, length: int, seconds: float) -> None:
         """A read was answered."""
         with self._lock:
             self._took.setdefault(length.bit_length(), deque(maxlen=_REMEMBERED)).append(seconds)
-            self.counts.reads += 1
-            self.counts.bytes += length
-
-    def counted(self, *, retries: int = 0, hedges: int = 0) -> None:
-        with self._lock:
-            self.counts.retries += retries
-            self.counts.hedges += hedges
 
     def hedge_after_s(self, length: int) -> float:
         """When a read of so many bytes is late: a second one is started then, and the first answer counts. A listing,
         which has none, takes as long as it takes."""
         if not length:
-            return self.patience.attempt_s
+            return self.retry_policy.attempt_s
         with self._lock:
             known = self._took.get(length.bit_length())
             usual = sorted(known)[len(known) * 95 // 100] if known is not None and len(known) >= _TELLING else 0.0
-        return min(max(self.patience.hedge_s, self.patience.hedge_factor * usual), self.patience.attempt_s)
+        return min(max(self.retry_policy.hedge_s, self.retry_policy.hedge_factor * usual), self.retry_policy.attempt_s)
 
     def reserve(self, length: int) -> bool:
         """Room for bytes that are read ahead; whether there is any. ``release`` gives it back."""

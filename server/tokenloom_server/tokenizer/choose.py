@@ -110,14 +110,12 @@ def load_engine(
     record: EngineRecord,
     special_tokens_in_text: SpecialTokensInText,
     *,
-    parallel: bool = False,
     check_one_in: int = CHECK_ONE_IN,
 ) -> Engine:
     """The engine that a run began with. One per thread that encodes.
 
-    ``parallel`` lets gigatoken use all cores in a call; ``check_one_in`` is how many documents stand
-    after each one that is checked against the reference (0: none). Raises ``TokenizerError`` when the
-    tokeniser's digest, the engine or its installed version is not the recorded one.
+    ``check_one_in`` is how many documents stand after each one that is checked against the reference (0: none). Raises
+    ``TokenizerError`` when the tokeniser's digest, the engine or its installed version is not the recorded one.
     """
     if record.digest != definition.digest:
         raise TokenizerError(
@@ -136,7 +134,7 @@ def load_engine(
     reference = TokenizersEngine(definition, special_tokens_in_text)
     if record.engine == TokenizersEngine.name:
         return reference
-    engine = GigatokenEngine(definition, special_tokens_in_text, parallel=parallel)
+    engine = GigatokenEngine(definition, special_tokens_in_text)
     return CheckedEngine(engine, reference, one_in=check_one_in) if check_one_in else engine
 
 

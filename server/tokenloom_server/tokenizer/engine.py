@@ -108,11 +108,8 @@ class GigatokenEngine:
 
     name: ClassVar[str] = "gigatoken"
 
-    def __init__(
-        self, definition: TokenizerDefinition, special_tokens_in_text: SpecialTokensInText, *, parallel: bool = False
-    ) -> None:
+    def __init__(self, definition: TokenizerDefinition, special_tokens_in_text: SpecialTokensInText) -> None:
         self.version = installed_version("gigatoken")
-        self._parallel = parallel
         self._content = _for_gigatoken(definition.content, special_tokens_in_text)
         self._backend = self._load()
         self._bytes_since_look = 0
@@ -125,9 +122,7 @@ class GigatokenEngine:
         inputs = (
             texts.view(pa.large_binary()).to_pylist() if len(texts) <= _FEW_TEXTS else _awkward(offsets, characters)
         )
-        result = _guarded(
-            self.name, "encode", lambda: self._backend.encode_batch(inputs, parallel=self._parallel)
-        ).layout
+        result = _guarded(self.name, "encode", lambda: self._backend.encode_batch(inputs, parallel=False)).layout
         return Encoded(result.content.data, result.offsets.data[1:])
 
     def _load(self) -> Any:

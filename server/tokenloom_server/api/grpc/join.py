@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -10,10 +9,10 @@ from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.api.served_run import ServedRun
+from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import JoinRefused
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.replay.evaluation import EvaluationCall
 from tokenloom_server.replay.peek import PeekCall
 from tokenloom_server.run.coordinator import RunCoordinator
@@ -40,18 +39,23 @@ def training(served: ServedRun, request: wire.JoinRequest) -> wire.JoinResponse:
         fork=request.fork,
     )
     joined = served.join_handler.join(call)
-    opening = joined.opening
+    opening, plans = joined.opening, batch_plans_of(joined.opening).plans
     return _response(
         served.coordinator,
         joined.uid,
         joined.start,
         opening.start_state,
+        opening.generation,
         generation=opening.generation,
-        lineage=opening.generation,
         group_micro_steps=opening.group_micro_steps,
         batch_size=opening.batch_size,
-        skipped=opening.skipped,
-        plans=batch_plans_of(opening).plans,
+        batch_plans=[
+            wire.BatchPlan(
+                begin_index=plan.start_index, batch_size=plan.batch_size, group_micro_steps=plan.group_micro_steps
+            )
+            for plan in (plans if len(plans) > 1 else ())
+        ],
+        skipped_samples=opening.skipped,
     )
 
 
@@ -68,15 +72,14 @@ def peek(served: ServedRun, request: wire.JoinRequest, context: grpc.ServicerCon
         resume=request.resume,
         state=request.state_json,
     )
-    start = served.peeks.join(call, lambda: not context.is_active())
+    generation, state = served.peeks.join(call, lambda: not context.is_active())
     batch_size = served.coordinator.order.config.global_batch_size or request.batch_size
     return _response(
         served.coordinator,
-        start.uid,
-        start.state,
-        served.coordinator.timeline.encode(start.state),
-        generation=0,
-        lineage=start.generation,
+        served.coordinator.uid,
+        state,
+        served.coordinator.timeline.encode(state),
+        generation,
         group_micro_steps=served.coordinator.message_steps(batch_size),
         batch_size=batch_size,
     )
@@ -89,11 +92,7 @@ def evaluation(served: ServedRun, request: wire.JoinRequest, context: grpc.Servi
         **_layout(kept.factory),
         run_uid=served.coordinator.uid,
         start_digest=digest_hex(0),
-        sources=[
-            wire.Source(id=source.id, spec=source.source, alias=source.name)
-            for source in kept.factory.config.sources
-            if source.presence != "dropped"
-        ],
+        sources=[_named(source) for source in kept.factory.config.sources if source.presence != "dropped"],
         group_micro_steps=served.coordinator.message_steps(request.batch_size),
         server_epoch=served.coordinator.lease.epoch,
         batch_size=request.batch_size,
@@ -112,17 +111,7 @@ def evaluation_call(request: wire.JoinRequest | wire.StreamOpen) -> EvaluationCa
 
 
 def _response(
-    coordinator: RunCoordinator,
-    uid: str,
-    start: State,
-    start_state: str,
-    *,
-    generation: int,
-    lineage: int,
-    group_micro_steps: int,
-    batch_size: int,
-    skipped: int = 0,
-    plans: Sequence[BatchPlan] = (),
+    coordinator: RunCoordinator, uid: str, start: State, start_state: str, lineage: int, **further: Any
 ) -> wire.JoinResponse:
     """``lineage``: the generation that snapshots name."""
     timeline = coordinator.timeline
@@ -131,45 +120,34 @@ def _response(
     sources = [*order.config.sources, *timeline.segments[-1].config.sources[len(order.config.sources) :]]
     return wire.JoinResponse(
         run_uid=uid,
-        generation=generation,
         start_index=start.sample_index,
         start_digest=digest_hex(start.digest),
         start_tokens=start.total_tokens,
-        sources=[wire.Source(id=source.id, spec=source.source, alias=source.name) for source in sources],
-        group_micro_steps=group_micro_steps,
-        snapshot_template=canonical(coordinator.order.record.template(uid, coordinator.stream, lineage)).encode(),
+        sources=[_named(source) for source in sources],
+        snapshot_template=canonical(coordinator.template(uid, lineage)).encode(),
         base=wire.Base(sample_index=start.sample_index, resume_state=start_state.encode()),
         server_epoch=coordinator.lease.epoch,
-        skipped_samples=skipped,
         global_batch_size=order.config.global_batch_size or 0,
-        batch_size=batch_size,
-        batch_plans=[
-            wire.BatchPlan(
-                begin_index=plan.start_index, batch_size=plan.batch_size, group_micro_steps=plan.group_micro_steps
-            )
-            for plan in (plans if len(plans) > 1 else ())
-        ],
         **_layout(order),
+        **further,
     )
+
+
+def _named(source: SourceConfig) -> wire.Source:
+    return wire.Source(id=source.id, spec=source.source, alias=source.name)
 
 
 def _layout(order: PipelineFactory) -> dict[str, Any]:
     """What a ``JoinResponse`` says of how samples travel."""
-    return {
+    layout = {
         "sequence_length": order.config.sequence_length,
-        "id_type": _ID_TYPES[order.record.dtype.itemsize]
-        if order.config.batching is None
-        else wire.ID_TYPE_UNSPECIFIED,
-        "labels": _labels(order),
         "vocab_size": order.record.vocab_size,
         "sample_lengths": order.form.lengths,
         "pads_left": order.form.lengths and order.form.padding == "left",
         "loss_masks": order.form.masked,
         "mask_boundaries": order.config.mask_boundaries,
     }
-
-
-def _labels(order: PipelineFactory) -> wire.Labels:
-    if order.config.batching is not None:
-        return wire.LABELS_UNSPECIFIED
-    return wire.LABELS_SHIFTED if order.config.labels == "shifted" else wire.LABELS_SAME
+    if order.config.batching is None:
+        layout["id_type"] = _ID_TYPES[order.record.dtype.itemsize]
+        layout["labels"] = wire.LABELS_SHIFTED if order.config.labels == "shifted" else wire.LABELS_SAME
+    return layout

@@ -55,21 +55,21 @@ def encode_delivery(
     return b"".join((batches_key, batches, ids_key, *ids, rest))
 
 
-def encode_slice(found: Slice, committed_through: int, epoch: int, *, document_starts: bool) -> wire.StreamResponse:
+def encode_slice(part: Slice, committed_through: int, epoch: int, *, document_starts: bool) -> wire.StreamResponse:
     """Micro-steps of an evaluation."""
-    counts, starts = found.starts if document_starts else ([], [])
+    counts, starts = part.starts if document_starts else ([], [])
     batches = wire.Batches(
-        begin_index=found.begin,
+        begin_index=part.begin,
         micro_steps=[
             wire.MicroStep(
-                end_index=end, slice=found.rank, total_tokens=total, digest=digest, tokens=tokens, label_tokens=labels
+                end_index=end, slice=part.rank, total_tokens=total, digest=digest, tokens=tokens, label_tokens=labels
             )
             for end, total, digest, (tokens, labels) in zip(
-                found.ends, found.tokens, found.digests, found.real, strict=True
+                part.ends, part.tokens, part.digests, part.real, strict=True
             )
         ],
-        ids=found.ids,
-        source_ids=found.source_ids,
+        ids=part.ids,
+        source_ids=part.source_ids,
         document_counts=counts,
         document_starts=starts,
     )
@@ -104,7 +104,7 @@ def _buckets(group: StepGroup, rank: int, first: int, last: int) -> Iterator[wir
         sizes = list(map(len, group.ids(rank, step, step + 1)))
         yield wire.Bucket(
             name=batch.bucket,
-            source=group.marks[step].segment.config.sources[int(group.source_ids[rank, step, 0])].name,
+            source=group.marks[step].stage.config.sources[int(group.source_ids[rank, step, 0])].name,
             columns=[wire.Column(name=name, dtype=dtype, shape=shape) for name, dtype, shape in batch.features],
             sample_bytes=sizes if len(set(sizes)) > 1 else (),
         )

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import json
-import math
 import socket
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from tokenloom_proto.seal import strict_json
 
 from tokenloom_server.api.auth import Access
 from tokenloom_server.api.auth import Scope as TokenScope
@@ -27,21 +27,19 @@ BODY_TIMEOUT_S = 10.0
 #: What is read and thrown away of a refused body, so that the sender gets to read the answer.
 LINGER_BYTES = 2**26
 LINGER_S = 2.0
-_NONE: Mapping[str, str] = {}
 
 
+@dataclass(eq=False)
 class _Refused(Exception):
     """A request that goes no further."""
 
-    def __init__(
-        self, status: int, message: str, *, name: str = "", headers: Mapping[str, str] = _NONE, unread: bool = False
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.name = name  # where it is not the status's own
-        self.headers = dict(headers)
-        self.unread = unread  # a body is still on its way
+    status: int
+    message: str
+    name: str = ""
+    """Where it is not the status's own."""
+    headers: dict[str, str] = field(default_factory=dict)
+    unread: bool = False
+    """A body is still on its way."""
 
 
 class Guard:
@@ -85,7 +83,7 @@ class Guard:
             name = refusal.name or HTTP_ERRORS[refusal.status]
             answer = problem(refusal.status, name, refusal.message, headers_out)
             await answer(scope, receive, _lingering(send_secured, receive) if refusal.unread else send_secured)
-        except _Gone:
+        except ClientDisconnect:
             pass
         else:
             await self._app(scope, receive, send_secured)
@@ -136,10 +134,6 @@ class Guard:
         return bool(name) and ("." not in name or name.endswith(".localhost") or name == self._own_name)
 
 
-class _Gone(Exception):
-    """The client went away while its body was read."""
-
-
 async def _read_strict_json(headers: Headers, receive: Receive) -> bytes:
     """The body, of bounded size, as JSON without NaN, infinities and repeated keys."""
     content_type = headers.get("content-type", "")
@@ -162,7 +156,7 @@ async def _read_strict_json(headers: Headers, receive: Receive) -> bytes:
             while more:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise _Gone
+                    raise ClientDisconnect
                 body += message.get("body", b"")
                 more = message.get("more_body", False)
                 if len(body) > MAX_BODY_BYTES:
@@ -171,7 +165,7 @@ async def _read_strict_json(headers: Headers, receive: Receive) -> bytes:
         raise _Refused(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s", unread=True) from None
     if body:
         try:
-            json.loads(body, parse_constant=_refuse_number, parse_float=_finite, object_pairs_hook=_unique_keys)
+            strict_json(bytes(body))
         except (ValueError, RecursionError) as error:
             raise _Refused(422, f"body: not the JSON that is expected: {error}") from None
     return bytes(body)
@@ -213,21 +207,3 @@ def _lingering(send: Send, receive: Receive) -> Send:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     return send_and_linger
-
-
-def _refuse_number(name: str) -> float:
-    raise ValueError(f"{name} is not a number in JSON; numbers are finite here")
-
-
-def _finite(digits: str) -> float:
-    value = float(digits)
-    return value if math.isfinite(value) else _refuse_number(digits[:40])
-
-
-def _unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"the key {quoted(key)} is there twice")
-        result[key] = value
-    return result

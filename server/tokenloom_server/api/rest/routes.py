@@ -83,8 +83,15 @@ class Routes:
         def add(endpoint: _Endpoint) -> _Endpoint:
             summary, _, description = (inspect.getdoc(endpoint) or "").partition("\n\n")
             # In place of an empty description FastAPI would repeat the docstring; at a form feed it ends one.
-            texts = {"summary": summary.removesuffix("."), "description": description.replace("\n", " ") or "\f"}
-            self._app.add_api_route(path, endpoint, methods=[method], responses=answers, **(texts | documented))
+            self._app.add_api_route(
+                path,
+                endpoint,
+                methods=[method],
+                summary=summary.removesuffix("."),
+                description=description.replace("\n", " ") or "\f",
+                responses=answers,
+                **documented,
+            )
             return endpoint
 
         return add

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
@@ -18,30 +20,72 @@ _MOST = 2**64
 SNAPSHOT, OLDER, INDEX = "snapshot", "older payload", "sample index"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """One source. What the checkpoint does not say is None; ``tokens`` is what it calls ``token_offset``."""
+# What is not of its kind counts as missing.
 
-    id: int | None
-    spec: str
-    alias: str | None
-    epoch: int | None
-    shard: str | None
-    window: int | None
+
+def _integer(value: Any) -> int | None:
+    return value if type(value) is int and abs(value) < _MOST else None
+
+
+def _count(value: Any) -> int | None:
+    return value if _integer(value) is not None and value >= 0 else None
+
+
+def _count_or_zero(value: Any) -> int:
+    return _count(value) or 0
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+def _flag(value: Any) -> bool:
+    return value in (1, True)
+
+
+_Integer = Annotated[int | None, BeforeValidator(_integer)]
+_Count = Annotated[int | None, BeforeValidator(_count)]
+_Text = Annotated[str | None, BeforeValidator(_text)]
+_Flag = Annotated[bool, BeforeValidator(_flag)]
+
+
+class _Part(BaseModel):
+    """A part of a checkpoint; fields that it has beside these are left out."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class Source(_Part):
+    """One source, read from its entry in the checkpoint. What that does not say is None."""
+
+    id: _Count = None
+    spec: Annotated[str, BeforeValidator(str)] = "None"
+    alias: _Text = None
+    epoch: _Count = None
+    shard: _Text = None
+    window: _Count = None
     """In place of a shard, where rows are shuffled; the row counts within it."""
-    row: int | None
+    row: _Count = Field(None, validation_alias=AliasChoices("row_offset", "window_row", "epoch_rows"))
     """In the shard or window; where there is neither, of the rows in batches that the epoch gives."""
-    token_in_row: int | None
-    samples: int | None
-    rows: int | None
-    tokens: int | None
-    share: float | None
+    token_in_row: _Count = Field(None, validation_alias="row_token_offset")
+    samples: _Count = None
+    rows: _Count = None
+    tokens: _Count = Field(None, validation_alias="token_offset")
+    share: float | None = None
     """Of the tokens of all sources."""
-    exhausted: bool
-    skipped_samples: int
-    skipped_rows: int
-    skipped_tokens: int
-    unknown: bool
+    exhausted: _Flag = False
+    skipped_samples: Annotated[int, BeforeValidator(_count_or_zero)] = 0
+    skipped_rows: Annotated[int, BeforeValidator(_count_or_zero)] = 0
+    skipped_tokens: Annotated[int, BeforeValidator(_count_or_zero)] = 0
+    unknown: _Flag = False
     """Of an older payload, and in no mixture of the run since."""
 
     @property
@@ -54,28 +98,32 @@ class Source:
         return bool(self.skipped_samples or self.skipped_rows or self.skipped_tokens)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Child:
+class Child(_Part):
     """What a node knows of one of its children; ``id`` counts nodes or sources, None where no mixture says it."""
 
     is_node: bool
     id: int | None
     name: str
-    configured: Any
+    configured: Any = None
     """The weight in the mixture, as text or [tokens, weight] points; None where none is known."""
-    presence: str
-    samples: int | None
-    tokens: int | None
-    credit: int | None
-    exhausted: bool
-    weight: int | None
+    presence: Annotated[str, BeforeValidator(str)] = "live"
+    samples: _Count = None
+    tokens: _Count = None
+    credit: _Integer = None
+    exhausted: _Flag = False
+    weight: _Count = None
     """The integer weight in force, where the policy makes it itself."""
-    total: int | None
+    total: _Count = None
     """The estimate of all that the child will give, in samples, where the policy makes one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+#: A child's counters, in the order in which a state writes them.
+_COUNTERS = ("samples", "tokens", "credit", "exhausted", "weight", "total")
+#: A child's fields, in the order in which a mixture writes them after the child's number.
+_WRITTEN = ("configured", "presence")
+
+
+class Node(_Part):
     """One inner node; ``policy`` is None where no mixture is known."""
 
     id: int
@@ -85,25 +133,24 @@ class Node:
     children: tuple[Child, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Content:
+class Content(_Part):
     """A state of data. ``sample_index`` is the checkpoint's place; the counters of sources and nodes are those at the
     state boundary ``counted_at``, at or before it."""
 
     file: str
     where: str
     kind: str
-    run: str | None = None
-    run_uid: str | None = None
-    stream: str | None = None
-    generation: int | None = None
-    seed: int | None = None
-    config_digest: str | None = None
-    manifest_digest: str | None = None
-    sample_index: int | None = None
-    digest: str | None = None
-    total_tokens: int | None = None
-    counted_at: int | None = None
+    run: _Text = None
+    run_uid: _Text = None
+    stream: _Text = None
+    generation: _Count = None
+    seed: _Count = None
+    config_digest: _Text = None
+    manifest_digest: _Text = None
+    sample_index: _Count = None
+    digest: _Text = None
+    total_tokens: _Count = None
+    counted_at: _Count = None
     sequence_length: int | None = None
     imported: Mapping[str, Any] | None = None
     """Where the order began from an older data loader's checkpoint."""
@@ -115,9 +162,27 @@ class Content:
     """What says which child is which: ``checkpoint`` or ``file``; None for nothing."""
     sources: tuple[Source, ...] = ()
     nodes: tuple[Node, ...] = ()
-    document: Mapping[str, Any] = field(default_factory=dict)
-    """All that was found."""
+    document: Mapping[str, Any] = Field(default_factory=dict, exclude=True)
+    """All that the checkpoint says."""
     damage: str | None = None
+
+
+class _WrittenNode(_Part):
+    """A node as a snapshot writes it, with 2 × id + whether it is a node, weight and presence of each child."""
+
+    id: Annotated[int, Field(strict=True, ge=0, lt=_MOST)]
+    policy: _Text = None
+    alias: _Text = None
+    interpolate: _Text = None
+    children: list[Annotated[list[Any], Field(min_length=2)]]
+
+    @property
+    def name(self) -> str:
+        return self.alias or _unnamed(self.id)
+
+
+#: The nodes of the mixture by their ids.
+_Nodes = dict[int, _WrittenNode]
 
 
 def read(path: Path, state: DataState, mixture: RunConfig | None = None) -> Content:
@@ -131,125 +196,95 @@ def read(path: Path, state: DataState, mixture: RunConfig | None = None) -> Cont
     kind = SNAPSHOT if is_snapshot else OLDER if entries else INDEX
     index, tokens = _count(resume.get("sample_index")), _count(resume.get("total_tokens"))
     sources = _sources(entries, mixture)
-    tree, said_by = _tree(resume, mixture)
+    written, said_by = _written_nodes(resume, mixture)
     # None where it changed during the run.
     length = tokens // index if index and tokens and not tokens % index else None
-    nodes = _nodes(resume, tree, sources, mixture)
+    nodes = _nodes(resume, written, sources, mixture)
     if kind == OLDER and said_by == "file" and mixture is not None:
         nodes = _summed(nodes, sources, mixture)
-    return Content(
-        file=str(path),
-        where=state.where,
-        kind=kind,
-        run=_text(document.get("run")),
-        run_uid=_text(document.get("run_uid")),
-        stream=_text(document.get("stream")),
-        generation=_count(document.get("generation")),
-        seed=_count(document.get("seed")),
-        config_digest=_text(document.get("config_digest")),
-        manifest_digest=_text(document.get("manifest_digest")),
-        sample_index=_count(document.get("sample_index", resume.get("sample_index"))),
-        digest=_text(document.get("digest")),
-        total_tokens=_count(document.get("total_tokens")),
-        counted_at=index,
-        sequence_length=length or (mixture.sequence_length if mixture is not None else None),
-        imported=_mapping(resume.get("imported")) or None,
-        forked=_mapping(resume.get("origin")) or None,
-        revisions=tuple(
-            index
-            for revision in _list(resume.get("revisions"))
-            if (index := _count(_mapping(revision).get("sample_index"))) is not None
-        ),
-        mixture=said_by,
-        sources=sources,
-        nodes=nodes,
-        document=document,
-        damage=state.damage,
+    revisions = [_count(_mapping(revision).get("sample_index")) for revision in _list(resume.get("revisions"))]
+    return Content.model_validate(
+        {
+            "sample_index": resume.get("sample_index"),
+            **document,
+            "file": str(path),
+            "where": state.where,
+            "kind": kind,
+            "counted_at": index,
+            "sequence_length": length or (mixture.sequence_length if mixture is not None else None),
+            "imported": _mapping(resume.get("imported")) or None,
+            "forked": _mapping(resume.get("origin")) or None,
+            "revisions": [index for index in revisions if index is not None],
+            "mixture": said_by,
+            "sources": sources,
+            "nodes": nodes,
+            "document": document,
+            "damage": state.damage,
+        }
     )
 
 
 def _sources(entries: Sequence[Mapping[str, Any]], mixture: RunConfig | None) -> tuple[Source, ...]:
-    ids = {source.source: source for source in mixture.sources} if mixture is not None else {}
-    total = sum(_count(entry.get("token_offset")) or 0 for entry in entries if not entry.get("unknown"))
-    sources = []
-    for entry in entries:
-        spec, tokens = str(entry.get("spec")), _count(entry.get("token_offset"))
-        known = ids.get(spec)
-        number = _count(entry.get("id"))
-        sources.append(
-            Source(
-                id=number if number is not None or known is None else known.id,
-                spec=spec,
-                alias=_text(entry.get("alias")) or (known.alias if known is not None else None),
-                epoch=_count(entry.get("epoch", 0 if "id" in entry else None)),
-                shard=_text(entry.get("shard")),
-                window=_count(entry.get("window")),
-                row=_count(entry.get("row_offset", entry.get("window_row", entry.get("epoch_rows")))),
-                token_in_row=_count(entry.get("row_token_offset")),
-                samples=_count(entry.get("samples")),
-                rows=_count(entry.get("rows")),
-                tokens=tokens,
-                share=tokens / total if tokens is not None and total and not entry.get("unknown") else None,
-                exhausted=entry.get("exhausted") is True,
-                skipped_samples=_count(entry.get("skipped_samples")) or 0,
-                skipped_rows=_count(entry.get("skipped_rows")) or 0,
-                skipped_tokens=_count(entry.get("skipped_tokens")) or 0,
-                unknown=entry.get("unknown") is True,
-            )
-        )
-    return tuple(sources)
+    # A snapshot does not write where a source stands at its beginning.
+    sources = [Source.model_validate({"epoch": 0 if "id" in entry else None, **entry}) for entry in entries]
+    known = {source.source: source for source in mixture.sources} if mixture is not None else {}
+    total = sum(source.tokens or 0 for source in sources if not source.unknown)
+    named = []
+    for source in sources:
+        fields: dict[str, Any] = {}
+        if (config := known.get(source.spec)) is not None:
+            fields = {
+                "id": config.id if source.id is None else source.id,
+                "alias": source.alias or config.alias,
+            }
+        if source.tokens is not None and total and not source.unknown:
+            fields["share"] = source.tokens / total
+        named.append(source.model_copy(update=fields))
+    return tuple(named)
 
 
-def _tree(resume: Mapping[str, Any], mixture: RunConfig | None) -> tuple[dict[int, dict[str, Any]], str | None]:
-    """The mixture as a snapshot writes it, by node id, and where it is from."""
-    written = {node["id"]: node for node in _list(resume.get("mixture")) if _is_node(node)}
-    if written:
-        return written, "checkpoint"
+def _written_nodes(resume: Mapping[str, Any], mixture: RunConfig | None) -> tuple[_Nodes, str | None]:
+    """The nodes of the mixture, and what says them."""
+    nodes: _Nodes = {}
+    for written in _list(resume.get("mixture")):
+        with suppress(ValidationError):
+            node = _WrittenNode.model_validate(written)
+            nodes[node.id] = node
+    if nodes:
+        return nodes, "checkpoint"
     if mixture is not None:
         return {node.id: _written(node) for node in mixture.nodes}, "file"
     return {}, None
 
 
-def _is_node(node: Any) -> bool:
-    said = _mapping(node)
-    children = said.get("children")
-    return (
-        _count(said.get("id")) is not None
-        and isinstance(children, list)
-        and all(isinstance(child, list) and len(child) > 1 for child in children)
+def _written(node: NodeConfig) -> _WrittenNode:
+    children = [[2 * child.id + isinstance(child, NodeConfig), child.weight, child.presence] for child in node.children]
+    return _WrittenNode(
+        id=node.id, policy=node.policy, alias=node.alias, interpolate=node.interpolate, children=children
     )
 
 
-def _written(node: NodeConfig) -> dict[str, Any]:
-    children = [[2 * child.id + isinstance(child, NodeConfig), child.weight, child.presence] for child in node.children]
-    return {"policy": node.policy, "alias": node.alias, "children": children, "interpolate": node.interpolate}
-
-
 def _nodes(
-    resume: Mapping[str, Any],
-    tree: Mapping[int, Mapping[str, Any]],
-    sources: Sequence[Source],
-    mixture: RunConfig | None,
+    resume: Mapping[str, Any], written: _Nodes, sources: Sequence[Source], mixture: RunConfig | None
 ) -> tuple[Node, ...]:
     """The nodes of the mixture with what the state counts of them; without a mixture, the counters alone."""
     counted = [_list(children) for children in _list(resume.get("nodes"))]
     names = {source.id: source.name for source in mixture.sources} if mixture is not None else {}
     names |= {source.id: source.name for source in sources if source.id is not None}
-    # The state's nodes are those of the mixture in the order of their ids.
-    numbers = sorted(tree) if tree else range(len(counted))
     nodes = []
-    for place, number in enumerate(numbers):
-        rows = counted[place] if place < len(counted) else []
-        said = tree.get(number, {})
-        children = _list(said.get("children")) or [[None]] * len(rows)
+    # The state's nodes are those of the mixture in the order of their ids.
+    for position, number in enumerate(sorted(written) if written else range(len(counted))):
+        rows = counted[position] if position < len(counted) else []
+        node = written.get(number)
+        children = (node.children if node is not None else None) or [[None]] * len(rows)
         nodes.append(
             Node(
                 id=number,
-                name=_name(tree, number),
-                policy=_text(said.get("policy")),
-                interpolate=_text(said.get("interpolate")) or "linear",
+                name=node.name if node is not None else _unnamed(number),
+                policy=node.policy if node is not None else None,
+                interpolate=(node.interpolate if node is not None else None) or "linear",
                 children=tuple(
-                    _child(child, rows[i] if i < len(rows) else None, i, tree, names)
+                    _child(child, rows[i] if i < len(rows) else None, i, written, names)
                     for i, child in enumerate(children)
                 ),
             )
@@ -257,28 +292,20 @@ def _nodes(
     return tuple(nodes)
 
 
-def _child(
-    said: Sequence[Any], counted: Any, place: int, tree: Mapping[int, Mapping[str, Any]], names: Mapping[int, str]
-) -> Child:
-    row = [*(counted if isinstance(counted, list) else []), *[None] * 6][:6]
+def _child(said: Sequence[Any], counted: Any, position: int, written: _Nodes, names: Mapping[int, str]) -> Child:
     number = _count(said[0])
     own, is_node = divmod(number, 2) if number is not None else (None, 0)
-    name = f"child {place}"
-    if own is not None:
-        name = _name(tree, own) if is_node else names.get(own, f"source {own}")
-    return Child(
-        is_node=bool(is_node),
-        id=own,
-        name=name,
-        configured=said[1] if len(said) > 1 else None,
-        presence=str(said[2]) if len(said) > 2 else "live",
-        samples=_count(row[0]),
-        tokens=_count(row[1]),
-        credit=row[2] if type(row[2]) is int and abs(row[2]) < _MOST else None,
-        exhausted=row[3] in (1, True),
-        weight=_count(row[4]),
-        total=_count(row[5]),
-    )
+    name = f"child {position}"
+    if own is not None and is_node:
+        name = written[own].name if own in written else _unnamed(own)
+    elif own is not None:
+        name = names.get(own, f"source {own}")
+    fields = dict(zip(_WRITTEN, said[1:], strict=False)) | dict(zip(_COUNTERS, _list(counted), strict=False))
+    return Child.model_validate({**fields, "is_node": bool(is_node), "id": own, "name": name})
+
+
+def _unnamed(number: int) -> str:
+    return "the root" if number == 0 else f"node {number}"
 
 
 def _summed(nodes: Sequence[Node], sources: Sequence[Source], mixture: RunConfig) -> tuple[Node, ...]:
@@ -294,31 +321,11 @@ def _summed(nodes: Sequence[Node], sources: Sequence[Source], mixture: RunConfig
 
     def counted(child: Child) -> Child:
         count = below(child)
-        return replace(child, samples=count, tokens=count * mixture.sequence_length)
+        return child.model_copy(update={"samples": count, "tokens": count * mixture.sequence_length})
 
-    return tuple(replace(node, children=tuple(map(counted, node.children))) for node in nodes)
-
-
-def _name(tree: Mapping[int, Mapping[str, Any]], number: int) -> str:
-    return _text(tree.get(number, {}).get("alias")) or ("the root" if number == 0 else f"node {number}")
+    return tuple(node.model_copy(update={"children": tuple(map(counted, node.children))}) for node in nodes)
 
 
 def left_samples(content: Content) -> int:
     """Samples before the state that none of its sources gave: those of a forked run's parent alone."""
     return _count((content.forked or {}).get("left_samples")) or 0
-
-
-def _count(value: Any) -> int | None:
-    return value if type(value) is int and 0 <= value < _MOST else None
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else []

@@ -20,8 +20,7 @@ from tokenloom_server.tools.checkpoint.probabilities import Chance, chances, owe
 
 def as_json(content: Content) -> dict[str, Any]:
     """All of a checkpoint's content, with what is suspicious of it, for JSON."""
-    shown = asdict(content)
-    del shown["document"]
+    shown = content.model_dump()
     for node, into in zip(content.nodes, shown["nodes"], strict=True):
         for child, chance in zip(into["children"], chances(content, node), strict=True):
             child["probability"] = chance.in_force

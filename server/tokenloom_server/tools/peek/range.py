@@ -65,15 +65,15 @@ class SampleRange:
         Raises ``ServerUnreachable``, ``BeyondHorizon`` where the data end before, and what the server answers.
         """
         targets = itertools.cycle(self._servers.targets)
-        heard = self._clock()
+        answered_at = self._clock()
         while self.end is None or self.index < self.end:
             before = self.index
             try:
                 with self._servers.channel(next(targets)) as channel:
                     reason = yield from self._from(DataLoaderStub(channel))
             except grpc.RpcError as error:
-                heard = self._clock() if self.index > before else heard
-                if error.code() is not grpc.StatusCode.UNAVAILABLE or self._clock() - heard > SEARCH_S:
+                answered_at = self._clock() if self.index > before else answered_at
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or self._clock() - answered_at > SEARCH_S:
                     raise self._servers.failure(error) from None
                 time.sleep(_PAUSE_S)
                 continue

@@ -7,9 +7,9 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import grpc
-from tokenloom_proto.credentials import Credentials
+from tokenloom_proto.credentials import NO_FILES, Credentials, TlsFiles
+from tokenloom_proto.errors import named
 
-from tokenloom_server import errors
 from tokenloom_server.errors import ConfigError, TokenloomError
 from tokenloom_server.tools.remote import ServerUnreachable, token_to_look
 
@@ -29,9 +29,7 @@ class Servers:
         environment: Mapping[str, str],
         *,
         token_file: Path | None = None,
-        tls_ca: Path | None = None,
-        tls_cert: Path | None = None,
-        tls_key: Path | None = None,
+        files: TlsFiles = NO_FILES,
     ) -> None:
         """Token and files of TLS are those given, else the environment's (see ``Credentials``).
 
@@ -45,9 +43,7 @@ class Servers:
                 [target.rpartition(":")[0] for target in self.targets],
                 tls=tls,
                 token=token_to_look(environment, token_file),
-                tls_ca=tls_ca,
-                tls_cert=tls_cert,
-                tls_key=tls_key,
+                files=files,
                 environment=environment,
             )
         except ValueError as error:
@@ -67,9 +63,8 @@ class Servers:
         details = error.details() or error.code().name
         trailing = error.trailing_metadata() or ()
         name = next((str(entry.value) for entry in trailing if entry.key == "tokenloom-error"), "")
-        kind = getattr(errors, name, None)
-        if isinstance(kind, type) and issubclass(kind, TokenloomError):
-            return kind(details)
+        if name:
+            return named(name, details)
         return ServerUnreachable(
             f"{self.url}: no answer ({error.code().name}: {details}); give the gRPC address that `tokenloom serve` "
             "printed, and the run's name"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import urllib.parse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
-from tokenloom_server.reports.receipt import Range, Receipt
+from tokenloom_server.reports.receipt import Range
 from tokenloom_server.tools.checkpoint.file import find
 from tokenloom_server.tools.remote import Remote
 
@@ -39,19 +40,15 @@ class DigestPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunIdentity:
-    """Which run the digests are of, and what its order depends on."""
+class DigestSource:
+    """The digests of one run, as a server or a file knows them."""
 
+    #: Where they are from.
     name: str
     run: str
     run_uid: str
+    #: Of ``DECIDES``, what is known.
     decides: Mapping[str, Any]
-
-
-class DigestSource(Protocol):
-    """Knows the digests of one run."""
-
-    identity: RunIdentity
     #: The first and the last sample index that it knows a digest at.
     first: int
     end: int
@@ -59,39 +56,18 @@ class DigestSource(Protocol):
     indices: tuple[int, ...] | None
     #: Changes of the mixture, as (sample index, digest); None where they are not known.
     revisions: tuple[tuple[int, str], ...] | None
+    #: The digest at an index; where a server is asked, once for each.
+    at: Callable[[int], DigestPoint]
 
-    def at(self, index: int) -> DigestPoint: ...
 
+def of_server(remote: Remote, run: str, name: str) -> DigestSource:
+    """A run of a server, asked over REST. Raises what ``Remote.receipt`` raises, as its ``at`` does."""
+    last = remote.receipt(run)
 
-class ServedRun:
-    """A run of a server, asked over REST."""
-
-    indices: tuple[int, ...] | None = None
-
-    def __init__(self, remote: Remote, run: str, name: str) -> None:
-        """Raises what ``Remote.receipt`` raises."""
-        self._remote = remote
-        self._run = run
-        self._known: dict[int, DigestPoint] = {}
-        receipt = remote.receipt(run)
-        self.first, self.end = receipt.oldest_index, receipt.committed_index
-        self.revisions: tuple[tuple[int, str], ...] | None = tuple(
-            (mark.sample_index, mark.digest) for mark in receipt.revisions
-        )
-        self.identity = RunIdentity(
-            name=name,
-            run=receipt.run,
-            run_uid=receipt.run_uid,
-            decides={**{key: getattr(receipt, key) for key in DECIDES}, "tokenizer": receipt.tokenizer.model_dump()},
-        )
-        self._keep(receipt)
-
-    def at(self, index: int) -> DigestPoint:
-        """Asks the server, once for each index."""
-        return self._known.get(index) or self._keep(self._remote.receipt(self._run, index))
-
-    def _keep(self, receipt: Receipt) -> DigestPoint:
-        point = DigestPoint(
+    @cache
+    def at(index: int) -> DigestPoint:
+        receipt = last if index == last.sample_index else remote.receipt(run, index)
+        return DigestPoint(
             index=receipt.sample_index,
             digest=receipt.digest,
             tokens=receipt.total_tokens,
@@ -99,35 +75,37 @@ class ServedRun:
             skipped=sum(skip.end - skip.first for skip in receipt.skipped),
             skips=tuple(receipt.skipped),
         )
-        self._known[point.index] = point
-        return point
+
+    return DigestSource(
+        name=name,
+        run=last.run,
+        run_uid=last.run_uid,
+        decides=last.model_dump(include=set(DECIDES)),
+        first=last.oldest_index,
+        end=last.committed_index,
+        indices=None,
+        revisions=tuple((mark.sample_index, mark.digest) for mark in last.revisions),
+        at=at,
+    )
 
 
-class SavedSnapshot:
-    """A snapshot in a file."""
-
-    revisions: tuple[tuple[int, str], ...] | None = None
-
-    def __init__(self, path: Path) -> None:
-        """Reads a checkpoint's file, see ``checkpoint.file.find``. Raises ``SnapshotInvalid``."""
-        document = _snapshot_of(path)
-        points = [_point(document, document)]
-        if (base := document.get("resume_state")) is not None:
-            points.append(_point(base, base))
-            if base["sample_index"] == document["sample_index"]:
-                points.pop(0)
-        self._points = {point.index: point for point in points}
-        self.indices: tuple[int, ...] | None = tuple(sorted(self._points))
-        self.first, self.end = self.indices[0], self.indices[-1]
-        self.identity = RunIdentity(
-            name=str(path),
-            run=str(document.get("run")),
-            run_uid=str(document.get("run_uid")),
-            decides={key: document[key] for key in DECIDES if document.get(key) is not None},
-        )
-
-    def at(self, index: int) -> DigestPoint:
-        return self._points[index]
+def of_file(path: Path) -> DigestSource:
+    """A snapshot in a checkpoint's file, see ``checkpoint.file.find``. Raises ``SnapshotInvalid``."""
+    document = _snapshot_of(path)
+    # Where both are at one index, the state knows what the snapshot does.
+    states = filter(None, (document, document.get("resume_state")))
+    points = {state["sample_index"]: _point(state) for state in states}
+    return DigestSource(
+        name=str(path),
+        run=str(document.get("run")),
+        run_uid=str(document.get("run_uid")),
+        decides={key: document[key] for key in DECIDES if document.get(key) is not None},
+        first=min(points),
+        end=max(points),
+        indices=tuple(sorted(points)),
+        revisions=None,
+        at=points.__getitem__,
+    )
 
 
 def open_source(named: str, run: str | None, connect: Callable[[str], Remote]) -> DigestSource:
@@ -141,7 +119,7 @@ def open_source(named: str, run: str | None, connect: Callable[[str], Remote]) -
             raise ConfigError(
                 f"{named}: is a file, which says itself of which run it is; {run!r} is for a server's URL"
             )
-        return SavedSnapshot(Path(named))
+        return of_file(Path(named))
     if scheme not in ("http", "https"):
         raise ConfigError(
             f"{named!r}: expected the REST address that the server printed, such as http://127.0.0.1:8080"
@@ -153,15 +131,15 @@ def open_source(named: str, run: str | None, connect: Callable[[str], Remote]) -
     address = f"{parts.scheme}://{parts.netloc}"
     remote = connect(address)
     name = remote.only_run(run or run_of_path, f"name one: {address}/RUN, or by --run-a, --run-b")
-    return ServedRun(remote, name, f"{address}/{name}")
+    return of_server(remote, name, f"{address}/{name}")
 
 
-def _point(position: Mapping[str, Any], state: Mapping[str, Any]) -> DigestPoint:
+def _point(state: Mapping[str, Any]) -> DigestPoint:
     datasets = state.get("datasets") or (state.get("resume_state") or {}).get("datasets") or []
     return DigestPoint(
-        index=position["sample_index"],
-        digest=position["digest"],
-        tokens=position["total_tokens"],
+        index=state["sample_index"],
+        digest=state["digest"],
+        tokens=state["total_tokens"],
         samples=None,
         # Restores jump to where a generation begins, and that is a boundary: none lie between the two points.
         skipped=sum(dataset.get("skipped_samples", 0) for dataset in datasets),

@@ -60,9 +60,9 @@ def document(verdict: Verdict, a: DigestSource, b: DigestSource) -> dict[str, An
         "differences": {key: list(values) for key, values in verdict.differences.items()},
         "sides": [
             {
-                "name": run.identity.name,
-                "run": run.identity.run,
-                "run_uid": run.identity.run_uid,
+                "name": run.name,
+                "run": run.run,
+                "run_uid": run.run_uid,
                 "sample_index": end,
                 "source_of_first_differing_sample": source,
             }
@@ -75,7 +75,7 @@ def document(verdict: Verdict, a: DigestSource, b: DigestSource) -> dict[str, An
 def _described(run: DigestSource, end: int) -> str:
     point = run.at(end)
     skipped = f", of which {point.skipped:,} samples were skipped" if point.skipped else ""
-    return f"{run.identity.name}: run {run.identity.run}, sample {end:,}, digest {point.digest}{skipped}"
+    return f"{run.name}: run {run.run}, sample {end:,}, digest {point.digest}{skipped}"
 
 
 def _known(run: DigestSource) -> str:

@@ -25,16 +25,7 @@ Text = Annotated[bool, Query(description="Also each document's text, and each sa
 
 
 def add_routes(routes: Routes, backend: Backend) -> None:
-    @routes.add(
-        "GET",
-        "/v1/runs/{run}/samples/{index}",
-        Scope.READ,
-        errors=_ERRORS,
-        summary="The documents of a sample that was delivered",
-        description="Made again by going forward from the nearest state that is known, in turns with the peeks. Of "
-        "another stream than training's: of a sample that was evaluated on since the server started.",
-        tags=["trace"],
-    )
+    @routes.add("GET", "/v1/runs/{run}/samples/{index}", Scope.READ, errors=_ERRORS, tags=["trace"])
     def trace_sample(
         run: RunName,
         index: Annotated[int, Path(description="The sample index.", examples=[4096], **COUNTER)],
@@ -44,6 +35,11 @@ def add_routes(routes: Routes, backend: Backend) -> None:
             str, Query(description="The stream; one that is evaluated on may be named.", max_length=512)
         ] = TRAIN,
     ) -> TracedSample:
+        """The documents of a sample that was delivered.
+
+        Made again by going forward from the nearest state that is known, in turns with the peeks. Of another stream
+        than training's: of a sample that was evaluated on since the server started.
+        """
         traces = backend.runs.get(run).traces
         if stream == TRAIN:
             return traces.sample(index, generation, text)
@@ -51,16 +47,7 @@ def add_routes(routes: Routes, backend: Backend) -> None:
             raise ConfigError(f"generation: a stream that is evaluated on ({stream!r}) has none; leave it out")
         return traces.evaluated(stream, index, text)
 
-    @routes.add(
-        "GET",
-        "/v1/runs/{run}/micro-steps/{micro_step}",
-        Scope.READ,
-        errors=_ERRORS,
-        summary="What the ranks got in a micro-step, and its documents",
-        description="Micro-steps are counted from 0 in each generation. A trace has at most 2^20 tokens: of a large "
-        "micro-step ask for one rank.",
-        tags=["trace"],
-    )
+    @routes.add("GET", "/v1/runs/{run}/micro-steps/{micro_step}", Scope.READ, errors=_ERRORS, tags=["trace"])
     def trace_micro_step(
         run: RunName,
         micro_step: Annotated[int, Path(description="The micro-step, from 0.", examples=[128], **COUNTER)],
@@ -68,4 +55,9 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         generation: Generation = None,
         text: Text = False,
     ) -> TracedMicroStep:
+        """What the ranks got in a micro-step, and its documents.
+
+        Micro-steps are counted from 0 in each generation. A trace has at most 2^20 tokens: of a large micro-step ask
+        for one rank.
+        """
         return backend.runs.get(run).traces.micro_step(micro_step, rank, generation, text)

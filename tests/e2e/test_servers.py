@@ -1,0 +1,180 @@
+"""Servers that die, come back, stand by and stop: ranks go on within their generation, without loss or repetition."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Corpus, Rpc, StartServer
+from support.server_process import CommandLine, ServerProcess
+from support.trainer import Sample, World
+from support.waiting import wait_for
+
+LEASE = ("--lease", 2)
+
+
+def wait_for_commit(server: ServerProcess, run: str, sample_index: int) -> None:
+    def committed() -> int:
+        return int(server.get(f"/v1/runs/{run}/stats")["sample_index"])
+
+    wait_for(lambda: committed() == sample_index, f"the commit of sample {sample_index}")
+
+
+@pytest.mark.parametrize(("ledger", "prefetch_steps"), [("sqlite", 1), ("redis", 1000)], indirect=["ledger"])
+def test_ranks_survive_a_server_that_is_killed_and_started_again(
+    corpus: Corpus,
+    sequence: list[Sample],
+    start_server: StartServer,
+    rpc: Callable[[ServerProcess], Rpc],
+    ledger: str,
+    prefetch_steps: int,
+) -> None:
+    run = "survivors"
+    server = start_server(corpus.mixture(run, window_micro_steps=6), ledger=ledger)
+    with World(server.url(run), 2, 2, prefetch_steps=prefetch_steps) as world:
+        world.steps(5)
+        generation = world.ranks[0].generation
+        before = [world.state(4 * step) for step in range(6)]
+        time.sleep(0.1)
+        server.kill()
+        # Each rank still has what it had fetched, in part; and state needs no server.
+        buffered = min(prefetch_steps, 2)
+        if prefetch_steps > 1:
+            world.steps(buffered)
+        assert [world.state(4 * step) for step in range(6)] == before
+        dead = world.state()
+        server.start()
+        back = time.monotonic()
+        texts = {world.sample_index: dead}
+        world.steps(3)
+        assert time.monotonic() - back < 8, "the ranks noticed late that the server is back"
+        texts[world.sample_index] = world.state()
+        while world.step() is not None:
+            texts[world.sample_index] = world.state()
+        assert world.receipt.sequence() == sequence[: world.sample_index]
+        assert len(sequence) - world.sample_index < 4
+        assert {rank.generation for rank in world.ranks} == {generation}
+    calls = rpc(server)
+    wait_for_commit(server, run, world.sample_index)
+    for index, state in [*enumerate(before), *texts.items()]:
+        at = 4 * index if index < len(before) and state is before[index] else index
+        assert calls.snapshot(run, at) == state["tokenloom"]
+
+
+def both(first: ServerProcess, second: ServerProcess, run: str) -> str:
+    return f"grpc://{first.grpc},{second.grpc}/{run}"
+
+
+@pytest.mark.parametrize("ledger", ["sqlite", "redis"])
+def test_ranks_go_over_to_the_standby_when_their_server_dies(
+    corpus: Corpus,
+    sequence: list[Sample],
+    start_server: StartServer,
+    request: pytest.FixtureRequest,
+    ledger: str,
+) -> None:
+    run = "taken-over"
+    url = "sqlite:///../shared.db" if ledger == "sqlite" else request.getfixturevalue("redis_url")
+    mixture = corpus.mixture(run, window_micro_steps=8)
+    leader = start_server(mixture, ledger=url, flags=LEASE)
+    standby = start_server(mixture, ledger=url, flags=(*LEASE, "--standby"))
+    with World(both(leader, standby, run), 2, 2, prefetch_steps=2) as world:
+        world.steps(5)
+        generation = world.ranks[0].generation
+        leader.kill()
+        killed = time.monotonic()
+        world.steps(6)
+        assert time.monotonic() - killed < 15
+        # And back: the first comes again as the standby of the second, which ends in an orderly way.
+        leader.start_with(*LEASE, "--standby")
+        standby.terminate()
+        world.steps(6)
+        world.run()
+        assert world.receipt.sequence() == sequence[: world.sample_index]
+        assert {rank.generation for rank in world.ranks} == {generation}
+        wait_for_commit(leader, run, world.sample_index)
+    assert "leads at server epoch 2" in standby.log
+    assert "leads at server epoch 3" in leader.log
+    assert "first batch" in standby.log
+
+
+def test_a_second_server_is_refused_while_the_first_leads(
+    corpus: Corpus, start_server: StartServer, tokenloom: CommandLine, redis_url: str
+) -> None:
+    run = "led"
+    mixture = corpus.mixture(run)
+    leader = start_server(mixture, ledger=redis_url, flags=LEASE)
+    refused = tokenloom(
+        "serve", mixture, "--ledger", redis_url, "--grpc", "127.0.0.1:0", "--rest", "127.0.0.1:0", *LEASE
+    )
+    assert refused.status == 2
+    assert "LeaseHeld" in refused.output
+    text = " ".join(refused.output.split())
+    assert "is served by" in text
+    assert leader.grpc in text
+    assert "--standby" in text
+    with World(leader.url(run), 1, 2) as world:
+        world.steps(3)
+
+
+def test_a_server_that_waits_for_a_lease_ends_when_it_is_told_to(
+    corpus: Corpus, start_server: StartServer, redis_url: str, tmp_path: Path
+) -> None:
+    mixture = corpus.mixture("waited-for")
+    start_server(mixture, ledger=redis_url, flags=("--lease", 60))
+    log = tmp_path / "waiting.log"
+    ports = ("--grpc", "127.0.0.1:0", "--rest", "127.0.0.1:0")
+    command = [sys.executable, "-m", "tokenloom_server", "serve", str(mixture), "--ledger", redis_url, *ports]
+    with log.open("wb") as output:
+        waiting = subprocess.Popen([*command, "--lease", "60"], stdout=output, stderr=output)
+    try:
+        wait_for(lambda: "waiting up to 60 s" in log.read_text(), "the wait for the lease")
+        waiting.terminate()
+        assert waiting.wait(10) == 0
+    finally:
+        waiting.kill()
+        waiting.wait()
+
+
+@pytest.mark.parametrize("how", ["terminate", "interrupt"])
+def test_a_server_stops_in_bounded_time_with_clients_connected_and_commits_what_they_acknowledged(
+    corpus: Corpus, sequence: list[Sample], start_server: StartServer, how: str
+) -> None:
+    run = f"stopped-{how}"
+    server = start_server(corpus.mixture(run, window_micro_steps=2))
+    with World(server.url(run), 2, 2, prefetch_steps=2) as world:
+        world.steps(4)
+        late = threading.Thread(target=world.run)  # it waits in next() while the server is away
+        began = time.monotonic()
+        assert getattr(server, how)() == 0
+        assert time.monotonic() - began < 10
+        assert not server.ready_file.exists()
+        assert "Traceback" not in server.log
+        late.start()
+        server.start()
+        late.join(30)
+        assert not late.is_alive()
+        kept = len(sequence) // 4 * 4
+        assert world.receipt.sequence() == sequence[:kept]
+
+
+def test_a_server_that_starts_removes_the_ready_file_of_one_that_was_killed(
+    corpus: Corpus, start_server: StartServer
+) -> None:
+    server = start_server(corpus.mixture("ready"))
+    server.kill()
+    assert server.ready_file.exists()
+    stale = server.ready_file.stat().st_mtime_ns
+    kept = server.ready_file.read_bytes()
+    server.start()
+    assert json.loads(server.ready_file.read_text()) == {"grpc": server.grpc, "rest": server.rest, "runs": ["ready"]}
+    assert kept == server.ready_file.read_bytes()
+    assert server.ready_file.stat().st_mtime_ns > stale
+    line = f"tokenloom is ready: gRPC on {server.grpc}, REST and page on http://{server.rest}/ (runs: ready)"
+    assert server.log.splitlines().count(line) == 2
