@@ -127,9 +127,9 @@ class Older:
         """Wherever the server found its place."""
         return True
 
-    def _unknown(self, what: str) -> RuntimeError:
+    def _unknown(self, name: str) -> RuntimeError:
         return RuntimeError(
-            f"{what}: an older data loader's checkpoint was loaded, and where that stands in this run's order is known "
+            f"{name}: an older data loader's checkpoint was loaded, and where that stands in this run's order is known "
             "once the run is joined: call iter() on the dataset first"
         )
 

@@ -155,13 +155,13 @@ class Credentials:
 
 
 def _read(
-    name: str, given: str | os.PathLike[str] | None, variable: str, environment: Mapping[str, str]
+    name: str, path: str | os.PathLike[str] | None, variable: str, environment: Mapping[str, str]
 ) -> bytes | None:
-    file = environment.get(variable) if given is None else given
+    file = environment.get(variable) if path is None else path
     if file is None:
         return None
     try:
         return Path(file).read_bytes()
     except OSError as error:
-        where = variable if given is None else name
+        where = variable if path is None else name
         raise ValueError(f"{where}: {str(file)!r} cannot be read ({error.strerror or error})") from None

@@ -17,7 +17,7 @@ from tokenloom_server.errors import ConfigError
 from tokenloom_server.mixing import elsewhere
 from tokenloom_server.mixing.catalog import BUILT_IN, policies
 from tokenloom_server.mixing.mixer import Mixer, initial_nodes
-from tokenloom_server.mixing.policy import Choices, Chooser, NodeStart, Policy, SavedNode
+from tokenloom_server.mixing.policy import Choices, Chooser, NodeStart, Policy
 from tokenloom_server.order.carry_over import carry
 from tokenloom_server.order.pipeline import initial_state
 from tokenloom_server.order.token_curve import TokenCurve
@@ -33,9 +33,6 @@ class LastFirst(Policy):
 
     def chooser(self, node: NodeStart) -> Chooser:
         return LastFirstChooser(node)
-
-    def saved_weights(self, node: SavedNode) -> Sequence[float]:
-        return [0.0] * (len(node.children) - 1) + [1.0]
 
 
 class LastFirstChooser(Chooser):

@@ -15,7 +15,7 @@ from tokenloom_proto.seal import canonical, unseal
 from tokenloom_server.config import mixture_file
 from tokenloom_server.core.state import EpochCursor, FileCursor, PackedCursor, RowCounts, State, WindowCursor
 from tokenloom_server.order import builder, snapshot
-from tokenloom_server.order.foreign_snapshot import foreign
+from tokenloom_server.order.snapshot import read_foreign
 from tokenloom_server.order.timeline import Timeline
 
 
@@ -44,7 +44,7 @@ def test_the_golden_snapshots_of_version_1_say_what_those_of_today_say(
     assert before == today
     assert len({point.sample_index for point in before}) > 1
     old = json.loads((FOLDER / "before_house" / "snapshots.json").read_text())[run][-1]
-    document = foreign(old)
+    document = read_foreign(old)
     assert unseal(old)["version"] == 1 and document is not None
     if run != "buckets":  # of batches a text of version 1 says so only by its spec's column
         base = before[-1].base

@@ -42,7 +42,7 @@ def ids(served: ServedRun) -> list[bytes]:
 
 def joined(served: ServedRun, resume: str = "", **fields: Any) -> State:
     call = PeekCall(**{"rank": 0, "world_size": 1, "batch_size": 1, "resume": resume, "state": b""} | fields)
-    return served.peeks.join(call, never).state
+    return served.peeks.join(call, never)[1]
 
 
 def shown(peek: Peek, count: int) -> list[bytes]:

@@ -312,12 +312,12 @@ def test_a_peek_does_not_take_its_states_from_a_line_that_was_left(
 ) -> None:
     trainer.train(10)
     call = PeekCall(rank=0, world_size=1, batch_size=1, resume="60", state=b"")
-    assert sum(source.skipped_samples for source in served.peeks.join(call, never).state.sources) == 0
+    assert sum(source.skipped_samples for source in served.peeks.join(call, never)[1].sources) == 0
     place.runs.get(RUN).start_points.restore(sample_index=20, skip_samples=10)
     Trainer(served).take(1)
-    again = served.peeks.join(call, never)
-    assert (again.generation, again.state.sample_index) == (2, 60)
-    assert sum(source.skipped_samples for source in again.state.sources) == 10
+    generation, state = served.peeks.join(call, never)
+    assert (generation, state.sample_index) == (2, 60)
+    assert sum(source.skipped_samples for source in state.sources) == 10
 
 
 def test_a_restore_names_one_point_that_exists(place: Place, trainer: Trainer) -> None:

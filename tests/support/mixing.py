@@ -137,8 +137,9 @@ def node_start(weights: Sequence[int], tokens: int = 8, seed: int = 7, owed: Seq
     size = len(weights)
     ids = tuple(range(0, 2 * size, 2))
     return NodeStart(
-        NodeShape(node_id=0, seed=seed, pick_tokens=tokens, weights=tuple(weights), child_ids=ids),
-        config_of("weighted", *[1] * size).mixture,
+        NodeShape(
+            node_id=0, seed=seed, pick_tokens=tokens, weights=tuple(weights), child_ids=ids, points=(), linear=True
+        ),
         Children([0] * size, [0] * size, [False] * size),
         [ChildState(credit=credit) for credit in owed or [0] * size],
     )

@@ -126,9 +126,9 @@ class StepBuffer:
         self._waiting_for = waiting_for
         self._heard_at = time.monotonic()
 
-    def waits_for(self, what: str) -> None:
+    def waits_for(self, obstacle: str) -> None:
         """Notes what a batch would wait for now, for the log."""
-        self._waiting_for = what
+        self._waiting_for = obstacle
 
     def put(self, steps: Sequence[Step]) -> None:
         """Adds a message's micro-steps. Waits while a server ignores its credits, so that memory stays bounded."""

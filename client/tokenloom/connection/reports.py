@@ -110,12 +110,12 @@ class Reporter:
         if self._waiting and self._waiting[0] is report:
             self._waiting.popleft()
 
-    def _warn(self, what: str) -> None:
+    def _warn(self, reason: str) -> None:
         """The caller holds the lock."""
         if not self._warned:
             self._warned = True
             log.warning(
                 "%s: losses cannot be reported to the server; training goes on, and this is said once until a report "
                 "goes through again: %s",
-                self._request.address, what,
+                self._request.address, reason,
             )  # fmt: skip

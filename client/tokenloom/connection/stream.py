@@ -76,12 +76,6 @@ class Connection:
         self._thread = threading.Thread(target=self._run, name="tokenloom-stream", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Connection:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def take(self) -> tuple[Batch, Point] | None:
         """The next batch, and where the trainer stands after it; None at the end of the data. Raises what the
         background thread met."""
@@ -249,10 +243,10 @@ class Connection:
         points = map(Point, ends, numbers.total_tokens, [info.digest for info in infos], repeat(self._base))
         return list(zip(points, repeat(message), count()))
 
-    def _check_begin(self, begin_index: int, what: str) -> None:
+    def _check_begin(self, begin_index: int, message: str) -> None:
         if begin_index != self.buffer.received_through:
             raise ProtocolError(
-                f"{what} came for sample index {begin_index}, but {self.buffer.received_through} is next: "
+                f"{message} came for sample index {begin_index}, but {self.buffer.received_through} is next: "
                 "the server skips or repeats data"
             )
 

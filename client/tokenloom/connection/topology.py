@@ -54,12 +54,11 @@ def resolve(
 
     With a process group, ranks wait here for each other, at most ``timeout_s``: rank 0 gives all of them its id.
     """
-    grouped = dist.is_available() and dist.is_initialized()
     if (rank is None) != (world_size is None):
         raise ValueError(f"give both rank and world_size, or neither; got rank={rank}, world_size={world_size}")
     members = f"of-{world_size}"
     if rank is None or world_size is None:
-        if grouped:
+        if _is_grouped():
             rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
             if process_group is not None and rank >= 0:
                 members = "-".join(map(str, dist.get_process_group_ranks(process_group)))
@@ -73,7 +72,7 @@ def resolve(
     if rank >= world_size:
         raise ValueError(f"rank {rank} is not below world_size {world_size}: ranks count from 0")
     if attempt is None:
-        attempt = _attempt(run, stream, rank, world_size, members, grouped, timeout_s)
+        attempt = _attempt(run, stream, rank, world_size, members, timeout_s)
     elif not attempt:
         raise ValueError("attempt is empty: it must be an id that is new for each launch and equal on its ranks")
     return Topology(rank, world_size, attempt)
@@ -87,6 +86,10 @@ def process() -> str:
     except OSError:
         started = ""
     return f"{socket.gethostname()}:{os.getpid()}:{started}".rstrip(":")
+
+
+def _is_grouped() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _launched(environ: Mapping[str, str]) -> tuple[int, int]:
@@ -111,10 +114,10 @@ def _launched(environ: Mapping[str, str]) -> tuple[int, int]:
     return 0, 1
 
 
-def _attempt(run: str, stream: str, rank: int, world_size: int, members: str, grouped: bool, timeout_s: float) -> str:
+def _attempt(run: str, stream: str, rank: int, world_size: int, members: str, timeout_s: float) -> str:
     if world_size == 1:
         return uuid.uuid4().hex
-    if grouped and (store := default_store()) is not None:
+    if (store := default_store()) is not None:
         return _shared(store, f"tokenloom/{run}/{stream}/{members}", rank, world_size, timeout_s)
     job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
     # Not under torchrun, which starts ranks again within a step; and its agents count restarts each for themselves.
@@ -129,7 +132,9 @@ def _attempt(run: str, stream: str, rank: int, world_size: int, members: str, gr
 
 
 def default_store() -> Store | None:
-    """What the processes of the default process group share; None where there is none."""
+    """What the processes of the default process group share; None where there is no group."""
+    if not _is_grouped():
+        return None
     # Private, but what torch itself and its elastic tools build upon; the public ways to share an id
     # are collectives, which would need a device here and an agreed order with the trainer's own.
     from torch.distributed.distributed_c10d import _get_default_store

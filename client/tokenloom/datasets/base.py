@@ -10,6 +10,7 @@ from typing_extensions import Self
 
 from tokenloom.batch.layout import Batch
 from tokenloom.connection.join import RunFacts, Source, sources_at
+from tokenloom.connection.topology import Topology
 from tokenloom.snapshot import KEY, History, Loaded, Older, Point, Positioned
 
 _RUN_UNKNOWN = "only known once the run is joined: call iter() on the dataset first"
@@ -18,18 +19,19 @@ _RUN_UNKNOWN = "only known once the run is joined: call iter() on the dataset fi
 class BatchDataset(Positioned, IterableDataset[Batch]):
     """Batches of a run, with what is known of that run, and with an end. The base of every dataset."""
 
+    _topology: Topology
     _facts: RunFacts | None = None
     _closed = False
 
     @property
     def rank(self) -> int:
-        """This process's rank."""
-        raise NotImplementedError
+        """This process's data-parallel rank."""
+        return self._topology.rank
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
-        raise NotImplementedError
+        """The number of data-parallel ranks."""
+        return self._topology.world_size
 
     @property
     def facts(self) -> RunFacts:

@@ -71,9 +71,9 @@ class ConnectedDataset(BatchDataset):
         options = connection or ConnectionOptions()
         fields["columns"] = check_columns(columns)
         fields["device"] = resolve(device) if device is not None else None
-        server, topology = _find_server(url, options, stream, slot_of)
+        server, self._topology = _find_server(url, options, stream, slot_of)
         #: What a Join asks for, where no state was loaded.
-        self._request = Request(server=server, topology=topology, stream=stream, options=options, **fields)
+        self._request = Request(server=server, topology=self._topology, stream=stream, options=options, **fields)
         closer = weakref.finalize(self, server.share().release)
         self._server_closer: weakref.finalize[[], ConnectedDataset] | None = closer
         # In memory that forked and spawned DataLoader workers share, so that the trainer's copy can
@@ -84,16 +84,6 @@ class ConnectedDataset(BatchDataset):
         self._closer: weakref.finalize[[Connection, int], ConnectedDataset] | None = None
         # This process's name for its slot. It outlasts a Join that was interrupted, which may have reached the server.
         self._nonce = uuid.uuid4().hex
-
-    @property
-    def rank(self) -> int:
-        """This process's rank."""
-        return self._request.topology.rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self._request.topology.world_size
 
     @property
     def run(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -101,7 +102,7 @@ class EvaluationDataset(ConnectedDataset):
     def __len__(self) -> int:
         """Micro-steps of an evaluation. Asks the server if none was there, and waits until the samples are made."""
         if self._steps is None:
-            with self._connect(self._request) as connection:
+            with closing(self._connect(self._request)) as connection:
                 return self._learn_length(connection)
         return self._steps
 

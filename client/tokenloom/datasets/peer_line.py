@@ -38,27 +38,22 @@ class PeerMessage(NamedTuple):
 class PeerLine:
     """The broadcasts of a group, in the order in which all its processes make them."""
 
-    def __init__(self, group: dist.ProcessGroup | None, leader: int) -> None:
-        """``group``: None where the leader has no peers."""
-        self._group = group
-        self.leader = leader
-        self.leads = dist.get_rank() == leader
-        # Bytes of a body that a frame has room for.
-        self._room = 0
-
-    @classmethod
-    def open(cls, peers: Sequence[int], timeout_s: float) -> PeerLine:
-        """On all processes of a group at the same time."""
+    def __init__(self, peers: Sequence[int], timeout_s: float) -> None:
+        """On all processes of a group at the same time; the first of ``peers`` leads. They wait so long at most."""
         if dist.get_rank() not in peers:
             raise ValueError(f"this process (global rank {dist.get_rank()}) is none of the peers {list(peers)}")
-        group = None
+        self.leader = peers[0]
+        self.leads = dist.get_rank() == self.leader
+        # Bytes of a body that a frame has room for.
+        self._room = 0
+        # None where the leader has no peers.
+        self._group: dist.ProcessGroup | None = None
         if len(peers) > 1:
             # Of its own, on the CPU, so that its order is nobody else's business. Known to its members only: a job
             # may have thousands of such groups.
-            group = dist.new_group(
+            self._group = dist.new_group(
                 list(peers), timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True
             )
-        return cls(group, peers[0])
 
     def send_error(self, error: Exception) -> None:
         """Tells the peers what this process raises."""

@@ -25,6 +25,7 @@ from tokenloom.batch.frame import frame_layout, read_frame
 from tokenloom.batch.layout import IGNORED, Batch
 from tokenloom.connection.join import RunFacts, Source
 from tokenloom.connection.options import ConnectionOptions
+from tokenloom.connection.topology import Topology
 from tokenloom.datasets.base import ResumableDataset
 from tokenloom.datasets.peer_line import BATCH, END, MADE, OPENED, PeerLine
 from tokenloom.datasets.remote import RemoteDataset
@@ -116,9 +117,9 @@ class GroupDataset(ResumableDataset):
         if options.get("device") is not None:
             raise ValueError("device: batches are handed on to peers on the CPU; move them to the device yourself")
         connection = connection or ConnectionOptions()
-        self._rank = rank
-        self._world_size = world_size
-        self._line = PeerLine.open(peers, _peer_timeout_s(connection))
+        self._topology = Topology(rank, world_size, attempt="")
+        timeouts = connection.connect_timeout_s, connection.reconnect_timeout_s, connection.batch_timeout_s
+        self._line = PeerLine(peers, sum(timeouts) + MARGIN_S)
         self._dataset: RemoteDataset | None = None
         self._batches: Iterator[Batch] | None = None
         self._layout: dict[str, Any] = {}
@@ -144,16 +145,6 @@ class GroupDataset(ResumableDataset):
     def leads(self) -> bool:
         """Whether this process is the one of its group that is a rank of the run."""
         return self._line.leads
-
-    @property
-    def rank(self) -> int:
-        """The data-parallel rank of this process's group."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of data-parallel ranks."""
-        return self._world_size
 
     @property
     def end_reason(self) -> str | None:
@@ -317,8 +308,3 @@ def _plain(base: Base) -> list[Any]:
 
 def _base(plain: Sequence[Any]) -> Base:
     return Base(plain[0], plain[1].encode())
-
-
-def _peer_timeout_s(options: ConnectionOptions) -> float:
-    """How long a peer waits for its leader: as long as that may wait for the server."""
-    return options.connect_timeout_s + options.reconnect_timeout_s + options.batch_timeout_s + MARGIN_S

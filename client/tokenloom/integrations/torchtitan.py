@@ -78,20 +78,20 @@ class TokenloomDataLoader:
             self._length, size = seq_len, local_batch_size
         else:
             raise ValueError("give max_context_length and num_tokens_per_batch, or seq_len and local_batch_size")
-        self._positions = config.positions
-        self._url = config.url
-        self._dataset: GroupDataset | EvaluationDataset
+        self._config = config
+        #: Where the batches come from: ``sample_index``, ``total_tokens``, ``digest``, …
+        self.dataset: GroupDataset | EvaluationDataset
         options = dict(config.options)
         if config.positions:
             options["columns"] = {*options.get("columns", ()), "position_ids"}
         if config.stream != TRAIN:
             # Who evaluates takes no slot of the run, so each process may have a stream of its own.
-            self._dataset = EvaluationDataset(
+            self.dataset = EvaluationDataset(
                 config.url, size, stream=config.stream, rank=dp_rank, world_size=dp_world_size, **options
             )
             return
         one_each = not dist.is_initialized() or dp_world_size == dist.get_world_size()
-        self._dataset = GroupDataset(
+        self.dataset = GroupDataset(
             config.url,
             size,
             rank=dp_rank,
@@ -102,22 +102,22 @@ class TokenloomDataLoader:
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         """Joins the run if that was not done, and goes on after the last batch yielded."""
-        batches = iter(self._dataset)
-        if self._dataset.labels != "shifted":
+        batches = iter(self.dataset)
+        if self.dataset.labels != "shifted":
             raise ValueError(
-                f"{self._url} gives labels that equal the ids, and torchtitan compares the logits at a place with the "
-                "label there: say `labels: shifted` in the mixture file"
+                f"{self._config.url} gives labels that equal the ids, and torchtitan compares the logits at a place "
+                "with the label there: say `labels: shifted` in the mixture file"
             )
-        if self._dataset.sequence_length != self._length:
+        if self.dataset.sequence_length != self._length:
             raise ValueError(
-                f"{self._url} gives samples of {self._dataset.sequence_length} tokens (sequence_length), and the job's "
-                f"context length is {self._length}: they must be equal"
+                f"{self._config.url} gives samples of {self.dataset.sequence_length} tokens (sequence_length), and the "
+                f"job's context length is {self._length}: they must be equal"
             )
         return map(self._pair, batches)
 
     def _pair(self, batch: Batch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         inputs = {"input": batch["input_ids"]}
-        if self._positions:
+        if self._config.positions:
             inputs["positions"] = batch["position_ids"]
         if self._flat:
             return {name: column.flatten() for name, column in inputs.items()}, batch["labels"].flatten()
@@ -126,18 +126,13 @@ class TokenloomDataLoader:
     def state_dict(self) -> dict[str, str]:
         """The state after the last batch yielded; before the first one, too, as the checkpointer asks then. Empty of a
         stream that is evaluated on, which begins anew each time."""
-        return self._dataset.state_dict() if isinstance(self._dataset, GroupDataset) else {}
+        return self.dataset.state_dict() if isinstance(self.dataset, GroupDataset) else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keeps a state for the first ``iter()``. Raises ``SnapshotInvalid``, also for the state of another loader."""
-        if isinstance(self._dataset, GroupDataset):
-            self._dataset.load_state_dict(state)
-
-    @property
-    def dataset(self) -> GroupDataset | EvaluationDataset:
-        """Where the batches come from: ``sample_index``, ``total_tokens``, ``digest``, …"""
-        return self._dataset
+        if isinstance(self.dataset, GroupDataset):
+            self.dataset.load_state_dict(state)
 
     def close(self) -> None:
         """Ends the stream."""
-        self._dataset.close()
+        self.dataset.close()

@@ -282,7 +282,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait(GRACE_S)
 
 
-def _why(file: Path, begin: int, what: str) -> TokenloomError:
+def _why(file: Path, begin: int, ending: str) -> TokenloomError:
     """The error that a server ended with, as its log has it from ``begin`` on."""
     tail = _tail(file, begin)
     text = _since(file, begin)
@@ -290,7 +290,7 @@ def _why(file: Path, begin: int, what: str) -> TokenloomError:
         error = named(match[1], text[match.end() :].strip())
         if type(error) is not TokenloomError:
             return error
-    return ServerUnavailable(f"{what}; the end of its log, {file}:\n{tail}")
+    return ServerUnavailable(f"{ending}; the end of its log, {file}:\n{tail}")
 
 
 def _since(file: Path, begin: int) -> str:

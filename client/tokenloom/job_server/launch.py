@@ -191,16 +191,10 @@ def _own_address(name: str) -> str | None:
 def _store(topology: Topology) -> Store | None:
     if topology.world_size == 1:
         return None
-    store = default_store() if _has_group() else None
+    store = default_store()
     if store is None:
         raise ValueError(
             f"rank {topology.rank} of {topology.world_size} gives a mixture file, whose server rank 0 would start, and "
             "no process group says where: call torch.distributed.init_process_group before making the dataset"
         )
     return store
-
-
-def _has_group() -> bool:
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_initialized()

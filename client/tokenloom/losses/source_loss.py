@@ -132,7 +132,7 @@ class SourceLoss:
             sums.zero_()
         return means
 
-    def report(self, found: MeanLosses, *, step: int | None = None, learning_rate: float | None = None) -> None:
+    def report(self, means: MeanLosses, *, step: int | None = None, learning_rate: float | None = None) -> None:
         """Shows what was reduced at the server: in its figures, metrics and page. Rank 0 sends it, in the background; a
         server that cannot be reached neither delays nor ends the training.
 
@@ -141,17 +141,17 @@ class SourceLoss:
         """
         if self._dataset.rank:
             return
-        finite = {source: each for source, each in found.by_id.items() if math.isfinite(each[0])}
-        if len(finite) < len(found.by_id) and not self._warned:
+        finite = {source: each for source, each in means.by_id.items() if math.isfinite(each[0])}
+        if len(finite) < len(means.by_id) and not self._warned:
             self._warned = True
-            named = ", ".join(name for name, loss in found.losses.items() if not math.isfinite(loss))
-            log.warning("the loss of %s is not finite at sample %d, and is not reported", named, found.sample_index)
+            named = ", ".join(name for name, loss in means.losses.items() if not math.isfinite(loss))
+            log.warning("the loss of %s is not finite at sample %d, and is not reported", named, means.sample_index)
         self._dataset.report(
             finite,
-            sample_index=found.sample_index,
-            total_tokens=found.total_tokens,
+            sample_index=means.sample_index,
+            total_tokens=means.total_tokens,
             step=self._batches if step is None else step,
-            loss=found.loss if found.loss is not None and math.isfinite(found.loss) else None,
+            loss=means.loss if means.loss is not None and math.isfinite(means.loss) else None,
             learning_rate=learning_rate,
         )
 

@@ -9,10 +9,8 @@ key                                 type     holds
 ``tokenloom:uids``                  hash     ``uid/stream`` → U, for runs that took a uid from elsewhere (adopt)
 ``tokenloom:{U}:train``             hash     ``name stream uid record epoch pin journal_bytes``; the lease:
                                              ``lease_holder lease_acquired_at lease_lapses_at lease_s heard_at``;
-                                             the generation:
-                                             ``generation parent attempt world_size batch_size
-                                             group_micro_steps start_index opened_at opening_mark``; the committed
-                                             state: ``sample_index total_tokens digest state committed_at``
+                                             the generation: ``generation opening_mark``; the committed state:
+                                             ``sample_index total_tokens digest state committed_at``
 ``tokenloom:{U}:train:samples``     hash     spec → committed samples
 ``tokenloom:{U}:train:rows``        hash     spec → committed rows
 ``tokenloom:{U}:train:tokens``      hash     spec → committed tokens
@@ -277,12 +275,6 @@ def _arguments(command: Command, clock: Callable[[], float]) -> Sequence[Any]:
                 _json(opening),
                 _member(opening.generation, opening.start_index),
                 opening.start_state,
-                opening.parent,
-                opening.world_size,
-                opening.batch_size,
-                opening.group_micro_steps,
-                opening.start_index,
-                opening.opened_at,
                 *_committed(command.committed, clock()),
             )
         case commands.Commit():

@@ -20,7 +20,7 @@ from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import MAX_COUNTER, ChildState
 from tokenloom_server.mixing.leap import Leaps
 from tokenloom_server.mixing.node import NOTHING, Node, NodeWeights, Picks
-from tokenloom_server.mixing.policy import NodeShape
+from tokenloom_server.mixing.policy import NodeShape, points_of
 from tokenloom_server.mixing.totals import RowsPicked, Totals
 from tokenloom_server.mixing.varying import UPDATE_PICKS
 from tokenloom_server.mixing.weights import integer_weights
@@ -242,6 +242,8 @@ def node_shape(config: RunConfig, node: NodeConfig) -> NodeShape:
         pick_tokens=config.pick_tokens,
         weights=integer_weights(numbers),
         child_ids=tuple(2 * child.id + isinstance(child, NodeConfig) for child in node.children),
+        points=tuple(points_of(child.weight) for child in node.children),
+        linear=node.interpolate == "linear",
     )
 
 

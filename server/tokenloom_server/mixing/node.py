@@ -77,7 +77,7 @@ class Node:
         self._ends = [_ends_node(child, config) for child in config.children]
         self._stopped = any(out and ends for out, ends in zip(self.exhausted, self._ends, strict=True))
         self._live = self.counters.out.count(False)
-        self.chooser = self.policy.chooser(NodeStart(shape, config, self.counters, states))
+        self.chooser = self.policy.chooser(NodeStart(shape, self.counters, states))
 
     @property
     def is_over(self) -> bool:

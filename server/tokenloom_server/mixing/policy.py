@@ -18,7 +18,6 @@ import numpy.typing as npt
 from tokenloom_server.config.catalog import FileWeight
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.core.state import ChildState
-from tokenloom_server.mixing.weights import integer_weights
 
 #: Positions of children within their node, one for each of a node's next picks.
 Choices = npt.NDArray[np.intp]
@@ -33,13 +32,16 @@ _FIRST_AHEAD, _AHEAD = 64, 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeShape:
-    """What never changes about a node. ``child_ids`` are stable: 2 × source id, or 2 × node id + 1."""
+    """What never changes about a node. ``child_ids`` are stable: 2 × source id, or 2 × node id + 1. ``points``: the
+    weights as in the mixture file; ``linear``: whether those between two points lie on a straight line."""
 
     node_id: int
     seed: int
     pick_tokens: int
     weights: tuple[int, ...]
     child_ids: tuple[int, ...]
+    points: tuple[Points, ...]
+    linear: bool
 
 
 @dataclass(slots=True)
@@ -162,7 +164,6 @@ class NodeStart(NamedTuple):
     """A node from a state on. ``states`` count picks."""
 
     shape: NodeShape
-    config: NodeConfig
     children: Children
     states: Sequence[ChildState]
 
@@ -196,23 +197,6 @@ class Elsewhere(NamedTuple):
     baseline: str
 
 
-class SavedChild(NamedTuple):
-    """A child of a node as a checkpoint has it; None for what it does not say."""
-
-    live: bool
-    points: Points | None
-    picks: int | None
-    total: int | None
-
-
-class SavedNode(NamedTuple):
-    """A node as a checkpoint has it."""
-
-    children: Sequence[SavedChild]
-    run_tokens: int
-    interpolate: str
-
-
 class Policy(ABC):
     """How a node's picks fall to its children. The attributes say what the rest of the server needs to know of it."""
 
@@ -233,10 +217,6 @@ class Policy(ABC):
     @abstractmethod
     def chooser(self, node: NodeStart) -> Chooser:
         """The choices of one node."""
-
-    @abstractmethod
-    def saved_weights(self, node: SavedNode) -> Sequence[float] | None:
-        """The weights that a checkpoint's counters lead to; None where it does not say enough."""
 
     def check(self, weights: Sequence[FileWeight], options: Mapping[str, Any]) -> None:
         """Raises ``ValueError`` for weights in the mixture file that mean nothing under this policy."""
@@ -272,12 +252,10 @@ class Weighed(Policy):
 
     takes = "numbers"
 
-    def saved_weights(self, node: SavedNode) -> Sequence[float] | None:
-        numbers = [child.points[0][1] for child in node.children if child.points and len(child.points) == 1]
-        if len(numbers) < len(node.children) or not all(numbers):
-            return None
-        weights = integer_weights(numbers)
-        return [weight if child.live else 0 for weight, child in zip(weights, node.children, strict=True)]
+
+def points_of(weight: FileWeight) -> Points:
+    """A weight of the mixture file as points."""
+    return [(0, weight)] if isinstance(weight, float) else weight
 
 
 def policy_of(config: NodeConfig) -> Policy:

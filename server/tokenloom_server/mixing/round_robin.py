@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tokenloom_server.mixing.policy import Choices, Chooser, Elsewhere, NodeChange, NodeStart, Policy, SavedNode
+from tokenloom_server.mixing.policy import Choices, Chooser, Elsewhere, NodeChange, NodeStart, Policy
 
 
 class RoundRobin(Policy):
@@ -19,9 +19,6 @@ class RoundRobin(Policy):
 
     def chooser(self, node: NodeStart) -> Chooser:
         return RoundRobinChooser(node)
-
-    def saved_weights(self, node: SavedNode) -> Sequence[float]:
-        return [float(child.live) for child in node.children]
 
     def revised(self, change: NodeChange) -> Sequence[int]:
         picks = [child.samples // change.pick_samples for child in change.new]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tokenloom_server.config.catalog import FileWeight
-from tokenloom_server.mixing.policy import Chooser, Floats, NodeStart, Points, SavedNode, Span, normal
+from tokenloom_server.mixing.policy import Chooser, Floats, NodeStart, Points, Span, normal, points_of
 from tokenloom_server.mixing.varying import Varying, VaryingChooser
 from tokenloom_server.mixing.weights import whole
 
@@ -32,7 +32,7 @@ class Schedule(Varying):
 
     def check(self, weights: Sequence[FileWeight], options: Mapping[str, Any]) -> None:
         """That some weight is above 0 at every token: between two points it is, if it is so at one of them."""
-        points = [_points(weight) for weight in weights]
+        points = [points_of(weight) for weight in weights]
         for tokens in sorted({0, *(edge for own in points for edge, _ in own)}):
             if not any(_is_above_0(own, tokens, options["interpolate"]) for own in points):
                 raise ValueError(
@@ -42,13 +42,6 @@ class Schedule(Varying):
 
     def chooser(self, node: NodeStart) -> Chooser:
         return ScheduleChooser(node)
-
-    def saved_weights(self, node: SavedNode) -> Sequence[float] | None:
-        points = [child.points for child in node.children if child.points is not None]
-        if len(points) < len(node.children):
-            return None
-        weights = WeightCurve(points, linear=node.interpolate == "linear").weights(node.run_tokens)
-        return [weight if child.live else 0 for weight, child in zip(weights, node.children, strict=True)]
 
 
 class WeightCurve:
@@ -90,8 +83,7 @@ class WeightCurve:
 class ScheduleChooser(VaryingChooser):
     def __init__(self, node: NodeStart) -> None:
         super().__init__(node)
-        points = [_points(child.weight) for child in node.config.children]
-        self._curve = WeightCurve(points, linear=node.config.interpolate == "linear")
+        self._curve = WeightCurve(node.shape.points, linear=node.shape.linear)
 
     def update(self, totals: Sequence[int], run_tokens: int) -> None:
         self.reweigh(self._made(self._curve.weights(run_tokens)), self._mark.totals)
@@ -111,10 +103,6 @@ class ScheduleChooser(VaryingChooser):
     def _made(self, weights: Sequence[int]) -> tuple[int, ...]:
         live = [weights[i] for i in self._children.live]
         return self._of_live(live if any(live) else [1] * len(live))
-
-
-def _points(weight: FileWeight) -> Points:
-    return [(0, weight)] if isinstance(weight, float) else weight
 
 
 def _is_above_0(points: Points, tokens: int, interpolate: str) -> bool:

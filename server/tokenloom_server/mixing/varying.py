@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tokenloom_server.mixing.least_consumed import LeastConsumedChooser, OwesTokens
-from tokenloom_server.mixing.policy import Chooser, Floats, NodeStart, SavedNode, Span, normal
+from tokenloom_server.mixing.policy import Chooser, Floats, NodeStart, Span, normal
 from tokenloom_server.mixing.weights import reduced
 
 #: Picks of the run between two updates of weights. A part of the order's rules.
@@ -54,16 +54,6 @@ class Estimating(Varying):
 
     def chooser(self, node: NodeStart) -> Chooser:
         return EstimatingChooser(node, self)
-
-    def saved_weights(self, node: SavedNode) -> Sequence[float] | None:
-        left = []
-        for child in node.children:
-            if child.live:
-                if not child.total or child.picks is None:
-                    return None
-                left.append(Left.of(child.total, child.picks))
-        weights = iter(self.rule(left))
-        return [next(weights) if child.live else 0 for child in node.children]
 
 
 class VaryingChooser(LeastConsumedChooser):

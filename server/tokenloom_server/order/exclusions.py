@@ -125,12 +125,9 @@ def _table(path: str, local: Path) -> pa.Table:
 
 
 def _by_shard(path: str, table: pa.Table, sources: NamedSources) -> Iterator[tuple[tuple[str, int], _Rows]]:
-    specs, shards = (table[name].combine_chunks().cast(pa.string()).dictionary_encode() for name in ("spec", "shard"))
-    rows = table["row"].combine_chunks().to_numpy()
-    codes = specs.indices.to_numpy().astype(np.int64) * max(1, len(shards.dictionary)) + shards.indices.to_numpy()
-    for code in np.unique(codes).tolist():
-        spec_code, shard_code = divmod(code, len(shards.dictionary))
-        name, shard = specs.dictionary[spec_code].as_py(), shards.dictionary[shard_code].as_py()
+    groups = table.group_by(["spec", "shard"], use_threads=False).aggregate([("row", "list")])
+    columns = (groups["spec"].to_pylist(), groups["shard"].to_pylist(), groups["row_list"])
+    for name, shard, rows in zip(*columns, strict=True):
         if name not in sources:
             raise ConfigError(f"{path!r}: the mixture has no source {name!r}; it has {', '.join(sorted(sources))}")
         spec, paths = sources[name]
@@ -139,4 +136,4 @@ def _by_shard(path: str, table: pa.Table, sources: NamedSources) -> Iterator[tup
                 f"{path!r}: source {name!r} has no shard {shard!r}; it has "
                 f"{', '.join(paths[:5])}{', …' if len(paths) > 5 else ''}"
             )
-        yield (spec, paths.index(shard)), rows[codes == code]
+        yield (spec, paths.index(shard)), rows.values.to_numpy()

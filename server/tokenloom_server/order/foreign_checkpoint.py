@@ -244,7 +244,7 @@ def _new(spec: str, factory: PipelineFactory, baseline: int | None) -> str:
 
 def _digest(sources: Sequence[SourceState], shape: Shape) -> int:
     """Of the place itself, since no sample before it is known: runs that go on from the same one have equal digests,
-    and ranks that bring different ones are told apart."""
+    and ranks that bring different ones have different digests."""
     places = [
         [spec, cursor.epoch, shards[cursor.shard], cursor.row, cursor.tokens, source.samples]
         for spec, shards, source in zip(shape.specs, shape.shards, sources, strict=True)

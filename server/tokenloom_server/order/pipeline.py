@@ -19,13 +19,7 @@ import numpy.typing as npt
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.hashing import slice_rotation
 from tokenloom_server.core.size_estimate import SizeEstimate
-from tokenloom_server.core.state import (
-    DIGEST_MODULUS,
-    DIGEST_MULTIPLIER,
-    MAX_COUNTER,
-    SourceState,
-    State,
-)
+from tokenloom_server.core.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, MAX_COUNTER, SourceState, State
 from tokenloom_server.errors import ConfigError, CounterOverflow, JoinRefused
 from tokenloom_server.mixing.mixer import Mixer, MixWeights, initial_nodes
 from tokenloom_server.mixing.node import Picks

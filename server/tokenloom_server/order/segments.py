@@ -17,11 +17,7 @@ from tokenloom_server.order.origin import Origin
 from tokenloom_server.order.record import estimates_from_json
 from tokenloom_server.order.revision import merged, without
 from tokenloom_server.sources.base import Shard
-from tokenloom_server.sources.manifest import (
-    Manifest,
-    SourceFiles,
-    plugins_from_json,
-)
+from tokenloom_server.sources.manifest import Manifest, SourceFiles, plugins_from_json
 
 
 @dataclass(frozen=True, slots=True)

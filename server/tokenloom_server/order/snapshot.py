@@ -13,12 +13,7 @@ from typing import Any
 
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server.core.state import (
-    ChildState,
-    Imported,
-    SourceState,
-    State,
-)
+from tokenloom_server.core.state import ChildState, Imported, PackedCursor, SourceState, State
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.order.snapshot_checks import (
     check_lanes,
@@ -29,9 +24,11 @@ from tokenloom_server.order.snapshot_checks import (
     check_skipped,
 )
 from tokenloom_server.order.snapshot_document import (
+    DatasetInFile,
     KnownDataset,
     PreservedDataset,
     ResumeStateDocument,
+    SnapshotDocument,
     lane_of,
     read_document,
     read_resume_state,
@@ -179,3 +176,58 @@ def source_state(dataset: KnownDataset) -> SourceState:
         tally=dataset.tally,
         lanes=tuple(lane_of(entry) for entry in dataset.lanes),
     )
+
+
+# Of another run, for forks and revisions: what a snapshot says, whether it fits or not.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignSource:
+    """A source as a snapshot of whichever run has it: by spec, and its shard by path."""
+
+    spec: str
+    shard: str | None
+    """None where it stands in no file: of shuffled rows, of batches, and at its beginning."""
+    state: SourceState
+    shuffle: str = "none"
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it stands among rows that are packed together, or a lane of it does."""
+        cursors = self.state.cursor, *(lane.cursor for lane in self.state.lanes)
+        return any(isinstance(cursor, PackedCursor) for cursor in cursors)
+
+
+class ForeignSnapshot(SnapshotDocument):
+    """A snapshot as it is, of whichever run that has begun."""
+
+    resume_state: ResumeStateDocument
+
+    @property
+    def revisions(self) -> Sequence[tuple[int, Mapping[str, Any]]]:
+        """(sample index, content) of the revisions that it carries."""
+        return [(revision.sample_index, revision.content) for revision in self.resume_state.revisions or ()]
+
+    @property
+    def origin(self) -> Mapping[str, Any] | None:
+        """Where its run was forked from."""
+        return self.resume_state.origin
+
+    def sources(self) -> tuple[ForeignSource, ...]:
+        """Where they stand at the sample index of ``resume_state``, which may lie before that of the snapshot."""
+        return tuple(
+            ForeignSource(
+                spec=dataset.spec,
+                shard=dataset.shard if isinstance(dataset, DatasetInFile) else None,
+                state=source_state(dataset),
+                shuffle=dataset.shuffle,
+            )
+            for dataset in self.resume_state.datasets
+            if isinstance(dataset, KnownDataset)
+        )
+
+
+def read_foreign(text: str | bytes) -> ForeignSnapshot | None:
+    """What a snapshot says, whichever run it is of; None where that has not begun. Raises ``SnapshotInvalid``."""
+    document = read_document(text)
+    return ForeignSnapshot.model_construct(**dict(document)) if document.resume_state is not None else None

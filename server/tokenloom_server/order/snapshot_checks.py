@@ -20,13 +20,7 @@ from tokenloom_server.core.state import (
     tokens_in_row,
 )
 from tokenloom_server.errors import SnapshotInvalid
-from tokenloom_server.order.snapshot_document import (
-    SKIPPED,
-    DatasetInFile,
-    KnownDataset,
-    ResumeStateDocument,
-    lane_of,
-)
+from tokenloom_server.order.snapshot_document import SKIPPED, DatasetInFile, KnownDataset, ResumeStateDocument, lane_of
 from tokenloom_server.order.state_shape import Shape
 
 
@@ -43,8 +37,8 @@ def check_mixture(resume: ResumeStateDocument, shape: Shape) -> None:
                 "one with the same mixture file, or fork a new run from this state"
             )
     # Limits, files and rows that are left out are not among what describes a node.
-    held = [revision for revision in resume.revisions or () if revision.sample_index <= resume.sample_index]
-    made_under = (held[-1].sample_index, what_of(held[-1].content)) if held else None
+    in_force = [revision for revision in resume.revisions or () if revision.sample_index <= resume.sample_index]
+    made_under = (in_force[-1].sample_index, canonical_content(in_force[-1].content)) if in_force else None
     if made_under != shape.revision:
         raise SnapshotInvalid(
             f"resume_state.revisions at sample {resume.sample_index} has {_of_revision(made_under)}, but in force "
@@ -53,7 +47,7 @@ def check_mixture(resume: ResumeStateDocument, shape: Shape) -> None:
         )
 
 
-def what_of(content: Mapping[str, Any]) -> str:
+def canonical_content(content: Mapping[str, Any]) -> str:
     """What a revision makes of the run, as canonical JSON: not during which generation it was made."""
     return canonical({key: value for key, value in content.items() if key != "generation"})
 

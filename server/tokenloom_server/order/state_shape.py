@@ -30,7 +30,7 @@ class Shape:
     mixture: tuple[Mapping[str, Any], ...]
     """The nodes as ``resume_state`` describes them."""
     revision: tuple[int, str] | None = None
-    """The newest revision that holds: its sample index and ``what_of`` its content."""
+    """The newest revision in force: its sample index, and the ``canonical_content`` of it."""
     best_fit: bool = False
     """Whether rows are packed together, so that a cursor counts the samples that they have given."""
     in_batches: bool = False

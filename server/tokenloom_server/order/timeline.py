@@ -28,7 +28,7 @@ class _Recorded(NamedTuple):
 
     begin: int
     content: Mapping[str, Any]
-    #: See ``what_of``.
+    #: See ``canonical_content``.
     canonical: str
 
 
@@ -167,21 +167,15 @@ class Timeline:
                 files = files_of(segment.factory)
                 new = {spec: files[spec] for spec in files if files[spec] != first_files.get(spec)}
                 content |= {"shards": files_to_json(new)} if new else {}
-                recorded.append(_Recorded(segment.begin, content, snapshot_checks.what_of(content)))
+                recorded.append(_Recorded(segment.begin, content, snapshot_checks.canonical_content(content)))
         return recorded
 
     def holds(self, sample_index: int, content: Mapping[str, Any]) -> bool:
         """Whether a revision, as a state has it, is one of this timeline."""
-        canonical = snapshot_checks.what_of(content)
+        canonical = snapshot_checks.canonical_content(content)
         return any((one.begin, one.canonical) == (sample_index, canonical) for one in self._recorded)
 
     # --- revisions -----------------------------------------------------------------------------------
-
-    def lineage(self, generation: int) -> Timeline:
-        """The timeline as a generation had it: what was revised later is left out."""
-        return self.with_revisions(
-            [revision for revision in self.revisions if json.loads(revision.content)["generation"] <= generation]
-        )
 
     def as_revised(self) -> RunConfig:
         """What the newest revision made of the mixture, as a file has it: phases that begin after it, and the end of

@@ -16,14 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tokenloom_server.core.state import digest_hex
-from tokenloom_server.errors import (
-    ConfigError,
-    JoinRefused,
-    LimitExceeded,
-    NotFound,
-    OrderMismatch,
-    ServerStopping,
-)
+from tokenloom_server.errors import ConfigError, JoinRefused, LimitExceeded, NotFound, OrderMismatch, ServerStopping
 from tokenloom_server.order.steps import PADDING
 from tokenloom_server.replay.stream_samples import Sample, StreamSamples
 from tokenloom_server.run.coordinator import RunCoordinator

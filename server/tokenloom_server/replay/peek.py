@@ -46,15 +46,6 @@ class PeekCall:
     state: bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeekStart:
-    """Where a peek starts. ``generation`` is the one in whose lineage that lies; 0 for none."""
-
-    uid: str
-    generation: int
-    state: State
-
-
 class Peeks:
     """All peeks of one run. Thread-safe."""
 
@@ -65,8 +56,10 @@ class Peeks:
         self._lock = threading.Lock()
         self._streams: set[Peek] = set()
 
-    def join(self, call: PeekCall, interrupted: Callable[[], bool]) -> PeekStart:
+    def join(self, call: PeekCall, interrupted: Callable[[], bool]) -> tuple[int, State]:
         """Where a peek starts: as asked for, else where the ledger stands. Goes forward to it.
+
+        Returns the generation in whose lineage that lies, 0 for none, and the state there.
 
         Raises ``JoinRefused``, ``SnapshotInvalid``, ``NotFound``, ``BeyondHorizon``, ``TooManyPeeks`` and the
         ledger's errors.
@@ -87,7 +80,7 @@ class Peeks:
                 )
                 generation = point.generation or self._history.nearest(state.sample_index).generation
                 past.remember(generation, state, timeline)
-        return PeekStart(uid=self._coordinator.uid, generation=generation, state=state)
+        return generation, state
 
     @contextmanager
     def open(self, uid: str, index: int, batch_size: int, digest: str = "") -> Iterator[Peek]:

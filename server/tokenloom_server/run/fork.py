@@ -9,11 +9,11 @@ from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.state import FileCursor, SourceState, State, begun_again, row_cursor
 from tokenloom_server.errors import JoinRefused, SnapshotInvalid
 from tokenloom_server.mixing.elsewhere import forked
-from tokenloom_server.order import foreign_snapshot, snapshot
+from tokenloom_server.order import snapshot
 from tokenloom_server.order.builder import moves_parts
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.foreign_snapshot import Foreign, Source
 from tokenloom_server.order.origin import Origin
+from tokenloom_server.order.snapshot import ForeignSnapshot, ForeignSource
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.history import History
@@ -41,7 +41,7 @@ class ForkHandler:
         this run has begun.
         """
         coordinator = self._coordinator
-        foreign = foreign_snapshot.foreign(text)
+        foreign = snapshot.read_foreign(text)
         if foreign is None:
             raise SnapshotInvalid("the state is of a run that has not begun: there is nothing to fork")
         if foreign.run == coordinator.name:
@@ -64,7 +64,7 @@ class ForkHandler:
                 coordinator.put_in_force(epoch, coordinator.timeline.with_origin(origin))
             return self._history.seal(0, origin.state, origin.sample_index, origin.digest, origin.total_tokens)
 
-    def _origin(self, text: str | bytes, foreign: Foreign) -> Origin:
+    def _origin(self, text: str | bytes, foreign: ForeignSnapshot) -> Origin:
         """Where this run begins; its state is that of the other run's sources as far as this run has them."""
         coordinator = self._coordinator
         self._refuse_other_tokens(foreign)
@@ -88,7 +88,7 @@ class ForkHandler:
         state = same if same is not None else _transplanted(timeline, origin, {each.spec: each for each in theirs})
         return replace(origin, state=timeline.encode(state))
 
-    def _refuse_other_tokens(self, foreign: Foreign) -> None:
+    def _refuse_other_tokens(self, foreign: ForeignSnapshot) -> None:
         ours = self._coordinator.template()["tokenizer"]
         theirs = foreign.tokenizer or {}
         if theirs.get("digest") == ours["digest"] and "none" in (theirs.get("engine"), ours["engine"]):
@@ -99,7 +99,7 @@ class ForkHandler:
                 "counted in tokens, so a fork needs the same tokeniser and engine"
             )
 
-    def _refuse_other_batches(self, foreign: Foreign) -> None:
+    def _refuse_other_batches(self, foreign: ForeignSnapshot) -> None:
         """A place among batches from buckets is one only where these are made in the same way."""
         parent, ours = self._parent(foreign.run), self._coordinator.order
         if ours.config.batching is None:
@@ -117,7 +117,7 @@ class ForkHandler:
             "its batches would be others, and a place among them another one; make them the same",
         )
 
-    def _sources(self, text: str | bytes, foreign: Foreign) -> tuple[tuple[Source, ...], State | None]:
+    def _sources(self, text: str | bytes, foreign: ForeignSnapshot) -> tuple[tuple[ForeignSource, ...], State | None]:
         """The other run's sources at the sample index; and its state, where this run has the same rules."""
         coordinator = self._coordinator
         ours = coordinator.template()
@@ -225,14 +225,14 @@ def _of_shuffling(
     yield of_source + "files' fingerprints", *fingerprints
 
 
-def _is_at(origin: Origin, foreign: Foreign) -> bool:
+def _is_at(origin: Origin, foreign: ForeignSnapshot) -> bool:
     there = (foreign.run, foreign.run_uid or "", foreign.sample_index, foreign.digest)
     return (origin.run, origin.uid, origin.sample_index, origin.digest) == there
 
 
-def _named(order: PipelineFactory, state: State) -> tuple[Source, ...]:
+def _named(order: PipelineFactory, state: State) -> tuple[ForeignSource, ...]:
     return tuple(
-        Source(
+        ForeignSource(
             spec=config.source,
             shard=shards[first.shard] if isinstance(first := row_cursor(source.cursor), FileCursor) else None,
             state=source,
@@ -242,7 +242,7 @@ def _named(order: PipelineFactory, state: State) -> tuple[Source, ...]:
     )
 
 
-def _transplanted(timeline: Timeline, origin: Origin, theirs: Mapping[str, Source]) -> State:
+def _transplanted(timeline: Timeline, origin: Origin, theirs: Mapping[str, ForeignSource]) -> State:
     """The other run's sources as this run has them. Raises ``SnapshotInvalid`` naming a file that it lacks."""
     order = timeline.at(origin.sample_index)
     sources = []

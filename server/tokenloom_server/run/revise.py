@@ -16,7 +16,7 @@ from tokenloom_server.errors import (
 )
 from tokenloom_server.ledger.commands import DropRevisions, Revise
 from tokenloom_server.ledger.records import StoredRevision
-from tokenloom_server.order import foreign_snapshot, revision_content, snapshot
+from tokenloom_server.order import revision_content, snapshot
 from tokenloom_server.order.origin import Origin
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.views import RunView
@@ -213,10 +213,10 @@ def _droppable(run: str, number: int, view: RunView) -> int:
     return index
 
 
-def brings(run: str, text: str | bytes) -> foreign_snapshot.Foreign | None:
+def brings(run: str, text: str | bytes) -> snapshot.ForeignSnapshot | None:
     """A snapshot of the run that says more than its mixture file does; None for any other text."""
     try:
-        foreign = foreign_snapshot.foreign(text)
+        foreign = snapshot.read_foreign(text)
     except SnapshotInvalid:
         return None
     says_more = foreign is not None and foreign.run == run and (foreign.revisions or foreign.origin)

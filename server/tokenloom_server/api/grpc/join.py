@@ -72,14 +72,14 @@ def peek(served: ServedRun, request: wire.JoinRequest, context: grpc.ServicerCon
         resume=request.resume,
         state=request.state_json,
     )
-    start = served.peeks.join(call, lambda: not context.is_active())
+    generation, state = served.peeks.join(call, lambda: not context.is_active())
     batch_size = served.coordinator.order.config.global_batch_size or request.batch_size
     return _response(
         served.coordinator,
-        start.uid,
-        start.state,
-        served.coordinator.timeline.encode(start.state),
-        start.generation,
+        served.coordinator.uid,
+        state,
+        served.coordinator.timeline.encode(state),
+        generation,
         group_micro_steps=served.coordinator.message_steps(batch_size),
         batch_size=batch_size,
     )

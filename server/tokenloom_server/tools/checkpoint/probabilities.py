@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from tokenloom_server.core.state import ChildState
 from tokenloom_server.mixing.catalog import policies
-from tokenloom_server.mixing.policy import Policy, SavedChild, SavedNode
+from tokenloom_server.mixing.policy import Children, NodeShape, NodeStart, Policy
+from tokenloom_server.mixing.weights import integer_weights
 from tokenloom_server.tools.checkpoint.content import Child, Content, Node
 
 
@@ -47,7 +49,7 @@ def owed_samples(content: Content, node: Node, child: Child) -> float | None:
         return None
     weights = [other.weight or 0 for other in node.children]
     if not any(weights):
-        weights = [int(weight) for weight in _weights(content, node, counted=True) or ()]
+        weights = list(_weights(content, node, counted=True) or ())
     return child.credit / (sum(weights) * content.sequence_length) if any(weights) else None
 
 
@@ -56,22 +58,33 @@ def policy_of(node: Node) -> Policy | None:
     return policies().get(node.policy or "")
 
 
-def _weights(content: Content, node: Node, *, counted: bool) -> Sequence[float] | None:
-    """The children's weights; with ``counted`` false, as if nothing was counted yet."""
-    policy = policy_of(node)
-    if policy is None:
+def _weights(content: Content, node: Node, *, counted: bool) -> Sequence[int] | None:
+    """The children's weights by the policy itself; with ``counted`` false, as if nothing was counted yet. None where
+    the checkpoint does not say enough."""
+    policy, known = policy_of(node), [points(child.configured) for child in node.children]
+    if policy is None or (policy.takes != "nothing" and None in known):
         return None
-    children = [
-        SavedChild(
-            live=child.presence == "live" and not (counted and child.exhausted),
-            points=points(child.configured),
-            picks=child.samples if counted or child.samples is None else 0,
-            total=child.total,
-        )
-        for child in node.children
-    ]
-    tokens = (content.total_tokens or 0) if counted else 0
-    return policy.saved_weights(SavedNode(children, tokens, node.interpolate))
+    curves = [own or [(0, 1.0)] for own in known]
+    if policy.takes == "numbers" and not all(len(own) == 1 and own[0][1] for own in curves):
+        return None
+    out = [child.presence != "live" or (counted and bool(child.exhausted)) for child in node.children]
+    live = [child for child, is_out in zip(node.children, out, strict=True) if not is_out]
+    if policy.estimates and any(child.samples is None or not child.total for child in live):
+        return None
+    size = len(curves)
+    shape = NodeShape(
+        node_id=node.id,
+        seed=0,
+        pick_tokens=1,
+        weights=integer_weights([own[0][1] if policy.takes == "numbers" else 1.0 for own in curves]),
+        child_ids=tuple(range(size)),
+        points=tuple(curves),
+        linear=node.interpolate == "linear",
+    )
+    picks = [(child.samples or 0) if counted else 0 for child in node.children]
+    chooser = policy.chooser(NodeStart(shape, Children(picks, [0] * size, out), [ChildState()] * size))
+    chooser.update([child.total or 0 for child in node.children], (content.total_tokens or 0) if counted else 0)
+    return chooser.weights()
 
 
 def points(weight: Any) -> list[tuple[int, float]] | None:
