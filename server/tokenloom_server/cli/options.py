@@ -14,6 +14,8 @@ import typer
 from tokenloom_server.errors import ConfigError
 
 if TYPE_CHECKING:
+    from tokenloom_proto.credentials import TlsFiles
+
     from tokenloom_server.config.catalog import Catalog
     from tokenloom_server.config.data_roots import DataRoots
     from tokenloom_server.config.run import RunConfig
@@ -54,23 +56,19 @@ class ReadAccess:
         """The server at a REST address. Raises ``ConfigError``."""
         from tokenloom_server.tools.remote import Remote
 
-        return Remote(url, os.environ, control=self.control, **self._files)
+        return Remote(url, os.environ, token_file=self.token_file, files=self._files, control=self.control)
 
     def servers(self, url: str) -> Servers:
         """The servers of a run, as a gRPC URL names them. Raises ``ConfigError``."""
         from tokenloom_server.tools.peek.servers import Servers
 
-        return Servers(url, os.environ, **self._files)
+        return Servers(url, os.environ, token_file=self.token_file, files=self._files)
 
     @property
-    def _files(self) -> dict[str, Path | None]:
-        """The files of token and TLS, by the names under which ``Remote`` and ``Servers`` take them."""
-        return {
-            "token_file": self.token_file,
-            "tls_ca": self.tls_ca,
-            "tls_cert": self.tls_cert,
-            "tls_key": self.tls_key,
-        }
+    def _files(self) -> TlsFiles:
+        from tokenloom_proto.credentials import TlsFiles
+
+        return TlsFiles(self.tls_ca, self.tls_cert, self.tls_key)
 
 
 @dataclass(frozen=True, slots=True)
