@@ -28,6 +28,7 @@ from support.corpora import (
 from tokenloom_server.core.state import State
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.steps import BatchPlan
+from tokenloom_server.sources.catalog import BUILT_IN
 
 #: Three shards of each source.
 IDS = [id_rows(9, 1, 40), [[], *id_rows(7, 2, 60)], id_rows(8, 3, 30)]
@@ -118,6 +119,11 @@ PACKINGS: dict[str, dict[str, Any]] = {
     "unpacked": {"packing": "none"},
     "unpacked, split": {"packing": "none", "long_rows": "split", "padding": "left"},
 }
+
+
+def test_no_scheme_is_left_out() -> None:
+    # What the Hub has are files of these.
+    assert {scheme.name for scheme in BUILT_IN} - {"hf"} <= set(SCHEMES)
 
 
 def taken(

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 #: The variables that hold a token; the same name with ``_FILE`` at its end is the variable that names a file with one.
 CONTROL_VARIABLE = "TOKENLOOM_TOKEN"
@@ -18,10 +19,8 @@ READ_VARIABLE = "TOKENLOOM_READ_TOKEN"
 #: Hosts, separated by commas, to which a token may be sent without TLS.
 PLAINTEXT_VARIABLE = "TOKENLOOM_PLAINTEXT_HOSTS"
 
-#: Files (PEM) for TLS, as a client has them: the CA to trust, and a certificate and its key to show.
-TLS_CA_VARIABLE = "TOKENLOOM_TLS_CA"
-TLS_CERT_VARIABLE = "TOKENLOOM_TLS_CERT"
-TLS_KEY_VARIABLE = "TOKENLOOM_TLS_KEY"
+#: The variables that name the ``TlsFiles``.
+_TLS_VARIABLES = {"ca": "TOKENLOOM_TLS_CA", "cert": "TOKENLOOM_TLS_CERT", "key": "TOKENLOOM_TLS_KEY"}
 _USE_TLS = "serve with --tls-cert and --tls-key, and write grpcs:// in place of grpc://"
 
 #: Nobody guesses that many characters, and no header has room for a token that is longer than the other bound.
@@ -101,6 +100,24 @@ def authorization(token: str) -> str:
     return f"Bearer {token}"
 
 
+class TlsFiles(NamedTuple):
+    """Files (PEM) for TLS, as a client has them. One that is not given is what ``TOKENLOOM_TLS_CA``,
+    ``TOKENLOOM_TLS_CERT`` or ``TOKENLOOM_TLS_KEY`` names, if anything."""
+
+    ca: str | os.PathLike[str] | None = None
+    """To trust."""
+    cert: str | os.PathLike[str] | None = None
+    """To show, with its key."""
+    key: str | os.PathLike[str] | None = None
+
+    def or_of(self, environment: Mapping[str, str]) -> TlsFiles:
+        """With the environment's files in place of those that are not given."""
+        return TlsFiles(*(file or environment.get(_TLS_VARIABLES[name]) for name, file in self._asdict().items()))
+
+
+NO_FILES = TlsFiles()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
     """For every connection to a run's servers. Nothing secret is in its ``repr``."""
@@ -125,43 +142,38 @@ class Credentials:
         *,
         tls: bool,
         token: str | None = None,
-        tls_ca: str | os.PathLike[str] | None = None,
-        tls_cert: str | os.PathLike[str] | None = None,
-        tls_key: str | os.PathLike[str] | None = None,
+        files: TlsFiles = NO_FILES,
         environment: Mapping[str, str],
     ) -> Credentials:
-        """What is given, else what the environment names: ``TOKENLOOM_TOKEN`` (or ``TOKENLOOM_TOKEN_FILE``),
-        ``TOKENLOOM_TLS_CA``, ``TOKENLOOM_TLS_CERT`` and ``TOKENLOOM_TLS_KEY``.
+        """What is given, else what the environment names: ``TOKENLOOM_TOKEN`` (or ``TOKENLOOM_TOKEN_FILE``), and the
+        files of TLS.
 
         Raises ``ValueError`` for what is missing or no token, and where the token would travel without TLS to another
         machine that ``TOKENLOOM_PLAINTEXT_HOSTS`` does not name.
         """
         token = find_token(CONTROL_VARIABLE, environment) if token is None else check_token(token, "token")
         if not tls:
-            if tls_ca is not None or tls_cert is not None or tls_key is not None:
+            if files != NO_FILES:
                 raise ValueError("tls_ca, tls_cert and tls_key are for grpcs://, but the address begins with grpc://")
             if token is not None:
                 for host in hosts:
                     refuse_plaintext(host, environment, _USE_TLS)
             return cls(token=token)
-        ca = _read("tls_ca", tls_ca, TLS_CA_VARIABLE, environment)
-        certificate = _read("tls_cert", tls_cert, TLS_CERT_VARIABLE, environment)
-        key = _read("tls_key", tls_key, TLS_KEY_VARIABLE, environment)
+        ca, certificate, key = (_read(name, file, environment) for name, file in files._asdict().items())
         if (certificate is None) != (key is None):
             raise ValueError(
-                f"tls_cert ({TLS_CERT_VARIABLE}) and tls_key ({TLS_KEY_VARIABLE}) belong together; one is missing"
+                "tls_cert (TOKENLOOM_TLS_CERT) and tls_key (TOKENLOOM_TLS_KEY) belong together; one is missing"
             )
         return cls(token=token, tls=True, ca=ca, certificate=certificate, key=key)
 
 
-def _read(
-    name: str, path: str | os.PathLike[str] | None, variable: str, environment: Mapping[str, str]
-) -> bytes | None:
-    file = environment.get(variable) if path is None else path
+def _read(name: str, file: str | os.PathLike[str] | None, environment: Mapping[str, str]) -> bytes | None:
+    """The content of one of the ``TlsFiles``."""
+    source = f"tls_{name}" if file is not None else _TLS_VARIABLES[name]
+    file = file or environment.get(source)
     if file is None:
         return None
     try:
         return Path(file).read_bytes()
     except OSError as error:
-        where = variable if path is None else name
-        raise ValueError(f"{where}: {str(file)!r} cannot be read ({error.strerror or error})") from None
+        raise ValueError(f"{source}: {str(file)!r} cannot be read ({error.strerror or error})") from None

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from tokenloom import ConnectionOptions, Forbidden, RemoteDataset, Unauthenticated
 from tokenloom_proto import dataloader_pb2 as wire
-from tokenloom_proto.credentials import Credentials
+from tokenloom_proto.credentials import Credentials, TlsFiles
 
 TOKEN = "a-token-0123456789"
 
@@ -40,7 +40,7 @@ def test_what_is_no_token_is_refused_without_showing_it() -> None:
 
 def test_nothing_secret_is_in_a_repr(tmp_path: Path) -> None:
     (tmp_path / "pem").write_bytes(b"-----SECRET-----")
-    found = find(tls=True, token=TOKEN, tls_ca=tmp_path / "pem", tls_cert=tmp_path / "pem", tls_key=tmp_path / "pem")
+    found = find(tls=True, token=TOKEN, files=TlsFiles(*[tmp_path / "pem"] * 3))
 
     assert TOKEN not in repr(found)
     assert "SECRET" not in repr(found)
@@ -80,7 +80,7 @@ def test_files_of_tls_are_those_given_or_the_environments(tmp_path: Path) -> Non
         (tmp_path / name).write_text(name, encoding="utf-8")
     environment = {f"TOKENLOOM_TLS_{name.upper()}": str(tmp_path / name) for name in ("ca", "cert", "key")}
 
-    found = find(tls=True, environment=environment, tls_ca=tmp_path / "other")
+    found = find(tls=True, environment=environment, files=TlsFiles(ca=tmp_path / "other"))
 
     assert (found.ca, found.certificate, found.key) == (b"other", b"cert", b"key")
     # Set for other servers; this one is asked without TLS.
@@ -90,11 +90,11 @@ def test_files_of_tls_are_those_given_or_the_environments(tmp_path: Path) -> Non
 def test_files_of_tls_that_do_not_fit_are_named(tmp_path: Path) -> None:
     (tmp_path / "cert").touch()
     with pytest.raises(ValueError, match=r"tls_cert .* and tls_key .* belong together"):
-        find(tls=True, tls_cert=tmp_path / "cert")
+        find(tls=True, files=TlsFiles(cert=tmp_path / "cert"))
     with pytest.raises(ValueError, match="TOKENLOOM_TLS_CA: '/no/such/file' cannot be read"):
         find(tls=True, environment={"TOKENLOOM_TLS_CA": "/no/such/file"})
     with pytest.raises(ValueError, match="for grpcs://, but the address begins with grpc://"):
-        find(tls_ca=tmp_path / "cert")
+        find(files=TlsFiles(ca=tmp_path / "cert"))
 
 
 @pytest.fixture

@@ -22,9 +22,11 @@ from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.mixing import mixer
+from tokenloom_server.mixing.catalog import policies
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import Pipeline
+from tokenloom_server.order.size_estimates import measure
 from tokenloom_server.order.steps import BatchPlan, StepGroup
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources.manifest import Manifest, SourceFiles, build
@@ -56,7 +58,9 @@ class Corpus:
         named = {source.source for _, source in config.named_sources()}
         early = tuple(SourceFiles(one.spec, one.shards[:-1]) for one in self.manifest.sources if one.spec in named)
         record = replace(self.first.record, config=config, manifest=Manifest(early), has_loss_mask=config.masks_loss)
-        return builder.measured(self.first.with_record(record))
+        factory = self.first.with_record(record)
+        estimates = {source: measure(factory, source) for source in config.measured_sources}
+        return factory.with_record(replace(record, size_estimates=estimates))
 
 
 @pytest.fixture(scope="module")
@@ -397,7 +401,7 @@ def test_a_run_whose_weights_are_made_anew_often(corpus: Corpus, seed: int) -> N
 def test_the_runs_meet_what_they_are_there_for(corpus: Corpus) -> None:
     # What the tests above are worth.
     kinds: set[str] = set()
-    policies: set[str] = set()
+    met: set[str] = set()
     packings: set[str] = set()
     reached = ended = at_once = 0
     for seed in range(60):
@@ -406,13 +410,13 @@ def test_the_runs_meet_what_they_are_there_for(corpus: Corpus) -> None:
         drawn.revise(rng.randint(0, 60), rng.randint(1, 5))
         kinds |= set(drawn.made)
         packings.add(drawn.timeline.first.config.packing)
-        policies |= {node.policy for each in drawn.timeline.segments for node in each.order.config.nodes}
+        met |= {node.policy for each in drawn.timeline.segments for node in each.factory.config.nodes}
         whole = Whole(drawn.timeline)
         reached += any(0 < each.begin < whole.end for each in drawn.timeline.segments)
         ended += whole.end < LONGEST
         begins = [revision.sample_index for revision in drawn.timeline.revisions]
         at_once += len(set(begins)) < len(begins)
     assert kinds == set(KINDS)
-    assert len(policies) == 7
+    assert met == set(policies())
     assert packings == {"concat", "best_fit", "none"}
     assert min(reached, ended, 60 - ended) > 8 and at_once > 5

@@ -1,4 +1,4 @@
-"""Folders of Arrow files: what `datasets` saves, both IPC formats, and how damage is told."""
+"""Folders of Arrow files: what `datasets` saves, both IPC formats, and how damage is named."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_damaged_state_file_is_named(tmp_path: Path, state: str) -> None:
         opened(tmp_path, SPEC)
 
 
-def test_a_folder_that_is_missing_or_holds_no_arrow_file_is_told_apart(tmp_path: Path) -> None:
+def test_a_folder_that_is_missing_or_holds_no_arrow_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"saved' does not exist, expected a folder that `save_to_disk` wrote"):
         opened(tmp_path, SPEC)
     (tmp_path / "saved").mkdir()

@@ -81,7 +81,7 @@ def test_few_files_and_no_folder_keep_nothing(folder: Path) -> None:
     assert not (folder / "index").exists()
 
 
-def test_progress_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_progress_is_logged(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(block_index, "PROGRESS_S", 0.0)
     with caplog.at_level(logging.INFO):
         looked_up(folder)

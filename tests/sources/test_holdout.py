@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pytest
 import xxhash
@@ -36,8 +35,9 @@ from tokenloom_server.order.revision_content import revise
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.planning.planner import Planner
 from tokenloom_server.prepare.job import Job
-from tokenloom_server.sources.base import Content, Rows, Shard
+from tokenloom_server.sources.base import Rows
 from tokenloom_server.sources.holdout import HoldoutSource
+from tokenloom_server.sources.wrapped import WrappedSource
 
 SEED = 7
 SHARE = 0.3
@@ -92,35 +92,24 @@ def test_a_run_that_holds_out_goes_on_from_every_sample_index(shuffle: str, pack
         assert taken(order, state)[0] == samples[at + 1 :]
 
 
-class Held:
-    """Implements ``Source``: rows as they are given."""
+class Held(WrappedSource):
+    """Rows as they are given."""
 
-    shards = (Shard("rows", 0, ""),)
-
-    def __init__(self, content: Content, parts: Sequence[Rows]) -> None:
-        self.content = content
-        self._parts = parts
-
-    def row_count(self, shard: int) -> int:
-        return sum(len(rows.column) for rows in self._parts)
-
-    def blocks(self, shard: int) -> npt.NDArray[np.int64]:
-        return np.array([0, self.row_count(shard)])
+    def __init__(self, column: Any) -> None:
+        self._rows = Rows(0, column)
 
     def read(self, shard: int, row: int) -> Iterator[Rows]:
-        yield from self._parts
+        yield self._rows
 
 
 def sides(column: Any, share: float = SHARE) -> list[list[Any]]:
     """What each side gives of a column: trained on, held out."""
-    content = Content.TEXT if pa.types.is_large_string(column.type) else Content.IDS
-    found = []
+    columns = []
     for gives_held in (False, True):
-        source = HoldoutSource(Held(content, [Rows(0, column)]), share, SEED, gives_held=gives_held)
-        (rows,) = source.read(0, 0)
+        (rows,) = HoldoutSource(Held(column), share, SEED, gives_held=gives_held).read(0, 0)
         assert len(rows.column) == len(column)
-        found.append(rows.column.to_pylist())
-    return found
+        columns.append(rows.column.to_pylist())
+    return columns
 
 
 @pytest.mark.parametrize("begin", [0, 3])
@@ -184,7 +173,7 @@ def test_another_seed_holds_out_others_and_copies_and_moved_files_are_where_they
     assert both(one)[1] != both(other)[1]
 
 
-def test_rows_that_are_bad_or_filtered_are_told_once_and_never_evaluated_on(tmp_path: Path) -> None:
+def test_rows_that_are_bad_or_filtered_are_counted_once_and_never_evaluated_on(tmp_path: Path) -> None:
     lines = [f'{{"text": "{text}", "n": {i % 3}}}' for i, text in enumerate(text_rows(60, 3, 9))]
     lines[::10] = ["no JSON"] * 6
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -86,7 +86,7 @@ def test_files_of_each_kind_are_read_from_any_row(
     assert rows_of(SPEC, row=19) == ROWS[0][19:]
 
 
-def test_json_that_is_no_lines_is_told(hub: StandInHub) -> None:
+def test_json_that_is_no_lines_is_named(hub: StandInHub) -> None:
     hub.repo("org/name").commit({"train.json": json.dumps([{"text": "a"}]).encode()})
     with pytest.raises(
         SourceError, match=r"hf://datasets/org/name@\w+/train.json.*line 1 is a list, expected a JSON object"

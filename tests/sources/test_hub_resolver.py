@@ -142,7 +142,7 @@ def test_a_split_has_the_files_that_datasets_reads_in_its_order(hub: StandInHub,
     assert all(theirs)
 
 
-def test_a_file_is_named_by_its_commit_and_told_apart_by_its_content(hub: StandInHub) -> None:
+def test_a_file_is_named_by_its_commit_and_known_apart_by_its_content(hub: StandInHub) -> None:
     commit = hub.repo("org/name").commit({"train/a.parquet": b"large", "README.md": b"", "train/b.jsonl": b"{}"})
 
     resolved = hub_resolver().shards(spec_of("hf:org/name:train:text"))
@@ -239,7 +239,7 @@ def test_a_conversion_of_the_first_gigabytes_is_not_taken_for_all(hub: StandInHu
 # --- what is not there ----------------------------------------------------------------------------------
 
 
-def test_an_unknown_repository_config_split_or_revision_is_told_with_what_there_is(hub: StandInHub) -> None:
+def test_an_unknown_repository_config_split_or_revision_is_named_with_what_there_is(hub: StandInHub) -> None:
     repo = hub.repo("org/name")
     repo.commit(
         files("en/a.parquet", "de/a.parquet")
@@ -248,9 +248,9 @@ def test_an_unknown_repository_config_split_or_revision_is_told_with_what_there_
     repo.commit(files("train/a.parquet"), ref="next")
     repo.refs["refs/tags/v1.0"] = repo.refs["next"]
 
-    told = message("hf:org/nmae:train:text")
-    assert told.startswith("source 'hf:org/nmae:train:text': the dataset 'org/nmae' is not on http://127.0.0.1:")
-    assert told.endswith("no token was sent: HF_TOKEN is not set; datasets of 'org': 'org/name'")
+    error = message("hf:org/nmae:train:text")
+    assert error.startswith("source 'hf:org/nmae:train:text': the dataset 'org/nmae' is not on http://127.0.0.1:")
+    assert error.endswith("no token was sent: HF_TOKEN is not set; datasets of 'org': 'org/name'")
     assert message("hf:org/name@v2:train:text").endswith(
         "has no such revision 'v2'; branches and tags: 'main', 'next', 'v1.0'"
     )
@@ -266,7 +266,7 @@ def test_an_empty_repository_has_no_splits(hub: StandInHub) -> None:
 
 
 @pytest.mark.parametrize(
-    ("header", "told"),
+    ("header", "fault"),
     [
         ("configs: 3", "its card's configs are int, expected a list"),
         ("configs: [{data_files: x}]", "without config_name"),
@@ -282,9 +282,9 @@ def test_an_empty_repository_has_no_splits(hub: StandInHub) -> None:
         ("configs: [", "is no YAML"),
     ],
 )
-def test_a_card_that_says_something_else_is_told(hub: StandInHub, header: str, told: str) -> None:
+def test_a_card_that_says_something_else_is_named(hub: StandInHub, header: str, fault: str) -> None:
     hub.repo("org/name").commit(files("train.parquet") | {"README.md": f"---\n{header}\n---\n".encode()})
-    assert told in message("hf:org/name:train:text")
+    assert fault in message("hf:org/name:train:text")
 
 
 @pytest.mark.parametrize(
@@ -317,12 +317,12 @@ def test_private_and_gated_datasets_say_so_and_open_with_a_token(
     hub.repo("org/gated", gated=True).commit(files("train.parquet"))
 
     assert "or is private, and no token was sent: HF_TOKEN is not set" in message("hf:org/private:train:text")
-    told = message("hf:org/gated:train:text")
-    assert "is gated, and no token was sent: HF_TOKEN is not set; accept its terms on http://127.0.0.1:" in told
+    error = message("hf:org/gated:train:text")
+    assert "is gated, and no token was sent: HF_TOKEN is not set; accept its terms on http://127.0.0.1:" in error
     monkeypatch.setenv("HF_TOKEN", "hf_stale")
-    told = message("hf:org/gated:train:text")
-    assert "the Hub does not know the token in HF_TOKEN" in told
-    assert "hf_stale" not in told
+    error = message("hf:org/gated:train:text")
+    assert "the Hub does not know the token in HF_TOKEN" in error
+    assert "hf_stale" not in error
     monkeypatch.setenv("HF_TOKEN", "hf_good")
     assert paths("hf:org/private:train:text") == paths("hf:org/gated:train:text") == ["train.parquet"]
 

@@ -17,56 +17,40 @@ def written(tmp_path: Path, *rows: str) -> Source:
     return opened(tmp_path, "jsonl:a.jsonl:text")
 
 
-GOOD = '{"text":"good"}'
-GOOD_IDS = '{"text":[1,2]}'
+TEXT, IDS = '{"text":"good"}', '{"text":[1,2]}'
+#: In a source of such lines, a wrong line and what is said of it.
+WRONG = [
+    (TEXT, "", " is blank, expected a JSON object; remove the line"),
+    (TEXT, " \t", " is blank, expected a JSON object"),
+    (TEXT, '{"text":"cut', " is malformed JSON (Unterminated string"),
+    (TEXT, TEXT + TEXT, " is malformed JSON (Extra data"),
+    (TEXT, '["text"]', " is a list, expected a JSON object"),
+    (TEXT, '{"Text":"a","id":1}', " has no key 'text'; its keys are Text, id"),
+    (TEXT, "{}", " has no key 'text'; its keys are none"),
+    (TEXT, '{"text":12}', ": 'text' is a number, expected a string or a list of integers"),
+    (TEXT, '{"text":{}}', ": 'text' is an object, expected a string"),
+    (TEXT, '{"text":true}', ": 'text' is a boolean, expected a string"),
+    (TEXT, '{"text":[1]}', ": 'text' is a list, but the source's first row holds text"),
+    (TEXT, '{"text":"\\ud800"}', ": 'text' has half of a surrogate pair, which is no character"),
+    (TEXT, '{"text":' + "[" * 100_000, " is malformed JSON"),
+    (IDS, '{"text":[1,2.0]}', ": 'text' has the number 2.0 among its ids, expected 64-bit integers"),
+    (IDS, '{"text":[1,null]}', ": 'text' has null among its ids"),
+    (IDS, '{"text":[1,true]}', ": 'text' has a boolean among its ids"),
+    (IDS, '{"text":["1"]}', ": 'text' has a string among its ids"),
+    (IDS, '{"text":[[1]]}', ": 'text' has a list among its ids"),
+    (IDS, '{"text":[9223372036854775808]}', ": 'text' has the number 9223372036854775808 among its ids"),
+    (IDS, '{"text":"a"}', ": 'text' is a string, but the source's first row holds ids"),
+]
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ("", "line 3 is blank, expected a JSON object; remove the line"),
-        (" \t", "line 3 is blank, expected a JSON object"),
-        ('{"text":"cut', "line 3 is malformed JSON (Unterminated string"),
-        (GOOD + GOOD, "line 3 is malformed JSON (Extra data"),
-        ('["text"]', "line 3 is a list, expected a JSON object"),
-        ('{"Text":"a","id":1}', "line 3 has no key 'text'; its keys are Text, id"),
-        ("{}", "line 3 has no key 'text'; its keys are none"),
-        ('{"text":12}', "line 3: 'text' is a number, expected a string or a list of integers"),
-        ('{"text":{}}', "line 3: 'text' is an object, expected a string"),
-        ('{"text":true}', "line 3: 'text' is a boolean, expected a string"),
-        ('{"text":[1]}', "line 3: 'text' is a list, but the source's first row holds text"),
-        ('{"text":"\\ud800"}', "line 3: 'text' has half of a surrogate pair, which is no character"),
-        ('{"text":' + "[" * 100_000, "line 3 is malformed JSON"),
-    ],
-)
-def test_a_wrong_line_of_a_text_source_is_named(tmp_path: Path, bad: str, message: str) -> None:
-    source = written(tmp_path, GOOD, GOOD, bad, GOOD)
-    assert source.content is Content.TEXT
-    with pytest.raises(SourceError) as caught:
-        rows_of(source)
-    assert f"source 'jsonl:a.jsonl:text': 'a.jsonl': {message}" in str(caught.value)
-    assert rows_of(source, 3) == ["good"]
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ('{"text":[1,2.0]}', "has the number 2.0 among its ids, expected 64-bit integers"),
-        ('{"text":[1,null]}', "has null among its ids"),
-        ('{"text":[1,true]}', "has a boolean among its ids"),
-        ('{"text":["1"]}', "has a string among its ids"),
-        ('{"text":[[1]]}', "has a list among its ids"),
-        ('{"text":[9223372036854775808]}', "has the number 9223372036854775808 among its ids"),
-        ('{"text":"a"}', "is a string, but the source's first row holds ids"),
-    ],
-)
-def test_a_wrong_line_of_an_id_source_is_named(tmp_path: Path, bad: str, message: str) -> None:
-    source = written(tmp_path, GOOD_IDS, bad, GOOD_IDS)
-    assert source.content is Content.IDS
-    with pytest.raises(SourceError) as caught:
-        rows_of(source)
-    assert f"'a.jsonl': line 2: 'text' {message}" in str(caught.value)
-    assert rows_of(source, 2) == [[1, 2]]
+def test_a_wrong_line_is_named_and_those_after_it_can_be_read(tmp_path: Path) -> None:
+    for good, wrong, message in WRONG:
+        source = written(tmp_path, good, good, wrong, good)
+        assert source.content is (Content.TEXT if good == TEXT else Content.IDS)
+        with pytest.raises(SourceError) as caught:
+            rows_of(source)
+        assert f"source 'jsonl:a.jsonl:text': 'a.jsonl': line 3{message}" in str(caught.value)
+        assert rows_of(source, 3) == [json.loads(good)["text"]]
 
 
 def test_ids_keep_their_values_and_null_is_an_empty_row(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_an_index_is_built_once_and_then_read_from_its_cache(
     assert rows_of(opened(tmp_path, TXT, index_dir), 42)[0] == "line 42"
     (cache,) = index_dir.iterdir()
     assert cache.stat().st_size <= 128 + 16 * (text_file.stat().st_size // 64 + 4)
-    monkeypatch.setattr(lines, "build_index", lambda *_: pytest.fail("the index was built again"))
+    monkeypatch.setattr(row_index, "build", lambda *_: pytest.fail("the index was built again"))
     again = opened(tmp_path, TXT, index_dir)
     assert again.row_count(0) == 100
     for row in range(101):

@@ -61,7 +61,7 @@ def test_a_long_listing_is_cut(folder: Path) -> None:
         paths_of(spec_of("jsonl:data/x.jsonl:text"), folder)
 
 
-def test_a_folder_in_place_of_files_is_told_how_to_name_them(folder: Path) -> None:
+def test_a_folder_in_place_of_files_is_refused_with_a_pattern(folder: Path) -> None:
     with pytest.raises(
         SourceError, match=r"is a folder, expected files; name them by a pattern such as 'data/\*\.txt'"
     ):

@@ -1,4 +1,4 @@
-"""Indexed datasets of Megatron-LM, written here by numpy alone: rows, resume, and how damage is told."""
+"""Indexed datasets of Megatron-LM, written here by numpy alone: rows, resume, and how damage is named."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_damaged_index_is_named_with_what_was_expected(tmp_path: Path) -> None
             opened(tmp_path, SPEC)
 
 
-def test_sequences_that_do_not_lie_one_behind_the_other_are_refused(tmp_path: Path) -> None:
+def test_sequences_that_do_not_lie_one_after_the_other_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "data/corpus", [[[1, 2, 3]], [[4], [5, 6]]])
     good = (tmp_path / "data/corpus.idx").read_bytes()
     pointers = 34 + 12

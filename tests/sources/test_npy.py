@@ -1,4 +1,4 @@
-"""Flat arrays of ids: .npy files, shards of llm.c, raw ids; their rows, their index, and how damage is told."""
+"""Flat arrays of ids: .npy files, shards of llm.c, raw ids; their rows, their index, and how damage is named."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_an_array_of_another_kind_and_a_truncated_one_are_refused(tmp_path: Path
         read(tmp_path)
 
 
-def test_an_end_of_text_id_that_never_comes_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_of_text_id_that_never_comes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(npy, "CHUNK_BYTES", 16)
     monkeypatch.setattr(npy, "MAX_ROW_IDS", 100)
     np.save(tmp_path / "short.npy", np.ones(100, np.uint16))

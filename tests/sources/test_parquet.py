@@ -1,4 +1,4 @@
-"""Parquet: what is read, and how damage is told."""
+"""Parquet: what is read, and how damage is named."""
 
 from __future__ import annotations
 

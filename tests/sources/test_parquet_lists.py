@@ -67,7 +67,7 @@ def schema(item: pa.DataType, nullable: bool, items_nullable: bool, of: Any = pa
         [
             pa.field("before", pa.list_(pa.int64())),
             pa.field("ids", of(pa.field("element", item, nullable=items_nullable)), nullable=nullable),
-            pa.field("behind", pa.string()),
+            pa.field("after", pa.string()),
         ]
     )
 
@@ -160,7 +160,7 @@ def test_what_is_not_understood_is_left_to_arrow(tmp_path: Path, left_to_arrow: 
     assert "the codec 7" in left_to_arrow()[0]
 
 
-def test_a_null_behind_good_pages_is_found_by_arrow_in_its_row(
+def test_a_null_after_good_pages_is_found_by_arrow_in_its_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_to_arrow: Callable[[], list[str]]
 ) -> None:
     monkeypatch.setattr(parquet_lists, "UNIT_VALUES", 10)

@@ -52,23 +52,16 @@ class Row(NamedTuple):
 
 def made_rows(count: int, salt: int) -> list[Row]:
     draws = iter(numbers(count * 6, salt, 0, 1000))
-    found = []
+    rows = []
     for i in range(count):
         kind, length, score, lang, title, _ = (next(draws) for _ in range(6))
         text = None if kind < 120 else f"row {i} " + "x" * (length % 23) if kind < 900 else ""
         ids: list[int | None] = [*numbers(length % 17, i + salt, 0, 256)]
         if text is None:
             ids = [*ids, None] if kind % 2 else [*ids, 300]
-        found.append(
-            Row(
-                text,
-                None if title < 200 else f"t{title}",
-                None if score < 150 else score / 1000,
-                ("en", "de", "fr")[lang % 3],
-                ids,
-            )
-        )
-    return found
+        titled, scored = None if title < 200 else f"t{title}", None if score < 150 else score / 1000
+        rows.append(Row(text, titled, scored, ("en", "de", "fr")[lang % 3], ids))
+    return rows
 
 
 def columns_of(rows: list[Row]) -> dict[str, Any]:
@@ -88,14 +81,7 @@ def columns_of(rows: list[Row]) -> dict[str, Any]:
 def json_lines(rows: list[Row]) -> bytes:
     lines = []
     for i, row in enumerate(rows):
-        document = {
-            "ids": row.ids,
-            "meta": {"lang": row.lang, "text": row.text},
-            "text": row.text,
-            "title": row.title,
-            "score": row.score,
-        }
-        line = json.dumps(document).encode()
+        line = json.dumps(row._asdict() | {"meta": {"lang": row.lang, "text": row.text}}).encode()
         if row.text is None:
             # The filter's columns can be read, and the text cannot: a value of a wrong type, or half a character.
             wrong = b'"text": 12' if i % 2 else b'"text": "\\ud800"'
@@ -137,12 +123,7 @@ CASES = {
         for name, options in {
             "filter": {"filter": ["score >= 0.25", 'meta.lang in ["en", "de"]'], "epochs": 2.5},
             "template": {"template": "{{{title}}} {meta.lang}: {text}!"},
-            "all": {
-                "filter": "score < 0.8",
-                "template": "{title}\n{text}",
-                "fim": FIM,
-                "epochs": 2,
-            },
+            "all": {"filter": "score < 0.8", "template": "{title}\n{text}", "fim": FIM, "epochs": 2},
         }.items()
     },
     "parquet ids filter": Case("parquet", "ids", {"filter": 'meta.lang != "fr"'}),
@@ -393,7 +374,7 @@ def test_each_epoch_meets_the_same_bad_rows_and_the_limit_is_for_each(tmp_path: 
         list(samples_from(order_over(tmp_path, case, max_bad_rows=2), order.initial()))
 
 
-def test_without_skip_the_first_bad_row_is_an_error_behind_all_before_it(tmp_path: Path) -> None:
+def test_without_skip_the_first_bad_row_is_an_error_after_all_before_it(tmp_path: Path) -> None:
     write_breaking(tmp_path)
     for spec, parts in BREAKS.values():
         case = Case("txt", "text", {"source": spec, "on_bad_row": "fail"})
@@ -411,23 +392,23 @@ def test_a_run_that_a_bad_row_has_stopped_goes_on_with_skip(tmp_path: Path) -> N
     failing = order_over(tmp_path, Case("txt", "text", {"source": "txt:data/a.txt:text"}), on_bad_row="fail")
     states = [failing.initial()]
     with pytest.raises(SourceError):
-        for _, behind in samples_from(failing, states[0], 1):
-            states.append(behind)
+        for _, state in samples_from(failing, states[0], 1):
+            states.append(state)
     config = order_over(tmp_path, Case("txt", "text", {"source": "txt:data/a.txt:text"})).config
     skipping = builder.load(config, tmp_path, None, failing.record.to_json())
     assert order_digest(skipping.config) == order_digest(failing.config)
     assert [ids for ids, _ in samples_from(skipping, states[-1])] == [[*b"0123456", EOT]] * 3
 
 
-def test_skipped_rows_are_told_in_the_log_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_skipped_rows_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_breaking(tmp_path)
     order = order_over(tmp_path, Case("txt", "text", {"source": "txt:data/a.txt:text"}))
     with caplog.at_level(logging.WARNING):
         list(samples_from(order, order.initial()))
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 1
-    assert "'data/a.txt': line 3 is not UTF-8" in told[0]
-    assert "bad rows are skipped, and counted" in told[0]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1
+    assert "'data/a.txt': line 3 is not UTF-8" in messages[0]
+    assert "bad rows are skipped, and counted" in messages[0]
 
 
 def test_a_source_of_bad_rows_alone_is_an_error(tmp_path: Path) -> None:
@@ -472,7 +453,7 @@ def test_a_document_at_which_both_engines_crash_is_a_bad_row(
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     texts[5] += ", and this one kills"
     (tmp_path / "a.txt").write_text("".join(text + "\n" for text in texts))
-    # As two servers that died of these rows leave it behind.
+    # As two servers that died of these rows leave it.
     (tmp_path / "index").mkdir()
     suspect = SuspectRows(0, 0, 0, len(texts), deaths=2)
     (tmp_path / "index/rows@suspects.json").write_text(json.dumps([asdict(suspect)]))

@@ -89,11 +89,11 @@ def children(mix: str, folder: Path) -> list[dict[str, Any]]:
         ("megatron:owned.v1", "megatron:owned.v1"),
     ],
 )
-@pytest.mark.parametrize(("behind", "weight"), [("", None), (":0.25", 0.25), (":3", 3), (":1e-3", 0.001)])
+@pytest.mark.parametrize(("suffix", "weight"), [("", None), (":0.25", 0.25), (":3", 3), (":1e-3", 0.001)])
 def test_scheme_and_column_of_an_item_are_found(
-    item: str, source: str, behind: str, weight: float | None, folder: Path
+    item: str, source: str, suffix: str, weight: float | None, folder: Path
 ) -> None:
-    (child,) = children(shlex.quote(item + behind), folder)
+    (child,) = children(shlex.quote(item + suffix), folder)
     assert child["source"] == source
     assert child.get("weight") == weight
 

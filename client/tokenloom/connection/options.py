@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tokenloom_proto.credentials import PLAINTEXT_VARIABLE, Credentials
+from tokenloom_proto.credentials import PLAINTEXT_VARIABLE, Credentials, TlsFiles
 
 from tokenloom.connection.address import Address
 
@@ -58,9 +58,7 @@ class ConnectionOptions:
             address.hosts,
             tls=address.tls,
             token=self.token,
-            tls_ca=self.tls_ca,
-            tls_cert=self.tls_cert,
-            tls_key=self.tls_key,
+            files=TlsFiles(self.tls_ca, self.tls_cert, self.tls_key),
             environment=os.environ | {PLAINTEXT_VARIABLE: hosts},
         )
 

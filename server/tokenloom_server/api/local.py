@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tokenloom_server.api.grpc.in_process_channel import ChannelWithin
 from tokenloom_server.api.server import INDEX_FOLDER
@@ -13,9 +13,6 @@ from tokenloom_server.api.service import Runs
 from tokenloom_server.catalog import allowed_plugins, open_catalog
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.ledger.open import FILE_NAME, open_ledger
-
-if TYPE_CHECKING:
-    from tokenloom_server.ledger.base import Ledger
 
 
 class LocalServer:
@@ -29,8 +26,7 @@ class LocalServer:
         """Reads the mixture file alone, which raises ``ConfigError`` where it is missing or wrong."""
         self._mixture = mixture.absolute()  # the process may go elsewhere before it is started
         self._config = config.load(mixture, open_catalog(allowed_plugins()))
-        self._ledger: Ledger | None = None
-        self._runs: Runs | None = None
+        self._open = ExitStack()
 
     @property
     def run(self) -> str:
@@ -40,26 +36,22 @@ class LocalServer:
     def start(self) -> ChannelWithin:
         """Opens the sources and begins to produce. Raises what sources and tokeniser raise; nothing is left open
         then."""
-        folder = Path(tempfile.mkdtemp(prefix="tokenloom-"))
-        try:
-            self._ledger = open_ledger(f"sqlite:///{FILE_NAME}", folder)
-            self._ledger.check()
-        finally:
-            # Its one connection has it open, and that is enough: nothing stays on disk, however this process ends.
-            shutil.rmtree(folder, ignore_errors=True)
-        try:
-            self._runs = Runs(self._ledger)
+        with ExitStack() as opened:
+            folder = Path(tempfile.mkdtemp(prefix="tokenloom-"))
+            try:
+                ledger = open_ledger(f"sqlite:///{FILE_NAME}", folder)
+                opened.callback(ledger.close)
+                ledger.check()
+            finally:
+                # Its one connection has it open, and that is enough: nothing stays on disk, however this process ends.
+                shutil.rmtree(folder, ignore_errors=True)
+            runs = Runs(ledger)
+            opened.callback(runs.stop)
             base = self._mixture.resolve().parent
-            self._runs.add_mixture(self._config, base, base / INDEX_FOLDER, where=str(self._mixture))
-            return ChannelWithin(self._runs)
-        except BaseException:
-            self.close()
-            raise
+            runs.add_mixture(self._config, base, base / INDEX_FOLDER, where=str(self._mixture))
+            self._open = opened.pop_all()
+            return ChannelWithin(runs)
 
     def close(self) -> None:
         """Ends the run's threads, in a bounded time. Further calls do nothing."""
-        if self._runs is not None:
-            self._runs.stop()
-        if self._ledger is not None:
-            self._ledger.close()
-        self._runs, self._ledger = None, None
+        self._open.close()

@@ -14,6 +14,8 @@ import typer
 from tokenloom_server.errors import ConfigError
 
 if TYPE_CHECKING:
+    from tokenloom_proto.credentials import TlsFiles
+
     from tokenloom_server.config.catalog import Catalog
     from tokenloom_server.config.data_roots import DataRoots
     from tokenloom_server.config.run import RunConfig
@@ -54,23 +56,19 @@ class ReadAccess:
         """The server at a REST address. Raises ``ConfigError``."""
         from tokenloom_server.tools.remote import Remote
 
-        return Remote(url, os.environ, control=self.control, **self._files)
+        return Remote(url, os.environ, token_file=self.token_file, files=self._files, control=self.control)
 
     def servers(self, url: str) -> Servers:
         """The servers of a run, as a gRPC URL names them. Raises ``ConfigError``."""
         from tokenloom_server.tools.peek.servers import Servers
 
-        return Servers(url, os.environ, **self._files)
+        return Servers(url, os.environ, token_file=self.token_file, files=self._files)
 
     @property
-    def _files(self) -> dict[str, Path | None]:
-        """The files of token and TLS, by the names under which ``Remote`` and ``Servers`` take them."""
-        return {
-            "token_file": self.token_file,
-            "tls_ca": self.tls_ca,
-            "tls_cert": self.tls_cert,
-            "tls_key": self.tls_key,
-        }
+    def _files(self) -> TlsFiles:
+        from tokenloom_proto.credentials import TlsFiles
+
+        return TlsFiles(self.tls_ca, self.tls_cert, self.tls_key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +103,10 @@ Mixture = Annotated[
 ]
 #: Where --data-root is not given: places, separated by colons.
 DATA_ROOTS = "TOKENLOOM_DATA_ROOTS"
+
+
+#: The options that are fields of a mixture file, in a mixture file's order.
+_FIELDS = ("run", "seed", "tokenizer", "vocab_size", "end_of_text_id", "sequence_length", "policy")
 
 
 class LoadedMixture(NamedTuple):
@@ -194,16 +196,7 @@ class MixtureOptions:
 
     def short_form(self) -> LoadedMixture | None:
         """The mixture of --dataset-mix, below the current folder; None without it. Raises ``ConfigError``."""
-        # By their names in a mixture file, in a mixture file's order.
-        fields = {
-            "run": self.run,
-            "seed": self.seed,
-            "tokenizer": self.tokenizer,
-            "vocab_size": self.vocab_size,
-            "end_of_text_id": self.end_of_text_id,
-            "sequence_length": self.sequence_length,
-            "policy": self.policy,
-        }
+        fields = {name: getattr(self, name) for name in _FIELDS}
         if self.dataset_mix is None:
             if extra := [_option(name) for name, value in fields.items() if value is not None]:
                 raise ConfigError(f"{', '.join(extra)}: belongs to --dataset-mix; a mixture file says it itself")

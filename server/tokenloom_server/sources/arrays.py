@@ -21,6 +21,16 @@ def is_list(kind: Any) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
+def plain(array: Any) -> Any:
+    """The same values in a layout of their own: no dictionary, and no views of text or bytes."""
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        return plain(array.dictionary_decode())
+    if pa.types.is_string_view(kind):
+        return array.cast(pa.large_string())
+    return array.cast(pa.large_binary()) if pa.types.is_binary_view(kind) else array
+
+
 def numbers(array: Any) -> npt.NDArray[Any]:
     """An array of integers without nulls, not copied."""
     kind = np.dtype(array.type.to_pandas_dtype())

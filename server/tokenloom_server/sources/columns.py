@@ -177,7 +177,7 @@ def decoded(array: Any, first_row: int, where: str, *, damaged: bool) -> tuple[A
 
     ``damaged``: what ``is_damaged`` said of it, or of what it was cut from.
     """
-    plain = _plain(array)
+    plain = arrays.plain(array)
     if is_text(plain):
         bad = _not_utf8(plain, first_row, where) if damaged else ()
     else:
@@ -216,15 +216,6 @@ def _with_null_items(array: Any, first_row: int, where: str) -> tuple[BadRow, ..
         BadRow(i, f"{where}: row {first_row + i} has a null among its ids; expected integers only")
         for i in np.unique(rows_of_nulls[inside]).tolist()
     )
-
-
-def _plain(array: Any) -> Any:
-    kind = array.type
-    if pa.types.is_dictionary(kind):
-        return _plain(array.dictionary_decode())
-    if pa.types.is_string_view(kind):
-        return array.cast(pa.large_string())
-    return array
 
 
 def without_nulls(array: Any) -> Any:
@@ -285,9 +276,9 @@ def is_text(array: Any) -> bool:
     return bool(pa.types.is_string(array.type) or pa.types.is_large_string(array.type))
 
 
-def pieces(found: Rows) -> Iterator[Rows]:
+def pieces(whole: Rows) -> Iterator[Rows]:
     """Rows, cut so that each piece has at most ``PIECE_BYTES`` and ``PIECE_ROWS``."""
-    array = found.column
+    array = whole.column
     limit = PIECE_BYTES if is_text(array) else PIECE_BYTES * 8 // array.type.value_type.bit_width
     offsets = arrays.offsets(array)
     start, count = 0, len(array)
@@ -296,5 +287,5 @@ def pieces(found: Rows) -> Iterator[Rows]:
         end = offsets.dtype.type(min(int(offsets[start]) + limit, np.iinfo(offsets.dtype).max))
         fits = int(np.searchsorted(offsets, end, "right")) - 1
         stop = min(max(fits, start + 1), start + PIECE_ROWS, count)
-        yield found.cut(start, stop)
+        yield whole.cut(start, stop)
         start = stop

@@ -120,10 +120,10 @@ def _signatures_differ(shard: Shard, entry: Entry) -> str | None:
     return None if kind == HASH else _fingerprints_differ(shard, entry.signed(kind) or f"no {kind}")
 
 
-def _fingerprints_differ(shard: Shard, found: str) -> str | None:
-    if found == shard.fingerprint:
+def _fingerprints_differ(shard: Shard, fingerprint: str) -> str | None:
+    if fingerprint == shard.fingerprint:
         return None
-    return f"{shard.path!r} has other content: found fingerprint {found}, expected {shard.fingerprint}"
+    return f"{shard.path!r} has other content: found fingerprint {fingerprint}, expected {shard.fingerprint}"
 
 
 def refused(where: str, error: Exception) -> StorageError | None:

@@ -6,6 +6,7 @@ line. A UTF-8 byte order mark at the head of a file belongs to no line.
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from tokenloom_server.sources import row_index
 from tokenloom_server.sources.base import BadRow, Content, Rows, Shard
 from tokenloom_server.sources.compressed import Decompressed, text_stream
 from tokenloom_server.sources.endings import codec_of
-from tokenloom_server.sources.row_index import IndexedSource, RowIndex
+from tokenloom_server.sources.row_index import IndexedSource, RowEnds, RowIndex
 from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.sources.sharded import no_rows
 from tokenloom_server.storage.arrow_input import FileStream
@@ -105,7 +106,7 @@ class LinesSource(IndexedSource):
         size, entry = 0, self._shards[shard]
         with self._open(entry) as file:
             stream = text_stream(file, entry.path)
-            for block in _blocks(stream, 0, file.name):
+            for block in _blocks(stream, file.name):
                 if rows <= len(block.ends):
                     size += min(int(block.ends[rows - 1]) + 1, len(block.data))
                     break
@@ -122,78 +123,74 @@ class LinesSource(IndexedSource):
                 _log.info("building the line index of %s (%d bytes)", entry.path, entry.size)
                 file.plan([Range(0, file.size)])
                 stream = text_stream(file, entry.path)
-                return _counted(stream, file.size) if isinstance(stream, Decompressed) else build_index(file)
+                head = _past_mark(stream)
+                start = stream.position if isinstance(stream, FileStream) else 0
+                return row_index.build(start, file.size, _line_ends(stream, head))
 
-            path = None
-            if self._index_dir is not None:
-                path = self._index_dir / f"lines-v{row_index.FORMAT}-{row_index.cache_key(entry, file)}.npy"
-            return row_index.cached(path, entry.size, build)
-
-
-def _first_offset(file: File) -> int:
-    """Where a file's first line begins: after a UTF-8 byte order mark, where there is one."""
-    return len(BOM) if bytes(file.read_at(0, len(BOM))) == BOM else 0
+            return row_index.cached(self._cache_path(shard, file, "lines"), entry.size, build)
 
 
-def build_index(file: File) -> RowIndex:
-    """Scans a file. Raises ``SourceError``."""
-    start, size = _first_offset(file), file.size
-    entries = [(0, start)]
-    newlines, position, ends_line = 0, start, True
-    while position < size:
-        data = bytes(file.read_at(position, STRIDE_BYTES))
-        newline = data.find(b"\n")
-        if newline >= 0 and position + newline + 1 < size:
-            entries.append((newlines + 1, position + newline + 1))
-        newlines += data.count(b"\n")
-        ends_line = data[-1] == 0x0A
-        position += len(data)
-    entries.append((newlines + (not ends_line), size))
-    return RowIndex(np.array(entries, np.int64))
+def _line_ends(stream: FileStream | Decompressed, data: bytes) -> Iterator[RowEnds]:
+    """Where lines end in a stream, of which ``data`` was read. Raises ``SourceError``.
 
-
-def _counted(stream: Decompressed, size: int) -> RowIndex:
-    """Of a compressed file: how many lines it has, but for the beginning of none of them but the first."""
-    newlines, last = 0, b"\n"
-    data = stream.read(len(BOM)).removeprefix(BOM) or stream.read(STRIDE_BYTES)
+    Of a compressed file they are only counted: none of its lines is reached but past all before it.
+    """
+    data += bytes(stream.read(STRIDE_BYTES))
     while data:
-        newlines += data.count(b"\n")
-        last = data[-1:]
-        data = stream.read(STRIDE_BYTES)
-    return RowIndex(np.array([(0, 0), (newlines + (last != b"\n"), size)], np.int64))
+        newline = data.find(b"\n")
+        is_reached = newline >= 0 and isinstance(stream, FileStream)
+        first = stream.position - len(data) + newline + 1 if is_reached else None
+        yield RowEnds(first, data.count(b"\n"), data.endswith(b"\n"))
+        data = bytes(stream.read(STRIDE_BYTES))
 
 
 def blocks_of(file: File, shard: Shard, position: tuple[int, int] | None = None) -> Iterator[Block]:
     """Blocks of about ``BLOCK_BYTES`` from a known line ``(row, offset)`` on, or from the file's first line, as it
     must be of a compressed one. A line that is longer makes a block of its own. Raises ``SourceError``."""
-    stream, row = text_stream(file, shard.path), 0
+    return _blocks(text_stream(file, shard.path), file.name, position)
+
+
+def _blocks(stream: FileStream | Decompressed, name: str, position: tuple[int, int] | None = None) -> Iterator[Block]:
+    row, line, size = 0, [], 0
     if position is not None and isinstance(stream, FileStream):
         row, offset = position
         stream.seek(offset)
-    return _blocks(stream, row, file.name)
-
-
-def _blocks(stream: FileStream | Decompressed, row: int, name: str) -> Iterator[Block]:
-    """Blocks of what is left of a stream, which begins with line ``row``."""
-    line = [b"" if stream.position else bytes(stream.read(len(BOM))).removeprefix(BOM)]
-    size, longest = 0, MAX_LINE_BYTES if isinstance(stream, Decompressed) else sys.maxsize
+    elif head := _past_mark(stream):
+        line.append(head)
+    longest = MAX_LINE_BYTES if isinstance(stream, Decompressed) else sys.maxsize
     while data := bytes(stream.read(BLOCK_BYTES)):
         whole = data.rfind(b"\n") + 1
+        rest = _held(stream, data[whole:]) if whole else data
         if whole:
-            block = _block(row, b"".join((*line, memoryview(data)[:whole])))
+            data = b"".join((*line, data[:whole]))  # first: the memory of what was read is used again at once
+            block = _block(row, data)
+            line, size = [], 0
             yield block
             row += len(block.ends)
-            line, size = [data[whole:]], 0
-        else:
-            line.append(data)
-            size += len(data)
+        if rest:
+            line.append(rest)
+            size += len(rest)
         if size > longest:
             raise SourceError(
                 f"{name}: line {row + 1} has more than {MAX_LINE_BYTES} bytes; that is no line of text: decompress "
                 "the file and look"
             )
-    if rest := b"".join(line):
-        yield _block(row, rest)
+    if line:
+        yield _block(row, b"".join(line))
+
+
+def _past_mark(stream: FileStream | Decompressed) -> bytes:
+    """Goes past a byte order mark at the head of a file; returns what ``_held`` returns."""
+    return _held(stream, bytes(stream.read(len(BOM))).removeprefix(BOM))
+
+
+def _held(stream: FileStream | Decompressed, rest: bytes) -> bytes:
+    """What was read too much, to be put before what is read next: none where it can be read again, for to put the two
+    together is a copy of both."""
+    if isinstance(stream, Decompressed):
+        return rest
+    stream.seek(-len(rest), io.SEEK_CUR)
+    return b""
 
 
 def _block(first_row: int, data: bytes) -> Block:

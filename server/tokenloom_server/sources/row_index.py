@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,28 @@ class RowIndex:
         return int(self.entries[entry, 0]), int(self.entries[entry, 1])
 
 
+class RowEnds(NamedTuple):
+    """The rows that end in a part of a file."""
+
+    first: int | None
+    """The position after the first of these ends; None where none is there, or its position means nothing."""
+    rows: int
+    is_whole: bool
+    """Whether the part ends where a row does."""
+
+
+def build(start: int, end: int, parts: Iterable[RowEnds]) -> RowIndex:
+    """The index of the positions from ``start`` to ``end``, which were looked through part by part."""
+    entries, rows, is_whole = [(0, start)], 0, True
+    for part in parts:
+        if part.first is not None and part.first < end:
+            entries.append((rows + 1, part.first))
+        rows += part.rows
+        is_whole = part.is_whole
+    entries.append((rows + (not is_whole), end))
+    return RowIndex(np.array(entries, np.int64))
+
+
 class IndexedSource(ShardedSource):
     """A source whose files do not say where their rows lie, so that an index of each is made when it is needed."""
 
@@ -73,6 +95,12 @@ class IndexedSource(ShardedSource):
     def blocks(self, shard: int) -> npt.NDArray[np.int64]:
         return self._index(shard).entries[:, 0]
 
+    def _cache_path(self, shard: int, file: File, kind: str, detail: str = "") -> Path | None:
+        """Where an opened shard's index of some kind is kept; None: nowhere."""
+        if self._index_dir is None:
+            return None
+        return self._index_dir / f"{kind}-v{FORMAT}-{_cache_key(self._shards[shard], file)}{detail}.npy"
+
     def _seek(self, shard: int, row: int) -> tuple[int, int]:
         """``RowIndex.seek`` in a file. Raises ``SourceError`` where that has no such row."""
         index = self._index(shard)
@@ -91,7 +119,7 @@ def cached(path: Path | None, end: int, build: Callable[[], RowIndex]) -> RowInd
     return index
 
 
-def cache_key(shard: Shard, file: File) -> str:
+def _cache_key(shard: Shard, file: File) -> str:
     """The identity of a shard's content, for the name of its file in the cache.
 
     That of a local file has its modification time, too: the fingerprint does not see the middle of a file, and a wrong

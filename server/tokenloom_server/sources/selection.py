@@ -92,9 +92,7 @@ class Selection:
         damaged = {name: not valid and columns.is_damaged(array, first_row, where) for name, array in by_name.items()}
         for start in range(0, len(by_name[self.column]), STEP_ROWS):
             part = {name: array.slice(start, STEP_ROWS) for name, array in by_name.items()}
-            known = [
-                BadRow(row.position - start, row.reason) for row in bad if start <= row.position < start + STEP_ROWS
-            ]
+            known = Rows(first_row, by_name[self.column], tuple(bad)).cut(start, start + STEP_ROWS).bad
             yield from columns.pieces(self._rows(part, first_row + start, where, damaged, known))
 
     def rows_from(self, row: int, batch: Any, first_row: int, where: str) -> Iterator[Rows]:
@@ -137,35 +135,32 @@ class Selection:
             first_row, columns.without_nulls(column), tuple(bad[position] for position in sorted(bad)), filtered
         )
 
-    def passing(self, found: Mapping[str, Any]) -> npt.NDArray[np.bool_] | None:
-        """Which rows pass the filter; None where there is none."""
-        passing: npt.NDArray[np.bool_] | None = None
-        for test in self._tests:
-            passes = _passes(test, found[test.comparison.column])
-            passing = passes if passing is None else passing & passes
-        return passing
+    def passing(self, by_name: Mapping[str, Any]) -> npt.NDArray[np.bool_] | None:
+        """Which rows pass the filter, by their columns' values; None where there is none."""
+        passes = [_passes(test, by_name[test.comparison.column]) for test in self._tests]
+        return np.logical_and.reduce(passes) if passes else None
 
-    def text(self, found: Mapping[str, Any]) -> Any:
-        """The template's text; without a template, the source's own column. Null where that column is."""
-        template, own = self.rules.template, found[self.column]
+    def text(self, by_name: Mapping[str, Any]) -> Any:
+        """The template's text, by the columns' values; without a template, the source's own. Null where that one is."""
+        template, own = self.rules.template, by_name[self.column]
         if template is None:
             return own
-        joined = _joined(template, [_as_text(found[name]) for name in template.columns])
+        joined = _joined(template, [_as_text(by_name[name]) for name in template.columns])
         return arrays.blanked(joined, arrays.flags(own.is_valid())) if own.null_count else joined
 
 
 def _decoded(array: Any, first_row: int, where: str, damaged: bool) -> tuple[Any, Sequence[BadRow]]:
     if columns.content_of(array.type) is None:
-        return (array.dictionary_decode() if pa.types.is_dictionary(array.type) else array), ()
+        return arrays.plain(array), ()
     return columns.decoded(array, first_row, where, damaged=damaged)
 
 
-def _joined(template: Template, found: Sequence[Any]) -> Any:
+def _joined(template: Template, values: Sequence[Any]) -> Any:
     parts: list[Any] = []
     literals = arrays.strings(list(template.texts))
-    for i, array in enumerate(found):
+    for i, array in enumerate(values):
         parts += [literals[i], array]
-    parts += [literals[len(found)], arrays.strings([""])[0]]
+    parts += [literals[len(values)], arrays.strings([""])[0]]
     options = pc.JoinOptions(null_handling="replace", null_replacement="")
     return pc.call_function("binary_join_element_wise", parts, options)
 

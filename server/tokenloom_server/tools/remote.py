@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 from tokenloom_proto.credentials import (
     CONTROL_VARIABLE,
+    NO_FILES,
     READ_VARIABLE,
-    TLS_CA_VARIABLE,
-    TLS_CERT_VARIABLE,
-    TLS_KEY_VARIABLE,
+    TlsFiles,
     authorization,
     find_token,
     read_token,
@@ -56,9 +55,7 @@ class Remote:
         environment: Mapping[str, str],
         *,
         token_file: Path | None = None,
-        tls_ca: Path | None = None,
-        tls_cert: Path | None = None,
-        tls_key: Path | None = None,
+        files: TlsFiles = NO_FILES,
         control: bool = False,
     ) -> None:
         """``url`` is what the server printed. The token is that of the file, else of the environment: the one for
@@ -84,7 +81,7 @@ class Remote:
         # A proxy of the environment is for the outside world, not for the cluster.
         handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
         if parts.scheme == "https":
-            handlers.append(urllib.request.HTTPSHandler(context=_context(environment, tls_ca, tls_cert, tls_key)))
+            handlers.append(urllib.request.HTTPSHandler(context=_context(files.or_of(environment))))
         self._opener = urllib.request.build_opener(*handlers)
 
     def stats(self, run: str | None) -> list[RunStats]:
@@ -218,17 +215,15 @@ def token_to_look(environment: Mapping[str, str], file: Path | None) -> str | No
     return find_token(READ_VARIABLE, environment) or find_token(CONTROL_VARIABLE, environment)
 
 
-def _context(environment: Mapping[str, str], ca: Path | None, cert: Path | None, key: Path | None) -> ssl.SSLContext:
-    files = (ca or environment.get(TLS_CA_VARIABLE), cert or environment.get(TLS_CERT_VARIABLE))
-    key_file = key or environment.get(TLS_KEY_VARIABLE)
+def _context(files: TlsFiles) -> ssl.SSLContext:
     try:
-        context = ssl.create_default_context(cafile=files[0])
-        if files[1] is not None:
-            context.load_cert_chain(files[1], key_file, password=_no_passphrase)
+        context = ssl.create_default_context(cafile=files.ca)
+        if files.cert is not None:
+            context.load_cert_chain(files.cert, files.key, password=_no_passphrase)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"--tls-ca {files[0]}, --tls-cert {files[1]} and --tls-key {key_file}: expected PEM files, the key without "
-            f"a passphrase ({error})"
+            f"--tls-ca {files.ca}, --tls-cert {files.cert} and --tls-key {files.key}: expected PEM files, the key "
+            f"without a passphrase ({error})"
         ) from None
     return context
 

@@ -184,8 +184,8 @@ class _Index(NamedTuple):
         edges: _Int64s = pointers[starts - begin] // size
         return edges
 
-    def _damaged(self, what: str, first: int, stop: int) -> SourceError:
+    def _damaged(self, part: str, first: int, stop: int) -> SourceError:
         return SourceError(
-            f"{self.where}: the {what} of documents {first} to {stop - 1} do not lie one after the other: it is "
+            f"{self.where}: the {part} of documents {first} to {stop - 1} do not lie one after the other: it is "
             "damaged, or no file that Megatron-LM wrote; write or copy it again"
         )

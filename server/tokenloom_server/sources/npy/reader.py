@@ -28,7 +28,7 @@ from tokenloom_server.sources import columns, files, row_index
 from tokenloom_server.sources.base import Content, Rows
 from tokenloom_server.sources.flat_ids import FlatIds
 from tokenloom_server.sources.id_scheme import IDS, RAW_TYPES
-from tokenloom_server.sources.row_index import IndexedSource, RowIndex
+from tokenloom_server.sources.row_index import IndexedSource, RowEnds, RowIndex
 from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.storage.file import File
 
@@ -45,8 +45,6 @@ MAX_HEADER_BYTES = 1 << 14
 CHUNK_BYTES = 1 << 20
 #: Without an end-of-text id for so long, it is more likely another one.
 MAX_ROW_IDS = 1 << 27
-#: Version of the cached index; a part of its file's name.
-FORMAT = 1
 
 
 class NpySource(IndexedSource):
@@ -67,7 +65,7 @@ class NpySource(IndexedSource):
         self._content = Content.IDS
         self._end_of_text_id = request.end_of_text_id
         self._refuse_empty_files("an array of ids")
-        self._refuse_without_rows(lambda shard: self._layout(shard).ids)
+        self._refuse_without_rows(lambda shard: self._mapped(shard).count)
 
     def _read(self, shard: int, row: int) -> Iterator[Rows]:
         where = self._where(self._shards[shard])
@@ -116,38 +114,23 @@ class NpySource(IndexedSource):
             layout = _layout(file, self._spec, self._where(entry))
             return FlatIds(file, layout.kind, layout.begin, layout.ids)
 
-    def _layout(self, shard: int) -> _Layout:
-        entry = self._shards[shard]
-        with self._open(entry) as file:
-            return _layout(file, self._spec, self._where(entry))
-
     def _load_index(self, shard: int) -> RowIndex:
         entry, ids = self._shards[shard], self._mapped(shard)
-        path = None
-        if self._index_dir is not None:
-            with self._open(entry) as file:
-                key = f"{row_index.cache_key(entry, file)}-{ids.kind.name}-{self._end_of_text_id}"
-            path = self._index_dir / f"ids-v{FORMAT}-{key}.npy"
 
         def build() -> RowIndex:
             _log.info("building the index of %s (%d ids)", entry.path, ids.count)
-            return self._build(ids)
+            return row_index.build(0, ids.count, self._row_ends(ids))
 
+        with self._open(entry) as file:
+            path = self._cache_path(shard, file, "ids", f"-{ids.kind.name}-{self._end_of_text_id}")
         return row_index.cached(path, ids.count, build)
 
-    def _build(self, ids: FlatIds) -> RowIndex:
-        """Entries (row, position) in ascending order; the first is the file's first row, the last its end."""
-        entries, rows, ends_row = [(0, 0)], 0, True
+    def _row_ends(self, ids: FlatIds) -> Iterator[RowEnds]:
         step = CHUNK_BYTES // ids.kind.itemsize
         for begin in range(0, ids.count, step):
             ends = self._is_end(ids.numbers(begin, min(begin + step, ids.count)))
-            first_end = int(ends.argmax())
-            if ends[first_end] and begin + first_end + 1 < ids.count:
-                entries.append((rows + 1, begin + first_end + 1))
-            rows += int(np.count_nonzero(ends))
-            ends_row = bool(ends[-1])
-        entries.append((rows + (not ends_row), ids.count))
-        return RowIndex(np.array(entries, np.int64))
+            first = int(ends.argmax())
+            yield RowEnds(begin + first + 1 if ends[first] else None, int(np.count_nonzero(ends)), bool(ends[-1]))
 
 
 class _Layout(NamedTuple):

@@ -190,12 +190,12 @@ def _page_v2(details: dict[int, Any], codec: int, body: memoryview, size: int) -
     return Page(details[1], details[4], body[:middle], body[middle:end], values)
 
 
-def _sized(data: memoryview, at: int) -> tuple[memoryview, int]:
+def _sized(data: memoryview, position: int) -> tuple[memoryview, int]:
     """Bytes with their length before them, and the position after both."""
-    end = at + 4 + int.from_bytes(data[at : at + 4], "little")
+    end = position + 4 + int.from_bytes(data[position : position + 4], "little")
     if end > len(data):
         raise Unusual("levels that are longer than their page")
-    return data[at + 4 : end], end
+    return data[position + 4 : end], end
 
 
 def _decompressed(codec: int, body: memoryview, size: int) -> memoryview:
@@ -216,8 +216,8 @@ def _decompressed(codec: int, body: memoryview, size: int) -> memoryview:
     return data
 
 
-def _pread(file: File, length: int, at: int) -> bytes | memoryview:
-    data = file.read_at(at, length)
+def _pread(file: File, length: int, offset: int) -> bytes | memoryview:
+    data = file.read_at(offset, length)
     if len(data) < length:
-        raise EOFError(f"the file ends at byte {at + len(data)}")
+        raise EOFError(f"the file ends at byte {offset + len(data)}")
     return data

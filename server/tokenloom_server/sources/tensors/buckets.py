@@ -202,10 +202,8 @@ def _lengths(array: Any, bucketing: Bucketing, where: str) -> _Int64s:
 
 def _values(array: Any, column: str, where: str) -> Any:
     """Integers as int64, all else as text."""
+    array = arrays.plain(array)
     kind = array.type
-    if pa.types.is_dictionary(kind):
-        array = array.dictionary_decode()
-        kind = array.type
     if pa.types.is_integer(kind):
         try:
             integers = array.cast(pa.int64())

@@ -174,16 +174,9 @@ def _valid(array: Any) -> npt.NDArray[np.bool_] | None:
 
 
 def _plain(array: Any) -> Any:
-    """A column without the forms that have no plain values: dictionaries, views, extension types but for tensors."""
-    kind = array.type
-    if pa.types.is_dictionary(kind):
-        return _plain(array.dictionary_decode())
-    if pa.types.is_string_view(kind):
-        return array.cast(pa.large_string())
-    if pa.types.is_binary_view(kind):
-        return array.cast(pa.large_binary())
-    is_stored = isinstance(kind, pa.BaseExtensionType) and not isinstance(kind, pa.FixedShapeTensorType)
-    return _plain(array.storage) if is_stored else array
+    """A column in a layout of its own; of extension types only tensors are left."""
+    is_stored = isinstance(array.type, pa.BaseExtensionType) and not isinstance(array.type, pa.FixedShapeTensorType)
+    return _plain(array.storage) if is_stored else arrays.plain(array)
 
 
 def _stored(array: Any) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import grpc
-from tokenloom_proto.credentials import Credentials
+from tokenloom_proto.credentials import NO_FILES, Credentials, TlsFiles
 from tokenloom_proto.errors import named
 
 from tokenloom_server.errors import ConfigError, TokenloomError
@@ -29,9 +29,7 @@ class Servers:
         environment: Mapping[str, str],
         *,
         token_file: Path | None = None,
-        tls_ca: Path | None = None,
-        tls_cert: Path | None = None,
-        tls_key: Path | None = None,
+        files: TlsFiles = NO_FILES,
     ) -> None:
         """Token and files of TLS are those given, else the environment's (see ``Credentials``).
 
@@ -45,9 +43,7 @@ class Servers:
                 [target.rpartition(":")[0] for target in self.targets],
                 tls=tls,
                 token=token_to_look(environment, token_file),
-                tls_ca=tls_ca,
-                tls_cert=tls_cert,
-                tls_key=tls_key,
+                files=files,
                 environment=environment,
             )
         except ValueError as error:
