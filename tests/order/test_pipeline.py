@@ -213,12 +213,12 @@ def test_what_a_tally_counts_is_what_the_samples_have(folder: Path, name: str) -
             assert len(sample.ids) == order.form.sample_bytes
             padding[sample.source] += order.form.width - len(order.form.ids(sample.ids))
         sources = step.state.sources
-        assert [source.tally.padding_tokens for source in sources] == [padding[i] for i in range(len(sources))]
+        assert [source.row_counts.padding_tokens for source in sources] == [padding[i] for i in range(len(sources))]
         assert step.state.total_tokens == step.state.sample_index * order.config.sequence_length
     assert sum(padding.values()) > 0
     if order.config.packing != "concat":
         # All that is read is there, or counted as lost.
-        lost = sum(source.tally.lost_tokens for source in run[-1].state.sources)
+        lost = sum(source.row_counts.lost_tokens for source in run[-1].state.sources)
         given = run[-1].state.sample_index * order.form.width - sum(padding.values()) + lost
         specs = [source.source for source in order.config.sources]
         if all(order.config.epochs[i] in (1.0, 2.0) for i in range(len(specs))):
