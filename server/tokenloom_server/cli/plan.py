@@ -57,9 +57,9 @@ def plan(
 
     out = console()
     for part in report(made):
-        out.print(part, highlight=False)
+        out.print(part)
     if picture is not None:
-        out.print(f"the picture is {picture}", highlight=False)
+        out.print(f"the picture is {picture}")
 
 
 def _picture_format(path: Path) -> Literal["svg", "png"]:

@@ -50,7 +50,7 @@ def validate(
     out.print(_sources(factory))
     _print_reading(out, factory)
     for name in streams.names:
-        out.print(f"stream to evaluate on: {name}, of {streams.described(name)}", highlight=False)
+        out.print(f"stream to evaluate on: {name}, of {streams.described(name)}")
     for warning in builder.warnings(factory.record):
         out.print(f"warning: {warning}", style="yellow")
     if samples.ended is not None:
@@ -89,7 +89,7 @@ def _print_reading(out: Console, factory: PipelineFactory) -> None:
     """How the sources are read: commits of the Hub, buckets of tensors, or the tokeniser."""
     record = factory.record
     for spec, commits in record.manifest.commits.items():
-        out.print(f"{spec} is read at {', '.join(commits)}", highlight=False)
+        out.print(f"{spec} is read at {', '.join(commits)}")
     if factory.config.batching is None:
         engine = f"{record.engine.engine} {record.engine.version}" if record.engine else "none: every source holds ids"
         kind = f"ids travel as {record.dtype.name}"
@@ -98,4 +98,4 @@ def _print_reading(out: Console, factory: PipelineFactory) -> None:
     from tokenloom_server.order.readers import bucket_summary
 
     for i, spec in enumerate(record.specs):
-        out.print(f"{spec}: {bucket_summary(factory.readers.bucket_epochs(i))}", highlight=False)
+        out.print(f"{spec}: {bucket_summary(factory.readers.bucket_epochs(i))}")
