@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from html.parser import HTMLParser
 from importlib.resources import files
 
@@ -131,19 +132,37 @@ def server(shared: tuple[MemoryService, RestServer], service: MemoryService) -> 
     return shared[1]
 
 
-@pytest.fixture
-def page(browser: Browser, server: RestServer) -> Iterator[Page]:
-    """The page, open, with every fault of its script or its policy an error of the test."""
+@contextmanager
+def opened(browser: Browser, url: str, *statuses: int) -> Iterator[Page]:
+    """The page as somebody opens it for the first time, with every fault of its script or its policy an error of the
+    test, but for answers with these statuses."""
     faults: list[str] = []
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     context.set_default_timeout(10_000)
-    opened = context.new_page()
-    opened.on("pageerror", lambda error: faults.append(str(error)))
-    opened.on("console", lambda line: faults.append(line.text) if line.type == "error" else None)
-    opened.goto(f"http://{server.address}/")
-    yield opened
+    page = context.new_page()
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("console", lambda line: faults.append(line.text) if line.type == "error" else None)
+    page.goto(url)
+    yield page
     context.close()
-    assert not [fault for fault in faults if "net::ERR" not in fault and "status of 503" not in fault]
+    known = ("net::ERR", *(f"status of {status}" for status in statuses))
+    assert not [fault for fault in faults if not any(text in fault for text in known)]
+
+
+@pytest.fixture
+def page(browser: Browser, server: RestServer) -> Iterator[Page]:
+    with opened(browser, f"http://{server.address}/", 503) as page:
+        yield page
+
+
+def assert_rows_fit(page: Page, *widths: int) -> None:
+    for width in widths:
+        page.set_viewport_size({"width": width, "height": 740})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        card = page.locator('[data-slot="mix"]').bounding_box()
+        row = page.locator("table.mix tbody tr").first.bounding_box()
+        assert card is not None and row is not None
+        assert row["x"] + row["width"] <= card["x"] + card["width"], width
 
 
 def cell(page: Page, alias: str, label: str) -> str:
@@ -219,14 +238,7 @@ def test_losses_stand_beside_the_shares_with_a_curve_for_each_source(page: Page,
     code, prose = page.locator("table.mix tbody polyline").all()
     expect(code).to_have_attribute("points", "0.0,2.0 24.0,20.0 72.0,11.0")
     expect(prose).to_have_attribute("points", "")
-    for width in (360, 760, 1080, 1100, 1280):
-        page.set_viewport_size({"width": width, "height": 740})
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        card = page.locator('[data-slot="mix"]').bounding_box()
-        row = page.locator("table.mix tbody tr").first.bounding_box()
-        assert card is not None
-        assert row is not None
-        assert row["x"] + row["width"] <= card["x"] + card["width"], width
+    assert_rows_fit(page, 360, 760, 1080, 1100, 1280)
     # More of the curve is shown as it comes; a server that was restarted knows nothing of it.
     service.curves[RUN] = run_losses(RUN, code=[4.0, 2.0])
     service.put(run_stats(RUN, sources=sources, reported=report_stats(sample_index=5000)))
@@ -360,17 +372,9 @@ def guarded(browser: Browser) -> Iterator[tuple[Page, MemoryService]]:
     service.put(run_stats(RUN))
     server = RestServer("127.0.0.1", 0, Access(CONTROL, READ))
     server.start(service)
-    faults: list[str] = []
-    context = browser.new_context()
-    context.set_default_timeout(10_000)
-    opened = context.new_page()
-    opened.on("pageerror", lambda error: faults.append(str(error)))
-    opened.on("console", lambda line: faults.append(line.text) if line.type == "error" else None)
-    opened.goto(server.url)
-    yield opened, service
-    context.close()
+    with opened(browser, server.url, 401, 403) as page:
+        yield page, service
     server.stop(timeout=2)
-    assert not [fault for fault in faults if "status of 401" not in fault and "status of 403" not in fault]
 
 
 def enter(page: Page, token: str) -> None:
@@ -446,11 +450,5 @@ def test_at_every_width_nothing_is_cut_and_the_mix_stays_a_table(page: Page) -> 
     table = page.get_by_role("table").first
     expect(table.get_by_role("row").nth(1)).to_be_visible()
     for width in (360, 520, 760, 900, 1080, 1100, 1600):
-        page.set_viewport_size({"width": width, "height": 740})
+        assert_rows_fit(page, width)
         assert table.get_by_role("rowheader").count() == 2
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        card = page.locator('[data-slot="mix"]').bounding_box()
-        row = page.locator("table.mix tbody tr").first.bounding_box()
-        assert card is not None
-        assert row is not None
-        assert row["x"] + row["width"] <= card["x"] + card["width"], width
