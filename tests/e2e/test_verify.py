@@ -187,35 +187,3 @@ def test_a_report_says_what_was_read_and_by_which_launches(
     assert f"{51 * LENGTH:,} tokens in 51 samples of {LENGTH}" in card
     assert "| 2 |" in card and "3 × 1" in card
     assert f"`{found['digest']}`" in card
-
-
-def test_what_one_run_skipped_is_found_and_reported(
-    corpus: Corpus, start_server: StartServer, tokenloom: CommandLine
-) -> None:
-    server = start_server(corpus.mixture("skipping"), corpus.mixture("reading"))
-    with World(server.url("skipping"), 2, 4) as world:
-        world.steps(4)
-    pinned = server.request("POST", "/v1/runs/skipping/restore", json={"sample_index": 20, "skip_samples": 9})
-    assert pinned.status_code == 200, pinned.text
-    with World(server.url("skipping"), 1, 5) as world:
-        world.steps(8)
-    with World(server.url("reading"), 1, 3) as world:
-        world.steps(25)
-    url = server.rest_url
-    ours, theirs = (receipt(server, run, sample_index=50) for run in ("skipping", "reading"))
-    within = receipt(server, "skipping", sample_index=25)
-    done = tokenloom("verify", f"{url}/skipping", f"{url}/reading", "--json")
-    text = tokenloom("verify", f"{url}/skipping", f"{url}/reading").output
-    report = json.loads(tokenloom("report", url, "--run", "skipping", "--json").output)
-    card = tokenloom("report", url, "--run", "skipping").output
-    assert (ours["digest"], ours["samples"]) == (theirs["digest"], theirs["samples"])
-    assert (ours["skipped"], theirs["skipped"]) == ([{"first": 20, "end": 29}], [])
-    assert within["skipped"] == [{"first": 20, "end": 25}]
-    assert done.status == 1, done.output
-    assert json.loads(done.output)["first_differing_sample"] == 20
-    assert "of which 9 samples were skipped" in text
-    assert (report["sample_index"], report["total_tokens"], report["consumed_tokens"]) == (69, 69 * LENGTH, 60 * LENGTH)
-    assert sum(source["skipped_tokens"] for source in report["sources"]) == 9 * LENGTH
-    assert [g["kept"] for g in report["generations"]] == [{"first": 0, "end": 20}, {"first": 29, "end": 69}]
-    assert f"{60 * LENGTH:,} tokens in 60 samples of {LENGTH}" in card
-    assert "| skipped samples, given to no trainer | 20 to 28 |" in card

@@ -117,6 +117,19 @@ def test_revisions_are_in_the_receipts_after_them_and_in_the_report(
     assert [source.excluded_rows for source in report.sources] == [4, 0]
 
 
+def test_what_was_skipped_is_in_the_receipts_and_counted_apart_in_the_report(folder: Path, tmp_path: Path) -> None:
+    with serving(folder, tmp_path, flat([CODE, WIKI])) as served:
+        Trainer(served, 2, 4).train(4)
+        served.start_points.restore(sample_index=20, skip_samples=9)
+        Trainer(served, 1, 5).train(4)
+        for index, skipped in ((20, []), (25, [Range(first=20, end=25)]), (40, [Range(first=20, end=29)])):
+            assert served.receipts.receipt(index).skipped == skipped
+        report = served.receipts.report()
+    assert (report.sample_index, report.total_tokens, report.consumed_tokens) == (49, 49 * LENGTH, 40 * LENGTH)
+    assert sum(source.skipped_tokens for source in report.sources) == 9 * LENGTH
+    assert [launch.kept for launch in report.generations] == [Range(first=0, end=20), Range(first=29, end=49)]
+
+
 def opening(generation: int, parent: int, start: int) -> Opening:
     return Opening(
         generation=generation,
