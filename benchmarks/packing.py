@@ -94,13 +94,13 @@ def measure(folder: Path, length: int, packing: dict[str, Any], runs: int) -> di
         pipeline.advance(2**40)
         seconds.append(time.process_time() - began)
     state = pipeline.state()
-    tally = state.sources[0].tally
+    counts = state.sources[0].row_counts
     return {
         "samples": state.sample_index,
-        "cut": tally.cut_documents,
-        "lost": tally.lost_tokens,
-        "filled": 1 - tally.padding_tokens / state.total_tokens,
-        "ns": min(seconds) * 1e9 / (state.total_tokens - tally.padding_tokens),
+        "cut": counts.cut_documents,
+        "lost": counts.lost_tokens,
+        "filled": 1 - counts.padding_tokens / state.total_tokens,
+        "ns": min(seconds) * 1e9 / (state.total_tokens - counts.padding_tokens),
         "first_ms": min(first) * 1e3,
     }
 

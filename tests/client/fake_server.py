@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from tokenloom import ConnectionOptions
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderServicer, add_DataLoaderServicer_to_server
+from tokenloom_proto.seal import SNAPSHOT_FORMAT, SNAPSHOT_VERSION
 
 STATUS_OF = {
     "Fenced": grpc.StatusCode.ABORTED,
@@ -244,7 +245,8 @@ def digest_at(index: int) -> str:
 
 def template(run: str, stream: str) -> Mapping[str, Any]:
     """What is the same in all snapshots of the fake run."""
-    return {"format": "tokenloom/snapshot", "version": 1, "run": run, "stream": stream or "train", "run_uid": RUN_UID}
+    place = {"run": run, "stream": stream or "train", "run_uid": RUN_UID}
+    return {"format": SNAPSHOT_FORMAT, "version": SNAPSHOT_VERSION} | place
 
 
 def base_at(index: int) -> wire.Base:

@@ -20,7 +20,7 @@ import pytest
 import torch
 from fake_server import Script, ahead, base_at, digest_at, eventually, ids_of, serving, template
 from tokenloom import ConnectionOptions, PeekDataset, ProtocolError, RemoteDataset, SnapshotInvalid, Source, snapshot
-from tokenloom_proto.seal import seal, unseal
+from tokenloom_proto.seal import SNAPSHOT_VERSION, seal, unseal
 from torch.utils.data import DataLoader
 
 NOBODY = "grpc://127.0.0.1:1/fake"
@@ -97,7 +97,7 @@ def test_a_second_iter_goes_on_after_the_last_batch_yielded() -> None:
 
 
 def test_the_run_is_known_once_it_is_joined() -> None:
-    with serving(Script(start_index=12)) as (_, url, _), RemoteDataset(url, 2) as dataset:
+    with serving(Script(start_index=12)) as (_, url, _), RemoteDataset(url, 2, resume="latest") as dataset:
         with pytest.raises(RuntimeError, match="call iter"):
             _ = dataset.generation
         iter(dataset)
@@ -105,6 +105,7 @@ def test_the_run_is_known_once_it_is_joined() -> None:
         assert (dataset.sequence_length, dataset.generation, dataset.start_index) == (8, 3, 12)
         assert dataset.sources == [Source(0, "parquet:a:text", "a"), Source(1, "txt:b:text", "")]
         assert (dataset.sample_index, dataset.total_tokens, dataset.digest) == (12, 96, digest_at(12))
+        assert dataset.state_dict() == expected_state(12, 12), "before a batch it is that of the resume point"
         next(iter(dataset))
         assert (dataset.sample_index, dataset.total_tokens, dataset.digest) == (14, 112, digest_at(14))
 
@@ -169,7 +170,7 @@ def test_before_a_join_the_state_is_the_start_of_the_run() -> None:
 
     assert unseal(dataset.state_dict()["tokenloom"]) == {
         "format": "tokenloom/snapshot",
-        "version": 1,
+        "version": SNAPSHOT_VERSION,
         "run": "fake",
         "stream": "train",
         "sample_index": 0,
@@ -179,13 +180,6 @@ def test_before_a_join_the_state_is_the_start_of_the_run() -> None:
     assert (dataset.sample_index, dataset.total_tokens, dataset.digest) == (0, 0, "0" * 32)
     with pytest.raises(ValueError, match="no batch was yielded yet"):
         dataset.state_dict(at=5)
-
-
-def test_after_a_join_and_before_a_batch_the_state_is_that_of_the_resume_point() -> None:
-    with serving(Script(start_index=12)) as (_, url, _), RemoteDataset(url, 2, resume="latest") as dataset:
-        iter(dataset)
-
-        assert dataset.state_dict() == expected_state(12, 12)
 
 
 def test_a_loaded_state_travels_with_the_join_and_is_given_back_until_the_first_batch() -> None:

@@ -19,7 +19,7 @@ from tokenloom.batch.packed import Message
 from tokenloom_proto.errors import ProtocolError
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.steps import PADDING, BatchPlan
-from tokenloom_server.packing.origins import DocumentSpan
+from tokenloom_server.packing.tokenized_rows import DocumentSpan
 from torch.nn.functional import scaled_dot_product_attention
 
 BATCH = 3

@@ -134,20 +134,21 @@ def test_a_server_that_skips_data_is_refused() -> None:
         assert dataset.sample_index == 4
 
 
-def test_a_silent_stream_is_taken_for_broken(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture
+def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffer, "SILENCE_S", 0.5)
+    monkeypatch.setattr(buffer, "PATIENCE_S", 0.2)
     monkeypatch.setattr(buffer, "TICK_S", 0.1)
+
+
+@pytest.mark.usefixtures("short_silence")
+def test_a_silent_stream_is_taken_for_broken_but_not_one_that_has_heartbeats(caplog: pytest.LogCaptureFixture) -> None:
     script = Script(on_message=lambda stream, begin: "silent" if (stream, begin) == (1, 4) else None)
     with serving(script) as (server, url, _), RemoteDataset(url, 1, connection=ahead(8)) as dataset:
         assert list(samples(dataset, 8)) == list(range(8))
 
         assert [open_.received_through for open_ in server.opens[:2]] == [0, 4]
         assert "silent, without even a heartbeat" in caplog.text
-
-
-def test_heartbeats_keep_a_stream_alive_that_has_nothing_to_send(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffer, "SILENCE_S", 0.5)
-    monkeypatch.setattr(buffer, "TICK_S", 0.1)
     with serving(Script()) as (server, url, _), RemoteDataset(url, 1, connection=ahead(2)) as dataset:
         batches = iter(dataset)
         next(batches)
@@ -157,30 +158,14 @@ def test_heartbeats_keep_a_stream_alive_that_has_nothing_to_send(monkeypatch: py
         assert len(server.opens) == 1
 
 
-def test_a_long_wait_is_logged_with_what_is_waited_for(
+def test_a_batch_that_does_not_come_is_logged_and_in_the_end_an_error_after_which_the_trainer_may_go_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(buffer, "PATIENCE_S", 0.2)
     monkeypatch.setattr(buffer, "TICK_S", 0.1)
-    script = Script(on_message=lambda stream, begin: "silent" if stream == 1 else None)
-    with serving(script) as (_, url, _), RemoteDataset(url, 1) as dataset:
-        batches = iter(dataset)
-        assert dataset._connection is not None
-        threading.Timer(0.6, dataset._connection.break_stream).start()
-        next(batches)
-
-    assert "no batch for 0 s; waiting for: the stream to open" in caplog.text
-
-
-def test_a_batch_that_does_not_come_is_an_error_in_the_end_behind_which_the_trainer_may_go_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(buffer, "TICK_S", 0.1)
     script = Script(on_message=lambda number, begin: "silent" if number == 1 else None)
-    with (
-        serving(script) as (_, url, _),
-        RemoteDataset(url, 1, connection=ConnectionOptions(batch_timeout_s=0.5)) as dataset,
-    ):
+    options = ConnectionOptions(batch_timeout_s=0.5)
+    with serving(script) as (_, url, _), RemoteDataset(url, 1, connection=options) as dataset:
         batches = iter(dataset)
         with pytest.raises(
             ServerUnavailable, match=r"no batch for 0\.5 s \(batch_timeout_s\); waiting for: the stream"
@@ -190,6 +175,7 @@ def test_a_batch_that_does_not_come_is_an_error_in_the_end_behind_which_the_trai
         dataset._connection.break_stream()
 
         assert next(batches)["sample_index"] == 1
+    assert "no batch for 0 s; waiting for: the stream to open" in caplog.text
 
 
 def test_reconnecting_ends_after_its_timeout_with_what_was_buffered_delivered_first() -> None:
@@ -204,7 +190,9 @@ def test_reconnecting_ends_after_its_timeout_with_what_was_buffered_delivered_fi
         got.extend(batch["sample_index"] for batch in batches)
 
     assert got[:3] == [2, 3, 4]
+    began = time.monotonic()
     dataset.close()
+    assert time.monotonic() - began < 2.5, "closing waits for a server that is away"
 
 
 def test_a_server_that_takes_every_stream_and_says_nothing_is_given_up_after_the_timeout(
@@ -220,17 +208,6 @@ def test_a_server_that_takes_every_stream_and_says_nothing_is_given_up_after_the
         dataset.close()
 
         assert len(server.opens) > 1
-
-
-def test_closing_while_the_server_is_away_does_not_wait_for_it() -> None:
-    with serving(Script()) as (_, url, server):
-        dataset = RemoteDataset(url, 1)
-        next(iter(dataset))
-        server.stop(0).wait()
-    began = time.monotonic()
-    dataset.close()
-
-    assert time.monotonic() - began < 2.5
 
 
 def test_a_stream_that_breaks_behind_the_last_step_is_reopened_at_once_for_the_reports() -> None:
@@ -287,18 +264,12 @@ def test_a_join_waits_for_a_server_that_is_away(caplog: pytest.LogCaptureFixture
         assert "cannot join" in caplog.text
 
 
-def test_a_server_that_never_comes_is_unavailable_after_the_timeout() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound and not listening: nobody answers
-        url = f"grpc://127.0.0.1:{taken.getsockname()[1]}/fake"
-        with pytest.raises(ServerUnavailable, match=url):
-            iter(RemoteDataset(url, 1, connection=ConnectionOptions(connect_timeout_s=0.5)))
-
-
-def test_a_server_that_does_not_answer_is_unavailable_after_the_timeout() -> None:
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_server_that_never_comes_or_does_not_answer_is_unavailable_after_the_timeout(listens: bool) -> None:
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
-        mute.listen()
+        if listens:
+            mute.listen()
         url = f"grpc://127.0.0.1:{mute.getsockname()[1]}/fake"
         with pytest.raises(ServerUnavailable, match=url):
             iter(RemoteDataset(url, 1, connection=ConnectionOptions(connect_timeout_s=0.5)))

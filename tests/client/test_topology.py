@@ -33,28 +33,12 @@ def test_a_process_without_a_launcher_is_the_only_rank_and_makes_its_own_attempt
     assert one.attempt != other.attempt
 
 
-def test_arguments_win_over_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchruns_variables_give_the_rank_and_arguments_win_over_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "7")
     monkeypatch.setenv("WORLD_SIZE", "8")
 
+    assert topology(attempt="mine") == Topology(7, 8, "mine")
     assert topology(1, 2, "mine") == Topology(1, 2, "mine")
-
-
-def test_torchruns_variables_give_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-
-    assert topology(attempt="mine") == Topology(1, 2, "mine")
-
-
-def test_several_ranks_of_torchrun_without_a_process_group_are_told_the_three_choices(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-
-    with pytest.raises(ValueError, match=r"init_process_group.*SLURM job step.*attempt="):
-        topology()
 
 
 def test_ranks_of_a_slurm_step_share_an_attempt_that_a_restart_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,29 +55,27 @@ def test_ranks_of_a_slurm_step_share_an_attempt_that_a_restart_changes(monkeypat
     assert first.attempt == second.attempt != restarted.attempt
 
 
-def test_torchrun_within_a_slurm_step_needs_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = {"RANK": "1", "WORLD_SIZE": "2", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "TORCHELASTIC_RUN_ID": "x"}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-
-    with pytest.raises(ValueError, match="init_process_group before making the dataset"):
-        topology()
-
-
-def test_several_processes_of_which_this_one_does_not_know_its_rank_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ("RANK=1 WORLD_SIZE=2", r"init_process_group before making.*SLURM job step.*attempt="),
+        # Torchrun starts ranks again within a step.
+        (
+            "RANK=1 WORLD_SIZE=2 SLURM_JOB_ID=77 SLURM_STEP_ID=0 TORCHELASTIC_RUN_ID=x",
+            "init_process_group before making the dataset",
+        ),
+        ("WORLD_SIZE=2", "WORLD_SIZE is 2 but RANK is not set"),
+        ("RANK=3", "RANK is '3' but WORLD_SIZE is not set.*init_process_group"),
+        ("RANK=first WORLD_SIZE=2", "RANK='first' and WORLD_SIZE='2' must be integers"),
+    ],
+)
+def test_a_launcher_that_does_not_say_enough_is_refused_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, variables: str, message: str
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
 
-    with pytest.raises(ValueError, match="WORLD_SIZE is 2 but RANK is not set"):
-        topology()
-
-
-def test_launcher_variables_that_are_no_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "first")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-
-    with pytest.raises(ValueError, match="RANK='first' and WORLD_SIZE='2' must be integers"):
+    with pytest.raises(ValueError, match=message):
         topology()
 
 
@@ -109,9 +91,6 @@ def test_launcher_variables_that_are_no_numbers_are_refused(monkeypatch: pytest.
 def test_a_rank_that_does_not_fit_its_world_is_refused(rank: int, world_size: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         topology(rank, world_size, "mine")
-
-
-def test_an_empty_attempt_is_refused() -> None:
     with pytest.raises(ValueError, match="attempt is empty"):
         topology(0, 2, "")
 

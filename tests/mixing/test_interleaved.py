@@ -82,4 +82,4 @@ def test_on_exhausted_drop_gives_every_row_of_both_once(folder: Path) -> None:
     # A twentieth of the long one is enough to see it.
     state = at_the_end(folder, "drop", 0.05)
     assert [source.samples for source in state.sources] == [SHORT, LONG // 20]
-    assert [source.tally.lost_tokens for source in state.sources] == [0, 0]
+    assert [source.row_counts.lost_tokens for source in state.sources] == [0, 0]

@@ -213,12 +213,12 @@ def test_what_a_tally_counts_is_what_the_samples_have(folder: Path, name: str) -
             assert len(sample.ids) == order.form.sample_bytes
             padding[sample.source] += order.form.width - len(order.form.ids(sample.ids))
         sources = step.state.sources
-        assert [source.tally.padding_tokens for source in sources] == [padding[i] for i in range(len(sources))]
+        assert [source.row_counts.padding_tokens for source in sources] == [padding[i] for i in range(len(sources))]
         assert step.state.total_tokens == step.state.sample_index * order.config.sequence_length
     assert sum(padding.values()) > 0
     if order.config.packing != "concat":
         # All that is read is there, or counted as lost.
-        lost = sum(source.tally.lost_tokens for source in run[-1].state.sources)
+        lost = sum(source.row_counts.lost_tokens for source in run[-1].state.sources)
         given = run[-1].state.sample_index * order.form.width - sum(padding.values()) + lost
         specs = [source.source for source in order.config.sources]
         if all(order.config.epochs[i] in (1.0, 2.0) for i in range(len(specs))):
@@ -364,22 +364,6 @@ def test_the_reason_names_the_source_that_stopped_its_node(folder: Path) -> None
     pipeline = order.pipeline(order.initial())
     pipeline.advance(10**6)
     assert pipeline.ended == "exhausted, and its node stops: docs"
-
-
-def test_going_forward_equals_producing(folder: Path) -> None:
-    order = order_of(folder)
-    uninterrupted = whole(order)
-    for begin in (0, 1, 17, len(uninterrupted)):
-        state = uninterrupted[begin - 1].state if begin else order.initial()
-        for count in (0, 1, 2, 30, len(uninterrupted)):
-            pipeline = order.pipeline(state)
-            pipeline.advance(count)
-            at = min(begin + count, len(uninterrupted))
-            found = pipeline.state()
-            if begin + count <= len(uninterrupted):
-                assert found == (uninterrupted[at - 1].state if at else order.initial())
-            assert found.sample_index == at
-            assert found.digest == (uninterrupted[at - 1].state.digest if at else 0)
 
 
 def test_a_run_that_is_over_stays_over_after_a_restore(folder: Path) -> None:

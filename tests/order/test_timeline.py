@@ -411,7 +411,7 @@ def test_files_that_are_appended_to_a_packed_source_repeat_and_lose_nothing(tmp_
     for index in (1, len(walked(plain)) - 2):
         later = revised(plain, index, append_files=["code"])
         before, after = _end(plain).sources[0], _end(later).sources[0]
-        filled_up = [end.samples * 16 - end.tally.padding_tokens for end in (before, after)]
+        filled_up = [end.samples * 16 - end.row_counts.padding_tokens for end in (before, after)]
         assert filled_up[1] - filled_up[0] == 3 * 41
         assert after.rows == before.rows + 3
 
@@ -444,7 +444,11 @@ def test_a_window_under_way_where_samples_become_longer_is_packed_again(folder: 
         assert timeline.encode(pipeline.state()) == timeline.encode(_end(timeline))
     # From its first row on: what it had given comes once more.
     end = _end(timeline).sources[0]
-    given = end.tokens - 160 - (end.tally.padding_tokens - timeline.decode(states[10]).sources[0].tally.padding_tokens)
+    given = (
+        end.tokens
+        - 160
+        - (end.row_counts.padding_tokens - timeline.decode(states[10]).sources[0].row_counts.padding_tokens)
+    )
     assert given == sum(len(row) + 1 for shard in ROWS[CODE] for row in shard if row)
 
 

@@ -117,7 +117,7 @@ def windows(case: Case) -> Iterator[list[tuple[int, int, int, list[int]]]]:
 
 def expected(case: Case) -> Iterator[Sample]:
     """The samples by definition."""
-    width, passed, tally = case.form.width, 0, RowCounts()
+    width, passed, row_counts = case.form.width, 0, RowCounts()
     for window in windows(case):
         segments = [
             (row, begin, min(begin + width, len(ids)))
@@ -136,7 +136,9 @@ def expected(case: Case) -> Iterator[Sample]:
             ids = tuple(chain.from_iterable(window[row][3][begin:end] for row, begin, end in its))
             rest = width - len(ids)
             cut = sum(begin == 0 and end < len(window[row][3]) for row, begin, end in its)
-            tally = tally._replace(padding_tokens=tally.padding_tokens + rest, cut_documents=tally.cut_documents + cut)
+            row_counts = row_counts._replace(
+                padding_tokens=row_counts.padding_tokens + rest, cut_documents=row_counts.cut_documents + cut
+            )
             ends = np.cumsum([end - begin for _, begin, end in its])
             starts = [0, *ends[:-1].tolist()]
             padding = bytes([PAD] * rest)
@@ -153,7 +155,7 @@ def expected(case: Case) -> Iterator[Sample]:
                 raw,
                 after,
                 passed + rows,
-                tally,
+                row_counts,
                 tuple(start + rest * case.left for start in starts),
                 xxhash.xxh3_128_intdigest(raw, SOURCE_ID),
             )
@@ -198,7 +200,7 @@ def test_a_packer_goes_on_from_every_sample_whatever_the_pieces(case: Case, piec
     for k in range(1, len(samples) + 1):
         state = state_after(samples[:k], case.length)
         assert case.samples(25 - k, state, piece) == samples[k:]
-        parts = case.packer(state, piece).parts(25 - k)
+        parts = case.packer(state, piece).spans(25 - k)
         assert [tuple(chain.from_iterable(part.ids.tolist() for part in its)) for its in parts] == [
             sample.ids for sample in samples[k:]
         ]
@@ -226,7 +228,7 @@ def test_rows_that_are_excluded_within_a_window_do_not_move_the_others(
             samples=k + i,
             rows=now[i - 1].rows,
             tokens=(k + i) * case.length,
-            tally=now[i - 1].tally,
+            row_counts=now[i - 1].row_counts,
         )
         assert changed.samples(20 - i, later) == now[i:]
 
@@ -265,12 +267,12 @@ def test_a_long_document_is_cut_into_full_samples_and_its_rest_is_packed() -> No
     found = case.samples(9)
     # Ten tokens: 4 + 4 + 2; the rest of it and the second, of three, do not fit together.
     assert sorted(sample.ids for sample in found) == [(0, 1, 2, 3), (4, 5, 6, 7), (8, EOT), (20, 21, EOT)]
-    assert found[-1].tally == RowCounts(padding_tokens=3, cut_documents=1)
+    assert found[-1].row_counts == RowCounts(padding_tokens=3, cut_documents=1)
 
 
 def test_a_state_after_more_samples_than_the_window_has_is_refused() -> None:
     case = Case((((1, 2, 3), (4, 5)),), 4)
-    with pytest.raises(SourceError, match=r"stands behind 7 samples of the window .* row 0 of shard-0"):
+    with pytest.raises(SourceError, match=r"stands after 7 samples of the window .* row 0 of shard-0"):
         case.samples(1, SourceState(cursor=PackedCursor(FileCursor(0, 0, 0), 7), samples=7, tokens=28))
 
 
@@ -320,7 +322,7 @@ def test_bad_and_filtered_rows_and_masks_go_with_every_packing(
     # An end of text counts as the id before it does.
     counted = [bin(int.from_bytes(raw[-order.form.mask_bytes :], "little")).count("1") for raw in found]
     assert sum(counted) == 2 * sum(len(row["ids"]) + 1 for row in kept if row["mask"][0])
-    end = states[-1].sources[0].tally
+    end = states[-1].sources[0].row_counts
     assert (end.bad_rows, end.filtered_rows) == (6, 2 * (len(rows) - 3 - len(kept)))
     for k, state in enumerate(states[:-1]):
         again = order.pipeline(reread(order, state))

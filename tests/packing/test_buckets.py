@@ -138,7 +138,7 @@ def test_each_row_comes_at_most_once_an_epoch_with_its_own_values_and_the_remain
     lost = [sum(count % SIZE for count in Counter(table.column("aspect").to_pylist()).values()) for table in tables]
     assert all(len(captions) == len(tables[source]) - lost[source] for (source, _), captions in seen.items())
     end = whole[-1].behind
-    assert [source.tally.lost_tokens for source in end.sources] == [2 * lost[0], lost[1]]
+    assert [source.row_counts.lost_tokens for source in end.sources] == [2 * lost[0], lost[1]]
     assert sorted(seen) == [(0, 0), (0, 1), (1, 0)]
     assert len(end.sources) == 2
     assert seen[0, 0] != seen[0, 1], "each epoch has an order of its own"

@@ -98,7 +98,7 @@ def expected(case: Case, limit: int) -> tuple[list[Sample], int]:
             raw=raw,
             cursor=advanced[-1][2],
             rows=advanced[-1][3],
-            tally=RowCounts(padding_tokens=rest),
+            row_counts=RowCounts(padding_tokens=rest),
             starts=tuple(i + rest * case.left for i, (_, begins, *_) in enumerate(read) if begins),
             hash=xxhash.xxh3_128_intdigest(raw, SOURCE_ID),
         )
@@ -157,7 +157,7 @@ def test_a_packer_goes_on_from_every_sample_whatever_the_pieces(case: Case, piec
     for k in range(1, len(samples) + 1):
         state = state_after(samples[:k], case.length)
         assert taken(case.packer(state, piece), limit - k) == samples[k:]
-        parts = case.packer(state, piece).parts(limit - k)
+        parts = case.packer(state, piece).spans(limit - k)
         assert [tuple(chain.from_iterable(part.ids.tolist() for part in its)) for its in parts] == [
             sample.ids for sample in samples[k:]
         ]

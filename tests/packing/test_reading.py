@@ -85,7 +85,7 @@ def rows_of(documents: Documents, start: Cursor | None) -> Iterator[Taken]:
     for piece in documents.read(start):
         begins = [0, *piece.ends.tolist()]
         for at, (begin, end) in enumerate(pairwise(begins)):
-            cursor = documents.cursor_kind(piece.epoch, piece.shard, piece.first_row + at)
+            cursor = documents.cursor_kind(piece.epoch, piece.part, piece.first_row + at)
             yield Taken(cursor, piece.origin(at), tuple(piece.ids[begin:end].tolist()))
 
 

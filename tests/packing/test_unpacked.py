@@ -62,7 +62,7 @@ def expected(case: Case) -> Iterator[Sample]:
     """The samples by definition."""
     rows = [(shard, row, ids) for shard, many in enumerate(case.shards) for row, ids in enumerate(many)]
     exact = None if math.isinf(case.epochs) else Fraction(repr(case.epochs))
-    width, passed, tally = case.form.width, 0, RowCounts()
+    width, passed, row_counts = case.form.width, 0, RowCounts()
     for epoch in count():
         left = None if exact is None else exact - epoch
         if left is not None and left <= 0:
@@ -74,10 +74,10 @@ def expected(case: Case) -> Iterator[Sample]:
             lost = len(document) - width if not case.splits else 0
             for i, chunk in enumerate(chunks if case.splits else chunks[:1]):
                 rest = width - len(chunk)
-                tally = RowCounts(
-                    padding_tokens=tally.padding_tokens + rest,
-                    cut_documents=tally.cut_documents + (i == 0 and len(chunks) > 1),
-                    lost_tokens=tally.lost_tokens + max(0, lost),
+                row_counts = RowCounts(
+                    padding_tokens=row_counts.padding_tokens + rest,
+                    cut_documents=row_counts.cut_documents + (i == 0 and len(chunks) > 1),
+                    lost_tokens=row_counts.lost_tokens + max(0, lost),
                 )
                 whole = not case.splits or i == len(chunks) - 1
                 padded = [*[PAD] * rest, *chunk] if case.left else [*chunk, *[PAD] * rest]
@@ -87,7 +87,7 @@ def expected(case: Case) -> Iterator[Sample]:
                     raw,
                     FileCursor(epoch, shard, row + whole, 0 if whole else (i + 1) * width),
                     passed - (not whole),
-                    tally,
+                    row_counts,
                     (rest * case.left,),
                     xxhash.xxh3_128_intdigest(raw, SOURCE_ID),
                 )
@@ -128,7 +128,7 @@ def test_a_packer_goes_on_from_every_sample_whatever_the_pieces(case: Case, piec
     for k in range(1, len(samples) + 1):
         state = state_after(samples[:k], case.length)
         assert case.samples(25 - k, state, piece) == samples[k:]
-        parts = case.packer(state, piece).parts(25 - k)
+        parts = case.packer(state, piece).spans(25 - k)
         assert [tuple(chain.from_iterable(part.ids.tolist() for part in its)) for its in parts] == [
             sample.ids for sample in samples[k:]
         ]

@@ -181,11 +181,11 @@ def test_rows_that_are_bad_or_filtered_are_counted_once_and_never_evaluated_on(t
     order = order_of(tmp_path, of_one("jsonl:a.jsonl:text", **fields) | {"tail": "pad"})
     whole = order_of(tmp_path, of_one("jsonl:a.jsonl:text", None, **fields) | {"tail": "pad"})
     out = builder.aside(order, order.config)
-    tallies = [taken(each, each.initial())[1][-1].sources[0] for each in (order, whole, out)]
-    assert tallies[0].rows == tallies[1].rows
-    assert tallies[0].tally[:2] == tallies[1].tally[:2]
-    assert tallies[0].tally[0] == 6
-    assert tallies[2].tally[:2] == (0, 0)
+    ends = [taken(each, each.initial())[1][-1].sources[0] for each in (order, whole, out)]
+    assert ends[0].rows == ends[1].rows
+    assert ends[0].row_counts[:2] == ends[1].row_counts[:2]
+    assert ends[0].row_counts[0] == 6
+    assert ends[2].row_counts[:2] == (0, 0)
 
 
 def test_a_source_without_a_document_that_is_held_out_gives_none(tmp_path: Path) -> None:

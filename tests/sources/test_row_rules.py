@@ -30,8 +30,8 @@ from tokenloom_server.errors import SnapshotInvalid, SourceError, TokenizerError
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.steps import BatchPlan
-from tokenloom_server.packing.documents import BAD
 from tokenloom_server.packing.fim import FillInMiddle
+from tokenloom_server.packing.tokenized_rows import BAD
 from tokenloom_server.run.fork import _refuse_other_documents
 from tokenloom_server.tokenizer.crash_records import SuspectRows
 
@@ -245,10 +245,10 @@ def test_every_row_gives_what_it_should_and_each_sample_index_resumes(name: str,
     whole = list(samples_from(order, order.initial()))
     assert [token for ids, _ in whole for token in ids] == known.tokens[: len(whole) * LENGTH]
     assert len(known.tokens) - len(whole) * LENGTH < LENGTH
-    tallies = [state.sources[0].tally for _, state in whole]
+    row_counts = [state.sources[0].row_counts for _, state in whole]
     # Behind the last sample lie fewer rows than make one.
-    assert known.bad - 4 <= tallies[-1].bad_rows <= known.bad
-    assert known.filtered - 12 <= tallies[-1].filtered_rows <= known.filtered
+    assert known.bad - 4 <= row_counts[-1].bad_rows <= known.bad
+    assert known.filtered - 12 <= row_counts[-1].filtered_rows <= known.filtered
     assert known.bad
     assert bool(known.filtered) == ("filter" in case.options)
     for index in range(0, len(whole), 1 if len(whole) < 120 else 5):
@@ -295,7 +295,7 @@ def test_every_packing_counts_them_and_resumes(packing: str, name: str, tmp_path
     order = order_over(tmp_path, case, packing=packing, sequence_length=64)
 
     whole = list(samples_from(order, order.initial()))
-    last, known = whole[-1][1].sources[0].tally, expected(case)
+    last, known = whole[-1][1].sources[0].row_counts, expected(case)
     # Behind the last sample of all lie the rows that follow its last document.
     assert known.bad - 4 <= last.bad_rows <= known.bad
     assert known.filtered - 12 <= last.filtered_rows <= known.filtered
@@ -310,7 +310,7 @@ def test_a_bad_row_counts_where_a_sample_goes_past_it(tmp_path: Path) -> None:
     )
     order = order_over(tmp_path, Case("txt", "text", {}))
     found = [
-        (state.sources[0].cursor, state.sources[0].rows, state.sources[0].tally.bad_rows)
+        (state.sources[0].cursor, state.sources[0].rows, state.sources[0].row_counts.bad_rows)
         for _, state in samples_from(order, order.initial())
     ]
     assert found == [(FileCursor(0, 0, 1), 1, 0), (FileCursor(0, 0, 4), 4, 2)]
@@ -369,7 +369,7 @@ def test_each_epoch_meets_the_same_bad_rows_and_the_limit_is_for_each(tmp_path: 
     case = Case("txt", "text", {"source": "txt:data/a.txt:text", "epochs": 4})
     order = order_over(tmp_path, case, max_bad_rows=3)
     last = list(samples_from(order, order.initial()))[-1][1]
-    assert (last.sample_index, last.sources[0].tally.bad_rows) == (20, 12)
+    assert (last.sample_index, last.sources[0].row_counts.bad_rows) == (20, 12)
     with pytest.raises(SourceError, match=r"line 7 is not UTF-8 .* bad row number 3 of .* allows 2 up to epoch 0"):
         list(samples_from(order_over(tmp_path, case, max_bad_rows=2), order.initial()))
 
@@ -481,7 +481,7 @@ def test_a_document_at_which_both_engines_crash_is_a_bad_row(
     known = [token for i, text in enumerate(texts) if i != 5 for token in [*tokenizer.encode(text).ids, end]]
     assert [token for ids, _ in whole for token in ids] == known[: len(whole) * LENGTH]
     assert len(known) - len(whole) * LENGTH < LENGTH
-    assert whole[-1][1].sources[0].tally.bad_rows == 1
+    assert whole[-1][1].sources[0].row_counts.bad_rows == 1
 
 
 def test_a_fork_takes_a_source_over_only_with_the_same_documents(tmp_path: Path) -> None:

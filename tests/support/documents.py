@@ -59,7 +59,7 @@ class Sample:
     raw: bytes
     cursor: Cursor | None
     rows: int
-    tally: RowCounts
+    row_counts: RowCounts
     starts: tuple[int, ...]
     hash: int
 
@@ -68,18 +68,18 @@ def samples_of(packer: Packer, form: SampleFormat, limit: int) -> list[Sample]:
     """The packer's first samples."""
     found: list[Sample] = []
     for block in packer.blocks():
-        places = block.places
-        assert len(block.ids) == len(block.hashes) == len(places.cursors) == len(places.bounds) - 1 > 0
-        for number, (raw, hashed) in enumerate(zip(block.ids, block.hashes, strict=True), start=places.first_sample):
+        origins = block.origins
+        assert len(block.ids) == len(block.hashes) == len(origins.cursors) == len(origins.bounds) - 1 > 0
+        for number, (raw, hashed) in enumerate(zip(block.ids, block.hashes, strict=True), start=origins.first_sample):
             assert raw.readonly
             assert len(raw) == form.sample_bytes
-            place = places.behind(number)
+            position = origins.after(number)
             found.append(
                 Sample(
                     tuple(form.ids(raw).tolist()),
                     bytes(raw),
-                    *place[:3],
-                    tuple(places.starts_of(number).tolist()),
+                    *position[:3],
+                    tuple(origins.starts_of(number).tolist()),
                     hashed,
                 )
             )
@@ -92,5 +92,9 @@ def state_after(samples: Sequence[Sample], length: int) -> SourceState:
     """The state behind the last of a source's samples."""
     last = samples[-1]
     return SourceState(
-        cursor=last.cursor, samples=len(samples), rows=last.rows, tokens=len(samples) * length, tally=last.tally
+        cursor=last.cursor,
+        samples=len(samples),
+        rows=last.rows,
+        tokens=len(samples) * length,
+        row_counts=last.row_counts,
     )

@@ -105,6 +105,10 @@ Mixture = Annotated[
 DATA_ROOTS = "TOKENLOOM_DATA_ROOTS"
 
 
+#: The options that are fields of a mixture file, in a mixture file's order.
+_FIELDS = ("run", "seed", "tokenizer", "vocab_size", "end_of_text_id", "sequence_length", "policy")
+
+
 class LoadedMixture(NamedTuple):
     config: RunConfig
     #: The mixture file that the short form stands for; empty for a file.
@@ -192,16 +196,7 @@ class MixtureOptions:
 
     def short_form(self) -> LoadedMixture | None:
         """The mixture of --dataset-mix, below the current folder; None without it. Raises ``ConfigError``."""
-        # By their names in a mixture file, in a mixture file's order.
-        fields = {
-            "run": self.run,
-            "seed": self.seed,
-            "tokenizer": self.tokenizer,
-            "vocab_size": self.vocab_size,
-            "end_of_text_id": self.end_of_text_id,
-            "sequence_length": self.sequence_length,
-            "policy": self.policy,
-        }
+        fields = {name: getattr(self, name) for name in _FIELDS}
         if self.dataset_mix is None:
             if extra := [_option(name) for name, value in fields.items() if value is not None]:
                 raise ConfigError(f"{', '.join(extra)}: belongs to --dataset-mix; a mixture file says it itself")

@@ -6,13 +6,9 @@ import sys
 import threading
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from tokenloom_server.cli.common import console
-
-if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
-    from rich.progress import TaskID
 
 #: Between two lines.
 LINE_S = 10.0
@@ -23,36 +19,37 @@ class Progress:
 
     def __init__(self, total: int | None, unit: str, *, bytes_are_total: bool = True) -> None:
         """``total``: bytes, or with ``bytes_are_total=False`` units; None where it is not known."""
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Bar
+
         self._total = None if total is None else max(1, total)
         self._unit = unit
         self._by_bytes = bytes_are_total
         self._lock = threading.Lock()
         self._units = self._tokens = self._bytes = self._before = 0
-        self._began = self._said = time.monotonic()
-        self._bar: Bar | None = None
-        self._task: TaskID | None = None
+        self._began = self._printed = time.monotonic()
+        self._bar = Bar(
+            BarColumn(24),
+            TextColumn("{task.description}"),
+            console=console(stderr=True),
+            disable=not sys.stderr.isatty(),
+        )
+        self._task = self._bar.add_task("", total=self._total)
 
     def __enter__(self) -> Self:
-        if sys.stderr.isatty():
-            from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-            from rich.progress import Progress as Bar
-
-            columns = (BarColumn(24), TextColumn("{task.percentage:>3.0f} %  {task.fields[text]}"))
-            self._bar = Bar(*columns, TextColumn("ETA"), TimeRemainingColumn(), console=console(stderr=True))
-            self._task = self._bar.add_task("", total=self._total, text="")
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bar is not None and self._task is not None:
-            if kind is None and self._total is not None:
-                # Parts of files were rounded down.
-                self._bar.update(self._task, completed=self._total)
-            self._bar.stop()
-        elif kind is None:
-            self._say()
+        if kind is None and self._total is not None:
+            # Parts of files were rounded down.
+            self._total = max(1, self._done)
+            self._bar.update(self._task, completed=1, total=1, description=self._text())
+        self._bar.stop()
+        if kind is None and self._bar.disable:
+            self._print()
 
     def kept(self, units: int, tokens: int, size: int) -> None:
         """So much was done before: it counts, but not for the speed."""
@@ -69,26 +66,24 @@ class Progress:
         self._units += units
         self._tokens += tokens
         self._bytes += size
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=self._done, text=self._text())
-        elif time.monotonic() - self._said > LINE_S:
-            self._say()
+        if not self._bar.disable:
+            self._bar.update(self._task, completed=self._done, description=self._text())
+        elif time.monotonic() - self._printed > LINE_S:
+            self._print()
 
     @property
     def _done(self) -> int:
         return self._bytes if self._by_bytes else self._units
 
     def _text(self) -> str:
-        took = max(time.monotonic() - self._began, 1e-3)
-        speed = (self._done - self._before) / took
+        speed = (self._done - self._before) / max(time.monotonic() - self._began, 1e-3)
         rate = f"{speed / 1e6:,.1f} MB/s" if self._by_bytes else f"{speed:,.0f} {self._unit}/s"
-        return f"{self._units:,} {self._unit}, {self._tokens:,} tokens, {rate}"
+        text = f"{self._units:,} {self._unit}, {self._tokens:,} tokens, {rate}"
+        if self._total is None:
+            return text
+        left_s = (self._total - self._done) / speed if speed else 0.0
+        return f"{min(1.0, self._done / self._total):4.0%}  {text}" + (f", {left_s:,.0f} s left" if left_s >= 1 else "")
 
-    def _say(self) -> None:
-        self._said = time.monotonic()
-        fresh, part, eta = self._done - self._before, "", ""
-        if self._total is not None:
-            part = f"{min(1.0, self._done / self._total):4.0%}  "
-            left = (self._total - self._done) / fresh * (self._said - self._began) if fresh else 0.0
-            eta = f", {left:,.0f} s left" if left >= 1 else ""
-        print(f"{part}{self._text()}{eta}", file=sys.stderr, flush=True)
+    def _print(self) -> None:
+        self._printed = time.monotonic()
+        print(self._text(), file=sys.stderr, flush=True)

@@ -138,9 +138,9 @@ def descend(
             yield from descend(below, f"{path}.children.{i}", (*above, child))
 
 
-def walk(node: NodeConfig, path: str) -> Iterator[tuple[str, SourceConfig]]:
-    """The sources below a node, depth first, with their places in the file."""
-    return ((place, child) for place, child, _ in descend(node, path) if isinstance(child, SourceConfig))
+def walk(child: Child, path: str) -> Iterator[tuple[str, SourceConfig]]:
+    """The sources at or below a child, depth first, with their places in the file."""
+    return ((place, below) for place, below, _ in descend(child, path) if isinstance(below, SourceConfig))
 
 
 def numbered(mixture: NodeConfig) -> NodeConfig:

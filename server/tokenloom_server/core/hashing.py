@@ -50,7 +50,7 @@ def draws(
     words[:, 2], words[:, 3] = stable_ids, indices
     text, size = words.tobytes(), _WORDS.size
     digest = xxhash.xxh3_64_intdigest
-    return [digest(text[at : at + size]) for at in range(0, len(text), size)]
+    return [digest(text[begin : begin + size]) for begin in range(0, len(text), size)]
 
 
 def stream(key: int | npt.NDArray[np.uint64], counters: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -63,8 +63,8 @@ def stream(key: int | npt.NDArray[np.uint64], counters: npt.NDArray[np.uint64]) 
     mixed = np.asarray(key, np.uint64) + (counters + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    found: npt.NDArray[np.uint64] = mixed ^ (mixed >> np.uint64(31))
-    return found
+    drawn: npt.NDArray[np.uint64] = mixed ^ (mixed >> np.uint64(31))
+    return drawn
 
 
 def slice_rotation(seed: int, sample_index: int, world_size: int) -> int:

@@ -103,7 +103,7 @@ class RowCounts(NamedTuple):
     lost_tokens: int = 0
 
 
-_NOTHING_TALLIED = RowCounts()
+_NOTHING_COUNTED = RowCounts()
 
 
 class Lane(NamedTuple):
@@ -112,7 +112,7 @@ class Lane(NamedTuple):
     cursor: Cursor | None = None
     samples: int = 0
     rows: int = 0
-    tally: RowCounts = _NOTHING_TALLIED
+    row_counts: RowCounts = _NOTHING_COUNTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class SourceState:
     skipped_samples: int = 0
     skipped_rows: int = 0
     skipped_tokens: int = 0
-    tally: RowCounts = _NOTHING_TALLIED
+    row_counts: RowCounts = _NOTHING_COUNTED
     lanes: tuple[Lane, ...] = ()
 
     @property

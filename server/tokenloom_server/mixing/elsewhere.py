@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.config.node import NodeConfig, walk
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.state import ChildState, SourceState
 from tokenloom_server.mixing.mixer import node_shape
 from tokenloom_server.mixing.policy import Elsewhere, policy_of
@@ -40,7 +39,8 @@ def imported(config: RunConfig, sources: Sequence[SourceState], known: Sequence[
         for child, balance, was in zip(node.children, balances or (), sums.known, strict=False):
             if not was:
                 # What an inner node noted goes: the outermost balance is the one that a new source waits for.
-                baselines[:] = [balance if i in _leaves(child) else noted for i, noted in enumerate(baselines)]
+                for _, source in walk(child, ""):
+                    baselines[source.id] = balance
         return owed
 
     return Imported(_summed(config, sources, known, owed_to), tuple(baselines))
@@ -78,10 +78,3 @@ def _summed(
 
     visit(config.mixture)
     return tuple(nodes[number] for number in sorted(nodes))
-
-
-def _leaves(child: NodeConfig | SourceConfig) -> frozenset[int]:
-    """The ids of the sources at or below a child."""
-    if isinstance(child, NodeConfig):
-        return frozenset().union(*map(_leaves, child.children))
-    return frozenset([child.id])

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from tokenloom_server.core.hashing import Purpose, draws
 from tokenloom_server.mixing.credits import balanced, begun, carried, rescaled
-from tokenloom_server.mixing.policy import Choices, Chooser, Elsewhere, Mark, NodeChange, NodeStart, Policy, Weighed
+from tokenloom_server.mixing.policy import Choices, Chooser, Elsewhere, Mark, NodeChange, NodeStart, Policy
 
 #: Deadlines are kept in 2^-20 tokens.
 _DEADLINE_BITS = 20
@@ -86,10 +86,11 @@ class OwesTokens(Policy):
         return carried(owed, change.old_weights, change.new_weights, change.pick_tokens)
 
 
-class LeastConsumed(Weighed, OwesTokens):
+class LeastConsumed(OwesTokens):
     """Of the children that are due, the one with the earliest deadline is next."""
 
     name = "least_consumed"
+    takes = "numbers"
 
     def chooser(self, node: NodeStart) -> Chooser:
         return LeastConsumedChooser(node)

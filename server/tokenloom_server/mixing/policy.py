@@ -247,12 +247,6 @@ class Policy(ABC):
         return self.forked(node), None
 
 
-class Weighed(Policy):
-    """A policy whose weights are numbers of the mixture file."""
-
-    takes = "numbers"
-
-
 def points_of(weight: FileWeight) -> Points:
     """A weight of the mixture file as points."""
     return [(0, weight)] if isinstance(weight, float) else weight

@@ -9,14 +9,15 @@ from itertools import accumulate
 import numpy as np
 
 from tokenloom_server.core.hashing import Purpose, draw, draws
-from tokenloom_server.mixing.policy import Choices, Chooser, NodeStart, Weighed
+from tokenloom_server.mixing.policy import Choices, Chooser, NodeStart, Policy
 
 
-class Weighted(Weighed):
+class Weighted(Policy):
     """The draw for a node's k-th pick is a hash of (seed, node id, k, retry), scaled to the sum of the live children's
     integer weights: exact proportions, nothing to save."""
 
     name = "weighted"
+    takes = "numbers"
     options = ("unit",)
 
     def chooser(self, node: NodeStart) -> Chooser:

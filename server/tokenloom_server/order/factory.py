@@ -22,9 +22,9 @@ from tokenloom_server.packing.concat import ConcatPacker
 from tokenloom_server.packing.documents import Documents
 from tokenloom_server.packing.fim import FillInMiddle
 from tokenloom_server.packing.lanes import LanesPacker, lane_state
-from tokenloom_server.packing.origins import DocumentSpan
 from tokenloom_server.packing.real_tokens import RealTokens
 from tokenloom_server.packing.samples import SampleFormat
+from tokenloom_server.packing.tokenized_rows import DocumentSpan
 from tokenloom_server.packing.unpacked import UnpackedPacker
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.wrapped import SourceWithLossMask, TimedSource
@@ -105,7 +105,7 @@ class PipelineFactory:
 
     def spans(self, source_id: int, state: SourceState, count: int) -> Iterator[list[DocumentSpan]]:
         """What each of a source's next ``count`` samples after a state is made of, by reading their rows again."""
-        return self._packer(source_id, state, self.readers.open(source_id)).parts(count)
+        return self._packer(source_id, state, self.readers.open(source_id)).spans(count)
 
     def documents(self, source_id: int) -> Documents:
         """A source's documents as tokens, just as a pipeline reads them."""
@@ -144,7 +144,7 @@ class PipelineFactory:
             self.readers.bucket_epochs(source_id),
             source_state,
             source_id=source_id,
-            padding=self.config.batching,
+            batching=self.config.batching,
         )
 
     def _packer(self, source_id: int, state: SourceState, reader: Source) -> DocumentPacker:
@@ -158,7 +158,7 @@ class PipelineFactory:
         self, source_id: int, state: SourceState, reader: Source, lane: tuple[int, int] = (0, 1)
     ) -> DocumentPacker:
         config = self.config
-        documents = self._documents(source_id, reader, state.tally.bad_rows, lane)
+        documents = self._documents(source_id, reader, state.row_counts.bad_rows, lane)
         match config.packing:
             case "concat":
                 return ConcatPacker(

@@ -44,9 +44,9 @@ class Feed:
                 self.exhausted = True
                 self.dropped_tokens = self._packer.dropped_tokens
                 break
-            assert block.places.first_sample == self._loaded, "a packer skipped or repeated samples"
+            assert block.origins.first_sample == self._loaded, "a packer skipped or repeated samples"
             self._loaded += len(block.ids)
-            self._origins.append(block.places)
+            self._origins.append(block.origins)
             self._ids += block.ids
             self._hashes += block.hashes
         return min(count, self._loaded - self.picked)
@@ -64,7 +64,7 @@ class Feed:
         position = self.position
         if self.picked != self._taken:
             last = self.picked - 1
-            position = next(block for block in reversed(self._origins) if block.first_sample <= last).behind(last)
+            position = next(block for block in reversed(self._origins) if block.first_sample <= last).after(last)
         return position.rows, tokens_in_row(position.cursor)
 
     def take(self, count: int) -> tuple[list[memoryview], list[int], list[SampleOrigins]]:
@@ -78,5 +78,5 @@ class Feed:
         while last - self._origins[0].first_sample >= len(self._origins[0].cursors):
             self._origins.popleft()
             origins.append(self._origins[0])
-        self.position = origins[-1].behind(last)
+        self.position = origins[-1].after(last)
         return ids, hashes, origins

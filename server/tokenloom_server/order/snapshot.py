@@ -173,7 +173,7 @@ def source_state(dataset: KnownDataset) -> SourceState:
         skipped_samples=dataset.skipped_samples,
         skipped_rows=dataset.skipped_rows,
         skipped_tokens=dataset.skipped_tokens,
-        tally=dataset.tally,
+        row_counts=dataset.row_counts,
         lanes=tuple(lane_of(entry) for entry in dataset.lanes),
     )
 

@@ -73,7 +73,7 @@ class _Counters(_Strict):
     lost_tokens: int = Field(default=0, ge=0, le=MAX_COUNTER)
 
     @property
-    def tally(self) -> RowCounts:
+    def row_counts(self) -> RowCounts:
         return RowCounts(*(getattr(self, name) for name in RowCounts._fields))
 
     @property
@@ -295,7 +295,7 @@ def read_resume_state(text: str, shape_at: ShapeAt) -> ResumeStateDocument:
 
 
 def lane_of(entry: _Counters) -> Lane:
-    return Lane(entry.cursor, entry.samples, entry.rows, entry.tally)
+    return Lane(entry.cursor, entry.samples, entry.rows, entry.row_counts)
 
 
 def explain(error: ValidationError) -> str:

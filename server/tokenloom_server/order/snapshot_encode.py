@@ -52,7 +52,7 @@ def encode_state(
             entry["lanes"] = [_encode_lane(lane) for lane in source.lanes]
         if source.skipped_samples:
             entry |= {name: getattr(source, name) for name in SKIPPED}
-        entry |= _counts(source.tally)
+        entry |= _counts(source.row_counts)
         if shape.names[i] is not None:
             entry["alias"] = shape.names[i]
         datasets.append(entry)
@@ -94,12 +94,12 @@ def _place(cursor: Cursor | None) -> dict[str, Any]:
     return {}
 
 
-def _counts(tally: RowCounts) -> dict[str, int]:
-    return {name: count for name, count in tally._asdict().items() if count}
+def _counts(row_counts: RowCounts) -> dict[str, int]:
+    return {name: count for name, count in row_counts._asdict().items() if count}
 
 
 def _encode_lane(lane: Lane) -> dict[str, Any]:
-    return {**_place(lane.cursor), "samples": lane.samples, "rows": lane.rows, **_counts(lane.tally)}
+    return {**_place(lane.cursor), "samples": lane.samples, "rows": lane.rows, **_counts(lane.row_counts)}
 
 
 def _encode_node(children: tuple[ChildState, ...]) -> list[list[int]]:

@@ -210,7 +210,7 @@ class StepGroup:
         known = [*self.base.sources, *[SourceState()] * (len(counts) - len(self.base.sources))]
         samples = [source.samples + count for source, count in zip(known, counts, strict=True)]
         positions = [
-            self._origins(i, samples[i] - 1).behind(samples[i] - 1) if count else SourcePosition.of(source)
+            self._origins(i, samples[i] - 1).after(samples[i] - 1) if count else SourcePosition.of(source)
             for i, (count, source) in enumerate(zip(counts, known, strict=True))
         ]
         return state_at(mark, samples, positions, self.dropped_tokens[mark.stage.start.sample_index])

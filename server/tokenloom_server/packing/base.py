@@ -11,23 +11,25 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenloom_server.core.state import Cursor, FileCursor, Lane, RowCounts, SourceState
-from tokenloom_server.packing.origins import DocumentSpan
+from tokenloom_server.packing.documents import Documents
 from tokenloom_server.packing.real_tokens import Boundaries
+from tokenloom_server.packing.samples import Int64s, SampleFormat, hashed
+from tokenloom_server.packing.tokenized_rows import DocumentSpan
 from tokenloom_server.sources.tensors.column import item_bytes
 
 
 class SourcePosition(NamedTuple):
-    """Where a source stands: its cursor, its rows counter, its tally; and its lanes, where it has several."""
+    """Where a source stands: its cursor, its rows counter, its row counts; and its lanes, where it has several."""
 
     cursor: Cursor | None
     rows: int
-    tally: RowCounts
+    row_counts: RowCounts
     lanes: tuple[Lane, ...] = ()
 
     @classmethod
     def of(cls, state: SourceState) -> SourcePosition:
-        """The place of a state."""
-        return cls(state.cursor, state.rows, state.tally, state.lanes)
+        """Where a state has it."""
+        return cls(state.cursor, state.rows, state.row_counts, state.lanes)
 
 
 class Feature(NamedTuple):
@@ -63,8 +65,8 @@ class SampleOrigins:
     ``length``: tokens that a sample advances by, or counts. ``cursors`` [n, 5] int64: what ``make_cursor`` takes, and
     the source's rows counter, *after* each sample. ``starts`` uint32: the positions, in tokens from the block's
     first, where documents begin; those of sample i are ``starts[bounds[i]:bounds[i + 1]]``. ``bounds``
-    [n + 1] int64. ``tallies`` [n, 5] int64: the source's ``RowCounts`` after each sample; [1, 5] where it is the same
-    after all of them.
+    [n + 1] int64. ``row_counts`` [n, 5] int64: the source's ``RowCounts`` after each sample; [1, 5] where they are the
+    same after all of them.
     """
 
     length: int
@@ -72,7 +74,7 @@ class SampleOrigins:
     cursors: npt.NDArray[np.int64]
     starts: npt.NDArray[np.uint32]
     bounds: npt.NDArray[np.int64]
-    tallies: npt.NDArray[np.int64]
+    row_counts: npt.NDArray[np.int64]
     #: Whether a document that begins with the next sample does so in this one, too, which has its first id as a label.
     overlaps: bool = False
     #: Makes a cursor of the first four numbers in a row of ``cursors``.
@@ -80,32 +82,32 @@ class SampleOrigins:
     #: Of a block that is a batch of rows.
     batch: Batch | None = field(default=None, kw_only=True)
 
-    def behind(self, sample: int) -> SourcePosition:
+    def after(self, sample: int) -> SourcePosition:
         """Where the source stands after a sample (its number within the source)."""
-        at = sample - self.first_sample
-        *cursor, rows = self.cursors[at].tolist()
-        tally = RowCounts(*self.tallies[min(at, len(self.tallies) - 1)].tolist())
-        return SourcePosition(self.make_cursor(*cursor), rows, tally)
+        index = sample - self.first_sample
+        *cursor, rows = self.cursors[index].tolist()
+        row_counts = RowCounts(*self.row_counts[min(index, len(self.row_counts) - 1)].tolist())
+        return SourcePosition(self.make_cursor(*cursor), rows, row_counts)
 
     def starts_of(self, sample: int) -> npt.NDArray[np.uint32]:
         """Where documents begin in a sample (its number within the source), from the sample's first id."""
-        at = sample - self.first_sample
-        begin, end = int(self.bounds[at]), int(self.bounds[at + 1])
-        if self.overlaps and end < len(self.starts) and self.starts[end] == (at + 1) * self.length:
+        index = sample - self.first_sample
+        begin, end = int(self.bounds[index]), int(self.bounds[index + 1])
+        if self.overlaps and end < len(self.starts) and self.starts[end] == (index + 1) * self.length:
             end += 1
-        return self.starts[begin:end] - np.uint32(at * self.length)
+        return self.starts[begin:end] - np.uint32(index * self.length)
 
-    def boundaries(self, first: int, behind: int) -> Boundaries:
-        """``starts_of`` the samples from ``first`` to ``behind`` (numbers within the source), of all at once."""
-        at = first - self.first_sample
-        bounds = self.bounds[at : behind - self.first_sample + 1]
-        sample = np.repeat(np.arange(behind - first), np.diff(bounds))
-        found = self.starts[bounds[0] : bounds[-1]].astype(np.int64) - (at + sample) * self.length
+    def boundaries(self, first: int, end: int) -> Boundaries:
+        """``starts_of`` the samples from ``first`` to before ``end`` (numbers within the source), of all at once."""
+        index, end_index = first - self.first_sample, end - self.first_sample
+        bounds = self.bounds[index : end_index + 1]
+        sample = np.repeat(np.arange(end - first), np.diff(bounds))
+        starts = self.starts[bounds[0] : bounds[-1]].astype(np.int64) - (index + sample) * self.length
         if not self.overlaps:
-            return Boundaries(sample, found)
-        ends = np.arange(at + 1, behind - self.first_sample + 1) * self.length
+            return Boundaries(sample, starts)
+        ends = np.arange(index + 1, end_index + 1) * self.length
         last = np.flatnonzero(np.append(self.starts, np.uint32(0))[bounds[1:]] == ends)
-        return Boundaries(np.append(sample, last), np.append(found, np.full(len(last), self.length)))
+        return Boundaries(np.append(sample, last), np.append(starts, np.full(len(last), self.length)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ class Block:
 
     ids: list[memoryview]
     hashes: list[int]
-    places: SampleOrigins
+    origins: SampleOrigins
 
 
 class Packer(Protocol):
@@ -136,8 +138,47 @@ class Packer(Protocol):
 class DocumentPacker(Packer, Protocol):
     """One whose samples are documents' tokens."""
 
-    def parts(self, count: int) -> Iterator[list[DocumentSpan]]:
-        """What each of the next ``count`` samples is made of, by reading their rows; fewer where the source ends."""
+    def spans(self, count: int) -> Iterator[list[DocumentSpan]]:
+        """What the next ``count`` samples are made of, by reading their rows; fewer where the source ends."""
+
+
+class FormattedPacker:
+    """What packers of documents have in common: where they begin, and the blocks that they give."""
+
+    #: The tail that filled no sample.
+    dropped_tokens = 0
+
+    def __init__(self, documents: Documents, state: SourceState, *, source_id: int, form: SampleFormat) -> None:
+        """``form``: how samples travel."""
+        self._documents = documents
+        self._state = state
+        self._source_id = source_id
+        self.form = form
+
+    def _block(
+        self,
+        samples: list[memoryview],
+        first_sample: int,
+        cursors: Int64s,
+        starts: Int64s,
+        bounds: Int64s,
+        row_counts: Int64s,
+        *,
+        overlaps: bool = False,
+        make_cursor: MakeCursor | None = None,
+    ) -> Block:
+        """As ``SampleOrigins`` has them. ``first_sample``: its number since the run began."""
+        origins = SampleOrigins(
+            length=self.form.length,
+            first_sample=first_sample,
+            cursors=cursors,
+            starts=starts.astype(np.uint32),
+            bounds=bounds,
+            row_counts=row_counts,
+            overlaps=overlaps,
+            make_cursor=make_cursor or self._documents.cursor_kind,
+        )
+        return Block(samples, hashed(samples, self._source_id), origins)
 
 
 #: Builds the packer of a source (by id) that goes on from a state.

@@ -6,8 +6,8 @@ into full ones and the rest, and the rest is packed like any other. The samples 
 it, or the long documents would all be first; the documents in a sample are in the order of their rows.
 
 A cursor within a window names the window's first row and how many samples it has given: a restore packs the window once
-more. What a window's samples are follows from its rows alone: rows that are excluded are packed, too,
-and then left out, so that it stays true when a revision excludes more while the window is under way.
+more. What a window's samples are follows from its rows alone: rows that are excluded are packed, too, and then left
+out, so that it stays true when a revision excludes more while the window is under way.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import numpy as np
 from tokenloom_server.core.hashing import Purpose, draw, draws
 from tokenloom_server.core.state import FileCursor, PackedCursor, SourceState, WindowCursor
 from tokenloom_server.errors import SourceError
-from tokenloom_server.packing.base import Block, SampleOrigins
-from tokenloom_server.packing.documents import BAD, FILTERED, Documents, TokenizedRows
+from tokenloom_server.packing.base import Block, FormattedPacker
+from tokenloom_server.packing.documents import Documents
 from tokenloom_server.packing.fit import best_fit
-from tokenloom_server.packing.origins import DocumentSpan, part_of
-from tokenloom_server.packing.samples import Flags, Ids, Int64s, Mask, SampleFormat, hashed
+from tokenloom_server.packing.samples import Flags, Int64s, SampleFormat
+from tokenloom_server.packing.tokenized_rows import DocumentSpan, TokenizedRows
 
 
 class Window(NamedTuple):
@@ -35,11 +35,8 @@ class Window(NamedTuple):
     tokens: int
 
 
-class BestFitPacker:
-    """Implements ``DocumentPacker``."""
-
-    #: Every document is in a sample.
-    dropped_tokens = 0
+class BestFitPacker(FormattedPacker):
+    """Implements ``DocumentPacker``. Every document is in a sample."""
 
     def __init__(
         self,
@@ -53,120 +50,114 @@ class BestFitPacker:
         closed_before: Collection[int] = (),
     ) -> None:
         """``closed_before``: shards before which a window ends, because the source ended there once."""
-        self._documents = documents
-        self._state = state
-        self._source_id = source_id
-        #: How its samples travel.
-        self.form = form
+        super().__init__(documents, state, source_id=source_id, form=form)
         self._window = window
         self._seed = seed
         self._closed_before = sorted(closed_before)
 
     def blocks(self) -> Iterator[Block]:
-        number, rows = self._state.samples, self._state.rows
-        tally = np.array(self._state.tally, np.int64)
-        for window, packed, emitted in self._windows():
-            every = packed.bins
+        first_sample, rows_before = self._state.samples, self._state.rows
+        counts_before = np.array(self._state.row_counts, np.int64)
+        for window, emitted in self._packed_windows():
             # Rows pass with the samples, in proportion: those of a window come mixed.
-            passed = window.rows * np.arange(every + 1) // max(1, every)
-            here = packed.rank >= emitted
-            count = int(here.sum())
-            tallies = tally + np.cumsum(packed.tallies(self.form)[here], axis=0)
-            # Bad and filtered rows count with the window's last sample: a state within it is one before all its rows.
-            tally = (tallies[-1] if count else tally) + window.row_status
+            row_count = len(window.rows.ends)
+            passed = row_count * np.arange(window.bins + 1) // max(1, window.bins)
+            left = window.rank >= emitted
+            count = int(left.sum())
+            row_counts = counts_before + np.cumsum(window.row_counts(self.form)[left], axis=0)
             if count:
-                if here[-1]:
-                    tallies[-1] = tally
-                yield self._block(window, packed, here, number, rows + passed - passed[emitted], tallies)
-            number += count
-            rows += int(passed[-1] - passed[emitted]) if every else window.rows
-            del window, packed
+                counts_before = row_counts[-1].copy()
+            # Bad and filtered rows count with the window's last sample: a state within it is one before all its rows.
+            counts_before[:2] += window.rows.bad_and_filtered
+            if count:
+                if left[-1]:
+                    row_counts[-1] = counts_before
+                yield self._block_of(window, left, first_sample, rows_before + passed - passed[emitted], row_counts)
+            first_sample += count
+            rows_before += int(passed[-1] - passed[emitted]) if window.bins else row_count
+            del window
 
-    def parts(self, count: int) -> Iterator[list[DocumentSpan]]:
-        """What each of the next ``count`` samples is made of."""
-        for window, packed, emitted in self._windows():
-            first = np.cumsum(packed.counts) - packed.counts
-            for at in np.flatnonzero(packed.rank >= emitted).tolist():
+    def spans(self, count: int) -> Iterator[list[DocumentSpan]]:
+        for window, emitted in self._packed_windows():
+            first = np.cumsum(window.counts) - window.counts
+            for sample in np.flatnonzero(window.rank >= emitted).tolist():
                 if not count:
                     return
                 count -= 1
-                own = packed.order[first[at] : first[at] + packed.counts[at]]
-                yield [
-                    window.part(*stretch)
-                    for stretch in zip(
-                        packed.row[own].tolist(), packed.begins[own].tolist(), packed.ends[own].tolist(), strict=True
-                    )
-                ]
+                own = window.order[first[sample] : first[sample] + window.counts[sample]]
+                bounds = (window.row[own].tolist(), window.begins[own].tolist(), window.ends[own].tolist())
+                yield [window.rows.span(*chunk) for chunk in zip(*bounds, strict=True)]
             if not count:
                 return
 
-    def _windows(self) -> Iterator[tuple[_Rows, _Packed, int]]:
-        """The windows from the cursor on, and how many samples of each are emitted already."""
+    def _packed_windows(self) -> Iterator[tuple[_PackedWindow, int]]:
+        """The windows from the cursor on, and how many samples each has given already."""
         emitted = self._state.cursor.samples if isinstance(self._state.cursor, PackedCursor) else 0
-        for window in self._rows():
-            packed = self._packed(window)
-            if emitted >= max(1, packed.bins):
-                shard, row = window.pieces[0].origin(0)
+        for chunks in self._windows():
+            window = self._packed(chunks)
+            if emitted >= max(1, window.bins):
+                shard, row = window.rows.origin(0)
                 raise SourceError(
-                    f"{self._documents.name}: the state stands behind {emitted} samples of the window that begins "
-                    f"with row {row} of {self._documents.path(shard)}, but that has {packed.bins}: the files or the "
+                    f"{self._documents.name}: the state stands after {emitted} samples of the window that begins "
+                    f"with row {row} of {self._documents.path(shard)}, but that has {window.bins}: the files or the "
                     "tokeniser are not what the run began with; put them back, or begin a new run"
                 )
-            yield window, packed, emitted
+            yield window, emitted
             # Not to be held while the next one is read.
-            del window, packed
+            del chunks, window
             emitted = 0
 
-    def _rows(self) -> Iterator[_Rows]:
+    def _windows(self) -> Iterator[list[TokenizedRows]]:
         """The rows of each window, from the cursor's on."""
-        held: list[TokenizedRows] = []
-        rows = tokens = 0
-        for piece in self._documents.read(self._state.cursor, mark_excluded=True):
-            if held and (piece.epoch != held[-1].epoch or self._closes(held[-1].shard, piece.shard)):
-                yield _joined(held)
-                held, rows, tokens = [], 0, 0
-            at = 0
-            while at < len(piece.ends):
-                before = int(piece.ends[at - 1]) if at else 0
-                reach = int(np.searchsorted(piece.ends, before + self._window.tokens - tokens)) + 1
-                end = min(len(piece.ends), at + self._window.rows - rows, reach)
-                held.append(piece.cut(end, at))
-                rows += end - at
-                tokens += int(piece.ends[end - 1]) - before
-                at = end
-                if rows >= self._window.rows or tokens >= self._window.tokens:
-                    yield _joined(held)
-                    held, rows, tokens = [], 0, 0
-        if held:
-            yield _joined(held)
+        window: list[TokenizedRows] = []
+        row_count = token_count = 0
+        for rows in self._documents.read(self._state.cursor, mark_excluded=True):
+            if window and (rows.epoch != window[-1].epoch or self._closes(window[-1].part, rows.part)):
+                yield window
+                window, row_count, token_count = [], 0, 0
+            first = 0
+            while first < len(rows.ends):
+                tokens_before = int(rows.ends[first - 1]) if first else 0
+                reach = int(np.searchsorted(rows.ends, tokens_before + self._window.tokens - token_count)) + 1
+                end = min(len(rows.ends), first + self._window.rows - row_count, reach)
+                window.append(rows.cut(end, first))
+                row_count += end - first
+                token_count += int(rows.ends[end - 1]) - tokens_before
+                first = end
+                if row_count >= self._window.rows or token_count >= self._window.tokens:
+                    yield window
+                    window, row_count, token_count = [], 0, 0
+        if window:
+            yield window
 
     def _closes(self, before: int, shard: int) -> bool:
         return any(before < closed <= shard for closed in self._closed_before)
 
-    def _packed(self, window: _Rows) -> _Packed:
-        width = self.form.width
-        lengths = np.diff(window.ends, prepend=0)
+    def _packed(self, window: Sequence[TokenizedRows]) -> _PackedWindow:
+        rows, last, width = TokenizedRows.joined(window), window[-1], self.form.width
+        lengths = rows.lengths
         chunks = -(-lengths // width)
         row = np.repeat(np.arange(len(lengths)), chunks)
         # The number of each chunk within its document.
         nth = np.arange(len(row)) - np.repeat(np.cumsum(chunks) - chunks, chunks)
-        begins = (window.ends - lengths)[row] + nth * width
-        ends = np.minimum(begins + width, window.ends[row])
-        placed, bins = best_fit(ends - begins, width)
+        begins = (rows.ends - lengths)[row] + nth * width
+        ends = np.minimum(begins + width, rows.ends[row])
+        bin_of_chunk, bins = best_fit(ends - begins, width)
         # By the window's own name: which its samples are depends on nothing else.
-        epoch, part, row_number = window.begin
-        key = draw(self._seed, Purpose.PACK, self._source_id, epoch)
-        key = draw(key, Purpose.PACK, part, row_number)
+        key = draw(self._seed, Purpose.PACK, self._source_id, rows.epoch)
+        key = draw(key, Purpose.PACK, rows.part, rows.first_row)
         drawn = np.array(draws(key, Purpose.PACK, np.zeros(bins, np.uint64), np.arange(bins, dtype=np.uint64)))
         rank = np.empty(bins, np.int64)
         rank[np.argsort(drawn, kind="stable")] = np.arange(bins)
-        own = rank[placed]
-        order = np.argsort(own, kind="stable")
-        if window.out is not None:
-            order = order[~window.out[row[order]]]
-        counts = np.bincount(own[order], minlength=bins)
+        rank_of_chunk = rank[bin_of_chunk]
+        order = np.argsort(rank_of_chunk, kind="stable")
+        if rows.excluded is not None:
+            order = order[~rows.excluded[row[order]]]
+        counts = np.bincount(rank_of_chunk[order], minlength=bins)
         kept = np.flatnonzero(counts)
-        return _Packed(
+        return _PackedWindow(
+            rows=rows,
+            end=(last.epoch, last.part, last.first_row + len(last.ends)),
             begins=begins,
             ends=ends,
             row=row,
@@ -177,17 +168,15 @@ class BestFitPacker:
             cut=(nth == 0) & (chunks[row] > 1),
         )
 
-    def _block(
-        self, window: _Rows, packed: _Packed, here: Flags, number: int, passed: Int64s, tallies: Int64s
+    def _block_of(
+        self, window: _PackedWindow, left: Flags, first_sample: int, passed: Int64s, row_counts: Int64s
     ) -> Block:
-        """``here``: which samples of the window; ``passed`` [bins + 1]: the rows counter before each."""
-        form = self.form
-        first = int(packed.counts[~here].sum())
-        order, counts, rank = packed.order[first:], packed.counts[here], packed.rank[here]
-        whole = form.assemble(window.ids, packed.begins, packed.ends, order, counts, window.mask)
-        size = form.sample_bytes
-        samples = [whole[at : at + size] for at in range(0, len(counts) * size, size)]
-        lengths = (packed.ends - packed.begins)[order]
+        """``left``: which samples of the window it has; ``passed`` [bins + 1]: the rows counter before each."""
+        form, rows = self.form, window.rows
+        first = int(window.counts[~left].sum())
+        order, counts, rank = window.order[first:], window.counts[left], window.rank[left]
+        samples = form.assemble(rows.ids, window.begins, window.ends, order, counts, rows.mask)
+        lengths = (window.ends - window.begins)[order]
         bounds = np.concatenate(([0], np.cumsum(counts)))
         edges = np.concatenate(([0], np.cumsum(lengths)))
         sample_of = np.repeat(np.arange(len(counts)), counts)
@@ -196,25 +185,14 @@ class BestFitPacker:
         if form.padding == "left":
             starts += (form.width - filled)[sample_of]
         cursors = np.empty((len(counts), 5), np.int64)
-        cursors[:, :3] = window.begin
+        cursors[:, :3] = rows.epoch, rows.part, rows.first_row
         cursors[:, 3] = rank + 1
         cursors[:, 4] = passed[rank + 1]
-        # Behind the window's last sample stands its last row, at its end.
-        if here[-1]:
+        # After the window's last sample stands its last row, at its end.
+        if left[-1]:
             cursors[-1] = *window.end, 0, passed[-1]
-        return Block(
-            samples,
-            hashed(samples, self._source_id),
-            SampleOrigins(
-                length=form.length,
-                first_sample=number,
-                cursors=cursors,
-                starts=starts.astype(np.uint32),
-                bounds=bounds,
-                tallies=tallies,
-                make_cursor=partial(_cursor, self._documents.cursor_kind),
-            ),
-        )
+        make_cursor = partial(_cursor, self._documents.cursor_kind)
+        return self._block(samples, first_sample, cursors, starts, bounds, row_counts, make_cursor=make_cursor)
 
 
 def _cursor(
@@ -227,67 +205,27 @@ def _cursor(
 
 def windowed_samples(lengths: Int64s, form: SampleFormat, window: Window) -> int:
     """How many samples consecutive rows make, of which these are the lengths in tokens."""
-    ends, first, found = np.cumsum(lengths), 0, 0
+    ends, first, samples = np.cumsum(lengths), 0, 0
     while first < len(lengths):
         before = int(ends[first - 1]) if first else 0
-        behind = min(first + window.rows, int(np.searchsorted(ends, before + window.tokens)) + 1)
-        full, rest = np.divmod(lengths[first:behind], form.width)
-        found += int(full.sum()) + best_fit(rest[rest > 0], form.width)[1]
-        first = behind
-    return found
+        end = min(first + window.rows, int(np.searchsorted(ends, before + window.tokens)) + 1)
+        full, rest = np.divmod(lengths[first:end], form.width)
+        samples += int(full.sum()) + best_fit(rest[rest > 0], form.width)[1]
+        first = end
+    return samples
 
 
-class _Rows(NamedTuple):
-    """A window: ``ids`` [tokens], ``ends`` [rows] in them, and the ``pieces`` that they are of."""
+class _PackedWindow(NamedTuple):
+    """The samples of a window of ``rows``, after which comes the row ``end`` (epoch, part of it, row there).
 
-    ids: Ids
-    ends: Int64s
-    mask: Mask | None
-    out: Flags | None
-    pieces: Sequence[TokenizedRows]
-
-    @property
-    def rows(self) -> int:
-        return len(self.ends)
-
-    @property
-    def begin(self) -> tuple[int, int, int]:
-        """Its first row: epoch, shard or window of shuffled rows, row there."""
-        first = self.pieces[0]
-        return first.epoch, first.shard, first.first_row
-
-    @property
-    def end(self) -> tuple[int, int, int]:
-        """The row after its last one."""
-        last = self.pieces[-1]
-        return last.epoch, last.shard, last.first_row + len(last.ends)
-
-    @property
-    def row_status(self) -> Int64s:
-        """[5]: its bad and its filtered rows, as a ``RowCounts`` counts them."""
-        found = np.zeros(5, np.int64)
-        for piece in self.pieces:
-            if piece.row_status is not None:
-                found[:2] += [np.count_nonzero(piece.row_status == fate) for fate in (BAD, FILTERED)]
-        return found
-
-    def part(self, row: int, begin: int, end: int) -> DocumentSpan:
-        """Tokens ``begin`` to ``end`` of the window's, which are of its row."""
-        for piece in self.pieces:
-            if row < len(piece.ends):
-                return part_of(piece, row, begin, end)
-            row, begin, end = row - len(piece.ends), begin - len(piece.ids), end - len(piece.ids)
-        raise AssertionError("unreachable: the row is one of the window's")
-
-
-class _Packed(NamedTuple):
-    """The samples of a window. Stretch i of its ids, ``begins[i]`` to ``ends[i]``, is of its row ``row[i]``, and
-    ``cut`` where a document begins that is cut.
-
-    ``order``: the stretches in the order of the samples that have any, of which sample k takes ``counts[k]`` and is
-    the ``rank[k]``-th of all ``bins``: a bin in which all is excluded is no sample.
+    Documents are packed in chunks: chunk i is ``begins[i]`` to ``ends[i]`` of the rows' ids, of their row ``row[i]``,
+    and ``cut`` where it begins a document that has several. ``order``: the chunks in the order of the samples that
+    have any, of which sample k takes ``counts[k]`` and is the ``rank[k]``-th of all ``bins``: a bin in which all is
+    excluded is no sample.
     """
 
+    rows: TokenizedRows
+    end: tuple[int, int, int]
     begins: Int64s
     ends: Int64s
     row: Int64s
@@ -297,29 +235,11 @@ class _Packed(NamedTuple):
     bins: int
     cut: Flags
 
-    def tallies(self, form: SampleFormat) -> Int64s:
+    def row_counts(self, form: SampleFormat) -> Int64s:
         """[n, 5]: what each sample adds to the source's ``RowCounts``."""
-        found = np.zeros((len(self.counts), 5), np.int64)
+        added = np.zeros((len(self.counts), 5), np.int64)
         if len(self.counts):
             first = np.cumsum(self.counts) - self.counts
-            found[:, 2] = form.width - np.add.reduceat((self.ends - self.begins)[self.order], first)
-            found[:, 3] = np.add.reduceat(self.cut[self.order].astype(np.int64), first)
-        return found
-
-
-def _joined(pieces: list[TokenizedRows]) -> _Rows:
-    before = np.cumsum([0, *(len(piece.ids) for piece in pieces)]).tolist()
-    out = mask = None
-    if any(piece.out is not None for piece in pieces):
-        out = np.concatenate(
-            [piece.out if piece.out is not None else np.zeros(len(piece.ends), np.bool_) for piece in pieces]
-        )
-    if pieces[0].mask is not None:
-        mask = np.concatenate([piece.mask for piece in pieces if piece.mask is not None])
-    return _Rows(
-        ids=np.concatenate([piece.ids for piece in pieces]),
-        ends=np.concatenate([piece.ends + begin for piece, begin in zip(pieces, before, strict=False)]),
-        mask=mask,
-        out=out,
-        pieces=pieces,
-    )
+            added[:, 2] = form.width - np.add.reduceat((self.ends - self.begins)[self.order], first)
+            added[:, 3] = np.add.reduceat(self.cut[self.order].astype(np.int64), first)
+        return added

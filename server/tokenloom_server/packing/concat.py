@@ -13,14 +13,14 @@ from collections.abc import Iterator
 import numpy as np
 
 from tokenloom_server.core.state import SourceState, tokens_in_row
-from tokenloom_server.packing.base import Block, SampleOrigins
-from tokenloom_server.packing.documents import Documents, TokenizedRows
-from tokenloom_server.packing.origins import DocumentSpan, parts_behind
-from tokenloom_server.packing.row_counts import RowTallies
-from tokenloom_server.packing.samples import Ids, Int64s, SampleFormat, hashed, wire
+from tokenloom_server.packing.base import Block, FormattedPacker
+from tokenloom_server.packing.documents import Documents
+from tokenloom_server.packing.row_counts import RowCounter
+from tokenloom_server.packing.samples import Ids, Int64s, SampleFormat, wire
+from tokenloom_server.packing.tokenized_rows import DocumentSpan, TokenizedRows
 
 
-class ConcatPacker:
+class ConcatPacker(FormattedPacker):
     """Implements ``DocumentPacker``."""
 
     def __init__(
@@ -35,59 +35,49 @@ class ConcatPacker:
     ) -> None:
         """``pads``: the tail becomes a sample; where ``form`` has lengths. ``label_starts``: a document that begins
         with the id which a sample has only as a label is among its starts, too."""
-        self._documents = documents
-        self._state = state
-        self._source_id = source_id
-        #: How its samples travel.
-        self.form = form
+        super().__init__(documents, state, source_id=source_id, form=form)
         self._pads = pads
         self._overlaps = label_starts and form.width > form.length
         self._length = form.length
         self._width = form.width
-        self._tallies = RowTallies(state.tally)
-        self.dropped_tokens = 0
+        self._row_counter = RowCounter(state.row_counts)
 
     def blocks(self) -> Iterator[Block]:
         cursor = self._state.cursor
         # Positions count the source's tokens since the run began, so that position = samples × length.
         position = self._state.samples * self._length
-        skip = tokens_in_row(cursor)
-        held = _Held(position - skip, self._state.rows)
-        # Tokens that wait for the rest of their sample, which may take many small pieces; at most one sample's.
+        table = _RowTable(position - tokens_in_row(cursor), self._state.rows)
+        # Tokens that wait for the rest of their sample, which may take many small rows; at most one sample's.
         waiting: list[Ids] = []
         kept = 0
-        for piece in self._documents.read(cursor):
-            self._tallies.add(piece, held.rows)
-            held.add(piece)
-            ids = piece.ids
-            if skip:
-                self._documents.check_offset(piece, skip)
-                ids, skip = ids[skip:], 0
+        for rows, skipped in self._documents.read_from(cursor):
+            self._row_counter.add(rows, table.rows)
+            table.add(rows)
+            ids = rows.ids[skipped:]
             count = (kept + len(ids) - (self._width - self._length)) // self._length
             if count <= 0:
                 waiting.append(ids)
                 kept += len(ids)
                 continue
-            yield self._cut(waiting, kept, ids, count, position, held)
+            yield self._cut(waiting, kept, ids, count, position, table)
             position += count * self._length
             waiting = [ids[count * self._length - kept :].copy()]
             kept = len(waiting[0])
-            held.forget(position)
+            table.forget(position)
         if self._pads and kept > self._width - self._length:
-            yield self._padded(np.concatenate(waiting), position, held)
+            yield self._padded(np.concatenate(waiting), position, table)
             kept = 0
         self.dropped_tokens = kept
 
-    def parts(self, count: int) -> Iterator[list[DocumentSpan]]:
-        cursor = self._state.cursor
+    def spans(self, count: int) -> Iterator[list[DocumentSpan]]:
         lookahead = self._width - self._length
-        parts = parts_behind(self._documents, cursor, count * self._length + lookahead)
-        yield from _shared_out(parts, count, self._length, self._width, self._pads)
+        spans = self._documents.spans(self._state.cursor, count * self._length + lookahead if count else 0)
+        yield from _by_sample(spans, count, self._length, self._width, self._pads)
 
-    def _cut(self, waiting: list[Ids], kept: int, ids: Ids, count: int, position: int, held: _Held) -> Block:
+    def _cut(self, waiting: list[Ids], kept: int, ids: Ids, count: int, position: int, table: _RowTable) -> Block:
         """The ``count`` samples that begin with the ``kept`` tokens that waited and go on in ``ids``.
 
-        Only the one that begins with those is joined; all others are where the piece has them.
+        Only the one that begins with those is joined; all others are where the rows have them.
         """
         samples = []
         if kept:
@@ -95,25 +85,26 @@ class ConcatPacker:
         whole, size = wire(ids), ids.itemsize
         begin = (self._length - kept) * size if kept else 0
         advance, reach = self._length * size, self._width * size
-        samples += [whole[at : at + reach] for at in range(begin, begin + (count - len(samples)) * advance, advance)]
+        end = begin + (count - len(samples)) * advance
+        samples += [whole[first : first + reach] for first in range(begin, end, advance)]
         if self.form.trailer_bytes:
             trailer = self.form.trailers(np.array([self._width])).tobytes()
             samples = [memoryview(b"".join((sample, trailer))) for sample in samples]
         edges = np.arange(count + 1, dtype=np.int64) * self._length
-        starts = held.starts(position, int(edges[-1]) + self._overlaps)
+        starts = table.starts(position, int(edges[-1]) + self._overlaps)
         bounds = np.searchsorted(starts, edges)
-        return self._block(samples, position, held.cursors(edges[1:] + position), starts, bounds)
+        return self._counted(samples, position, table.cursors(edges[1:] + position), starts, bounds)
 
-    def _padded(self, ids: Ids, position: int, held: _Held) -> Block:
+    def _padded(self, ids: Ids, position: int, table: _RowTable) -> Block:
         """The tail as a sample of its own."""
         count = np.array([len(ids)])
-        sample = self.form.assemble(ids, np.zeros(1, np.int64), count, np.zeros(1, np.int64), np.ones(1, np.int64))
-        starts = held.starts(position, len(ids)) + self.form.begin(len(ids))
+        samples = self.form.assemble(ids, np.zeros(1, np.int64), count, np.zeros(1, np.int64), np.ones(1, np.int64))
+        starts = table.starts(position, len(ids)) + self.form.begin(len(ids))
         bounds = np.array([0, len(starts)])
         padding = self._width - len(ids)
-        return self._block([sample], position, held.cursors(count + position), starts, bounds, padding)
+        return self._counted(samples, position, table.cursors(count + position), starts, bounds, padding)
 
-    def _block(
+    def _counted(
         self,
         samples: list[memoryview],
         position: int,
@@ -122,51 +113,39 @@ class ConcatPacker:
         bounds: Int64s,
         padding: int = 0,
     ) -> Block:
-        tallies = self._tallies.behind(cursors[:, 4])
+        row_counts = self._row_counter.after(cursors[:, 4])
         if padding:
-            tallies = tallies + np.array([0, 0, padding, 0, 0])
-        self._tallies.forget(int(cursors[-1, 4]))
-        return Block(
-            samples,
-            hashed(samples, self._source_id),
-            SampleOrigins(
-                length=self._length,
-                first_sample=position // self._length,
-                cursors=cursors,
-                starts=starts.astype(np.uint32),
-                bounds=bounds,
-                tallies=tallies,
-                overlaps=self._overlaps,
-                make_cursor=self._documents.cursor_kind,
-            ),
-        )
+            row_counts = row_counts + np.array([0, 0, padding, 0, 0])
+        self._row_counter.forget(int(cursors[-1, 4]))
+        first_sample = position // self._length
+        return self._block(samples, first_sample, cursors, starts, bounds, row_counts, overlaps=self._overlaps)
 
 
-def _shared_out(
-    parts: Iterator[DocumentSpan], count: int, length: int, width: int, pads: bool
+def _by_sample(
+    spans: Iterator[DocumentSpan], count: int, length: int, width: int, pads: bool
 ) -> Iterator[list[DocumentSpan]]:
-    """The parts of ``count`` consecutive samples, which advance by ``length`` tokens and read ``width``; ``pads``: the
-    last of them may be shorter."""
-    held, at, end = deque[DocumentSpan](), 0, 0
+    """What ``count`` consecutive samples have of the spans, which advance by ``length`` tokens and read ``width``;
+    ``pads``: the last of them may be shorter."""
+    held, held_from, end = deque[DocumentSpan](), 0, 0
     for begin in range(0, count * length, length):
-        while end < begin + width and (part := next(parts, None)) is not None:
-            held.append(part)
-            end += len(part.ids)
+        while end < begin + width and (span := next(spans, None)) is not None:
+            held.append(span)
+            end += len(span.ids)
         if end < begin + width and not (pads and end > begin + width - length):
             return
-        while at + len(held[0].ids) <= begin:
-            at += len(held.popleft().ids)
-        own, position = [], at
-        for part in held:
-            first, last = max(0, begin - position), min(len(part.ids), begin + width - position)
+        while held_from + len(held[0].ids) <= begin:
+            held_from += len(held.popleft().ids)
+        own, position = [], held_from
+        for span in held:
+            first, last = max(0, begin - position), min(len(span.ids), begin + width - position)
             if last <= first:
                 break
-            own.append(part.cut(first, last))
-            position += len(part.ids)
+            own.append(span.cut(first, last))
+            position += len(span.ids)
         yield own
 
 
-class _Held:
+class _RowTable:
     """Where the rows whose tokens are held lie, by position."""
 
     def __init__(self, position: int, rows: int) -> None:
@@ -174,38 +153,38 @@ class _Held:
         self._position = position
         #: The number of the next row.
         self.rows = rows
-        # One column a row: first position, end position, epoch, shard, row in shard, number.
+        # One column a row: first position, end position, epoch, part of it, row there, number.
         self._tables: list[Int64s] = []
 
-    def add(self, piece: TokenizedRows) -> None:
-        count = len(piece.ends)
+    def add(self, rows: TokenizedRows) -> None:
+        count = len(rows.ends)
         table = np.empty((6, count), np.int64)
-        table[1] = piece.ends + self._position
+        table[1] = rows.ends + self._position
         table[0, :1] = self._position
         table[0, 1:] = table[1, :-1]
-        table[2] = piece.epoch
-        table[3] = piece.shard
-        table[4] = np.arange(piece.first_row, piece.first_row + count)
+        table[2] = rows.epoch
+        table[3] = rows.part
+        table[4] = np.arange(rows.first_row, rows.first_row + count)
         table[5] = np.arange(self.rows, self.rows + count)
         self._tables.append(table)
-        self._position += len(piece.ids)
+        self._position += len(rows.ids)
         self.rows += count
 
     def cursors(self, positions: Int64s) -> Int64s:
-        """[n, 5]: epoch, shard, row, tokens of it, rows counter after the token before each position."""
-        first, end, epoch, shard, row, number = self._table()
+        """[n, 5]: epoch, part of it, row, tokens of that, rows counter after the token before each position."""
+        first, end, epoch, part, row, number = self._table()
         # The first row that ends at or after the position holds the last token taken: rows without
-        # tokens after it are not passed yet, whatever piece they come in.
-        at = np.searchsorted(end, positions, side="left")
-        whole = end[at] == positions
-        offset = np.where(whole, 0, positions - first[at])
-        return np.stack((epoch[at], shard[at], row[at] + whole, offset, number[at] + whole), axis=1)
+        # tokens after it are not passed yet, however the rows were read.
+        last = np.searchsorted(end, positions, side="left")
+        whole = end[last] == positions
+        tokens = np.where(whole, 0, positions - first[last])
+        return np.stack((epoch[last], part[last], row[last] + whole, tokens, number[last] + whole), axis=1)
 
     def starts(self, position: int, length: int) -> Int64s:
         """Where documents begin in [position, position + length), relative to it, ascending."""
         first, end, *_ = self._table()
-        lo, hi = np.searchsorted(first, (position, position + length))
-        begins: Int64s = first[lo:hi][end[lo:hi] > first[lo:hi]] - position
+        rows = slice(*np.searchsorted(first, (position, position + length)))
+        begins: Int64s = first[rows][end[rows] > first[rows]] - position
         return begins
 
     def forget(self, position: int) -> None:

@@ -76,8 +76,8 @@ class FillInMiddle:
         if self.eot_id is not None:
             last = last - ((ids[last - 1] == self.eot_id) & (last > first))
         spm = _below(stream(key, counter + np.uint64(1)), self.spm_rate)
-        places = [_place(stream(key, counter + np.uint64(k)), last - first) for k in (2, 3)]
-        cuts = np.stack((first, first + np.minimum(*places), first + np.maximum(*places), last), axis=1)
+        two = [_place(stream(key, counter + np.uint64(k)), last - first) for k in (2, 3)]
+        cuts = np.stack((first, first + np.minimum(*two), first + np.maximum(*two), last), axis=1)
         middles = np.zeros(len(ends), np.uint8)
         middles[taken] = np.where(spm, SPM, PSM)
         return self._joined(ids, cuts, spm), ends + 3 * np.cumsum(middles > 0), middles
@@ -105,8 +105,8 @@ class FillInMiddle:
 
 def _below(drawn: npt.NDArray[np.uint64], rate: float) -> npt.NDArray[np.bool_]:
     """Which of the draws fall below a rate, exactly: as 53-bit integers."""
-    found: npt.NDArray[np.bool_] = (drawn >> np.uint64(11)) < np.uint64(int(Fraction(rate) * 2**53))
-    return found
+    is_below: npt.NDArray[np.bool_] = (drawn >> np.uint64(11)) < np.uint64(int(Fraction(rate) * 2**53))
+    return is_below
 
 
 def _place(drawn: npt.NDArray[np.uint64], lengths: _Int64s) -> _Int64s:

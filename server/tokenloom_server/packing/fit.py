@@ -24,28 +24,28 @@ def best_fit(lengths: Int64s, capacity: int) -> tuple[Int64s, int]:
     order = np.argsort(-lengths, kind="stable")
     falling = lengths[order]
     full = int(np.searchsorted(-falling, -capacity, side="right"))
-    found = list(range(full))
+    bin_of_falling = list(range(full))
     opened = full
     rooms: list[int] = []  # ascending, each once
     bins: dict[int, list[int]] = {}  # by room
     for length in falling[full:].tolist():
-        at = bisect_left(rooms, length)
-        if at == len(rooms):
+        least = bisect_left(rooms, length)
+        if least == len(rooms):
             chosen, room = opened, capacity
             opened += 1
         else:
-            room = rooms[at]
+            room = rooms[least]
             same = bins[room]
             chosen = same.pop()
             if not same:
-                del rooms[at], bins[room]
-        found.append(chosen)
+                del rooms[least], bins[room]
+        bin_of_falling.append(chosen)
         room -= length
         if room in bins:
             bins[room].append(chosen)
         elif room:
             insort(rooms, room)
             bins[room] = [chosen]
-    placed = np.empty(len(lengths), np.int64)
-    placed[order] = found
-    return placed, opened
+    bin_of_length = np.empty(len(lengths), np.int64)
+    bin_of_length[order] = bin_of_falling
+    return bin_of_length, opened

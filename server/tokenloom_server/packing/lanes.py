@@ -16,67 +16,73 @@ import numpy.typing as npt
 
 from tokenloom_server.core.state import Lane, RowCounts, SourceState
 from tokenloom_server.packing.base import Block, DocumentPacker, Packer, SampleOrigins, SourcePosition
-from tokenloom_server.packing.origins import DocumentSpan
 from tokenloom_server.packing.real_tokens import Boundaries
+from tokenloom_server.packing.samples import Int64s
+from tokenloom_server.packing.tokenized_rows import DocumentSpan
 
 #: Samples of a block: those of long blocks of the lanes wait meanwhile, as what they are.
 BLOCK_SAMPLES = 1024
 
-_Int64s = npt.NDArray[np.int64]
-
 
 def lane_state(state: SourceState, lane: int) -> SourceState:
     """Where a lane of a source stands, as a source's state."""
-    found = state.lanes[lane] if state.lanes else Lane()
-    return SourceState(cursor=found.cursor, samples=found.samples, rows=found.rows, tally=found.tally)
+    cursor, samples, rows, row_counts = state.lanes[lane] if state.lanes else Lane()
+    return SourceState(cursor=cursor, samples=samples, rows=rows, row_counts=row_counts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LanesPlaces(SampleOrigins):
-    """Those of samples that several lanes gave: sample i is sample ``numbers[i]`` of lane ``lanes[i]``, in the
-    ``places[of[i]]`` of that lane, which tells its starts and its tally; ``cursors`` are the lanes' own. ``before``:
-    where the lanes stand before the first."""
+class LaneOrigins(SampleOrigins):
+    """Those of samples that several lanes gave: sample i is sample ``numbers[i]`` of lane ``lanes[i]``, among the
+    ``origins[lane]`` of that lane's block, which has its starts and its row counts; ``cursors`` are the lanes' own.
+    ``before``: where the lanes stand before the first."""
 
-    lanes: _Int64s
-    numbers: _Int64s
-    of: _Int64s
-    places: Sequence[SampleOrigins]
+    lanes: Int64s
+    numbers: Int64s
+    origins: Sequence[SampleOrigins | None]
     before: Sequence[Lane]
 
-    def behind(self, sample: int) -> SourcePosition:
-        at = sample - self.first_sample
+    def after(self, sample: int) -> SourcePosition:
+        index = sample - self.first_sample
         last = np.full(len(self.before), -1)
         # Of several, the last assignment stays.
-        last[self.lanes[: at + 1]] = np.arange(at + 1)
-        found = [was if i < 0 else self._lane(i) for i, was in zip(last.tolist(), self.before, strict=True)]
-        tally = RowCounts(*map(sum, zip(*(lane.tally for lane in found), strict=True)))
-        cursor = found[int(self.lanes[at])].cursor
-        return SourcePosition(cursor, sum(lane.rows for lane in found), tally, tuple(found))
+        last[self.lanes[: index + 1]] = np.arange(index + 1)
+        lanes = [
+            before if own_index < 0 else self._lane(own_index)
+            for own_index, before in zip(last.tolist(), self.before, strict=True)
+        ]
+        row_counts = RowCounts(*map(sum, zip(*(lane.row_counts for lane in lanes), strict=True)))
+        cursor = lanes[int(self.lanes[index])].cursor
+        return SourcePosition(cursor, sum(lane.rows for lane in lanes), row_counts, tuple(lanes))
 
     def starts_of(self, sample: int) -> npt.NDArray[np.uint32]:
-        at = sample - self.first_sample
-        places: SampleOrigins = self.places[int(self.of[at])]
-        return places.starts_of(int(self.numbers[at]))
+        origins, number = self._own(sample - self.first_sample)
+        return origins.starts_of(number)
 
-    def boundaries(self, first: int, behind: int) -> Boundaries:
-        found = [self.starts_of(sample) for sample in range(first, behind)]
-        sample = np.repeat(np.arange(behind - first), [len(starts) for starts in found])
-        return Boundaries(sample, np.concatenate(found).astype(np.int64))
+    def boundaries(self, first: int, end: int) -> Boundaries:
+        starts = [self.starts_of(sample) for sample in range(first, end)]
+        sample = np.repeat(np.arange(end - first), [len(own) for own in starts])
+        return Boundaries(sample, np.concatenate(starts).astype(np.int64))
 
-    def _lane(self, at: int) -> Lane:
-        number = int(self.numbers[at])
-        cursor, rows, tally, _ = self.places[int(self.of[at])].behind(number)
-        return Lane(cursor, number + 1, rows, tally)
+    def _own(self, index: int) -> tuple[SampleOrigins, int]:
+        """The origins of the lane that gave a sample, and the sample's number in that lane."""
+        origins = self.origins[int(self.lanes[index])]
+        assert origins is not None, "a lane that gave none of these samples"
+        return origins, int(self.numbers[index])
+
+    def _lane(self, index: int) -> Lane:
+        origins, number = self._own(index)
+        cursor, rows, row_counts, _ = origins.after(number)
+        return Lane(cursor, number + 1, rows, row_counts)
 
 
-class _Lane:
+class _LaneFeed:
     """One lane at work: its samples that wait, block by block."""
 
     def __init__(self, packer: Packer, state: SourceState) -> None:
         self._blocks = packer.blocks()
         self._block: Block | None = None
-        #: Samples given since the run began, and which of the block is next.
-        self.given = state.samples
+        #: Samples taken since the run began, and which of the block is next.
+        self.taken = state.samples
         self._next = 0
 
     def waiting(self) -> int:
@@ -88,13 +94,15 @@ class _Lane:
                 return 0
         return len(self._block.ids) - self._next
 
-    def take(self, count: int) -> Block:
-        """The next of those that wait; the places are those of the block that they come from."""
+    def take(self, count: int) -> Block | None:
+        """The next of those that wait, with the origins of the block that they come from; None for none."""
+        if not count:
+            return None
         assert self._block is not None
         part = slice(self._next, self._next + count)
-        self.given += count
+        self.taken += count
         self._next += count
-        return Block(self._block.ids[part], self._block.hashes[part], self._block.places)
+        return Block(self._block.ids[part], self._block.hashes[part], self._block.origins)
 
 
 class LanesPacker:
@@ -103,93 +111,89 @@ class LanesPacker:
     def __init__(self, packers: Sequence[DocumentPacker], state: SourceState) -> None:
         """``packers`` go on from the ``lane_state`` of their lanes."""
         self._packers = packers
-        self._state = state
+        self._first_sample = state.samples
+        self._states = [lane_state(state, lane) for lane in range(len(packers))]
 
     @property
     def dropped_tokens(self) -> int:
         return sum(packer.dropped_tokens for packer in self._packers)
 
-    def parts(self, count: int) -> Iterator[list[DocumentSpan]]:
-        given = [lane_state(self._state, i).samples for i in range(len(self._packers))]
-        parts = [packer.parts(count) for packer in self._packers]
-        live = list(range(len(given)))
+    def spans(self, count: int) -> Iterator[list[DocumentSpan]]:
+        taken = [state.samples for state in self._states]
+        samples = [packer.spans(count) for packer in self._packers]
+        live = list(range(len(taken)))
         while live and count:
-            lane = min(live, key=lambda lane: (given[lane], lane))
-            found = next(parts[lane], None)
-            if found is None:
+            lane = min(live, key=lambda lane: (taken[lane], lane))
+            spans = next(samples[lane], None)
+            if spans is None:
                 live.remove(lane)
                 continue
-            yield found
-            given[lane] += 1
+            yield spans
+            taken[lane] += 1
             count -= 1
 
     def blocks(self) -> Iterator[Block]:
-        states = [lane_state(self._state, i) for i in range(len(self._packers))]
-        lanes = [_Lane(packer, state) for packer, state in zip(self._packers, states, strict=True)]
-        before = [Lane(state.cursor, state.samples, state.rows, state.tally) for state in states]
-        first = self._state.samples
+        lanes = [_LaneFeed(packer, state) for packer, state in zip(self._packers, self._states, strict=True)]
+        before = [Lane(state.cursor, state.samples, state.rows, state.row_counts) for state in self._states]
+        first_sample = self._first_sample
         while True:
-            turns = _turns([lane.given for lane in lanes], [lane.waiting() for lane in lanes])
+            turns = _turns([lane.taken for lane in lanes], [lane.waiting() for lane in lanes])
             if not len(turns):
                 return
             counts = np.bincount(turns, minlength=len(lanes)).tolist()
-            begins = [lane.given for lane in lanes]
-            taken = [lane.take(count) if count else None for lane, count in zip(lanes, counts, strict=True)]
-            block = _merged(turns, begins, taken, before, first)
+            begins = [lane.taken for lane in lanes]
+            blocks = [lane.take(count) for lane, count in zip(lanes, counts, strict=True)]
+            block = _merged(turns, begins, blocks, before, first_sample)
             yield block
-            first += len(turns)
-            last = block.places.behind(first - 1)
-            before = list(last.lanes)
+            first_sample += len(turns)
+            before = list(block.origins.after(first_sample - 1).lanes)
 
 
-def _turns(given: Sequence[int], waiting: Sequence[int]) -> _Int64s:
+def _turns(taken: Sequence[int], waiting: Sequence[int]) -> Int64s:
     """Which lanes give the next samples, as far as that is known: until one that is not out has none left."""
     live = [lane for lane, count in enumerate(waiting) if count]
     if not live:
         return np.empty(0, np.int64)
-    numbers = np.concatenate([given[lane] + np.arange(waiting[lane]) for lane in live])
+    numbers = np.concatenate([taken[lane] + np.arange(waiting[lane]) for lane in live])
     lanes = np.repeat(live, [waiting[lane] for lane in live])
     order = np.lexsort((lanes, numbers))
     # The first sample that does not wait: after it, it would be that one's turn.
-    end, lane = min((given[lane] + waiting[lane], lane) for lane in live)
+    end, lane = min((taken[lane] + waiting[lane], lane) for lane in live)
     known = (numbers < end) | ((numbers == end) & (lanes < lane))
-    turns: _Int64s = lanes[order[known[order]]][:BLOCK_SAMPLES]
+    turns: Int64s = lanes[order[known[order]]][:BLOCK_SAMPLES]
     return turns
 
 
 def _merged(
-    turns: _Int64s, begins: Sequence[int], taken: Sequence[Block | None], before: Sequence[Lane], first: int
+    turns: Int64s, begins: Sequence[int], blocks: Sequence[Block | None], before: Sequence[Lane], first_sample: int
 ) -> Block:
     """The block of samples that some lanes gave. ``begins``: the lanes' numbers of the first ones."""
-    places = [block.places for block in taken if block is not None]
     cursors = np.empty((len(turns), 5), np.int64)
-    of = np.cumsum([block is not None for block in taken]) - 1
     numbers = np.empty(len(turns), np.int64)
     ids: list[memoryview] = [memoryview(b"")] * len(turns)
     hashes = [0] * len(turns)
-    for lane, block in enumerate(taken):
+    for lane, block in enumerate(blocks):
         if block is not None:
-            at = np.flatnonzero(turns == lane)
-            numbers[at] = begins[lane] + np.arange(len(at))
-            skipped = begins[lane] - block.places.first_sample
-            cursors[at] = block.places.cursors[skipped : skipped + len(at)]
-            for i, sample, hashed in zip(at.tolist(), block.ids, block.hashes, strict=True):
-                ids[i], hashes[i] = sample, hashed
+            own = np.flatnonzero(turns == lane)
+            numbers[own] = begins[lane] + np.arange(len(own))
+            skipped = begins[lane] - block.origins.first_sample
+            cursors[own] = block.origins.cursors[skipped : skipped + len(own)]
+            for index, sample, hashed in zip(own.tolist(), block.ids, block.hashes, strict=True):
+                ids[index], hashes[index] = sample, hashed
     nothing = np.zeros(0, np.int64)
     return Block(
         ids,
         hashes,
-        LanesPlaces(
-            length=places[0].length,
-            first_sample=first,
+        LaneOrigins(
+            length=next(block.origins.length for block in blocks if block is not None),
+            first_sample=first_sample,
             cursors=cursors,
             starts=nothing.astype(np.uint32),
             bounds=nothing,
-            tallies=nothing,
+            row_counts=nothing,
             lanes=turns,
             numbers=numbers,
-            of=of[turns],
-            places=places,
+            origins=[block.origins if block is not None else None for block in blocks],
             before=before,
         ),
     )

@@ -36,10 +36,10 @@ class Permutation:
 
     def __call__(self, indices: _Int64s) -> _Int64s:
         """The values at some indices, int64 like these."""
-        found = self._walk(indices.astype(np.uint64))
-        while len(beyond := np.flatnonzero(found >= self._count)):
-            found[beyond] = self._walk(found[beyond])
-        return found.astype(np.int64)
+        values = self._walk(indices.astype(np.uint64))
+        while len(beyond := np.flatnonzero(values >= self._count)):
+            values[beyond] = self._walk(values[beyond])
+        return values.astype(np.int64)
 
     def all(self) -> _Int64s:
         """The values at all indices."""

@@ -10,17 +10,15 @@ is kept but the cursor.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from tokenloom_server.core.hashing import Purpose, draw
 from tokenloom_server.packing.permutation import Permutation
+from tokenloom_server.packing.samples import Int64s
 from tokenloom_server.sources.base import Source
 from tokenloom_server.sources.block_index import row_counts
-
-_Int64s = npt.NDArray[np.int64]
 
 
 class RowRange(NamedTuple):
@@ -31,38 +29,11 @@ class RowRange(NamedTuple):
     rows: int
 
 
-class Reading(Protocol):
-    """What ``Documents`` asks: which parts come in an epoch, and what is in one."""
-
-    def parts(self, epoch: int, first: int | None = None) -> Sequence[int]:
-        """The parts of an epoch, from one of them on."""
-
-    def rows_in(self, part: int) -> int:
-        """Rows of a part, before any is left out."""
-
-    def rows_before(self, epoch: int, part: int) -> int:
-        """Rows of an epoch in the parts before one."""
-
-    @property
-    def rows(self) -> int:
-        """Rows of an epoch."""
-
-    def near(self, rows: int) -> int:
-        """So many rows of an epoch or somewhat less, where it is easier to begin."""
-
-    @property
-    def windows(self) -> Windows | None:
-        """What is in a part, where that is not a file."""
-
-    @property
-    def repeats(self) -> bool:
-        """Whether every epoch has the same order."""
-
-
 class FileOrder:
-    """Implements ``Reading``: file by file as the manifest has them."""
+    """File by file as the manifest has them. Also what ``Documents`` asks of every order: which parts come in an epoch,
+    and what is in one."""
 
-    windows = None
+    #: Whether every epoch has the same order.
     repeats = True
 
     def __init__(self, source: Source, counts: Sequence[int] | None = None) -> None:
@@ -71,27 +42,32 @@ class FileOrder:
         self._counts = counts
 
     def parts(self, epoch: int, first: int | None = None) -> Sequence[int]:
+        """The parts of an epoch, from one of them on."""
         return range(first or 0, len(self._source.shards))
 
     def rows_in(self, part: int) -> int:
+        """Rows of a part, before any is left out."""
         return self._source.row_count(part) if self._counts is None else self._counts[part]
 
-    def _all_counts(self) -> Sequence[int]:
-        if self._counts is None:
-            self._counts = row_counts(self._source)
-        return self._counts
-
     def rows_before(self, epoch: int, part: int) -> int:
+        """Rows of an epoch in the parts before one."""
         before = self.parts(epoch)
         counts = self._all_counts()
         return sum(counts[each] for each in before[: before.index(part)])
 
     def near(self, rows: int) -> int:
+        """So many rows of an epoch or somewhat less, where it is easier to begin."""
         return rows
 
     @property
     def rows(self) -> int:
+        """Rows of an epoch."""
         return sum(self._all_counts())
+
+    def _all_counts(self) -> Sequence[int]:
+        if self._counts is None:
+            self._counts = row_counts(self._source)
+        return self._counts
 
 
 def shuffled_files(count: int, seed: int, source_id: int, epoch: int) -> list[int]:
@@ -101,7 +77,7 @@ def shuffled_files(count: int, seed: int, source_id: int, epoch: int) -> list[in
 
 
 class ShuffledFiles(FileOrder):
-    """Implements ``Reading``: file by file, sorted by a hash of each. A file that a revision appends has its place
+    """File by file, sorted by a hash of each. A file that a revision appends has its place
     among the others; where that is past already, its turn comes in the next epoch."""
 
     repeats = False
@@ -120,28 +96,28 @@ class Layout(NamedTuple):
     """A source's blocks that have rows, in file order: the ``shard``, the ``first_row`` there, the ``rows`` (int64, [n]
     each). What may be read by itself without reading what lies before."""
 
-    shard: _Int64s
-    first_row: _Int64s
-    rows: _Int64s
+    shard: Int64s
+    first_row: Int64s
+    rows: Int64s
 
     @classmethod
-    def of(cls, blocks: Iterable[_Int64s]) -> Layout:
+    def of(cls, blocks: Iterable[Int64s]) -> Layout:
         """``blocks``: those of each file (``Source.blocks``)."""
-        found = []
+        tables = []
         for shard, edges in enumerate(blocks):
             table = np.stack((np.full(len(edges) - 1, shard, np.int64), edges[:-1], np.diff(edges)))
-            found.append(table[:, table[2] > 0])
-        return cls(*np.concatenate(found, axis=1))
+            tables.append(table[:, table[2] > 0])
+        return cls(*np.concatenate(tables, axis=1))
 
     def counts(self, shards: int) -> list[int]:
         """The rows of each of so many files."""
-        found: list[int] = np.bincount(self.shard, self.rows, shards).astype(np.int64).tolist()
-        return found
+        counts: list[int] = np.bincount(self.shard, self.rows, shards).astype(np.int64).tolist()
+        return counts
 
 
 class Windows:
-    """Implements ``Reading``: blocks in a drawn order, cut into windows of ``window_rows`` rows, and the rows of each
-    window in a drawn order."""
+    """Blocks in a drawn order, cut into windows of ``window_rows`` rows, and the rows of each window in a drawn
+    order."""
 
     repeats = False
 
@@ -152,11 +128,7 @@ class Windows:
         self._window_rows = window_rows
         self.rows = int(layout.rows.sum())
         #: Epoch; its blocks in order; and the row of the epoch with which each begins, the last its end.
-        self._epoch: tuple[int, _Int64s, _Int64s] | None = None
-
-    @property
-    def windows(self) -> Windows:
-        return self
+        self._epoch: tuple[int, Int64s, Int64s] | None = None
 
     def parts(self, epoch: int, first: int | None = None) -> Sequence[int]:
         return range(first or 0, -(-self.rows // self._window_rows))
@@ -171,27 +143,31 @@ class Windows:
         # Who begins within a window has to read it from its beginning.
         return rows // self._window_rows * self._window_rows
 
-    def passages(self, epoch: int, window: int) -> list[RowRange]:
+    def row_ranges(self, epoch: int, window: int) -> list[RowRange]:
         """What lies in a window, in the order of the epoch's blocks."""
         order, starts = self._blocks(epoch)
         begin = window * self._window_rows
         end = begin + self.rows_in(window)
-        first, behind = np.searchsorted(starts, begin, "right") - 1, np.searchsorted(starts, end, "left")
-        blocks = order[first:behind]
-        skipped = np.maximum(begin - starts[first:behind], 0)
-        rows = np.minimum(starts[first + 1 : behind + 1], end) - starts[first:behind] - skipped
+        first, last = np.searchsorted(starts, begin, "right") - 1, np.searchsorted(starts, end, "left") - 1
+        blocks, block_starts = order[first : last + 1], starts[first : last + 1]
+        skipped = np.maximum(begin - block_starts, 0)
+        rows = np.minimum(starts[first + 1 : last + 2], end) - block_starts - skipped
         table = np.stack((self._layout.shard[blocks], self._layout.first_row[blocks] + skipped, rows), axis=1)
         return [RowRange(*row) for row in table.tolist()]
 
-    def permutation(self, epoch: int, window: int, stretch: int, rows: int) -> _Int64s:
-        """In which order the rows of a window's ``stretch``-th stretch of ``rows`` rows come."""
+    def permutation(self, epoch: int, window: int, portion: int, rows: int) -> Int64s:
+        """In which order the rows of a window's ``portion``-th portion of ``rows`` rows come."""
         key = draw(self._seed, Purpose.ROWS, self._source_id, epoch)
-        return Permutation(Purpose.ROWS, draw(key, Purpose.ROWS, window, stretch), rows).all()
+        return Permutation(Purpose.ROWS, draw(key, Purpose.ROWS, window, portion), rows).all()
 
-    def _blocks(self, epoch: int) -> tuple[_Int64s, _Int64s]:
+    def _blocks(self, epoch: int) -> tuple[Int64s, Int64s]:
         if self._epoch is None or self._epoch[0] != epoch:
             key = draw(self._seed, Purpose.BLOCKS, self._source_id, epoch)
             order = Permutation(Purpose.BLOCKS, key, len(self._layout.rows)).all()
             starts = np.concatenate(([0], np.cumsum(self._layout.rows[order])))
             self._epoch = epoch, order, starts
         return self._epoch[1:]
+
+
+#: In which order an epoch's rows come.
+Reading = FileOrder | Windows

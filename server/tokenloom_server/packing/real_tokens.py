@@ -11,11 +11,11 @@ from tokenloom_server.packing.samples import Flags, Int64s, SampleFormat
 
 
 class Boundaries(NamedTuple):
-    """Where documents begin: id ``at[i]`` of sample ``sample[i]``, the samples counted from the first of those
+    """Where documents begin: id ``position[i]`` of sample ``sample[i]``, the samples counted from the first of those
     looked at."""
 
     sample: Int64s
-    at: Int64s
+    position: Int64s
 
 
 class RealTokens:
@@ -43,8 +43,7 @@ class RealTokens:
         form = self._form
         trailers = np.empty((len(samples), 0), np.uint8)
         if form.trailer_bytes:
-            behind = slice(form.id_bytes, None)
-            joined = b"".join([sample[behind] for sample in samples])
+            joined = b"".join([sample[form.id_bytes :] for sample in samples])
             trailers = np.frombuffer(joined, np.uint8).reshape(len(samples), form.trailer_bytes)
         if form.lengths:
             filled: Int64s = trailers[:, :4].copy().view("<u4")[:, 0].astype(np.int64)
@@ -63,15 +62,15 @@ class RealTokens:
             first = np.where(filled > 0, _bit(bits, np.arange(len(samples)), np.minimum(begins, form.width - 1)), 0)
             labels = np.array(marked) - first.reshape(steps, -1).sum(1)
         if boundaries is not None:
-            sample, at = boundaries
-            counted = (at > begins[sample]) & (at < (begins + filled)[sample])
-            sample, at = sample[counted], at[counted]
-            taken = np.ones_like(sample) if bits is None else _bit(bits, sample, at)
+            sample, position = boundaries
+            counted = (position > begins[sample]) & (position < (begins + filled)[sample])
+            sample, position = sample[counted], position[counted]
+            taken = np.ones_like(sample) if bits is None else _bit(bits, sample, position)
             labels = labels - np.bincount(sample * steps // len(samples), taken, steps).astype(np.int64)
         return list(zip(tokens.reshape(steps, -1).sum(1).tolist(), labels.tolist(), strict=True))
 
 
-def _bit(bits: npt.NDArray[np.uint8], sample: Int64s, at: Int64s) -> Int64s:
+def _bit(bits: npt.NDArray[np.uint8], sample: Int64s, position: Int64s) -> Int64s:
     """One bit each of some samples' masks."""
-    found: Int64s = (bits[sample, at >> 3] >> (at & 7)).astype(np.int64) & 1
-    return found
+    bit: Int64s = (bits[sample, position >> 3] >> (position & 7)).astype(np.int64) & 1
+    return bit

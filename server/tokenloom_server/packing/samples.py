@@ -63,52 +63,51 @@ class SampleFormat:
 
     def ids(self, sample: memoryview | bytes) -> Ids:
         """The ids of a sample without its padding."""
-        found: Ids = np.frombuffer(sample, self.dtype.newbyteorder("<"), self.width)
+        ids: Ids = np.frombuffer(sample, self.dtype.newbyteorder("<"), self.width)
         if not self.lengths:
-            return found
+            return ids
         filled = int.from_bytes(sample[self.id_bytes : self.id_bytes + _WORD_BYTES], "little")
         begin = self.begin(filled)
-        return found[begin : begin + filled]
+        return ids[begin : begin + filled]
 
     def trailers(self, filled: Int64s, mask: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.uint8]:
         """[n, trailer_bytes] of samples that documents fill so far; ``mask`` [n, width] of 0 and 1, None for 1 at
         every id of a document."""
-        found = np.zeros((len(filled), self.trailer_bytes), np.uint8)
-        at = 0
+        trailers = np.zeros((len(filled), self.trailer_bytes), np.uint8)
         if self.lengths:
-            found[:, :_WORD_BYTES] = filled.astype("<u4").view(np.uint8).reshape(-1, _WORD_BYTES)
-            at = _WORD_BYTES
+            trailers[:, :_WORD_BYTES] = filled.astype("<u4").view(np.uint8).reshape(-1, _WORD_BYTES)
         if self.masked:
             if mask is None:
                 where = np.arange(self.width)
                 begins = (self.width - filled if self.padding == "left" else np.zeros_like(filled))[:, None]
                 mask = ((where >= begins) & (where < begins + filled[:, None])).view(np.uint8)
             bits = np.packbits(mask, axis=1, bitorder="little")
-            found[:, at : at + bits.shape[1]] = bits
-        return found
+            mask_begin = _WORD_BYTES * self.lengths
+            trailers[:, mask_begin : mask_begin + bits.shape[1]] = bits
+        return trailers
 
     def assemble(
         self, ids: Ids, begins: Int64s, ends: Int64s, order: Int64s, counts: Int64s, mask: Mask | None = None
-    ) -> memoryview:
-        """The bytes of samples, one after the other, made of stretches of ``ids``.
+    ) -> list[memoryview]:
+        """The bytes of each sample, made of chunks of ``ids``; views of one buffer, one after the other.
 
-        Stretch i is ``ids[begins[i] : ends[i]]``; they ascend and do not overlap. ``order`` names them in the order
+        Chunk i is ``ids[begins[i] : ends[i]]``; they ascend and do not overlap. ``order`` names them in the order
         of the samples, each of which takes the next ``counts[k]``, at least one, of at most ``width`` ids in all.
         ``mask``: 0 or 1 for each of ``ids``; None for all 1.
         """
         lengths = (ends - begins)[order]
         filled: Int64s = np.add.reduceat(lengths, np.cumsum(counts) - counts)
-        # Joining stretches of bytes copies each at once, where a gather would go id by id.
+        # Joining chunks of bytes copies each at once, where a gather would go id by id.
         padding = np.full(int((self.width - filled).sum()), self.pad_id, self.dtype)
-        if not self.trailer_bytes:
-            return wire(self._joined(ids, padding, None, begins, ends, order, counts, filled))
-        bits = None
+        trailers = bits = None
         if mask is not None and self.masked:
             nothing = np.zeros(len(padding), np.uint8)
             bits = self._joined(mask, nothing, None, begins, ends, order, counts, filled).reshape(-1, self.width)
-        trailers = self.trailers(filled, bits)
+        if self.trailer_bytes:
+            trailers = self.trailers(filled, bits)
         joined = self._joined(_little(ids), _little(padding), trailers, begins, ends, order, counts, filled)
-        return joined.view(np.uint8).data.toreadonly()
+        samples, size = joined.view(np.uint8).data.toreadonly(), self.sample_bytes
+        return [samples[begin : begin + size] for begin in range(0, len(counts) * size, size)]
 
     def _joined(
         self,
@@ -123,22 +122,22 @@ class SampleFormat:
     ) -> npt.NDArray[Any]:
         size, samples, known = values.itemsize, len(counts), 2 * len(begins)
         parts = [values, padding]
-        # Every other part lies between two stretches, and belongs to no sample.
+        # Every other part lies between two chunks, and belongs to no sample.
         edges = np.empty(known + 1, np.int64)
         edges[0:-1:2], edges[1::2] = begins, ends
         edges[-1] = len(values)
         offsets = [edges * size, (len(values) + np.cumsum(self.width - filled)) * size]
-        behind = 1
+        added = 1
         if trailers is not None:
             parts.append(trailers.reshape(-1).view(values.dtype))
             offsets.append(offsets[-1][-1] + np.arange(1, samples + 1) * trailers.shape[1])
-            behind = 2
+            added = 2
         every = np.concatenate(offsets)
-        # Where the stretches of each sample stand among what is taken: with its padding, and its trailer at the end.
+        # Where the chunks of each sample stand among what is taken: with its padding, and its trailer at the end.
         number = np.arange(samples)
-        first = np.cumsum(counts) - counts + behind * number
-        taken = np.empty(len(order) + behind * samples, np.int64)
-        taken[np.arange(len(order)) + np.repeat(behind * number + (self.padding == "left"), counts)] = 2 * order
+        first = np.cumsum(counts) - counts + added * number
+        taken = np.empty(len(order) + added * samples, np.int64)
+        taken[np.arange(len(order)) + np.repeat(added * number + (self.padding == "left"), counts)] = 2 * order
         taken[first + (0 if self.padding == "left" else counts)] = known + number
         if trailers is not None:
             taken[first + counts + 1] = known + samples + number

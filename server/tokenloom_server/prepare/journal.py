@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import compress
 from pathlib import Path
 from typing import IO, Any
 
@@ -69,8 +70,8 @@ class Journal:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise ConfigError(f"{folder}: another process prepares into it now; wait for it, or end it") from None
-            _agree(folder, job)
-            yield cls(folder, file, _whole(folder, job, _read(file), on_kept))
+            _refuse_other_job(folder, job)
+            yield cls(folder, file, _verified(folder, job, _read(file), on_kept))
 
     def is_done(self, task: Task) -> bool:
         return task.name in self._done
@@ -113,19 +114,19 @@ def refuse_others(folder: Path) -> None:
         )
 
 
-def _agree(folder: Path, job: Job) -> None:
+def _refuse_other_job(folder: Path, job: Job) -> None:
     path = folder / "job.json"
-    ours = job.document()
+    present = job.document()
     if not path.exists():
-        write_whole(path, json.dumps(ours, indent=1) + "\n")
+        write_whole(path, json.dumps(present, indent=1) + "\n")
         return
     try:
-        theirs = json.loads(path.read_text(encoding="utf-8"))
+        recorded = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path}: cannot be read ({error}); prepare into another folder, or remove this one"
         ) from None
-    differences = list(_differences(theirs, ours, ""))
+    differences = list(_differences(recorded, present, ""))
     if differences:
         more = f"\n  and {len(differences) - 10} more" if len(differences) > 10 else ""
         raise ConfigError(
@@ -135,15 +136,15 @@ def _agree(folder: Path, job: Job) -> None:
         )
 
 
-def _differences(theirs: Any, ours: Any, at: str) -> Iterator[str]:
-    if isinstance(theirs, dict) and isinstance(ours, dict):
-        for key in sorted(theirs.keys() | ours.keys()):
-            yield from _differences(theirs.get(key), ours.get(key), f"{at}.{key}" if at else key)
-    elif isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours):
-        for i, (old, new) in enumerate(zip(theirs, ours, strict=True)):
-            yield from _differences(old, new, f"{at}.{i}")
-    elif theirs != ours:
-        yield f"{at}: it was {_short(theirs)}, it is {_short(ours)}"
+def _differences(recorded: Any, present: Any, path: str) -> Iterator[str]:
+    if isinstance(recorded, dict) and isinstance(present, dict):
+        for key in sorted(recorded.keys() | present.keys()):
+            yield from _differences(recorded.get(key), present.get(key), f"{path}.{key}" if path else key)
+    elif isinstance(recorded, list) and isinstance(present, list) and len(recorded) == len(present):
+        for i, (old, new) in enumerate(zip(recorded, present, strict=True)):
+            yield from _differences(old, new, f"{path}.{i}")
+    elif recorded != present:
+        yield f"{path}: it was {_short(recorded)}, it is {_short(present)}"
 
 
 def _short(value: Any) -> str:
@@ -171,31 +172,28 @@ def _read(file: IO[bytes]) -> dict[str, Shard]:
     return shards
 
 
-def _whole(
+def _verified(
     folder: Path, job: Job, journalled: dict[str, Shard], on_kept: Callable[[Task, Shard], None]
 ) -> dict[str, Shard]:
     """Of the job's shards, those that lie there as they were journalled."""
     tasks = {task.name: task for task in job.tasks}
     for prepared in job.sources:
         for path in sorted((folder / prepared.folder).glob("*")):
-            name = f"{prepared.folder}/{path.name}"
             if path.name.endswith(".draft"):
                 path.unlink()
-            elif name not in tasks:
+            elif f"{prepared.folder}/{path.name}" not in tasks:
                 raise ConfigError(f"{path}: is no shard of this job, and would be served with them; take it away")
-    known = [shard for name, shard in journalled.items() if name in tasks]
 
-    def looked_at(shard: Shard) -> str | None:
-        fault = _fault(folder, shard)
-        if fault is None:
-            on_kept(tasks[shard.name], shard)
-        return fault
-
-    faults = in_threads(looked_at, known)
-    for shard, fault in zip(known, faults, strict=True):
-        if fault is not None:
+    def is_whole(shard: Shard) -> bool:
+        if fault := _fault(folder, shard):
             _log.warning("%s %s: it is made again", folder / shard.name, fault)
-    return {shard.name: shard for shard, fault in zip(known, faults, strict=True) if fault is None}
+        else:
+            on_kept(tasks[shard.name], shard)
+        return fault is None
+
+    known = [shard for name, shard in journalled.items() if name in tasks]
+    whole = in_threads(is_whole, known)
+    return {shard.name: shard for shard in compress(known, whole)}
 
 
 def _fault(folder: Path, shard: Shard) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tokenloom_server.errors import ConfigError, SourceError
-from tokenloom_server.packing.documents import BAD, FILTERED, TokenizedRows
+from tokenloom_server.packing.tokenized_rows import BAD, FILTERED, TokenizedRows
 from tokenloom_server.prepare.job import FIELDS_OF_READING, FIELDS_OF_SERVING, Job, Prepared, Task
 from tokenloom_server.prepare.journal import Journal, Shard
 from tokenloom_server.prepare.shards import COLUMN, ShardWriter
@@ -93,7 +93,7 @@ def _make(job: Job, task: Task, journal: Journal, on_done: OnRows, stop: threadi
         with ShardWriter(draft, job.order.record.dtype, job.form) as writer:
             documents = job.order.documents(task.source)
             for part, row, count in task.ranges:
-                for rows in documents.part(part, row, count):
+                for rows in documents.read_part(part, row, count):
                     if stop.is_set():
                         return
                     writer.add(rows.ids, rows.ends)

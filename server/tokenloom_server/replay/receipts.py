@@ -194,7 +194,7 @@ def unique_tokens(figure: SourceStats, state: SourceState, *, steady: bool = Tru
     tokens / epochs of it once all of them, whole ones, were read; and before that, if more than one was begun, what
     the rows say: an estimate. ``steady``: all epochs have the same rows.
     """
-    padding = state.tally.padding_tokens
+    padding = state.row_counts.padding_tokens
     taken, skipped = state.tokens + state.dropped_tokens - padding, state.tokens - figure.tokens
     consumed = max(0, figure.tokens - padding)
     ended = state.epoch

@@ -140,11 +140,11 @@ class StatsReader:
             exhausted=state.exhausted,
             dropped_tokens=state.dropped_tokens,
             excluded_rows=order.record.excluded.count(order.record.specs[source]),
-            **state.tally._asdict(),
-            fill_rate=1 - state.tally.padding_tokens / state.tokens if state.tokens else 1.0,
+            **state.row_counts._asdict(),
+            fill_rate=1 - state.row_counts.padding_tokens / state.tokens if state.tokens else 1.0,
             cut_rate=None
             if order.config.packing == "concat" or not state.rows
-            else min(1.0, state.tally.cut_documents / state.rows),
+            else min(1.0, state.row_counts.cut_documents / state.rows),
             skipped_samples=state.skipped_samples,
             skipped_rows=state.skipped_rows,
             skipped_tokens=state.skipped_tokens,

@@ -87,6 +87,7 @@ class _Reader:
 
     def __init__(self, text: str, base_dir: Path, catalog: SourceCatalog, roots: DataRoots) -> None:
         self._text = text
+        self._where = f"{OPTION} item {redacted(text)!r}"
         self._base_dir = base_dir
         self._catalog = catalog
         self._by_ending = {end: scheme for end, scheme in catalog.endings.items() if not scheme.by_folder}
@@ -120,18 +121,14 @@ class _Reader:
             spec = replace(spec, column=self._column(spec, files[0], weight))
         return _Item(self._text, spec, weight, files)
 
-    @property
-    def _where(self) -> str:
-        return f"{OPTION} item {redacted(self._text)!r}"
-
     def _weight(self) -> tuple[str, float | None]:
         """The item without its weight, and the weight if it has one."""
         head, colon, tail = self._text.rpartition(":")
         try:
-            weight = float(tail)
+            weight = float(tail) if colon else None
         except ValueError:
-            return self._text, None
-        if not colon:
+            weight = None
+        if weight is None:
             return self._text, None
         if not head or not math.isfinite(weight) or weight <= 0:
             raise ConfigError(f"{self._where}: the weight is {tail!r}, expected a number above 0, as in path:0.9")

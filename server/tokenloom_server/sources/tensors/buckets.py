@@ -93,7 +93,7 @@ def bucket_index(source: FeatureSource, bucketing: Bucketing, index_dir: Path | 
     if path is not None and path.exists():
         try:
             return _load(path)
-        except (OSError, ValueError, KeyError) as error:
+        except (pa.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
             _log.warning("%s: the bucket index %s is unusable (%s) and is made anew", name, path, error)
     built = _build(source, bucketing, name)
     if path is None:
@@ -244,7 +244,7 @@ def _save(index: BucketIndex, path: Path) -> None:
 
 
 def _load(path: Path) -> BucketIndex:
-    """Raises ``OSError``, ``ValueError`` and ``KeyError`` for a file that is damaged."""
+    """Raises what a damaged Arrow file raises, and ``ValueError`` where the checksum differs."""
     reader = pa.ipc.open_file(pa.memory_map(str(path)))
     header = json.loads(reader.schema.metadata[b"index"])
     rows: _Rows = arrays.numbers(reader.get_batch(0).column(0))

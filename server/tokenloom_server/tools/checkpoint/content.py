@@ -196,11 +196,11 @@ def read(path: Path, state: DataState, mixture: RunConfig | None = None) -> Cont
     kind = SNAPSHOT if is_snapshot else OLDER if entries else INDEX
     index, tokens = _count(resume.get("sample_index")), _count(resume.get("total_tokens"))
     sources = _sources(entries, mixture)
-    written, said_by = _written_nodes(resume, mixture)
+    written, mixture_from = _written_nodes(resume, mixture)
     # None where it changed during the run.
     length = tokens // index if index and tokens and not tokens % index else None
     nodes = _nodes(resume, written, sources, mixture)
-    if kind == OLDER and said_by == "file" and mixture is not None:
+    if kind == OLDER and mixture_from == "file" and mixture is not None:
         nodes = _summed(nodes, sources, mixture)
     revisions = [_count(_mapping(revision).get("sample_index")) for revision in _list(resume.get("revisions"))]
     return Content.model_validate(
@@ -215,7 +215,7 @@ def read(path: Path, state: DataState, mixture: RunConfig | None = None) -> Cont
             "imported": _mapping(resume.get("imported")) or None,
             "forked": _mapping(resume.get("origin")) or None,
             "revisions": [index for index in revisions if index is not None],
-            "mixture": said_by,
+            "mixture": mixture_from,
             "sources": sources,
             "nodes": nodes,
             "document": document,
@@ -292,15 +292,15 @@ def _nodes(
     return tuple(nodes)
 
 
-def _child(said: Sequence[Any], counted: Any, position: int, written: _Nodes, names: Mapping[int, str]) -> Child:
-    number = _count(said[0])
+def _child(entry: Sequence[Any], counted: Any, position: int, written: _Nodes, names: Mapping[int, str]) -> Child:
+    number = _count(entry[0])
     own, is_node = divmod(number, 2) if number is not None else (None, 0)
     name = f"child {position}"
     if own is not None and is_node:
         name = written[own].name if own in written else _unnamed(own)
     elif own is not None:
         name = names.get(own, f"source {own}")
-    fields = dict(zip(_WRITTEN, said[1:], strict=False)) | dict(zip(_COUNTERS, _list(counted), strict=False))
+    fields = dict(zip(_WRITTEN, entry[1:], strict=False)) | dict(zip(_COUNTERS, _list(counted), strict=False))
     return Child.model_validate({**fields, "is_node": bool(is_node), "id": own, "name": name})
 
 

@@ -145,9 +145,9 @@ def _unpickled(path: Path, *, mapped: bool) -> Iterator[DataState]:
         document = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # whatever is wrong with the file: torch has no error of its own for it
         named = re.search(r"GLOBAL (\S+)", str(error))
-        said = f"it holds {named[1]}" if named else f"{type(error).__name__}: {str(error).strip()[:200]}"
+        reason = f"it holds {named[1]}" if named else f"{type(error).__name__}: {str(error).strip()[:200]}"
         raise SnapshotInvalid(
-            f"{path}: torch does not load it without running code of it ({said}). If you trust the file, load it "
+            f"{path}: torch does not load it without running code of it ({reason}). If you trust the file, load it "
             "yourself and save the state of the data alone as JSON, then show that"
         ) from None
     yield from _within(document)

@@ -30,7 +30,7 @@ def as_json(content: Content) -> dict[str, Any]:
 def show(content: Content, out: Console) -> None:
     """Everything about one checkpoint."""
     for line in _heading(content):
-        out.print(line, highlight=False, soft_wrap=True)
+        out.print(line, soft_wrap=True)
     if content.sources:
         out.print(_sources(content))
     if content.nodes:
@@ -49,10 +49,10 @@ def _heading(content: Content) -> Iterator[str]:
     )
     if content.run is not None:
         uid = content.run_uid or "none: it was saved before the run was joined"
-        yield f"run {content.run}, stream {content.stream}, uid {uid}, generation {_number(content.generation)}"
+        yield f"run {content.run}, stream {content.stream}, uid {uid}, generation {_shown(content.generation)}"
     if content.sample_index is not None:
         yield (
-            f"sample {content.sample_index:,}, {_number(content.total_tokens)} tokens, digest {content.digest or '?'}"
+            f"sample {content.sample_index:,}, {_shown(content.total_tokens)} tokens, digest {content.digest or '?'}"
             + (f", sequence length {content.sequence_length:,}" if content.sequence_length else "")
         )
     if content.counted_at is not None:
@@ -71,10 +71,10 @@ def _sources(content: Content) -> Table:
     skips = any(source.skips for source in content.sources)
     rows = []
     for source in content.sources:
-        share = "not in the mixture" if source.unknown else f"{source.share:.2%}" if source.share is not None else "?"
+        share = "not in the mixture" if source.unknown else _shown(source.share, ".2%")
         skipped = [f"{source.skipped_samples:,} samples, {source.skipped_tokens:,} tokens"] if skips else []
-        counts = map(_number, (source.samples, source.rows, source.tokens))
-        rows.append((_number(source.id), source.name, place(source), *counts, share, *skipped))
+        counts = map(_shown, (source.samples, source.rows, source.tokens))
+        rows.append((_shown(source.id), source.name, place(source), *counts, share, *skipped))
     headings = ["id", "source", "stands at", "samples", "rows", "tokens", "share", *(["skipped"] if skips else [])]
     return table(headings, rows, left=("source", "stands at"))
 
@@ -108,7 +108,7 @@ def _tree(content: Content) -> Tree:
 
 
 def _line(child: Child, chance: Chance, owed: float | None, issued: int) -> Text:
-    parts = [f"{child.name}: {_number(child.samples)} samples, {_number(child.tokens)} tokens"]
+    parts = [f"{child.name}: {_shown(child.samples)} samples, {_shown(child.tokens)} tokens"]
     if child.samples is not None and issued:
         parts.append(f"{child.samples / issued:.2%} of the node")
     if chance.in_force is not None:
@@ -148,9 +148,9 @@ def show_probabilities(content: Content, out: Console) -> None:
         rows = [
             (
                 child.name,
-                _number(child.samples),
-                _number(child.total),
-                *map(_percent, (chance.in_force, chance.with_counters, chance.without_counters)),
+                _shown(child.samples),
+                _shown(child.total),
+                *(_shown(share, ".2%") for share in (chance.in_force, chance.with_counters, chance.without_counters)),
             )
             for child, chance in zip(node.children, chances(content, node), strict=True)
         ]
@@ -164,13 +164,13 @@ def show_difference(difference: Difference, a: Content, b: Content, out: Console
     for line in (
         f"run: {difference.relation}",
         f"data: {difference.data}",
-        f"from sample {_number(a.sample_index)} to {_number(b.sample_index)}: {_signed(difference.samples)} samples, "
+        f"from sample {_shown(a.sample_index)} to {_shown(b.sample_index)}: {_signed(difference.samples)} samples, "
         f"{_signed(difference.tokens)} tokens",
     ):
-        out.print(line, highlight=False, soft_wrap=True)
+        out.print(line, soft_wrap=True)
     if difference.counted != (a.sample_index, b.sample_index):
-        counted = " and ".join(map(_number, difference.counted))
-        out.print(f"sources are counted at the state boundaries before: samples {counted}", highlight=False)
+        counted = " and ".join(map(_shown, difference.counted))
+        out.print(f"sources are counted at the state boundaries before: samples {counted}")
     rows = (
         (
             source.name,
@@ -188,13 +188,9 @@ def show_difference(difference: Difference, a: Content, b: Content, out: Console
         out.print("the mixture is the same")
 
 
-def _number(value: int | None) -> str:
-    return "?" if value is None else f"{value:,}"
+def _shown(value: float | None, form: str = ",") -> str:
+    return "?" if value is None else format(value, form)
 
 
 def _signed(value: int | None) -> str:
-    return "?" if value is None else f"{value:+,}"
-
-
-def _percent(value: float | None) -> str:
-    return "?" if value is None else f"{value:.2%}"
+    return _shown(value, "+,")

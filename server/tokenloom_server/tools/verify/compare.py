@@ -52,9 +52,8 @@ def compare(a: DigestSource, b: DigestSource) -> Verdict:
 
 def _differences(a: DigestSource, b: DigestSource) -> dict[str, tuple[Any, Any]]:
     """What decides about the order, is known of both, and is not the same."""
-    ours, theirs = a.decides, b.decides
-    known = [key for key in DECIDES if key in ours and key in theirs]
-    differences = {key: (ours[key], theirs[key]) for key in known if ours[key] != theirs[key]}
+    known = [key for key in DECIDES if key in a.decides and key in b.decides]
+    differences = {key: (a.decides[key], b.decides[key]) for key in known if a.decides[key] != b.decides[key]}
     if a.revisions is not None and b.revisions is not None:
         end = min(a.end, b.end)
         both = [

@@ -21,7 +21,7 @@ def explain(verdict: Verdict, a: DigestSource, b: DigestSource) -> list[str]:
     """A verdict in words, line by line."""
     lines = [f"{letter}: {_described(run, end)}" for letter, run, end in zip("AB", (a, b), verdict.ends, strict=True)]
     lines += [
-        f"{key}: A has {_short(ours)}, B has {_short(theirs)}" for key, (ours, theirs) in verdict.differences.items()
+        f"{key}: A has {_short(value)}, B has {_short(other)}" for key, (value, other) in verdict.differences.items()
     ]
     same, tokens, end = verdict.same_samples, verdict.same_tokens, min(verdict.ends)
     through = f"the same through sample index {same:,} ({tokens:,} tokens)"
