@@ -23,12 +23,13 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from support.corpora import flat, write_txt
 from support.memory_service import MemoryService, run_stats
+from support.served import over_grpc, runs_of
 from support.waiting import wait_for
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.credentials import MAX_CHARACTERS, MIN_CHARACTERS, find_token, is_loopback, refuse_plaintext
 from tokenloom_proto.protocol import VERSION
 from tokenloom_server.api.auth import Access, Scope
-from tokenloom_server.api.grpc import GrpcServer, servicer
+from tokenloom_server.api.grpc import servicer
 from tokenloom_server.api.grpc.auth_interceptor import PEEK_THREADS, READ_THREADS
 from tokenloom_server.api.grpc.rpc import MAX_REPORT_BYTES, MAX_REQUEST_BYTES, SMALL_REQUEST_BYTES
 from tokenloom_server.api.grpc.server import MAX_CALLS
@@ -44,7 +45,6 @@ from tokenloom_server.errors import (
     SnapshotInvalid,
     Unauthenticated,
 )
-from tokenloom_server.ledger.open import open_ledger
 from tokenloom_server.order import snapshot, snapshot_document
 from tokenloom_server.run import join_call
 from tokenloom_server.run.join_call import JoinCall
@@ -300,18 +300,14 @@ def test_only_health_is_open_and_what_trains_or_changes_something_takes_control(
 
 
 @pytest.fixture(scope="module")
-def grpc_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrpcServer]:
-    ledger = open_ledger("sqlite:///ledger.db", tmp_path_factory.mktemp("ledger"))
-    server = GrpcServer("127.0.0.1:0", Access(CONTROL, READ))
-    server.start(Runs(ledger))
-    yield server
-    server.stop(0.1)
-    ledger.close()
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with runs_of(tmp_path_factory.mktemp("ledger")) as runs, over_grpc(runs, Access(CONTROL, READ)) as address:
+        yield address
 
 
 @pytest.fixture
-def channel(grpc_server: GrpcServer) -> Iterator[grpc.Channel]:
-    with grpc.insecure_channel(grpc_server.address, options=[("grpc.enable_http_proxy", 0)]) as opened:
+def channel(address: str) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as opened:
         yield opened
 
 
@@ -526,11 +522,8 @@ def test_a_message_of_more_than_its_method_takes_is_refused(channel: grpc.Channe
 @pytest.fixture
 def runs(tmp_path: Path) -> Iterator[Runs]:
     """A server's runs, none yet."""
-    ledger = open_ledger("sqlite:///ledger.db", tmp_path)
-    made = Runs(ledger)
-    yield made
-    made.stop()
-    ledger.close()
+    with runs_of(tmp_path) as made:
+        yield made
 
 
 def mixture_of(folder: Path, run: str) -> Path:
@@ -586,31 +579,24 @@ def test_the_bounds_fit_together() -> None:
     assert MAX_CALLS > 2 * join_call.MAX_WORLD_SIZE, "a whole world reconnects, and somebody looks on"
 
 
-def test_a_call_beyond_the_places_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_beyond_the_places_is_refused_at_once(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenloom_server.api.grpc.server.MAX_CALLS", 2)
-    ledger = open_ledger("sqlite:///ledger.db", tmp_path)
-    server = GrpcServer("127.0.0.1:0")
-    server.start(Runs(ledger))
-    try:
-        with grpc.insecure_channel(server.address) as channel:
-            over = threading.Event()
+    with over_grpc(runs) as address, grpc.insecure_channel(address) as channel:
+        over = threading.Event()
 
-            def silent() -> Iterator[bytes]:
-                over.wait(20)
-                yield from ()
+        def silent() -> Iterator[bytes]:
+            over.wait(20)
+            yield from ()
 
-            open_stream = channel.stream_stream("/tokenloom.v2.DataLoader/Stream")
-            calls = [open_stream(silent(), timeout=20) for _ in range(5)]
-            try:
-                wait_for(lambda: sum(call.done() for call in calls) >= 3, "three refusals")
-                refused = [call.code() for call in calls if call.done()]
-                assert refused == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 3
-                found = outcome(channel, "/tokenloom.v2.DataLoader/Stats", None, b"")
-                assert found == (grpc.StatusCode.RESOURCE_EXHAUSTED, "")
-            finally:
-                over.set()
-                for call in calls:
-                    call.cancel()
-    finally:
-        server.stop(0.1)
-        ledger.close()
+        open_stream = channel.stream_stream("/tokenloom.v2.DataLoader/Stream")
+        calls = [open_stream(silent(), timeout=20) for _ in range(5)]
+        try:
+            wait_for(lambda: sum(call.done() for call in calls) >= 3, "three refusals")
+            refused = [call.code() for call in calls if call.done()]
+            assert refused == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 3
+            found = outcome(channel, "/tokenloom.v2.DataLoader/Stats", None, b"")
+            assert found == (grpc.StatusCode.RESOURCE_EXHAUSTED, "")
+        finally:
+            over.set()
+            for call in calls:
+                call.cancel()

@@ -18,14 +18,13 @@ import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.memory_service import MemoryService
+from support.served import over_grpc, runs_of
 from support.server_process import ServerProcess
 from support.trainer import World
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_server.api import grpc as grpc_service
 from tokenloom_server.api.grpc import GrpcServer, stream
-from tokenloom_server.api.service import Runs
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.ledger.open import open_ledger
 
 #: No run of ids with a ledger in SQLite needs any of these.
 UNUSED = {
@@ -93,56 +92,37 @@ def test_a_call_that_comes_before_the_runs_waits_for_them(tmp_path: Path) -> Non
         with pytest.raises(ConfigError, match="in use"):
             GrpcServer(server.address)
         assert not call.done()
-        ledger = open_ledger("sqlite:///ledger.db", tmp_path)
-        server.start(Runs(ledger))
-        assert call.result().status == health_pb2.HealthCheckResponse.SERVING
-    server.stop(0.1)
-    ledger.close()
+        with runs_of(tmp_path) as runs:
+            server.start(runs)
+            assert call.result().status == health_pb2.HealthCheckResponse.SERVING
+            server.stop(0.1)
 
 
 def test_the_runs_that_rest_is_tested_with_have_the_owners_of_real_ones(mixture: Path, tmp_path: Path) -> None:
-    ledger = open_ledger("sqlite:///ledger.db", tmp_path)
-    runs = Runs(ledger)
-    served = runs.add(mixture, None)
-    for name, owner in vars(MemoryService().get("any")).items():
-        for method in vars(owner) if isinstance(owner, SimpleNamespace) else ():
-            assert callable(getattr(getattr(served, name), method)), f"{name}.{method}"
-    runs.stop()
-    ledger.close()
+    with runs_of(tmp_path, mixture) as runs:
+        for name, owner in vars(MemoryService().get("any")).items():
+            for method in vars(owner) if isinstance(owner, SimpleNamespace) else ():
+                assert callable(getattr(getattr(runs.get("ids"), name), method)), f"{name}.{method}"
 
 
 def test_a_stream_that_is_opened_and_never_begun_is_ended(
     mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream, "OPEN_TIMEOUT_S", 0.2)
-    ledger = open_ledger("sqlite:///ledger.db", tmp_path)
-    runs, server = Runs(ledger), GrpcServer("127.0.0.1:0")
-    try:
-        runs.add(mixture, None)
-        server.start(runs)
-        silent = threading.Event()
-        with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError) as ended:
+    silent = threading.Event()
+    with runs_of(tmp_path, mixture) as runs, over_grpc(runs) as address:
+        with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as ended:
             next(DataLoaderStub(channel).Stream(iter(silent.wait, None), timeout=20))
         assert ended.value.code() is grpc.StatusCode.CANCELLED
-    finally:
         silent.set()
-        server.stop(0)
-        runs.stop()
-        ledger.close()
 
 
 def test_a_peer_that_gives_no_sign_of_life_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_service.server, "KEEPALIVE_S", 1)
-    ledger = open_ledger("sqlite:///ledger.db", tmp_path)
-    server = GrpcServer("127.0.0.1:0")
-    try:
-        server.start(Runs(ledger))
-        host, _, port = server.address.rpartition(":")
+    with runs_of(tmp_path) as runs, over_grpc(runs) as address:
+        host, _, port = address.rpartition(":")
         with socket.create_connection((host, int(port)), timeout=20) as peer:
             # The preface of HTTP/2 and empty settings; the server's pings are never answered.
             peer.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
             while peer.recv(4096):
                 pass
-    finally:
-        server.stop(0)
-        ledger.close()

@@ -30,7 +30,7 @@ from tokenloom_server.demo import corpus, plan, processes, proof, receipts, serv
 from tokenloom_server.demo.main import MARKER, run_demo
 from tokenloom_server.demo.model import GPT
 from tokenloom_server.demo.plan import REFERENCE_RUN, RUN, Launch, Plan
-from tokenloom_server.demo.processes import DemoFailed, Processes, wait_until
+from tokenloom_server.demo.processes import Child, DemoFailed, Processes, wait_until
 from tokenloom_server.demo.proof import Disproved, Evidence, wire_type
 from tokenloom_server.demo.receipts import Receipts, ReceiptWriter, Samples, Step
 from tokenloom_server.demo.report import Report
@@ -391,10 +391,15 @@ def test_the_two_mixtures_have_one_order(tmp_path: Path) -> None:
 SLEEP = ["-c", "import time; print('sleeping', flush=True); time.sleep(60)"]
 
 
+def sleeper(children: Processes, folder: Path, command: list[str] = SLEEP) -> Child:
+    child = children.start("sleeper", command, folder / "sleeper.log")
+    wait_until(lambda: "sleeping" in child.tail(), "the sleeper", 30, [child])
+    return child
+
+
 def test_leaving_the_block_ends_every_process(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), Processes() as children:
-        child = children.start("sleeper", SLEEP, tmp_path / "sleeper.log")
-        wait_until(lambda: "sleeping" in child.tail(), "the sleeper", 30, [child])
+        child = sleeper(children, tmp_path)
         raise RuntimeError
 
     assert child.status == -signal.SIGTERM
@@ -404,7 +409,7 @@ def test_leaving_the_block_ends_every_process(tmp_path: Path) -> None:
 
 def test_a_process_that_was_killed_on_purpose_has_ended_well(tmp_path: Path) -> None:
     with Processes() as children:
-        child = children.start("sleeper", SLEEP, tmp_path / "sleeper.log")
+        child = sleeper(children, tmp_path)
         child.kill_on_purpose()
 
     assert child.status == -signal.SIGKILL
@@ -415,8 +420,7 @@ def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(processes, "GRACE_S", 0.1)
     stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + SLEEP[1]
     with Processes() as children:
-        child = children.start("stubborn", ["-c", stubborn], tmp_path / "stubborn.log")
-        wait_until(lambda: "sleeping" in child.tail(), "the stubborn one", 30, [child])
+        child = sleeper(children, tmp_path, ["-c", stubborn])
 
     assert child.status == -signal.SIGKILL
 
@@ -430,7 +434,7 @@ def test_waiting_for_a_process_that_fails_shows_its_last_words(tmp_path: Path) -
 
 def test_waiting_has_an_end(tmp_path: Path) -> None:
     with Processes() as children:
-        child = children.start("sleeper", SLEEP, tmp_path / "sleeper.log")
+        child = sleeper(children, tmp_path)
         with pytest.raises(DemoFailed, match=r"waited 0\.1 s for luck, in vain"):
             wait_until(lambda: False, "luck", 0.1, [child])
 

@@ -61,7 +61,7 @@ def test_the_script_is_one_that_bash_reads_and_asks_for_what_slurm_knows() -> No
     assert subprocess.run(["bash", "-n", SCRIPT], check=False).returncode == 0
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", text, re.MULTILINE))
     assert len(asked) == text.count("\n#SBATCH"), "a line that SLURM would not read"
-    # SLURM reads no line behind the first command.
+    # SLURM reads no line after the first command.
     assert text.rindex("\n#SBATCH") < text.index("\nset -")
     known = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time", "requeue", "open-mode"}
     assert asked.keys() == known | {"output", "signal"}

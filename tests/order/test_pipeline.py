@@ -366,22 +366,6 @@ def test_the_reason_names_the_source_that_stopped_its_node(folder: Path) -> None
     assert pipeline.ended == "exhausted, and its node stops: docs"
 
 
-def test_going_forward_equals_producing(folder: Path) -> None:
-    order = order_of(folder)
-    uninterrupted = whole(order)
-    for begin in (0, 1, 17, len(uninterrupted)):
-        state = uninterrupted[begin - 1].state if begin else order.initial()
-        for count in (0, 1, 2, 30, len(uninterrupted)):
-            pipeline = order.pipeline(state)
-            pipeline.advance(count)
-            at = min(begin + count, len(uninterrupted))
-            found = pipeline.state()
-            if begin + count <= len(uninterrupted):
-                assert found == (uninterrupted[at - 1].state if at else order.initial())
-            assert found.sample_index == at
-            assert found.digest == (uninterrupted[at - 1].state.digest if at else 0)
-
-
 def test_a_run_that_is_over_stays_over_after_a_restore(folder: Path) -> None:
     order = order_of(folder)
     pipeline = order.pipeline(order.initial())

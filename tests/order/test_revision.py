@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.catalog import CATALOG
-from support.corpora import flat, parsed, random_presences, random_tree
+from support.corpora import flat, parsed
 from support.mixing import Walk, config_of, node, worst_distance
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.mixing.credits import carried
@@ -25,63 +24,6 @@ def changed(config: RunConfig, change: Callable[[dict[str, Any]], None]) -> RunC
     document = config.model_dump()
     change(document["mixture"])
     return RunConfig.model_validate(document, context=CATALOG)
-
-
-def randomly_revised(rng: random.Random, config: RunConfig) -> RunConfig:
-    """Other weights, limits and presences; a new source, or a new node with two, below some node."""
-
-    def change(root: dict[str, Any]) -> None:
-        nodes = [root]
-        for own in nodes:
-            nodes += [child for child in own["children"] if "children" in child]
-        for own in nodes:
-            for child in own["children"]:
-                if own["policy"] in ("least_consumed", "weighted") and rng.random() < 0.4:
-                    child["weight"] = round(rng.uniform(0.1, 9), 2)
-                if rng.random() < 0.1:
-                    child["max_tokens"] = rng.choice([None, 160, 800])
-            if own["policy"] in ("least_consumed", "weighted", "round_robin", "sequential") and rng.random() < 0.15:
-                own["policy"] = rng.choice(["balance_remaining", "soft_sequential", "round_robin"])
-                own["unit"] = "tokens"
-                for child in own["children"]:
-                    child["weight"] = 1.0
-        count = len(config.sources)
-        new: dict[str, Any] = {"id": count, "source": f"txt:new-{count}:text"}
-        if rng.random() < 0.4:
-            other = {"id": count + 1, "source": f"txt:new-{count + 1}:text"}
-            new = {"id": len(config.nodes), "policy": "least_consumed", "children": [new, other]}
-        rng.choice(nodes)["children"].append(new)
-
-    return random_presences(rng, changed(config, change), 0.1)
-
-
-@given(st.integers(0, 2**32))
-@settings(max_examples=300, deadline=None)
-def test_a_revised_run_that_is_interrupted_gives_what_the_uninterrupted_one_gives(seed: int) -> None:
-    rng = random.Random(seed)
-    specs = (f"txt:{i}:text" for i in range(1000))
-    config = parsed(flat([], seed=rng.randrange(2**63)) | {"mixture": random_tree(rng, 3, specs)})
-    capacity = [rng.choice([0, 2, 9, 60, 300]) for _ in config.sources]
-    whole, broken = Walk(config, capacity), Walk(config, capacity)
-    for _ in range(rng.randint(1, 3)):
-        expected = whole.leap(rng.randint(0, 120))
-        found: list[int] = []
-        while len(found) < len(expected):
-            found += broken.leap(min(rng.choice([1, 5, 30]), len(expected) - len(found)))
-            if rng.random() < 0.6:
-                broken.restore()
-        assert found == expected
-        assert broken.present() == whole.present()
-        config = randomly_revised(rng, config)
-        capacity = capacity + [rng.choice([3, 50]) for _ in range(len(config.sources) - len(capacity))]
-        whole.revise(config, capacity)
-        broken.revise(config, capacity)
-        if rng.random() < 0.5:
-            broken.restore()
-        counted = [child.samples for node in whole.present() for child in node]
-        assert sum(whole.given) == sum(child.samples for child in whole.present()[0])
-        assert all(count >= 0 for count in counted)
-    assert whole.leap(60) == broken.leap(60)
 
 
 @given(

@@ -329,7 +329,7 @@ def test_two_at_once_are_refused(folder: Path, tmp_path: Path) -> None:
         run(job, tmp_path / "out")
 
 
-def test_nothing_to_prepare_is_told(folder: Path) -> None:
+def test_nothing_to_prepare_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"every source holds ids already.*give --ids"):
         job_of(folder, flat([CODE]))
 
@@ -359,7 +359,7 @@ def test_batches_of_rows_have_nothing_to_tokenise(folder: Path) -> None:
         job_of(folder, document)
 
 
-def test_a_folder_that_cannot_be_written_is_told(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"file/out.*cannot be written \(Not a directory\)"):
         run(job_of(folder, mixture()), tmp_path / "file/out")
@@ -371,7 +371,7 @@ def test_a_source_without_tokens_is_refused(folder: Path, tmp_path: Path) -> Non
         run(job_of(folder, flat(["txt:data/empty.txt:text", DOCS])), tmp_path / "out")
 
 
-def test_parquet_shards_have_page_checksums_and_damage_is_told(folder: Path, tmp_path: Path) -> None:
+def test_parquet_shards_have_page_checksums_and_damage_is_noticed(folder: Path, tmp_path: Path) -> None:
     done = run(job_of(folder, mixture(), form="parquet"), tmp_path / "out")
     path = tmp_path / "out/sources/001-docs/000000.parquet"
     offset = pq.ParquetFile(path).metadata.row_group(0).column(0).data_page_offset

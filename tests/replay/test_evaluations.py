@@ -22,10 +22,10 @@ import tokenloom
 import xxhash
 import yaml
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, mixture, text_rows, write_corpus, write_jsonl, write_txt
+from support.served import over_grpc, runs_of
 from support.trainer import with_connection
 from tokenloom import EvaluationDataset, LocalDataset, RemoteDataset
 from tokenloom_server.api.auth import Access
-from tokenloom_server.api.grpc.server import GrpcServer
 from tokenloom_server.api.service import Runs
 from tokenloom_server.cli import app
 from tokenloom_server.core.hashing import Purpose, draw
@@ -38,7 +38,6 @@ from tokenloom_server.errors import (
     OrderMismatch,
     SourceChanged,
 )
-from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.replay.evaluation import Evaluation, EvaluationCall, Slice
 from tokenloom_server.run.delivery import EndOfData, Waiting
 from typer.testing import CliRunner
@@ -73,16 +72,8 @@ def held_out(share: float = SHARE, **fields: Any) -> dict[str, Any]:
 def serving(folder: Path, document: Mapping[str, Any], ledger: str = "ledger.db") -> Iterator[tuple[str, Runs]]:
     path = folder / "mixture.yaml"
     path.write_text(yaml.safe_dump(document), encoding="utf-8")
-    opened = SqliteLedger(folder / ledger)
-    runs, server = Runs(opened), GrpcServer("127.0.0.1:0")
-    try:
-        runs.add(path, None)
-        server.start(runs)
-        yield f"grpc://{server.address}/{document['run']}", runs
-    finally:
-        runs.stop()
-        server.stop(1.0)
-        opened.close()
+    with runs_of(folder, path, ledger=ledger) as runs, over_grpc(runs) as address:
+        yield f"grpc://{address}/{document['run']}", runs
 
 
 def evaluating(url: str, batch_size: int, *, stream: str = "validation", **options: Any) -> EvaluationDataset:
@@ -419,16 +410,13 @@ def test_the_samples_of_a_server_are_bounded(folder: Path, monkeypatch: pytest.M
 def test_a_token_for_reading_is_enough(folder: Path) -> None:
     with serving(folder, held_out()) as (url, runs):
         whole = evaluated(url)
-        server = GrpcServer("127.0.0.1:0", Access(control="c" * 32, read="r" * 32))
-        server.start(runs)
-        try:
-            assert evaluated(f"grpc://{server.address}/test", 2, token="r" * 32) == whole
+        with over_grpc(runs, Access(control="c" * 32, read="r" * 32)) as address:
+            guarded = f"grpc://{address}/test"
+            assert evaluated(guarded, 2, token="r" * 32) == whole
             with pytest.raises(tokenloom.Unauthenticated):
-                evaluated(f"grpc://{server.address}/test")
+                evaluated(guarded)
             with pytest.raises(tokenloom.Forbidden):
-                trained(f"grpc://{server.address}/test", token="r" * 32)
-        finally:
-            server.stop(1.0)
+                trained(guarded, token="r" * 32)
 
 
 def test_a_run_within_the_process_evaluates_on_the_same(folder: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.corpora import CODE, WIKI, flat, write_corpus
-from support.served import PATIENCE_S, RUN, Place, Rank, Trainer, call_of, never
+from support.served import PATIENCE_S, Place, Rank, Trainer, call_of, never, serving
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.errors import SourceError
 from tokenloom_server.order.pipeline import Pipeline
@@ -57,14 +57,13 @@ def test_a_wait_names_the_rank_that_holds_the_others_back(served: ServedRun) -> 
 
 def test_a_missing_file_stops_the_run_after_all_that_came_before_it(tmp_path: Path) -> None:
     here = write_corpus(tmp_path / "own")
-    place = Place(here, tmp_path, flat([CODE, WIKI], window_micro_steps=40))
-    trainer = Trainer(place.serve(), world_size=1, batch_size=1)
-    (here / "data/code-1.parquet").unlink()
-    with pytest.raises(SourceError, match=r"code-1\.parquet"):
-        trainer.take(1000)
-    assert trainer.taken()
-    assert place.runs.not_ready() is None, "the attempt that goes on after it must reach the server"
-    place.stop()
+    with serving(here, tmp_path, flat([CODE, WIKI], window_micro_steps=40)) as served:
+        trainer = Trainer(served, world_size=1, batch_size=1)
+        (here / "data/code-1.parquet").unlink()
+        with pytest.raises(SourceError, match=r"code-1\.parquet"):
+            trainer.take(1000)
+        assert trainer.taken()
+        assert served.coordinator.not_ready() is None, "the attempt that goes on after it must reach the server"
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -75,23 +74,14 @@ def test_every_good_step_before_a_bad_row_is_delivered_and_committed_then_the_er
     lines = [json.dumps({"text": text}) for text in rows]
     lines[400] = '{"text": "cut off'
     (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    document = {
-        "run": RUN,
-        "tokenizer": "bytes",
-        "sequence_length": 16,
-        "mixture": {"policy": "weighted", "children": [{"source": "jsonl:rows.jsonl:text"}]},
-    }
-    place = Place(tmp_path, tmp_path, document)
-    try:
-        served = place.serve()
+    document = flat(["jsonl:rows.jsonl:text"], "weighted", sequence_length=16)
+    with serving(tmp_path, tmp_path, document) as served:
         trainer = Trainer(served, world_size=world_size, batch_size=1)
         steps = sum(len(text) + 1 for text in rows[:400]) // 16 // world_size
         assert len(trainer.train(steps)) == steps * world_size == served.coordinator.committed_through
         for rank in trainer.ranks:
             with pytest.raises(SourceError, match=r"rows\.jsonl.*line 401"):
                 rank.take(1)
-    finally:
-        place.stop()
 
 
 def test_what_still_produces_when_the_interpreter_ends_is_no_fault(

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import yaml
 from tokenloom.snapshot import Base, History, Point
 from tokenloom_proto.seal import canonical
+from tokenloom_server.api.auth import OPEN_TO_ALL, Access
+from tokenloom_server.api.grpc import GrpcServer
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.api.service import Runs
 from tokenloom_server.errors import LedgerUnavailable, NotLeader
@@ -316,3 +318,28 @@ def serving(folder: Path, ledger_folder: Path, document: dict[str, Any]) -> Iter
         yield place.serve()
     finally:
         place.stop()
+
+
+@contextmanager
+def runs_of(folder: Path, *mixtures: Path, ledger: str = "ledger.db") -> Iterator[Runs]:
+    """A server's runs, with a ledger in a folder."""
+    opened = SqliteLedger(folder / ledger)
+    runs = Runs(opened)
+    try:
+        for path in mixtures:
+            runs.add(path, None)
+        yield runs
+    finally:
+        runs.stop()
+        opened.close()
+
+
+@contextmanager
+def over_grpc(runs: Runs, access: Access = OPEN_TO_ALL) -> Iterator[str]:
+    """The address at which runs are served."""
+    server = GrpcServer("127.0.0.1:0", access)
+    server.start(runs)
+    try:
+        yield server.address
+    finally:
+        server.stop(0.1)

@@ -36,7 +36,7 @@ REPLACED = {
 #: Where an old word is the field's own (a server behind a proxy), or what an older ledger has for its successor.
 STANDARD = re.compile(
     r"behind (?:a|an|the|its|another) (?:reverse |TLS |load )?(?:proxy|balancer|network|firewall|ingress)"
-    r"|COLUMN ramp|\"ramp\":",
+    r"|COLUMN ramp|\"ramp\":|\"extents\"",
     re.I,
 )
 #: Local names that say nothing of their value.

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,7 +48,7 @@ OLDER = {
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Two snapshots of one run: three samples behind a state boundary, and at one."""
+    """Two snapshots of one run: three samples after a state boundary, and at one."""
     order = order_of(write_corpus(tmp_path_factory.mktemp("corpus")))
     pipeline = order.pipeline(order.initial())
     found = []
@@ -82,37 +83,29 @@ def changed(text: str, change: Callable[[dict[str, Any]], Any]) -> str:
 # --- Files -------------------------------------------------------------------------------------------------------
 
 
-def save_plain(folder: Path, text: str) -> Path:
-    (folder / "c.json").write_text(text, encoding="utf-8")
-    return folder / "c.json"
+def save_plain(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
 
 
-def save_nested_json(folder: Path, text: str) -> Path:
-    (folder / "c.json").write_text(json.dumps({"trainer": [{"data": {"tokenloom": text}}]}, indent=1))
-    return folder / "c.json"
+def save_nested_json(path: Path, text: str) -> None:
+    path.write_text(json.dumps({"trainer": [{"data": {"tokenloom": text}}]}, indent=1))
 
 
-def save_torch(folder: Path, text: str) -> Path:
-    torch.save({"model": {"w": torch.zeros(9)}, "loader": {"state": {"tokenloom": text}}}, folder / "c.pt")
-    return folder / "c.pt"
+def save_torch(path: Path, text: str) -> None:
+    torch.save({"model": {"w": torch.zeros(9)}, "loader": {"state": {"tokenloom": text}}}, path)
 
 
-def save_torch_with_objects(folder: Path, text: str) -> Path:
-    torch.save({"args": argparse.Namespace(lr=1), "tokenloom": text}, folder / "c.pt")
-    return folder / "c.pt"
+def save_torch_with_objects(path: Path, text: str) -> None:
+    torch.save({"args": argparse.Namespace(lr=1), "tokenloom": text}, path)
 
 
-def save_old_torch(folder: Path, text: str) -> Path:
-    torch.save({"tokenloom": text, "w": torch.ones(3)}, folder / "c.pt", _use_new_zipfile_serialization=False)
-    return folder / "c.pt"
+def save_old_torch(path: Path, text: str) -> None:
+    torch.save({"tokenloom": text, "w": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch warns of a save without a process group
-def save_distributed(folder: Path, text: str) -> Path:
-    import torch.distributed.checkpoint as dcp
-
-    dcp.save({"model": torch.ones(100), "data": {"tokenloom": text}}, checkpoint_id=folder / "dcp", no_dist=True)
-    return folder / "dcp"
+def save_distributed(path: Path, text: str) -> None:
+    dcp.save({"model": torch.ones(100), "data": {"tokenloom": text}}, checkpoint_id=path, no_dist=True)
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
@@ -121,11 +114,11 @@ def save_distributed(folder: Path, text: str) -> Path:
     [save_plain, save_nested_json, save_torch, save_torch_with_objects, save_old_torch, save_distributed],
 )
 def test_a_snapshot_is_found_in_every_kind_of_file(
-    save: Callable[[Path, str], Path], text: str, tmp_path: Path
+    save: Callable[[Path, str], None], text: str, tmp_path: Path
 ) -> None:
-    found = find(save(tmp_path, text))
-    assert found.document == unseal(text)
-    assert found.damage is None
+    save(tmp_path / "checkpoint", text)
+    state = find(tmp_path / "checkpoint")
+    assert (state.document, state.damage) == (unseal(text), None)
 
 
 @pytest.mark.parametrize("document", [OLDER, {"sample_index": 4096}])
@@ -142,14 +135,14 @@ def test_a_bare_sample_index_counts_only_where_there_is_nothing_else(text: str, 
     assert find(tmp_path / "c.json").where == "data.tokenloom"
 
 
-def test_several_states_are_told_apart_by_their_place(texts: list[str], tmp_path: Path) -> None:
+def test_several_states_are_distinguished_by_their_place(texts: list[str], tmp_path: Path) -> None:
     torch.save({"a": {"tokenloom": texts[0]}, "b": {"tokenloom": texts[1]}, "c": [texts[0]]}, tmp_path / "c.pt")
     with pytest.raises(SnapshotInvalid, match=r"at 'a\.tokenloom' \(sample 63\), 'b\.tokenloom' \(sample 93\); name"):
         find(tmp_path / "c.pt")
     assert find(tmp_path / "c.pt", "b.tokenloom").document == unseal(texts[1])
     with pytest.raises(SnapshotInvalid, match="holds no state of data at 'x'"):
         find(tmp_path / "c.pt", "x")
-    # Where torch refuses the file, they are told apart by where they lie.
+    # Where torch refuses the file, their places distinguish them.
     torch.save({"a": texts[0], "b": texts[1], "args": argparse.Namespace()}, tmp_path / "c.pt")
     with pytest.raises(SnapshotInvalid, match=r"at 'data\.pkl, byte (\d+)' \(sample 63\)") as caught:
         find(tmp_path / "c.pt")
@@ -492,7 +485,7 @@ def test_what_lies_between_two_checkpoints(texts: list[str], tmp_path: Path) -> 
     assert "the same data up to sample 63" in difference(a, a).data
 
 
-def test_other_runs_other_data_and_a_changed_mixture_are_told(text: str, tmp_path: Path) -> None:
+def test_other_runs_other_data_and_a_changed_mixture_are_named(text: str, tmp_path: Path) -> None:
     def change(document: dict[str, Any]) -> None:
         document["run_uid"], document["digest"] = "f" * 32, "1" * 32
         document["resume_state"]["mixture"][0]["children"][0][1] = "3"
@@ -522,7 +515,8 @@ def run(*arguments: object) -> str:
 
 
 def test_show_prints_everything(text: str, tmp_path: Path) -> None:
-    path = save_torch(tmp_path, text)
+    path = tmp_path / "c.pt"
+    save_torch(path, text)
     printed = run("show", path)
     for said in (
         f"run test, stream train, uid {UID}, generation 2",
@@ -542,7 +536,8 @@ def test_show_prints_everything(text: str, tmp_path: Path) -> None:
 
 
 def test_probabilities_and_a_mixture_file(text: str, tmp_path: Path) -> None:
-    bare = save_plain(tmp_path, changed(text, lambda d: d["resume_state"].pop("mixture")))
+    bare = tmp_path / "c.json"
+    save_plain(bare, changed(text, lambda d: d["resume_state"].pop("mixture")))
     assert "its policy is not known" in run("probabilities", bare)
     (tmp_path / "mixture.yaml").write_text(yaml.safe_dump(mixture()))
     printed = run("probabilities", bare, "--mixture", tmp_path / "mixture.yaml")

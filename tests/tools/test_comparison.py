@@ -41,10 +41,10 @@ class Known:
             end=self.indices[-1] if self.indices is not None else len(self.samples),
             indices=self.indices,
             revisions=self.revisions,
-            at=self.at,
+            point_at=self.point_at,
         )
 
-    def at(self, index: int) -> DigestPoint:
+    def point_at(self, index: int) -> DigestPoint:
         assert self.first <= index <= len(self.samples)
         assert self.indices is None or index in self.indices
         self.asked.append(index)

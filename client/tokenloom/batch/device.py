@@ -15,7 +15,7 @@ import os
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -26,6 +26,8 @@ from tokenloom.batch.memory import ArrayPool
 from tokenloom.batch.packed import Message, Parts
 from tokenloom.batch.rows import RowsMessage
 
+#: An array on the host, and its type and shape as a tensor.
+_Column: TypeAlias = tuple[NDArray[Any], torch.dtype, tuple[int, ...]]
 #: Where each array begins among a step's bytes; no type needs more.
 _ALIGNED_BYTES = 16
 #: Memory for this much more than a micro-step needs, so that one with some more documents needs no other.
@@ -130,7 +132,10 @@ class Transfer:
             if memory.copied is not None:
                 stream = torch.cuda.current_stream(self.device)
                 stream.wait_event(memory.copied)
-            columns = {name: _view(memory.device, place) for name, place in sent.places.items()}
+            columns = {
+                name: memory.device[begin:end].view(dtype).view(shape)
+                for name, (begin, end, dtype, shape) in sent.places.items()
+            }
             if isinstance(sent.made_of, Parts):
                 batch = _batch(self._layout, sent.made_of, columns)
             else:
@@ -189,24 +194,16 @@ class _Sent(NamedTuple):
         return self.message is message and self.step == step
 
 
-class _Column(NamedTuple):
-    """An array on the host, and what it is as a tensor."""
-
-    data: NDArray[Any]
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
 def _columns(message: Message | RowsMessage, step: int) -> tuple[dict[str, _Column], Parts | dict[str, Any]]:
     """What of a micro-step crosses to the device, and the rest of it."""
     if isinstance(message, Message):
         parts = message.parts(step)
-        return {name: _Column(own, _SIGNED[own.itemsize], own.shape) for name, own in parts.arrays.items()}, parts
+        return {name: (own, _SIGNED[own.itemsize], own.shape) for name, own in parts.arrays.items()}, parts
     # Rows travel in the types that they have for torch, some of which numpy does not know.
     batch = message.batch(step)
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     return {
-        name: _Column(tensor.reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape))
+        name: (tensor.reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape))
         for name, tensor in tensors.items()
     }, batch
 
@@ -214,15 +211,11 @@ def _columns(message: Message | RowsMessage, step: int) -> tuple[dict[str, _Colu
 def _places(columns: Mapping[str, _Column]) -> tuple[dict[str, _Place], int]:
     """Where each array lies, one after the other; and the bytes of all."""
     places, end = {}, 0
-    for name, column in columns.items():
+    for name, (data, dtype, shape) in columns.items():
         begin = -(-end // _ALIGNED_BYTES) * _ALIGNED_BYTES
-        end = begin + column.data.nbytes
-        places[name] = _Place(begin, end, column.dtype, column.shape)
+        end = begin + data.nbytes
+        places[name] = _Place(begin, end, dtype, shape)
     return places, end
-
-
-def _view(data: torch.Tensor, place: _Place) -> torch.Tensor:
-    return data[place.begin : place.end].view(place.dtype).view(place.shape)
 
 
 def _batch(layout: Layout, parts: Parts, columns: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
+from functools import partial
 from typing import Any, SupportsFloat, TextIO
 
 from typing_extensions import Self
@@ -44,7 +44,7 @@ class TokenProgress:
         self._silent = rank != 0
         self._every_s = every_s
         self._stream: TextIO = sys.stderr
-        self._write = write or self._print
+        self._write: Callable[[str], object] = write or partial(print, file=self._stream, flush=True)
         self._wants_bar = (write is None and self._stream.isatty()) if bar is None else bar
         self._must_have_bar = bar is True
         self._bar: Any = None
@@ -60,7 +60,7 @@ class TokenProgress:
         self.start()
         return self
 
-    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def start(self) -> None:
@@ -145,9 +145,6 @@ class TokenProgress:
         self._bar = tqdm(
             total=self._budget.target_total_tokens, initial=total, unit="tok", unit_scale=True, dynamic_ncols=True
         )
-
-    def _print(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
 
     def _share(self, total: int) -> float:
         return total / self._budget.target_total_tokens

@@ -18,8 +18,10 @@ NO_LENGTH = (
 _FETCHERS = "torch.utils.data._utils.fetch"
 
 
-def check_workers(device: torch.device | None) -> None:
-    """Raises ``RuntimeError`` in one of several workers, and in any that would make batches on a GPU."""
+def check(device: torch.device | None, caller: FrameType) -> None:
+    """Raises ``RuntimeError`` in one of several workers, in any that would make batches on a GPU, and where ``caller``,
+    who calls ``iter()``, is about to stack whole batches to batches of batches: a DataLoader with a batch size and no
+    ``collate_fn`` of its own. It says so to nobody but its fetcher, which makes the iterator, so that is looked at."""
     worker = get_worker_info()
     if worker is not None and worker.num_workers > 1:
         raise RuntimeError(
@@ -32,16 +34,8 @@ def check_workers(device: torch.device | None) -> None:
             f"device={str(device)!r} makes batches in the trainer's process, and this is a DataLoader's "
             "worker: use num_workers=0 (batches are fetched in the background all the same), or leave device out"
         )
-
-
-def check_collation(caller: FrameType | None) -> None:
-    """Raises ``RuntimeError`` where whoever calls ``iter()`` is about to stack whole batches to batches of batches:
-    a DataLoader with a batch size and no ``collate_fn`` of its own.
-
-    It says so to nobody but its fetcher, which makes the iterator, so that is looked at, once for each ``iter()``.
-    """
     # Of no other: to look at a function's variables holds them until it returns.
-    if caller is None or caller.f_globals.get("__name__") != _FETCHERS:
+    if caller.f_globals.get("__name__") != _FETCHERS:
         return
     fetcher = caller.f_locals.get("self")
     if getattr(fetcher, "auto_collation", False) and getattr(fetcher, "collate_fn", None) is default_collate:

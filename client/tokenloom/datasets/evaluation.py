@@ -80,8 +80,7 @@ class EvaluationDataset(ConnectedDataset):
 
     def __iter__(self) -> Iterator[Batch]:
         """The first samples of the stream, each time."""
-        data_loader.check_workers(self._request.device)
-        data_loader.check_collation(sys._getframe(1))
+        data_loader.check(self._request.device, sys._getframe(1))
         self._check_process()
         self._check_not_closed()
         if self._closer is not None:

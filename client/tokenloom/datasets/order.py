@@ -47,8 +47,7 @@ class OrderDataset(ConnectedDataset, ResumableDataset):
 
     def __iter__(self) -> Iterator[Batch]:
         """Joins the run if that was not done, and goes on after the last batch yielded."""
-        data_loader.check_workers(self._request.device)
-        data_loader.check_collation(sys._getframe(1))
+        data_loader.check(self._request.device, sys._getframe(1))
         self._check_process()
         if self._connection is None:
             self._check_not_closed()

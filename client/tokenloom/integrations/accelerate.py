@@ -15,6 +15,7 @@ more, or read them in one process only.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from accelerate import Accelerator
@@ -45,11 +46,7 @@ class TokenloomLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Goes on after the last batch taken, as the dataset does."""
-        return map(self._placed, iter(self._dataset))
-
-    def _placed(self, batch: Batch) -> Batch:
-        placed: Batch = send_to_device(batch, self._accelerator.device, non_blocking=True)
-        return placed
+        return map(partial(send_to_device, device=self._accelerator.device, non_blocking=True), self._dataset)
 
     def state_dict(self) -> dict[str, str]:
         """The dataset's; raises ``RuntimeError`` in the midst of an optimiser step."""

@@ -65,7 +65,7 @@ class TokenloomDataModule(Positioned, LightningDataModule):
         self._evaluation: _Evaluation | None = None
         if validation is not None:
             # Lightning takes any data module that has the method for one with validation data.
-            self.val_dataloader = self._val_dataloader  # type: ignore[method-assign]
+            self.val_dataloader = lambda: self._evaluation  # type: ignore[method-assign]
         self._stage: str | None = None
         self._loader: _Loader | None = None
         self._follower: _Follower | None = None
@@ -127,10 +127,6 @@ class TokenloomDataModule(Positioned, LightningDataModule):
                 'Or say where the data begin: resume="latest", "fresh" or the id of a snapshot'
             )
         return self._active
-
-    def _val_dataloader(self) -> _Evaluation:
-        assert self._evaluation is not None, "setup() comes before val_dataloader()"
-        return self._evaluation
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last batch that was trained on."""

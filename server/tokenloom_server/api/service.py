@@ -100,18 +100,18 @@ class Runs:
             )
         stream = TRAIN
         stored = self._ledger.read_run(mixture.run, stream)
-        order = None
+        factory = None
         if stored is None:
-            order = builder.create(mixture, base_dir, index_dir, self._data_roots)
-            stored = self._ledger.create_run(mixture.run, stream, uuid.uuid4().hex, order.record.to_json())
+            factory = builder.create(mixture, base_dir, index_dir, self._data_roots)
+            stored = self._ledger.create_run(mixture.run, stream, uuid.uuid4().hex, factory.record.to_json())
         change = None
-        if order is None or order.record.to_json() != stored.record:
+        if factory is None or factory.record.to_json() != stored.record:
             # An older run; or another server has created it in between, from other files perhaps.
-            order, change = self._load(mixture, base_dir, index_dir, stored, revise)
-        for warning in builder.warnings(order.record):
+            factory, change = self._load(mixture, base_dir, index_dir, stored, revise)
+        for warning in builder.warnings(factory.record):
             _log.warning("%s: %s", mixture.run, warning)
-        streams = Streams.of(order, mixture, self._ledger)
-        coordinator = RunCoordinator(order, self._ledger, stored.uid, self._timeouts)
+        streams = Streams.of(factory, mixture, self._ledger)
+        coordinator = RunCoordinator(factory, self._ledger, stored.uid, self._timeouts)
         leadership = Leadership(coordinator, self._holder)
         if not self._standby:
             leadership.wait_to_lead()
@@ -137,14 +137,14 @@ class Runs:
         if not different and revise is None:
             return builder.load(mixture, base_dir, index_dir, stored.record, self._data_roots), None
         refuse(mixture, {field: both for field, both in different.items() if not field.startswith("mixture.")})
-        order = builder.load(began_with(mixture, stored.record), base_dir, index_dir, stored.record, self._data_roots)
+        factory = builder.load(began_with(mixture, stored.record), base_dir, index_dir, stored.record, self._data_roots)
         openings = self._ledger.openings(stored.uid, stored.stream)
         origin = Origin.from_json(openings[0].parent_run) if openings else None
-        timeline = Timeline(order, self._ledger.revisions(stored.uid, stored.stream), origin)
+        timeline = Timeline(factory, self._ledger.revisions(stored.uid, stored.stream), origin)
         in_force = timeline.as_revised()
         # A file that was brought up to date after a revision differs from the record, and from nothing in force.
         if not differences_of_files(in_force, mixture):
-            return order, None
+            return factory, None
         if revise is None:
             refuse(mixture, different)
         if self._standby:
@@ -153,7 +153,7 @@ class Runs:
                 "by cannot revise it: start it without --standby, or without --revise and with the old file"
             )
         assert revise is not None
-        return order, MixtureChange(reason=revise, author="tokenloom serve --revise", mixture=as_file(mixture))
+        return factory, MixtureChange(reason=revise, author="tokenloom serve --revise", mixture=as_file(mixture))
 
     def _history_of(self, run: str) -> History | None:
         served = self._runs.get(run)

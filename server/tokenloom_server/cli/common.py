@@ -19,20 +19,20 @@ def console(*, stderr: bool = False) -> Console:
     # Imports of rich stand in functions: a server needs none of it, and somebody waits for its start.
     from rich.console import Console
 
-    # Names come from mixture files: nothing in them is markup or an emoji code.
-    return Console(markup=False, emoji=False, stderr=stderr)
+    # Names come from mixture files: nothing in them is markup or an emoji code, and no number is coloured.
+    return Console(markup=False, emoji=False, highlight=False, stderr=stderr)
 
 
 def say(text: str) -> None:
-    """Prints a line of prose: numbers are not coloured, and paths and specs stay in one piece."""
-    console().print(text, highlight=False, soft_wrap=True)
+    """Prints a line of prose, in which paths and specs stay in one piece."""
+    console().print(text, soft_wrap=True)
 
 
 def fail(error: TokenloomError) -> NoReturn:
     """Ends the command with an error's name and message."""
     err = console(stderr=True)
     err.print(f"{error.name}: ", style="bold red", end="")
-    err.print(str(error), highlight=False, soft_wrap=True)
+    err.print(str(error), soft_wrap=True)
     raise typer.Exit(2)
 
 

@@ -51,7 +51,7 @@ def peek(
     else:
         _print_samples(view)
     if view.end is not None:
-        console(stderr=True).print(f"the data end here: {view.end}", highlight=False)
+        console(stderr=True).print(f"the data end here: {view.end}")
 
 
 def _print_samples(view: PeekView) -> None:
@@ -60,7 +60,7 @@ def _print_samples(view: PeekView) -> None:
     from tokenloom_server.tokenizer.text import on_one_line
 
     out = console()
-    out.print(f"{view.run}: {view.committed:,} samples are committed", highlight=False)
+    out.print(f"{view.run}: {view.committed:,} samples are committed")
     table = Table(expand=True)
     for heading in ("sample", "source", "tokens", "documents"):
         table.add_column(heading, justify="left" if heading == "source" else "right", no_wrap=True)
@@ -81,4 +81,4 @@ def _print_texts(view: PeekView) -> None:
             f"sample {sample.index:,}: {sample.source}, {sample.tokens:,} tokens, {sample.documents:,} documents",
             align="left",
         )
-        out.print(as_lines(sample.text(view.decode)), highlight=False, soft_wrap=True)
+        out.print(as_lines(sample.text(view.decode)), soft_wrap=True)

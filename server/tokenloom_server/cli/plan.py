@@ -42,8 +42,8 @@ def plan(
     form = None if picture is None else _picture_format(picture)
     run_config, _, base_dir = mixture_options.load(mixture)
     with console(stderr=True).status("opening sources and tokeniser") as status:
-        order = builder.create(run_config, base_dir, None, mixture_options.roots())
-        timeline = Timeline(order)
+        factory = builder.create(run_config, base_dir, None, mixture_options.roots())
+        timeline = Timeline(factory)
         planner = Planner(lambda name: status.update(f"measuring {name}"))
         made = planner.plan(timeline, timeline.initial(), until)
     if picture is not None and form is not None:
@@ -57,9 +57,9 @@ def plan(
 
     out = console()
     for part in report(made):
-        out.print(part, highlight=False)
+        out.print(part)
     if picture is not None:
-        out.print(f"the picture is {picture}", highlight=False)
+        out.print(f"the picture is {picture}")
 
 
 def _picture_format(path: Path) -> Literal["svg", "png"]:

@@ -43,15 +43,15 @@ def validate(
     if print_file and not text:
         raise ConfigError("--print writes out what --dataset-mix stands for; a mixture file is one already")
     with console(stderr=True).status("opening sources and tokeniser"):
-        order = builder.create(run_config, base_dir, None, mixture_options.roots())
-        samples = order.pipeline(order.initial())
+        factory = builder.create(run_config, base_dir, None, mixture_options.roots())
+        samples = factory.pipeline(factory.initial())
         samples.advance(run_config.pick_samples)
-        streams = Streams.checked(order, run_config)
-    out.print(_sources(order))
-    _print_reading(out, order)
+        streams = Streams.checked(factory, run_config)
+    out.print(_sources(factory))
+    _print_reading(out, factory)
     for name in streams.names:
-        out.print(f"stream to evaluate on: {name}, of {streams.described(name)}", highlight=False)
-    for warning in builder.warnings(order.record):
+        out.print(f"stream to evaluate on: {name}, of {streams.described(name)}")
+    for warning in builder.warnings(factory.record):
         out.print(f"warning: {warning}", style="yellow")
     if samples.ended is not None:
         out.print(f"warning: the data are too short for one sample: {samples.ended}", style="yellow")
@@ -60,12 +60,12 @@ def validate(
         print(text, end="")
 
 
-def _sources(order: PipelineFactory) -> Table:
+def _sources(factory: PipelineFactory) -> Table:
     """The sources with their sizes and shares."""
     from tokenloom_server.mixing.mixer import target_shares
     from tokenloom_server.reports.tables import table
 
-    config, record = order.config, order.record
+    config, record = factory.config, factory.record
     kind = f"sequence length {config.sequence_length}, {config.packing}"
     if config.batching is not None:
         kind = f"batches of {config.global_batch_size} by {config.batching.bucket_by}"
@@ -85,12 +85,12 @@ def _sources(order: PipelineFactory) -> Table:
     return table(headings, rows, title=f"run {config.run}: {kind}, seed {config.seed}")
 
 
-def _print_reading(out: Console, order: PipelineFactory) -> None:
+def _print_reading(out: Console, factory: PipelineFactory) -> None:
     """How the sources are read: commits of the Hub, buckets of tensors, or the tokeniser."""
-    record = order.record
+    record = factory.record
     for spec, commits in record.manifest.commits.items():
-        out.print(f"{spec} is read at {', '.join(commits)}", highlight=False)
-    if order.config.batching is None:
+        out.print(f"{spec} is read at {', '.join(commits)}")
+    if factory.config.batching is None:
         engine = f"{record.engine.engine} {record.engine.version}" if record.engine else "none: every source holds ids"
         kind = f"ids travel as {record.dtype.name}"
         out.print(f"tokeniser engine: {engine}; vocabulary: {record.vocab_size:,}; {kind}")
@@ -98,4 +98,4 @@ def _print_reading(out: Console, order: PipelineFactory) -> None:
     from tokenloom_server.order.readers import bucket_summary
 
     for i, spec in enumerate(record.specs):
-        out.print(f"{spec}: {bucket_summary(order.readers.bucket_epochs(i))}", highlight=False)
+        out.print(f"{spec}: {bucket_summary(factory.readers.bucket_epochs(i))}")

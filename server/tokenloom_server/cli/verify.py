@@ -44,6 +44,6 @@ def verify(
     else:
         out = console()
         for line in lines:
-            out.print(line, highlight=False, soft_wrap=True)
-        out.print(PROVES, style="dim", highlight=False)
+            out.print(line, soft_wrap=True)
+        out.print(PROVES, style="dim")
     raise typer.Exit(verdict.status)

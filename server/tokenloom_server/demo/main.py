@@ -40,7 +40,7 @@ def run_demo(
 
     ``steps`` scales the training. With ``keep`` the server and its page stay up at the end, until Ctrl-C.
     """
-    console = console or Console()
+    console = console or Console(highlight=False)
     try:
         if steps < FEWEST_STEPS:
             raise DemoFailed(f"--steps {steps}: give at least {FEWEST_STEPS}, so that there is something to interrupt")
@@ -50,7 +50,7 @@ def run_demo(
         console.print("\n[bold]Interrupted; every process was ended.[/]")
         return INTERRUPTED
     except TokenloomError as error:
-        console.print(f"\n[bold red]The demonstration failed:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        console.print(f"\n[bold red]The demonstration failed:[/] {escape(str(error))}", soft_wrap=True)
         return 1
 
 

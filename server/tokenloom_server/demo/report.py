@@ -36,10 +36,10 @@ class Report:
     def step(self, text: str) -> None:
         """Begins the next part."""
         self._step += 1
-        self.console.print(f"\n[bold cyan]{self._step}[/] [bold]{escape(text)}[/]", highlight=False)
+        self.console.print(f"\n[bold cyan]{self._step}[/] [bold]{escape(text)}[/]")
 
     def line(self, text: str) -> None:
-        self.console.print(f"  {escape(text)}", highlight=False, soft_wrap=True)
+        self.console.print(f"  {escape(text)}", soft_wrap=True)
 
     def claim(self, text: str, check: Callable[[], str]) -> None:
         """Checks one claim and prints how it went."""
@@ -47,20 +47,20 @@ class Report:
             evidence = check()
         except Disproved as fault:
             self.disproved += 1
-            self.console.print(f"  [bold red]✗ {escape(text)}: {escape(str(fault))}[/]", highlight=False)
+            self.console.print(f"  [bold red]✗ {escape(text)}: {escape(str(fault))}[/]")
         else:
-            self.console.print(f"  [green]✓[/] {escape(text)} [dim]({escape(evidence)})[/]", highlight=False)
+            self.console.print(f"  [green]✓[/] {escape(text)} [dim]({escape(evidence)})[/]")
 
     def verdict(self, serve: Sequence[str], logs: Path) -> int:
         """How to go on, the last line, and the exit status."""
         if self.disproved:
             fault = f"{self.disproved} of the claims above did not hold; the logs are in {logs}"
-            self.console.print(f"\n[bold red]{escape(fault)}[/]", highlight=False, soft_wrap=True)
+            self.console.print(f"\n[bold red]{escape(fault)}[/]", soft_wrap=True)
             return 1
         self._how_to_go_on(serve)
         seconds = time.monotonic() - self._begun_s
         verdict = "[bold green]Nothing lost, nothing repeated, the same order.[/]"
-        self.console.print(f"\n{verdict} ({seconds:.0f} s)", highlight=False)
+        self.console.print(f"\n{verdict} ({seconds:.0f} s)")
         return 0
 
     def progress(self) -> Progress:

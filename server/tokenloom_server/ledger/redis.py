@@ -68,12 +68,6 @@ KEYS_OF_A_RUN = (
     ":revisions",
 )  # fmt: skip
 
-#: In the order in which ``refused`` of ``lua/run.lua`` gives them.
-_HEAD_FIELDS = (
-    "name", "uid", "epoch", "generation", "opening_mark", "sample_index", "digest", "lease_holder",
-    "lease_acquired_at", "lease_lapses_at", "lease_s", "heard_at",
-)  # fmt: skip
-
 #: Fields of an opening by the names that they had up to version 1 of the wire protocol.
 _RENAMED = {"group_steps": "group_micro_steps", "ramp": "batch_plans"}
 
@@ -307,10 +301,15 @@ def _committed(commit: CommittedState, committed_at: float) -> list[str | float]
 
 
 def _head(
-    command: Command, now: str, values: Sequence[str | None], newest_revision: str | None, item: str | None
+    command: Command,
+    now: str,
+    names: Sequence[str],
+    values: Sequence[str | None],
+    newest_revision: str | None,
+    item: str | None,
 ) -> Head | None:
     """What ``refused`` of ``lua/run.lua`` answers; None where there is no such run."""
-    run = {name: value for name, value in zip(_HEAD_FIELDS, values, strict=True) if value is not None}
+    run = {name: value for name, value in zip(names, values, strict=True) if value is not None}
     if not run:
         return None
     items: dict[str, Any] = {}

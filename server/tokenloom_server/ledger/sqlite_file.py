@@ -16,33 +16,13 @@ from tokenloom_server.ledger.shared_filesystem import refuse_shared
 #: How long a call waits for another process's transaction; those take milliseconds.
 BUSY_TIMEOUT_S = 5.0
 
-#: The layout below. A change to it is a new number, with a migration.
-SCHEMA_VERSION = 5
-
 #: "TKLM": tells a ledger from other SQLite files.
 APPLICATION_ID = 0x544B4C4D
 
-# What a commit rewrites stands apart from the run's record, so that a commit writes few pages.
-_LEASES = """
-CREATE TABLE leases (
-    run INTEGER PRIMARY KEY, holder TEXT NOT NULL, acquired_at REAL NOT NULL, lapses_at REAL NOT NULL,
-    lasts_s REAL NOT NULL, heard_at REAL);
-"""
-_REVISIONS = """
-CREATE TABLE revisions (
-    run INTEGER NOT NULL, number INTEGER NOT NULL, sample_index INTEGER NOT NULL, made_at REAL NOT NULL,
-    author TEXT NOT NULL, reason TEXT NOT NULL, content TEXT NOT NULL, PRIMARY KEY (run, number));
-ALTER TABLE openings ADD COLUMN skipped INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE openings ADD COLUMN parent_run TEXT NOT NULL DEFAULT '';
-"""
-_BATCH_PLANS = """
-ALTER TABLE openings ADD COLUMN ramp TEXT NOT NULL DEFAULT '';
-"""
-_MICRO_STEPS = """
-ALTER TABLE openings RENAME COLUMN group_steps TO group_micro_steps;
-ALTER TABLE openings RENAME COLUMN ramp TO batch_plans;
-"""
-_SCHEMA = (
+#: What makes each version of the layout of the one before; a change to the layout is a further one. A file goes through
+#: those that it does not have yet. What a commit rewrites stands apart from the run's record, so that a commit writes
+#: few pages.
+_VERSIONS = (
     """
 CREATE TABLE runs (
     id INTEGER PRIMARY KEY, name TEXT NOT NULL, stream TEXT NOT NULL, uid TEXT NOT NULL, epoch INTEGER NOT NULL,
@@ -69,14 +49,26 @@ CREATE TABLE journal (
 CREATE TABLE snapshots (
     run INTEGER NOT NULL, id TEXT NOT NULL, sample_index INTEGER NOT NULL, saved_at REAL NOT NULL, text TEXT NOT NULL,
     PRIMARY KEY (run, id));
-"""
-    + _LEASES
-    + _REVISIONS
-    + _BATCH_PLANS
-    + _MICRO_STEPS
+""",
+    """
+CREATE TABLE leases (
+    run INTEGER PRIMARY KEY, holder TEXT NOT NULL, acquired_at REAL NOT NULL, lapses_at REAL NOT NULL,
+    lasts_s REAL NOT NULL, heard_at REAL);
+""",
+    """
+CREATE TABLE revisions (
+    run INTEGER NOT NULL, number INTEGER NOT NULL, sample_index INTEGER NOT NULL, made_at REAL NOT NULL,
+    author TEXT NOT NULL, reason TEXT NOT NULL, content TEXT NOT NULL, PRIMARY KEY (run, number));
+ALTER TABLE openings ADD COLUMN skipped INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE openings ADD COLUMN parent_run TEXT NOT NULL DEFAULT '';
+""",
+    "ALTER TABLE openings ADD COLUMN ramp TEXT NOT NULL DEFAULT ''",
+    """
+ALTER TABLE openings RENAME COLUMN group_steps TO group_micro_steps;
+ALTER TABLE openings RENAME COLUMN ramp TO batch_plans;
+""",
 )
-#: By the version that they lead to.
-_MIGRATIONS = {2: _LEASES, 3: _REVISIONS, 4: _BATCH_PLANS, 5: _MICRO_STEPS}
+SCHEMA_VERSION = len(_VERSIONS)
 
 
 class SqliteFile:
@@ -104,10 +96,8 @@ class SqliteFile:
             self._write_ahead()
             with self.writing() as connection:
                 version = self._refuse_other_files()
-                if not version:
-                    _run(connection, _SCHEMA)
-                for number in range(version + 1, SCHEMA_VERSION + 1) if version else ():
-                    _run(connection, _MIGRATIONS[number])
+                for statements in _VERSIONS[version:]:
+                    _run(connection, statements)
                 connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
                 connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         except BaseException:

@@ -39,33 +39,33 @@ class Planner:
         """The parts of a run that a plan from a state on goes through."""
         first = max(i for i, segment in enumerate(timeline.segments) if segment.begin <= state.sample_index)
         for segment in timeline.segments[first:]:
-            order = segment.factory
+            factory = segment.factory
             yield Part(
-                config=order.config,
+                config=factory.config,
                 curves=[
-                    self._curve(order, source.id) if source.presence != "dropped" else None
-                    for source in order.config.sources
+                    self._curve(factory, source.id) if source.presence != "dropped" else None
+                    for source in factory.config.sources
                 ],
-                size_estimates=order.record.size_estimates,
+                size_estimates=factory.record.size_estimates,
                 tokens=segment.tokens,
                 grown=segment.grown,
             )
 
-    def _curve(self, order: PipelineFactory, source_id: int) -> TokenCurve:
-        spec, files = order.record.specs[source_id], order.record.shard_paths[source_id]
+    def _curve(self, factory: PipelineFactory, source_id: int) -> TokenCurve:
+        spec, files = factory.record.specs[source_id], factory.record.shard_paths[source_id]
         curve = self._measured.get((spec, files))
         if curve is None:
             if self._measuring is not None:
-                self._measuring(order.config.sources[source_id].name)
-            curve = self._measured[spec, files] = _measured(order, source_id)
+                self._measuring(factory.config.sources[source_id].name)
+            curve = self._measured[spec, files] = _measured(factory, source_id)
         # Rows that are left out are read as rows without tokens.
-        excluded = order.record.excluded.count(spec)
+        excluded = factory.record.excluded.count(spec)
         return curve.flat(max(0, curve.epoch_rows - excluded) / curve.epoch_rows) if excluded else curve
 
 
-def _measured(order: PipelineFactory, source_id: int) -> TokenCurve:
-    if order.config.batching is None:
-        return measure_curve(order, source_id)
+def _measured(factory: PipelineFactory, source_id: int) -> TokenCurve:
+    if factory.config.batching is None:
+        return measure_curve(factory, source_id)
     # A row is a sample of its own.
-    rows = measure(order, source_id).rows
+    rows = measure(factory, source_id).rows
     return TokenCurve.of([(rows, float(rows))])

@@ -152,7 +152,7 @@ class Evaluations:
             stream = self._samples.get(call.stream)
             if stream is None:
                 try:
-                    factory = self.streams.order(call.stream)
+                    factory = self.streams.factory(call.stream)
                 except ConfigError as error:
                     raise JoinRefused(f"stream {call.stream!r} cannot be opened: {error}") from None
                 stream = self._samples[call.stream] = StreamSamples(

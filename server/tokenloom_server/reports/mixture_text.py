@@ -22,29 +22,25 @@ _NOT_OPTIONS = ("alias", "source", "policy", "children")
 
 def print_mixture(out: Console, info: MixtureInfo) -> None:
     """The whole document."""
-    out.print(
-        f"{info.run}: in force at sample {info.sample_index:,}, sequence length {info.sequence_length:,}",
-        highlight=False,
-    )
-    out.print(_tree(info.mixture, "mixture", frozenset(info.paused)), highlight=False)
+    out.print(f"{info.run}: in force at sample {info.sample_index:,}, sequence length {info.sequence_length:,}")
+    out.print(_tree(info.mixture, "mixture", frozenset(info.paused)))
     if info.dropped:
-        out.print(f"dropped: {', '.join(info.dropped)}", highlight=False)
+        out.print(f"dropped: {', '.join(info.dropped)}")
     if info.phases:
         out.print(_phases(info))
     if info.revisions:
         out.print(_revisions(info))
-    out.print(f"a new revision can hold from sample {info.first_revisable:,} on", highlight=False)
+    out.print(f"a new revision can hold from sample {info.first_revisable:,} on")
 
 
 def print_revision(out: Console, run: str, revision: RevisionInfo, verb: str) -> None:
     """One revision and what it changes; ``verb``: that it holds, would hold, or was taken back."""
     out.print(
         f"{run}: revision {revision.number} {verb} from sample {revision.sample_index:,} on "
-        f"({revision.total_tokens:,} tokens)",
-        highlight=False,
+        f"({revision.total_tokens:,} tokens)"
     )
     for line in revision.changes:
-        out.print(f"  {line}", highlight=False, soft_wrap=True)
+        out.print(f"  {line}", soft_wrap=True)
 
 
 def as_yaml(info: MixtureInfo) -> str:

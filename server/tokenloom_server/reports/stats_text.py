@@ -26,7 +26,7 @@ def print_stats(out: Console, stats: RunStats) -> None:
     out.print(sources_table(stats))
     for line in _losses(stats), _rows_without_tokens(stats), _skipped(stats):
         if line:
-            out.print(line, highlight=False)
+            out.print(line)
     for rank in stats.ranks:
         heard = "never heard" if rank.last_heard_s is None else f"heard {rank.last_heard_s:.1f} s ago"
         state = "connected" if rank.connected else "away"

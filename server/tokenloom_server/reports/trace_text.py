@@ -17,8 +17,7 @@ def print_trace(out: Console, run: str, trace: TracedSample | TracedMicroStep, t
     named = f"{trace.world_size} ranks × {trace.batch_size}"
     out.print(
         f"{run}: micro-step {trace.micro_step:,} of generation {trace.generation} ({named}): samples {trace.begin:,} "
-        f"to {trace.end - 1:,}, slices rotated by {trace.rotation}",
-        highlight=False,
+        f"to {trace.end - 1:,}, slices rotated by {trace.rotation}"
     )
     if text:
         for rank in trace.ranks:
@@ -41,11 +40,10 @@ def _print_sample(out: Console, begin: str, sample: TracedSample, text: bool) ->
     if sample.micro_step is not None:
         place = f"place {sample.place} of rank {sample.rank}"
         where = f"generation {sample.generation}, micro-step {sample.micro_step:,}: {place}"
-    out.print(f"{begin}sample {sample.sample:,} ({sample.status}) in {where}", highlight=False)
+    out.print(f"{begin}sample {sample.sample:,} ({sample.status}) in {where}")
     out.print(
         f"source {sample.source} ({sample.spec}), its sample {sample.source_sample:,}; hash {sample.hash}, digest "
         f"after it {sample.digest}",
-        highlight=False,
         soft_wrap=True,
     )
     if not text:
@@ -55,7 +53,7 @@ def _print_sample(out: Console, begin: str, sample: TracedSample, text: bool) ->
         position, path, row, epoch, tokens, whole = _row(document)
         out.rule(f"at {position}: {path}, row {row}, epoch {epoch}, tokens {tokens} of {whole}", align="left")
         shown = as_lines(document.text) if document.text is not None else "the run has no tokeniser"
-        out.print(shown, highlight=False, soft_wrap=True)
+        out.print(shown, soft_wrap=True)
 
 
 #: The headings of a document's columns.

@@ -12,21 +12,21 @@ from tokenloom_server.order.timeline import Timeline
 
 def check_cursors(timeline: Timeline, state: State) -> None:
     """Raises ``SnapshotInvalid`` naming the field of ``resume_state``, its value, and what the source has."""
-    order = timeline.at(state.sample_index)
+    factory = timeline.at(state.sample_index)
     # A revision, or the run that this one was forked from, may have had more epochs than there are from now on.
     has_other_epochs = timeline.revisions or timeline.origin is not None
     epochs = None if has_other_epochs else timeline.epochs_until(state.sample_index)
     for i, source in enumerate(state.sources):
         for cursor in [lane.cursor for lane in source.lanes] or [source.cursor]:
-            _check_cursor(order, i, cursor, epochs)
+            _check_cursor(factory, i, cursor, epochs)
 
 
-def _check_cursor(order: PipelineFactory, i: int, cursor: Cursor | None, epochs: Sequence[float] | None) -> None:
-    config = order.config.sources[i]
+def _check_cursor(factory: PipelineFactory, i: int, cursor: Cursor | None, epochs: Sequence[float] | None) -> None:
+    config = factory.config.sources[i]
     first = row_cursor(cursor)
     if cursor is None or first is None:
         return
-    around, rows = order.readers.rows_around(i, first)
+    around, rows = factory.readers.rows_around(i, first)
     if isinstance(first, EpochCursor):
         field, row, has_begun = "epoch_rows", first.rows, False
     else:

@@ -230,7 +230,7 @@ def _is_at(origin: Origin, foreign: ForeignSnapshot) -> bool:
     return (origin.run, origin.uid, origin.sample_index, origin.digest) == there
 
 
-def _named(order: PipelineFactory, state: State) -> tuple[ForeignSource, ...]:
+def _named(factory: PipelineFactory, state: State) -> tuple[ForeignSource, ...]:
     return tuple(
         ForeignSource(
             spec=config.source,
@@ -238,15 +238,17 @@ def _named(order: PipelineFactory, state: State) -> tuple[ForeignSource, ...]:
             state=source,
             shuffle=config.shuffle,
         )
-        for config, shards, source in zip(order.config.sources, order.record.shard_paths, state.sources, strict=True)
+        for config, shards, source in zip(
+            factory.config.sources, factory.record.shard_paths, state.sources, strict=True
+        )
     )
 
 
 def _transplanted(timeline: Timeline, origin: Origin, theirs: Mapping[str, ForeignSource]) -> State:
     """The other run's sources as this run has them. Raises ``SnapshotInvalid`` naming a file that it lacks."""
-    order = timeline.at(origin.sample_index)
+    factory = timeline.at(origin.sample_index)
     sources = []
-    for spec, shards in zip(order.record.specs, order.record.shard_paths, strict=True):
+    for spec, shards in zip(factory.record.specs, factory.record.shard_paths, strict=True):
         known = theirs.get(spec)
         if known is None:
             sources.append(SourceState())
@@ -258,12 +260,12 @@ def _transplanted(timeline: Timeline, origin: Origin, theirs: Mapping[str, Forei
                 "another way to begin it anew"
             )
         source = known.state
-        if known.is_packed and order.config.packing != "best_fit" and (known.shuffle != "none" or source.lanes):
+        if known.is_packed and factory.config.packing != "best_fit" and (known.shuffle != "none" or source.lanes):
             raise SnapshotInvalid(
                 f"source {spec!r} is read in a drawn order and packed by best fit, and no other packing can name "
                 "where it stands: fork with packing: best_fit, or write the spec in another way to begin it anew"
             )
-        if known.is_packed or order.config.packing == "best_fit":
+        if known.is_packed or factory.config.packing == "best_fit":
             # Rows that are packed together, or a row that has begun, have other samples under these rules.
             source = begun_again(source)
         if isinstance(source.cursor, FileCursor) and known.shard is not None:
@@ -275,5 +277,5 @@ def _transplanted(timeline: Timeline, origin: Origin, theirs: Mapping[str, Forei
         total_tokens=origin.total_tokens,
         digest=int(origin.digest, 16),
         sources=tuple(sources),
-        nodes=forked(order.config, sources),
+        nodes=forked(factory.config, sources),
     )

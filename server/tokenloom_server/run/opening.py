@@ -225,8 +225,10 @@ class GenerationOpener:
             _log.info(note)
         if notes:
             return
-        order = coordinator.timeline.at(start.sample_index)
-        for config, source, shards in zip(order.config.sources, start.sources, order.record.shard_paths, strict=True):
+        factory = coordinator.timeline.at(start.sample_index)
+        for config, source, shards in zip(
+            factory.config.sources, start.sources, factory.record.shard_paths, strict=True
+        ):
             _log.info("resume: spec=%s sample_row=%d %s", config.source, source.rows, _described(source.cursor, shards))
 
 

@@ -70,8 +70,8 @@ class Streams:
             first, config, {name: builder.stream_files(first.resources, name, mixture) for name, mixture in own.items()}
         )
         for name in own:
-            order = streams.order(name)
-            order.pipeline(order.initial()).advance(1)
+            factory = streams.factory(name)
+            factory.pipeline(factory.initial()).advance(1)
         return streams
 
     def check(self, name: str) -> None:
@@ -89,8 +89,8 @@ class Streams:
         held = [source for _, source in self._first.config.named_sources() if source.holdout is not None]
         return ", ".join(f"{source.holdout:g} of {source.name}" for source in held)
 
-    def order(self, name: str) -> PipelineFactory:
-        """The order of a stream, or of one of its sources: ``validation``, or ``validation/ALIAS``.
+    def factory(self, name: str) -> PipelineFactory:
+        """What makes the samples of a stream, or of one of its sources: ``validation``, or ``validation/ALIAS``.
 
         Raises ``NotFound``, naming what there is, and what opening its files raises.
         """

@@ -115,9 +115,9 @@ def _response(
 ) -> wire.JoinResponse:
     """``lineage``: the generation that snapshots name."""
     timeline = coordinator.timeline
-    order = timeline.at(start.sample_index)
+    factory = timeline.at(start.sample_index)
     # Those that phases and revisions bring later, too: ids are never given twice.
-    sources = [*order.config.sources, *timeline.segments[-1].config.sources[len(order.config.sources) :]]
+    sources = [*factory.config.sources, *timeline.segments[-1].config.sources[len(factory.config.sources) :]]
     return wire.JoinResponse(
         run_uid=uid,
         start_index=start.sample_index,
@@ -127,8 +127,8 @@ def _response(
         snapshot_template=canonical(coordinator.template(uid, lineage)).encode(),
         base=wire.Base(sample_index=start.sample_index, resume_state=start_state.encode()),
         server_epoch=coordinator.lease.epoch,
-        global_batch_size=order.config.global_batch_size or 0,
-        **_layout(order),
+        global_batch_size=factory.config.global_batch_size or 0,
+        **_layout(factory),
         **further,
     )
 
@@ -137,17 +137,17 @@ def _named(source: SourceConfig) -> wire.Source:
     return wire.Source(id=source.id, spec=source.source, alias=source.name)
 
 
-def _layout(order: PipelineFactory) -> dict[str, Any]:
+def _layout(factory: PipelineFactory) -> dict[str, Any]:
     """What a ``JoinResponse`` says of how samples travel."""
     layout = {
-        "sequence_length": order.config.sequence_length,
-        "vocab_size": order.record.vocab_size,
-        "sample_lengths": order.form.lengths,
-        "pads_left": order.form.lengths and order.form.padding == "left",
-        "loss_masks": order.form.masked,
-        "mask_boundaries": order.config.mask_boundaries,
+        "sequence_length": factory.config.sequence_length,
+        "vocab_size": factory.record.vocab_size,
+        "sample_lengths": factory.form.lengths,
+        "pads_left": factory.form.lengths and factory.form.padding == "left",
+        "loss_masks": factory.form.masked,
+        "mask_boundaries": factory.config.mask_boundaries,
     }
-    if order.config.batching is None:
-        layout["id_type"] = _ID_TYPES[order.record.dtype.itemsize]
-        layout["labels"] = wire.LABELS_SHIFTED if order.config.labels == "shifted" else wire.LABELS_SAME
+    if factory.config.batching is None:
+        layout["id_type"] = _ID_TYPES[factory.record.dtype.itemsize]
+        layout["labels"] = wire.LABELS_SHIFTED if factory.config.labels == "shifted" else wire.LABELS_SAME
     return layout

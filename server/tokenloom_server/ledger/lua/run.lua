@@ -19,14 +19,18 @@ local function now()
   return clock
 end
 
+-- Of a run's fields those that decide: neither its record nor its state, which may be large.
+local HEAD = {'name', 'uid', 'epoch', 'generation', 'opening_mark', 'sample_index', 'digest', 'lease_holder',
+  'lease_acquired_at', 'lease_lapses_at', 'lease_s', 'heard_at'}
+
 -- The answer of a script that wrote nothing: what it saw of the run (Head in rules.py), which says why. item is what
 -- the run's lists hold of the call's own attempt, rank, number or id.
 local function refused(item)
   return {
     0,
     string.format('%.17g', now()),
-    redis.call('HMGET', RUN, 'name', 'uid', 'epoch', 'generation', 'opening_mark', 'sample_index', 'digest',
-      'lease_holder', 'lease_acquired_at', 'lease_lapses_at', 'lease_s', 'heard_at'),
+    HEAD,
+    redis.call('HMGET', RUN, unpack(HEAD)),
     redis.call('LINDEX', REVISIONS, -1),
     item or false,
   }

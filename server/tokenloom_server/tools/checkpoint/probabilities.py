@@ -28,17 +28,12 @@ class Chance:
 def chances(content: Content, node: Node) -> list[Chance]:
     """By child. Of a deterministic policy they are shares."""
     saved = [child.weight or 0 for child in node.children]
-    forced = _shares(saved) if any(saved) else None
-    now, anew = _weights(content, node, counted=True), _weights(content, node, counted=False)
-    with_counters = _shares(now) if now is not None else None
-    without = _shares(anew) if anew is not None else None
+    with_counters = _shares(_weights(content, node, counted=True), len(saved))
+    without_counters = _shares(_weights(content, node, counted=False), len(saved))
+    in_force = _shares(saved, len(saved)) if any(saved) else with_counters
     return [
-        Chance(
-            in_force=forced[i] if forced else with_counters[i] if with_counters else None,
-            with_counters=with_counters[i] if with_counters else None,
-            without_counters=without[i] if without else None,
-        )
-        for i in range(len(node.children))
+        Chance(in_force=now, with_counters=kept, without_counters=lost)
+        for now, kept, lost in zip(in_force, with_counters, without_counters, strict=True)
     ]
 
 
@@ -98,6 +93,9 @@ def points(weight: Any) -> list[tuple[int, float]] | None:
     return points if points and ascending and all(0 <= own < math.inf for _, own in points) else None
 
 
-def _shares(weights: Sequence[float]) -> list[float]:
+def _shares(weights: Sequence[float] | None, count: int) -> Sequence[float | None]:
+    """Of each of ``count`` children; None where the weights are not known."""
+    if weights is None:
+        return [None] * count
     total = sum(weights)
     return [weight / total if total else 0.0 for weight in weights]

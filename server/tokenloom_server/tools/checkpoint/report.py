@@ -30,7 +30,7 @@ def as_json(content: Content) -> dict[str, Any]:
 def show(content: Content, out: Console) -> None:
     """Everything about one checkpoint."""
     for line in _heading(content):
-        out.print(line, highlight=False, soft_wrap=True)
+        out.print(line, soft_wrap=True)
     if content.sources:
         out.print(_sources(content))
     if content.nodes:
@@ -167,10 +167,10 @@ def show_difference(difference: Difference, a: Content, b: Content, out: Console
         f"from sample {_shown(a.sample_index)} to {_shown(b.sample_index)}: {_signed(difference.samples)} samples, "
         f"{_signed(difference.tokens)} tokens",
     ):
-        out.print(line, highlight=False, soft_wrap=True)
+        out.print(line, soft_wrap=True)
     if difference.counted != (a.sample_index, b.sample_index):
         counted = " and ".join(map(_shown, difference.counted))
-        out.print(f"sources are counted at the state boundaries before: samples {counted}", highlight=False)
+        out.print(f"sources are counted at the state boundaries before: samples {counted}")
     rows = (
         (
             source.name,

@@ -42,7 +42,7 @@ def compare(a: DigestSource, b: DigestSource) -> Verdict:
     return Verdict(
         outcome=outcome,
         same_samples=low,
-        same_tokens=a.at(low).tokens if low else 0,
+        same_tokens=a.point_at(low).tokens if low else 0,
         differ_before=high,
         sources=(_source(a, low), _source(b, low)) if high == low + 1 else (None, None),
         ends=ends,
@@ -69,7 +69,7 @@ def _search(a: DigestSource, b: DigestSource) -> tuple[int, int | None]:
     """(the last index at which both are known to be equal, the first at which they are known to differ, or None)."""
 
     def same(index: int) -> bool:
-        return a.at(index).equals(b.at(index))
+        return a.point_at(index).equals(b.point_at(index))
 
     if a.indices is not None or b.indices is not None:
         low = 0
@@ -114,7 +114,7 @@ def _source(run: DigestSource, index: int) -> str | None:
     """The source of the sample at an index."""
     if run.indices is not None:
         return None
-    before, after = run.at(index).samples, run.at(index + 1).samples
+    before, after = run.point_at(index).samples, run.point_at(index + 1).samples
     if before is None or after is None:
         return None
     return next((spec for spec, count in after.items() if count > before.get(spec, 0)), None)

@@ -57,15 +57,15 @@ class DigestSource:
     #: Changes of the mixture, as (sample index, digest); None where they are not known.
     revisions: tuple[tuple[int, str], ...] | None
     #: The digest at an index; where a server is asked, once for each.
-    at: Callable[[int], DigestPoint]
+    point_at: Callable[[int], DigestPoint]
 
 
 def of_server(remote: Remote, run: str, name: str) -> DigestSource:
-    """A run of a server, asked over REST. Raises what ``Remote.receipt`` raises, as its ``at`` does."""
+    """A run of a server, asked over REST. Raises what ``Remote.receipt`` raises, as its ``point_at`` does."""
     last = remote.receipt(run)
 
     @cache
-    def at(index: int) -> DigestPoint:
+    def point_at(index: int) -> DigestPoint:
         receipt = last if index == last.sample_index else remote.receipt(run, index)
         return DigestPoint(
             index=receipt.sample_index,
@@ -85,7 +85,7 @@ def of_server(remote: Remote, run: str, name: str) -> DigestSource:
         end=last.committed_index,
         indices=None,
         revisions=tuple((mark.sample_index, mark.digest) for mark in last.revisions),
-        at=at,
+        point_at=point_at,
     )
 
 
@@ -104,7 +104,7 @@ def of_file(path: Path) -> DigestSource:
         end=max(points),
         indices=tuple(sorted(points)),
         revisions=None,
-        at=points.__getitem__,
+        point_at=points.__getitem__,
     )
 
 

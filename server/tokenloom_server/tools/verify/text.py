@@ -73,7 +73,7 @@ def document(verdict: Verdict, a: DigestSource, b: DigestSource) -> dict[str, An
 
 
 def _described(run: DigestSource, end: int) -> str:
-    point = run.at(end)
+    point = run.point_at(end)
     skipped = f", of which {point.skipped:,} samples were skipped" if point.skipped else ""
     return f"{run.name}: run {run.run}, sample {end:,}, digest {point.digest}{skipped}"
 
