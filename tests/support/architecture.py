@@ -45,7 +45,17 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("integrations",),
     ),
     PROTO: (
-        ("__init__", "batch_schedule", "errors", "protocol", "seal", "credentials", "resume", "dataloader_pb2"),
+        (
+            "__init__",
+            "address",
+            "batch_schedule",
+            "errors",
+            "protocol",
+            "seal",
+            "credentials",
+            "resume",
+            "dataloader_pb2",
+        ),
         ("dataloader_pb2_grpc",),
     ),
 }
