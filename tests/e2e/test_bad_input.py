@@ -18,6 +18,11 @@ from tokenloom_server.sources.catalog import BUILT_IN
 ADDRESSES = ("--grpc", "127.0.0.1:0", "--rest", "127.0.0.1:0")
 
 
+#: A mixture that has a source twice, and where.
+TWICE = {"policy": "weighted", "children": [{"source": "txt:a.txt:text", "alias": alias} for alias in ("one", "two")]}
+NAMES = ("txt:a.txt:text", "mixture.children.1", "mixture.children.0")
+
+
 def assert_refused(done: Finished, name: str, *parts: str) -> None:
     """One message, led by the error's name, without a trace."""
     assert done.status == 2, done.output
@@ -54,6 +59,7 @@ class Files:
 def files(tmp_path: Path) -> Files:
     made = Files(tmp_path)
     made.text("a.txt")
+    made.text("empty.txt", "\n\n")
     made.text("a.jsonl", '{"text": "x"}\n{"text": "y"\n')
     pq.write_table(pa.table({"text": [1.5], "body": ["x"]}), tmp_path / "a.parquet")
     return made
@@ -66,6 +72,8 @@ def test_validate_names_what_is_wrong_with_a_mixture(files: Files, tokenloom: Co
         ("parquet:a.parquet:text", {}, ("SourceError", "a.parquet", "'text' is of type double", "body")),
         ("jsonl:a.jsonl:text", {}, ("SourceError", "a.jsonl", "line 2", "malformed JSON", "one object per line")),
         ("csv:a.csv:text", {}, ("ConfigError", "mixture.children.0", "'csv'", f"one of {BUILT_IN[0].usage}")),
+        ("txt:empty.txt:text", {}, ("SourceError", "txt:empty.txt:text", "no token", "empty")),
+        ("txt:a.txt:text", {"mixture": TWICE}, ("ConfigError", *NAMES, "sum of the weights")),
         ("txt:a.txt:text", {"vocab_size": 100}, ("ConfigError", "vocab_size", "smaller than the tokeniser's 258")),
         ("txt:a.txt:text", {"tokenizer": "nowhere.json"}, ("TokenizerError", "nowhere.json", "not", "bytes")),
     ):

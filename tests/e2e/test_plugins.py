@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
-from support.server_process import ServerProcess
+from support.server_process import ServerProcess, run_module
 from support.timelines import revised
 from support.trainer import World
 from tokenloom_server.catalog import open_catalog
@@ -45,17 +43,6 @@ class Package:
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         (info / "entry_points.txt").write_text(f"[tokenloom.sources]\n{entry}\n")
-
-
-def tokenloom(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """A command in an interpreter of its own, which finds packages by ``PYTHONPATH``."""
-    return subprocess.run(
-        [sys.executable, "-m", "tokenloom_server", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=60,
-    )
 
 
 @pytest.fixture
@@ -139,14 +126,14 @@ def test_commands_load_it_where_option_or_environment_allow_it(
     package: Package, mixture: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(package.folder))
-    refused = tokenloom("validate", mixture)
-    assert refused.returncode == 2
-    output = " ".join(refused.stdout.split())
+    refused = run_module("validate", mixture)
+    assert refused.status == 2
+    output = " ".join(refused.output.split())
     assert "comes from the package acme-csv 1.0, whose code is not run unless you allow it: start with " in output
     assert "--allow-plugins csv" in output
-    assert tokenloom("validate", mixture, *ALLOW).returncode == 0
+    assert run_module("validate", mixture, *ALLOW).status == 0
     monkeypatch.setenv("TOKENLOOM_ALLOW_PLUGINS", "csv")
-    assert tokenloom("plan", mixture, "--json").returncode == 0
+    assert run_module("plan", mixture, "--json").status == 0
 
 
 def test_one_that_is_not_there_is_refused() -> None:

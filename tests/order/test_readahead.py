@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tokenloom_server.errors import SourceError
 from tokenloom_server.order.readahead import LazyPacker, Pools, ReadAhead
-from tokenloom_server.packing.base import Block, SampleOrigins
+from tokenloom_server.packing.base import Block, BlockOrigins
 
 
 class Slow:
@@ -31,7 +31,7 @@ class Slow:
             time.sleep(0.002)
             self.made += 1
             self._inside.release()
-            yield Block([], [number], SampleOrigins(1, number, nothing, nothing.astype(np.uint32), nothing, nothing))
+            yield Block([], [number], BlockOrigins(1, number, nothing, nothing.astype(np.uint32), nothing, nothing))
         if self.fails:
             raise SourceError("row 7 is damaged")
         self.dropped_tokens = 5

@@ -90,6 +90,7 @@ def test_rows_stay_left_out_when_their_source_gets_another_alias(folder: Path) -
     for found in (timeline, Timeline(timeline.first, timeline.revisions)):
         counts = [found.at(index).record.excluded.count(CODE) for index in (0, 5, 10, 15)]
         assert counts == [0, 4, 4, 6]
+        assert [file.path for file in found.at(15).record.excluded.files] == ["out.jsonl", "more.jsonl"]
 
 
 def test_a_longer_context_begins_where_its_phase_does(folder: Path) -> None:
@@ -271,15 +272,6 @@ def test_another_mixture_in_the_last_phase_does_not_move_the_end_of_the_run(fold
         assert json.loads(walked(changed)[-1])["nodes"] and len(walked(changed)) == ends // 8 + 1
     # Before the last phase, too: it brings the end itself.
     assert len(walked(revised(timeline, 3, mixture=root))) == 51
-
-
-def test_rows_stay_left_out_whatever_their_source_is_called_later(folder: Path) -> None:
-    (folder / "later.jsonl").write_text(json.dumps({"spec": "docs", "shard": "data/docs.jsonl", "row": 3}) + "\n")
-    timeline = revised(Timeline(order_of(folder, mixture())), 5, exclude={"file": "out.jsonl"})
-    timeline = revised(timeline, 6, set=[{"child": "code", "alias": "source code"}])
-    timeline = revised(timeline, 7, exclude={"file": "later.jsonl"})
-    assert [timeline.at(7).record.excluded.count(spec) for spec in (CODE, DOCS)] == [4, 1]
-    assert [file.path for file in timeline.at(7).record.excluded.files] == ["out.jsonl", "later.jsonl"]
 
 
 def test_a_state_tells_a_ledger_that_knows_no_revision_all_files_that_came_since(tmp_path: Path) -> None:

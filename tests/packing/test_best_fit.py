@@ -39,7 +39,7 @@ class Case:
     length: int = 4
     lookahead: int = 0
     epochs: float = 1.0
-    piece: int = 3
+    chunk_rows: int = 3
     window: Window = _WINDOW
     left: bool = False
     excluded: frozenset[tuple[int, int]] = frozenset()
@@ -56,13 +56,13 @@ class Case:
             pad_id=PAD,
         )
 
-    def packer(self, state: SourceState | None = None, piece: int = 0) -> BestFitPacker:
+    def packer(self, state: SourceState | None = None, chunk_rows: int = 0) -> BestFitPacker:
         excluded = {
             shard: np.array(sorted(row for its, row in self.excluded if its == shard), np.int64)
             for shard in {shard for shard, _ in self.excluded}
         }
         return BestFitPacker(
-            documents_of(self.shards, piece or self.piece, self.epochs, excluded),
+            documents_of(self.shards, chunk_rows or self.chunk_rows, self.epochs, excluded),
             state or SourceState(),
             source_id=SOURCE_ID,
             form=self.form,
@@ -71,8 +71,8 @@ class Case:
             closed_before=self.closed_before,
         )
 
-    def samples(self, limit: int, state: SourceState | None = None, piece: int = 0) -> list[Sample]:
-        return samples_of(self.packer(state, piece), self.form, limit)
+    def samples(self, limit: int, state: SourceState | None = None, chunk_rows: int = 0) -> list[Sample]:
+        return samples_of(self.packer(state, chunk_rows), self.form, limit)
 
 
 TimelineSegment = tuple[int, int, int]  # row of the window, begin, end
@@ -179,7 +179,7 @@ cases = st.builds(
     length=st.integers(2, 12),
     lookahead=st.integers(0, 1),
     epochs=st.sampled_from([1.0, 2.0, 2.5, 0.4, 3.7, 1.0 / 3.0, math.inf]),
-    piece=st.integers(1, 7),
+    chunk_rows=st.integers(1, 7),
     window=st.builds(Window, st.integers(1, 12), st.integers(12, 60)),
     left=st.booleans(),
     excluded=st.frozensets(st.tuples(st.integers(0, 2), st.integers(0, 7)), max_size=4),
@@ -195,13 +195,13 @@ def test_samples_places_and_counters_are_those_of_the_definition(case: Case) -> 
 
 @given(cases, st.integers(1, 9))
 @settings(max_examples=60, deadline=None)
-def test_a_packer_goes_on_from_every_sample_whatever_the_pieces(case: Case, piece: int) -> None:
+def test_a_packer_goes_on_from_every_sample_whatever_the_chunks(case: Case, chunk_rows: int) -> None:
     samples = case.samples(25)
     for k in range(1, len(samples) + 1):
         state = state_after(samples[:k], case.length)
-        assert case.samples(25 - k, state, piece) == samples[k:]
-        parts = case.packer(state, piece).spans(25 - k)
-        assert [tuple(chain.from_iterable(part.ids.tolist() for part in its)) for its in parts] == [
+        assert case.samples(25 - k, state, chunk_rows) == samples[k:]
+        spans = case.packer(state, chunk_rows).spans(25 - k)
+        assert [tuple(chain.from_iterable(span.ids.tolist() for span in its)) for its in spans] == [
             sample.ids for sample in samples[k:]
         ]
 

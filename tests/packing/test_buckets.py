@@ -40,7 +40,7 @@ class Step(NamedTuple):
     batch: Batch
     #: In the order of the run, whatever ranks they went to.
     samples: list[bytes]
-    behind: State
+    after: State
 
 
 def steps(pipeline: Pipeline, world_size: int = 1, group_micro_steps: int = 3) -> Iterator[Step]:
@@ -91,16 +91,16 @@ def test_the_rest_from_every_step_on_any_ranks_equals_the_uninterrupted_run(
     order = order_of(folder, document(mixture=mixture(policy, nested)))
     whole = list(steps(order.pipeline(order.initial())))
     assert whole
-    end = whole[-1].behind
+    end = whole[-1].after
     samples = [sample for step in whole for sample in step.samples]
     for at, step in enumerate(whole):
-        assert step.behind.sample_index == (at + 1) * SIZE
-        assert reread(order, step.behind) == step.behind
-        rest = list(steps(order.pipeline(step.behind), world_size=(1, 2, 4)[at % 3], group_micro_steps=1 + at % 4))
+        assert step.after.sample_index == (at + 1) * SIZE
+        assert reread(order, step.after) == step.after
+        rest = list(steps(order.pipeline(step.after), world_size=(1, 2, 4)[at % 3], group_micro_steps=1 + at % 4))
         assert [sample for more in rest for sample in more.samples] == samples[(at + 1) * SIZE :]
         assert [more.batch for more in rest] == [more.batch for more in whole[at + 1 :]]
         if rest:
-            assert rest[-1].behind == end
+            assert rest[-1].after == end
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -137,7 +137,7 @@ def test_each_row_comes_at_most_once_an_epoch_with_its_own_values_and_the_remain
     assert all(len(set(captions)) == len(captions) for captions in seen.values())
     lost = [sum(count % SIZE for count in Counter(table.column("aspect").to_pylist()).values()) for table in tables]
     assert all(len(captions) == len(tables[source]) - lost[source] for (source, _), captions in seen.items())
-    end = whole[-1].behind
+    end = whole[-1].after
     assert [source.row_counts.lost_tokens for source in end.sources] == [2 * lost[0], lost[1]]
     assert sorted(seen) == [(0, 0), (0, 1), (1, 0)]
     assert len(end.sources) == 2
@@ -168,7 +168,7 @@ def test_shuffled_rows_are_all_of_an_epoch_in_an_order_of_its_own_within_their_w
             rows_here = [row - begin for row in found[bucket]]
             assert len(set(rows_here)) == len(rows_here) == count // size * size
             assert set(rows_here) <= set(range(count))
-            # Each window as a whole before the next, and what is left behind whole ones last.
+            # Each window as a whole before the next, and what is left after whole ones last.
             windows = [row // width for row in rows_here]
             changes = [window for at, window in enumerate(windows) if not at or windows[at - 1] != window]
             assert len(set(changes)) == len(changes)
@@ -188,8 +188,8 @@ def test_shuffled_runs_resume_at_every_step_with_the_same_rows_as_unshuffled_one
     assert len(whole) == len(list(steps(plain.pipeline(plain.initial()))))
     captions = [caption for step in whole for caption in captions_of(step)]
     for at, step in enumerate(whole):
-        assert reread(order, step.behind) == step.behind
-        rest = list(steps(order.pipeline(step.behind), world_size=2))
+        assert reread(order, step.after) == step.after
+        rest = list(steps(order.pipeline(step.after), world_size=2))
         assert [caption for more in rest for caption in captions_of(more)] == captions[(at + 1) * SIZE :]
     rows = [
         number for step in whole if step.source == 1 and step.batch.bucket == "square" for number in numbers_of(step)
@@ -249,8 +249,8 @@ def test_a_source_without_a_full_batch_drops_out_and_the_rest_goes_on(folder: Pa
     share = sources[: last_of_short + 1].count(1) / (last_of_short + 1)
     assert abs(share - 0.5) <= 5 * (0.25 / (last_of_short + 1)) ** 0.5
     assert set(sources[last_of_short + 1 :]) == {1}
-    assert [source.exhausted for source in whole[-1].behind.sources] == [True, False, True] or all(
-        source.exhausted for source in whole[-1].behind.sources
+    assert [source.exhausted for source in whole[-1].after.sources] == [True, False, True] or all(
+        source.exhausted for source in whole[-1].after.sources
     )
 
 
@@ -283,7 +283,7 @@ def test_limits_and_phases_end_with_a_whole_batch(folder: Path) -> None:
     found = list(steps(pipeline))
     assert [step.source for step in found[:5]] == [0, 1, 0, 1, 1]
     assert [step.source for step in found[5:]] == [1] * 3
-    assert found[-1].behind.sources[1].samples == 24
+    assert found[-1].after.sources[1].samples == 24
 
 
 def test_what_was_read_again_from_the_cache_is_the_same(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -321,7 +321,7 @@ def test_rows_in_an_object_store_come_in_the_same_order(folder: Path, tmp_path: 
     ]
     order = order_of(tmp_path, document(mixture={"policy": "least_consumed", "children": children}))
     whole = list(steps(order.pipeline(order.initial())))
-    assert digest_hex(whole[-1].behind.digest) == GOLDEN_DIGEST
+    assert digest_hex(whole[-1].after.digest) == GOLDEN_DIGEST
 
 
 def test_revisions_bring_and_pause_sources_at_whole_batches_and_leave_the_buckets(tmp_path: Path) -> None:
@@ -343,7 +343,7 @@ def test_revisions_bring_and_pause_sources_at_whole_batches_and_leave_the_bucket
         )
         samples = [sample for step in whole for sample in step.samples]
         for at, step in enumerate(whole):
-            again = revised_course.decode(revised_course.encode(step.behind))
+            again = revised_course.decode(revised_course.encode(step.after))
             rest = list(steps(revised_course.pipeline(again), world_size=2))
             assert [sample for more in rest for sample in more.samples] == samples[(at + 1) * SIZE :]
     with pytest.raises(ConfigError, match="sample 10 lies within a global batch of 4"):
@@ -492,7 +492,7 @@ def test_the_order_is_what_it_was(folder: Path) -> None:
     whole = list(steps(order.pipeline(order.initial())))
     assert [step.source for step in whole] == GOLDEN_SOURCES
     assert [step.batch.bucket[0] for step in whole] == list(GOLDEN_BUCKETS)
-    assert digest_hex(whole[-1].behind.digest) == GOLDEN_DIGEST
+    assert digest_hex(whole[-1].after.digest) == GOLDEN_DIGEST
 
 
 GOLDEN_SOURCES = [0, 1, 0, 0, 1, 0, 0, 1, 0, 0, 1, 0, 0, 1, 0, 0, 1, *[0] * 19]

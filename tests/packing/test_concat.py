@@ -34,7 +34,7 @@ class Case:
     length: int
     lookahead: int
     epochs: float
-    piece: int
+    chunk_rows: int
     pads: bool = False
     left: bool = False
 
@@ -50,9 +50,9 @@ class Case:
             pad_id=PAD,
         )
 
-    def packer(self, state: SourceState | None = None, piece: int = 0) -> ConcatPacker:
+    def packer(self, state: SourceState | None = None, chunk_rows: int = 0) -> ConcatPacker:
         return ConcatPacker(
-            documents_of(self.shards, piece or self.piece, self.epochs),
+            documents_of(self.shards, chunk_rows or self.chunk_rows, self.epochs),
             state or SourceState(),
             source_id=SOURCE_ID,
             form=self.form,
@@ -80,7 +80,7 @@ def expected(case: Case, limit: int) -> tuple[list[Sample], int]:
                 yield epoch, shard, row, [*ids, EOT] if ids else []
 
     def tokens() -> Iterator[tuple[int, bool, Cursor, int]]:
-        """Each token with: does it begin a document, the cursor behind it, the rows counter behind it."""
+        """Each token with: does it begin a document, the cursor after it, the rows counter after it."""
         for number, (epoch, shard, row, ids) in enumerate(documents()):
             for offset, token in enumerate(ids):
                 last = offset == len(ids) - 1
@@ -126,7 +126,7 @@ cases = st.builds(
     length=st.integers(2, 12),
     lookahead=st.integers(0, 1),
     epochs=st.sampled_from([1.0, 2.0, 2.5, 0.4, 2.1, 3.7, 1.0 / 3.0, math.inf]),
-    piece=st.integers(1, 7),
+    chunk_rows=st.integers(1, 7),
     pads=st.booleans(),
     left=st.booleans(),
 )
@@ -151,22 +151,22 @@ def test_samples_cursors_counters_starts_and_hashes_are_those_of_the_definition(
 
 @given(cases.filter(has_tokens), st.integers(1, 9))
 @settings(max_examples=60, deadline=None)
-def test_a_packer_goes_on_from_every_sample_whatever_the_pieces(case: Case, piece: int) -> None:
+def test_a_packer_goes_on_from_every_sample_whatever_the_chunks(case: Case, chunk_rows: int) -> None:
     limit = 25
     samples = taken(case.packer(), limit)
     for k in range(1, len(samples) + 1):
         state = state_after(samples[:k], case.length)
-        assert taken(case.packer(state, piece), limit - k) == samples[k:]
-        parts = case.packer(state, piece).spans(limit - k)
-        assert [tuple(chain.from_iterable(part.ids.tolist() for part in its)) for its in parts] == [
+        assert taken(case.packer(state, chunk_rows), limit - k) == samples[k:]
+        spans = case.packer(state, chunk_rows).spans(limit - k)
+        assert [tuple(chain.from_iterable(span.ids.tolist() for span in its)) for its in spans] == [
             sample.ids for sample in samples[k:]
         ]
 
 
 @given(cases.filter(has_tokens), st.integers(1, 9))
 @settings(max_examples=60, deadline=None)
-def test_nothing_depends_on_where_pieces_end(case: Case, piece: int) -> None:
-    one, other = case.packer(), case.packer(piece=piece)
+def test_nothing_depends_on_where_chunks_end(case: Case, chunk_rows: int) -> None:
+    one, other = case.packer(), case.packer(chunk_rows=chunk_rows)
     assert taken(one, 40) == taken(other, 40)
     assert one.dropped_tokens == other.dropped_tokens or math.isinf(case.epochs) or len(taken(case.packer(), 41)) > 40
 

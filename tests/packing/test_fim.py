@@ -56,8 +56,8 @@ def rearranged(
 ) -> tuple[list[list[int]], list[int]]:
     ids = np.array([token for row in rows for token in row], np.uint16)
     ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
-    places = np.arange(first, first + len(rows))
-    out, out_ends, middles = fim.rearranged(ids, ends, epoch, np.full(len(rows), shard), places)
+    numbers = np.arange(first, first + len(rows))
+    out, out_ends, middles = fim.rearranged(ids, ends, epoch, np.full(len(rows), shard), numbers)
     assert out.dtype == ids.dtype
     assert out_ends.dtype == np.int64
     assert len(out) == (out_ends[-1] if len(rows) else 0)

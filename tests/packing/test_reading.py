@@ -32,10 +32,10 @@ class Numbered:
 
     content = Content.IDS
 
-    def __init__(self, counts: list[int], block: int = 3, piece: int = 2, more: int = 0) -> None:
+    def __init__(self, counts: list[int], block: int = 3, chunk_rows: int = 2, more: int = 0) -> None:
         self._counts = counts
         self._block = block
-        self._piece = piece
+        self._chunk_rows = chunk_rows
         self._more = more
         self.shards = tuple(Shard(f"shard-{i}", 1, "") for i in range(len(counts)))
         self.reads: list[tuple[int, int]] = []
@@ -48,15 +48,15 @@ class Numbered:
 
     def read(self, shard: int, row: int) -> Iterator[Rows]:
         self.reads.append((shard, row))
-        for first in range(row, self._counts[shard], self._piece):
-            rows = range(first, min(first + self._piece, self._counts[shard]))
+        for first in range(row, self._counts[shard], self._chunk_rows):
+            rows = range(first, min(first + self._chunk_rows, self._counts[shard]))
             ids = [[] if r % 5 == 4 else [shard, r % 200, r // 200, *[9] * self._more] for r in rows]
             yield Rows(first, pa.array(ids, pa.list_(pa.int32())))
 
 
 @dataclass(frozen=True)
 class Taken:
-    """A row that came: its place, as a cursor has it, its origin, and its tokens."""
+    """A row that came: its cursor, its origin, and its tokens."""
 
     cursor: FileCursor | WindowCursor
     origin: tuple[int, int]
@@ -82,11 +82,11 @@ def documents_of(
 
 
 def rows_of(documents: Documents, start: Cursor | None) -> Iterator[Taken]:
-    for piece in documents.read(start):
-        begins = [0, *piece.ends.tolist()]
-        for at, (begin, end) in enumerate(pairwise(begins)):
-            cursor = documents.cursor_kind(piece.epoch, piece.part, piece.first_row + at)
-            yield Taken(cursor, piece.origin(at), tuple(piece.ids[begin:end].tolist()))
+    for rows in documents.read(start):
+        begins = [0, *rows.ends.tolist()]
+        for index, (begin, end) in enumerate(pairwise(begins)):
+            cursor = documents.cursor_kind(rows.epoch, rows.part, rows.first_row + index)
+            yield Taken(cursor, rows.origin(index), tuple(rows.ids[begin:end].tolist()))
 
 
 def read(documents: Documents, start: Cursor | None = None) -> list[Taken]:
@@ -105,22 +105,22 @@ COUNTS = st.lists(st.integers(0, 23), min_size=1, max_size=5).filter(lambda coun
     kind=st.sampled_from(KINDS),
     counts=COUNTS,
     block=st.integers(1, 9),
-    piece=st.integers(1, 5),
+    chunk_rows=st.integers(1, 5),
     window_rows=st.integers(2, 12),
     lanes=st.integers(1, 4),
-    segment=st.integers(1, 200),
+    held_bytes=st.integers(1, 200),
 )
 def test_every_epoch_has_every_row_once_with_its_own_tokens(
-    kind: str, counts: list[int], block: int, piece: int, window_rows: int, lanes: int, segment: int
+    kind: str, counts: list[int], block: int, chunk_rows: int, window_rows: int, lanes: int, held_bytes: int
 ) -> None:
     every = [(shard, row) for shard, rows in enumerate(counts) for row in range(rows)]
     lanes = min(lanes, 1 if len(every) < 10 * lanes else lanes)
     window_rows = max(1, min(window_rows, len(every) // lanes))  # as orders have it: a lane has a window at least
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(window, "WINDOW_BYTES", segment)
+        patch.setattr(window, "WINDOW_BYTES", held_bytes)
         found: list[Taken] = []
         for lane in range(lanes):
-            source = Numbered(counts, block, piece)
+            source = Numbered(counts, block, chunk_rows)
             found += read(documents_of(kind, source, lane=(lane, lanes), window_rows=window_rows))
     for epoch in range(2):
         assert sorted(origins(found, epoch)) == every
@@ -132,18 +132,18 @@ def test_every_epoch_has_every_row_once_with_its_own_tokens(
 @pytest.mark.parametrize("lane", [(0, 1), (1, 3)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_reading_goes_on_from_every_cursor(kind: str, lane: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    # A window of several stretches, which end where they did, however rows are cut into pieces.
+    # A window of several portions, which end where they did, however many rows come at once.
     monkeypatch.setattr(window, "WINDOW_BYTES", 40)
     counts = [13, 0, 21, 8]
     whole = read(documents_of(kind, Numbered(counts), 2.5, lane))
     assert {row.cursor.epoch for row in whole} == {0, 1, 2}
     for at, row in enumerate(whole):
         before = whole[at - 1].cursor
-        # As a state has it: behind the row before, or within the row.
+        # As a state has it: after the row before, or within the row.
         cursors = [replace(before, row=before.row + 1)] if at else []
         cursors += [replace(row.cursor, tokens=1)] if row.ids else []
         for cursor in cursors:
-            again = read(documents_of(kind, Numbered(counts, piece=1 + at % 4), 2.5, lane), cursor)
+            again = read(documents_of(kind, Numbered(counts, chunk_rows=1 + at % 4), 2.5, lane), cursor)
             assert again == whole[at:]
 
 
@@ -194,7 +194,7 @@ def test_a_file_that_was_appended_has_its_turn_among_the_others() -> None:
     counts = [5] * 12
     before = [shard for shard, row in origins(read(documents_of("shards", Numbered(counts)))) if row == 0]
     after = [shard for shard, row in origins(read(documents_of("shards", Numbered([*counts, 5, 5])))) if row == 0]
-    # Those of before keep their order, so a cursor that stands in one has the same ones behind it.
+    # Those of before keep their order, so a cursor that stands in one has the same ones after it.
     assert [shard for shard in after if shard < 12] == before
     middle = before[6]
     at = FileCursor(0, middle, 2)
@@ -216,7 +216,7 @@ def test_a_part_of_an_epoch_is_its_first_rows_in_its_order() -> None:
 
 
 def test_a_window_that_ends_within_a_block_does_not_begin_it_again() -> None:
-    source = Numbered([100, 100], block=50, piece=7)
+    source = Numbered([100, 100], block=50, chunk_rows=7)
     found = read(documents_of("rows", source, 1, window_rows=11))
     assert len(found) == 200
     # Each of four blocks once, or two in one go where they follow each other.
@@ -267,14 +267,14 @@ def test_what_is_held_of_a_window_is_bounded_in_bytes(monkeypatch: pytest.Monkey
     bound = 1 << 20
     monkeypatch.setattr(window, "WINDOW_BYTES", bound)
     # 32 MiB of ids in one window, by rows.
-    source = Numbered([4000], block=100, piece=50, more=2045)
-    pieces = documents_of("rows", source, 1, window_rows=4000).read(None)
+    source = Numbered([4000], block=100, chunk_rows=50, more=2045)
+    chunks = documents_of("rows", source, 1, window_rows=4000).read(None)
     begin, most, count = pa.total_allocated_bytes(), 0, 0
     tracemalloc.start()
     try:
-        for piece in pieces:
+        for rows in chunks:
             most = max(most, pa.total_allocated_bytes() - begin)
-            count += len(piece.ends)
+            count += len(rows.ends)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -297,7 +297,7 @@ def test_shuffled_rows_have_nothing_of_the_order_that_they_lie_in() -> None:
     # Neighbours lie as far from each other as two rows that were drawn at random: a third of the source.
     spread = float(np.abs(np.diff(found)).mean()) / count
     assert 0.31 < spread < 0.35
-    # Forty blocks in a window: rarely two of the same one behind each other.
+    # Forty blocks in a window: rarely two of the same one after the other.
     assert float((found[1:] // 25 == found[:-1] // 25).mean()) < 0.05
     files = ranks("shards", counts, 25)
     assert float((np.abs(np.diff(files)) == 1).mean()) > 0.99

@@ -101,8 +101,8 @@ def test_each_step_says_what_its_ranks_tensors_have(
     seen, samples = [], 0
     for batches in steps(order):
         samples += sum(int((batch["source_ids"] != PADDING).sum()) for batch in batches)
-        told = {(batch["global_tokens"], batch["global_label_tokens"]) for batch in batches}
-        assert told == {recount(order, batches)}
+        sent = {(batch["global_tokens"], batch["global_label_tokens"]) for batch in batches}
+        assert sent == {recount(order, batches)}
         seen.append(batches)
     assert len(seen) > 8
     # (The samples of some of these fill their last step.)

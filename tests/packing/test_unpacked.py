@@ -30,7 +30,7 @@ class Case:
     length: int = 4
     lookahead: int = 0
     epochs: float = 1.0
-    piece: int = 3
+    chunk_rows: int = 3
     left: bool = False
     splits: bool = False
 
@@ -45,17 +45,17 @@ class Case:
             pad_id=PAD,
         )
 
-    def packer(self, state: SourceState | None = None, piece: int = 0) -> UnpackedPacker:
+    def packer(self, state: SourceState | None = None, chunk_rows: int = 0) -> UnpackedPacker:
         return UnpackedPacker(
-            documents_of(self.shards, piece or self.piece, self.epochs, vocab_size=300),
+            documents_of(self.shards, chunk_rows or self.chunk_rows, self.epochs, vocab_size=300),
             state or SourceState(),
             source_id=SOURCE_ID,
             form=self.form,
             splits=self.splits,
         )
 
-    def samples(self, limit: int, state: SourceState | None = None, piece: int = 0) -> list[Sample]:
-        return samples_of(self.packer(state, piece), self.form, limit)
+    def samples(self, limit: int, state: SourceState | None = None, chunk_rows: int = 0) -> list[Sample]:
+        return samples_of(self.packer(state, chunk_rows), self.form, limit)
 
 
 def expected(case: Case) -> Iterator[Sample]:
@@ -109,7 +109,7 @@ cases = st.builds(
     length=st.integers(2, 12),
     lookahead=st.integers(0, 1),
     epochs=st.sampled_from([1.0, 2.0, 2.5, 0.4, 3.7, 1.0 / 3.0, math.inf]),
-    piece=st.integers(1, 7),
+    chunk_rows=st.integers(1, 7),
     left=st.booleans(),
     splits=st.booleans(),
 ).filter(has_tokens)
@@ -123,19 +123,19 @@ def test_samples_places_and_counters_are_those_of_the_definition(case: Case) -> 
 
 @given(cases, st.integers(1, 9))
 @settings(max_examples=60, deadline=None)
-def test_a_packer_goes_on_from_every_sample_whatever_the_pieces(case: Case, piece: int) -> None:
+def test_a_packer_goes_on_from_every_sample_whatever_the_chunks(case: Case, chunk_rows: int) -> None:
     samples = case.samples(25)
     for k in range(1, len(samples) + 1):
         state = state_after(samples[:k], case.length)
-        assert case.samples(25 - k, state, piece) == samples[k:]
-        parts = case.packer(state, piece).spans(25 - k)
-        assert [tuple(chain.from_iterable(part.ids.tolist() for part in its)) for its in parts] == [
+        assert case.samples(25 - k, state, chunk_rows) == samples[k:]
+        spans = case.packer(state, chunk_rows).spans(25 - k)
+        assert [tuple(chain.from_iterable(span.ids.tolist() for span in its)) for its in spans] == [
             sample.ids for sample in samples[k:]
         ]
 
 
 def test_short_rows_in_long_samples_come_in_blocks_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case((tuple((i,) for i in range(40)),), length=16, piece=40)
+    case = Case((tuple((i,) for i in range(40)),), length=16, chunk_rows=40)
     whole = case.samples(99)
     monkeypatch.setattr(unpacked, "BLOCK_BYTES", 3 * case.form.sample_bytes)
     assert [len(block.ids) for block in case.packer().blocks()] == [3] * 13 + [1]

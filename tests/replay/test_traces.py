@@ -13,7 +13,7 @@ import pytest
 import xxhash
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, flat, mixture, write_corpus
 from support.digest import digest_after
-from support.served import PATIENCE_S, Trainer, never, serving
+from support.served import PATIENCE_S, Place, Trainer, never, serving
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.core.state import digest_hex
@@ -224,6 +224,32 @@ def test_a_generation_that_was_taken_back_is_still_told(folder: Path, tmp_path: 
             served.traces.sample(0, 3, False)
         with pytest.raises(ConfigError, match=r"rank is 1, but generation 2 has ranks 0 to 0"):
             served.traces.micro_step(0, 1, None, False)
+
+
+def test_micro_steps_are_traced_as_each_rank_got_them_also_after_a_restart(folder: Path, tmp_path: Path) -> None:
+    server = Place(folder, tmp_path, mixture(window_micro_steps=4))
+    first = Trainer(server.serve(), 3, 2)
+    first.train(6)
+    second = Trainer(first.ranks[0].served, 2, 2, state=first.state(24))
+    second.train(4)
+    traces = server.restart().traces
+    for generation, trainer, start, step_samples in ((1, first, 0, 6), (2, second, 24, 4)):
+        for number in range(len(trainer.taken()) // step_samples):
+            found = traces.micro_step(number, None, generation, False)
+            begin = start + number * step_samples
+            assert (found.begin, found.end, found.world_size) == (begin, begin + step_samples, len(trainer.ranks))
+            for rank, traced in zip(trainer.ranks, found.ranks, strict=True):
+                assert traces.micro_step(number, traced.rank, generation, False).ranks == [traced]
+                got = sorted(index for index in rank.taken if found.begin <= index < found.end)
+                assert [sample.sample for sample in traced.samples] == got
+                for place, sample in enumerate(traced.samples):
+                    source, wire = rank.taken[sample.sample]
+                    assert (sample.source_id, documents_ids(sample)) == (source, ids_of(wire))
+                    assert (sample.micro_step, sample.rank, sample.place) == (number, traced.rank, place)
+                    rewound = generation == 1 and sample.sample >= 24
+                    assert sample.status == ("rewound" if rewound else "committed")
+                    assert traces.sample(sample.sample, generation, False) == sample
+    server.stop()
 
 
 def test_of_a_run_that_nobody_joined_nothing_is_told(folder: Path, tmp_path: Path) -> None:

@@ -67,9 +67,9 @@ class Producer:
         plan = generation.batch_plans.at_step(before)
         assert before + wanted <= plan.group_end(before)
         if before == plan.group_begin(before):
-            begin = plan.index_of(before)
-            generation.add_group(cast("StepGroup", FakeGroup(plan, before, point(begin))))
-        group = cast("FakeGroup", generation.groups[-1])
+            group = FakeGroup(plan, before, point(plan.index_of(before)))
+        else:
+            group = cast("FakeGroup", generation.groups[-1])
         ended, dropped = None, 0
         for _ in range(wanted):
             end = group.end + plan.step_samples
@@ -82,7 +82,7 @@ class Producer:
                 ended = "every source is exhausted"
                 break
             group.marks.append(point(end))
-        generation.filled(ended, dropped)
+        generation.filled(cast("StepGroup", group), ended, dropped)
         return generation.produced - before
 
 

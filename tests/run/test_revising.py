@@ -9,10 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from support.corpora import CODE, DOCS, PROSE, flat
 from support.served import Place, Sizes, Trainer, part, sequence
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.errors import BeyondHorizon, ConfigError, NotFound, NotLeader
 from tokenloom_server.ledger.records import StoredRevision
+from tokenloom_server.run.losses import Report
 
 
 @pytest.fixture(autouse=True)
@@ -142,3 +144,23 @@ def test_a_restore_to_before_a_revision_applies_it_again_at_its_index_and_says_s
         again = Trainer(served, 3, 5, state=early)
     assert again.take(6) == part(sequence(served), 4, again.index)
     assert f"revision 1 applies at sample {index} (a test)" in caplog.text
+
+
+def test_losses_of_a_source_that_a_revision_brings_have_its_name(made: Callable[..., Place]) -> None:
+    served = made(window_micro_steps=4, **flat([CODE, PROSE])).serve()
+    trainer, uid = Trainer(served), served.coordinator.uid
+    trainer.train(1)
+
+    def report(index: int, sources: dict[int, tuple[float, int]]) -> None:
+        told = Report(sample_index=index, total_tokens=8 * index, step=index, sources=sources)
+        served.losses.add(uid, 1, trainer.attempt, told)
+
+    report(4, {0: (2.0, 10)})
+    add = {"reason": "more", "add": [{"child": {"source": DOCS, "alias": "late"}}]}
+    index = served.revision_handler.revise(MixtureChange.model_validate(add)).sample_index
+    trainer.train_to(index + 8)
+    report(index + 8, {0: (1.0, 10), 2: (3.0, 5)})
+    assert [(each.alias, each.losses) for each in served.losses.read().sources] == [
+        (CODE, [2.0, 1.0]),
+        ("late", [None, 3.0]),
+    ]

@@ -59,19 +59,6 @@ def test_other_files_are_looked_up_anew(folder: Path) -> None:
     assert len(list((folder / "index").glob("blocks-*.npy"))) == 3
 
 
-def test_a_damaged_cache_is_made_again_with_a_line_in_the_log(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    expected = looked_up(folder)
-    (cache,) = (folder / "index").iterdir()
-    whole = cache.read_bytes()
-    for damaged in (whole[:-9], whole[:200] + b"\xff" + whole[201:], b"", b"nonsense"):
-        cache.write_bytes(damaged)
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            assert looked_up(folder) == expected
-        assert "is not usable and is built again" in caplog.text
-        assert cache.read_bytes() == whole
-
-
 def test_few_files_and_no_folder_keep_nothing(folder: Path) -> None:
     write_jsonl(folder / "a.jsonl", ["x"] * 3)
     few = spec_of("jsonl:a.jsonl:text")

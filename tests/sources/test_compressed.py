@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import logging
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -68,14 +67,6 @@ def test_json_lines_too(tmp_path: Path, packer: str) -> None:
     assert rows_of(source) == TEXTS
     assert rows_of(source, 400) == TEXTS[400:]
     assert list(columns_of(SOURCES.schemes["jsonl"], f"a.jsonl{suffix}", tmp_path)) == ["meta"]
-
-
-def test_rows_are_counted_once_and_then_read_from_the_cache(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"a\nb\nc"))
-    with caplog.at_level(logging.INFO):
-        for _ in range(2):
-            assert opened(tmp_path, "txt:a.txt.gz:text", tmp_path / "index").row_count(0) == 3
-    assert sum("building the line index" in record.getMessage() for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("packer", ["gzip", "zstd"])

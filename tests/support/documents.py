@@ -21,13 +21,13 @@ Row = Sequence[int] | None
 
 
 class MemorySource:
-    """Implements ``Source`` over lists, in pieces of so many rows."""
+    """Implements ``Source`` over lists, so many rows at a time."""
 
     content = Content.IDS
 
-    def __init__(self, shards: Sequence[Sequence[Row]], piece: int) -> None:
+    def __init__(self, shards: Sequence[Sequence[Row]], chunk_rows: int) -> None:
         self._rows = [[None if row is None else list(row) for row in shard] for shard in shards]
-        self._piece = piece
+        self._chunk_rows = chunk_rows
         self.shards = tuple(Shard(f"shard-{i}", 1, "") for i in range(len(shards)))
 
     def row_count(self, shard: int) -> int:
@@ -35,25 +35,25 @@ class MemorySource:
 
     def read(self, shard: int, row: int) -> Iterator[Rows]:
         assert row <= len(self._rows[shard])
-        for first in range(row, len(self._rows[shard]), self._piece):
-            yield Rows(first, pa.array(self._rows[shard][first : first + self._piece], pa.list_(pa.int32())))
+        for first in range(row, len(self._rows[shard]), self._chunk_rows):
+            yield Rows(first, pa.array(self._rows[shard][first : first + self._chunk_rows], pa.list_(pa.int32())))
 
 
 def documents_of(
     shards: Sequence[Sequence[Row]],
-    piece: int,
+    chunk_rows: int,
     epochs: float = 1.0,
     excluded: dict[int, npt.NDArray[np.int64]] | None = None,
     vocab_size: int = 256,
 ) -> Documents:
     """Each row ends with ``EOT``."""
     encoder = DocumentEncoder(None, vocab_size=vocab_size, eot_id=EOT)
-    return Documents("memory", MemorySource(shards, piece), encoder, epochs, excluded)
+    return Documents("memory", MemorySource(shards, chunk_rows), encoder, epochs, excluded)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """``ids`` without padding, ``raw`` as they travel; where the source stands behind it."""
+    """``ids`` without padding, ``raw`` as they travel; where the source stands after it."""
 
     ids: tuple[int, ...]
     raw: bytes
@@ -69,7 +69,7 @@ def samples_of(packer: Packer, form: SampleFormat, limit: int) -> list[Sample]:
     found: list[Sample] = []
     for block in packer.blocks():
         origins = block.origins
-        assert len(block.ids) == len(block.hashes) == len(origins.cursors) == len(origins.bounds) - 1 > 0
+        assert len(block.ids) == len(block.hashes) == len(origins) > 0
         for number, (raw, hashed) in enumerate(zip(block.ids, block.hashes, strict=True), start=origins.first_sample):
             assert raw.readonly
             assert len(raw) == form.sample_bytes
@@ -89,7 +89,7 @@ def samples_of(packer: Packer, form: SampleFormat, limit: int) -> list[Sample]:
 
 
 def state_after(samples: Sequence[Sample], length: int) -> SourceState:
-    """The state behind the last of a source's samples."""
+    """The state after the last of a source's samples."""
     last = samples[-1]
     return SourceState(
         cursor=last.cursor,

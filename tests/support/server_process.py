@@ -200,7 +200,7 @@ class CommandLine:
 
 
 def run_module(*arguments: object) -> Finished:
-    """``python -m tokenloom_server`` as a user types it, in an interpreter of its own."""
+    """``python -m tokenloom_server`` as a user types it, in an interpreter of its own with this one's environment."""
     done = subprocess.run(
         [sys.executable, "-m", "tokenloom_server", *map(str, arguments)],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMMAND_DEADLINE_S,

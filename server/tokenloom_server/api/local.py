@@ -7,7 +7,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from tokenloom_server.api.grpc.in_process_channel import ChannelWithin
+from tokenloom_server.api.grpc.in_process_channel import InProcessChannel
 from tokenloom_server.api.server import INDEX_FOLDER
 from tokenloom_server.api.service import Runs
 from tokenloom_server.catalog import allowed_plugins, open_catalog
@@ -33,7 +33,7 @@ class LocalServer:
         """The run's name."""
         return self._config.run
 
-    def start(self) -> ChannelWithin:
+    def start(self) -> InProcessChannel:
         """Opens the sources and begins to produce. Raises what sources and tokeniser raise; nothing is left open
         then."""
         with ExitStack() as opened:
@@ -50,7 +50,7 @@ class LocalServer:
             base = self._mixture.resolve().parent
             runs.add_mixture(self._config, base, base / INDEX_FOLDER, where=str(self._mixture))
             self._open = opened.pop_all()
-            return ChannelWithin(runs)
+            return InProcessChannel(runs)
 
     def close(self) -> None:
         """Ends the run's threads, in a bounded time. Further calls do nothing."""

@@ -75,7 +75,7 @@ class Feed:
         self._taken += count
         last = self._taken - 1
         origins = [self._origins[0]]
-        while last - self._origins[0].first_sample >= len(self._origins[0].cursors):
+        while last - self._origins[0].first_sample >= len(self._origins[0]):
             self._origins.popleft()
             origins.append(self._origins[0])
         self.position = origins[-1].after(last)

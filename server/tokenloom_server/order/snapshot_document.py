@@ -288,8 +288,9 @@ def read_resume_state(text: str, shape_at: ShapeAt) -> ResumeStateDocument:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise SnapshotInvalid(f"resume_state: {error}") from None
+    newer = upgraded(document, shape_at)
     try:
-        return ResumeStateDocument.model_validate_json(canonical(upgraded(document, shape_at)))
+        return ResumeStateDocument.model_validate_json(text if newer is document else canonical(newer))
     except ValidationError as error:
         raise SnapshotInvalid(explain(error)) from None
 

@@ -58,9 +58,34 @@ class Batch(NamedTuple):
 MakeCursor = Callable[[int, int, int, int], Cursor]
 
 
+class SampleOrigins(Protocol):
+    """Where do a block's samples lie in their source? What is kept of a block once its ids are sent. Samples are named
+    by their numbers within the source, of which the block's are consecutive."""
+
+    @property
+    def first_sample(self) -> int:
+        """The block's first."""
+
+    @property
+    def batch(self) -> Batch | None:
+        """Of a block that is a batch of rows."""
+
+    def __len__(self) -> int:
+        """How many samples it has."""
+
+    def after(self, sample: int) -> SourcePosition:
+        """Where the source stands after a sample."""
+
+    def starts_of(self, sample: int) -> npt.NDArray[np.uint32]:
+        """Where documents begin in a sample, from the sample's first id."""
+
+    def boundaries(self, first: int, end: int) -> Boundaries:
+        """``starts_of`` the samples from ``first`` to before ``end``, of all at once."""
+
+
 @dataclass(frozen=True, slots=True)
-class SampleOrigins:
-    """Where a block's samples lie in their source: what is kept of a block once its ids are sent.
+class BlockOrigins:
+    """Implements ``SampleOrigins``.
 
     ``length``: tokens that a sample advances by, or counts. ``cursors`` [n, 5] int64: what ``make_cursor`` takes, and
     the source's rows counter, *after* each sample. ``starts`` uint32: the positions, in tokens from the block's
@@ -82,15 +107,16 @@ class SampleOrigins:
     #: Of a block that is a batch of rows.
     batch: Batch | None = field(default=None, kw_only=True)
 
+    def __len__(self) -> int:
+        return len(self.cursors)
+
     def after(self, sample: int) -> SourcePosition:
-        """Where the source stands after a sample (its number within the source)."""
         index = sample - self.first_sample
         *cursor, rows = self.cursors[index].tolist()
         row_counts = RowCounts(*self.row_counts[min(index, len(self.row_counts) - 1)].tolist())
         return SourcePosition(self.make_cursor(*cursor), rows, row_counts)
 
     def starts_of(self, sample: int) -> npt.NDArray[np.uint32]:
-        """Where documents begin in a sample (its number within the source), from the sample's first id."""
         index = sample - self.first_sample
         begin, end = int(self.bounds[index]), int(self.bounds[index + 1])
         if self.overlaps and end < len(self.starts) and self.starts[end] == (index + 1) * self.length:
@@ -98,7 +124,6 @@ class SampleOrigins:
         return self.starts[begin:end] - np.uint32(index * self.length)
 
     def boundaries(self, first: int, end: int) -> Boundaries:
-        """``starts_of`` the samples from ``first`` to before ``end`` (numbers within the source), of all at once."""
         index, end_index = first - self.first_sample, end - self.first_sample
         bounds = self.bounds[index : end_index + 1]
         sample = np.repeat(np.arange(end - first), np.diff(bounds))
@@ -167,8 +192,8 @@ class FormattedPacker:
         overlaps: bool = False,
         make_cursor: MakeCursor | None = None,
     ) -> Block:
-        """As ``SampleOrigins`` has them. ``first_sample``: its number since the run began."""
-        origins = SampleOrigins(
+        """As ``BlockOrigins`` has them. ``first_sample``: its number since the run began."""
+        origins = BlockOrigins(
             length=self.form.length,
             first_sample=first_sample,
             cursors=cursors,

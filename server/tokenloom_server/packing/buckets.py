@@ -21,7 +21,7 @@ from tokenloom_server.core.epochs import whole_and_part
 from tokenloom_server.core.hashing import Purpose, draw, stream
 from tokenloom_server.core.state import EpochCursor, SourceState
 from tokenloom_server.errors import SourceError
-from tokenloom_server.packing.base import Batch, Block, Feature, SampleOrigins
+from tokenloom_server.packing.base import Batch, Block, BlockOrigins, Feature
 from tokenloom_server.packing.permutation import Permutation
 from tokenloom_server.packing.samples import Int64s, hashed
 from tokenloom_server.sources.tensors.buckets import BucketIndex
@@ -168,7 +168,7 @@ class BucketPacker:
                     lost = row_counts.lost_tokens + epochs.lost_in(epoch)
                     row_counts = row_counts._replace(lost_tokens=lost)
                     counts = np.append(np.repeat(counts, size - 1, axis=0), [row_counts], axis=0)
-                origins = SampleOrigins(
+                origins = BlockOrigins(
                     length=1,
                     first_sample=samples,
                     cursors=cursors,

@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from tokenloom_server.core.hashing import Purpose, draw, stream
+from tokenloom_server.packing.chunks import take_chunks
 
 _Ids = npt.NDArray[np.unsignedinteger[Any]]
 _Int64s = npt.NDArray[np.int64]
@@ -85,22 +85,17 @@ class FillInMiddle:
     def _joined(self, ids: _Ids, cuts: _Int64s, spm: npt.NDArray[np.bool_]) -> _Ids:
         """``cuts`` [n, 4]: where prefix, middle, suffix of each row begin, and where the last ends."""
         # Chunk 4i is what lies before the i-th prefix, and then come that, its middle and its suffix; after the last
-        # of these the rest, and the three marks. Arrow copies chunks, in whichever order, as it does strings of bytes.
-        count, width = len(cuts), ids.itemsize
-        edges = np.concatenate(([0], cuts.ravel(), len(ids) + np.arange(4))) * width
-        data = np.concatenate((ids, np.array([self.prefix_id, self.middle_id, self.suffix_id], ids.dtype)))
-        chunks = pa.Array.from_buffers(
-            pa.large_binary(), len(edges) - 1, [None, pa.py_buffer(edges), pa.py_buffer(data)], null_count=0
-        )
+        # of these the rest, and the three marks.
+        count = len(cuts)
+        edges = np.concatenate(([0], cuts.ravel(), len(ids) + np.arange(4)))
+        values = np.concatenate((ids, np.array([self.prefix_id, self.middle_id, self.suffix_id], ids.dtype)))
         before = 4 * np.arange(count)
         prefix, middle, suffix = before + 1, before + 2, before + 3
         marks = np.broadcast_to(np.array([[4 * count + 1], [4 * count + 2], [4 * count + 3]]), (3, count))
         psm_order = (before, marks[0], prefix, marks[2], suffix, marks[1], middle)
         spm_order = (before, marks[0], marks[2], suffix, marks[1], prefix, middle)
         order = np.where(spm[:, None], np.stack(spm_order, axis=1), np.stack(psm_order, axis=1)).ravel()
-        order = np.append(order, 4 * count)
-        taken = chunks.take(pa.Array.from_buffers(pa.int64(), len(order), [None, pa.py_buffer(order)]))
-        return np.frombuffer(taken.buffers()[2], ids.dtype, len(ids) + 3 * count)
+        return take_chunks(values, edges, np.append(order, 4 * count), len(ids) + 3 * count)
 
 
 def _below(drawn: npt.NDArray[np.uint64], rate: float) -> npt.NDArray[np.bool_]:

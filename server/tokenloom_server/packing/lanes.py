@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenloom_server.core.state import Lane, RowCounts, SourceState
-from tokenloom_server.packing.base import Block, DocumentPacker, Packer, SampleOrigins, SourcePosition
+from tokenloom_server.packing.base import Batch, Block, DocumentPacker, Packer, SampleOrigins, SourcePosition
 from tokenloom_server.packing.real_tokens import Boundaries
 from tokenloom_server.packing.samples import Int64s
 from tokenloom_server.packing.tokenized_rows import DocumentSpan
@@ -30,16 +30,21 @@ def lane_state(state: SourceState, lane: int) -> SourceState:
     return SourceState(cursor=cursor, samples=samples, rows=rows, row_counts=row_counts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaneOrigins(SampleOrigins):
-    """Those of samples that several lanes gave: sample i is sample ``numbers[i]`` of lane ``lanes[i]``, among the
-    ``origins[lane]`` of that lane's block, which has its starts and its row counts; ``cursors`` are the lanes' own.
-    ``before``: where the lanes stand before the first."""
+@dataclass(frozen=True, slots=True)
+class LaneOrigins:
+    """Implements ``SampleOrigins`` of samples that several lanes gave: sample i is sample ``numbers[i]`` of lane
+    ``lanes[i]``, among the ``origins[lane]`` of that lane's block. ``before``: where the lanes stand before the first.
+    """
 
+    first_sample: int
     lanes: Int64s
     numbers: Int64s
     origins: Sequence[SampleOrigins | None]
     before: Sequence[Lane]
+    batch: Batch | None = None
+
+    def __len__(self) -> int:
+        return len(self.lanes)
 
     def after(self, sample: int) -> SourcePosition:
         index = sample - self.first_sample
@@ -168,7 +173,6 @@ def _merged(
     turns: Int64s, begins: Sequence[int], blocks: Sequence[Block | None], before: Sequence[Lane], first_sample: int
 ) -> Block:
     """The block of samples that some lanes gave. ``begins``: the lanes' numbers of the first ones."""
-    cursors = np.empty((len(turns), 5), np.int64)
     numbers = np.empty(len(turns), np.int64)
     ids: list[memoryview] = [memoryview(b"")] * len(turns)
     hashes = [0] * len(turns)
@@ -176,24 +180,7 @@ def _merged(
         if block is not None:
             own = np.flatnonzero(turns == lane)
             numbers[own] = begins[lane] + np.arange(len(own))
-            skipped = begins[lane] - block.origins.first_sample
-            cursors[own] = block.origins.cursors[skipped : skipped + len(own)]
             for index, sample, hashed in zip(own.tolist(), block.ids, block.hashes, strict=True):
                 ids[index], hashes[index] = sample, hashed
-    nothing = np.zeros(0, np.int64)
-    return Block(
-        ids,
-        hashes,
-        LaneOrigins(
-            length=next(block.origins.length for block in blocks if block is not None),
-            first_sample=first_sample,
-            cursors=cursors,
-            starts=nothing.astype(np.uint32),
-            bounds=nothing,
-            row_counts=nothing,
-            lanes=turns,
-            numbers=numbers,
-            origins=[block.origins if block is not None else None for block in blocks],
-            before=before,
-        ),
-    )
+    origins = [block.origins if block is not None else None for block in blocks]
+    return Block(ids, hashes, LaneOrigins(first_sample, turns, numbers, origins, before))

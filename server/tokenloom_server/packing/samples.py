@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import xxhash
+
+from tokenloom_server.packing.chunks import take_chunks
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
 Int64s = npt.NDArray[np.int64]
@@ -97,7 +98,6 @@ class SampleFormat:
         """
         lengths = (ends - begins)[order]
         filled: Int64s = np.add.reduceat(lengths, np.cumsum(counts) - counts)
-        # Joining chunks of bytes copies each at once, where a gather would go id by id.
         padding = np.full(int((self.width - filled).sum()), self.pad_id, self.dtype)
         trailers = bits = None
         if mask is not None and self.masked:
@@ -126,13 +126,12 @@ class SampleFormat:
         edges = np.empty(known + 1, np.int64)
         edges[0:-1:2], edges[1::2] = begins, ends
         edges[-1] = len(values)
-        offsets = [edges * size, (len(values) + np.cumsum(self.width - filled)) * size]
+        all_edges = [edges, len(values) + np.cumsum(self.width - filled)]
         added = 1
         if trailers is not None:
             parts.append(trailers.reshape(-1).view(values.dtype))
-            offsets.append(offsets[-1][-1] + np.arange(1, samples + 1) * trailers.shape[1])
+            all_edges.append(all_edges[-1][-1] + np.arange(1, samples + 1) * (trailers.shape[1] // size))
             added = 2
-        every = np.concatenate(offsets)
         # Where the chunks of each sample stand among what is taken: with its padding, and its trailer at the end.
         number = np.arange(samples)
         first = np.cumsum(counts) - counts + added * number
@@ -141,14 +140,8 @@ class SampleFormat:
         taken[first + (0 if self.padding == "left" else counts)] = known + number
         if trailers is not None:
             taken[first + counts + 1] = known + samples + number
-        joined = pa.Array.from_buffers(
-            pa.large_binary(),
-            len(every) - 1,
-            [None, pa.py_buffer(every), pa.py_buffer(np.concatenate(parts))],
-            null_count=0,
-        ).take(pa.array(taken))
         total = samples * self.width + (trailers.size // size if trailers is not None else 0)
-        return np.frombuffer(joined.buffers()[2], values.dtype, total)
+        return take_chunks(np.concatenate(parts), np.concatenate(all_edges), taken, total)
 
 
 def wire(ids: Ids) -> memoryview:

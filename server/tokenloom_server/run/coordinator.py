@@ -293,9 +293,7 @@ class RunCoordinator(StreamCommands):
             active, generation = task.active, task.active.generation
             if active is not self._active:
                 return
-            if not task.published:
-                generation.add_group(group)
-            generation.filled(ended, dropped_samples)
+            generation.filled(group, ended, dropped_samples)
             try:
                 active.check_order(ended is not None)
             except OrderMismatch as error:

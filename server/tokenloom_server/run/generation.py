@@ -144,12 +144,10 @@ class Generation:
             return 0
         return min(room, rest, self._burst)
 
-    def add_group(self, group: StepGroup) -> None:
-        self.groups.append(group)
-
-    def filled(self, ended: str | None, dropped_samples: int) -> None:
-        """The newest group got micro-steps (or the data ended)."""
-        group = self.groups[-1]
+    def filled(self, group: StepGroup, ended: str | None, dropped_samples: int) -> None:
+        """The newest group, or the next one, got micro-steps (or the data ended)."""
+        if not self.groups or self.groups[-1] is not group:
+            self.groups.append(group)
         self.produced = group.first_step + len(group.marks)
         self._release()
         # The first micro-steps of a generation go out one by one: somebody is waiting.

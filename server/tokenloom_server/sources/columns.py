@@ -70,7 +70,7 @@ def _fields(kind: Any) -> dict[str, Any] | None:
     return None
 
 
-class Column(NamedTuple):
+class ColumnPath(NamedTuple):
     """A column of a file: the names of a field, of one within it, and so on; and its type."""
 
     names: tuple[str, ...]
@@ -85,7 +85,7 @@ class Column(NamedTuple):
         return pc.struct_field(array, list(self.names[1:]))
 
 
-def column_of(schema: Any, name: str, where: str) -> Column:
+def column_of(schema: Any, name: str, where: str) -> ColumnPath:
     """A column by its name, or by its path: ``meta.text`` is the field ``text`` of the structure ``meta``, unless there
     is a column of just that name.
 
@@ -103,7 +103,7 @@ def column_of(schema: Any, name: str, where: str) -> Column:
     kind = schema.field(path[0]).type
     for field in path[1:]:
         kind = kind.field(field).type
-    return Column(path, kind)
+    return ColumnPath(path, kind)
 
 
 def check_schema(schema: Any, name: str, where: str) -> Content:

@@ -17,7 +17,7 @@ from tokenloom_server.config.row_rules import Comparison, RowRules, Template
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import arrays, columns
 from tokenloom_server.sources.base import BadRow, Rows
-from tokenloom_server.sources.columns import Column
+from tokenloom_server.sources.columns import ColumnPath
 
 #: Rows that are filtered and formatted together: their results are in memory beside them.
 STEP_ROWS = columns.DECODE_ROWS
@@ -48,7 +48,7 @@ class Selection:
         """Raises ``SourceError``, beginning with ``where``, for a column that is not there, too."""
         return cls(rules, column, {name: columns.column_of(schema, name, where) for name in rules.reads(column)}, where)
 
-    def __init__(self, rules: RowRules, column: str, by_name: Mapping[str, Column], where: str) -> None:
+    def __init__(self, rules: RowRules, column: str, by_name: Mapping[str, ColumnPath], where: str) -> None:
         """``by_name``: where each column that is read lies, by its name in the rules; ``column`` is the source's own.
 
         Raises ``SourceError``, beginning with ``where``, for a column that cannot be compared so, or is no text.

@@ -19,47 +19,33 @@ _Serializer = Callable[[Any], bytes]
 _Deserializer = Callable[[bytes], Any]
 
 
-class ChannelWithin(grpc.Channel):
+class InProcessChannel(grpc.Channel):
     """To the runs of this process; whoever has it may do everything. Closing it ends nothing."""
 
     def __init__(self, runs: Runs) -> None:
         self._handlers = DataLoader(runs, Access()).handlers()
 
-    def unary_unary(
-        self,
-        method: str,
-        request_serializer: _Serializer | None = None,
-        response_deserializer: _Deserializer | None = None,
-        _registered_method: bool = False,
+    def unary_unary(  # type: ignore[override]  # generated stubs give both
+        self, method: str, request_serializer: _Serializer, response_deserializer: _Deserializer, **_: Any
     ) -> Any:
         """A method of one request and one response. Deadlines are not kept: nobody here waits for another rank."""
         handler = self._handler(method)
 
-        def call(request: Any, timeout: float | None = None, metadata: Any = None, **_: object) -> Any:
-            data = request_serializer(request) if request_serializer else request
-            response = handler.response_serializer(handler.unary_unary(handler.request_deserializer(data), _Context()))
-            return response_deserializer(response) if response_deserializer else response
+        def call(request: Any, **_: object) -> Any:
+            parsed = handler.request_deserializer(request_serializer(request))
+            return response_deserializer(handler.response_serializer(handler.unary_unary(parsed, _Context())))
 
         return call
 
-    def stream_stream(
-        self,
-        method: str,
-        request_serializer: _Serializer | None = None,
-        response_deserializer: _Deserializer | None = None,
-        _registered_method: bool = False,
+    def stream_stream(  # type: ignore[override]  # the first is always given
+        self, method: str, request_serializer: _Serializer, response_deserializer: _Deserializer | None = None, **_: Any
     ) -> Any:
-        """A method of many requests and many responses."""
+        """A method of many requests and many responses; these as bytes without a deserializer."""
         handler = self._handler(method)
 
-        def call(
-            requests: Iterable[Any], timeout: float | None = None, metadata: Any = None, **_: object
-        ) -> CallWithin:
-            def read() -> Iterator[Any]:
-                for request in requests:
-                    yield handler.request_deserializer(request_serializer(request) if request_serializer else request)
-
-            return CallWithin(handler, read(), response_deserializer)
+        def call(requests: Iterable[Any], **_: object) -> InProcessCall:
+            parsed = (handler.request_deserializer(request_serializer(request)) for request in requests)
+            return InProcessCall(handler, parsed, response_deserializer)
 
         return call
 
@@ -85,14 +71,14 @@ class ChannelWithin(grpc.Channel):
     def close(self) -> None:
         """Nothing is open."""
 
-    def __enter__(self) -> ChannelWithin:
+    def __enter__(self) -> InProcessChannel:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class CallWithin:
+class InProcessCall:
     """A call that responds as long as it is iterated."""
 
     def __init__(self, handler: Any, requests: Iterator[Any], deserializer: _Deserializer | None) -> None:
@@ -102,7 +88,7 @@ class CallWithin:
         self._deserializer = deserializer
         self._at_work = threading.Lock()
 
-    def __iter__(self) -> CallWithin:
+    def __iter__(self) -> InProcessCall:
         return self
 
     def __next__(self) -> Any:

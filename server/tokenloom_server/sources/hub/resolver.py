@@ -7,7 +7,8 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -62,33 +63,25 @@ class _NotThere(Exception):
     """There is no such config or split; the text says what there is."""
 
 
-@dataclass(slots=True)
-class _Answer:
-    """The answer to one question. ``outcome`` holds it, or the error raised instead, as soon as it is known."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    outcome: list[Any] = field(default_factory=list)
-
-
 class _AnswerCache:
     """Asks each question once, however many threads need the answer; a refusal is an answer, too."""
 
     def __init__(self) -> None:
-        self._answers: dict[object, _Answer] = {}
+        self._answers: dict[object, Future[Any]] = {}
         self._lock = threading.Lock()
 
     def once(self, question: object, ask: Callable[[], _T]) -> _T:
         with self._lock:
-            answer = self._answers.setdefault(question, _Answer())
-        with answer.lock:
-            if not answer.outcome:
-                try:
-                    answer.outcome.append(ask())
-                except (HubRefused, splits.CardError) as error:
-                    answer.outcome.append(error)
-        outcome: _T | Exception = answer.outcome[0]
-        if isinstance(outcome, Exception):
-            raise outcome
+            is_asked = question in self._answers
+            answer = self._answers.setdefault(question, Future())
+        if not is_asked:
+            try:
+                answer.set_result(ask())
+            except BaseException as error:
+                if not isinstance(error, HubRefused | splits.CardError):
+                    del self._answers[question]
+                answer.set_exception(error)
+        outcome: _T = answer.result()
         return outcome
 
 

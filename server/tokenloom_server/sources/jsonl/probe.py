@@ -12,7 +12,7 @@ import pyarrow as pa
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import columns, files
 from tokenloom_server.sources.base import Content
-from tokenloom_server.sources.columns import Column
+from tokenloom_server.sources.columns import ColumnPath
 from tokenloom_server.sources.compressed import text_stream
 from tokenloom_server.sources.lines import Block, blocks_of, not_utf8
 from tokenloom_server.sources.scheme import ReadRequest
@@ -71,7 +71,7 @@ def _content_of(value: Any) -> Content | None:
     return None
 
 
-def probe(request: ReadRequest) -> dict[str, Column]:
+def probe(request: ReadRequest) -> dict[str, ColumnPath]:
     """Where the columns that are read lie in an object, and what they hold, by the first lines that have them.
 
     Raises ``SourceError`` for a source of nulls alone, and for a key that no line has.
@@ -124,7 +124,7 @@ class _Search:
                 if value is not None:
                     self._kinds[name] = kind_of(value, name, line, is_own=is_own)
 
-    def columns(self, place: str) -> dict[str, Column]:
+    def columns(self, place: str) -> dict[str, ColumnPath]:
         """What was found; ``place`` is what was searched, where a column had no value but null."""
         source = f"source {str(self._spec)!r}"
         if self._spec.column not in self._kinds:
@@ -138,7 +138,7 @@ class _Search:
                     f"{source}: no line has the key {name!r} (looked for in {place}); check its spelling in "
                     "filter and template"
                 )
-        return {name: Column(self._paths[name], self._kinds.get(name, pa.string())) for name in self._wanted}
+        return {name: ColumnPath(self._paths[name], self._kinds.get(name, pa.string())) for name in self._wanted}
 
 
 def kind_of(value: Any, name: str, line: str, *, is_own: bool) -> Any:

@@ -23,7 +23,7 @@ import pyarrow.json
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import arrays, columns
 from tokenloom_server.sources.base import BadRow, Content, Rows
-from tokenloom_server.sources.columns import Column
+from tokenloom_server.sources.columns import ColumnPath
 from tokenloom_server.sources.jsonl.probe import document_of, kind_name, kind_of, line_name, probe, value_of
 from tokenloom_server.sources.lines import Block, LinesSource, not_utf8, require_rows
 from tokenloom_server.sources.scheme import ReadRequest
@@ -183,7 +183,7 @@ def _shown(item: Any) -> str:
     return f"the number {item!r}" if type(item) in (int, float) else kind_name(item)
 
 
-def _schema(by_name: Mapping[str, Column]) -> Any:
+def _schema(by_name: Mapping[str, ColumnPath]) -> Any:
     """The fields that Arrow is to read, those of one object together."""
     tree: dict[str, Any] = {}
     for column in by_name.values():
