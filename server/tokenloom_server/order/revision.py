@@ -53,7 +53,7 @@ def changed(config: RunConfig, change: MixtureChange) -> RunConfig:
 def merged(config: RunConfig, mixture: NodeConfig, sequence_length: int | None = None) -> RunConfig:
     """The config with another mixture, as a file has it: sources are known by their specs, nodes by their aliases, or
     by their place among a node's children without one. What is new gets ids; sources that are gone stay as dropped."""
-    next_source, next_node = len(config.sources), config.nodes[-1].id + 1
+    source_ids, node_ids = _new_ids(config)
     known_sources = {source.source: source for source in config.sources}
     named_nodes = {node.alias: node for node in config.nodes if node.alias is not None}
     parents = {child.id: node.id for node in config.nodes for child in node.children if isinstance(child, SourceConfig)}
@@ -61,10 +61,9 @@ def merged(config: RunConfig, mixture: NodeConfig, sequence_length: int | None =
     kept_nodes: dict[int, dict[str, Any]] = {}
 
     def visit(node: NodeConfig, known_node: NodeConfig | None) -> dict[str, Any]:
-        nonlocal next_source, next_node
         fields = node.model_dump(exclude={"children"})
         if known_node is None:
-            fields["id"], next_node = next_node, next_node + 1
+            fields["id"] = next(node_ids)
         else:
             fields |= {"id": known_node.id, "presence": _kept_presence(known_node)}
         kept_nodes[fields["id"]] = fields
@@ -79,8 +78,7 @@ def merged(config: RunConfig, mixture: NodeConfig, sequence_length: int | None =
             known = known_sources.get(child.source)
             seen.add(child.source)
             if known is None:
-                update: dict[str, Any] = {"id": next_source}
-                next_source += 1
+                update: dict[str, Any] = {"id": next(source_ids)}
             else:
                 _refuse_another(known, child)
                 update = {"id": known.id, "presence": _kept_presence(known)}
@@ -94,6 +92,11 @@ def merged(config: RunConfig, mixture: NodeConfig, sequence_length: int | None =
             # Which weights it may have is its new siblings' policy's to say, and it needs none.
             parent["children"].append(source.model_dump() | {"presence": "dropped", "weight": 1.0})
     return validated(config, root, sequence_length)
+
+
+def _new_ids(config: RunConfig) -> tuple[Iterator[int], Iterator[int]]:
+    """Ids for new sources, and for new nodes."""
+    return count(len(config.sources)), count(config.nodes[-1].id + 1)
 
 
 def _kept_presence(known: Child) -> str:
@@ -155,7 +158,7 @@ class _MixtureTree:
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self.root = config.mixture.model_dump()
-        self._next_source, self._next_node = len(config.sources), config.nodes[-1].id + 1
+        self._source_ids, self._node_ids = _new_ids(config)
 
     def set(self, setting: Setting, where: str) -> None:
         child = self._find(setting.child, f"{where}.child").child
@@ -212,11 +215,8 @@ class _MixtureTree:
             known = next((source for source in self._config.sources if source.source == child.source), None)
             if known is not None:
                 return self._taken_back(known, child, where)
-            fields = child.model_dump() | {"id": self._next_source}
-            self._next_source += 1
-            return fields
-        fields = child.model_dump() | {"id": self._next_node}
-        self._next_node += 1
+            return child.model_dump() | {"id": next(self._source_ids)}
+        fields = child.model_dump() | {"id": next(self._node_ids)}
         fields["children"] = [self._numbered(each, where) for each in child.children]
         return fields
 
