@@ -12,6 +12,7 @@ import pytest
 import yaml
 from support.catalog import CATALOG
 from support.corpora import CODE, DOCS, PROSE, flat, mixture, parsed
+from support.mixing import config_of, node
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.node import NodeConfig, walk
 from tokenloom_server.config.order_fields import order_digest, order_fields
@@ -357,22 +358,15 @@ def test_points_that_mean_nothing_are_refused(points: Any, says: str) -> None:
 
 
 def test_a_schedule_without_any_weight_somewhere_is_refused() -> None:
-    def points(*weights: Any, **node: Any) -> dict[str, Any]:
-        document = flat([f"txt:{i}:text" for i in range(len(weights))], "schedule")
-        for child, weight in zip(document["mixture"]["children"], weights, strict=True):
-            child["weight"] = weight
-        document["mixture"] |= node
-        return document
-
     over = [[0, 1], [100, 0]]
     for later in ([[0, 0], [200, 1]], [[0, 0], [99, 0], [101, 1]], [[100, 0.1]]):
-        assert parsed(points(over, later)).mixture.policy == "schedule"
+        assert config_of("schedule", over, later).mixture.policy == "schedule"
     with pytest.raises(ConfigError, match="children: at 100 tokens every weight is 0"):
-        parsed(points(over, [[100, 0], [200, 1]]))
+        config_of("schedule", over, [[100, 0], [200, 1]])
     with pytest.raises(ConfigError, match="children: at 100 tokens every weight is 0"):
-        parsed(points(over, [[0, 0], [200, 1]], interpolate="step"))
+        config_of("schedule", over, [[0, 0], [200, 1]], interpolate="step")
     with pytest.raises(ConfigError, match="children: at 0 tokens every weight is 0"):
-        parsed(points([[0, 0], [100, 1]], [[50, 0], [100, 1]]))
+        config_of("schedule", [[0, 0], [100, 1]], [[50, 0], [100, 1]])
 
 
 @pytest.mark.parametrize(
@@ -404,15 +398,13 @@ def test_numbers_of_tokens_may_be_written_with_an_exponent(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if policies()[name].estimates])
 def test_what_has_no_end_is_refused_where_its_end_decides(policy: str) -> None:
-    document = flat(["txt:0:text"], policy)
-    inner: dict[str, Any] = {"policy": "weighted", "epochs": math.inf, "children": [{"source": "txt:1:text"}]}
-    document["mixture"]["children"].append(inner)
+    endless = node("weighted", {}, epochs=math.inf)
     with pytest.raises(ConfigError, match=rf"children\.1\.children\.0\.epochs: found \.inf, but the policy '{policy}'"):
-        parsed(document)
-    parsed(document | {"mixture": document["mixture"] | {"children": [inner | {"max_tokens": 100}]}})
+        config_of(policy, {}, endless)
+    config_of(policy, {}, endless | {"max_tokens": 100})
     # A limit above the policy ends it, but tells nothing about what its children have left.
     with pytest.raises(ConfigError):
-        parsed(document | {"mixture": document["mixture"] | {"max_tokens": 100}})
+        config_of(policy, {}, endless, max_tokens=100)
 
 
 def reversed_keys(value: Any) -> Any:

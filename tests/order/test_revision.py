@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.catalog import CATALOG
 from support.corpora import flat, parsed
-from support.mixing import Walk, worst_distance
+from support.mixing import Walk, config_of, node, worst_distance
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.mixing.credits import carried
 from tokenloom_server.mixing.node import NOTHING
@@ -36,10 +36,7 @@ def changed(config: RunConfig, change: Callable[[dict[str, Any]], None]) -> RunC
 def test_shares_follow_new_weights_and_new_children_at_once(
     before: list[int], after: list[int], at: int, joins: bool
 ) -> None:
-    document = flat([f"txt:{i}:text" for i in range(len(before))])
-    for child, weight in zip(document["mixture"]["children"], before, strict=True):
-        child["weight"] = weight
-    config = parsed(document)
+    config = config_of("least_consumed", *before)
 
     def change(root: dict[str, Any]) -> None:
         for child, weight in zip(root["children"], after, strict=False):
@@ -57,9 +54,7 @@ def test_shares_follow_new_weights_and_new_children_at_once(
 
 
 def test_a_weight_that_was_small_is_not_starved_when_it_grows() -> None:
-    document = flat(["txt:0:text", "txt:1:text"])
-    document["mixture"]["children"][0]["weight"] = 1000
-    config = parsed(document)
+    config = config_of("least_consumed", 1000, 1)
     walk = Walk(config, [10**6] * 2)
     walk.leap(5000)
     walk.revise(changed(config, lambda root: root["children"][0].update(weight=1.0)), [10**6] * 2)
@@ -77,7 +72,7 @@ def test_what_is_owed_is_within_a_sample_whatever_joins_or_leaves() -> None:
 
 
 def test_in_a_round_who_joins_has_its_first_turn_in_the_next() -> None:
-    config = parsed(flat(["txt:0:text", "txt:1:text", "txt:2:text"], "round_robin"))
+    config = config_of("round_robin", {}, {}, {})
     walk = Walk(config, [100] * 3)
     assert walk.leap(7) == [0, 1, 2, 0, 1, 2, 0]
     walk.revise(changed(config, lambda root: root["children"].append({"id": 3, "source": "txt:new:text"})), [100] * 4)
@@ -97,11 +92,7 @@ def test_levels_of_a_round() -> None:
 
 @pytest.mark.parametrize("field", ["max_tokens", "epochs"])
 def test_what_was_out_and_may_give_more_goes_on(field: str) -> None:
-    document = flat(["txt:0:text"])
-    document["mixture"]["children"].append(
-        {"policy": "least_consumed", "children": [{"source": "txt:1:text", field: 16}]}
-    )
-    config = parsed(document)
+    config = config_of("least_consumed", {}, node("least_consumed", {field: 16}))
     walk = Walk(config, [100, 2])
     assert Counter(walk.leap(12)) == {0: 10, 1: 2}
     assert [child.exhausted for child in walk.present()[0]] == [False, True]

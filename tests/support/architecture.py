@@ -45,8 +45,8 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("integrations",),
     ),
     PROTO: (
-        ("__init__", "batch_schedule", "errors", "protocol", "seal", "credentials", "resume", "dataloader_pb2"),
-        ("dataloader_pb2_grpc",),
+        ("__init__", "address", "batch_schedule", "errors", "seal", "credentials", "resume", "dataloader_pb2"),
+        ("dataloader_pb2_grpc", "protocol"),
     ),
 }
 

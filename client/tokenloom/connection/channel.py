@@ -7,11 +7,11 @@ import time
 from itertools import cycle
 
 import grpc
+from tokenloom_proto.address import Address
 from tokenloom_proto.credentials import Credentials
-from tokenloom_proto.errors import ProtocolError, TokenloomError, named
-from tokenloom_proto.protocol import VERSION
+from tokenloom_proto.errors import TokenloomError, named
+from tokenloom_proto.protocol import unknown_service
 
-from tokenloom.connection.address import Address
 from tokenloom.errors import ServerUnavailable
 
 FIRST_DELAY_S = 0.1
@@ -94,10 +94,7 @@ def failure(error: grpc.RpcError, address: Address) -> TokenloomError:
     if retryable(error) or code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return ServerUnavailable(f"{address}: {code.name}: {details}")
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return ProtocolError(
-            f"{address} does not speak version {VERSION} of Tokenloom's wire protocol, which this client speaks "
-            f"({details}): it is an older server, or not one of Tokenloom's; install the same release on both sides"
-        )
+        return unknown_service(address, details)
     return TokenloomError(f"{address}: {code.name}: {details}")
 
 

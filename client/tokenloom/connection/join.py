@@ -13,6 +13,7 @@ import grpc
 import numpy as np
 import torch
 from tokenloom_proto import dataloader_pb2 as wire
+from tokenloom_proto.address import Address
 from tokenloom_proto.credentials import Credentials
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_proto.errors import ProtocolError
@@ -20,7 +21,6 @@ from tokenloom_proto.resume import sources_of
 
 from tokenloom.batch.layout import Layout
 from tokenloom.connection import topology
-from tokenloom.connection.address import Address
 from tokenloom.connection.channel import (
     Retry,
     failure,

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tokenloom_proto.address import Address
 from tokenloom_proto.credentials import PLAINTEXT_VARIABLE, Credentials, TlsFiles
-
-from tokenloom.connection.address import Address
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
+from tokenloom_proto.address import Address
 from tokenloom_proto.credentials import Credentials
 from typing_extensions import Self
-
-from tokenloom.connection.address import Address
 
 
 class RunServer:

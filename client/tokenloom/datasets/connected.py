@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+from tokenloom_proto.address import Address
 
 from tokenloom.batch.device import resolve
 from tokenloom.batch.layout import Batch, check_columns
 from tokenloom.connection import queries
-from tokenloom.connection.address import Address
 from tokenloom.connection.join import Request
 from tokenloom.connection.metrics import Metrics
 from tokenloom.connection.options import ConnectionOptions

@@ -10,9 +10,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tokenloom_proto.address import Address
 from tokenloom_proto.credentials import Credentials
 
-from tokenloom.connection.address import Address
 from tokenloom.connection.server import RunServer
 from tokenloom.job_server.mixture_file import require_server
 

@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokenloom_proto.address import Address
 from tokenloom_proto.credentials import Credentials
 from tokenloom_proto.errors import TokenloomError, named
 
-from tokenloom.connection.address import Address
 from tokenloom.connection.server import RunServer
 from tokenloom.connection.topology import Topology, default_store, value_of
 from tokenloom.errors import ServerUnavailable

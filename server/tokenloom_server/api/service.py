@@ -98,12 +98,11 @@ class Runs:
             raise ConfigError(
                 f"{where}: run {mixture.run!r} is served already, from another file; give each run its own name"
             )
-        stream = TRAIN
-        stored = self._ledger.read_run(mixture.run, stream)
+        stored = self._ledger.read_run(mixture.run, TRAIN)
         factory = None
         if stored is None:
             factory = builder.create(mixture, base_dir, index_dir, self._data_roots)
-            stored = self._ledger.create_run(mixture.run, stream, uuid.uuid4().hex, factory.record.to_json())
+            stored = self._ledger.create_run(mixture.run, TRAIN, uuid.uuid4().hex, factory.record.to_json())
         change = None
         if factory is None or factory.record.to_json() != stored.record:
             # An older run; or another server has created it in between, from other files perhaps.

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from tokenloom_server.config.stream import TRAIN
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import LedgerError, LedgerRolledBack, NotLeader, TokenloomError
 from tokenloom_server.ledger.base import Ledger
@@ -50,7 +51,7 @@ class RunState:
         # These never change.
         self.order = order
         self.name = order.name
-        self.stream = "train"
+        self.stream = TRAIN
         self.ledger = ledger
         self.timeouts = timeouts
         order.resources.io_stats.wait_at_most(timeouts.storage_timeout_s)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import unquote
 
 import grpc
+from tokenloom_proto.address import Address
 from tokenloom_proto.credentials import NO_FILES, Credentials, TlsFiles
 from tokenloom_proto.errors import named
+from tokenloom_proto.protocol import unknown_service
 
 from tokenloom_server.errors import ConfigError, TokenloomError
 from tokenloom_server.tools.remote import ServerUnreachable, token_to_look
@@ -37,17 +38,18 @@ class Servers:
         commas between), and where the token would travel unencrypted to another machine.
         """
         self.url = url
-        self.targets, self.run, tls = _parse(url)
         try:
+            address = Address.parse(url)
             self._credentials = Credentials.find(
-                [target.rpartition(":")[0] for target in self.targets],
-                tls=tls,
+                address.hosts,
+                tls=address.tls,
                 token=token_to_look(environment, token_file),
                 files=files,
                 environment=environment,
             )
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        self.targets, self.run = address.targets, address.run
         self.metadata = self._credentials.metadata
 
     def channel(self, target: str) -> grpc.Channel:
@@ -65,24 +67,9 @@ class Servers:
         name = next((str(entry.value) for entry in trailing if entry.key == "tokenloom-error"), "")
         if name:
             return named(name, details)
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            return unknown_service(self.url, details)
         return ServerUnreachable(
             f"{self.url}: no answer ({error.code().name}: {details}); give the gRPC address that `tokenloom serve` "
             "printed, and the run's name"
         )
-
-
-def _parse(url: str) -> tuple[list[str], str, bool]:
-    """(targets, run, whether with TLS)"""
-    scheme, _, rest = url.partition("://")
-    netloc, _, path = rest.partition("/")
-    targets, run = netloc.split(","), unquote(path)
-    if scheme not in ("grpc", "grpcs") or not run or set(run) & set("/?#") or not all(map(_is_target, targets)):
-        raise ConfigError(
-            f"{url!r}: expected what trainers use, grpc://HOST:PORT/RUN, such as grpc://127.0.0.1:50051/wiki-and-code"
-        )
-    return targets, run, scheme == "grpcs"
-
-
-def _is_target(target: str) -> bool:
-    host, _, port = target.rpartition(":")
-    return bool(host) and port.isdecimal()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tokenloom.connection.address import Address
+from tokenloom_proto.address import Address
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 EXPECTED = (
     "expected grpc://HOST:PORT/RUN, such as grpc://127.0.0.1:50051/wiki-and-code, or, where others stand by, "
-    "grpc://HOST:PORT,HOST:PORT/RUN; with TLS grpcs://…; or the path of a mixture file, which ends in .yaml"
+    "grpc://HOST:PORT,HOST:PORT/RUN; with TLS grpcs://…; or, for a dataset, the path of a mixture file (.yaml)"
 )
 
 
