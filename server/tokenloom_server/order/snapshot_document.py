@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 from tokenloom_proto.seal import SNAPSHOT_FORMAT, SNAPSHOT_VERSION, canonical, unseal
 
 from tokenloom_server.core.state import (
@@ -88,6 +89,16 @@ class _AmongRows(_Strict):
     epoch: int = _Count
     row_token_offset: int = Field(default=0, ge=0, le=MAX_COUNTER)
     packed_samples: int = Field(default=0, ge=0, le=MAX_COUNTER)
+
+    @model_validator(mode="after")
+    def _check_one_count(self) -> Self:
+        if self.row_token_offset and self.packed_samples:
+            raise PydanticCustomError(
+                "two_counts",
+                "row_token_offset is {tokens} beside packed_samples {samples}, but a cursor has one of them",
+                {"tokens": self.row_token_offset, "samples": self.packed_samples},
+            )
+        return self
 
     def _at(self, row: FileCursor | WindowCursor) -> Cursor:
         if self.packed_samples:
@@ -304,4 +315,7 @@ def explain(error: ValidationError) -> str:
     # The tags of unions are pydantic's own; the document has no such level.
     parts = (str(part) for part in fault["loc"] if part not in (*_KINDS, *_PLACES))
     field = re.sub(r"\.(?=\.)", "", ".".join(parts))
-    return f"{field or 'the snapshot'}: {fault['msg']}; found {str(fault['input'])[:80]!r}"
+    message = fault["msg"]
+    if fault["type"] == "union_tag_invalid":
+        message = f"it stands {fault['ctx']['tag']}, expected {fault['ctx']['expected_tags']}"
+    return f"{field or 'the snapshot'}: {message}; found {str(fault['input'])[:80]!r}"

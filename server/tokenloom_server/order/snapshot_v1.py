@@ -52,6 +52,9 @@ def _place(entry: Mapping[str, Any], names: tuple[str, str], shape: Shape | None
     """The entry with its cursor as version 2 has it."""
     fields = dict(entry)
     if not any(entry.get(name) for name in ("epoch", *names, "row_token_offset", "packed_samples")):
+        if entry.get("samples") and entry.get("shuffle", "none") == "none" and "shard" in entry:
+            # What a fork or another data loader's checkpoint made of a source that gave samples: back at its first row.
+            return fields
         fields = {name: value for name, value in entry.items() if name not in (*_ALL, "shard")}
     elif shape.in_batches if shape is not None else str(entry.get("spec")).endswith(":*"):
         fields = {name: value for name, value in entry.items() if name not in (*names, "shard", "row_token_offset")}
