@@ -286,7 +286,7 @@ SWAPPED = [
     (f"{DATASET}.shard_index", 1, "is not in this run's manifest"),
     (f"{DATASET}.shard_index", 2, "shard_index is 2, but this run's source has 2 files"),
     (f"{DATASET}.shard_index", MAX_COUNTER, "but this run's source has 2 files"),
-    (f"{DATASET}.packed_samples", 3, f"{DATASET}: packed_samples is 3, but this run's packing has no such place"),
+    (f"{DATASET}.packed_samples", 3, "packed_samples is 3"),
     ("resume_state.version", 1, "resume_state.version: "),
     ("resume_state.version", 3, "resume_state.version: "),
     (f"{DATASET}.samples", 10**9, "resume_state.datasets.0: token_offset is"),

@@ -14,6 +14,7 @@ from support.goldens import FOLDER, MIXTURES, write_mixtures
 from tokenloom_proto.seal import canonical, unseal
 from tokenloom_server.config import mixture_file
 from tokenloom_server.core.state import EpochCursor, FileCursor, PackedCursor, RowCounts, State, WindowCursor
+from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.order import builder, snapshot
 from tokenloom_server.order.snapshot import read_foreign
 from tokenloom_server.order.timeline import Timeline
@@ -147,3 +148,22 @@ def test_rows_that_were_to_be_packed_again_are_so(folder: Path) -> None:
     assert isinstance(cursor, PackedCursor)
     # Also where its first row is the first of all: a state that has begun is not one of the beginning.
     assert timeline.decode(canonical(document)).sources[0].cursor == cursor.first
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"row_token_offset": 3}, "packed_samples is .* beside a row_token_offset of 3"),
+        (
+            {"packed_samples": 0, "row_token_offset": 3},
+            "row_token_offset is 3, but this run's packing has no such place",
+        ),
+    ],
+)
+def test_a_cursor_of_another_packing_is_refused(folder: Path, fields: dict[str, int], says: str) -> None:
+    timeline = Timeline(order_of(folder, mixture(packing="best_fit", sequence_length=16, pack_window_rows=5)))
+    packed = next(state for state in walked(timeline) if isinstance(state.sources[0].cursor, PackedCursor))
+    document = json.loads(timeline.encode(packed))
+    document["datasets"][0] |= fields
+    with pytest.raises(SnapshotInvalid, match=says):
+        timeline.decode(canonical(document))

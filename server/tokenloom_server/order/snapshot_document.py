@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from tokenloom_proto.seal import SNAPSHOT_FORMAT, SNAPSHOT_VERSION, canonical, unseal
 
 from tokenloom_server.core.state import (
@@ -88,6 +88,15 @@ class _AmongRows(_Strict):
     epoch: int = _Count
     row_token_offset: int = Field(default=0, ge=0, le=MAX_COUNTER)
     packed_samples: int = Field(default=0, ge=0, le=MAX_COUNTER)
+
+    @model_validator(mode="after")
+    def _counts_one_of_both(self) -> Self:
+        if self.row_token_offset and self.packed_samples:
+            raise ValueError(
+                f"packed_samples is {self.packed_samples} beside a row_token_offset of {self.row_token_offset}: rows "
+                "that are packed together have none"
+            )
+        return self
 
     def _at(self, row: FileCursor | WindowCursor) -> Cursor:
         if self.packed_samples:
