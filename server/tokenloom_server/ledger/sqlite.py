@@ -220,7 +220,7 @@ def _row_of(connection: sqlite3.Connection, select: str, uid: str, stream: str) 
 
 
 def _items(connection: sqlite3.Connection, run: int, command: Command) -> dict[str, Any]:
-    """The fields of ``Head`` that are there for the command: the lease, or what the run's lists hold of its own item."""
+    """The fields of ``Head`` that are there for the command alone: the lease, or its own item of the run's lists."""
 
     def one(query: str, *key: str | int) -> Any:
         row = connection.execute(query, key).fetchone()
