@@ -103,7 +103,7 @@ class Chooser(ABC):
     def _forget(self) -> None:
         """Throws away what was worked out ahead."""
         self._ahead: Choices = np.empty(0, np.intp)
-        self._issued, self._size = 0, _FIRST_AHEAD
+        self._taken, self._size = 0, _FIRST_AHEAD
 
     @abstractmethod
     def work_out(self, count: int) -> Choices:
@@ -117,18 +117,18 @@ class Chooser(ABC):
     def upcoming(self, count: int) -> Choices:
         """The next ``count`` choices if each of them succeeds. At least one child is live. Changes nothing
         that a state would show; the caller does not write into the array."""
-        if len(self._ahead) - self._issued < count:
-            self._ahead, self._issued = self.work_out(max(count, self._size)), 0
+        if len(self._ahead) - self._taken < count:
+            self._ahead, self._taken = self.work_out(max(count, self._size)), 0
             self._size = min(2 * self._size, _AHEAD)
-        return self._ahead[self._issued : self._issued + count]
+        return self._ahead[self._taken : self._taken + count]
 
     def choose(self, retry: int) -> int:
         """The next choice, where ``retry`` children turned out to be out within this pick."""
         return int(self.upcoming(1)[0])
 
-    def issued(self, count: int) -> None:
+    def taken(self, count: int) -> None:
         """The next ``count`` choices succeeded. Called after the counters moved."""
-        self._issued += count
+        self._taken += count
 
     def lost(self, child: int) -> None:
         """The child is out, and maybe none is live any more. Called after it was marked."""
