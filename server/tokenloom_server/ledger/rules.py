@@ -164,7 +164,7 @@ def _refuse_generation(head: Head, command: commands.ClaimSlot | commands.Commit
 
 def _refuse_rolled_back(head: Head, command: commands.Renew | commands.Commit) -> Refusal | None:
     """Where (generation, committed index) is less than what the server knows; a new generation may begin anywhere."""
-    if (head.generation, head.sample_index) < (command.generation, command.known):
+    if (head.generation, head.sample_index) < (command.generation, command.known_index):
         return refusals.rolled_back(command, head.generation, head.sample_index)
     return None
 
@@ -188,7 +188,7 @@ def _acquire(head: Head, command: commands.Acquire) -> Refusal | Writes:
     lease = head.lease
     if lease is not None and lease.holder != command.holder and lease.left_s(head.now):
         return refusals.lease_held(command, lease, lease.left_s(head.now))
-    epoch = max(head.epoch, command.above) + 1
+    epoch = max(head.epoch, command.beyond_epoch) + 1
     taken = Lease(
         holder=command.holder,
         acquired_at=head.now,
