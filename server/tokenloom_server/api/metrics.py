@@ -89,7 +89,11 @@ RUN_METRICS = (
     RowMetric("tokenloom_sample_index", "sample_index", "Committed sample index."),
     RowMetric("tokenloom_produced_index", "produced_index", "Sample index up to which is produced."),
     RowMetric("tokenloom_tokens_per_second", "tokens_per_s", "Committed tokens/s over the last seconds."),
-    RowMetric("tokenloom_generation", "generation", "Fencing number; 0 before the first trainer."),
+    RowMetric(
+        "tokenloom_generation",
+        "generation",
+        "Number of the present launch: each that opens the run raises it; 0 before the first.",
+    ),
     RowMetric("tokenloom_leads", "leads", "1 while this server has the lease on the run."),
     RowMetric("tokenloom_server_epoch", "server_epoch", "This server's number among those that led."),
     RowMetric("tokenloom_world_size", "world_size", "Ranks of the present generation."),
