@@ -87,7 +87,7 @@ RUN_METRICS = (
     RowMetric("tokenloom_committed_tokens_total", "total_tokens", "Tokens committed."),
     RowMetric("tokenloom_committed_samples_total", "sample_index", "Samples committed."),
     RowMetric("tokenloom_sample_index", "sample_index", "Committed sample index."),
-    RowMetric("tokenloom_produced_index", "produced_index", "Sample index up to which is produced."),
+    RowMetric("tokenloom_produced_index", "produced_index", "Sample index up to which samples are produced."),
     RowMetric("tokenloom_tokens_per_second", "tokens_per_s", "Committed tokens/s over the last seconds."),
     RowMetric(
         "tokenloom_generation",
@@ -172,7 +172,7 @@ SOURCE_METRICS = (
     ),
     RowMetric("tokenloom_source_actual_share", "actual_share", "Share of the tokens so far (0 to 1)."),
     RowMetric(
-        "tokenloom_source_window_share", "window_share", "Share of the tokens in the last window of samples (0 to 1)."
+        "tokenloom_source_window_share", "window_share", "Share of the tokens of the last 30 s (0 to 1)."
     ),
     RowMetric(
         "tokenloom_source_loss",

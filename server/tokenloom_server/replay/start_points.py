@@ -45,8 +45,8 @@ class StartPoints:
         skip_samples: int = 0,
         skip_tokens: int = 0,
     ) -> NextLaunch:
-        """Pins where the next launch begins, at one of the three points. The ``skip_samples`` after it, or ``skip_tokens``
-        rounded up to whole samples, are skipped.
+        """Pins where the next launch begins, at one of the three points. The ``skip_samples`` after it are skipped, or
+        ``skip_tokens`` rounded up to whole samples.
 
         Takes as long as going forward does. Raises ``ConfigError``, ``LimitExceeded``, ``SnapshotInvalid``,
         ``BeyondHorizon``, ``NotFound``.
