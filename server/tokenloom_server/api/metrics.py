@@ -171,9 +171,7 @@ SOURCE_METRICS = (
         "tokenloom_source_target_share", "target_share", "Share of the tokens that the weights ask for (0 to 1)."
     ),
     RowMetric("tokenloom_source_actual_share", "actual_share", "Share of the tokens so far (0 to 1)."),
-    RowMetric(
-        "tokenloom_source_window_share", "window_share", "Share of the tokens of the last 30 s (0 to 1)."
-    ),
+    RowMetric("tokenloom_source_window_share", "window_share", "Share of the tokens of the last 30 s (0 to 1)."),
     RowMetric(
         "tokenloom_source_loss",
         "loss",
