@@ -1,4 +1,4 @@
-"""The seam for policies: all that the tree, the mixture file, revisions and inspectors ask of one.
+"""What a policy is: all that the tree, the mixture file, revisions and inspectors need to know of it.
 
 A ``Policy`` is what a mixture file names: it has no state, and there is one of each. Its ``Chooser`` is at work in one
 node.
@@ -207,7 +207,7 @@ class Policy(ABC):
     options: Collection[str] = ()
     #: Whether weights follow from what the sources below have left: their sizes are measured then.
     estimates: bool = False
-    #: Whether shares depend on how far the run is: over a few picks they mean something else, or nothing.
+    #: Whether shares change as the run goes on, so that those of a few picks are not those of the run.
     follows_progress: ClassVar[bool] = False
     #: Whether the policy makes the weights itself, every ``UPDATE_PICKS``, and a state keeps those in force.
     makes_weights: ClassVar[bool] = False

@@ -1,7 +1,7 @@
 """The past of a run, made again: one thread, in turns, from the nearest state known.
 
-Peeks, traces and receipts share it, so that together they cost a training run at most one core. It reads the run's
-ledger and what it last committed, and writes nothing.
+Peeks, traces, receipts and the way of a restore to its snapshot share it, so that together they cost a training run at
+most one core. It reads the run's ledger and what it last committed, and writes nothing.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class History:
 
     def __init__(self, coordinator: RunCoordinator) -> None:
         self._coordinator = coordinator
-        self._forward = threading.Lock()
+        self._forward_lock = threading.Lock()
         # The last older checkpoint that was brought, as every rank brings it: its files are looked at once.
         self._imported: tuple[foreign_checkpoint.Payload, Timeline, ResumePoint] | None = None
 
@@ -354,5 +354,5 @@ class History:
     def _advance(self, state: State, sample_index: int) -> State:
         if state.sample_index == sample_index:
             return state
-        with self._forward:
+        with self._forward_lock:
             return Replay(self._coordinator.timeline, state).forward(sample_index)
