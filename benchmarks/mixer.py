@@ -85,9 +85,9 @@ def measure(policy: str, sources: int, nested: bool, seconds: float) -> Figures:
             began, samples = time.process_time_ns(), 0
         left = BURST
         while left:
-            some = min(left, mixer.begin(index, index * SEQUENCE_LENGTH, rows_picked))
+            some = min(left, mixer.update_weights(index, index * SEQUENCE_LENGTH, rows_picked))
             picks = mixer.plan(some)
-            mixer.issue(some)
+            mixer.take_planned(some)
             given += np.bincount(picks, minlength=sources)
             index += some
             left -= some

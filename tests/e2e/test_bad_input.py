@@ -71,7 +71,7 @@ def test_validate_names_what_is_wrong_with_a_mixture(files: Files, tokenloom: Co
         ("txt:b-*.txt:text", {}, ("SourceError", "txt:b-*.txt:text", "no file", "b-*.txt")),
         ("parquet:a.parquet:text", {}, ("SourceError", "a.parquet", "'text' is of type double", "body")),
         ("jsonl:a.jsonl:text", {}, ("SourceError", "a.jsonl", "line 2", "malformed JSON", "one object per line")),
-        ("csv:a.csv:text", {}, ("ConfigError", "mixture.children.0", "'csv'", f"one of {BUILT_IN[0].usage}")),
+        ("acme:a.csv:text", {}, ("ConfigError", "mixture.children.0", "'acme'", f"one of {BUILT_IN[0].usage}")),
         ("txt:empty.txt:text", {}, ("SourceError", "txt:empty.txt:text", "no token", "empty")),
         ("txt:a.txt:text", {"mixture": TWICE}, ("ConfigError", *NAMES, "sum of the weights")),
         ("txt:a.txt:text", {"vocab_size": 100}, ("ConfigError", "vocab_size", "smaller than the tokeniser's 258")),

@@ -23,7 +23,7 @@ from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources.catalog import SourceCatalog
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "sources" / "plugins.md"
-ALLOW = ("--allow-plugins", "csv")
+ALLOW = ("--allow-plugins", "acme")
 
 
 class Package:
@@ -36,7 +36,7 @@ class Package:
         assert found is not None
         (folder / "acme_csv.py").write_text(found[1], encoding="utf-8")
 
-    def install(self, version: str = "1.0", entry: str = "csv = acme_csv:CsvScheme", name: str = "acme-csv") -> None:
+    def install(self, version: str = "1.0", entry: str = "acme = acme_csv:AcmeScheme", name: str = "acme-csv") -> None:
         for older in self.folder.glob(f"{name.replace('-', '_')}-*.dist-info"):
             shutil.rmtree(older)
         info = self.folder / f"{name.replace('-', '_')}-{version}.dist-info"
@@ -64,7 +64,7 @@ def mixture(tmp_path: Path) -> Path:
         "sequence_length": 32,
         "mixture": {
             "policy": "least_consumed",
-            "children": [{"source": "csv:data/*.csv:text", "filter": "score >= 1", "shuffle": "shards"}],
+            "children": [{"source": "acme:data/*.csv:text", "filter": "score >= 1", "shuffle": "shards"}],
         },
     }
     path = tmp_path / "mixture.yaml"
@@ -99,7 +99,7 @@ def test_a_run_of_a_plugin_is_served_resumed_and_refused_at_another_version(
     ledger.close()
     assert stored is not None
     plugins = json.loads(stored.record)["manifest"]["plugins"]
-    assert plugins == {"csv": {"distribution": "acme-csv", "version": "1.0"}}
+    assert plugins == {"acme": {"distribution": "acme-csv", "version": "1.0"}}
 
 
 def test_a_revision_that_names_one_records_it_and_is_refused_at_another_version(
@@ -112,11 +112,11 @@ def test_a_revision_that_names_one_records_it_and_is_refused_at_another_version(
     document["mixture"]["children"] = [{"source": "txt:a.txt:text"}]
 
     def begun() -> Timeline:
-        return Timeline(create(parse(document, where="test", catalog=open_catalog(["csv"])), tmp_path, None))
+        return Timeline(create(parse(document, where="test", catalog=open_catalog(["acme"])), tmp_path, None))
 
     timeline = revised(begun(), 4, add=[{"child": added}])
     content = json.loads(timeline.revisions[0].content)
-    assert content["plugins"] == {"csv": {"distribution": "acme-csv", "version": "1.0"}}
+    assert content["plugins"] == {"acme": {"distribution": "acme-csv", "version": "1.0"}}
     package.install("1.1")
     with pytest.raises(SourceChanged, match=r"comes from acme-csv 1\.1, but the run began with acme-csv 1\.0"):
         begun().with_revisions(timeline.revisions)
@@ -130,29 +130,32 @@ def test_commands_load_it_where_option_or_environment_allow_it(
     assert refused.status == 2
     output = " ".join(refused.output.split())
     assert "comes from the package acme-csv 1.0, whose code is not run unless you allow it: start with " in output
-    assert "--allow-plugins csv" in output
+    assert "--allow-plugins acme" in output
     assert run_module("validate", mixture, *ALLOW).status == 0
-    monkeypatch.setenv("TOKENLOOM_ALLOW_PLUGINS", "csv")
+    monkeypatch.setenv("TOKENLOOM_ALLOW_PLUGINS", "acme")
     assert run_module("plan", mixture, "--json").status == 0
 
 
 def test_one_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no installed package brings the source scheme 'csv'; there is none"):
-        SourceCatalog(["csv"])
-    with pytest.raises(ConfigError, match="the scheme is 'csv', expected one of parquet:GLOB:COLUMN"):
-        SourceCatalog().spec("csv:a.csv:text")
+    with pytest.raises(ConfigError, match="no installed package brings the source scheme 'acme'; there is none"):
+        SourceCatalog(["acme"])
+    with pytest.raises(ConfigError, match="the scheme is 'acme', expected one of parquet:GLOB:COLUMN"):
+        SourceCatalog().spec("acme:a.csv:text")
 
 
 @pytest.mark.parametrize(
     ("install", "fault"),
     [
-        (lambda p: p.install(entry="csv = acme_nowhere:CsvScheme"), r"of acme-csv 1\.0 cannot be loaded \(ModuleNot"),
-        (lambda p: p.install(entry="csv = acme_csv:table_of"), r"expected a tokenloom_server\.sources\.scheme\.Scheme"),
+        (lambda p: p.install(entry="acme = acme_nowhere:AcmeScheme"), r"of acme-csv 1\.0 cannot be loaded \(ModuleNot"),
         (
-            lambda p: p.install(entry="tsv = acme_csv:CsvScheme"),
+            lambda p: p.install(entry="acme = acme_csv:table_of"),
+            r"expected a tokenloom_server\.sources\.scheme\.Scheme",
+        ),
+        (
+            lambda p: p.install(entry="tsv = acme_csv:AcmeScheme"),
             "as the source scheme 'tsv', expected a .* of that name",
         ),
-        (lambda p: p.install(entry="txt = acme_csv:CsvScheme"), "'txt' is a scheme of Tokenloom's own"),
+        (lambda p: p.install(entry="txt = acme_csv:AcmeScheme"), "'txt' is a scheme of Tokenloom's own"),
         (lambda p: p.install(name="other-csv"), r"comes from .*-csv 1\.0 and from .*-csv 1\.0; uninstall one"),
     ],
 )

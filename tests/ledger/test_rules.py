@@ -71,8 +71,8 @@ def test_a_lease_of_a_clock_that_has_gone_back_since_keeps_nobody_waiting_for_ho
 
 def test_an_epoch_can_be_asked_to_be_beyond_those_that_a_rolled_back_ledger_forgot(ledger: Ledger) -> None:
     ledger.create_run(NAME, STREAM, UID, "{}")
-    assert ledger.execute(Acquire(UID, STREAM, "one", 0.0, above=41)) == 42
-    assert ledger.execute(Acquire(UID, STREAM, "one", 0.0, above=7)) == 43
+    assert ledger.execute(Acquire(UID, STREAM, "one", 0.0, beyond_epoch=41)) == 42
+    assert ledger.execute(Acquire(UID, STREAM, "one", 0.0, beyond_epoch=7)) == 43
 
 
 def test_a_ledger_that_is_behind_what_its_server_knows_is_refused_before_anything_changes(server: Server) -> None:

@@ -32,7 +32,7 @@ def picks(config: RunConfig, count: int, capacity: Mapping[int, int] | None = No
     given: Counter[int] = Counter()
     found = []
     for _ in range(count):
-        source = mixer.pick(lambda s: capacity is None or given[s] < capacity.get(s, count))
+        source = mixer.decide_one(lambda s: capacity is None or given[s] < capacity.get(s, count))
         if source == NOTHING:
             break
         given[source] += 1

@@ -236,7 +236,7 @@ def test_a_child_is_exhausted_by_a_failed_pick_and_never_earlier() -> None:
     assert walk.given[0] == 3
 
 
-def test_a_plan_that_is_not_issued_changes_no_count() -> None:
+def test_a_plan_that_is_not_taken_changes_no_count() -> None:
     walk = Walk(config_of("least_consumed", {}, {}), [9, 9])
     before = walk.present()
     assert walk.mixer.plan(5).tolist() == walk.mixer.plan(5).tolist()

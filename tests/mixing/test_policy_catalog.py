@@ -56,7 +56,7 @@ def test_what_a_catalog_has_is_mixed_and_planned() -> None:
     left = [4, 2, 3]
     mixer = Mixer(config, initial_nodes(config))
     picks = []
-    while (source := mixer.pick(lambda source: left[source] > 0)) >= 0:
+    while (source := mixer.decide_one(lambda source: left[source] > 0)) >= 0:
         left[source] -= 1
         picks.append(source)
     assert picks == [2] * 3 + [1] * 2 + [0] * 4
@@ -73,7 +73,7 @@ def test_what_a_catalog_has_is_checked_revised_and_forked() -> None:
         config_of("first_last")
     old, new = config_of("round_robin"), config_of(LastFirst.name)
     revised = carry(initial_state(old), old, new)
-    assert Mixer(new, revised.nodes).pick(lambda _: True) == 2
+    assert Mixer(new, revised.nodes).decide_one(lambda _: True) == 2
     sources = [SourceState(samples=count, tokens=count * LENGTH) for count in (5, 0, 1)]
     assert [child.samples for child in elsewhere.forked(new, sources)[0]] == [5, 0, 1]
     assert elsewhere.imported(new, sources, [True, False, True]).baselines == (None, None, None)

@@ -16,7 +16,7 @@ from tokenloom_server.mixing.weighted import WeightedChooser
 def picks(weights: list[float], seed: int, count: int, out: frozenset[int] = frozenset()) -> list[int]:
     config = config_of("weighted", *weights, seed=seed)
     mixer = Mixer(config, initial_nodes(config))
-    return [mixer.pick(lambda source: source not in out) for _ in range(count)]
+    return [mixer.decide_one(lambda source: source not in out) for _ in range(count)]
 
 
 @pytest.mark.parametrize("weights", [[1, 1], [0.1, 0.9], [1, 2, 3, 4], [0.001, 0.999]])

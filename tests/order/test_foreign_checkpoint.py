@@ -188,7 +188,7 @@ def test_whatever_was_consumed_shares_become_those_of_the_weights_and_stay_there
     while len(picked) < count:
         some = min(97, count - len(picked))
         picked += mixer.plan(some).tolist()
-        mixer.issue(some)
+        mixer.take_planned(some)
     total = sum(begun) + count
     for i, (had, weight) in enumerate(zip(begun, weights, strict=True)):
         assert abs(had + picked.count(i) - total * weight / sum(weights)) < 1.2  # a sample, and what baselines round

@@ -15,6 +15,7 @@ from support.goldens import FOLDER, MIXTURES, write_mixtures
 from tokenloom_proto.seal import canonical, unseal
 from tokenloom_server.config import mixture_file
 from tokenloom_server.core.state import EpochCursor, FileCursor, PackedCursor, RowCounts, State, WindowCursor
+from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.order import builder, snapshot
 from tokenloom_server.order.snapshot import read_foreign
 from tokenloom_server.order.timeline import Timeline
@@ -162,3 +163,22 @@ def test_a_source_that_is_back_at_its_first_row_stands_there(folder: Path) -> No
     text = timeline.encode(state)
     assert timeline.decode(text) == state
     assert timeline.decode(as_version_1(text, best_fit=False, in_batches=False)) == state
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"row_token_offset": 3}, "packed_samples is .* beside a row_token_offset of 3"),
+        (
+            {"packed_samples": 0, "row_token_offset": 3},
+            "row_token_offset is 3, but this run's packing has no such place",
+        ),
+    ],
+)
+def test_a_cursor_of_another_packing_is_refused(folder: Path, fields: dict[str, int], says: str) -> None:
+    timeline = Timeline(order_of(folder, mixture(packing="best_fit", sequence_length=16, pack_window_rows=5)))
+    packed = next(state for state in walked(timeline) if isinstance(state.sources[0].cursor, PackedCursor))
+    document = json.loads(timeline.encode(packed))
+    document["datasets"][0] |= fields
+    with pytest.raises(SnapshotInvalid, match=says):
+        timeline.decode(canonical(document))

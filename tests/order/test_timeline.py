@@ -212,7 +212,7 @@ def test_a_phase_in_which_a_revision_begins_is_told_apart(folder: Path) -> None:
     document = mixture(last_micro_step="pad", phases=[{"until_tokens": 80}, {"sequence_length": 16}])
     timeline = revised(Timeline(order_of(folder, document)), 10, set=[{"child": "code", "weight": 9}])
     (switch,) = timeline.switches(0)
-    assert switch.ends is not None and "sample 10 begins phase 1" in switch.ends
+    assert switch.end_reason is not None and "sample 10 begins phase 1" in switch.end_reason
     assert [(each.begin, each.phase, each.revision is None) for each in timeline.segments] == [
         (0, 0, True),
         (10, 1, False),

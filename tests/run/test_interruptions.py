@@ -311,7 +311,7 @@ class Broken:
         if unknown:
             pipeline.advance(self.rng.randrange(unknown[0].sample_index - state.sample_index))
             if pipeline.ended is None:
-                pipeline.switch(timeline.switches(pipeline.sample_index))
+                pipeline.replace_switches(timeline.switches(pipeline.sample_index))
         return pipeline if pipeline.ended is None else timeline.pipeline(state)
 
     def _group(self, pipeline: Pipeline, plan: BatchPlan) -> StepGroup:

@@ -111,7 +111,7 @@ def revisions_not_read_when_leading(patch: pytest.MonkeyPatch) -> None:
 
 def revisions_not_told_to_the_producer(patch: pytest.MonkeyPatch) -> None:
     """A pipeline that is at work hears of no revision."""
-    patch.setattr(Pipeline, "switch", lambda self, switches: None)
+    patch.setattr(Pipeline, "replace_switches", lambda self, switches: None)
 
 
 MUTANTS: dict[str, Mutant] = {

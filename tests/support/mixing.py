@@ -72,14 +72,14 @@ class Walk:
     def begin(self) -> int:
         done = sum(self.given)
         tokens = done * self.config.sequence_length
-        return self.mixer.begin(done * self._pretended, tokens, self.rows_picked) // self._pretended
+        return self.mixer.update_weights(done * self._pretended, tokens, self.rows_picked) // self._pretended
 
     def has_sample(self, source: int) -> bool:
         return self.given[source] < self.capacity[source]
 
     def step(self) -> int:
         self.begin()
-        source = self.mixer.pick(self.has_sample)
+        source = self.mixer.decide_one(self.has_sample)
         if source != NOTHING:
             self.given[source] += 1
         return source
@@ -96,7 +96,7 @@ class Walk:
                 self.given[plan[ready]] += 1
                 ready += 1
             if ready:
-                self.mixer.issue(ready)
+                self.mixer.take_planned(ready)
                 found += plan[:ready]
             if ready < len(plan):
                 found.append(self.step())

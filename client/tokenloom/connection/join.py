@@ -187,21 +187,24 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
         time.sleep(delay_s)
 
 
-def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
-    of_rows = answer.global_batch_size > 0
-    of_documents = request.columns & {"position_ids", "document_ids"}
-    if of_rows and of_documents:
-        raise ProtocolError(
-            f"{request.address} gives batches of rows from buckets, which have no documents: leave "
-            f"{' and '.join(sorted(of_documents))} out of columns"
-        )
-    if not of_rows and (
-        answer.id_type not in (1, 2, 4) or answer.labels not in (wire.LABELS_SAME, wire.LABELS_SHIFTED)
-    ):
+def _check(answer: wire.JoinResponse, request: Request) -> None:
+    """Raises ``ProtocolError`` for an answer that this client cannot read, or whose batches lack the columns."""
+    if answer.global_batch_size:
+        if of_documents := request.columns & {"position_ids", "document_ids"}:
+            raise ProtocolError(
+                f"{request.address} gives batches of rows from buckets, which have no documents: leave "
+                f"{' and '.join(sorted(of_documents))} out of columns"
+            )
+    elif answer.id_type not in (1, 2, 4) or answer.labels not in (wire.LABELS_SAME, wire.LABELS_SHIFTED):
         raise ProtocolError(
             f"the server sends ids of type {answer.id_type} and labels of kind {answer.labels}, which this client "
             "does not know: install the client of the server's version"
         )
+
+
+def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
+    _check(answer, request)
+    of_rows = answer.global_batch_size > 0
     first = BatchPlan(answer.start_index, answer.batch_size or request.batch_size, answer.group_micro_steps)
     plans = [BatchPlan(plan.begin_index, plan.batch_size, plan.group_micro_steps) for plan in answer.batch_plans]
     return Opening(

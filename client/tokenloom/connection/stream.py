@@ -119,7 +119,7 @@ class Connection:
         self._channels.close()
 
     def break_stream(self) -> None:
-        """Breaks a stream on which nothing comes; whoever waits for it next may notice."""
+        """Breaks a stream on which nothing comes, so that the reader thread opens another. Any thread may call."""
         self._fell_silent = True
         if self._call is not None:
             self._call.cancel()
@@ -136,7 +136,7 @@ class Connection:
         retry = Retry(self._request.options.reconnect_timeout_s, len(self._request.address.targets))
         while True:
             began, received = time.monotonic(), self.buffer.received_through
-            broken = self._stream()
+            broken = self._read_stream()
             if broken is None:
                 return
             if self.buffer.closing:
@@ -160,10 +160,11 @@ class Connection:
     def _report_once(self) -> None:
         """On closing between two streams: one more try to say how far the trainer came."""
         if not self.buffer.nothing_to_commit():
-            self._stream()
+            self._read_stream()
 
-    def _stream(self) -> str | None:
-        """Reads one stream to its end. None if that was agreed, else what broke it; raises what is final."""
+    def _read_stream(self) -> str | None:
+        """Opens one stream and reads it to its end. Returns None where it ended because the client was done, else what
+        broke it, so that another may be opened. Raises errors that another stream would not cure."""
         writer = _Writer(self)
         self.buffer.heard(0, "the stream to open")
         self._fell_silent = False
@@ -183,7 +184,7 @@ class Connection:
             writer.over = True
             self.buffer.wake_writer()
             call.cancel()
-        return None if writer.said_all else "the server ended the stream before the end of the data"
+        return None if writer.reported_all else "the server ended the stream before the end of the data"
 
     def _receive(self, response: Response) -> None:
         message = response.message
@@ -226,7 +227,7 @@ class Connection:
         layout = self._layouts[self.opening.schedule.number_at(batches.begin_index)]
         message: Steps
         if layout.rows:
-            # Batches of rows have a type of their own, which who asks for a run of them knows.
+            # Its batches have a type of their own; who trains on a run with ``batching`` expects it.
             buckets = [_bucket(bucket) for bucket in batches.buckets]
             message = cast("Steps", RowsMessage(layout.batch_size, numbers, data=ids, buckets=buckets))
         else:
@@ -250,7 +251,7 @@ class Connection:
                 "the server skips or repeats data"
             )
 
-    def stream_open(self, consumed: Point) -> wire.StreamRequest:
+    def opening_request(self, consumed: Point) -> wire.StreamRequest:
         """The first message of a stream: who we are, and where it goes on."""
         request = self._request
         received_point = self.buffer.received
@@ -296,13 +297,15 @@ class _Writer:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        #: Set by the reader when the stream is over.
         self.over = False
-        self.said_all = False
+        #: Whether the last message had all that the trainer consumed, after which our half of the stream ends.
+        self.reported_all = False
 
     def __iter__(self) -> Iterator[wire.StreamRequest]:
         connection, buffer = self._connection, self._connection.buffer
         reported = buffer.consumed
-        yield connection.stream_open(reported)
+        yield connection.opening_request(reported)
         reported_at = 0.0
         while True:
             consumed = buffer.next_report(reported.sample_index, reported_at, lambda: self.over)
@@ -312,6 +315,6 @@ class _Writer:
                 reported, reported_at = consumed, time.monotonic()
                 yield wire.StreamRequest(progress=connection.progress(consumed))
             if buffer.closing or buffer.all_committed():
-                self.said_all = reported is buffer.consumed
-                if self.said_all:
+                self.reported_all = reported is buffer.consumed
+                if self.reported_all:
                     return

@@ -87,9 +87,13 @@ RUN_METRICS = (
     RowMetric("tokenloom_committed_tokens_total", "total_tokens", "Tokens committed."),
     RowMetric("tokenloom_committed_samples_total", "sample_index", "Samples committed."),
     RowMetric("tokenloom_sample_index", "sample_index", "Committed sample index."),
-    RowMetric("tokenloom_produced_index", "produced_index", "Sample index up to which is produced."),
+    RowMetric("tokenloom_produced_index", "produced_index", "Sample index up to which samples are produced."),
     RowMetric("tokenloom_tokens_per_second", "tokens_per_s", "Committed tokens/s over the last seconds."),
-    RowMetric("tokenloom_generation", "generation", "Fencing number; 0 before the first trainer."),
+    RowMetric(
+        "tokenloom_generation",
+        "generation",
+        "Number of the present launch: each that opens the run raises it; 0 before the first.",
+    ),
     RowMetric("tokenloom_leads", "leads", "1 while this server has the lease on the run."),
     RowMetric("tokenloom_server_epoch", "server_epoch", "This server's number among those that led."),
     RowMetric("tokenloom_world_size", "world_size", "Ranks of the present generation."),
@@ -167,9 +171,7 @@ SOURCE_METRICS = (
         "tokenloom_source_target_share", "target_share", "Share of the tokens that the weights ask for (0 to 1)."
     ),
     RowMetric("tokenloom_source_actual_share", "actual_share", "Share of the tokens so far (0 to 1)."),
-    RowMetric(
-        "tokenloom_source_window_share", "window_share", "Share of the tokens in the last window of samples (0 to 1)."
-    ),
+    RowMetric("tokenloom_source_window_share", "window_share", "Share of the tokens of the last 30 s (0 to 1)."),
     RowMetric(
         "tokenloom_source_loss",
         "loss",

@@ -7,7 +7,7 @@ Who writes, and what a write has to name:
 
 | command | written by | names |
 |---|---|---|
-| Create | ``api.service``, ``run.streams``, ``run.leadership`` | the run, which must not be there yet |
+| Create | ``Ledger.create_run``: ``api.service``, ``run.streams``, ``run.leadership`` | a run that is not there yet |
 | Acquire | ``run.leadership`` | its holder; gives the next server epoch |
 | Renew, Release | ``run.leadership`` | server epoch |
 | Open, Adopt | ``run.coordinator``, ``run.opening`` | server epoch |
@@ -15,5 +15,5 @@ Who writes, and what a write has to name:
 | Commit, ThinJournal | ``run.committer`` | server epoch; a commit its generation, too |
 | Revise, DropRevisions | ``run.revise`` | server epoch |
 | Pin | ``replay.start_points`` | server epoch |
-| SaveSnapshot | ``replay.saved_snapshots`` | the run's uid: it moves nothing |
+| SaveSnapshot | ``replay.saved_snapshots`` | the run's uid: it changes neither the committed state nor the lease |
 """

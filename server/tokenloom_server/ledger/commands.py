@@ -20,7 +20,7 @@ class Command:
 
     @property
     def verb(self) -> str:
-        """What it does in one word, such as ``save_snapshot``."""
+        """Its name in lower case with underscores, such as ``save_snapshot``: that of its Redis script, too."""
         return re.sub(r"\B(?=[A-Z])", "_", type(self).__name__).lower()
 
 
@@ -45,31 +45,31 @@ class Create(Command):
 
 @dataclass(frozen=True, slots=True)
 class Acquire(Command):
-    """Takes the lease for ``lease_s`` seconds and raises the server epoch, beyond ``above`` too: older epochs can no
-    longer write.
+    """Takes the lease for ``lease_s`` seconds and raises the server epoch to a number greater than the ledger's and
+    than ``beyond_epoch``: older epochs can no longer write.
 
     Raises ``LeaseHeld`` while another holder's lease has not lapsed. The same holder's own is taken over at once.
     """
 
     holder: str
     lease_s: float
-    above: int = 0
+    beyond_epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Renew(LeaderCommand):
     """Makes the lease last ``lease_s`` seconds from now; ``heard_at`` is kept for a server that takes over.
 
-    ``known`` is what the server knows as committed in ``generation`` (0: none). Raises ``NotLeader`` also where the
-    lease is another holder's (a ledger that went back gave the epoch out twice), and ``LedgerRolledBack`` where the
-    ledger has less than what is known.
+    ``known_index``: the sample index that the server knows as committed in ``generation`` (0: none). Raises
+    ``NotLeader`` also where the lease is another holder's (a ledger that went back gave the epoch out twice), and
+    ``LedgerRolledBack`` where the ledger has a lower one.
     """
 
     holder: str
     lease_s: float
     heard_at: float | None
     generation: int
-    known: int
+    known_index: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,17 +118,17 @@ class ClaimSlot(LeaderCommand):
 @dataclass(frozen=True, slots=True)
 class Commit(LeaderCommand):
     """Moves the committed state of the generation forward; with ``journal`` it is kept as a journal entry, too.
-    ``known`` is what the server knows as committed.
+    ``known_index``: the sample index that the server knows as committed.
 
     At the committed index with the same digest, or below the committed index, it changes nothing. Raises ``Fenced``,
-    ``LedgerRolledBack`` where the committed index is below ``known``, and ``OrderMismatch`` where it has another
+    ``LedgerRolledBack`` where the committed index is below ``known_index``, and ``OrderMismatch`` where it has another
     digest.
     """
 
     generation: int
     committed: CommittedState
     journal: bool
-    known: int = 0
+    known_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,15 +156,15 @@ class Revise(LeaderCommand):
 
 @dataclass(frozen=True, slots=True)
 class DropRevisions(LeaderCommand):
-    """Removes the revision of this number and all after it; none is left out in the middle. Where there is none of
-    them it changes nothing."""
+    """Removes the revision of this number and all after it. Where there is none of them it changes nothing."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class SaveSnapshot(Command):
-    """Keeps a snapshot; the same id with the same text may be saved again. Any server may.
+    """Keeps a snapshot; the same id with the same text may be saved again. It names no epoch, so the ledger takes it
+    from any server; only the leading one asks for it.
 
     Raises ``LedgerError`` where the id has another text.
     """

@@ -273,7 +273,7 @@ def _arguments(command: Command, clock: Callable[[], float]) -> Sequence[Any]:
             )
         case commands.Commit():
             member = _member(command.generation, command.committed.sample_index) if command.journal else ""
-            return (command.generation, member, command.known, *_committed(command.committed, clock()))
+            return (command.generation, member, command.known_index, *_committed(command.committed, clock()))
         case commands.Revise(revision=revision):
             return (revision.number, revision.sample_index, _json(revision))
         case commands.SaveSnapshot(snapshot=snapshot):

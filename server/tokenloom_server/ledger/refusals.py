@@ -45,7 +45,7 @@ def gone(uid: str, stream: str) -> LedgerRolledBack:
 def rolled_back(command: commands.Renew | commands.Commit, generation: int, sample_index: int) -> LedgerRolledBack:
     return LedgerRolledBack(
         f"{_run(command)}: the ledger is at generation {generation}, sample index {sample_index}, but had "
-        f"acknowledged generation {command.generation}, sample index {command.known}. {_REMEDY}"
+        f"acknowledged generation {command.generation}, sample index {command.known_index}. {_REMEDY}"
     )
 
 

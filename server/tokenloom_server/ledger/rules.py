@@ -26,8 +26,8 @@ Refusal: TypeAlias = TokenloomError
 class Head:
     """What a command is decided by: the run at one moment, without anything that grows with it.
 
-    The last fields are entries of the run's lists: each holds the entry that has the attempt, rank, number, id or uid
-    which the command names, or None.
+    Those that may be None are there for some commands alone: the lease, and entries of the run's lists, each the one
+    that has the attempt, rank, number, id or uid which the command names.
     """
 
     #: The ledger's clock, Unix time in seconds.
@@ -36,8 +36,6 @@ class Head:
     #: Differs from the command's where the run took another uid since.
     uid: str
     epoch: int
-    #: None before the first server.
-    lease: Lease | None
     #: The present generation; 0 before the first.
     generation: int
     #: ``opening_mark`` of the present generation; empty before the first.
@@ -45,6 +43,8 @@ class Head:
     #: The committed sample index and its digest; 0 and empty before the first generation.
     sample_index: int
     digest: str
+    #: ``Acquire``, ``Renew``, ``Release``: None before the first server.
+    lease: Lease | None = None
     #: ``Revise``: the newest revision, and the one that has the command's number.
     newest_revision: StoredRevision | None = None
     same_number: StoredRevision | None = None
@@ -164,7 +164,7 @@ def _refuse_generation(head: Head, command: commands.ClaimSlot | commands.Commit
 
 def _refuse_rolled_back(head: Head, command: commands.Renew | commands.Commit) -> Refusal | None:
     """Where (generation, committed index) is less than what the server knows; a new generation may begin anywhere."""
-    if (head.generation, head.sample_index) < (command.generation, command.known):
+    if (head.generation, head.sample_index) < (command.generation, command.known_index):
         return refusals.rolled_back(command, head.generation, head.sample_index)
     return None
 
@@ -188,7 +188,7 @@ def _acquire(head: Head, command: commands.Acquire) -> Refusal | Writes:
     lease = head.lease
     if lease is not None and lease.holder != command.holder and lease.left_s(head.now):
         return refusals.lease_held(command, lease, lease.left_s(head.now))
-    epoch = max(head.epoch, command.above) + 1
+    epoch = max(head.epoch, command.beyond_epoch) + 1
     taken = Lease(
         holder=command.holder,
         acquired_at=head.now,

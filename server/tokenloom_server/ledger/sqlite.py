@@ -112,8 +112,7 @@ class SqliteLedger(Ledger):
             return 0, None
         fields = dict(row)
         run = fields.pop("id")
-        lease = _first(connection, Lease, run)
-        return run, Head(now=self._clock(), lease=lease, **fields, **_items(connection, run, command))
+        return run, Head(now=self._clock(), **fields, **_items(connection, run, command))
 
     def _create(self, connection: sqlite3.Connection, command: commands.Create) -> None:
         connection.execute(
@@ -221,13 +220,15 @@ def _row_of(connection: sqlite3.Connection, select: str, uid: str, stream: str) 
 
 
 def _items(connection: sqlite3.Connection, run: int, command: Command) -> dict[str, Any]:
-    """The fields of ``Head`` that say what the run's lists hold of the command's own item."""
+    """The fields of ``Head`` that are there for the command alone: the lease, or its own item of the run's lists."""
 
     def one(query: str, *key: str | int) -> Any:
         row = connection.execute(query, key).fetchone()
         return None if row is None else row[0]
 
     match command:
+        case commands.Acquire() | commands.Renew() | commands.Release():
+            return {"lease": _first(connection, Lease, run)}
         case commands.Open(opening=opening):
             query = "SELECT generation FROM openings WHERE run = ? AND attempt = ?"
             return {"attempt_generation": one(query, run, opening.attempt)}

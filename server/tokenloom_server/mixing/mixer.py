@@ -43,15 +43,26 @@ class Stock(Protocol):
     def has_sample(self, source: int) -> bool:
         """Whether a pick from a source succeeds."""
 
-    def short(self, counts: npt.NDArray[np.int64]) -> Iterable[tuple[int, int]]:
-        """Of so many picks by source id, the sources that have fewer, and how many they have."""
+    def shortages(self, picks: npt.NDArray[np.int64]) -> Iterable[tuple[int, int]]:
+        """``picks`` [sources]: how many are wanted of each. The sources that have fewer: (id, picks that it has)."""
 
     def rows_picked(self, source: int) -> tuple[int, int]:
-        """The rows counter of a source, and the tokens of the row that is not at its end, after its last pick."""
+        """Where a source stands after its last pick: its rows counter, and how many tokens of the next row are
+        taken."""
 
 
 class Mixer:
-    """Decides, pick by pick, which source is next."""
+    """Decides, pick by pick, which source is next.
+
+    ``decide`` is what a pipeline calls, again and again. It is made of four calls, always in this order:
+
+    1. ``update_weights``: makes weights anew where that is due, and says for how many picks they hold;
+    2. ``plan``: the sources of the next picks, if each of them has enough; changes nothing;
+    3. ``take_planned``: counts the first of the planned picks, those that their sources have;
+    4. ``decide_one``, where not a single planned pick can be had: one pick, for which it asks the sources.
+
+    A forecast of the run decides many picks at once instead (``leap``).
+    """
 
     def __init__(
         self,
@@ -79,9 +90,9 @@ class Mixer:
         #: What a state has beside the counters, now.
         self.mix_weights: MixWeights = self._mix_weights()
 
-    def begin(self, pick_index: int, total_tokens: int, rows_picked: RowsPicked) -> int:
+    def update_weights(self, pick_index: int, total_tokens: int, rows_picked: RowsPicked) -> int:
         """To be called before each decision, with the run's position in picks: makes weights anew where that is due,
-        from the counters here. Returns how many picks may be decided before it is to be called again."""
+        from the counters there. Returns for how many picks they hold: then it is to be called again."""
         if not self._varying:
             return MAX_COUNTER
         # At an end nothing changes any more: a state there is the same however often it is asked.
@@ -97,30 +108,31 @@ class Mixer:
     def decide(self, most: int, pick_index: int, total_tokens: int, stock: Stock) -> Picks:
         """Decides and counts the next picks, up to ``most``: their source ids, one at least; none at the end of data.
         ``pick_index`` and ``total_tokens`` are the run's before them, and ``mix_weights`` hold for all of them."""
-        plan = self.plan(min(most, self.begin(pick_index, total_tokens, stock.rows_picked)))
+        plan = self.plan(min(most, self.update_weights(pick_index, total_tokens, stock.rows_picked)))
         nothing = np.flatnonzero(plan == NOTHING)
-        ready = int(nothing[0]) if len(nothing) else len(plan)
-        for source, there in stock.short(np.bincount(plan[:ready], minlength=1)):
-            ready = min(ready, int(np.flatnonzero(plan == source)[there]))
-        if ready:
-            self.issue(ready)
-            return plan[:ready]
-        source = self.pick(stock.has_sample)
+        #: Of the plan's first picks, how many their sources have.
+        available = int(nothing[0]) if len(nothing) else len(plan)
+        for source, has_picks in stock.shortages(np.bincount(plan[:available], minlength=1)):
+            available = min(available, int(np.flatnonzero(plan == source)[has_picks]))
+        if available:
+            self.take_planned(available)
+            return plan[:available]
+        source = self.decide_one(stock.has_sample)
         return np.array([] if source == NOTHING else [source], np.int32)
 
     def plan(self, count: int) -> Picks:
         """The source ids of the next ``count`` picks if each source has them (int32, [count]; NOTHING where
-        none can be named). Decides nothing: ``issue`` as many as there are, then ``pick``."""
+        none can be named). Changes nothing."""
         return self._root.plan(count)
 
-    def issue(self, count: int) -> None:
-        """Decides and counts the first ``count`` picks of the plan: their sources have them."""
-        self._root.issue(count)
+    def take_planned(self, count: int) -> None:
+        """Counts the first ``count`` picks of the plan as decided: their sources have them."""
+        self._root.take_planned(count)
 
-    def pick(self, has_sample: Callable[[int], bool]) -> int:
-        """Decides and counts the next pick where a source of the plan may be out: its source id, or ``NOTHING`` at the
-        end of data. ``has_sample(source)`` says whether a pick from a source succeeds."""
-        source = self._root.pick(has_sample)
+    def decide_one(self, has_sample: Callable[[int], bool]) -> int:
+        """Decides and counts one pick, also where the planned source is out: its source id, or ``NOTHING`` at the end
+        of data. ``has_sample(source)`` says whether a pick from a source succeeds."""
+        source = self._root.decide_one(has_sample)
         self.mix_weights = self._mix_weights()
         return source
 
@@ -256,5 +268,5 @@ def target_shares(config: RunConfig, size_estimates: Mapping[int, SizeEstimate] 
     """Each source's share of all tokens that the policies ask for at the beginning of the run, by source id.
     ``size_estimates`` as for the ``Mixer``."""
     mixer = Mixer(config, initial_nodes(config), size_estimates)
-    mixer.begin(0, 0, lambda _: (0, 0))
+    mixer.update_weights(0, 0, lambda _: (0, 0))
     return mixer.shares()

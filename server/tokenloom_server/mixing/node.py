@@ -120,30 +120,30 @@ class Node:
             picks[room:] = NOTHING
         return picks
 
-    def issue(self, count: int) -> None:
-        """Counts the first ``count`` picks of the plan, here and below."""
+    def take_planned(self, count: int) -> None:
+        """Counts the first ``count`` picks of the plan as decided, here and below."""
         counts = np.bincount(self.chooser.upcoming(count), minlength=len(self.children))
         for position, child in self.inner:
             if counts[position]:
-                child.issue(int(counts[position]))
+                child.take_planned(int(counts[position]))
         for position in np.flatnonzero(counts).tolist():
             self.count(position, int(counts[position]))
-        self.chooser.issued(count)
+        self.chooser.taken(count)
 
-    def pick(self, has_sample: Callable[[int], bool]) -> int:
+    def decide_one(self, has_sample: Callable[[int], bool]) -> int:
         """Decides one pick and counts it; children that turn out to be out are marked so."""
         retry = 0
         while not self.is_over:
             position = self.chooser.choose(retry)
             child, source, waits = self.children[position], NOTHING, False
             if isinstance(child, Node):
-                source = child.pick(has_sample)
+                source = child.decide_one(has_sample)
                 waits = child.waits
             elif self.leaf_room(position) and has_sample(child):
                 source = child
             if source != NOTHING:
                 self.count(position, 1)
-                self.chooser.issued(1)
+                self.chooser.taken(1)
                 return source
             self.lose(position, waits)
             retry += 1

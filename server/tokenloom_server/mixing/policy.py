@@ -1,4 +1,4 @@
-"""The seam for policies: all that the tree, the mixture file, revisions and inspectors ask of one.
+"""What a policy is: all that the tree, the mixture file, revisions and inspectors need to know of it.
 
 A ``Policy`` is what a mixture file names: it has no state, and there is one of each. Its ``Chooser`` is at work in one
 node.
@@ -103,7 +103,7 @@ class Chooser(ABC):
     def _forget(self) -> None:
         """Throws away what was worked out ahead."""
         self._ahead: Choices = np.empty(0, np.intp)
-        self._issued, self._size = 0, _FIRST_AHEAD
+        self._taken, self._size = 0, _FIRST_AHEAD
 
     @abstractmethod
     def work_out(self, count: int) -> Choices:
@@ -117,18 +117,18 @@ class Chooser(ABC):
     def upcoming(self, count: int) -> Choices:
         """The next ``count`` choices if each of them succeeds. At least one child is live. Changes nothing
         that a state would show; the caller does not write into the array."""
-        if len(self._ahead) - self._issued < count:
-            self._ahead, self._issued = self.work_out(max(count, self._size)), 0
+        if len(self._ahead) - self._taken < count:
+            self._ahead, self._taken = self.work_out(max(count, self._size)), 0
             self._size = min(2 * self._size, _AHEAD)
-        return self._ahead[self._issued : self._issued + count]
+        return self._ahead[self._taken : self._taken + count]
 
     def choose(self, retry: int) -> int:
         """The next choice, where ``retry`` children turned out to be out within this pick."""
         return int(self.upcoming(1)[0])
 
-    def issued(self, count: int) -> None:
+    def taken(self, count: int) -> None:
         """The next ``count`` choices succeeded. Called after the counters moved."""
-        self._issued += count
+        self._taken += count
 
     def lost(self, child: int) -> None:
         """The child is out, and maybe none is live any more. Called after it was marked."""
@@ -207,7 +207,7 @@ class Policy(ABC):
     options: Collection[str] = ()
     #: Whether weights follow from what the sources below have left: their sizes are measured then.
     estimates: bool = False
-    #: Whether shares depend on how far the run is: over a few picks they mean something else, or nothing.
+    #: Whether shares change as the run goes on, so that those of a few picks are not those of the run.
     follows_progress: ClassVar[bool] = False
     #: Whether the policy makes the weights itself, every ``UPDATE_PICKS``, and a state keeps those in force.
     makes_weights: ClassVar[bool] = False

@@ -49,10 +49,10 @@ class Switch(NamedTuple):
     sample_index: int
     config: RunConfig
     packers: PackerFactory
-    #: The state there as the other config has it.
+    #: Makes of the state there the one that the other config goes on from.
     carry: Callable[[State], State]
-    #: Why batches end here, because those after have another shape; None where they go on.
-    ends: str | None
+    #: Why the data end here for the trainers of now, since later batches have another shape; None where they go on.
+    end_reason: str | None
     #: Of the other config's ``measured_sources``, by id.
     size_estimates: Mapping[int, SizeEstimate] = MappingProxyType({})
 
@@ -71,9 +71,9 @@ class Pipeline:
         size_estimates: Mapping[int, SizeEstimate] | None = None,
         switches: Sequence[Switch] = (),
     ) -> None:
-        """``sample_bytes``: of a sample as it travels. ``real`` counts what of it is documents'. ``size_estimates`` of
-        the ``RunConfig.measured_sources``, by id.
-        ``switches``, in order, lie after the state."""
+        """``sample_bytes``: the size of a sample as it is sent. ``real`` counts the tokens of it that are documents'.
+        ``size_estimates``: of the ``RunConfig.measured_sources``, by id. ``switches``, in order, lie after the
+        state."""
         self._padding = memoryview(bytes(sample_bytes))
         self._real = real
         self._switches = deque(switches)
@@ -99,8 +99,8 @@ class Pipeline:
         """Of the sample that is next."""
         return self._index
 
-    def switch(self, switches: Sequence[Switch]) -> None:
-        """From now on these, in order, are the switches after the present sample index."""
+    def replace_switches(self, switches: Sequence[Switch]) -> None:
+        """From now on these, in order, are the switches after the present sample index, in place of those before."""
         assert all(switch.sample_index > self._index for switch in switches), "samples after a switch are made already"
         self._switches = deque(switches)
 
@@ -122,47 +122,52 @@ class Pipeline:
         ``ended`` says why. Raises ``SourceError`` and ``TokenizerError``; the pipeline is of no use then.
         """
         plan, config = group.plan, self._stage.config
-        first, size, length = len(group.marks), plan.step_samples, config.sequence_length
-        begin, tokens = self._index, self._tokens
-        wanted = min(steps, plan.group_micro_steps - first) * size
-        rotations = [slice_rotation(config.seed, begin + i, plan.world_size) for i in range(0, wanted, size)]
-        slots = slots_of_steps(plan, rotations, first)
+        first_step, step_samples = len(group.marks), plan.step_samples
+        begin_index, begin_tokens = self._index, self._tokens
+        wanted = min(steps, plan.group_micro_steps - first_step) * step_samples
+        begins = range(begin_index, begin_index + wanted, step_samples)
+        rotations = [slice_rotation(config.seed, begin, plan.world_size) for begin in begins]
+        slots = slots_of_steps(plan, rotations, first_step)
         # From which sample on which stage and weights are in force.
         changes: list[tuple[int, Stage, MixWeights]] = []
         hashes: list[int] = []
-        done = count = 0
-        while done < wanted and self.ended is None:
-            stage = self._stage
-            self._check_step(size)
-            most = min(wanted - done, self._until_switch())
-            picks, changed = self._decide(most)
-            changes += [(done + i, stage, mix_weights) for i, mix_weights in changed]
-            done += len(picks)
-            count = done
-            if len(picks) < most and done % size and config.last_micro_step == "drop":
-                self.dropped_samples = done % size
-                count = done - done % size
-            taken = max(0, len(picks) - (done - count))
-            hashes += self._take(group, picks[:taken], slots[done - len(picks) :][:taken])
-            why_batches_end = self._cross()
-            if why_batches_end is not None:
+        # Samples of this call: those whose source is decided, and without those of a micro-step that is dropped.
+        decided = kept = 0
+        while decided < wanted and self.ended is None:
+            stage, decided_before = self._stage, decided
+            self._check_step(step_samples)
+            asked = min(wanted - decided, self._until_switch())
+            picks, changed = self._decide(asked)
+            changes += [(decided_before + i, stage, mix_weights) for i, mix_weights in changed]
+            decided += len(picks)
+            kept = decided
+            if len(picks) < asked and decided % step_samples and config.last_micro_step == "drop":
+                self.dropped_samples = decided % step_samples
+                kept = decided - self.dropped_samples
+            kept_picks = picks[: max(0, kept - decided_before)]
+            hashes += self._take(group, kept_picks, slots[decided_before : decided_before + len(kept_picks)])
+            crossed = self._cross()
+            if crossed is not None:
                 # In force after the sample before it, so that the state at the switch is the other config's.
-                changes.append((done - 1, self._stage, self._stage.mixer.mix_weights))
+                changes.append((decided - 1, self._stage, self._stage.mixer.mix_weights))
                 self._note_tails(group)
-                self.ended = why_batches_end or None
-        del hashes[count:]
-        if not count:
+                self.ended = crossed.end_reason
+        # A dropped micro-step may have begun before a switch.
+        del hashes[kept:]
+        if not kept:
             return
-        ends = [*range(size, count + 1, size), *([count] if count % size else [])]
+        last_partial = [kept] if kept % step_samples else []
+        ends = [*range(step_samples, kept + 1, step_samples), *last_partial]
         group.rotations += rotations[: len(ends)]
         if self._real.varies:
-            group.count(first, first + len(ends))
+            group.count(first_step, first_step + len(ends))
         for start, end in pairwise([0, *ends]):
             self._digest = _digest_after(self._digest, hashes[start:end], self._powers)
             # A change found after the step's last sample is the next decision's; but none follows a padded one.
-            while len(changes) > 1 and changes[1][0] < end + (end % size > 0):
+            while len(changes) > 1 and changes[1][0] < end + (end % step_samples > 0):
                 del changes[0]
-            group.marks.append(StepMark(begin + end, tokens + end * length, self._digest, *changes[0][1:]))
+            tokens = begin_tokens + end * config.sequence_length
+            group.marks.append(StepMark(begin_index + end, tokens, self._digest, *changes[0][1:]))
 
     def advance(self, samples: int) -> None:
         """Goes forward without building batches; stops early, with ``ended`` set, where the data end."""
@@ -186,26 +191,25 @@ class Pipeline:
         mark = StepMark(self._index, self._tokens, self._digest, self._stage, self._stage.mixer.mix_weights)
         return state_at(mark, samples, positions, dropped)
 
-    def _check_step(self, size: int) -> None:
+    def _check_step(self, step_samples: int) -> None:
         """With ``batching`` a micro-step is one batch, so that all ranks have its shape. Raises ``JoinRefused``."""
         batch = self._stage.config.global_batch_size
-        if batch is not None and size != batch:
+        if batch is not None and step_samples != batch:
             raise JoinRefused(
-                f"a micro-step of {size} samples was asked for, but this run's order is made of "
+                f"a micro-step of {step_samples} samples was asked for, but this run's order is made of "
                 f"global batches of {batch}"
             )
 
     def _until_switch(self) -> int:
         return self._switches[0].sample_index - self._index if self._switches else MAX_COUNTER
 
-    def _cross(self) -> str | None:
-        """Goes over to another config where a switch lies here: why batches end, empty where they go on; None where
-        there is no switch."""
+    def _cross(self) -> Switch | None:
+        """Goes over to another config where a switch lies here, and returns that switch; None where there is none."""
         if self._until_switch():
             return None
         switch = self._switches.popleft()
         self._begin(switch.config, switch.packers, switch.carry(self.state()), switch.size_estimates)
-        return switch.ends or ""
+        return switch
 
     def _decide(self, count: int) -> tuple[Picks, list[tuple[int, MixWeights]]]:
         """The sources of the next ``count`` samples, fewer where the data end; and from which of them on
@@ -214,20 +218,20 @@ class Pipeline:
         pick = config.pick_samples
         changes = [(0, mixer.mix_weights)]
         parts: list[Picks] = []
-        left = count
-        while left and self.ended is None:
-            index, tokens = self._index + count - left, self._tokens + (count - left) * config.sequence_length
-            picks = mixer.decide(left // pick, index // pick, tokens, self)
+        decided = 0
+        while decided < count and self.ended is None:
+            index, tokens = self._index + decided, self._tokens + decided * config.sequence_length
+            picks = mixer.decide((count - decided) // pick, index // pick, tokens, self)
             if mixer.mix_weights is not changes[-1][1]:
-                changes.append((count - left, mixer.mix_weights))
+                changes.append((decided, mixer.mix_weights))
             if not len(picks):
                 self.ended = mixer.why_over()
                 break
             parts.append(picks if pick == 1 else np.repeat(picks, pick))
             self._picked(parts[-1])
-            left -= len(parts[-1])
-        self._index += count - left
-        self._tokens += (count - left) * config.sequence_length
+            decided += len(parts[-1])
+        self._index += decided
+        self._tokens += decided * config.sequence_length
         if self._tokens > MAX_COUNTER:
             raise CounterOverflow(f"the run has {self._tokens} tokens; counters end at 2^53 − 1: start a new run")
         return np.concatenate(parts) if parts else np.empty(0, np.int32), changes
@@ -236,12 +240,12 @@ class Pipeline:
         """See ``Stock``, which this is to the mixer."""
         return self._feeds[source].has_sample()
 
-    def short(self, counts: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    def shortages(self, picks: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
         """See ``Stock``; loads blocks as needed."""
         pick = self._stage.config.pick_samples
-        for source in np.flatnonzero(counts).tolist():
-            loaded = self._feeds[source].load(int(counts[source]) * pick) // pick
-            if loaded < counts[source]:
+        for source in np.flatnonzero(picks).tolist():
+            loaded = self._feeds[source].load(int(picks[source]) * pick) // pick
+            if loaded < picks[source]:
                 yield source, loaded
 
     def rows_picked(self, source: int) -> tuple[int, int]:
@@ -267,8 +271,9 @@ class Pipeline:
                 ids += taken
                 hashes += taken_hashes
                 if group is not None:
-                    known = group.origins[source]
-                    known += origins[1:] if known and known[-1] is origins[0] else origins
+                    group_origins = group.origins[source]
+                    goes_on = group_origins and group_origins[-1] is origins[0]
+                    group_origins += origins[1:] if goes_on else origins
         if group is not None:
             group.source_ids.reshape(-1)[slots] = picks
             group.samples[slots[order]] = _objects(ids)

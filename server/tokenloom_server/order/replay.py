@@ -102,7 +102,7 @@ class Replay:
                 break
         self.timeline = timeline
         if self._pipeline is not None:
-            self._pipeline.switch(timeline.switches(self.sample_index))
+            self._pipeline.replace_switches(timeline.switches(self.sample_index))
 
     @property
     def rests(self) -> bool:

@@ -24,7 +24,7 @@ from tokenloom_server.order.snapshot_checks import (
     check_skipped,
 )
 from tokenloom_server.order.snapshot_document import (
-    DatasetInFile,
+    FileDataset,
     KnownDataset,
     PreservedDataset,
     ResumeStateDocument,
@@ -218,7 +218,7 @@ class ForeignSnapshot(SnapshotDocument):
         return tuple(
             ForeignSource(
                 spec=dataset.spec,
-                shard=dataset.shard if isinstance(dataset, DatasetInFile) else None,
+                shard=dataset.shard if isinstance(dataset, FileDataset) else None,
                 state=source_state(dataset),
                 shuffle=dataset.shuffle,
             )

@@ -22,7 +22,7 @@ from tokenloom_server.core.state import (
     tokens_in_row,
 )
 from tokenloom_server.errors import SnapshotInvalid
-from tokenloom_server.order.snapshot_document import SKIPPED, DatasetInFile, KnownDataset, ResumeStateDocument, lane_of
+from tokenloom_server.order.snapshot_document import SKIPPED, FileDataset, KnownDataset, ResumeStateDocument, lane_of
 from tokenloom_server.order.state_shape import Shape
 
 
@@ -109,7 +109,7 @@ def check_place(where: str, source: int, standing: KnownDataset | Lane, shape: S
         )
     if isinstance(first, FileCursor) and first.shard >= len(shards):
         raise SnapshotInvalid(f"{where}: shard_index is {first.shard}, but this run's source has {len(shards)} files")
-    if isinstance(standing, DatasetInFile) and standing.shard != shards[standing.shard_index]:
+    if isinstance(standing, FileDataset) and standing.shard != shards[standing.shard_index]:
         raise SnapshotInvalid(
             f"{where}: shard {standing.shard!r} at {standing.shard_index} is not in this run's manifest of "
             f"{standing.spec!r}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
 from tokenloom_proto.seal import SNAPSHOT_FORMAT, SNAPSHOT_VERSION, canonical, unseal
 
 from tokenloom_server.core.state import (
@@ -26,7 +26,7 @@ from tokenloom_server.mixing.weights import MAX_SUM
 from tokenloom_server.order.snapshot_v1 import upgraded
 from tokenloom_server.order.state_shape import ShapeAt
 
-#: The versions of a snapshot that are read. (That of its ``resume_state`` is said there.)
+#: The versions of a snapshot that are read. (Its ``resume_state`` has a version of its own.)
 VERSIONS = (1, SNAPSHOT_VERSION)
 
 #: A snapshot of 200 sources has at most 64 KB; larger mixtures are larger, but nothing honest is above this.
@@ -46,15 +46,21 @@ _Child = tuple[_Natural, _Natural, int, _Flag]
 _WeighedChild = tuple[_Natural, _Natural, int, _Flag, Annotated[int, Field(ge=0, le=MAX_SUM)], _Natural]
 
 
-_KINDS = ("plain", "weighed")
+class _ChildKind(StrEnum):
+    """Which of the two a child is."""
+
+    PLAIN = "plain"
+    WEIGHED = "weighed"
 
 
-def _child_kind(child: object) -> str:
-    return _KINDS[isinstance(child, list | tuple) and len(child) == 6]
+def _child_kind(child: object) -> _ChildKind:
+    is_weighed = isinstance(child, list | tuple) and len(child) == 6
+    return _ChildKind.WEIGHED if is_weighed else _ChildKind.PLAIN
 
 
 _AnyChild = Annotated[
-    Annotated[_Child, Tag("plain")] | Annotated[_WeighedChild, Tag("weighed")], Discriminator(_child_kind)
+    Annotated[_Child, Tag(_ChildKind.PLAIN)] | Annotated[_WeighedChild, Tag(_ChildKind.WEIGHED)],
+    Discriminator(_child_kind),
 ]
 
 
@@ -83,7 +89,7 @@ class _Counters(_Strict):
         return None
 
 
-class _AmongRows(_Strict):
+class _RowPosition(_Strict):
     """Which row is next, and what it has given: tokens, or with best fit samples of the rows packed from it on."""
 
     epoch: int = _Count
@@ -91,40 +97,39 @@ class _AmongRows(_Strict):
     packed_samples: int = Field(default=0, ge=0, le=MAX_COUNTER)
 
     @model_validator(mode="after")
-    def _check_one_count(self) -> Self:
+    def _counts_one_of_both(self) -> Self:
         if self.row_token_offset and self.packed_samples:
-            raise PydanticCustomError(
-                "two_counts",
-                "row_token_offset is {tokens} beside packed_samples {samples}, but a cursor has one of them",
-                {"tokens": self.row_token_offset, "samples": self.packed_samples},
+            raise ValueError(
+                f"packed_samples is {self.packed_samples} beside a row_token_offset of {self.row_token_offset}: rows "
+                "that are packed together have none"
             )
         return self
 
-    def _at(self, row: FileCursor | WindowCursor) -> Cursor:
+    def _cursor_from(self, row: FileCursor | WindowCursor) -> Cursor:
         if self.packed_samples:
             return PackedCursor(row, self.packed_samples)
         return replace(row, tokens=self.row_token_offset)
 
 
-class _InFile(_AmongRows):
+class _FilePosition(_RowPosition):
     shard_index: int = _Count
     row_offset: int = _Count
 
     @property
     def cursor(self) -> Cursor:
-        return self._at(FileCursor(self.epoch, self.shard_index, self.row_offset))
+        return self._cursor_from(FileCursor(self.epoch, self.shard_index, self.row_offset))
 
 
-class _InWindow(_AmongRows):
+class _WindowPosition(_RowPosition):
     window: int = _Count
     window_row: int = _Count
 
     @property
     def cursor(self) -> Cursor:
-        return self._at(WindowCursor(self.epoch, self.window, self.window_row))
+        return self._cursor_from(WindowCursor(self.epoch, self.window, self.window_row))
 
 
-class _InEpoch(_Strict):
+class _EpochPosition(_Strict):
     epoch: int = _Count
     epoch_rows: int = _Count
 
@@ -133,32 +138,41 @@ class _InEpoch(_Strict):
         return EpochCursor(self.epoch, self.epoch_rows)
 
 
-class _LaneInFile(_InFile, _Counters):
+class _FileLane(_FilePosition, _Counters):
     pass
 
 
-class _LaneInWindow(_InWindow, _Counters):
+class _WindowLane(_WindowPosition, _Counters):
     pass
 
 
-_PLACES = ("in a file", "in a window", "in an epoch", "at its beginning", "preserved")
+class _Place(StrEnum):
+    """Where a source or a lane stands, which decides the fields that its entry has."""
+
+    FILE = "in a file"
+    WINDOW = "in a window"
+    EPOCH = "in an epoch"
+    BEGINNING = "at its beginning"
+    PRESERVED = "preserved"
 
 
-def _place(entry: object) -> str:
+def _place(entry: object) -> _Place:
     fields = entry.keys() if isinstance(entry, dict) else ()
     if "unknown" in fields:
-        return _PLACES[4]
+        return _Place.PRESERVED
     if "epoch_rows" in fields:
-        return _PLACES[2]
+        return _Place.EPOCH
     if "window" in fields or "window_row" in fields:
-        return _PLACES[1]
-    return _PLACES[0 if {"shard", "shard_index", "row_offset"}.intersection(fields) else 3]
+        return _Place.WINDOW
+    if {"shard", "shard_index", "row_offset"}.intersection(fields):
+        return _Place.FILE
+    return _Place.BEGINNING
 
 
 _AnyLane = Annotated[
-    Annotated[_LaneInFile, Tag(_PLACES[0])]
-    | Annotated[_LaneInWindow, Tag(_PLACES[1])]
-    | Annotated[_Counters, Tag(_PLACES[3])],
+    Annotated[_FileLane, Tag(_Place.FILE)]
+    | Annotated[_WindowLane, Tag(_Place.WINDOW)]
+    | Annotated[_Counters, Tag(_Place.BEGINNING)],
     Discriminator(_place),
 ]
 
@@ -179,17 +193,17 @@ class KnownDataset(_Counters):
     lanes: list[_AnyLane] = Field(default_factory=list)
 
 
-class DatasetInFile(_InFile, KnownDataset):
+class FileDataset(_FilePosition, KnownDataset):
     """One that stands in a file. ``row_offset`` counts within the shard."""
 
     shard: str
 
 
-class _DatasetInWindow(_InWindow, KnownDataset):
+class _WindowDataset(_WindowPosition, KnownDataset):
     """One of shuffled rows, which stands in no file."""
 
 
-class _DatasetInEpoch(_InEpoch, KnownDataset):
+class _EpochDataset(_EpochPosition, KnownDataset):
     """One of batches of rows."""
 
 
@@ -208,11 +222,11 @@ class PreservedDataset(_Strict):
 
 
 _AnyDataset = Annotated[
-    Annotated[DatasetInFile, Tag(_PLACES[0])]
-    | Annotated[_DatasetInWindow, Tag(_PLACES[1])]
-    | Annotated[_DatasetInEpoch, Tag(_PLACES[2])]
-    | Annotated[KnownDataset, Tag(_PLACES[3])]
-    | Annotated[PreservedDataset, Tag(_PLACES[4])],
+    Annotated[FileDataset, Tag(_Place.FILE)]
+    | Annotated[_WindowDataset, Tag(_Place.WINDOW)]
+    | Annotated[_EpochDataset, Tag(_Place.EPOCH)]
+    | Annotated[KnownDataset, Tag(_Place.BEGINNING)]
+    | Annotated[PreservedDataset, Tag(_Place.PRESERVED)],
     Discriminator(_place),
 ]
 
@@ -313,9 +327,9 @@ def lane_of(entry: _Counters) -> Lane:
 def explain(error: ValidationError) -> str:
     fault = error.errors()[0]
     # The tags of unions are pydantic's own; the document has no such level.
-    parts = (str(part) for part in fault["loc"] if part not in (*_KINDS, *_PLACES))
+    parts = (str(part) for part in fault["loc"] if part not in (*_ChildKind, *_Place))
     field = re.sub(r"\.(?=\.)", "", ".".join(parts))
-    message = fault["msg"]
+    message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "union_tag_invalid":
-        message = f"it stands {fault['ctx']['tag']}, expected {fault['ctx']['expected_tags']}"
+        message = f"it stands {fault['ctx']['tag']}, as no lane does"
     return f"{field or 'the snapshot'}: {message}; found {str(fault['input'])[:80]!r}"

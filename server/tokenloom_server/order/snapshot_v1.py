@@ -50,18 +50,14 @@ def _lane(numbers: Any, names: tuple[str, str], shape: Shape | None) -> Any:
 
 def _place(entry: Mapping[str, Any], names: tuple[str, str], shape: Shape | None) -> dict[str, Any]:
     """The entry with its cursor as version 2 has it."""
-    fields = dict(entry)
-    if not any(entry.get(name) for name in ("epoch", *names, "row_token_offset", "packed_samples")):
-        if entry.get("samples") and entry.get("shuffle", "none") == "none" and "shard" in entry:
-            # What a fork or another data loader's checkpoint made of a source that gave samples: back at its first row.
-            return fields
-        fields = {name: value for name, value in entry.items() if name not in (*_ALL, "shard")}
-    elif shape.in_batches if shape is not None else str(entry.get("spec")).endswith(":*"):
-        fields = {name: value for name, value in entry.items() if name not in (*names, "shard", "row_token_offset")}
-        fields["epoch_rows"] = entry.get(names[1])
-    elif entry.get("packed_samples") == _PACKED_AGAIN:
-        del fields["packed_samples"]
-    return fields
-
-
-_ALL = ("epoch", *_FILE, *_WINDOW, "row_token_offset", "packed_samples")
+    cursor = ("epoch", *names, "row_token_offset", "packed_samples")
+    others = {name: value for name, value in entry.items() if name not in (*cursor, "shard")}
+    if not any(entry.get(name) for name in cursor):
+        # A fork, or another data loader's checkpoint, may put a source that gave samples back to its first row.
+        is_back = entry.get("samples") and entry.get("shuffle", "none") == "none" and "shard" in entry
+        return dict(entry) if is_back else others
+    if shape.in_batches if shape is not None else str(entry.get("spec")).endswith(":*"):
+        return {**others, "epoch": entry.get("epoch"), "epoch_rows": entry.get(names[1])}
+    if entry.get("packed_samples") == _PACKED_AGAIN:
+        return {name: value for name, value in entry.items() if name != "packed_samples"}
+    return dict(entry)

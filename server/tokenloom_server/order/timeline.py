@@ -116,16 +116,17 @@ class Timeline:
         before = self._segment(sample_index).config
         for segment in self._segments[bisect_right(self._begins, sample_index) :]:
             config = segment.config
-            ends = None
+            end_reason = None
             if config.sequence_length != before.sequence_length:
-                ends = (
+                end_reason = (
                     f"sample {segment.begin} begins phase {segment.phase}, with a sequence length of "
                     f"{config.sequence_length} instead of {before.sequence_length}: join again from the state here to "
                     "go on"
                 )
             carried = partial(carry, old=before, new=config, grown=segment.grown)
             estimates = segment.factory.record.size_estimates
-            switches.append(Switch(segment.begin, config, _lazily(segment.factory, ahead), carried, ends, estimates))
+            packers = _lazily(segment.factory, ahead)
+            switches.append(Switch(segment.begin, config, packers, carried, end_reason, estimates))
             before = config
         return switches
 

@@ -5,9 +5,10 @@ makes it ``window_rows`` rows or ``window_tokens`` tokens, and with its epoch. A
 into full ones and the rest, and the rest is packed like any other. The samples of a window come in an order drawn for
 it, or the long documents would all be first; the documents in a sample are in the order of their rows.
 
-A cursor within a window names the window's first row and how many samples it has given: a restore packs the window once
-more. What a window's samples are follows from its rows alone: rows that are excluded are packed, too, and then left
-out, so that it stays true when a revision excludes more while the window is under way.
+A *bin* is what is packed into one sample. A cursor within a window names the window's first row and how many of its
+bins are done: a resume packs the window once more. What a window's bins are follows from its rows alone: excluded rows
+are packed, too, and then left out, so that the cursor stays true when a revision excludes more of them while the window
+is under way. A bin in which all is left out is no sample.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Window(NamedTuple):
 
 
 class BestFitPacker(FormattedPacker):
-    """Implements ``DocumentPacker``. Every document is in a sample."""
+    """Implements ``DocumentPacker``. No document is dropped but those of excluded rows, which are in no sample."""
 
     def __init__(
         self,
@@ -58,54 +59,55 @@ class BestFitPacker(FormattedPacker):
     def blocks(self) -> Iterator[Block]:
         first_sample, rows_before = self._state.samples, self._state.rows
         counts_before = np.array(self._state.row_counts, np.int64)
-        for window, emitted in self._packed_windows():
+        for window, done_bins in self._packed_windows():
             # Rows pass with the samples, in proportion: those of a window come mixed.
             row_count = len(window.rows.ends)
             passed = row_count * np.arange(window.bins + 1) // max(1, window.bins)
-            left = window.rank >= emitted
-            count = int(left.sum())
-            row_counts = counts_before + np.cumsum(window.row_counts(self.form)[left], axis=0)
+            in_block = window.bin_positions >= done_bins
+            count = int(in_block.sum())
+            row_counts = counts_before + np.cumsum(window.row_counts(self.form)[in_block], axis=0)
             if count:
                 counts_before = row_counts[-1].copy()
             # Bad and filtered rows count with the window's last sample: a state within it is one before all its rows.
             counts_before[:2] += window.rows.bad_and_filtered
             if count:
-                if left[-1]:
+                if in_block[-1]:
                     row_counts[-1] = counts_before
-                yield self._block_of(window, left, first_sample, rows_before + passed - passed[emitted], row_counts)
+                passed_rows = rows_before + passed - passed[done_bins]
+                yield self._block_of(window, in_block, first_sample, passed_rows, row_counts)
             first_sample += count
-            rows_before += int(passed[-1] - passed[emitted]) if window.bins else row_count
+            rows_before += int(passed[-1] - passed[done_bins]) if window.bins else row_count
             del window
 
     def spans(self, count: int) -> Iterator[list[DocumentSpan]]:
-        for window, emitted in self._packed_windows():
-            first = np.cumsum(window.counts) - window.counts
-            for sample in np.flatnonzero(window.rank >= emitted).tolist():
+        for window, done_bins in self._packed_windows():
+            first = np.cumsum(window.chunk_counts) - window.chunk_counts
+            for sample in np.flatnonzero(window.bin_positions >= done_bins).tolist():
                 if not count:
                     return
                 count -= 1
-                own = window.order[first[sample] : first[sample] + window.counts[sample]]
+                own = window.order[first[sample] : first[sample] + window.chunk_counts[sample]]
                 bounds = (window.row[own].tolist(), window.begins[own].tolist(), window.ends[own].tolist())
                 yield [window.rows.span(*chunk) for chunk in zip(*bounds, strict=True)]
             if not count:
                 return
 
     def _packed_windows(self) -> Iterator[tuple[_PackedWindow, int]]:
-        """The windows from the cursor on, and how many samples each has given already."""
-        emitted = self._state.cursor.samples if isinstance(self._state.cursor, PackedCursor) else 0
+        """The windows from the cursor on, and how many bins of each are done: 0 but for the first."""
+        done_bins = self._state.cursor.samples if isinstance(self._state.cursor, PackedCursor) else 0
         for chunks in self._windows():
             window = self._packed(chunks)
-            if emitted >= max(1, window.bins):
+            if done_bins >= max(1, window.bins):
                 shard, row = window.rows.origin(0)
                 raise SourceError(
-                    f"{self._documents.name}: the state stands after {emitted} samples of the window that begins "
+                    f"{self._documents.name}: the state stands after {done_bins} samples of the window that begins "
                     f"with row {row} of {self._documents.path(shard)}, but that has {window.bins}: the files or the "
                     "tokeniser are not what the run began with; put them back, or begin a new run"
                 )
-            yield window, emitted
+            yield window, done_bins
             # Not to be held while the next one is read.
             del chunks, window
-            emitted = 0
+            done_bins = 0
 
     def _windows(self) -> Iterator[list[TokenizedRows]]:
         """The rows of each window, from the cursor's on."""
@@ -147,14 +149,14 @@ class BestFitPacker(FormattedPacker):
         key = draw(self._seed, Purpose.PACK, self._source_id, rows.epoch)
         key = draw(key, Purpose.PACK, rows.part, rows.first_row)
         drawn = np.array(draws(key, Purpose.PACK, np.zeros(bins, np.uint64), np.arange(bins, dtype=np.uint64)))
-        rank = np.empty(bins, np.int64)
-        rank[np.argsort(drawn, kind="stable")] = np.arange(bins)
-        rank_of_chunk = rank[bin_of_chunk]
-        order = np.argsort(rank_of_chunk, kind="stable")
+        position_of_bin = np.empty(bins, np.int64)
+        position_of_bin[np.argsort(drawn, kind="stable")] = np.arange(bins)
+        position_of_chunk = position_of_bin[bin_of_chunk]
+        order = np.argsort(position_of_chunk, kind="stable")
         if rows.excluded is not None:
             order = order[~rows.excluded[row[order]]]
-        counts = np.bincount(rank_of_chunk[order], minlength=bins)
-        kept = np.flatnonzero(counts)
+        chunk_counts = np.bincount(position_of_chunk[order], minlength=bins)
+        bin_positions = np.flatnonzero(chunk_counts)
         return _PackedWindow(
             rows=rows,
             end=(last.epoch, last.part, last.first_row + len(last.ends)),
@@ -162,19 +164,20 @@ class BestFitPacker(FormattedPacker):
             ends=ends,
             row=row,
             order=order,
-            counts=counts[kept],
-            rank=kept,
+            chunk_counts=chunk_counts[bin_positions],
+            bin_positions=bin_positions,
             bins=bins,
             cut=(nth == 0) & (chunks[row] > 1),
         )
 
     def _block_of(
-        self, window: _PackedWindow, left: Flags, first_sample: int, passed: Int64s, row_counts: Int64s
+        self, window: _PackedWindow, in_block: Flags, first_sample: int, passed_rows: Int64s, row_counts: Int64s
     ) -> Block:
-        """``left``: which samples of the window it has; ``passed`` [bins + 1]: the rows counter before each."""
+        """``in_block`` [samples]: mask of the window's samples that the block gives; ``passed_rows`` [bins + 1]: the
+        rows counter before each bin, and after the last; ``row_counts`` [samples given, 5]: after each of them."""
         form, rows = self.form, window.rows
-        first = int(window.counts[~left].sum())
-        order, counts, rank = window.order[first:], window.counts[left], window.rank[left]
+        order = window.order[int(window.chunk_counts[~in_block].sum()) :]
+        counts, bin_positions = window.chunk_counts[in_block], window.bin_positions[in_block]
         samples = form.assemble(rows.ids, window.begins, window.ends, order, counts, rows.mask)
         lengths = (window.ends - window.begins)[order]
         bounds = np.concatenate(([0], np.cumsum(counts)))
@@ -186,21 +189,21 @@ class BestFitPacker(FormattedPacker):
             starts += (form.width - filled)[sample_of]
         cursors = np.empty((len(counts), 5), np.int64)
         cursors[:, :3] = rows.epoch, rows.part, rows.first_row
-        cursors[:, 3] = rank + 1
-        cursors[:, 4] = passed[rank + 1]
+        cursors[:, 3] = bin_positions + 1
+        cursors[:, 4] = passed_rows[bin_positions + 1]
         # After the window's last sample stands its last row, at its end.
-        if left[-1]:
-            cursors[-1] = *window.end, 0, passed[-1]
+        if in_block[-1]:
+            cursors[-1] = *window.end, 0, passed_rows[-1]
         make_cursor = partial(_cursor, self._documents.cursor_kind)
         return self._block(samples, first_sample, cursors, starts, bounds, row_counts, make_cursor=make_cursor)
 
 
 def _cursor(
-    kind: type[FileCursor] | type[WindowCursor], epoch: int, part: int, row: int, samples: int
+    kind: type[FileCursor] | type[WindowCursor], epoch: int, part: int, row: int, done_bins: int
 ) -> FileCursor | WindowCursor | PackedCursor:
-    """The cursor after so many samples of a window that begins with a row, or before all of them."""
+    """The cursor after so many bins of a window that begins with a row, or before all of them."""
     first = kind(epoch, part, row)
-    return PackedCursor(first, samples) if samples else first
+    return PackedCursor(first, done_bins) if done_bins else first
 
 
 def windowed_samples(lengths: Int64s, form: SampleFormat, window: Window) -> int:
@@ -216,30 +219,31 @@ def windowed_samples(lengths: Int64s, form: SampleFormat, window: Window) -> int
 
 
 class _PackedWindow(NamedTuple):
-    """The samples of a window of ``rows``, after which comes the row ``end`` (epoch, part of it, row there).
-
-    Documents are packed in chunks: chunk i is ``begins[i]`` to ``ends[i]`` of the rows' ids, of their row ``row[i]``,
-    and ``cut`` where it begins a document that has several. ``order``: the chunks in the order of the samples that
-    have any, of which sample k takes ``counts[k]`` and is the ``rank[k]``-th of all ``bins``: a bin in which all is
-    excluded is no sample.
-    """
+    """The samples of a window. Documents are packed in chunks: one, or several where a document is cut."""
 
     rows: TokenizedRows
+    #: The place after the last row: epoch, part of it, row there.
     end: tuple[int, int, int]
+    #: [chunks]: where each begins and ends among the ids of ``rows``, and which of the rows it is of.
     begins: Int64s
     ends: Int64s
     row: Int64s
-    order: Int64s
-    counts: Int64s
-    rank: Int64s
-    bins: int
+    #: [chunks]: whether it is the first of a document that is cut.
     cut: Flags
+    #: How many bins the chunks were packed into, with those that are no samples.
+    bins: int
+    #: [chunks that are not excluded]: their numbers, sample after sample.
+    order: Int64s
+    #: [samples]: how many chunks each has, 1 or more.
+    chunk_counts: Int64s
+    #: [samples]: its position among all bins, in their drawn order; ascending.
+    bin_positions: Int64s
 
     def row_counts(self, form: SampleFormat) -> Int64s:
-        """[n, 5]: what each sample adds to the source's ``RowCounts``."""
-        added = np.zeros((len(self.counts), 5), np.int64)
-        if len(self.counts):
-            first = np.cumsum(self.counts) - self.counts
+        """[samples, 5]: what each sample adds to the source's ``RowCounts``."""
+        added = np.zeros((len(self.chunk_counts), 5), np.int64)
+        if len(self.chunk_counts):
+            first = np.cumsum(self.chunk_counts) - self.chunk_counts
             added[:, 2] = form.width - np.add.reduceat((self.ends - self.begins)[self.order], first)
             added[:, 3] = np.add.reduceat(self.cut[self.order].astype(np.int64), first)
         return added

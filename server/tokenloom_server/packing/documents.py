@@ -100,14 +100,14 @@ class Documents:
                 if bad + len(bad_here) > allowed:
                     first_over = int(bad_here[max(0, int(allowed) - bad)])
                     if first_over:
-                        yield self._in_the_middle(rows.cut(first_over))
+                        yield self._with_fill_in_middle(rows.cut(first_over))
                     raise SourceError(
                         f"{rows.reasons[rows.origin(first_over)]}; it is bad row number {max(bad, int(allowed)) + 1} "
                         f"of {self.name}, and max_bad_rows allows {allowed} up to epoch {rows.epoch}: repair the file, "
                         "or allow more"
                     )
                 bad += len(bad_here)
-            yield self._in_the_middle(rows)
+            yield self._with_fill_in_middle(rows)
 
     def read_from(self, start: Cursor | None) -> Iterator[tuple[TokenizedRows, int]]:
         """As ``read``, with how many tokens of the first row were taken before; 0 of all rows after it. Raises
@@ -142,7 +142,8 @@ class Documents:
         """So many rows of one part of the first epoch, from a row of it on."""
         yield from self._part(0, part, row, row + rows, False, RangeReader(self._source), mark_excluded=False)
 
-    def _in_the_middle(self, rows: TokenizedRows) -> TokenizedRows:
+    def _with_fill_in_middle(self, rows: TokenizedRows) -> TokenizedRows:
+        """Some of the rows rearranged, where the source is for fill-in-the-middle."""
         if self._fim is None:
             return rows
         ids, ends, middles = self._fim.rearranged(rows.ids, rows.ends, rows.epoch, *rows.row_origins)
@@ -153,26 +154,26 @@ class Documents:
         # A row that a sample has begun is read to its end, even if it was excluded since.
         begun = tokens_in_row(start) > 0
         kept: list[TokenizedRows] | None = None
-        #: Epochs in a row that were read as a whole and had no token.
-        empty = 0
+        #: How many epochs in a row were read as a whole and had no token.
+        empty_epochs = 0
         reader = RangeReader(self._source)
         while True:
-            begin, limit = self._rows_read(epoch)
-            if limit == 0 and epoch:
+            begin, end_row = self._row_bounds(epoch)
+            if end_row == 0 and epoch:
                 return
-            if kept is not None and limit is None:
+            if kept is not None and end_row is None:
                 for rows in kept:
                     yield rows._replace(epoch=epoch)
                 epoch += 1
                 continue
             tokens, size, bad_and_filtered, is_whole = 0, 0, np.zeros(2, np.int64), first is None
             # What is kept for the next epochs must be the same in them.
-            kept = [] if is_whole and limit is None and self._reading.repeats else None
+            kept = [] if is_whole and end_row is None and self._reading.repeats else None
             if first is None and begin:
                 first, row = self._nth_row(epoch, begin)
-            before = 0 if first is None or limit is None else self._reading.rows_before(epoch, first)
+            before = 0 if first is None or end_row is None else self._reading.rows_before(epoch, first)
             for part in self._reading.parts(epoch, first):
-                end = None if limit is None else limit - before
+                end = None if end_row is None else end_row - before
                 for rows in self._part(epoch, part, row, end, begun, reader, mark_excluded):
                     tokens += rows.given_tokens
                     bad_and_filtered += rows.bad_and_filtered
@@ -181,13 +182,14 @@ class Documents:
                         kept = [*kept, rows] if size <= KEPT_TOKENS else None
                     yield rows
                 row, begun = 0, False
-                before += self._reading.rows_in(part) if limit is not None else 0
-                if limit is not None and before >= limit:
+                before += self._reading.rows_in(part) if end_row is not None else 0
+                if end_row is not None and before >= end_row:
                     break
-            empty = 0 if tokens or not is_whole else empty + 1
-            if empty and self._may_be_empty:
+            empty_epochs = 0 if tokens or not is_whole else empty_epochs + 1
+            if empty_epochs > 0 and self._may_be_empty:
                 return
-            if empty and (epoch < self._whole or not epoch) and not self._may_have_some_later(epoch, empty):
+            is_required = epoch < self._whole or epoch == 0
+            if empty_epochs > 0 and is_required and not self._may_have_tokens_later(epoch, empty_epochs):
                 raise SourceError(self._without_tokens(epoch, *bad_and_filtered.tolist()))
             epoch, first, row = epoch + 1, None, 0
 
@@ -218,7 +220,7 @@ class Documents:
                     raise
                 # What lies before the row goes out, so that the run stops at one sample from wherever it is read.
                 tokenized, fault = self._tokenized(epoch, part, rows.cut(0, error.at)), error
-            yield self._excluding(tokenized, mark_excluded, row if begun else None)
+            yield self._leave_out_excluded(tokenized, mark_excluded, row if begun else None)
             if fault is not None:
                 raise fault
 
@@ -234,26 +236,28 @@ class Documents:
         mark_excluded: bool,
     ) -> Iterator[TokenizedRows]:
         first = 0
-        for number, held in enumerate(portions(reader, windows.row_ranges(epoch, window), self._lane[1])):
-            count = sum(len(each.rows.column) for each in held)
+        for number, portion in enumerate(portions(reader, windows.row_ranges(epoch, window), self._lane[1])):
+            count = sum(len(each.rows.column) for each in portion)
             skipped = max(0, row - first)
             if end is not None and first + skipped >= end:
                 return
             if skipped < count:
                 order = windows.permutation(epoch, window, number, count)
                 begun_row = int(order[skipped]) if begun and first <= row else None
-                tokenized = self._held(held, mark_excluded, begun_row)._replace(epoch=epoch, part=window)
+                tokenized = self._tokenize_portion(portion, mark_excluded, begun_row)._replace(epoch=epoch, part=window)
                 order = order[skipped:] if end is None else order[skipped : end - first]
                 yield from tokenized.reordered(order, first + skipped)
             first += count
 
-    def _held(self, held: deque[FileRows], mark_excluded: bool, begun: int | None) -> TokenizedRows:
-        """The tokens of rows that are held, which go meanwhile. ``begun``: which of them is read in any case."""
+    def _tokenize_portion(self, portion: deque[FileRows], mark_excluded: bool, begun: int | None) -> TokenizedRows:
+        """The tokens of a window's portion. Empties it on the way, so that rows and tokens are not held both.
+        ``begun``: the position of the row that is read even if it is excluded."""
         tokenized, before = [], 0
-        while held:
-            shard, rows = held.popleft()
+        while portion:
+            shard, rows = portion.popleft()
             begun_row = None if begun is None else rows.first_row + begun - before
-            tokenized.append(self._excluding(self._tokenized(0, shard, rows), mark_excluded, begun_row))
+            tokens = self._tokenized(0, shard, rows)
+            tokenized.append(self._leave_out_excluded(tokens, mark_excluded, begun_row))
             before += len(rows.column)
         return TokenizedRows.joined(tokenized)
 
@@ -275,9 +279,9 @@ class Documents:
         reasons_by_origin = {tokenized.origin(row): reason for row, reason in reasons.items()}
         return tokenized._replace(row_status=row_status, reasons=reasons_by_origin)
 
-    def _excluding(self, rows: TokenizedRows, mark: bool, begun: int | None) -> TokenizedRows:
-        """Rows of a file without the tokens of those that are excluded, or with a mark at these. ``begun``: the row of
-        the file that is read in any case."""
+    def _leave_out_excluded(self, rows: TokenizedRows, mark: bool, begun: int | None) -> TokenizedRows:
+        """Rows of a file without the tokens of those that are excluded; with ``mark`` all have their tokens, and
+        ``excluded`` says which these are. ``begun``: the row of the file that is read even if it is excluded."""
         if rows.part not in self._excluded:
             return rows
         numbers = self._excluded[rows.part]
@@ -288,16 +292,16 @@ class Documents:
             excluded[begun - rows.first_row] = False
         if not excluded.any():
             return rows
-        # Nobody asks what became of a row that is left out.
+        # An excluded row counts neither as bad nor as filtered.
         row_status = rows.row_status * ~excluded if rows.row_status is not None else None
         rows = rows._replace(row_status=row_status)
         return rows._replace(excluded=excluded) if mark else rows.without(excluded)
 
-    def _may_have_some_later(self, epoch: int, empty: int) -> bool:
-        """Whether a lane may have tokens yet, although its rows of so many epochs had none: it has others in each
-        epoch, and few of a source's rows may have any, by its filter say. Of a run's beginning this is not said, when
-        fewer lanes can be chosen."""
-        return self._lane[1] > 1 and not self._reading.repeats and epoch > 0 and empty < EMPTY_EPOCHS
+    def _may_have_tokens_later(self, epoch: int, empty_epochs: int) -> bool:
+        """Whether a lane may still have tokens, although its rows of the last ``empty_epochs`` epochs had none: a
+        shuffle gives it other rows in each epoch, and where a filter takes most of them, some epochs have none. Not in
+        the run's first epoch: there an error tells at once, while fewer lanes can still be chosen."""
+        return self._lane[1] > 1 and not self._reading.repeats and epoch > 0 and empty_epochs < EMPTY_EPOCHS
 
     def _without_tokens(self, epoch: int, bad: int, filtered: int) -> str:
         why = f" ({bad} of them are bad, and {filtered} do not pass the filter)" if bad or filtered else ""
@@ -312,15 +316,16 @@ class Documents:
             f"check that the column is the right one and is not empty{why}"
         )
 
-    def _rows_read(self, epoch: int) -> tuple[int, int | None]:
-        """Which rows of an epoch are read, counted in its order: from the one up to the other, or to its end."""
-        limit = self._row_limit(epoch)
+    def _row_bounds(self, epoch: int) -> tuple[int, int | None]:
+        """(begin, end) of the rows that this lane reads of an epoch, counted in the epoch's order; end is None for the
+        epoch's own, 0 after the last epoch."""
+        row_count = self._rows_of_epoch(epoch)
         lane, lanes = self._lane
-        if lanes == 1 or limit == 0:
-            return 0, limit
-        rows = self._reading.rows if limit is None else limit
+        if lanes == 1 or row_count == 0:
+            return 0, row_count
+        rows = self._reading.rows if row_count is None else row_count
         begin, end = rows * lane // lanes, rows * (lane + 1) // lanes
-        if limit is None:
+        if row_count is None:
             begin, end = self._reading.near(begin), end if lane == lanes - 1 else self._reading.near(end)
         return begin, end
 
@@ -333,8 +338,8 @@ class Documents:
             rows -= self._reading.rows_in(part)
         return part, rows
 
-    def _row_limit(self, epoch: int) -> int | None:
-        """Rows of this epoch that are read; None for all, 0 after the last epoch."""
+    def _rows_of_epoch(self, epoch: int) -> int | None:
+        """How many rows of this epoch all lanes read; None for all, 0 after the last epoch."""
         if epoch < self._whole:
             return None
         if epoch > self._whole or not self._fraction:

@@ -179,9 +179,9 @@ class _Simulation:
         """See ``Stock``, which this is to the mixer."""
         return bool(self._left[source])
 
-    def short(self, counts: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    def shortages(self, picks: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
         """See ``Stock``."""
-        for source in np.flatnonzero(counts > self._left[: len(counts)]).tolist():
+        for source in np.flatnonzero(picks > self._left[: len(picks)]).tolist():
             yield source, int(self._left[source])
 
     def _count(self, counts: npt.NDArray[np.int64]) -> None:

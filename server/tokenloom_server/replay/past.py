@@ -1,7 +1,7 @@
 """The past of a run, made again: one thread, in turns, from the nearest state known.
 
-Peeks, traces and receipts share it, so that together they cost a training run at most one core. It reads the run's
-ledger and what it last committed, and writes nothing.
+Peeks, traces, receipts and the way of a restore to its snapshot share it, so that together they cost a training run at
+most one core. It reads the run's ledger and what it last committed, and writes nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenloom_server.errors import BeyondHorizon, ServerStopping, TooManyPeeks
 from tokenloom_server.order.replay import Replay, beyond_the_end
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.history import History, Known
+from tokenloom_server.run.history import History, NearestState
 
 #: Peeks, traces and the like of a run at once. Each has a pipeline: a block of every source, and a message.
 MAX_PEEKS = 8
@@ -83,7 +83,7 @@ class Past:
             self._refuse_when_stopping()
             raise
 
-    def nearest(self, index: int, generation: int | None = None) -> Known:
+    def nearest(self, index: int, generation: int | None = None) -> NearestState:
         """The nearest state known at or before a sample index, as a generation had it (None: the present one).
 
         Raises ``BeyondHorizon`` where that is too far away, ``NotFound`` for an unknown generation.

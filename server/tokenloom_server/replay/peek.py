@@ -22,7 +22,7 @@ from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.replay.past import Past
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
-from tokenloom_server.run.history import LATEST, History, Known
+from tokenloom_server.run.history import LATEST, History, NearestState
 
 #: The largest micro-step of a peek, bytes.
 MAX_STEP_BYTES = 16 * 2**20
@@ -160,16 +160,16 @@ class Peek:
     rank = 0
 
     def __init__(
-        self, coordinator: RunCoordinator, past: Past, known: Known, index: int, batch_size: int, digest: str
+        self, coordinator: RunCoordinator, past: Past, nearest: NearestState, index: int, batch_size: int, digest: str
     ) -> None:
-        """Samples from ``index`` on; ``known`` is a state at or before it."""
+        """Samples from ``index`` on; ``nearest`` is a state at or before it."""
         self._coordinator = coordinator
         self._past = past
         self._batch_size = batch_size
         self._message_steps = coordinator.message_steps(batch_size)
         self.name = f"{coordinator.name}-peek"
-        self._replay = Replay(known.timeline, known.state)
-        self._generation = known.generation
+        self._replay = Replay(nearest.timeline, nearest.state)
+        self._generation = nearest.generation
         # The sample that is next.
         self._index = index
         self._digest = digest

@@ -45,7 +45,8 @@ class StartPoints:
         skip_samples: int = 0,
         skip_tokens: int = 0,
     ) -> NextLaunch:
-        """At one of the three, and so many samples of the order after it, or so many tokens, as whole samples.
+        """Pins where the next launch begins, at one of the three points. The ``skip_samples`` after it are skipped, or
+        ``skip_tokens`` rounded up to whole samples.
 
         Takes as long as going forward does. Raises ``ConfigError``, ``LimitExceeded``, ``SnapshotInvalid``,
         ``BeyondHorizon``, ``NotFound``.

@@ -89,10 +89,10 @@ class RunCoordinator(StreamCommands):
             self._drop_generation()
             self._committed = self._committed_at = self._ledger_error = None
             self._committed_state = timeline.initial()
-            # Whoever still trains hears of a loss until a trainer's state makes the ledger right again, perhaps by
-            # another server.
-            is_lost = isinstance(self._error, LedgerRolledBack) and not self._loss.made_right(stored)
-            error = self._error if is_lost else None
+            # A ledger that lost commits stops all ranks, also under a new lease, until a launch from a trainer's state
+            # has made it right again; that launch may have joined another server.
+            rolled_back = isinstance(self._error, LedgerRolledBack) and not self._ledger_loss.made_right(stored)
+            error = self._error if rolled_back else None
             self._take_up(stored)
             self._error = error
             self._up_since = since if self._up_since is None else min(since, self._up_since)
@@ -141,7 +141,7 @@ class RunCoordinator(StreamCommands):
         with self._lock:
             if isinstance(error, LedgerRolledBack):
                 self._error = error
-                self._note_loss(self.committed_through)
+                self._note_ledger_loss(self.committed_through)
             self._end_leading(self.lease.lost(str(error)))
 
     def await_lease_work(self, ledger_waits: int, ended: Callable[[], bool], timeout_s: float) -> None:
@@ -237,8 +237,9 @@ class RunCoordinator(StreamCommands):
     def production_held(
         self, choose: Callable[[RunView], int], *, dry_run: bool = False
     ) -> Iterator[tuple[RunView, int]]:
-        """Makes production wait before the sample index that ``choose`` gives, until ``change_timeline`` or until an
-        error ends the context; ``dry_run``: only chooses. Raises ``NotLeader``, and what ``choose`` does."""
+        """Makes production wait before the sample index that ``choose`` gives, until ``change_timeline`` puts a new
+        timeline in force or an error ends the context; ``dry_run``: only chooses. Raises ``NotLeader``, and what
+        ``choose`` does."""
         with self._lock:
             self.require_lead()
             view = self._view()
@@ -248,7 +249,7 @@ class RunCoordinator(StreamCommands):
         try:
             yield view, index
         except BaseException:
-            self.put_in_force(view.lease.epoch)
+            self._release_production(view.lease.epoch)
             raise
 
     def change_timeline(self, epoch: int, timeline: Timeline, write: Callable[[], object]) -> None:
@@ -260,19 +261,25 @@ class RunCoordinator(StreamCommands):
                 if self.lease.epoch == epoch:
                     self._await_ledger("a revision was written", error)
             raise
-        self.put_in_force(epoch, timeline)
+        self.adopt_timeline(epoch, timeline)
 
-    def put_in_force(self, epoch: int, timeline: Timeline | None = None) -> None:
-        """What the ledger has is in force, and production goes on; None: nothing was changed."""
+    def adopt_timeline(self, epoch: int, timeline: Timeline) -> None:
+        """Puts a timeline in force, and lets production go on under it. Changes nothing where the run was taken up
+        since at a newer epoch, with what the ledger has."""
         with self._lock:
-            if self.lease.epoch != epoch:
-                return  # the run was taken up anew since, with what the ledger has
-            self._revising_at = None
-            if timeline is not None:
+            if self.lease.epoch == epoch:
+                self._revising_at = None
                 self.timeline = timeline
                 if self._active is None:
                     self._committed_state = timeline.initial()
-            self._wakes.everyone()
+                self._wakes.everyone()
+
+    def _release_production(self, epoch: int) -> None:
+        """Lets production go on as before: the timeline stays. Changes nothing at a newer epoch."""
+        with self._lock:
+            if self.lease.epoch == epoch:
+                self._revising_at = None
+                self._wakes.everyone()
 
     # --- production (``producer``) -------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ class ForkHandler:
                         f"{foreign.run!r}: a fork is a new run; give it another name in its mixture file"
                     )
                 origin = self._origin(text, foreign)
-                coordinator.put_in_force(epoch, coordinator.timeline.with_origin(origin))
+                coordinator.adopt_timeline(epoch, coordinator.timeline.with_origin(origin))
             return self._history.seal(0, origin.state, origin.sample_index, origin.digest, origin.total_tokens)
 
     def _origin(self, text: str | bytes, foreign: ForeignSnapshot) -> Origin:

@@ -27,24 +27,24 @@ from tokenloom_server.run.sizing import batch_plans_of
 LATEST, FRESH = "latest", "fresh"
 
 
-class Known(NamedTuple):
-    """A state to go forward from, and the generation that it is of; 0 where the ledger has none that far back.
-
-    ``reach``: up to there samples were delivered, as far as the ledger can tell, so that any of them may be asked for.
-    """
+class NearestState(NamedTuple):
+    """A state to go forward from to a sample index."""
 
     state: State
+    #: The one that the state is of; 0 where the ledger has none that far back.
     generation: int
+    #: Up to there samples were delivered, as far as the ledger can tell, so that any of them may be asked for.
     reach: int
-    #: The order of that line.
+    #: The order that the generation saw.
     timeline: Timeline
 
 
 class Pin(NamedTuple):
-    """A pinned resume point. ``point``: where a trainer's own state has to stand. ``start``: where the next generation
-    starts, which is ``skipped`` samples after ``point``."""
+    """What a restore pinned for the next launch."""
 
+    #: The point that the restore named. A trainer that loads a state must load the one of this point.
     point: ResumePoint
+    #: Where the next generation starts: at ``point``, or ``skipped`` samples after it.
     start: ResumePoint
     skipped: int
 
@@ -54,7 +54,7 @@ class History:
 
     def __init__(self, coordinator: RunCoordinator) -> None:
         self._coordinator = coordinator
-        self._forward = threading.Lock()
+        self._forward_lock = threading.Lock()
         # The last older checkpoint that was brought, as every rank brings it: its files are looked at once.
         self._imported: tuple[foreign_checkpoint.Payload, Timeline, ResumePoint] | None = None
 
@@ -116,7 +116,7 @@ class History:
 
     def digest_at(self, index: int) -> str:
         """The rolling digest at a sample index of the present line."""
-        begin = self._began(self.openings())
+        begin = self._foreign_start(self.openings())
         if begin is not None and begin.sample_index == index:
             # Its digest is known; and no state before it may be, where the first generation skipped samples.
             return digest_hex(begin.digest)
@@ -190,7 +190,7 @@ class History:
             )
         return self.parse(saved.text)
 
-    def nearest(self, index: int, generation: int | None = None) -> Known:
+    def nearest(self, index: int, generation: int | None = None) -> NearestState:
         """The newest state that the ledger has at or before a sample index; the initial one where it has none.
 
         ``generation``: as that one saw the order; None for the present one. Raises ``NotFound`` for an unknown one, and
@@ -206,30 +206,30 @@ class History:
                 f"forked from {origin.run!r}: look for it there"
             )
         if opening is None:
-            begin = self._began(openings)
+            begin = self._foreign_start(openings)
             if begin is not None:
                 raise BeyondHorizon(
                     f"sample {index} lies before the first state that the ledger holds; run {coordinator.name!r} "
                     f"began at sample {begin.sample_index} from an older data loader's checkpoint, and samples before "
                     "that are not of its order"
                 )
-            return Known(timeline.initial(), 0, 0, timeline)
+            return NearestState(timeline.initial(), 0, 0, timeline)
         state = self._journalled(opening, index, timeline)
         if generation not in (None, openings[-1].generation):
             assert generation is not None
-            return Known(state, opening.generation, self._farthest(generation, timeline), timeline)
+            return NearestState(state, opening.generation, self._farthest(generation, timeline), timeline)
         commit = coordinator.view().commit
         if opening is openings[-1] and state.sample_index < commit.sample_index <= index:
             # After the newest journal entry there may be a good deal more, and its boundary is at hand.
             state = timeline.decode(commit.state)
-        return Known(state, opening.generation, commit.sample_index, timeline)
+        return NearestState(state, opening.generation, commit.sample_index, timeline)
 
     def began_from(self, point: ResumePoint) -> bool:
         """Whether the run's present line began from the older data loader's checkpoint that a point was made of."""
-        begin = self._began(self.openings())
+        begin = self._foreign_start(self.openings())
         return begin is not None and digest_hex(begin.digest) == point.digest
 
-    def _began(self, openings: Sequence[Opening]) -> Imported | None:
+    def _foreign_start(self, openings: Sequence[Opening]) -> Imported | None:
         """Where the present line began, if from an older data loader's checkpoint."""
         return self._coordinator.timeline.decode(openings[-1].start_state).imported if openings else None
 
@@ -244,7 +244,7 @@ class History:
         )
 
     def _farthest(self, generation: int, timeline: Timeline) -> int:
-        """How far a generation that is over may have come. Its journal tells that no better than it is dense.
+        """How far a generation that is over may have come, guessed from its journal, whose entries lie apart.
 
         Raises ``SnapshotInvalid`` where it came there under a revision that was dropped since.
         """
@@ -354,5 +354,5 @@ class History:
     def _advance(self, state: State, sample_index: int) -> State:
         if state.sample_index == sample_index:
             return state
-        with self._forward:
+        with self._forward_lock:
             return Replay(self._coordinator.timeline, state).forward(sample_index)

@@ -127,7 +127,8 @@ class Leadership(threading.Thread):
     def _ask(self) -> float:
         lease = self._coordinator.lease
         if lease.epoch and not lease.held and not lease.awaits_ledger:
-            # Who lost a lease is no restart of the one that has it: it waits like any other.
+            # A server that lost its lease must not look like a restart of the present holder: it takes another name and
+            # waits like any other.
             self._holder = f"{self._name} (was at epoch {lease.epoch})"
         try:
             self._acquire()

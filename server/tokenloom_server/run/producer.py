@@ -79,7 +79,8 @@ class Producer(threading.Thread):
         if self._pipeline is None:
             self._pipeline = task.timeline.pipeline(task.active.base, ahead=True)
         elif self._timeline is not task.timeline:
-            self._pipeline.switch(task.timeline.switches(self._pipeline.sample_index, ahead=True))
+            switches = task.timeline.switches(self._pipeline.sample_index, ahead=True)
+            self._pipeline.replace_switches(switches)
         self._timeline = task.timeline
         if self._group is None or not task.published:
             self._group = None

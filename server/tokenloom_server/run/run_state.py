@@ -77,7 +77,7 @@ class RunState:
         # What stopped the run for all ranks, and why commits wait.
         self._error: TokenloomError | None = None
         self._ledger_error: str | None = None
-        self._loss = LedgerLoss(0, 0, 0.0)
+        self._ledger_loss = LedgerLoss(0, 0, 0.0)
         # (time, commit) over the last minute or so, for rates and window shares.
         self._recent: deque[tuple[float, CommittedState]] = deque(maxlen=512)
         # What rank 0 of an attempt was refused with, by what it asked for: the same id may be tried again with another
@@ -227,13 +227,13 @@ class RunState:
     def _alarm(self, error: TokenloomError) -> None:
         """A rank, or production, has something else than the ledger or this server."""
         if isinstance(error, LedgerRolledBack):
-            self._note_loss(math.inf)  # a rank knows more than this server does
+            self._note_ledger_loss(math.inf)  # a rank knows more than this server does
         self._stop_for_all(error)
 
-    def _note_loss(self, known_index: float) -> None:
-        """The ledger lacks a commit."""
-        generation = self._active.generation.number if self._active is not None else self._loss.generation
-        self._loss = LedgerLoss(generation, known_index, self.wall_clock())
+    def _note_ledger_loss(self, known_index: float) -> None:
+        """Notes that the ledger lost commits; ``known_index``: up to there it had the run, as far as is known."""
+        generation = self._active.generation.number if self._active is not None else self._ledger_loss.generation
+        self._ledger_loss = LedgerLoss(generation, known_index, self.wall_clock())
 
     def _steps_wanted(self) -> int:
         """How many micro-steps to produce now; 0 to wait."""

@@ -52,9 +52,9 @@ class RunView(NamedTuple):
     timeline: Timeline
     lease: LeaseState
     leads: bool
-    #: Of nothing before the first generation.
+    #: The newest commit; before the first generation one of zero samples.
     commit: CommittedState
-    #: The state there; after a restart that at the boundary before it.
+    #: The state at its sample index; right after a restart that at the state boundary before it.
     state: State
     #: Unix time; None before the first commit.
     committed_at: float | None

@@ -18,7 +18,7 @@ from tokenloom_server.sources.scheme import Scheme
 from tokenloom_server.sources.txt.scheme import TxtScheme
 from tokenloom_server.storage.urls import is_remote, redacted, refuse_unsafe
 
-#: Schemes of files, which are found in repositories of the Hub, too.
+#: Schemes of single files: repositories of the Hub may hold such files, too.
 _FILES = (ParquetScheme(), JsonlScheme(), TxtScheme(), ArrowScheme())
 BUILT_IN: tuple[Scheme, ...] = (*_FILES, HubScheme(_FILES), MegatronScheme(), NpyScheme())
 

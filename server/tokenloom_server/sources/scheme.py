@@ -71,7 +71,7 @@ class Scheme(ABC):
     name: ClassVar[str]
     """What a spec begins with."""
     usage: ClassVar[str]
-    """How a spec is written, such as ``csv:GLOB:COLUMN``."""
+    """How a spec is written, such as ``txt:GLOB:COLUMN``."""
     has_columns: ClassVar[bool] = True
     """Whether a row has columns beside the one that is read, for ``filter``, ``template`` and ``loss_mask``."""
     ends_documents: ClassVar[bool] = False

@@ -75,8 +75,9 @@ def _data(a: Content, b: Content) -> str:
     if a.seed != b.seed:
         return "other data: the seeds differ"
     return (
-        f"the digests are of samples {a.sample_index} and {b.sample_index}, so they do not tell; the server's snapshot "
-        f"at {min(a.sample_index or 0, b.sample_index or 0)} of the later one would"
+        f"not compared, for the digests are at different samples, {a.sample_index} and {b.sample_index}; compare the "
+        "earlier one with a snapshot of the later one's run at sample "
+        f"{min(a.sample_index or 0, b.sample_index or 0)}"
     )
 
 
