@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -40,14 +41,16 @@ def _in_redis(port: int, run: str) -> dict[str, Any] | None:
         with client.pipeline(transaction=True) as pipeline:
             for name in ("", ":samples", ":rows", ":tokens"):
                 pipeline.hgetall(key + name)
-            fields, samples, rows, tokens = pipeline.execute()
+            pipeline.hgetall(key + ":openings")
+            fields, samples, rows, tokens, openings = pipeline.execute()
     if "sample_index" not in fields:
         return None
     counters = {
         spec: {"samples": int(samples[spec]), "rows": int(rows[spec]), "tokens": int(tokens[spec])} for spec in samples
     }
     numbers = {name: int(fields[name]) for name in ("generation", "epoch", "sample_index", "total_tokens")}
-    return numbers | {"attempt": fields["attempt"], "digest": fields["digest"], "counters": counters}
+    attempt = json.loads(openings[fields["generation"]])["attempt"]
+    return numbers | {"attempt": attempt, "digest": fields["digest"], "counters": counters}
 
 
 def _in_file(file: Path, run: str) -> dict[str, Any] | None:
