@@ -360,6 +360,71 @@ def test_a_missing_field_of_the_state_is_refused_by_name(case: Case, field: str)
         case.parse(case.changed(change))
 
 
+#: The fields that say where a source stands.
+PLACE = (
+    *("epoch", "shard", "shard_index", "row_offset", "window", "window_row"),
+    *("row_token_offset", "packed_samples", "epoch_rows"),
+)
+IN_A_FILE: dict[str, Any] = {"epoch": 0, "shard_index": 0, "row_offset": 3, "row_token_offset": 0}
+IN_A_WINDOW: dict[str, Any] = {"epoch": 0, "window": 0, "window_row": 3, "row_token_offset": 0}
+IN_AN_EPOCH: dict[str, Any] = {"epoch": 0, "epoch_rows": 4}
+IN_PACKED_ROWS: dict[str, Any] = {"epoch": 0, "shard": "data/code-0.parquet", "shard_index": 0, "row_offset": 3} | {
+    "packed_samples": 3
+}
+NO_MORE = "samples is {samples}, but it has no "
+PLACES: list[tuple[dict[str, Any], str, dict[str, Any], str]] = [
+    ({}, "0", IN_A_WINDOW, "0: it has window_row, but where this run's source stands is said by row_offset"),
+    ({}, "0", IN_AN_EPOCH, "0: it has epoch_rows, but where this run's source stands is said by row_offset"),
+    ({}, "0", {}, f"0: {NO_MORE}row_offset"),
+    ({"shuffle": "rows"}, "0", {}, f"0: {NO_MORE}window_row"),
+    ({"shuffle": "rows"}, "0", {**IN_A_FILE, "shard": "data/code-0.parquet"}, "0: it has row_offset, but"),
+    ({"lanes": 2}, "0.lanes.1", {}, "lanes.1: samples is "),
+    ({"lanes": 2}, "0.lanes.1", IN_A_WINDOW, "lanes.1: it has window_row, but"),
+    ({"lanes": 2}, "0.lanes.1", IN_AN_EPOCH, "lanes.1: it stands in an epoch, as no lane does"),
+    ({}, "0", IN_PACKED_ROWS, "0: packed_samples is 3, but this run's packing has no such place"),
+    (
+        {"packing": "best_fit"},
+        "0",
+        {**IN_A_FILE, "shard": "data/code-0.parquet", "row_token_offset": 2, "packed_samples": 3},
+        "0: packed_samples is 3 beside a row_token_offset of 2",
+    ),
+    (
+        {"packing": "best_fit", "lanes": 2},
+        "0.lanes.1",
+        {**IN_A_FILE, "row_token_offset": 2, "packed_samples": 3},
+        "0.lanes.1: packed_samples is 3 beside a row_token_offset of 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "path", "place", "says"), PLACES)
+def test_a_place_where_the_source_cannot_stand_is_refused(
+    tmp_path: Path, options: dict[str, Any], path: str, place: dict[str, Any], says: str
+) -> None:
+    source = {"source": CODE} | {key: value for key, value in options.items() if key != "packing"}
+    order = order_of(
+        write_corpus(tmp_path),
+        mixture(
+            packing=options.get("packing", "concat"),
+            sequence_length=16,
+            mixture={"policy": "weighted", "children": [source]},
+        ),
+    )
+    pipeline = order.pipeline(order.initial())
+    pipeline.advance(7)  # the last sample is of the first lane
+    document = json.loads(encode_state(order, pipeline.state()))
+    (samples,) = (entry["samples"] for entry in document["datasets"])
+    at: Any = document["datasets"]
+    for part in path.split("."):
+        at = at[int(part)] if part.isdigit() else at[part]
+    for field in PLACE:
+        at.pop(field, None)
+    at |= place
+    with pytest.raises(SnapshotInvalid) as caught:
+        decode_state(order, canonical(document))
+    assert says.format(samples=samples) in str(caught.value)
+
+
 def test_states_of_two_runs_cannot_be_mixed(case: Case) -> None:
     # Samples moved from one source to the next: every sum is right, and no node knows of it.
     def change(document: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,20 @@ def test_rows_that_were_to_be_packed_again_are_so(folder: Path) -> None:
     assert isinstance(cursor, PackedCursor)
     # Also where its first row is the first of all: a state that has begun is not one of the beginning.
     assert timeline.decode(canonical(document)).sources[0].cursor == cursor.first
+
+
+def test_a_source_that_is_back_at_its_first_row_stands_there(folder: Path) -> None:
+    """As after another data loader's checkpoint, or a fork of rows that were packed together."""
+    timeline = Timeline(order_of(folder, mixture()))
+    pipeline = timeline.pipeline(timeline.initial())
+    pipeline.advance(5)
+    state = pipeline.state()
+    code, *others = state.sources
+    assert code.samples
+    state = replace(state, sources=(replace(code, cursor=FileCursor(0, 0, 0)), *others))
+    text = timeline.encode(state)
+    assert timeline.decode(text) == state
+    assert timeline.decode(as_version_1(text, best_fit=False, in_batches=False)) == state
 
 
 @pytest.mark.parametrize(

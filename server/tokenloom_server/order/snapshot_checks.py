@@ -12,10 +12,12 @@ from tokenloom_server.core.state import (
     DIGEST_MODULUS,
     MAX_COUNTER,
     ChildState,
+    EpochCursor,
     FileCursor,
     Lane,
     PackedCursor,
     SourceState,
+    WindowCursor,
     row_cursor,
     tokens_in_row,
 )
@@ -87,14 +89,23 @@ def check_lanes(i: int, dataset: KnownDataset, shape: Shape) -> None:
         check_place(f"{where}lanes.{number}", i, lane, shape)
 
 
+#: The field that only a cursor of the kind has.
+_NAMED_BY = {FileCursor: "row_offset", WindowCursor: "window_row", EpochCursor: "epoch_rows"}
+
+
 def check_place(where: str, source: int, standing: KnownDataset | Lane, shape: Shape) -> None:
     """Checks that a source, or a lane of it, stands where this run's source can stand, and in a file that it has."""
     cursor, kind, shards = standing.cursor, shape.cursor_kind(source), shape.shards[source]
     first = row_cursor(cursor)
+    if first is None and standing.samples:
+        raise SnapshotInvalid(
+            f"{where}: samples is {standing.samples}, but it has no {_NAMED_BY[kind]}, as at its beginning: take the "
+            "state as it was written"
+        )
     if first is not None and not isinstance(first, kind):
         raise SnapshotInvalid(
-            f"{where}: its cursor is a {type(first).__name__}, but this run's source is read by a {kind.__name__}: "
-            "restore the mixture file that the state was made under"
+            f"{where}: it has {_NAMED_BY[type(first)]}, but where this run's source stands is said by "
+            f"{_NAMED_BY[kind]}: restore the mixture file that the state was made under"
         )
     if isinstance(first, FileCursor) and first.shard >= len(shards):
         raise SnapshotInvalid(f"{where}: shard_index is {first.shard}, but this run's source has {len(shards)} files")

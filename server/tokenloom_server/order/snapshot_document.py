@@ -329,4 +329,7 @@ def explain(error: ValidationError) -> str:
     # The tags of unions are pydantic's own; the document has no such level.
     parts = (str(part) for part in fault["loc"] if part not in (*_ChildKind, *_Place))
     field = re.sub(r"\.(?=\.)", "", ".".join(parts))
-    return f"{field or 'the snapshot'}: {fault['msg']}; found {str(fault['input'])[:80]!r}"
+    message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "union_tag_invalid":
+        message = f"it stands {fault['ctx']['tag']}, as no lane does"
+    return f"{field or 'the snapshot'}: {message}; found {str(fault['input'])[:80]!r}"

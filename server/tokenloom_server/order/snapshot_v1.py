@@ -53,7 +53,9 @@ def _place(entry: Mapping[str, Any], names: tuple[str, str], shape: Shape | None
     cursor = ("epoch", *names, "row_token_offset", "packed_samples")
     others = {name: value for name, value in entry.items() if name not in (*cursor, "shard")}
     if not any(entry.get(name) for name in cursor):
-        return others
+        # A fork, or another data loader's checkpoint, may put a source that gave samples back to its first row.
+        is_back = entry.get("samples") and entry.get("shuffle", "none") == "none" and "shard" in entry
+        return dict(entry) if is_back else others
     if shape.in_batches if shape is not None else str(entry.get("spec")).endswith(":*"):
         return {**others, "epoch": entry.get("epoch"), "epoch_rows": entry.get(names[1])}
     if entry.get("packed_samples") == _PACKED_AGAIN:
