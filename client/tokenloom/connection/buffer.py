@@ -51,7 +51,7 @@ class Steps(Protocol):
     """The micro-steps of a message."""
 
     label_tokens: Sequence[int]
-    """By micro-step, over all ranks."""
+    """Of each micro-step, over all ranks."""
 
     def batch(self, step: int, pool: ArrayPool) -> Batch:
         """The batch of a micro-step, counted from 0 in the message."""
@@ -263,7 +263,7 @@ class StepBuffer:
                 condition.notify_all()
 
     def metrics(self, reconnects: int) -> Metrics:
-        """Of the stream, which was opened again so often; waits are those since this was asked last."""
+        """The stream's figures; it was opened again ``reconnects`` times. Waits are those since the last call."""
         with self._lock:
             last_s, mean_s, longest_s = self._waits.read(self.taken)
         point = self.consumed

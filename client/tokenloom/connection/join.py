@@ -62,7 +62,7 @@ class Request:
     takeover: bool = False
     peek: bool = False
     samples: int | None = None
-    """Of a stream to evaluate on: how many samples, 0 for all of it. None: the stream is trained on."""
+    """How many samples of a stream to evaluate on, 0 for all of it. None: the stream is trained on."""
     columns: frozenset[str] = frozenset()
     device: torch.device | None = None
     """Where batches are made; None: in ordinary memory, by numpy."""
@@ -93,7 +93,8 @@ class Source:
 
 
 def sources_at(base: Base, opened: Iterable[Source]) -> list[Source]:
-    """By id: those that the Join was answered with, and those that a boundary has; a revision may have brought some."""
+    """All sources in the order of their ids: those of the answer to the Join, and those that a revision added up to a
+    state boundary."""
     known = {source.id: source for source in opened}
     for source_id, source in sources_of(base.resume_state).items():
         known[source_id] = Source(source_id, source.spec, source.alias)
@@ -130,7 +131,7 @@ class Opening:
     server_epoch: int
     #: Samples of the order that were jumped over right before ``start``.
     skipped_samples: int
-    #: Of a stream to evaluate on: how many samples there are.
+    #: How many samples a stream to evaluate on has.
     samples: int = 0
 
 

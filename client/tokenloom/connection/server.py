@@ -22,7 +22,7 @@ class RunServer:
         self._users = 0
 
     def share(self) -> Self:
-        """For a dataset, which is to ``release`` it."""
+        """Counts one more dataset that uses it; the dataset is to ``release`` it."""
         self._users += 1
         return self
 

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 #: A SQLite file where one is safe: beside the mixture file, or else on a disk of this machine.
 AUTO = "auto"
-#: Of a ledger that nobody named.
+#: The file of a SQLite ledger for which no path is given.
 FILE_NAME = "tokenloom.db"
 
 _EXPECTED = (

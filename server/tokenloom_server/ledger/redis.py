@@ -173,7 +173,7 @@ class RedisLedger(Ledger):
         raise decision
 
     def _adopt(self, command: commands.Adopt, home: str) -> int:
-        """In three steps, because the new uid's key and the run's may lie in two slots of a cluster."""
+        """Gives a run its new uid, in three steps: that uid's key and the run's may lie in two slots of a cluster."""
         self._run_script(command, home, "check")
         if command.new_uid == command.uid:
             return 0

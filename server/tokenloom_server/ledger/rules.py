@@ -80,7 +80,7 @@ class Writes:
     lease: Lease | None = None
     #: A new generation, which forgets the slots of the one before.
     opening: Opening | None = None
-    #: With the time ``Head.now``.
+    #: Written with the time ``Head.now``.
     committed: CommittedState | None = None
     journal_entry: JournalEntry | None = None
     thin_journal: bool = False
@@ -283,7 +283,7 @@ def _save_snapshot(head: Head, command: commands.SaveSnapshot) -> Refusal | Writ
     return Writes()
 
 
-#: By command; those that are short stand here.
+#: The rule of each command; short ones stand here.
 _RULES: dict[type[Command], Callable[[Head, Any], Refusal | Writes]] = {
     commands.Acquire: _acquire,
     commands.Renew: _renew,

@@ -121,7 +121,7 @@ class LeastConsumedChooser(Chooser):
         self._rebuild(owed, weights, totals)
 
     def reweigh(self, weights: Sequence[int], totals: tuple[int, ...] = ()) -> None:
-        """From here on other weights, unless the present ones are close; what is owed under those is carried over."""
+        """Puts other weights in force, unless the present ones are close; what is owed under those is carried over."""
         weights = self._masked(weights)
         anchor = self._mark
         if _are_close(anchor.weights, weights):

@@ -25,7 +25,7 @@ from tokenloom_server.mixing.totals import RowsPicked, Totals
 from tokenloom_server.mixing.varying import UPDATE_PICKS
 from tokenloom_server.mixing.weights import integer_weights
 
-#: Of every node, in node-id order.
+#: The weights of every node, in node-id order.
 MixWeights = tuple[NodeWeights, ...]
 
 

@@ -73,7 +73,7 @@ class Span(NamedTuple):
 class Mark:
     """What a state keeps of a chooser: immutable, and the same until a child is out or weights are made anew."""
 
-    #: By child, when the mark was made.
+    #: Each child's credit when the mark was made.
     credits: tuple[int, ...]
 
     def credits_at(self, tokens: Sequence[int]) -> tuple[int, ...]:
@@ -193,7 +193,7 @@ class Elsewhere(NamedTuple):
     #: Whether any of it was consumed there at all.
     known: Sequence[bool]
     weights: Sequence[int]
-    #: At which balance a child begins that was not known: ``new_source_baseline`` of the mixture file.
+    #: At which balance a child begins that was not consumed there: ``new_source_baseline`` of the mixture file.
     baseline: str
 
 

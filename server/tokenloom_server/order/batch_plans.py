@@ -34,7 +34,7 @@ class BatchPlans:
 
     @classmethod
     def constant(cls, plan: BatchPlan) -> BatchPlans:
-        """That of one batch size, and of one micro-step for each optimiser step."""
+        """The plans of a run with one batch size, and with one micro-step for each optimiser step."""
         return cls([plan], BatchSchedule(((0, plan.batch_size),)))
 
     @classmethod
@@ -48,7 +48,8 @@ class BatchPlans:
         world_size: int,
         group_micro_steps: Callable[[int], int],
     ) -> BatchPlans:
-        """From a sample index on, where the run has had ``start_tokens``. ``group_micro_steps``: by the batch size."""
+        """The plans of a batch schedule from a sample index on, at which the run has had ``start_tokens`` tokens.
+        ``group_micro_steps`` gives the micro-steps of a group for a batch size."""
         starts = schedule.starts(
             sample_tokens=sample_tokens, world_size=world_size, start_index=start_index, start_tokens=start_tokens
         )

@@ -203,14 +203,14 @@ def stream_files(resources: RunResources, name: str, mixture: NodeConfig) -> Man
 
 
 def verify_files(factory: PipelineFactory, manifest: Manifest) -> None:
-    """That files are what they were. Raises ``ConfigError`` and ``SourceChanged``."""
+    """Checks that files are what they were. Raises ``ConfigError`` and ``SourceChanged``."""
     resources = factory.resources
     resources.check_files(manifest)
     verify(manifest, resources.base_dir, factory.record.config.catalog.sources)
 
 
 def check_named(config: RunConfig, resources: RunResources) -> None:
-    """That whatever a config names lies below a data root; before anything of it is looked at. Raises
+    """Checks that whatever a config names lies below a data root, before anything of it is looked at. Raises
     ``ConfigError``."""
     roots, base_dir = resources.roots, resources.base_dir
     for path, source in config.named_sources():
@@ -235,7 +235,7 @@ def moves_parts(before: float, now: float) -> bool:
 
 
 def _with_estimates(factory: PipelineFactory, known: Mapping[int, SizeEstimate]) -> PipelineFactory:
-    """With the size of each source that a policy needs to know: ``known``, or measured."""
+    """The order with the size of each source that a policy needs to know: the ``known`` one, else measured."""
     sources = factory.config.measured_sources
     if not sources:
         return factory

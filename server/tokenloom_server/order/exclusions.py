@@ -30,7 +30,7 @@ class ExclusionFile(NamedTuple):
     rows: int
 
 
-#: By spec, and by alias, as the rows of a file may name a source: its spec, and the paths of its shards.
+#: By each name that a file of exclusions may use for a source, its spec or its alias: its spec, and its shards' paths.
 NamedSources = Mapping[str, tuple[str, Sequence[str]]]
 
 
@@ -42,7 +42,7 @@ class Exclusions:
     rows: Mapping[str, Mapping[int, _Rows]]
 
     def of(self, spec: str) -> Mapping[int, _Rows]:
-        """Of one source, by shard."""
+        """The rows of one source that are left out, by shard."""
         return self.rows.get(spec, {})
 
     def count(self, spec: str) -> int:

@@ -55,7 +55,7 @@ class PipelineFactory:
         return self.record.name
 
     def with_record(self, record: RunRecord) -> PipelineFactory:
-        """One for another record of the same run, with the same resources."""
+        """A factory for another record of the same run, with the same resources."""
         return type(self)(record, self.resources)
 
     def initial(self) -> State:

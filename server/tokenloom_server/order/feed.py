@@ -24,7 +24,7 @@ class Feed:
         # Of the samples that are loaded and not yet taken.
         self._ids: list[memoryview] = []
         self._hashes: list[int] = []
-        #: After the last sample that was taken.
+        #: Where the source stands after the last sample that was taken.
         self.position = SourcePosition.of(state)
         self.exhausted = state.exhausted
         self.dropped_tokens = state.dropped_tokens

@@ -243,8 +243,8 @@ def _new(spec: str, factory: PipelineFactory, baseline: int | None) -> str:
 
 
 def _digest(sources: Sequence[SourceState], shape: Shape) -> int:
-    """Of the place itself, since no sample before it is known: runs that go on from the same one have equal digests,
-    and ranks that bring different ones have different digests."""
+    """A hash of the place itself, since no sample before it is known: runs that go on from the same place have equal
+    digests, and ranks that bring different places have different ones."""
     places = [
         [spec, cursor.epoch, shards[cursor.shard], cursor.row, cursor.tokens, source.samples]
         for spec, shards, source in zip(shape.specs, shape.shards, sources, strict=True)

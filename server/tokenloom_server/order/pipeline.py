@@ -96,7 +96,7 @@ class Pipeline:
 
     @property
     def sample_index(self) -> int:
-        """Of the sample that is next."""
+        """The index of the next sample."""
         return self._index
 
     def replace_switches(self, switches: Sequence[Switch]) -> None:

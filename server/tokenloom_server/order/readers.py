@@ -63,7 +63,7 @@ class SourceReaders:
         return masks
 
     def check_masks(self, first: int = 0) -> None:
-        """That the columns which hold loss masks do so, of the sources from ``first`` on. Raises ``ConfigError``."""
+        """Raises ``ConfigError`` where a loss mask column, of the sources from ``first`` on, holds no masks."""
         for i, source in enumerate(self._record.config.sources[first:], first):
             if source.loss_mask is not None:
                 self.open_mask(i, self.open(i), source.loss_mask)
@@ -119,7 +119,7 @@ class SourceReaders:
         return self._record.shard_paths[source_id][cursor.shard], reading.rows_in(cursor.shard)
 
     def files_before(self, source_id: int, cursor: FileCursor) -> Sequence[int]:
-        """Of a source that is read file by file, those that come before the cursor's in its epoch."""
+        """The files that come before the cursor's in its epoch, of a source that is read file by file."""
         config = self._record.config
         if config.sources[source_id].shuffle == "none":
             return range(cursor.shard)
@@ -156,7 +156,7 @@ class SourceReaders:
         return FeatureSource(request, names=batching.columns, dtypes=batching.dtypes)
 
     def make_buckets(self) -> None:
-        """Of every source, of a run with ``batching``: so that what is wrong with them is known before training."""
+        """Makes the buckets of all sources of a run with ``batching``, so that faults in them show before training."""
         if self._record.config.batching is not None:
             for i in range(len(self._record.config.sources)):
                 self.bucket_epochs(i)

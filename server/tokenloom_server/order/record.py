@@ -50,7 +50,7 @@ class RunRecord:
     """Whether samples have room for a loss mask, as when the run began."""
     excluded: Exclusions = NOTHING_EXCLUDED
     size_estimates: Mapping[int, SizeEstimate] = field(default_factory=dict)
-    """By source id, of the sources from whose rest a policy makes weights: measured once."""
+    """By source id, for those sources whose remaining size decides a policy's weights: measured once."""
     earlier_file_counts: Mapping[int, frozenset[int]] = field(default_factory=dict)
     """By source id, how many files it had before more were appended."""
     stream: str = ""
@@ -78,7 +78,7 @@ class RunRecord:
 
     @cached_property
     def specs(self) -> tuple[str, ...]:
-        """By source id."""
+        """The sources' specs, by source id."""
         return tuple(source.source for source in self.config.sources)
 
     @cached_property
@@ -108,7 +108,7 @@ class RunRecord:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the ids of a sample as it travels; bytes with ``batching``."""
+        """That of the ids of a sample as it is sent; bytes with ``batching``."""
         return id_dtype(self.vocab_size) if self.config.batching is None else np.dtype(np.uint8)
 
     @cached_property

@@ -111,7 +111,7 @@ class RunResources:
                 records.close()
 
     def check_files(self, manifest: Manifest) -> None:
-        """That every file lies below a data root: a pattern may meet links that lead elsewhere. Raises
+        """Checks that every file lies below a data root: a pattern may meet links that lead elsewhere. Raises
         ``ConfigError``."""
         for source in manifest.sources:
             self.roots.check_paths(f"source {source.spec!r}", self.base_dir, [shard.path for shard in source.shards])

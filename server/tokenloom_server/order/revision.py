@@ -100,7 +100,7 @@ def _new_ids(config: RunConfig) -> tuple[Iterator[int], Iterator[int]]:
 
 
 def _kept_presence(known: Child) -> str:
-    """Of what a new mixture has again: it goes on, but stays paused."""
+    """The presence of a child that a new mixture has again: a dropped one goes on, a paused one stays paused."""
     return "paused" if known.presence == "paused" else "live"
 
 
@@ -182,7 +182,7 @@ class _MixtureTree:
         self._drop_all(place.child)
 
     def _drop_all(self, child: dict[str, Any]) -> None:
-        """With a node, all below it leaves."""
+        """Drops a child and all below it."""
         child["presence"] = "dropped"
         for below in child.get("children", ()):
             self._drop_all(below)

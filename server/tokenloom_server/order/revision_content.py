@@ -76,7 +76,7 @@ def _changed_config(timeline: Timeline, change: MixtureChange, sample_index: int
 
 
 def _check_batches(config: RunConfig, change: MixtureChange, sample_index: int) -> None:
-    """That with ``batching`` a change leaves the buckets as they are. Raises ``ConfigError``."""
+    """Checks that with ``batching`` a change leaves the buckets as they are. Raises ``ConfigError``."""
     if config.batching is None:
         return
     for field in ("append_files", "exclude"):
@@ -92,7 +92,7 @@ def _check_batches(config: RunConfig, change: MixtureChange, sample_index: int) 
 
 
 def _check_limits(old: RunConfig, new: RunConfig) -> None:
-    """That a limit that was asked for holds a sample, as in a mixture file. Raises ``ConfigError``."""
+    """Checks that a limit that was asked for holds a sample, as in a mixture file. Raises ``ConfigError``."""
     known = {child_key(child): child.max_tokens for child in children_of(old)}
     for child in children_of(new):
         most = child.max_tokens
@@ -143,7 +143,7 @@ def _excluded(factory: PipelineFactory, change: MixtureChange) -> list[Exclusion
 
 
 def _ended_by_a_phase(timeline: Timeline, sample_index: int) -> Iterator[str]:
-    """That a change holds only until a phase brings a mixture of its own; what was dropped stays so."""
+    """A note, where a change holds only until a phase brings a mixture of its own; what was dropped stays so."""
     phases = timeline.first.config.phases
     for segment in timeline.segments:
         brings = segment.phase is not None and segment.phase < len(phases) and phases[segment.phase].mixture

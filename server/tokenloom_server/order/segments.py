@@ -54,7 +54,7 @@ def _gone(before: Collection[int], old: RunConfig, new: RunConfig) -> set[int]:
 def _in_phase(
     before: PipelineFactory, number: int, left_tokens: int, tokens: int, gone: Collection[int]
 ) -> PipelineFactory:
-    """That of a phase, which begins at so many of the run's tokens; what is ``gone`` stays so."""
+    """The order in a phase, which begins at ``tokens`` of the run's tokens; sources that are ``gone`` stay dropped."""
     config, record = before.config, before.record
     phase, last = config.phases[number], number == len(config.phases) - 1
     length = phase.sequence_length or config.sequence_length
@@ -82,7 +82,7 @@ def files_to_json(files: Mapping[str, Sequence[Shard]]) -> dict[str, list[list[A
 
 
 def revised(before: PipelineFactory, content: Mapping[str, Any]) -> PipelineFactory:
-    """That of what a revision's content makes of a run."""
+    """The order that a revision's content makes of a run."""
     record, base_dir = before.record, before.resources.base_dir
     config = with_content(before.config, {**content, "sequence_length": before.config.sequence_length})
     files = files_of(before)

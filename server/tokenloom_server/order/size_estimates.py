@@ -53,7 +53,7 @@ class _Budget(NamedTuple):
 
     @classmethod
     def of(cls, total: int, places: int) -> _Budget:
-        """Of a source whose files have ``total`` bytes. Compressed, they may hold some times as much."""
+        """The budget of a source whose files have ``total`` bytes. Compressed files may hold some times as much."""
         return cls(
             READ_BYTES if total <= READ_BYTES else max(1, READ_BYTES // places),
             ENCODED_BYTES if total <= ENCODED_BYTES else max(1, ENCODED_BYTES // places),
@@ -150,7 +150,7 @@ def _measure(factory: PipelineFactory, source_id: int, places: int) -> tuple[Siz
 
 
 def _of_many_lines(factory: PipelineFactory, reader: LinesSource, kept: Source, encoder: Encoder) -> SizeEstimate:
-    """From the heads of some shards, since to know where the lines of others lie they would have to be scanned."""
+    """Measured at the heads of some shards: to find lines elsewhere, whole files would have to be scanned."""
     rows = size = 0
     tokens, lengths = Fraction(0), []
     # No file with a line is smaller than a byte order mark and it.

@@ -48,7 +48,7 @@ class ResumePoint:
     #: The run and generation it was taken in; None and 0 for a state from before the first join.
     run_uid: str | None = None
     generation: int = 0
-    #: Of an older data loader's checkpoint, what was made of it, a line for each spec; empty for a snapshot.
+    #: What was made of an older data loader's checkpoint, a line for each spec; empty for a snapshot.
     notes: tuple[str, ...] = ()
 
 

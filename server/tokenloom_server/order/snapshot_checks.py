@@ -94,7 +94,7 @@ _NAMED_BY = {FileCursor: "row_offset", WindowCursor: "window_row", EpochCursor: 
 
 
 def check_place(where: str, source: int, standing: KnownDataset | Lane, shape: Shape) -> None:
-    """That a source, or a lane of it, stands where this run's source can stand, and in a file that it has."""
+    """Checks that a source, or a lane of it, stands where this run's source can stand, and in a file that it has."""
     cursor, kind, shards = standing.cursor, shape.cursor_kind(source), shape.shards[source]
     first = row_cursor(cursor)
     if first is None and standing.samples:
@@ -125,7 +125,7 @@ def check_place(where: str, source: int, standing: KnownDataset | Lane, shape: S
 
 
 def check_skipped(i: int, dataset: KnownDataset) -> None:
-    """What was jumped over is a part of all that the source gave; without samples it is nothing."""
+    """Checks that what was jumped over is a part of all that the source gave; without samples it is nothing."""
     for skipped, name in zip(SKIPPED, ("samples", "rows", "token_offset"), strict=True):
         part, whole = getattr(dataset, skipped), getattr(dataset, name)
         if part > whole or (part and not dataset.skipped_samples):

@@ -32,7 +32,7 @@ VERSIONS = (1, SNAPSHOT_VERSION)
 #: A snapshot of 200 sources has at most 64 KB; larger mixtures are larger, but nothing honest is above this.
 MAX_BYTES = 16 * 2**20
 
-#: Of a dataset's entry, where a restore jumped over some of its samples.
+#: The fields of a dataset's entry that it has where a restore jumped over some of its samples.
 SKIPPED = ("skipped_samples", "skipped_rows", "skipped_tokens")
 
 _Count = Field(ge=0, le=MAX_COUNTER)
@@ -194,17 +194,17 @@ class KnownDataset(_Counters):
 
 
 class FileDataset(_FilePosition, KnownDataset):
-    """One that stands in a file. ``row_offset`` counts within the shard."""
+    """A source that stands in a file. ``row_offset`` counts within the shard."""
 
     shard: str
 
 
 class _WindowDataset(_WindowPosition, KnownDataset):
-    """One of shuffled rows, which stands in no file."""
+    """A source of shuffled rows, which stands in a window and in no file."""
 
 
 class _EpochDataset(_EpochPosition, KnownDataset):
-    """One of batches of rows."""
+    """A source of batches of rows, which stands in an epoch."""
 
 
 class _Imported(_Strict):

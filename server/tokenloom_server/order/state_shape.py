@@ -14,13 +14,13 @@ class Shape:
     """What a run's states look like: a state that does not fit is refused before anything uses it."""
 
     specs: tuple[str, ...]
-    """By source id."""
+    """The sources' specs, by source id."""
     shards: tuple[tuple[str, ...], ...]
     """Each source's shard paths."""
     nodes: Mapping[int, tuple[int, ...]]
     """By node id, ascending, the children's stable ids: 2 × source id, or 2 × node id + 1."""
     sample_tokens: int
-    """Of a sample that begins here."""
+    """Tokens of a sample that begins here."""
     names: tuple[str | None, ...]
     """The sources' aliases."""
     shuffles: tuple[str, ...]

@@ -56,7 +56,7 @@ class Timeline:
 
     @property
     def segments(self) -> Sequence[TimelineSegment]:
-        """In order; the first begins at sample 0."""
+        """All segments in order; the first begins at sample 0."""
         return self._segments
 
     def with_revisions(self, revisions: Sequence[StoredRevision]) -> Timeline:
@@ -111,7 +111,7 @@ class Timeline:
         )
 
     def switches(self, sample_index: int, *, ahead: bool = False) -> list[Switch]:
-        """Those after a sample index."""
+        """The switches after a sample index."""
         switches = []
         before = self._segment(sample_index).config
         for segment in self._segments[bisect_right(self._begins, sample_index) :]:

@@ -68,7 +68,7 @@ class SampleOrigins(Protocol):
 
     @property
     def batch(self) -> Batch | None:
-        """Of a block that is a batch of rows."""
+        """The batch, where the block is a batch of rows; else None."""
 
     def __len__(self) -> int:
         """How many samples it has."""
@@ -104,7 +104,7 @@ class BlockOrigins:
     overlaps: bool = False
     #: Makes a cursor of the first four numbers in a row of ``cursors``.
     make_cursor: MakeCursor = field(default=FileCursor, kw_only=True)
-    #: Of a block that is a batch of rows.
+    #: The batch, where the block is a batch of rows.
     batch: Batch | None = field(default=None, kw_only=True)
 
     def __len__(self) -> int:

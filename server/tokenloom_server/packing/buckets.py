@@ -58,7 +58,7 @@ class Epochs:
 
     @property
     def batches(self) -> int:
-        """Of a whole epoch."""
+        """How many batches a whole epoch has."""
         return int(self.index.batches(self.size).sum())
 
     @property
@@ -77,7 +77,7 @@ class Epochs:
         return self.lost_rows if epoch < self._whole else 0
 
     def rows_of(self, epoch: int, batch: int) -> tuple[Int64s, Int64s]:
-        """Of an epoch's batch, counted from 0, shard and row in shard of each sample, [size] both."""
+        """The rows of an epoch's batch, counted from 0: each one's shard, and its row in the shard; [size] both."""
         buckets, before = self.drawn(epoch)
         bucket, begin = int(buckets[batch]), int(before[batch]) * self.size
         numbers = np.arange(begin, begin + self.size)
@@ -102,7 +102,8 @@ class Epochs:
         return rows
 
     def drawn(self, epoch: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Of each batch of a whole epoch in turn, its bucket, and the number of that bucket's batches before it."""
+        """For each batch of a whole epoch in turn: its bucket, and how many batches of that bucket came before it.
+        [batches] both."""
         last = self._last
         if last is not None and last[0] == epoch:
             return last[1:]

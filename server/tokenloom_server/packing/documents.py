@@ -78,7 +78,7 @@ class Documents:
         return WindowCursor if isinstance(self._reading, Windows) else FileCursor
 
     def path(self, shard: int) -> str:
-        """Of a file, for people."""
+        """The path of a file, for messages."""
         return self._source.shards[shard].path
 
     def read(self, start: Cursor | None, *, mark_excluded: bool = False) -> Iterator[TokenizedRows]:

@@ -40,9 +40,9 @@ class FillInMiddle:
     """How the documents of one source are rearranged."""
 
     rate: float
-    """Of all documents with tokens, this share (0 to 1) is."""
+    """The share of the documents with tokens that are rearranged, 0 to 1."""
     spm_rate: float
-    """Of those, this share in the order SPM."""
+    """The share of those that come in the order SPM, 0 to 1."""
     prefix_id: int
     middle_id: int
     suffix_id: int

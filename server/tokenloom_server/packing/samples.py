@@ -19,7 +19,7 @@ Int64s = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 Mask = npt.NDArray[np.uint8]
 
-#: Of a trailer: the sample's real length, and the words that its mask's bits fill up.
+#: Size of the integers of a sample's trailer: its real length, and the words that the bits of its mask fill.
 _WORD_BYTES = 4
 
 

@@ -34,9 +34,9 @@ class Generation:
     number: int
     attempt: str
     batch_plans: BatchPlans
-    #: For each of the plans: micro-steps that are produced ahead of the committed one,
+    #: For each of the plans, how many micro-steps may be produced ahead of the committed one.
     windows: Sequence[int]
-    #: and micro-steps of a full message; a group ends one, too.
+    #: For each of the plans, the micro-steps of a full message; a group ends one, too.
     message_steps: Sequence[int]
     #: Whether the last micro-step may end elsewhere than all others.
     pads_last_micro_step: bool = False
@@ -294,7 +294,7 @@ class Generation:
             self._first_group += 1
 
     def check_digest(self, expected: str) -> None:
-        """After a restart: what was produced again must be what was committed."""
+        """Raises ``OrderMismatch`` where what was produced again after a restart is not what was committed."""
         if self.produced < self.committed:
             raise OrderMismatch(
                 f"micro-step {self.committed} of generation {self.number} was committed, but produced again the data "
@@ -344,7 +344,7 @@ class Generation:
     # -----------------------------------------------------------------------------------------------
 
     def _held_from(self) -> int:
-        """From this micro-step on the marks are held."""
+        """The first micro-step whose mark is still held."""
         return self.groups[0].first_step if self.groups else self.produced
 
     def _check_claim(self, rank: int, step: int, digest: str) -> None:

@@ -129,7 +129,7 @@ class Losses:
 class _Point(NamedTuple):
     """What some reports in a row say together."""
 
-    #: At its end.
+    #: The three counters where the last of these reports was made.
     sample_index: int
     total_tokens: int
     step: int
@@ -152,7 +152,7 @@ class Curve:
         self._points: list[_Point] = []
         # Reports in the last point.
         self._filled = 0
-        # That there is room for in each point.
+        # How many sources each point has room for.
         self._sources = 0
 
     def add(self, report: Report) -> None:

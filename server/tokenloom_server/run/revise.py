@@ -23,7 +23,7 @@ from tokenloom_server.run.views import RunView
 
 _log = logging.getLogger(__name__)
 
-#: Of one run. Each is kept with a mixture of its own, and all are read when a server takes the run up.
+#: How many one run may have. Each is kept with a mixture of its own, and all are read when a server takes the run up.
 MAX_REVISIONS = 1000
 
 

@@ -44,7 +44,7 @@ class Slots:
         self.connected = 0
         #: Micro-steps that every rank has consumed.
         self.consumed_by_all = position
-        #: Of the ranks with a stream, how far the one that was sent most is; −1 without any.
+        #: The most micro-steps that a rank with a stream was sent; −1 where no rank has one.
         self.sent_to_one = -1
         self._ranks_at_least = world_size
 

@@ -32,7 +32,7 @@ FORMAT = 1
 
 
 class Streams:
-    """Those of one run. Immutable."""
+    """The streams of one run. Immutable."""
 
     def __init__(self, first: PipelineFactory, config: RunConfig, manifests: Mapping[str, Manifest]) -> None:
         """``first`` is the order that the run began with, ``config`` the mixture file's; ``manifests``: the files of
@@ -63,8 +63,8 @@ class Streams:
 
     @classmethod
     def checked(cls, first: PipelineFactory, config: RunConfig) -> Streams:
-        """Those of a run that is not served: opens each that has files of its own, and makes its first sample. Raises
-        what ``of`` and ``order`` do."""
+        """The streams of a run that is not served: opens each that has files of its own, and makes its first sample.
+        Raises what ``of`` and ``order`` do."""
         own = {name: stream.mixture for name, stream in sorted(config.streams.items()) if stream.mixture is not None}
         streams = cls(
             first, config, {name: builder.stream_files(first.resources, name, mixture) for name, mixture in own.items()}
@@ -75,7 +75,7 @@ class Streams:
         return streams
 
     def check(self, name: str) -> None:
-        """That there is such a stream. Raises ``NotFound``, naming those that there are."""
+        """Raises ``NotFound`` where there is no such stream, naming those that there are."""
         stream = name.partition("/")[0]
         if stream not in self.names:
             known = ", ".join(map(repr, (TRAIN, *self.names)))
