@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from support.catalog import CATALOG
-from support.digest import digest_after
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.row_rules import PLAIN, RowRules
 from tokenloom_server.config.spec import Spec
@@ -31,6 +29,9 @@ from tokenloom_server.order.steps import BatchPlan, StepGroup
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.sources.manifest import Manifest, SourceFiles
+
+from tests.support.catalog import CATALOG
+from tests.support.digest import digest_after
 
 VOCAB, END_OF_TEXT = 60_000, 59_999
 #: Rows of one read.

@@ -5,6 +5,10 @@ Where one fails: ``python -m tests.simulation SEED`` tells what happened in it.
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.simulation import events
@@ -39,6 +43,12 @@ def test_no_world_breaks_a_promise_and_what_happens_in_it_is_what_happened_befor
         "a server or a trainer does something else, or at another time; where it is meant: "
         "python -m tests.simulation --write"
     )
+
+
+def test_the_command_that_a_failing_world_names_replays_it() -> None:
+    root = Path(__file__).resolve().parents[2]
+    found = subprocess.run([sys.executable, "-m", "tests.simulation", "5"], cwd=root, capture_output=True, text=True)
+    assert "seed 5: every promise was kept" in found.stdout, found.stderr
 
 
 @pytest.mark.parametrize("seed", range(0, WORLDS, WORLDS // 10))
