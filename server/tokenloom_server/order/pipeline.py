@@ -136,12 +136,12 @@ class Pipeline:
         while decided < wanted and self.ended is None:
             stage, decided_before = self._stage, decided
             self._check_step(step_samples)
-            asked = min(wanted - decided, self._until_switch())
-            picks, changed = self._decide(asked)
+            limit = min(wanted - decided, self._until_switch())
+            picks, changed = self._decide(limit)
             changes += [(decided_before + i, stage, mix_weights) for i, mix_weights in changed]
             decided += len(picks)
             kept = decided
-            if len(picks) < asked and decided % step_samples and config.last_micro_step == "drop":
+            if len(picks) < limit and decided % step_samples and config.last_micro_step == "drop":
                 self.dropped_samples = decided % step_samples
                 kept = decided - self.dropped_samples
             kept_picks = picks[: max(0, kept - decided_before)]
