@@ -233,6 +233,14 @@ def nodes(document: dict[str, Any]) -> list[list[list[int]]]:
     return found
 
 
+CURSOR = ("epoch", "shard", "shard_index", "row_offset", "row_token_offset")
+
+
+def dataset(document: dict[str, Any], i: int) -> dict[str, Any]:
+    found: dict[str, Any] = document["resume_state"]["datasets"][i]
+    return found
+
+
 def set_row(node: int, child: int, place: int, value: Any) -> Callable[[dict[str, Any]], None]:
     def change(document: dict[str, Any]) -> None:
         nodes(document)[node][child][place] = value
@@ -277,6 +285,14 @@ def set_dataset(i: int, field: str, value: Any) -> Callable[[dict[str, Any]], No
         (set_dataset(0, "token_offset", 224), "resume_state.total_tokens: found 480, but the sources' tokens add up t"),
         (set_dataset(0, "row_offset", -1), "resume_state.datasets.0 (code): row_offset: found -1, expected an integer"),
         (lambda d: d.pop("run_uid"), "run_uid: missing"),
+        (
+            lambda d: [dataset(d, 1).pop(name) for name in CURSOR],
+            "resume_state.datasets.1 (docs): nothing says where it stands, though ",
+        ),
+        (
+            lambda d: dataset(d, 1).update(row_token_offset=3, packed_samples=2),
+            "resume_state.datasets.1 (docs): row_token_offset: found 3 beside packed_samples, expected one of them",
+        ),
         (lambda d: d.pop("resume_state"), "resume_state: is missing, though sample_index is 63"),
         (lambda d: d.update(version=9), "version: found 9, expected 1 or 2"),
         (lambda d: d.update(sample_index=59), "resume_state.sample_index: 60 lies after sample_index 59"),

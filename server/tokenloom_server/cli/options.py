@@ -99,7 +99,7 @@ def snapshot_text(path: Path) -> str:
 PANEL = "A mixture without a file"
 Mixture = Annotated[
     Path | None,
-    typer.Argument(help="A mixture file (YAML); see the README's configuration section.", metavar="MIXTURE.yaml"),
+    typer.Argument(help="A mixture file (YAML); see docs/mixture-file.md.", metavar="MIXTURE.yaml"),
 ]
 #: Where --data-root is not given: places, separated by colons.
 DATA_ROOTS = "TOKENLOOM_DATA_ROOTS"

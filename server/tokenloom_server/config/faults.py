@@ -29,7 +29,7 @@ def _field(location: tuple[str | int, ...]) -> str:
 def _explain(fault: dict[str, Any]) -> str:
     message = str(fault["msg"]).removeprefix("Value error, ")
     if fault["type"] == "extra_forbidden":
-        return f"unknown key; check its spelling against the README's configuration section (found {fault['input']!r})"
+        return f"unknown key; check its spelling against docs/mixture-file.md (found {fault['input']!r})"
     if fault["type"] == "missing":
         return "is missing"
     if fault["type"] == "value_error":

@@ -71,6 +71,10 @@ def _of_sources(content: Content) -> Iterator[str]:
                 yield f"{where}: {field}: missing" + (", which counts as 0" if field == "token_offset" else "")
             elif field not in ("spec", "shard") and (type(value) is not int or not 0 <= value <= MAX_COUNTER):
                 yield f"{where}: {field}: found {value!r}, expected an integer from 0 to 2^53 − 1"
+        if source.samples and not _place_fields(content, entry):
+            yield f"{where}: nothing says where it stands, though {source.samples} samples were taken"
+        if source.token_in_row and entry.get("packed_samples"):
+            yield f"{where}: row_token_offset: found {source.token_in_row} beside packed_samples, expected one of them"
         if source.samples and not source.tokens:
             yield f"{where}: token_offset: found {source.tokens}, though {source.samples} samples were taken"
     known = [source for source in content.sources if not source.unknown]
