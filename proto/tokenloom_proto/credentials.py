@@ -170,7 +170,8 @@ class Credentials:
 def _read(name: str, file: str | os.PathLike[str] | None, environment: Mapping[str, str]) -> bytes | None:
     """The content of one of the ``TlsFiles``."""
     source = f"tls_{name}" if file is not None else _TLS_VARIABLES[name]
-    file = file or environment.get(source)
+    if file is None:
+        file = environment.get(source)
     if file is None:
         return None
     try:

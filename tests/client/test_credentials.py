@@ -93,6 +93,8 @@ def test_files_of_tls_that_do_not_fit_are_named(tmp_path: Path) -> None:
         find(tls=True, files=TlsFiles(cert=tmp_path / "cert"))
     with pytest.raises(ValueError, match="TOKENLOOM_TLS_CA: '/no/such/file' cannot be read"):
         find(tls=True, environment={"TOKENLOOM_TLS_CA": "/no/such/file"})
+    with pytest.raises(ValueError, match=r"tls_ca: '.?' cannot be read"):
+        find(tls=True, files=TlsFiles(ca=""))
     with pytest.raises(ValueError, match="for grpcs://, but the address begins with grpc://"):
         find(files=TlsFiles(ca=tmp_path / "cert"))
 

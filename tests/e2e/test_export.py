@@ -126,6 +126,8 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
     (tmp_path / "range.idx").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"range\.idx: is there already"):
         export(sample_range_of(server, 0, 5), tmp_path / "range", "megatron", nothing)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        export(sample_range_of(server, 0, 5), tmp_path / "range.idx" / "range", "megatron", nothing)
     refused = tokenloom("export", server.url(RUN), "--from", 5, "--to", 5, "--out", tmp_path / "x")
     assert refused.status == 2
     assert "expected --to above --from" in refused.output

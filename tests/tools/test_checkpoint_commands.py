@@ -377,6 +377,7 @@ def test_an_older_payload_says_what_it_lacks(tmp_path: Path) -> None:
         "resume_state.nodes: missing: an older loader counts no nodes; an import makes them from the sources",
     ]
     none = copy.deepcopy(OLDER)
+    none["resume_state"]["datasets"][1]["share"] = "of another tool"
     del none["resume_state"]["datasets"][0]["token_offset"]
     assert any("every token_offset is 0 or missing" in line for line in faults(content_of(json.dumps(none), tmp_path)))
     index = content_of('{"sample_index": 12}', tmp_path)

@@ -1,7 +1,7 @@
 """Batches made on the trainer's device: what crosses to it is what crossed the network.
 
     message ── parts ──▶ pinned memory ── copy, on a stream of its own ──▶ device memory ── widened ──▶ batch
-                         one micro-step ahead of the trainer                     on the trainer's stream
+                         one micro-step ahead of the trainer                   on the trainer's stream
 
 A micro-step crosses in one copy: ids as narrow as they travelled, and the few numbers that say where labels do not
 count and where documents begin. Tensors are widened, masked and summed up on the device, and equal those of the CPU to

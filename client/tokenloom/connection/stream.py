@@ -1,8 +1,8 @@
 """The stream of a slot that was joined, and its reconnects.
 
-    trainer                     buffer                      this module                 server
-    next()  ── take ──────────▶ micro-steps ◀──────── put ─────── reader thread ◀─ Batches ── Stream
-                                consumed_through ─────────▶ writer ───────── Progress ─▶
+    trainer               buffer                      this module                   server
+    next()  ── take ────▶ micro-steps ◀──── put ───── reader thread ◀── Batches ─── Stream
+                          consumed_through ─────────▶ writer ────────── Progress ─▶
 
 The reader thread also owns the reconnects: they stay within the generation, go on after the last
 micro-step received, and never join again. The writer runs on gRPC's own thread, one for each stream.

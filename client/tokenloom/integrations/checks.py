@@ -11,8 +11,7 @@ def check_processes(dataset: TrainingDataset, processes: int, runs: str, after: 
     if dataset.world_size != processes:
         raise ValueError(
             f"the dataset is rank {dataset.rank} of {dataset.world_size}, but {runs} {processes} processes: make the "
-            f"RemoteDataset after {after}, which starts the process group, and without rank and world_size (tensor, "
-            "context and pipeline parallelism: tokenloom.integrations.mesh)"
+            f"RemoteDataset after {after}, which starts the process group, and without rank and world_size"
         )
 
 

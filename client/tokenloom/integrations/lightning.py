@@ -65,11 +65,15 @@ class TokenloomDataModule(Positioned, LightningDataModule):
         self._evaluation: _Evaluation | None = None
         if validation is not None:
             # Lightning takes any data module that has the method for one with validation data.
-            self.val_dataloader = lambda: self._evaluation  # type: ignore[method-assign]
+            self.val_dataloader = self._val_dataloader  # type: ignore[method-assign]
         self._stage: str | None = None
         self._loader: _Loader | None = None
         self._follower: _Follower | None = None
         self._state: dict[str, Any] = {}
+
+    def _val_dataloader(self) -> _Evaluation:
+        assert self._evaluation is not None, "setup() comes before val_dataloader()"
+        return self._evaluation
 
     @property
     def dataset(self) -> RemoteDataset:

@@ -47,8 +47,9 @@ class Progress:
             # Parts of files were rounded down.
             self._total = max(1, self._done)
             self._bar.update(self._task, completed=1, total=1, description=self._text())
-        self._bar.stop()
-        if kind is None and self._bar.disable:
+        if not self._bar.disable:
+            self._bar.stop()
+        elif kind is None:
             self._print()
 
     def kept(self, units: int, tokens: int, size: int) -> None:

@@ -44,7 +44,7 @@ class BatchPlan:
     """How consecutive micro-steps of one batch size cut the order: the n-th of them covers samples
     [start + n·world_size·batch_size, …); every ``group_micro_steps`` micro-steps is a state boundary.
 
-    A generation's micro-steps are counted from its start; ``batch_schedule`` puts plans of several sizes after one
+    A generation's micro-steps are counted from its start; ``BatchPlans`` puts plans of several sizes after one
     another.
     """
 

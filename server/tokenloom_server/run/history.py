@@ -293,10 +293,10 @@ class History:
         generation, commit = view.generation, view.commit
         if not generation.number:
             start = view.timeline.initial()
-            if sample_index not in (None, start.sample_index):
+            if sample_index is not None and sample_index != start.sample_index:
+                lies = "before the beginning" if sample_index < start.sample_index else "beyond the horizon"
                 raise BeyondHorizon(
-                    f"sample {sample_index} is beyond the horizon {start.sample_index}: no trainer has joined this run "
-                    "yet"
+                    f"sample {sample_index} is {lies} {start.sample_index}: no trainer has joined this run yet"
                 )
             return self._seal_state(start, 0), start.sample_index
         index = commit.sample_index if sample_index is None else sample_index

@@ -201,6 +201,8 @@ def _block(first_row: int, data: bytes) -> Block:
 def require_rows(request: ReadRequest) -> None:
     """Raises ``SourceError`` when no shard has a line. Costs nothing but the first non-empty file's head."""
     for shard in request.shards:
+        if not shard.size:
+            continue
         if codec_of(shard.path) is None and shard.size > len(BOM):
             return
         with request.open(shard) as file:

@@ -66,9 +66,12 @@ def export(
     for path in paths.values():
         if path.exists():
             raise ConfigError(f"{path}: is there already; give another name, or take it away")
-    drafts = {ending: draft_of(path) for ending, path in paths.items()}
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(error, prefix.parent) from None
+    drafts = {ending: draft_of(path) for ending, path in paths.items()}
+    try:
         document = _write(samples, drafts, form, on_sample)
         document["files"] = [
             {"name": paths[ending].name, "bytes": drafts[ending].stat().st_size, "checksum": checksum(drafts[ending])}
@@ -78,11 +81,15 @@ def export(
         for ending, draft in drafts.items():
             publish(draft, paths[ending])
     except OSError as error:
-        raise ConfigError(f"{error.filename or prefix}: cannot be written ({error.strerror or error})") from None
+        raise _unwritable(error, prefix) from None
     finally:
         for draft in drafts.values():
             draft.unlink(missing_ok=True)
     return Exported(samples.begin, document["to"], document["tokens"], tuple(paths.values()))
+
+
+def _unwritable(error: OSError, path: Path) -> ConfigError:
+    return ConfigError(f"{error.filename or path}: cannot be written ({error.strerror or error})")
 
 
 def _write(

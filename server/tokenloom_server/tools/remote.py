@@ -182,7 +182,7 @@ class Remote:
             except (ValueError, KeyError, TypeError):
                 name, message = "", text[:200]
             fault = named(name, f"{url}: {error.code}: {message}")
-            if type(fault) is not TokenloomError:
+            if type(fault) is not TokenloomError or name == TokenloomError.__name__:
                 raise fault from None
             # What only HTTP has a name for: a request that is wrong, or something that is no Tokenloom server.
             kind = ConfigError if name and error.code < 500 else ServerUnreachable

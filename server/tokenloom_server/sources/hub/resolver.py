@@ -79,7 +79,8 @@ class _AnswerCache:
                 answer.set_result(ask())
             except BaseException as error:
                 if not isinstance(error, HubRefused | splits.CardError):
-                    del self._answers[question]
+                    with self._lock:
+                        del self._answers[question]
                 answer.set_exception(error)
         outcome: _T = answer.result()
         return outcome

@@ -226,7 +226,10 @@ def read(path: Path, state: DataState, mixture: RunConfig | None = None) -> Cont
 
 def _sources(entries: Sequence[Mapping[str, Any]], mixture: RunConfig | None) -> tuple[Source, ...]:
     # A snapshot does not write where a source stands at its beginning.
-    sources = [Source.model_validate({"epoch": 0 if "id" in entry else None, **entry}) for entry in entries]
+    # A field that only another tool knows by that name is no share.
+    sources = [
+        Source.model_validate({"epoch": 0 if "id" in entry else None, **entry, "share": None}) for entry in entries
+    ]
     known = {source.source: source for source in mixture.sources} if mixture is not None else {}
     total = sum(source.tokens or 0 for source in sources if not source.unknown)
     named = []
