@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import json
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -245,7 +245,7 @@ def test_validation_has_the_same_samples_each_time_and_training_knows_nothing_of
 
     model, states = Validated(), States()
     data = TokenloomDataModule(server.url("validated"), 2, validation={"samples": 3})
-    data = pickle.loads(pickle.dumps(data))  # as a strategy that spawns processes hands it over
+    data = copy.deepcopy(data)  # as a strategy that spawns processes hands it over
     fit = trainer(states, limit_train_batches=2, max_epochs=2, num_sanity_val_steps=0)
     fit.fit(model, datamodule=data)
     assert model.trained == list(range(8))
