@@ -161,7 +161,7 @@ def _refuse_other_documents(theirs: PipelineFactory, ours: PipelineFactory) -> N
         epochs = theirs.config.epochs[known.id], ours.config.epochs[source.id]
         if source.lanes > 1 and moves_parts(*epochs):
             says = f"its {source.lanes} lanes share the rows of an epoch, and have begun on their parts; make them the "
-            compared = f"source {source.source!r}: epochs", *epochs
+            compared = f"source {source.source!r}: epochs", f"{epochs[0]:.15g}", f"{epochs[1]:.15g}"
             _refuse_difference(theirs, ours, [compared], f"{says}same or both whole{_OR_BEGIN}")
         says = "places within documents would be others; make them the same"
         _refuse_difference(theirs, ours, _of_documents(theirs, known, ours, source), says + _OR_BEGIN)
