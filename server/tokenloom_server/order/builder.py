@@ -98,6 +98,7 @@ def load(
         tokenizer=definition,
         engine=engine,
         has_loss_mask=config.masks_loss,
+        order_version=recorded["order_version"],
         size_estimates=estimates_from_json(recorded),
     )
     factory = PipelineFactory(loaded, resources)
@@ -176,6 +177,7 @@ def aside(
         tokenizer=run.tokenizer,
         engine=run.engine,
         has_loss_mask=run.has_loss_mask,
+        order_version=run.order_version,
         stream=stream if manifest is not None else "",
         gives_held_out=manifest is None,
     )
