@@ -9,7 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, flat, mixture, order_of, parsed, version_1_of, write_corpus
+from support.corpora import (
+    CODE,
+    DOCS,
+    PROSE,
+    ROWS,
+    WIKI,
+    flat,
+    mixture,
+    order_of,
+    order_under_version_1,
+    parsed,
+    write_corpus,
+)
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenloom_proto.seal import canonical
 from tokenloom_server.core.state import ORDER_VERSION
@@ -133,9 +145,12 @@ def test_a_record_of_another_version_is_refused(folder: Path, field: str, value:
 
 
 def test_a_run_goes_on_under_the_order_version_that_it_began_with(folder: Path) -> None:
-    record = version_1_of(order_of(folder).record.to_json())
-    loaded = load(folder, record)
-    assert loaded.record.to_json() == record
+    loaded = order_under_version_1(folder)
+    record = loaded.record.to_json()
+    assert json.loads(record)["order_version"] == 1
+    assert load(folder, record, mixture(order_version=1)).record.to_json() == record
+    with pytest.raises(ConfigError, match="order_version: found 2, but the run began under 1: leave it out"):
+        load(folder, record, mixture(order_version=2))
     aside = builder.aside(loaded, loaded.config)
     revised = builder.under(loaded, loaded.config, loaded.record.manifest, NOTHING_EXCLUDED)
     for factory in (loaded, aside, revised):

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tokenloom_proto.seal import canonical
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import State
@@ -151,14 +150,12 @@ def order_of(folder: Path, document: dict[str, Any] | None = None) -> PipelineFa
     return builder.create(parsed(document or mixture()), folder, None)
 
 
-def version_1_of(record: str) -> str:
-    """A run's record as it was written under order version 1."""
-    return canonical(json.loads(record) | {"order_version": 1})
-
-
-def order_under_version_1(folder: Path, document: dict[str, Any]) -> PipelineFactory:
-    """The order of a run that began under order version 1."""
-    return builder.load(parsed(document), folder, None, version_1_of(order_of(folder, document).record.to_json()))
+def order_under_version_1(folder: Path, document: dict[str, Any] | None = None) -> PipelineFactory:
+    """The order of a run that began under order version 1, from its record."""
+    document = document or mixture()
+    return builder.load(
+        parsed(document), folder, None, order_of(folder, document | {"order_version": 1}).record.to_json()
+    )
 
 
 def random_tree(rng: random.Random, depth: int, specs: Iterator[str]) -> dict[str, Any]:
