@@ -467,7 +467,7 @@ def test_a_drop_that_comes_again_leaves_the_revision_that_has_its_number_since(s
     ):
         server.revise(1, 8, known=0)  # so does the revision that was dropped
     assert server.drop(1, known=3) == 4
-    with pytest.raises(LedgerError, match="no revision yet, .* knows of 2 changes of the revisions, the ledger has 4"):
+    with pytest.raises(LedgerError, match=r"no revision yet, .* knows of 2 changes of the revisions, the ledger has 4"):
         server.revise(1, 8, "another one", known=2)
     assert server.revisions == []
     assert server.run.revision_changes == 4
@@ -488,7 +488,7 @@ def test_a_ledger_that_lost_a_change_of_the_revisions_is_noticed_by_every_write(
         commands.Revise(*run, epoch, revision_of(1, 8), known_changes=3),
         commands.DropRevisions(*run, epoch, 1, known_changes=3),
     ):
-        with pytest.raises(LedgerRolledBack, match="2 changes of its revisions .*acknowledged 3"):
+        with pytest.raises(LedgerRolledBack, match=r"2 changes of its revisions .*acknowledged 3"):
             server.ledger.execute(command)
     assert server.run.revision_changes == 2
     server.ledger.execute(commands.Pin(*run, epoch, "{}", known_changes=2))

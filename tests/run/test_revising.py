@@ -125,7 +125,7 @@ def test_a_ledger_that_lost_a_revision_opens_nothing(made: Callable[..., Place])
     served = place.serve()
     served.revision_handler.revise(heavier())
     lose_revisions(place)
-    with pytest.raises(LedgerRolledBack, match="has 0 changes of its revisions .* but had acknowledged 1"):
+    with pytest.raises(LedgerRolledBack, match=r"has 0 changes of its revisions .* but had acknowledged 1"):
         Trainer(served)
     served.leadership.step()  # finds the same, and takes the lease anew
     trainer = until_led(lambda: Trainer(served))

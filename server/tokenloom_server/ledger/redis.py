@@ -8,7 +8,8 @@ key                                 type     holds
 ``tokenloom:runs``                  hash     ``name/stream`` → U
 ``tokenloom:uids``                  hash     ``uid/stream`` → U, for runs that took a uid from elsewhere (adopt)
 ``tokenloom:{U}:train``             hash     ``name stream uid record epoch pin journal_bytes revision_changes``;
-                                             the lease: ``lease_holder lease_acquired_at lease_lapses_at lease_s heard_at``;
+                                             the lease: ``lease_holder lease_acquired_at lease_lapses_at lease_s``
+                                             ``heard_at``;
                                              the generation: ``generation opening_mark``; the committed state:
                                              ``sample_index total_tokens digest state committed_at``
 ``tokenloom:{U}:train:samples``     hash     spec → committed samples
