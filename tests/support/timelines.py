@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tokenloom_proto.seal import canonical
 from tokenloom_server.config.mixture_change import MixtureChange
+from tokenloom_server.core.state import State
 from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order.revision_content import revise
+from tokenloom_server.order.segments import skip_content
 from tokenloom_server.order.timeline import Timeline
 
 
@@ -21,5 +24,21 @@ def revised(timeline: Timeline, sample_index: int, **change: Any) -> Timeline:
         author="",
         reason="a test",
         content=canonical(content),
+    )
+    return timeline.with_revisions((*timeline.revisions, revision))
+
+
+def skipping(timeline: Timeline, sample_index: int, samples: int, state: State | None = None) -> Timeline:
+    """The timeline under a further revision that passes over samples; ``state``: and of the skips of before over those
+    alone that it passed."""
+    there = state or replace(timeline.initial(), sample_index=sample_index)
+    skips = timeline.skips_after(there, samples, state is not None)
+    revision = StoredRevision(
+        number=len(timeline.revisions) + 1,
+        sample_index=sample_index,
+        made_at=0.0,
+        author="",
+        reason="a test",
+        content=canonical(skip_content(skips)),
     )
     return timeline.with_revisions((*timeline.revisions, revision))

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server.core.state import ChildState, Imported, PackedCursor, SourceState, State
+from tokenloom_server.core.state import ChildState, Imported, PackedCursor, Skip, SourceState, State
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.order.snapshot_checks import (
     check_lanes,
@@ -123,7 +123,8 @@ def _state(resume: ResumeStateDocument, shape_at: ShapeAt) -> State:
         tuple(ChildState(samples, tokens, credit, bool(out), *made) for samples, tokens, credit, out, *made in children)
         for children in resume.nodes
     )
-    check_nodes(nodes, sources, resume.sample_index, shape)
+    skips = tuple(map(Skip._make, resume.skips))
+    check_nodes(nodes, sources, resume.sample_index, sum(skip.samples for skip in skips), shape)
     return State(
         sample_index=resume.sample_index,
         total_tokens=resume.total_tokens,
@@ -132,6 +133,7 @@ def _state(resume: ResumeStateDocument, shape_at: ShapeAt) -> State:
         nodes=nodes,
         preserved=tuple(canonical(entry.model_dump(exclude={"unknown"})) for entry in preserved),
         imported=Imported(began.sample_index, int(began.digest, 16)) if began is not None else None,
+        skips=skips,
     )
 
 

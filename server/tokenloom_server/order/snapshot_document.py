@@ -32,7 +32,7 @@ VERSIONS = (1, SNAPSHOT_VERSION)
 #: A snapshot of 200 sources has at most 64 KB; larger mixtures are larger, but nothing honest is above this.
 MAX_BYTES = 16 * 2**20
 
-#: The fields of a dataset's entry that it has where a restore jumped over some of its samples.
+#: The fields of a dataset's entry that it has where some of its samples were passed over.
 SKIPPED = ("skipped_samples", "skipped_rows", "skipped_tokens")
 
 _Count = Field(ge=0, le=MAX_COUNTER)
@@ -257,7 +257,9 @@ class ResumeStateDocument(_Strict):
     nodes: list[list[_AnyChild]]
     #: The mixture in force, by node id, for readers without the mixture file; states of before do not have it.
     mixture: list[_Node] | None = None
-    #: The revision in force, and all that are to come.
+    #: What was passed over so far: sample index, samples and tokens.
+    skips: list[tuple[_Natural, _Natural, _Natural]] = Field(default_factory=list)
+    #: What is passed over (``skips``), the revision in force, and all that are to come.
     revisions: list[_Revision] | None = None
     #: Where the run was forked from.
     origin: dict[str, Any] | None = None

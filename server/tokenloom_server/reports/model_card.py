@@ -60,7 +60,7 @@ def _reading(report: RunReport) -> Iterator[str]:
         ("manifest of all files, SHA-256", _code(report.manifest_digest)),
         ("order version", str(report.order_version)),
         ("digest of all samples", _code(report.digest)),
-        ("skipped samples, given to no trainer", ", ".join(map(_range, report.skipped)) or "none"),
+        ("skipped tokens, given to no trainer", f"{sum(source.skipped_tokens for source in report.sources):,}"),
     ]
     if parent := report.parent_run:
         rows.append(("forked from", f"run uid {_code(parent['uid'])}, generation {parent['generation']}"))

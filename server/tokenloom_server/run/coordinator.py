@@ -27,7 +27,7 @@ from tokenloom_server.errors import (
     ServerStopping,
     TokenloomError,
 )
-from tokenloom_server.ledger.commands import ClaimSlot, Open
+from tokenloom_server.ledger.commands import ClaimSlot, Open, Pin
 from tokenloom_server.ledger.records import CommittedState, Opening, StoredRun
 from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.order.timeline import Timeline
@@ -85,7 +85,7 @@ class RunCoordinator(StreamCommands):
         with self._lock:
             self.lease = self.lease.taken(epoch, until)
             self.timeline, self._revising_at, self.uid = timeline, None, stored.uid
-            self.revision_changes = stored.revision_changes
+            self.revision_changes, self.pin = stored.revision_changes, stored.pin
             self._wakes.everyone()
             self._drop_generation()
             self._committed = self._committed_at = self._ledger_error = None
@@ -167,19 +167,31 @@ class RunCoordinator(StreamCommands):
                 return None
             return active.trained_on(self.clock(), self.timeouts.liveness_s)
 
+    def set_pin(self, pin: str | None) -> None:
+        """Writes where the next launch begins; None takes it back. Raises the ledger's errors."""
+        with self.one_change:
+            epoch, known = self.lease.epoch, self.revision_changes
+            self.ledger.execute(Pin(self.uid, self.stream, epoch, pin, known_changes=known))
+            self.pin = pin
+
     def open_generation(
-        self, uid: str, opening: Opening, start: State, committed: CommittedState, process: str
+        self, uid: str, opening: Opening, start: State, committed: CommittedState, process: str, timeline: Timeline
     ) -> None:
-        """Writes an opening, and makes its generation the present one. Raises the ledger's errors."""
+        """Writes an opening with the revision that ``timeline`` may have more, and makes its generation the present
+        one. Raises the ledger's errors."""
         with self._lock:
+            known_revisions = self.timeline.revisions
+            if timeline.revisions[: len(known_revisions)] != known_revisions:
+                raise NotLeader(f"run {self.name!r} is being taken up anew; join again")
+            revision = next(iter(timeline.revisions[len(known_revisions) :]), None)
             try:
-                self.ledger.execute(
-                    Open(uid, self.stream, self.lease.epoch, opening, committed, known_changes=self.revision_changes)
-                )
+                epoch, known = self.lease.epoch, self.revision_changes
+                self.ledger.execute(Open(uid, self.stream, epoch, opening, committed, revision, known_changes=known))
             except LedgerUnavailable as error:
                 self._await_ledger("a generation was opened", error)
                 raise
-            self.uid = uid
+            self.uid, self.timeline, self.pin = uid, timeline, None
+            self.revision_changes += revision is not None
             self._refused.clear()
             self._committed_state, self._committed_at = start, opening.opened_at
             self._install(opening, start, committed, resumed=False, process=process)

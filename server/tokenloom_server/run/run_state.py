@@ -67,6 +67,8 @@ class RunState:
         self.uid = uid
         #: How many changes of the revisions the ledger has acknowledged to this server: every write says so.
         self.revision_changes = 0
+        #: Where the next launch begins, as a ``PinnedPoint``; None where nothing is pinned.
+        self.pin: str | None = None
         self.lease = LeaseState()
         self.stopping = False
         self._active: ActiveGeneration | None = None

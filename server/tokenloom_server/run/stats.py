@@ -9,13 +9,14 @@ from contextlib import suppress
 
 from tokenloom_server.core.state import EpochCursor, FileCursor, SourceState, State, WindowCursor, row_cursor
 from tokenloom_server.errors import TokenloomError
-from tokenloom_server.ledger.records import CommittedState, Counters
+from tokenloom_server.ledger.records import CommittedState, Counters, StoredRevision
 from tokenloom_server.mixing.mixer import target_shares
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.reports.stats import LedgerStats, PlannedRevision, RankStats, RunStats, SourceStats
+from tokenloom_server.reports.stats import LedgerStats, NextLaunch, PlannedRevision, RankStats, RunStats, SourceStats
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.losses import Losses
+from tokenloom_server.run.pins import PinnedPoint
 from tokenloom_server.run.views import RunView
 from tokenloom_server.sources.scheme import scheme_of
 
@@ -45,7 +46,9 @@ class StatsReader:
         earlier_at, earlier = recent[0] if recent else (view.now, committed)
         seconds = view.now - earlier_at
         tokens_per_s = (committed.total_tokens - earlier.total_tokens) / seconds if seconds > 0 else 0.0
-        in_force = sum(revision.sample_index <= committed.sample_index for revision in timeline.revisions)
+        # A skip may lie before revisions that were made earlier.
+        revisions = sorted(timeline.revisions, key=lambda revision: (revision.sample_index, revision.number))
+        in_force = sum(revision.sample_index <= committed.sample_index for revision in revisions)
         reported, losses = self._losses.newest()
         record, config = timeline.at(state.sample_index).record, timeline.at(state.sample_index).config
         engine = record.engine
@@ -72,8 +75,10 @@ class StatsReader:
             ended=generation.end.reason if generation.end is not None else None,
             error=f"{view.error.name}: {view.error}" if view.error is not None else None,
             tokenizer=f"{engine.engine} {engine.version}" if engine is not None else "none: the sources hold ids",
-            revision=in_force,
-            next_revision=_planned(timeline, in_force, committed.total_tokens, tokens_per_s),
+            revision=revisions[in_force - 1].number if in_force else 0,
+            next_revision=_planned(timeline, revisions[in_force:], committed.total_tokens, tokens_per_s),
+            skips=timeline.skips,
+            pin=next_launch(coordinator.pin) if coordinator.pin is not None else None,
             reported=reported,
             sources=self.sources(committed, state, earlier, over=generation.over, losses=losses),
             ranks=_ranks(view),
@@ -213,11 +218,19 @@ class StatsReader:
             return self._rows[source, shard]
 
 
-def _planned(timeline: Timeline, in_force: int, total_tokens: int, tokens_per_s: float) -> PlannedRevision | None:
-    """The revision after those in force."""
-    if in_force == len(timeline.revisions):
+def next_launch(pin: str) -> NextLaunch:
+    """What a pin says, for people."""
+    _, index, digest, skips = PinnedPoint.read(pin)
+    return NextLaunch(sample_index=index, digest=digest, skips=None if skips is None else dict(skips))
+
+
+def _planned(
+    timeline: Timeline, revisions: Sequence[StoredRevision], total_tokens: int, tokens_per_s: float
+) -> PlannedRevision | None:
+    """The first of the revisions after those in force."""
+    if not revisions:
         return None
-    coming = timeline.revisions[in_force]
+    coming = revisions[0]
     left = timeline.tokens_at(coming.sample_index) - total_tokens
     return PlannedRevision(
         number=coming.number,

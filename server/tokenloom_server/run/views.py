@@ -72,5 +72,4 @@ class RunView(NamedTuple):
     @property
     def first_revisable(self) -> int:
         """The first sample index from which on a revision may hold: what is not produced, after the newest revision."""
-        revisions = self.timeline.revisions
-        return max(revisions[-1].sample_index if revisions else 0, self.generation.first_unproduced)
+        return max(self.timeline.last_revised, self.generation.first_unproduced)
