@@ -60,8 +60,7 @@ class Loaded:
         found."""
         expected = (
             f"a state of RemoteDataset is {{{KEY!r}: '<one JSON string>'}}, as state_dict() gave it, or an older data "
-            "loader's {'resume_state': {'datasets': […]}}, {'sample_index': N}, or state of nested interleaved datasets "
-            "with child_states"
+            "loader's {'resume_state': {'datasets': […]}}, {'sample_index': N} or {'child_states': […], …}"
         )
         if not isinstance(state, Mapping):
             raise SnapshotInvalid(f"{expected}; got a {type(state).__name__}")
