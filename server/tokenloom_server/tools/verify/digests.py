@@ -18,9 +18,6 @@ from tokenloom_server.tools.remote import Remote
 #: What decides about the order: a comparison names what differs.
 DECIDES = ("seed", "sequence_length", "order_version", "config_digest", "manifest_digest", "tokenizer")
 
-#: Where every run has the same data.
-_BEGINNING: Mapping[str, Any] = {"sample_index": 0, "digest": digest_hex(0), "total_tokens": 0}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DigestPoint:
@@ -101,7 +98,9 @@ def of_file(path: Path, inside: str | None = None) -> DigestSource:
     if state.damage is not None:
         raise SnapshotInvalid(f"{path}: {state.damage}")
     # Where both are at one index, the state knows what the snapshot does.
-    states = [own for own in (document, document.get("resume_state")) if own] if is_snapshot else [_BEGINNING]
+    states: list[Mapping[str, Any]] = [own for own in (document, document.get("resume_state")) if own]
+    if not is_snapshot:
+        states = [{"sample_index": 0, "digest": digest_hex(0), "total_tokens": 0}]
     for key, kind in (("sample_index", int), ("digest", str), ("total_tokens", int)):
         for own in states:
             if type(own.get(key)) is not kind:
