@@ -76,8 +76,8 @@ def as_resume_state(
         nodes.append(counted := [])
         for i, (child, examples, ended, share) in enumerate(below):
             numbers.append([2 * len(nodes) + 1 if is_nested(child) else 2 * len(datasets), share, "live"])
-            at = f"{path}.child_states.{i}".lstrip(".")
-            gave, total = visit(child, children[i] if children else None, at, examples, ended)
+            child_path = f"{path}.child_states.{i}".lstrip(".")
+            gave, total = visit(child, children[i] if children else None, child_path, examples, ended)
             counted.append([gave, None, None, ended is True, None, total])
         gave, total = (_sum(row[place] for row in counted) for place in (0, -1))
         return _count(given, fields.get("current_example_count"), gave), total
@@ -93,10 +93,10 @@ def read_datasets(state: Mapping[str, Any], mixture: NodeConfig) -> list[dict[st
     for entry in datasets:
         rows, drawn = entry["row_offset"], entry["drawn_by"]
         if rows is None or (rows and drawn):
-            found = "nothing" if rows is None else f"{rows} that are not the first ones of its files: {drawn} is set"
+            actual = "nothing" if rows is None else f"{rows} that are not the first ones of its files: {drawn} is set"
             raise SnapshotInvalid(
                 f"{entry['place']} (spec {entry['spec']!r}): input_count: expected how many rows were read from its "
-                f"beginning on, found {found}; write that into the checkpoint's copy, or 0 to read the source anew"
+                f"beginning on, found {actual}; write that into the checkpoint's copy, or 0 to read the source anew"
             )
     return datasets
 

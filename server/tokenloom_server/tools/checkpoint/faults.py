@@ -47,9 +47,9 @@ def _of_nested(content: Content) -> Iterator[str]:
     for node in content.nodes:
         if missing := [child.name for child in node.children if child.samples is None]:
             yield f"{node.name}: nothing counts what {', '.join(missing)} gave"
-    given = [child.samples or 0 for child in content.nodes[0].children]
-    if content.sample_index not in (None, sum(given)):
-        yield f"current_example_count: found {content.sample_index}, but its datasets gave {sum(given)}"
+    samples = [child.samples or 0 for child in content.nodes[0].children]
+    if content.sample_index not in (None, sum(samples)):
+        yield f"current_example_count: found {content.sample_index}, but its datasets gave {sum(samples)}"
 
 
 def _of_document(content: Content) -> Iterator[str]:
