@@ -10,6 +10,7 @@ import typer
 from tokenloom_server.cli.common import say
 from tokenloom_server.cli.options import ControlAccess, Inside, RunName, Url, snapshot_text
 from tokenloom_server.errors import ConfigError
+from tokenloom_server.reports.stats import skips_text
 
 
 def restore(
@@ -59,5 +60,4 @@ def restore(
     )
     say(f"{name}: the next launch resumes from sample {point.sample_index:,} (digest {point.digest})")
     if point.skips is not None:
-        listed = ", ".join(f"{samples:,} samples at sample {index:,}" for index, samples in point.skips.items())
-        say(f"from then on, what the order passes over: {listed or 'nothing'}")
+        say(f"from then on, what the order passes over: {skips_text(point.skips)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tokenloom_server.reports.document import Document
@@ -119,6 +120,11 @@ class NextLaunch(Document):
     """The rolling digest there."""
     skips: dict[int, int] | None
     """How many samples of the order the run passes over from then on, by sample index; null where that stays."""
+
+
+def skips_text(skips: Mapping[int, int]) -> str:
+    """What a run passes over, for people."""
+    return ", ".join(f"{samples:,} samples at sample {index:,}" for index, samples in skips.items()) or "nothing"
 
 
 class RunStats(Document):

@@ -215,7 +215,9 @@ def read(
     nodes = _nodes(resume, written, sources, mixture)
     if kind == OLDER and mixture_from == "file" and mixture is not None:
         nodes = _summed(nodes, sources, mixture, sizes or {})
-    revisions = [_count(_mapping(revision).get("sample_index")) for revision in _list(resume.get("revisions"))]
+    changes = [_mapping(revision) for revision in _list(resume.get("revisions"))]
+    changes = [revision for revision in changes if "skips" not in _mapping(revision.get("content"))]
+    revisions = [_count(revision.get("sample_index")) for revision in changes]
     return Content.model_validate(
         {
             "sample_index": resume.get("sample_index"),
@@ -350,5 +352,8 @@ def _summed(
 
 
 def left_samples(content: Content) -> int:
-    """Samples before the state that none of its sources gave: those of a forked run's parent alone."""
-    return _count((content.forked or {}).get("left_samples")) or 0
+    """Samples before the state that none of its sources gave, those of a forked run's parent alone; less those that
+    have no sample index, since they were passed over."""
+    passed = _list(_mapping(content.document.get("resume_state")).get("skips"))
+    left = (content.forked or {}).get("left_samples", 0)
+    return (_integer(left) or 0) - sum(_count_or_zero(_list(skip)[1:2] and skip[1]) for skip in passed)

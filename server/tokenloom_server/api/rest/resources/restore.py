@@ -99,7 +99,7 @@ def add_routes(routes: Routes, backend: Backend) -> None:
             undo_skip=request.undo_skip,
         )
 
-    @routes.add("DELETE", "/v1/runs/{run}/restore", Scope.CONTROL, errors=(404, 409, 500, 503), tags=["snapshots"])
+    @routes.add("DELETE", "/v1/runs/{run}/restore", Scope.CONTROL, errors=(404, 409, 422, 500, 503), tags=["snapshots"])
     def cancel_restore(run: RunName) -> NextLaunch:
         """Take back what is pinned, and return it.
 
