@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tokenloom_proto.seal import CHECKSUM
 
+from tokenloom_server.config.catalog import SourceSchemes
 from tokenloom_server.core.state import MAX_COUNTER
-from tokenloom_server.errors import SnapshotInvalid
+from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.order.snapshot_document import MAX_BYTES
 
 _Count = Annotated[int, Field(ge=0, le=MAX_COUNTER)]
@@ -33,6 +34,16 @@ class Entry(BaseModel):
     shard. None where nobody says it."""
     token_offset: _Count | None = None
     epoch: _Count | None = None
+
+    @property
+    def was_preserved(self) -> bool:
+        """Whether the run that it is of had it in no mixture: what was read of it is no part of that run's samples."""
+        return (self.model_extra or {}).get("unknown") is True
+
+    @property
+    def counted_tokens(self) -> int:
+        """The tokens that are a part of the run's samples."""
+        return 0 if self.was_preserved else self.token_offset or 0
 
     @property
     def counts_in_shard(self) -> bool:
@@ -81,10 +92,7 @@ def read(text: str | bytes) -> Payload | None:
     if resume is not None and not isinstance(resume, dict):
         raise SnapshotInvalid(f"resume_state: expected a mapping with datasets, found {type(resume).__name__}")
     if resume is not None and "datasets" in resume:
-        try:
-            return Payload(_ResumeState.model_validate(resume).entries(), 0)
-        except ValidationError as error:
-            raise SnapshotInvalid(_explain(error, resume)) from None
+        return Payload(entries_of(resume), 0)
     sample_index = document.get("sample_index", (resume or {}).get("sample_index"))
     if type(sample_index) is not int or not 0 <= sample_index <= MAX_COUNTER:
         raise SnapshotInvalid(
@@ -92,6 +100,22 @@ def read(text: str | bytes) -> Payload | None:
             "sample_index that is an integer from 0 to 2^53 − 1"
         )
     return Payload((), sample_index)
+
+
+def entries_of(resume: dict[str, Any]) -> tuple[Entry, ...]:
+    """The entries of a ``resume_state``. Raises ``SnapshotInvalid`` naming spec and field."""
+    try:
+        return _ResumeState.model_validate(resume).entries()
+    except ValidationError as error:
+        raise SnapshotInvalid(_explain(error, resume)) from None
+
+
+def normalised(spec: str, schemes: SourceSchemes) -> str:
+    """A spec as this run has it."""
+    try:
+        return str(schemes.spec(spec))
+    except ConfigError:
+        return spec  # of a kind that this release does not read: no source of any mixture has it
 
 
 def _explain(error: ValidationError, resume: dict[str, Any]) -> str:

@@ -50,7 +50,7 @@ class RevisionHandler:
             ) as (view, index),
         ):
             timeline, epoch = view.timeline, view.lease.epoch
-            content = revision_content.revise(timeline, change, index, view.generation.number)
+            content = revision_content.revise(timeline, change, index, view.generation.number, view.state)
             revision = StoredRevision(
                 number=len(timeline.revisions) + 1,
                 sample_index=index,
