@@ -50,7 +50,8 @@ class RevisionHandler:
             ) as (view, index),
         ):
             timeline, epoch = view.timeline, view.lease.epoch
-            content = revision_content.revise(timeline, change, index, view.generation.number, view.state)
+            now, known_from = view.generation.number, view.generation.first_unproduced
+            content = revision_content.revise(timeline, change, index, now, known_from, view.state)
             revision = StoredRevision(
                 number=len(timeline.revisions) + 1,
                 sample_index=index,
