@@ -94,7 +94,7 @@ def test_what_came_back_in_a_running_job_is_the_same_after_restarts_restores_and
     # What the trainer has says it all.
     place.stop()
     served = place.serve(place.ledger_path.with_name("other.db"))
-    moved = Trainer(served, 1, 2, state=trainer.state(index))
+    moved = Trainer(served, 1, 2, state=trainer.state(index + 6))
     begin = moved.index
     moved.train((index + 40 - begin) // 2)
     assert moved.taken() == {at: sample for at, sample in whole.items() if at >= begin}
