@@ -7,6 +7,7 @@ import json
 import random
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +215,8 @@ def encode_state(order: PipelineFactory, state: State) -> str:
 
 def decode_state(order: PipelineFactory, resume_state: str) -> State:
     """Reads ``encode_state`` back."""
-    return snapshot.decode_state(resume_state, lambda _: order.record.shape)
+    shape = order.record.shape
+    return snapshot.decode_state(resume_state, lambda _, clock_offset: replace(shape, clock_offset=clock_offset))
 
 
 def reread(order: PipelineFactory, state: State) -> State:

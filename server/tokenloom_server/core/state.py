@@ -201,6 +201,9 @@ class State:
     """Of an older data loader's checkpoint, the sources that no mixture of the run has, as found (canonical JSON)."""
     imported: Imported | None = None
     """Where the order began, if not at its own sample 0."""
+    clock_offset: int = 0
+    """By how many tokens ``total_tokens`` exceeds those of the samples before it: an older data loader's checkpoint may
+    have had another clock. Counters of sources and nodes are without it."""
 
 
 def jumped_over(before: State, after: State) -> State:

@@ -69,9 +69,10 @@ class Mixer:
         config: RunConfig,
         states: Sequence[Sequence[ChildState]],
         size_estimates: Mapping[int, SizeEstimate] | None = None,
+        clock_offset: int = 0,
     ) -> None:
-        """``states`` are the nodes' in node-id order, as in ``State.nodes``; ``size_estimates`` those of the sources in
-        ``RunConfig.measured_sources``, by id."""
+        """``states`` are the nodes' in node-id order, as in ``State.nodes``, whose ``clock_offset`` counts for the
+        root's ``max_tokens``; ``size_estimates`` those of the sources in ``RunConfig.measured_sources``, by id."""
         states_by_node = dict(zip((node.id for node in config.nodes), states, strict=True))
         # Children before parents.
         self._upwards: list[Node] = []
@@ -79,7 +80,8 @@ class Mixer:
         def build(node: NodeConfig) -> Node:
             children = tuple(build(child) if isinstance(child, NodeConfig) else child.id for child in node.children)
             shape, node_states = node_shape(config, node), states_by_node[node.id]
-            self._upwards.append(Node(shape, node, children, node_states, config.pick_samples))
+            given_before = clock_offset if node is config.mixture else 0
+            self._upwards.append(Node(shape, node, children, node_states, config.pick_samples, given_before))
             return self._upwards[-1]
 
         self._config = config

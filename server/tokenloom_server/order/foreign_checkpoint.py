@@ -2,7 +2,7 @@
 
 Older payloads are plain JSON: ``{"resume_state": {"datasets": [{"spec", "shard", "row_offset", "token_offset"}]}}``, or
 only ``{"sample_index": N}``. Neither has a place in this run's order: the first becomes a state that begins a lineage
-of its own, the second is a count of samples to skip from the order's beginning.
+of its own, the second is a count of samples to skip from the order's beginning. Their token clock goes on in both.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os.path import normpath
 from pathlib import PurePath
 from typing import Annotated, Any
@@ -42,6 +42,13 @@ _COUNTED_BYTES = 2**30
 #: Every state carries what is preserved, and travels to every rank; bytes.
 _PRESERVED_BYTES = 2**17
 
+#: The names that older tools have for the tokens of a sample.
+_SAMPLE_TOKENS = ("context_length", "sequence_length", "block_size", "max_seq_len")
+_OTHER_LENGTHS = (
+    "before which the mixture file's phases change the sequence length (or the run was forked), but an older "
+    "checkpoint's samples count as of one length: give the mixture file the sequence length of that place alone"
+)
+
 _Count = Annotated[int, Field(ge=0, le=MAX_COUNTER)]
 
 
@@ -65,10 +72,29 @@ class _ResumeState(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What an older checkpoint says: ``datasets`` as they were written, or only a ``sample_index``."""
+    """What an older checkpoint says: ``datasets`` as they were written, or only a ``sample_index``; and what its token
+    clock can be read from, None where it does not say."""
 
     datasets: tuple[_Entry, ...]
-    sample_index: int
+    sample_index: int | None
+    total_tokens: int | None
+    sample_tokens: int | None
+
+    def clock(self) -> tuple[int | None, str]:
+        """The total tokens of the job that wrote it (None where they cannot be known), and where that is from."""
+        offsets = [entry.token_offset for entry in self.datasets if entry.token_offset is not None]
+        if self.total_tokens is not None:
+            return self.total_tokens, "the older checkpoint's own"
+        if offsets and len(offsets) == len(self.datasets):
+            return sum(offsets), "the sum of the older checkpoint's token_offset"
+        if self.sample_index is not None and self.sample_tokens is not None:
+            return self.sample_index * self.sample_tokens, (
+                f"the older checkpoint's sample_index {self.sample_index} × {self.sample_tokens} tokens"
+            )
+        return None, (
+            "counted from the samples here: the older checkpoint has no total_tokens, not every token_offset, and no "
+            "sample_index with a context_length; write one of them into its copy if the clock is to go on"
+        )
 
 
 def read(text: str | bytes) -> Payload | None:
@@ -89,18 +115,25 @@ def read(text: str | bytes) -> Payload | None:
         return None
     if resume is not None and not isinstance(resume, dict):
         raise SnapshotInvalid(f"resume_state: expected a mapping with datasets, found {type(resume).__name__}")
+    fields = {**(resume or {}), **document}
+    numbers = {name: _number(fields, name) for name in ("sample_index", "total_tokens", *_SAMPLE_TOKENS)}
+    lengths = [numbers[name] for name in _SAMPLE_TOKENS if numbers[name] is not None]
+    clock = numbers["total_tokens"], lengths[0] if lengths else None
     if resume is not None and "datasets" in resume:
         try:
-            return Payload(tuple(_ResumeState.model_validate(resume).datasets), 0)
+            return Payload(tuple(_ResumeState.model_validate(resume).datasets), numbers["sample_index"], *clock)
         except ValidationError as error:
             raise SnapshotInvalid(_explain(error, resume)) from None
-    sample_index = document.get("sample_index", (resume or {}).get("sample_index"))
-    if type(sample_index) is not int or not 0 <= sample_index <= MAX_COUNTER:
-        raise SnapshotInvalid(
-            f"sample_index: found {_short(sample_index)}; an older checkpoint has resume_state.datasets, or a "
-            "sample_index that is an integer from 0 to 2^53 − 1"
-        )
-    return Payload((), sample_index)
+    if numbers["sample_index"] is None:
+        raise SnapshotInvalid("sample_index: found nothing; an older checkpoint has that, or resume_state.datasets")
+    return Payload((), numbers["sample_index"], *clock)
+
+
+def _number(fields: Mapping[str, Any], name: str) -> int | None:
+    number = fields.get(name)
+    if number is not None and (type(number) is not int or not 0 <= number <= MAX_COUNTER):
+        raise SnapshotInvalid(f"{name}: found {_short(number)}; expected an integer from 0 to 2^53 − 1")
+    return number
 
 
 def resume_point(payload: Payload, timeline: Timeline) -> ResumePoint:
@@ -108,17 +141,18 @@ def resume_point(payload: Payload, timeline: Timeline) -> ResumePoint:
 
     Raises ``SnapshotInvalid`` naming spec, field, what was found and what was expected.
     """
+    timeline, (tokens, source) = timeline.with_clock(0), payload.clock()
     if not payload.datasets:
+        index = payload.sample_index or 0
+        timeline = _by_clock(timeline, index, tokens)
         note = (
-            f"resume: sample_index={payload.sample_index} (from an older checkpoint that has nothing else: so many "
-            "samples are skipped from the beginning of the order)"
+            f"resume: sample_index={index} (from an older checkpoint that names no dataset: so many samples are "
+            "skipped from the beginning of the order)"
         )
+        total = timeline.tokens_at(index)
+        notes = note, f"resume: total_tokens={total} ({source})"
         return ResumePoint(
-            sample_index=payload.sample_index,
-            digest=None,
-            total_tokens=timeline.tokens_at(payload.sample_index),
-            base=None,
-            notes=(note,),
+            sample_index=index, digest=None, total_tokens=total, base=timeline.initial(), notes=notes
         )
     if timeline.first.config.batching is not None:
         raise SnapshotInvalid(
@@ -126,7 +160,8 @@ def resume_point(payload: Payload, timeline: Timeline) -> ResumePoint:
             "made of batches from buckets, which it knows nothing of: begin the run anew, or give sample_index alone"
         )
     by_spec = _by_spec(payload.datasets, timeline.first.config.catalog.sources)
-    state, notes = _state(by_spec, _in_force(by_spec, timeline))
+    state, notes = _state(by_spec, *_in_force(by_spec, timeline, tokens))
+    notes = *notes, f"resume: total_tokens={state.total_tokens} ({source})"
     return ResumePoint(
         sample_index=state.sample_index,
         digest=digest_hex(state.digest),
@@ -150,22 +185,37 @@ def _by_spec(entries: Sequence[_Entry], schemes: SourceSchemes) -> dict[str, tup
     return by_spec
 
 
-def _in_force(by_spec: Mapping[str, tuple[int, _Entry]], timeline: Timeline) -> PipelineFactory:
-    """What is in force at the sample index that the sources' tokens give, by the run's phases and revisions."""
-    for segment, after in zip(timeline.segments, [*timeline.segments[1:], None], strict=True):
+def _by_clock(timeline: Timeline, sample_index: int, total_tokens: int | None) -> Timeline:
+    """The timeline that has so many total tokens at a sample index; None: whatever it has. Raises
+    ``SnapshotInvalid``."""
+    if total_tokens is None:
+        return timeline
+    by_clock = timeline.with_clock(total_tokens - timeline.tokens_at(sample_index))
+    if by_clock.tokens_at(sample_index) != total_tokens:
+        raise SnapshotInvalid(f"total_tokens: found {total_tokens} at sample_index {sample_index}, {_OTHER_LENGTHS}")
+    return by_clock
+
+
+def _in_force(
+    by_spec: Mapping[str, tuple[int, _Entry]], timeline: Timeline, tokens: int | None
+) -> tuple[PipelineFactory, int]:
+    """What is in force where the sources' samples and the clock say, by the run's phases and revisions; and the
+    ``clock_offset``. ``tokens``: of the clock, None where they are those of the samples."""
+    for segment in timeline.segments:
         specs, length = segment.factory.record.specs, segment.config.sequence_length
         samples = sum((entry.token_offset or 0) // length for spec, (_, entry) in by_spec.items() if spec in specs)
-        reached = segment.begin <= samples and (after is None or samples < after.begin)
-        if reached and timeline.tokens_at(samples) == samples * length:
-            return segment.factory
-    raise SnapshotInvalid(
-        "resume_state.datasets: token_offset adds up to a place after which the mixture file's phases change the "
-        "sequence length, but an older checkpoint's samples count as of one length: give the mixture file the "
-        "sequence length of that place alone"
-    )
+        total = samples * length if tokens is None else tokens
+        by_clock = timeline.with_clock(total - samples * length)
+        factory = by_clock.at(samples)
+        same = (factory.record.specs, factory.config.sequence_length) == (specs, length)
+        if same and by_clock.tokens_at(samples) == total:
+            return factory, by_clock.clock_offset
+    raise SnapshotInvalid(f"resume_state.datasets: token_offset adds up to a place {_OTHER_LENGTHS}")
 
 
-def _state(by_spec: Mapping[str, tuple[int, _Entry]], factory: PipelineFactory) -> tuple[State, tuple[str, ...]]:
+def _state(
+    by_spec: Mapping[str, tuple[int, _Entry]], factory: PipelineFactory, clock_offset: int
+) -> tuple[State, tuple[str, ...]]:
     """The state, and what was made of each entry, a line each."""
     length, specs = factory.config.sequence_length, factory.record.specs
     known = [spec in by_spec for spec in specs]
@@ -188,15 +238,16 @@ def _state(by_spec: Mapping[str, tuple[int, _Entry]], factory: PipelineFactory) 
     ]
     unknown = [entry for spec, (_, entry) in by_spec.items() if spec not in specs]
     notes += [f"resume: spec={entry.spec} preserved: not in this mixture" for entry in unknown]
-    digest = _digest(sources, factory.record.shape)
+    digest = _digest(sources, replace(factory.record.shape, clock_offset=clock_offset))
     state = State(
         sample_index=total,
-        total_tokens=total * length,
+        total_tokens=total * length + clock_offset,
         digest=digest,
         sources=tuple(sources),
         nodes=nodes.nodes,
         preserved=_preserved(unknown),
         imported=Imported(total, digest),
+        clock_offset=clock_offset,
     )
     return state, tuple(notes)
 
@@ -250,7 +301,8 @@ def _digest(sources: Sequence[SourceState], shape: Shape) -> int:
         for spec, shards, source in zip(shape.specs, shape.shards, sources, strict=True)
         for cursor in [source.cursor if isinstance(source.cursor, FileCursor) else FileCursor(0, 0, 0)]
     ]
-    text = canonical({"imported": places, "sample_tokens": shape.sample_tokens})
+    clock = {"clock_offset": shape.clock_offset} if shape.clock_offset else {}
+    text = canonical({"imported": places, "sample_tokens": shape.sample_tokens, **clock})
     return int(hashlib.sha256(text.encode()).hexdigest(), 16) % DIGEST_MODULUS
 
 

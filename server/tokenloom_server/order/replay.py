@@ -28,7 +28,7 @@ class Replay:
     """
 
     def __init__(self, timeline: Timeline, state: State) -> None:
-        self.timeline = timeline
+        self.timeline = timeline.with_clock(state.clock_offset)
         #: Why there are no more samples; None while there may be some.
         self.ended: str | None = None
         #: Samples of an incomplete last micro-step, which were left out.
@@ -89,6 +89,7 @@ class Replay:
 
     def switch_to(self, timeline: Timeline) -> None:
         """Goes on under another timeline. Raises ``OrderMismatch`` where that differs before the present sample."""
+        timeline = timeline.with_clock(self.timeline.clock_offset)
         if timeline is self.timeline:
             return
         for before, now in zip_longest(self.timeline.revisions, timeline.revisions):

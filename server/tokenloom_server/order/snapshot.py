@@ -82,9 +82,8 @@ def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt) -> 
             raise SnapshotInvalid(
                 f"resume_state is at sample {base.sample_index}, beyond sample_index {snapshot.sample_index}"
             )
-        check_position(
-            "", snapshot.sample_index, snapshot.total_tokens, snapshot.digest, shape_at(snapshot.sample_index)
-        )
+        shape = shape_at(snapshot.sample_index, base.clock_offset)
+        check_position("", snapshot.sample_index, snapshot.total_tokens, snapshot.digest, shape)
     return ResumePoint(
         sample_index=snapshot.sample_index,
         digest=snapshot.digest,
@@ -107,7 +106,7 @@ _REMEDIES = {
 
 
 def _state(resume: ResumeStateDocument, shape_at: ShapeAt) -> State:
-    shape = shape_at(resume.sample_index)
+    shape = shape_at(resume.sample_index, resume.clock_offset)
     check_mixture(resume, shape)
     check_position("resume_state.", resume.sample_index, resume.total_tokens, resume.digest, shape)
     datasets = [entry for entry in resume.datasets if isinstance(entry, KnownDataset)]
@@ -131,6 +130,7 @@ def _state(resume: ResumeStateDocument, shape_at: ShapeAt) -> State:
         nodes=nodes,
         preserved=tuple(canonical(entry.model_dump(exclude={"unknown"})) for entry in preserved),
         imported=Imported(began.sample_index, int(began.digest, 16)) if began is not None else None,
+        clock_offset=resume.clock_offset,
     )
 
 

@@ -39,6 +39,8 @@ class Shape:
     """Samples before a fork whose sources the run does not have."""
     total_tokens: Callable[[int], int] | None = None
     """The run's total tokens at a sample index, where samples were not always of one length."""
+    clock_offset: int = 0
+    """The states' ``clock_offset``; part of what ``total_tokens`` gives."""
 
     def cursor_kind(self, source: int) -> type[FileCursor] | type[WindowCursor] | type[EpochCursor]:
         """What a cursor of a source is, or the first row of what is packed together."""
@@ -48,8 +50,10 @@ class Shape:
 
     def tokens_at(self, sample_index: int) -> int:
         """The run's total tokens at a sample index."""
-        return self.total_tokens(sample_index) if self.total_tokens is not None else sample_index * self.sample_tokens
+        if self.total_tokens is not None:
+            return self.total_tokens(sample_index)
+        return sample_index * self.sample_tokens + self.clock_offset
 
 
-#: The shape that the states of a run have at a sample index.
-ShapeAt = Callable[[int], Shape]
+#: The shape that the states of a run have at a sample index, under a ``clock_offset``.
+ShapeAt = Callable[[int, int], Shape]

@@ -235,13 +235,13 @@ class History:
 
     def timeline_of(self, openings: Sequence[Opening], generation: int | None) -> Timeline:
         """The timeline that a generation had when it ended; that of the run for the present one, or None."""
-        coordinator = self._coordinator
+        timeline = self._coordinator.timeline
         later = [opening for opening in openings if generation is not None and opening.generation > generation]
         if not later:
-            return coordinator.timeline
-        return coordinator.timeline.with_revisions(
-            [r for r in coordinator.timeline.revisions if r.made_at < later[0].opened_at]
-        )
+            return timeline
+        own = next(opening for opening in openings if opening.generation == generation)
+        timeline = timeline.with_revisions([r for r in timeline.revisions if r.made_at < later[0].opened_at])
+        return timeline.of_state(own.start_state)
 
     def _farthest(self, generation: int, timeline: Timeline) -> int:
         """How far a generation that is over may have come, guessed from its journal, whose entries lie apart.
@@ -266,8 +266,8 @@ class History:
 
         ``advance`` goes from a state to a sample index, in the caller's own way.
         """
-        base = point.base or self._coordinator.timeline.initial()
-        check_cursors(self._coordinator.timeline, base)
+        base = point.base or self._coordinator.timeline.with_clock(0).initial()
+        check_cursors(self._coordinator.timeline.with_clock(base.clock_offset), base)
         state = (advance or self._advance)(base, point.sample_index)
         if state.sample_index != point.sample_index:
             raise SnapshotInvalid(
