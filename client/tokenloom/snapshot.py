@@ -14,15 +14,22 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tokenloom_proto.errors import SnapshotInvalid
-from tokenloom_proto.seal import CHECKSUM, SNAPSHOT_FORMAT, SNAPSHOT_VERSION, canonical, seal, unseal
+from tokenloom_proto.seal import (
+    CHECKSUM,
+    CLOCK_KEYS,
+    OLDER_KEYS,
+    SNAPSHOT_FORMAT,
+    SNAPSHOT_VERSION,
+    canonical,
+    seal,
+    unseal,
+)
 
 #: The one key of ``state_dict()``.
 KEY = "tokenloom"
 #: How far back ``state_dict(at=)`` reaches: frameworks fetch a few batches ahead, not a thousand.
 HISTORY_STEPS = 1024
 ZERO_DIGEST = "0" * 32
-#: What an older data loader's checkpoint is known by, one of them at least.
-OLDER_KEYS = ("resume_state", "sample_index")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +73,8 @@ class Loaded:
         if not isinstance(state, Mapping):
             raise SnapshotInvalid(f"{expected}; got a {type(state).__name__}")
         if KEY not in state:
-            payload = {key: state[key] for key in OLDER_KEYS if key in state}
-            if not payload:
+            payload = {key: state[key] for key in (*OLDER_KEYS, *CLOCK_KEYS) if key in state}
+            if payload.keys().isdisjoint(OLDER_KEYS):
                 raise SnapshotInvalid(f"{expected}; got the keys {sorted(map(str, state))}")
             try:
                 return Older(canonical(payload))

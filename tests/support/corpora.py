@@ -7,7 +7,6 @@ import json
 import random
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -215,8 +214,7 @@ def encode_state(order: PipelineFactory, state: State) -> str:
 
 def decode_state(order: PipelineFactory, resume_state: str) -> State:
     """Reads ``encode_state`` back."""
-    shape = order.record.shape
-    return snapshot.decode_state(resume_state, lambda _, clock_offset: replace(shape, clock_offset=clock_offset))
+    return snapshot.decode_state(resume_state, lambda *_: order.record.shape)
 
 
 def reread(order: PipelineFactory, state: State) -> State:

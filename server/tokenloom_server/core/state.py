@@ -202,8 +202,7 @@ class State:
     imported: Imported | None = None
     """Where the order began, if not at its own sample 0."""
     clock_offset: int = 0
-    """By how many tokens ``total_tokens`` exceeds those of the samples before it: an older data loader's checkpoint may
-    have had another clock. Counters of sources and nodes are without it."""
+    """By how many tokens ``total_tokens``, the clock, exceeds those of its samples: as an older checkpoint's did."""
 
 
 def jumped_over(before: State, after: State) -> State:

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server.core.state import ChildState, Imported, PackedCursor, SourceState, State
+from tokenloom_server.core.state import ChildState, Imported, PackedCursor, SourceState, State, digest_hex
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.order.snapshot_checks import (
     check_lanes,
@@ -50,6 +50,14 @@ class ResumePoint:
     generation: int = 0
     #: What was made of an older data loader's checkpoint, a line for each spec; empty for a snapshot.
     notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, state: State, notes: Sequence[str] = ()) -> ResumePoint:
+        """At a state, which begins a lineage of its own."""
+        index, tokens = state.sample_index, state.total_tokens
+        return cls(
+            sample_index=index, digest=digest_hex(state.digest), total_tokens=tokens, base=state, notes=tuple(notes)
+        )
 
 
 def decode_state(resume_state: str, shape_at: ShapeAt) -> State:

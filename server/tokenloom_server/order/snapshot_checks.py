@@ -69,10 +69,7 @@ def check_position(where: str, sample_index: int, total_tokens: int, digest: str
     expected = shape.tokens_at(sample_index)
     if total_tokens != expected:
         of = "" if shape.total_tokens is not None else f" of {shape.sample_tokens} tokens"
-        clock = f" with a clock_offset of {shape.clock_offset}" if shape.clock_offset else ""
-        raise SnapshotInvalid(
-            f"{where}total_tokens is {total_tokens}, but {sample_index} samples{of}{clock} have {expected}"
-        )
+        raise SnapshotInvalid(f"{where}total_tokens is {total_tokens}, but {sample_index} samples{of} have {expected}")
 
 
 def check_lanes(i: int, dataset: KnownDataset, shape: Shape) -> None:

@@ -53,7 +53,8 @@ class Timeline:
         self._segments = tuple(lay(first, self.revisions, origin, clock_offset))
         self._begins = [segment.begin for segment in self._segments]
         lengths = {segment.config.sequence_length for segment in self._segments}
-        self._one_length = len(lengths) == 1 and origin is None
+        #: Whether total tokens are those of so many samples of one length.
+        self.has_plain_clock = len(lengths) == 1 and origin is None and not clock_offset
         # The last timeline under another clock that was asked for.
         self._other_clock: Timeline | None = None
 
@@ -88,8 +89,8 @@ class Timeline:
         return other
 
     def of_state(self, resume_state: str) -> Timeline:
-        """The timeline by whose clock a state was made. Raises ``SnapshotInvalid``."""
-        return self.with_clock(self.decode(resume_state).clock_offset)
+        """The timeline by whose clock a state was made; empty for none. Raises ``SnapshotInvalid``."""
+        return self.with_clock(self.decode(resume_state).clock_offset if resume_state else 0)
 
     def at(self, sample_index: int) -> PipelineFactory:
         """What makes the sample at an index."""
@@ -158,16 +159,15 @@ class Timeline:
 
     def shape_at(self, sample_index: int, clock_offset: int) -> state_shape.Shape:
         """What the states at a sample index look like, under a ``clock_offset``."""
-        if clock_offset != self.clock_offset:
-            return self.with_clock(clock_offset).shape_at(sample_index, clock_offset)
-        shape = replace(self.at(sample_index).record.shape, clock_offset=clock_offset)
+        timeline = self.with_clock(clock_offset)
+        shape = timeline.at(sample_index).record.shape
         in_force = [one for one in self._recorded if one.begin <= sample_index]
         if in_force:
             shape = replace(shape, revision=(in_force[-1].begin, in_force[-1].canonical))
-        if self._one_length:
+        if timeline.has_plain_clock:
             return shape
         left = self.origin.left_samples if self.origin is not None else 0
-        return replace(shape, total_tokens=self.tokens_at, left_samples=left)
+        return replace(shape, total_tokens=timeline.tokens_at, left_samples=left)
 
     def encode(self, state: State) -> str:
         """``resume_state``: the canonical JSON of a state, with the revision in force and all that are to come: what a

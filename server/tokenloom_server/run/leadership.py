@@ -121,8 +121,7 @@ class Leadership(threading.Thread):
         if openings:
             timeline = timeline.with_origin(Origin.from_json(openings[0].parent_run))
         timeline = timeline.with_revisions(ledger.revisions(stored.uid, stream))
-        committed = stored.committed
-        timeline = timeline.of_state(committed.state) if committed is not None else timeline.with_clock(0)
+        timeline = timeline.of_state(stored.committed.state if stored.committed is not None else "")
         coordinator.lead(epoch, stored, timeline, began, began + self._lease_s)
         self._away_since = None
 

@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenloom_proto.seal import CHECKSUM, canonical, unseal
+from tokenloom_proto.seal import CHECKSUM, CLOCK_KEYS, OLDER_KEYS, canonical, unseal
 
 from tokenloom_server.errors import SnapshotInvalid
 
 #: The one key of a ``state_dict()``.
 KEY = "tokenloom"
-#: What an older data loader's payload is known by.
-_OLDER_KEYS = ("resume_state", "sample_index")
 #: How a sealed text begins: its keys are sorted, and none comes before the checksum.
 _SEALED = b'{"checksum":"sha256:'
 #: Of a JSON file, and of a torch checkpoint's structure (its tensors lie beside it), bytes.
@@ -189,7 +187,7 @@ def _of_mapping(path: str, value: Mapping[str, Any]) -> DataState:
             return _of_snapshot(path, canonical(value))
         except (TypeError, ValueError):
             pass  # not plain JSON, so no snapshot
-    return DataState(path, {key: value[key] for key in _OLDER_KEYS if key in value})
+    return DataState(path, {key: value[key] for key in (*OLDER_KEYS, *CLOCK_KEYS) if key in value})
 
 
 def _of_snapshot(where: str, text: str) -> DataState:

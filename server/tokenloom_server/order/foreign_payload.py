@@ -1,0 +1,115 @@
+"""What another data loader's checkpoint says of the data, read and checked: plain JSON without a seal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from tokenloom_proto.seal import CHECKSUM, CLOCK_KEYS
+
+from tokenloom_server.core.state import MAX_COUNTER
+from tokenloom_server.errors import SnapshotInvalid
+from tokenloom_server.order.snapshot_document import MAX_BYTES
+
+_Count = Annotated[int, Field(ge=0, le=MAX_COUNTER)]
+
+
+class Entry(BaseModel):
+    """One source of an older payload, with whatever else that tool wrote of it."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow", allow_inf_nan=False)
+
+    spec: Annotated[str, Field(min_length=1)]
+    shard: Annotated[str, Field(min_length=1)]
+    row_offset: _Count
+    token_offset: _Count | None = None
+    epoch: _Count = 0
+
+
+class _ResumeState(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow", allow_inf_nan=False)
+
+    datasets: Annotated[list[Entry], Field(min_length=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What an older checkpoint says: ``datasets`` as they were written, or only a ``sample_index``; and what its token
+    clock can be read from, None where it does not say."""
+
+    datasets: tuple[Entry, ...]
+    sample_index: int | None
+    total_tokens: int | None
+    sample_tokens: int | None
+
+    def clock(self) -> tuple[int | None, str]:
+        """The total tokens of the job that wrote it, None where they are not known; and what says so."""
+        offsets = [entry.token_offset for entry in self.datasets if entry.token_offset is not None]
+        if self.total_tokens is not None:
+            return self.total_tokens, "as the older checkpoint says"
+        if offsets and len(offsets) == len(self.datasets):
+            return sum(offsets), "the sum of the older checkpoint's token_offset"
+        if self.sample_index is not None and self.sample_tokens is not None:
+            return self.sample_index * self.sample_tokens, "the older checkpoint's sample_index × context_length"
+        return None, (
+            "those of the samples here: the older checkpoint lacks total_tokens, a token_offset, and a sample_index "
+            "with context_length; write one into its copy where its clock was another"
+        )
+
+
+def read(text: str | bytes) -> Payload | None:
+    """The payload of an older tool; None where this is not one, but (for all that this function knows) a snapshot.
+
+    Raises ``SnapshotInvalid`` naming spec and field.
+    """
+    if len(text) > MAX_BYTES:
+        return None
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(document, dict) or "format" in document or CHECKSUM in document:
+        return None
+    resume = document.get("resume_state")
+    if resume is None and "sample_index" not in document:
+        return None
+    if resume is not None and not isinstance(resume, dict):
+        raise SnapshotInvalid(f"resume_state: expected a mapping with datasets, found {type(resume).__name__}")
+    fields = {**(resume or {}), **document}
+    sample_index, total_tokens, *lengths = (_number(fields, name) for name in ("sample_index", *CLOCK_KEYS))
+    clock = sample_index, total_tokens, next(filter(None, lengths), None)
+    if resume is not None and "datasets" in resume:
+        try:
+            return Payload(tuple(_ResumeState.model_validate(resume).datasets), *clock)
+        except ValidationError as error:
+            raise SnapshotInvalid(_explain(error, resume)) from None
+    if sample_index is None:
+        raise SnapshotInvalid("sample_index: found nothing; an older checkpoint has that, or resume_state.datasets")
+    return Payload((), *clock)
+
+
+def _number(fields: Mapping[str, Any], name: str) -> int | None:
+    number = fields.get(name)
+    if number is not None and (type(number) is not int or not 0 <= number <= MAX_COUNTER):
+        raise SnapshotInvalid(f"{name}: found {_short(number)}; expected an integer from 0 to 2^53 − 1")
+    return number
+
+
+def _explain(error: ValidationError, resume: dict[str, Any]) -> str:
+    fault = error.errors()[0]
+    where = ".".join(map(str, ("resume_state", *fault["loc"][:2])))
+    if len(fault["loc"]) > 1:
+        entry = resume["datasets"][fault["loc"][1]]
+        if isinstance(entry, dict):
+            where += f" (spec {_short(entry.get('spec'))})"
+    fields = ".".join(map(str, fault["loc"][2:]))
+    value = "nothing" if fault["type"] == "missing" else _short(fault["input"])
+    return f"{where}: {fields + ': ' if fields else ''}found {value}; {fault['msg']}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:79] + "…"
