@@ -14,16 +14,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tokenloom_proto.errors import SnapshotInvalid
-from tokenloom_proto.seal import (
-    CHECKSUM,
-    CLOCK_KEYS,
-    OLDER_KEYS,
-    SNAPSHOT_FORMAT,
-    SNAPSHOT_VERSION,
-    canonical,
-    seal,
-    unseal,
-)
+from tokenloom_proto.older import CLOCK_KEYS, OLDER_KEYS
+from tokenloom_proto.seal import CHECKSUM, SNAPSHOT_FORMAT, SNAPSHOT_VERSION, canonical, seal, unseal
 
 #: The one key of ``state_dict()``.
 KEY = "tokenloom"

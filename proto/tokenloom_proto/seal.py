@@ -18,10 +18,6 @@ from typing import Any
 CHECKSUM = "checksum"
 SNAPSHOT_FORMAT = "tokenloom/snapshot"
 SNAPSHOT_VERSION = 2
-#: What another data loader's checkpoint, which has no seal, is known by, one of them at least; and what its token clock
-#: may be read from beside that: total tokens, or the tokens of a sample under one of several names.
-OLDER_KEYS = ("resume_state", "sample_index")
-CLOCK_KEYS = ("total_tokens", "context_length", "sequence_length", "block_size", "max_seq_len")
 
 
 def canonical(document: Any) -> str:

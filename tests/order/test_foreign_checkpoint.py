@@ -112,9 +112,10 @@ def test_each_spec_is_told_in_one_line(order: PipelineFactory) -> None:
     point = import_into(order, entry(CODE, 3, 83), entry(DOCS, 4), entry("hf:old/set:train:text", 9, shard="x"))
 
     assert [note.replace(CODE, "CODE") for note in point.notes] == [
-        "resume: spec=CODE shard=data/code-1.parquet row_offset=3 tokens=80 (from an older checkpoint)",
-        f"resume: spec={DOCS} shard=data/docs.jsonl row_offset=4 tokens=0 (from an older checkpoint; it has no "
-        "token_offset, which counts as 0)",
+        "resume: spec=CODE sample_row=17 shard=data/code-1.parquet offset=3 row_offset=3 tokens=80 (from an older "
+        "checkpoint)",
+        f"resume: spec={DOCS} sample_row=4 shard=data/docs.jsonl offset=4 row_offset=4 tokens=0 (from an older "
+        "checkpoint; it has no token_offset, which counts as 0)",
         f"resume: spec={PROSE} new: starts at the minimum, 0 tokens",
         f"resume: spec={WIKI} new: starts at the minimum, 0 tokens",
         "resume: spec=hf:old/set:train:text preserved: not in this mixture",

@@ -1,8 +1,9 @@
 """A checkpoint of an older data loader as the beginning of a run: its cursors, counters and balances go on here.
 
-Older payloads are plain JSON: ``{"resume_state": {"datasets": [{"spec", "shard", "row_offset", "token_offset"}]}}``, or
-only ``{"sample_index": N}``. Neither has a place in this run's order: the first becomes a state that begins a lineage
-of its own, the second is a count of samples to skip from the order's beginning. Their token clock goes on in both.
+Older payloads are plain JSON: ``{"resume_state": {"datasets": [{"spec", "shard", "row_offset", "token_offset"}]}}``,
+where ``shard`` and ``token_offset`` may be missing, or only ``{"sample_index": N}``. Neither has a place in this run's
+order: the first becomes a state that begins a lineage of its own, the second is a count of samples to skip from the
+order's beginning. The token clock goes on in both.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.mixing import elsewhere
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.foreign_payload import Entry, Payload
-from tokenloom_server.order.foreign_rows import cursor_of, names_of, rows_before
+from tokenloom_server.order.foreign_rows import names_of, position_of
+from tokenloom_server.order.position_line import position_line
 from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.state_shape import Shape
 from tokenloom_server.order.timeline import Timeline
@@ -146,20 +148,20 @@ def _state(
     return state, tuple(notes)
 
 
-def _source(source: int, position: int, entry: Entry, factory: PipelineFactory) -> tuple[SourceState, str]:
+def _source(source: int, index: int, entry: Entry, factory: PipelineFactory) -> tuple[SourceState, str]:
     """Where an entry's source goes on, and a line about it."""
-    length = factory.config.sequence_length
-    cursor = cursor_of(f"resume_state.datasets.{position} (spec {entry.spec!r})", entry, source, factory)
-    rows, counted = rows_before(source, cursor, factory)
+    length, shards = factory.config.sequence_length, factory.record.shard_paths[source]
+    position = position_of(f"resume_state.datasets.{index} (spec {entry.spec!r})", entry, source, factory)
     samples = (entry.token_offset or 0) // length
+    state = SourceState(cursor=position.cursor, samples=samples, rows=position.rows, tokens=samples * length)
     note = (
-        f"resume: spec={factory.record.specs[source]} shard={factory.record.shard_paths[source][cursor.shard]} "
-        f"row_offset={cursor.row} tokens={samples * length} (from an older checkpoint"
+        f"resume: {position_line(factory.record.specs[source], state, shards)} row_offset={entry.row_offset} "
+        f"tokens={state.tokens} (from an older checkpoint"
         + ("" if entry.token_offset is not None else "; it has no token_offset, which counts as 0")
-        + ("" if counted else "; rows are counted from this shard on")
+        + ("" if position.is_counted else "; rows are counted from this shard on")
         + ")"
     )
-    return SourceState(cursor=cursor, samples=samples, rows=rows, tokens=samples * length), note
+    return state, note
 
 
 def _preserved(entries: Sequence[Entry]) -> tuple[str, ...]:

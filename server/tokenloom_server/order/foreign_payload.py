@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from tokenloom_proto.seal import CHECKSUM, CLOCK_KEYS
+from tokenloom_proto.older import CLOCK_KEYS
+from tokenloom_proto.seal import CHECKSUM
 
 from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.order.snapshot_document import MAX_BYTES
 
 _Count = Annotated[int, Field(ge=0, le=MAX_COUNTER)]
+_RowOffsetOf = Literal["spec", "shard"]
+
+#: An entry that has all of one of these is Tokenloom's own, or was made from one.
+_OUR_FIELDS = ({"row_token_offset"}, {"packed_samples"}, {"shard_index", "samples", "rows"})
 
 
 class Entry(BaseModel):
@@ -23,16 +28,32 @@ class Entry(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="allow", allow_inf_nan=False)
 
     spec: Annotated[str, Field(min_length=1)]
-    shard: Annotated[str, Field(min_length=1)]
+    shard: Annotated[str, Field(min_length=1)] | None = None
     row_offset: _Count
+    row_offset_of: _RowOffsetOf | None = None
+    """What ``row_offset`` counts the rows of: the whole spec, epoch after epoch unless there is an ``epoch``, or the
+    shard. None where nobody says it."""
     token_offset: _Count | None = None
-    epoch: _Count = 0
+    epoch: _Count | None = None
+
+    @property
+    def counts_in_shard(self) -> bool:
+        """Whether ``row_offset`` is known to count within the shard, as in Tokenloom's own."""
+        fields = {*(self.model_extra or ())}
+        return self.row_offset_of == "shard" or any(ours <= fields for ours in _OUR_FIELDS)
 
 
 class _ResumeState(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="allow", allow_inf_nan=False)
 
     datasets: Annotated[list[Entry], Field(min_length=1)]
+    row_offset_of: _RowOffsetOf | None = None
+    """Of the entries that do not say it themselves."""
+
+    def entries(self) -> tuple[Entry, ...]:
+        """The entries, with what is said beside them."""
+        said = {"row_offset_of": self.row_offset_of} if self.row_offset_of else {}
+        return tuple(entry if entry.row_offset_of else entry.model_copy(update=said) for entry in self.datasets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +104,7 @@ def read(text: str | bytes) -> Payload | None:
     clock = sample_index, total_tokens, next(filter(None, lengths), None)
     if resume is not None and "datasets" in resume:
         try:
-            return Payload(tuple(_ResumeState.model_validate(resume).datasets), *clock)
+            return Payload(_ResumeState.model_validate(resume).entries(), *clock)
         except ValidationError as error:
             raise SnapshotInvalid(_explain(error, resume)) from None
     if sample_index is None:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenloom_proto.seal import CHECKSUM, CLOCK_KEYS, OLDER_KEYS, canonical, unseal
+from tokenloom_proto.older import CLOCK_KEYS, OLDER_KEYS
+from tokenloom_proto.seal import CHECKSUM, canonical, unseal
 
 from tokenloom_server.errors import SnapshotInvalid
 
