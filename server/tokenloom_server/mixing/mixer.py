@@ -80,12 +80,12 @@ class Mixer:
         def build(node: NodeConfig) -> Node:
             children = tuple(build(child) if isinstance(child, NodeConfig) else child.id for child in node.children)
             shape, node_states = node_shape(config, node), states_by_node[node.id]
-            given_before = clock_offset if node is config.mixture else 0
-            self._upwards.append(Node(shape, node, children, node_states, config.pick_samples, given_before))
+            self._upwards.append(Node(shape, node, children, node_states, config.pick_samples))
             return self._upwards[-1]
 
         self._config = config
         self._root = build(config.mixture)
+        self._root.given_before = clock_offset
         self._nodes = sorted(self._upwards, key=lambda node: node.id)
         self._varying = [node for node in self._nodes if node.policy.makes_weights]
         self._totals = Totals(config, self._upwards, size_estimates or {})

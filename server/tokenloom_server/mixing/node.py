@@ -42,17 +42,16 @@ class Node:
         children: tuple[int | Node, ...],
         states: Sequence[ChildState],
         pick_samples: int,
-        given_before: int = 0,
     ) -> None:
-        """``states`` count samples; all that is counted here is counted in picks, of ``pick_samples`` samples each.
-        ``given_before``: tokens that count for the node's own ``max_tokens`` and not for its children."""
+        """``states`` count samples; all that is counted here is counted in picks, of ``pick_samples`` samples each."""
         self.id = shape.node_id
         self.config = config
         self.policy = policy_of(config)
         self.children = children
         self.exhausted = [child.exhausted for child in states]
         self._pick_samples = pick_samples
-        self._given_before = given_before
+        #: Tokens beside those of its children that count for its own ``max_tokens``.
+        self.given_before = 0
         #: The counters when this node was built, in samples.
         self._states = tuple(states)
         if pick_samples > 1:
@@ -172,7 +171,7 @@ class Node:
         """How many more picks its own ``max_tokens`` allow."""
         if self.config.max_tokens is None:
             return MAX_COUNTER
-        return max(0, self.config.max_tokens - self._given_before - sum(self.counters.tokens)) // self.pick_tokens
+        return max(0, self.config.max_tokens - self.given_before - sum(self.counters.tokens)) // self.pick_tokens
 
     def leaf_room(self, position: int) -> int:
         """How many more picks a leaf's ``max_tokens`` allow."""

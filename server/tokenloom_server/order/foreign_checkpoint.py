@@ -36,6 +36,8 @@ from tokenloom_server.order.timeline import Timeline
 #: Every state carries what is preserved, and travels to every rank; bytes.
 _PRESERVED_BYTES = 2**17
 
+#: The entries with their positions, by their specs as the run has them.
+_BySpec = Mapping[str, tuple[int, Entry]]
 _OTHER_LENGTHS = (
     "before which the mixture file's phases change the sequence length (or the run was forked), but an older "
     "checkpoint's samples count as of one length: give the mixture file the sequence length of that place alone"
@@ -57,7 +59,7 @@ def resume_point(payload: Payload, timeline: Timeline) -> ResumePoint:
         )
     by_spec = _by_spec(payload.datasets, timeline.first.config.catalog.sources)
     state, notes = _state(by_spec, *_in_force(by_spec, timeline, tokens))
-    return ResumePoint.of(state, [*notes, _of_clock(state.total_tokens, clock)])
+    return ResumePoint.of(state, (*notes, f"resume: total_tokens={state.total_tokens} ({clock})"))
 
 
 def _skipping(sample_index: int, timeline: Timeline, tokens: int | None, clock: str) -> ResumePoint:
@@ -66,20 +68,13 @@ def _skipping(sample_index: int, timeline: Timeline, tokens: int | None, clock: 
     total = by_clock.tokens_at(sample_index)
     if tokens not in (None, total):
         raise SnapshotInvalid(f"total_tokens: found {tokens} at sample_index {sample_index}, {_OTHER_LENGTHS}")
-    note = (
-        f"resume: sample_index={sample_index} (from an older checkpoint that names no dataset: so many samples are "
-        "skipped from the beginning of the order)"
-    )
-    point = ResumePoint.of(by_clock.initial(), [note, _of_clock(total, clock)])
+    note = f"resume: sample_index={sample_index} (from an older checkpoint: so many samples of the order are skipped)"
+    point = ResumePoint.of(by_clock.initial(), (note, f"resume: total_tokens={total} ({clock})"))
     return replace(point, sample_index=sample_index, total_tokens=total, digest=None)
 
 
-def _of_clock(total_tokens: int, clock: str) -> str:
-    return f"resume: total_tokens={total_tokens} ({clock})"
-
-
-def _by_spec(entries: Sequence[Entry], schemes: SourceSchemes) -> dict[str, tuple[int, Entry]]:
-    """The entries with their positions, by their specs as this run has them. Raises ``SnapshotInvalid`` for one that
+def _by_spec(entries: Sequence[Entry], schemes: SourceSchemes) -> _BySpec:
+    """The entries by their specs. Raises ``SnapshotInvalid`` for one that
     comes twice."""
     by_spec: dict[str, tuple[int, Entry]] = {}
     for i, entry in enumerate(entries):
@@ -92,9 +87,7 @@ def _by_spec(entries: Sequence[Entry], schemes: SourceSchemes) -> dict[str, tupl
     return by_spec
 
 
-def _in_force(
-    by_spec: Mapping[str, tuple[int, Entry]], timeline: Timeline, tokens: int | None
-) -> tuple[PipelineFactory, int]:
+def _in_force(by_spec: _BySpec, timeline: Timeline, tokens: int | None) -> tuple[PipelineFactory, int]:
     """What is in force where the sources' samples and the clock say, by the run's phases and revisions; and the
     ``clock_offset``. ``tokens``: of the clock, None where they are those of the samples."""
     for segment in timeline.segments:
@@ -109,9 +102,7 @@ def _in_force(
     raise SnapshotInvalid(f"resume_state.datasets: token_offset adds up to a place {_OTHER_LENGTHS}")
 
 
-def _state(
-    by_spec: Mapping[str, tuple[int, Entry]], factory: PipelineFactory, clock_offset: int
-) -> tuple[State, tuple[str, ...]]:
+def _state(by_spec: _BySpec, factory: PipelineFactory, clock_offset: int) -> tuple[State, tuple[str, ...]]:
     """The state, and what was made of each entry, a line each."""
     length, specs = factory.config.sequence_length, factory.record.specs
     known = [spec in by_spec for spec in specs]

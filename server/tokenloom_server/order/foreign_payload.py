@@ -75,10 +75,7 @@ class Payload:
             return sum(offsets), "the sum of the older checkpoint's token_offset"
         if self.sample_index is not None and self.sample_tokens is not None:
             return self.sample_index * self.sample_tokens, "the older checkpoint's sample_index × context_length"
-        return None, (
-            "those of the samples here: the older checkpoint lacks total_tokens, a token_offset, and a sample_index "
-            "with context_length; write one into its copy where its clock was another"
-        )
+        return None, "those of the samples; where its clock was another, write total_tokens into the checkpoint's copy"
 
 
 def read(text: str | bytes) -> Payload | None:

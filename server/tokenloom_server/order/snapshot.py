@@ -52,12 +52,10 @@ class ResumePoint:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, state: State, notes: Sequence[str] = ()) -> ResumePoint:
+    def of(cls, state: State, notes: tuple[str, ...] = ()) -> ResumePoint:
         """At a state, which begins a lineage of its own."""
         index, tokens = state.sample_index, state.total_tokens
-        return cls(
-            sample_index=index, digest=digest_hex(state.digest), total_tokens=tokens, base=state, notes=tuple(notes)
-        )
+        return cls(sample_index=index, digest=digest_hex(state.digest), total_tokens=tokens, base=state, notes=notes)
 
 
 def decode_state(resume_state: str, shape_at: ShapeAt) -> State:

@@ -70,9 +70,8 @@ class Timeline:
 
     def with_revisions(self, revisions: Sequence[StoredRevision]) -> Timeline:
         """The timeline under other revisions."""
-        if tuple(revisions) == self.revisions:
-            return self
-        return Timeline(self.first, revisions, self.origin, self.clock_offset)
+        same = tuple(revisions) == self.revisions
+        return self if same else Timeline(self.first, revisions, self.origin, self.clock_offset)
 
     def with_origin(self, origin: Origin | None) -> Timeline:
         """The timeline of a run that was forked, or was not."""
@@ -85,7 +84,6 @@ class Timeline:
         other = self._other_clock
         if other is None or other.clock_offset != clock_offset:
             other = self._other_clock = Timeline(self.first, self.revisions, self.origin, clock_offset)
-            other._other_clock = self
         return other
 
     def of_state(self, resume_state: str) -> Timeline:
@@ -161,7 +159,7 @@ class Timeline:
         """What the states at a sample index look like, under a ``clock_offset``."""
         timeline = self.with_clock(clock_offset)
         shape = timeline.at(sample_index).record.shape
-        in_force = [one for one in self._recorded if one.begin <= sample_index]
+        in_force = [one for one in timeline._recorded if one.begin <= sample_index]
         if in_force:
             shape = replace(shape, revision=(in_force[-1].begin, in_force[-1].canonical))
         if timeline.has_plain_clock:
@@ -172,9 +170,9 @@ class Timeline:
     def encode(self, state: State) -> str:
         """``resume_state``: the canonical JSON of a state, with the revision in force and all that are to come: what a
         ledger that knows none of them needs to go on."""
-        index = state.sample_index
-        in_force = [one for one in self._recorded if one.begin <= index]
-        ahead = [one for one in self._recorded if one.begin > index]
+        index, recorded = state.sample_index, self.with_clock(state.clock_offset)._recorded
+        in_force = [one for one in recorded if one.begin <= index]
+        ahead = [one for one in recorded if one.begin > index]
         revisions = [{"sample_index": one.begin, "content": one.content} for one in (*in_force[-1:], *ahead)]
         origin = self.origin.described() if self.origin is not None else None
         return snapshot_encode.encode_state(state, self.shape_at(index, state.clock_offset), revisions, origin)

@@ -234,9 +234,8 @@ class History:
         later = [opening for opening in openings if generation is not None and opening.generation > generation]
         if not later:
             return timeline
-        own = next(opening for opening in openings if opening.generation == generation)
         timeline = timeline.with_revisions([r for r in timeline.revisions if r.made_at < later[0].opened_at])
-        return timeline.of_state(own.start_state)
+        return timeline.of_state(openings[-len(later) - 1].start_state)
 
     def _farthest(self, generation: int, timeline: Timeline) -> int:
         """How far a generation that is over may have come, guessed from its journal, whose entries lie apart.

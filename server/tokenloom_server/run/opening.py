@@ -70,8 +70,7 @@ class GenerationOpener:
             opening = self._lay(call, stored, point, skipped, start)
             # Noted before the write: where its answer is lost, the same rank asks again.
             self._newest = call.attempt, choice
-            timeline = coordinator.timeline.with_clock(start.clock_offset)
-            committed = commit_of(timeline, start, opening.start_state)
+            committed = commit_of(coordinator.timeline.with_clock(start.clock_offset), start, opening.start_state)
             coordinator.open_generation(uid, opening, start, committed, call.process)
         self._log_opening(opening, start, point.notes)
         return opening
