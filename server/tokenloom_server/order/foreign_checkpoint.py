@@ -50,6 +50,8 @@ def resume_point(payload: Payload, timeline: Timeline) -> ResumePoint:
     Raises ``SnapshotInvalid`` naming spec, field, what was found and what was expected.
     """
     timeline, (tokens, clock) = timeline.with_clock(0), payload.clock()
+    if tokens is not None and tokens > MAX_COUNTER:
+        raise SnapshotInvalid(f"total_tokens: {tokens} ({clock}); counters end at 2^53 − 1")
     if not payload.datasets:
         return _skipping(payload.sample_index or 0, timeline, tokens, clock)
     if timeline.first.config.batching is not None:
@@ -62,15 +64,17 @@ def resume_point(payload: Payload, timeline: Timeline) -> ResumePoint:
     return ResumePoint.of(state, (*notes, f"resume: total_tokens={state.total_tokens} ({clock})"))
 
 
-def _skipping(sample_index: int, timeline: Timeline, tokens: int | None, clock: str) -> ResumePoint:
+def _skipping(index: int, timeline: Timeline, tokens: int | None, clock: str) -> ResumePoint:
     """After so many samples of the order, where the clock says ``tokens``; None: as many as these have."""
-    by_clock = timeline.with_clock(0 if tokens is None else tokens - timeline.tokens_at(sample_index))
-    total = by_clock.tokens_at(sample_index)
-    if tokens not in (None, total):
-        raise SnapshotInvalid(f"total_tokens: found {tokens} at sample_index {sample_index}, {_OTHER_LENGTHS}")
-    note = f"resume: sample_index={sample_index} (from an older checkpoint: so many samples of the order are skipped)"
+    linear = timeline.tokens_at(index), *(index * each.config.sequence_length for each in timeline.segments)
+    total = linear[0] if tokens is None else tokens
+    timelines = (timeline.with_clock(total - before) for before in linear)
+    by_clock = next((each for each in timelines if each.tokens_at(index) == total), None)
+    if by_clock is None:
+        raise SnapshotInvalid(f"total_tokens: found {tokens} at sample_index {index}, {_OTHER_LENGTHS}")
+    note = f"resume: sample_index={index} (from an older checkpoint: so many samples of the order are skipped)"
     point = ResumePoint.of(by_clock.initial(), (note, f"resume: total_tokens={total} ({clock})"))
-    return replace(point, sample_index=sample_index, total_tokens=total, digest=None)
+    return replace(point, sample_index=index, total_tokens=total, digest=None)
 
 
 def _by_spec(entries: Sequence[Entry], schemes: SourceSchemes) -> _BySpec:

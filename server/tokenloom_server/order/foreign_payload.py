@@ -105,7 +105,9 @@ def read(text: str | bytes) -> Payload | None:
         except ValidationError as error:
             raise SnapshotInvalid(_explain(error, resume)) from None
     if sample_index is None:
-        raise SnapshotInvalid("sample_index: found nothing; an older checkpoint has that, or resume_state.datasets")
+        raise SnapshotInvalid(
+            "sample_index: found nothing; an older checkpoint has resume_state.datasets, or a sample_index"
+        )
     return Payload((), *clock)
 
 
