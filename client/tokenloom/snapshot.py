@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tokenloom_proto.errors import SnapshotInvalid
-from tokenloom_proto.older import CLOCK_KEYS, OLDER_KEYS
+from tokenloom_proto.resume import OLDER_KEYS, older_payload
 from tokenloom_proto.seal import CHECKSUM, SNAPSHOT_FORMAT, SNAPSHOT_VERSION, canonical, seal, unseal
 
 #: The one key of ``state_dict()``.
@@ -60,13 +60,13 @@ class Loaded:
         found."""
         expected = (
             f"a state of RemoteDataset is {{{KEY!r}: '<one JSON string>'}}, as state_dict() gave it, or an older data "
-            "loader's {'resume_state': {'datasets': […]}} or {'sample_index': N}"
+            "loader's {'resume_state': {'datasets': […]}}, {'sample_index': N} or {'child_states': […], …}"
         )
         if not isinstance(state, Mapping):
             raise SnapshotInvalid(f"{expected}; got a {type(state).__name__}")
         if KEY not in state:
-            payload = {key: state[key] for key in (*OLDER_KEYS, *CLOCK_KEYS) if key in state}
-            if payload.keys().isdisjoint(OLDER_KEYS):
+            payload = older_payload(state)
+            if not payload:
                 raise SnapshotInvalid(f"{expected}; got the keys {sorted(map(str, state))}")
             try:
                 return Older(canonical(payload))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from tokenloom_proto.older import CLOCK_KEYS
+from tokenloom_proto.resume import CLOCK_KEYS
 from tokenloom_proto.seal import CHECKSUM
 
 from tokenloom_server.core.state import MAX_COUNTER
