@@ -375,7 +375,7 @@ def test_what_cannot_be_used_is_refused_by_spec_and_field(
         ({"resume_state": {"datasets": {}}}, r"resume_state\.datasets: found {}; .*valid list"),
         ({"resume_state": {"datasets": [7]}}, r"resume_state\.datasets\.0: found 7"),
         ({"resume_state": {"datasets": [{"spec": CODE, "shard": "x"}]}}, r"row_offset: found nothing; Field required"),
-        ({"resume_state": {}}, "sample_index: found nothing; an older checkpoint has resume_state.datasets, or"),
+        ({"resume_state": {}}, "sample_index: found nothing; expected that, or resume_state.datasets"),
         ({"sample_index": -1}, "sample_index: found -1"),
         ({"sample_index": "12"}, "sample_index: found '12'"),
         ({"sample_index": True}, "sample_index: found True"),

@@ -105,9 +105,7 @@ def read(text: str | bytes) -> Payload | None:
         except ValidationError as error:
             raise SnapshotInvalid(_explain(error, resume)) from None
     if sample_index is None:
-        raise SnapshotInvalid(
-            "sample_index: found nothing; an older checkpoint has resume_state.datasets, or a sample_index"
-        )
+        raise SnapshotInvalid("sample_index: found nothing; expected that, or resume_state.datasets")
     return Payload((), *clock)
 
 

@@ -79,9 +79,7 @@ class Timeline:
 
     def with_clock(self, clock_offset: int) -> Timeline:
         """The timeline of states that have this ``clock_offset``."""
-        if clock_offset == self.clock_offset:
-            return self
-        other = self._other_clock
+        other = self if clock_offset == self.clock_offset else self._other_clock
         if other is None or other.clock_offset != clock_offset:
             other = self._other_clock = Timeline(self.first, self.revisions, self.origin, clock_offset)
         return other
