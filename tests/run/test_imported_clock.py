@@ -79,12 +79,13 @@ def test_another_ledger_takes_the_clock_from_the_trainers_state(
     revised = served.coordinator.timeline.revisions[0].sample_index
     assert revised == begin + 50
     whole = trainer.take(20)
-    state = trainer.state(begin + 20)
+    # One whose samples were produced when the revision was known.
+    state = trainer.state(begin + 44)
     elsewhere = place.serve(tmp_path / "empty.db")
     other = Trainer(elsewhere, 1, 4, state=state)
     rest = other.train(100)
-    assert {index: rest[index] for index in whole if index >= begin + 20} == {
-        index: sample for index, sample in whole.items() if index >= begin + 20
+    assert {index: rest[index] for index in whole if index >= begin + 44} == {
+        index: sample for index, sample in whole.items() if index >= begin + 44
     }
     assert total(other.state())[1] == CLOCK + (other.index - begin) * LENGTH
     assert elsewhere.coordinator.timeline.tokens_at(revised) == CLOCK + 400
