@@ -157,7 +157,13 @@ def under(
     factory.readers.check_masks(len(old.specs))
     _refuse_new_text(factory, old)
     factory.readers.make_buckets()
-    unchanged = {i: one for i, one in old.size_estimates.items() if record.shards[i] == old.shards[i]}
+    unchanged = {
+        i: one
+        for i, one in old.size_estimates.items()
+        # A curve over shuffled files is that of the last epoch.
+        if record.shards[i] == old.shards[i]
+        and (config.sources[i].shuffle != "shards" or config.epochs[i] == old.config.epochs[i])
+    }
     return _with_estimates(factory, {**unchanged, **size_estimates})
 
 
@@ -235,11 +241,11 @@ def moves_parts(before: float, now: float) -> bool:
 
 
 def _with_estimates(factory: PipelineFactory, known: Mapping[int, SizeEstimate]) -> PipelineFactory:
-    """The order with the size of each source that a policy needs to know: the ``known`` one, else measured."""
-    sources = factory.config.measured_sources
-    if not sources:
+    """The order with the ``known`` sizes of sources, and those of the others that a policy needs to know, measured."""
+    missing = [i for i in factory.config.measured_sources if i not in known]
+    if not missing and not known:
         return factory
-    estimates = {i: known[i] if i in known else measure(factory, i) for i in sources}
+    estimates = {**known, **{i: measure(factory, i) for i in missing}}
     return factory.with_record(replace(factory.record, size_estimates=estimates))
 
 

@@ -20,6 +20,7 @@ from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import ORDER_VERSION
+from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.errors import ConfigError, LedgerError
 from tokenloom_server.mixing.mixer import node_shape
 from tokenloom_server.order import state_shape
@@ -195,16 +196,22 @@ def recorded_fields(record: str, run: str) -> dict[str, Any]:
 
 def estimates_to_json(estimates: Mapping[int, SizeEstimate]) -> dict[str, dict[str, list[int]]]:
     """As a field of a record or of a revision, where there are any: by source id as text, the rows, and the tokens of
-    1,000 rows."""
-    by_source = {str(source): [one.rows, one.tokens_per_1000_rows] for source, one in estimates.items()}
+    1,000 rows; then of each stratum in turn the rows and the tokens up to its end."""
+    by_source = {
+        str(source): [one.rows, one.tokens_per_1000_rows, *(one.curve.to_json() if one.curve is not None else ())]
+        for source, one in estimates.items()
+    }
     return {"size_estimates": by_source} if by_source else {}
 
 
 def estimates_from_json(fields: Mapping[str, Any]) -> dict[int, SizeEstimate]:
-    """Reads ``estimates_to_json`` out of a record or a revision; those from before the first release have another name
-    for it."""
+    """Reads ``estimates_to_json`` out of a record or a revision, also of order version 1, where there are no strata;
+    those from before the first release have another name for it."""
     by_source = fields.get("size_estimates", fields.get("extents", {}))
-    return {int(source): SizeEstimate(*one) for source, one in by_source.items()}
+    return {
+        int(source): SizeEstimate(rows, per_1000, TokenCurve.from_json(edges) if edges else None)
+        for source, (rows, per_1000, *edges) in by_source.items()
+    }
 
 
 def end_of_text(config: RunConfig, definition: TokenizerDefinition | None) -> int | None:
