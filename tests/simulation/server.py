@@ -27,7 +27,7 @@ from tokenloom_server.run.wakes import Wakes
 
 from tests.simulation.ledger import LedgerLink
 from tests.simulation.network import Stream, Unavailable
-from tests.simulation.scheduler import Process
+from tests.simulation.scheduler import OneAtATime, Process
 
 if TYPE_CHECKING:
     from tests.simulation.trainer import Rank
@@ -228,6 +228,7 @@ class Server(Process):
             world.plan.message_steps,
             world.plan.group_micro_steps,
         )
+        coordinator.one_change = OneAtATime()  # type: ignore[assignment]
         self.coordinator = coordinator
         self.leadership = Leadership(coordinator, self.holder)
         self.served = ServedRun(coordinator, self.leadership, Streams(order, order.config, {}), _no_other_run)
@@ -352,7 +353,7 @@ class Server(Process):
         if waiting not in self._joining or self.coordinator is None:
             return
         world, join_handler, call = self._world, self.served.join_handler, waiting.call
-        if call.rank == 0 and self.is_changing():
+        if (call.rank == 0 or call.state) and self.is_changing():  # any rank's state may bring revisions
             world.soon(0.02, self, self._try_join, waiting)
             return
         try:

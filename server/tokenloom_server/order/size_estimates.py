@@ -142,7 +142,8 @@ def measure(factory: PipelineFactory, source_id: int, *, by_strata: bool = True)
     readers = factory.readers
     if factory.config.batching is not None:
         epochs = readers.bucket_epochs(source_id)
-        return SizeEstimate.of(TokenCurve.of([(epochs.batches * epochs.size,) * 2]))
+        curve = TokenCurve.of([(epochs.batches * epochs.size,) * 2])
+        return SizeEstimate(curve.epoch_rows, 1000, curve if by_strata else None)
     reader = readers.open(source_id)
     encoder, kept = factory.encoder(source_id, reader), readers.kept(source_id, reader)
     total = sum(shard.size for shard in reader.shards)

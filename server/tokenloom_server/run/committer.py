@@ -80,6 +80,7 @@ class Committer(threading.Thread):
                     commit,
                     journal,
                     task.known_index,
+                    known_changes=coordinator.revision_changes,
                 )
             )
             if journal:

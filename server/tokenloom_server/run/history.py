@@ -12,7 +12,7 @@ from tokenloom_proto.seal import canonical
 from tokenloom_server.core.state import MAX_COUNTER, Imported, State, digest_hex, jumped_over
 from tokenloom_server.errors import BeyondHorizon, NotFound, SnapshotInvalid
 from tokenloom_server.ledger.records import Opening, StoredRun
-from tokenloom_server.order import foreign_checkpoint, snapshot, snapshot_encode
+from tokenloom_server.order import foreign_checkpoint, foreign_payload, snapshot, snapshot_encode
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.replay import Replay, beyond_the_end
 from tokenloom_server.order.snapshot import ResumePoint
@@ -56,12 +56,12 @@ class History:
         self._coordinator = coordinator
         self._forward_lock = threading.Lock()
         # The last older checkpoint that was brought, as every rank brings it: its files are looked at once.
-        self._imported: tuple[foreign_checkpoint.Payload, Timeline, ResumePoint] | None = None
+        self._imported: tuple[foreign_payload.Payload, Timeline, ResumePoint] | None = None
 
     def parse(self, text: str | bytes) -> ResumePoint:
         """Reads a snapshot of this run, or an older data loader's payload. Raises ``SnapshotInvalid``."""
         coordinator = self._coordinator
-        payload = foreign_checkpoint.read(text)
+        payload = foreign_payload.read(text)
         if payload is not None:
             timeline, newest = coordinator.timeline, self._imported
             if newest is None or newest[:2] != (payload, timeline):
