@@ -28,7 +28,10 @@ def measured(order: PipelineFactory, source_id: int = 0) -> SizeEstimate:
     """What both measures find, without the curve of the one; it has the same rows and tokens."""
     found = size_estimates.measure(order, source_id)
     assert found.curve is not None
-    assert (found.curve.epoch_rows, found.tokens) == (found.rows, pytest.approx(found.curve.epoch_tokens, rel=1e-4, abs=1))
+    assert (found.curve.epoch_rows, found.tokens) == (
+        found.rows,
+        pytest.approx(found.curve.epoch_tokens, rel=1e-4, abs=1),
+    )
     return replace(found, curve=None)
 
 

@@ -24,14 +24,6 @@ class TokenCurve:
         rows, tokens = zip((0, 0), *strata, strict=True)
         return cls(tuple(accumulate(rows)), tuple(round(total) for total in accumulate(tokens)))
 
-    def to_json(self) -> list[int]:
-        """The rows and the tokens before the end of each stratum, in turn."""
-        return [count for edge in zip(self.rows[1:], self.tokens[1:], strict=True) for count in edge]
-
-    @classmethod
-    def from_json(cls, edges: Sequence[int]) -> TokenCurve:
-        return cls((0, *edges[::2]), (0, *edges[1::2]))
-
     @property
     def epoch_rows(self) -> int:
         return self.rows[-1]
@@ -39,10 +31,6 @@ class TokenCurve:
     @property
     def epoch_tokens(self) -> int:
         return self.tokens[-1]
-
-    def flat(self) -> TokenCurve:
-        """All rows as one stratum."""
-        return TokenCurve.of([(self.epoch_rows, self.epoch_tokens)])
 
     def scaled(self, share: Fraction) -> TokenCurve:
         """The same rows with this share of the tokens."""

@@ -165,13 +165,7 @@ def under(
     factory.readers.check_masks(len(old.specs))
     _refuse_new_text(factory, old)
     factory.readers.make_buckets()
-    unchanged = {
-        i: one
-        for i, one in old.size_estimates.items()
-        # A curve over shuffled files is that of the last epoch.
-        if record.shards[i] == old.shards[i]
-        and (config.sources[i].shuffle != "shards" or config.epochs[i] == old.config.epochs[i])
-    }
+    unchanged = {i: one for i, one in old.size_estimates.items() if record.shards[i] == old.shards[i]}
     return _with_estimates(factory, {**unchanged, **size_estimates})
 
 
@@ -254,8 +248,7 @@ def _with_estimates(factory: PipelineFactory, known: Mapping[int, SizeEstimate])
     missing = [i for i in factory.config.measured_sources if i not in known]
     if not missing and not known:
         return factory
-    by_strata = factory.record.order_version > 1
-    estimates = {**known, **{i: measure(factory, i, by_strata=by_strata) for i in missing}}
+    estimates = {**known, **{i: measure(factory, i, by_strata=factory.record.order_version > 1) for i in missing}}
     return factory.with_record(replace(factory.record, size_estimates=estimates))
 
 

@@ -108,14 +108,13 @@ class _Onwards(WrappedSource):
     """Another source, read at one place after the other: what comes next in a block is read on, and not from the
     block's beginning again."""
 
-    def __init__(self, source: Source) -> None:
-        super().__init__(source)
-        self._shard, self._rest = -1, iter(())  # type: tuple[int, Iterator[Rows]]
-        self._last: Rows | None = None
+    _shard = -1
+    _last: Rows
+    _rest: Iterator[Rows]
 
     def read(self, shard: int, row: int) -> Iterator[Rows]:
         """From a row on that does not lie before the piece that was given last."""
-        if self._last is None or shard != self._shard or row > self._near(self._last):
+        if shard != self._shard or row > self._near():
             self._shard, self._rest = shard, super().read(shard, row)
         else:
             self._rest = chain([self._last], self._rest)
@@ -125,9 +124,9 @@ class _Onwards(WrappedSource):
             if skipped < len(rows.column):
                 yield rows.cut(skipped, len(rows.column))
 
-    def _near(self, last: Rows) -> int:
+    def _near(self) -> int:
         """The last row that no block's beginning is nearer to than the end of what was read last."""
-        end, blocks = last.first_row + len(last.column), self.blocks(self._shard)
+        end, blocks = self._last.first_row + len(self._last.column), self.blocks(self._shard)
         return max(end, int(blocks[np.searchsorted(blocks, end)]) - 1)
 
 
@@ -147,14 +146,14 @@ def measure(factory: PipelineFactory, source_id: int, *, by_strata: bool = True)
     reader = readers.open(source_id)
     encoder, kept = factory.encoder(source_id, reader), readers.kept(source_id, reader)
     total = sum(shard.size for shard in reader.shards)
-    # Each place of a remote file costs a request.
-    places = MOST_PLACES if by_strata and not factory.config.sources[source_id].spec.is_remote else LEAST_PLACES
+    # Each place of a remote file costs requests.
+    is_whole, is_remote = total <= READ_BYTES, factory.config.sources[source_id].spec.is_remote
+    places = MOST_PLACES if by_strata and (is_whole or not is_remote) else LEAST_PLACES
     if isinstance(reader, LinesSource) and total > COUNTED_BYTES:
         samples, rows = _many_lines(reader, kept, encoder, places, by_strata)
         return _estimate(factory, source_id, samples, rows, by_strata)
     counts = readers.row_counts(source_id, reader)
     filled = [shard for shard, rows in enumerate(counts) if rows]
-    is_whole = total <= READ_BYTES
     blocks = reader.blocks if by_strata and not is_whole else None
     strata = list(_strata(filled if is_whole else _spread(filled), counts, places, blocks))
     budget, reading = _Budget.of(total, len(strata)), _Onwards(kept)
@@ -173,16 +172,15 @@ def _estimate(
     if not by_strata:
         return SizeEstimate(rows, per_1000)
     order = _reading_order(factory, source_id)
-    if not order:
-        return SizeEstimate(rows, per_1000, TokenCurve.of([(rows, sample_tokens * rows / stood_for)]))
-    parts.sort(key=lambda part: order.index(part[0].shard))
+    if order:
+        parts.sort(key=lambda part: order.index(part[0].shard))
     scale = sample_tokens / tokens * rows / stood_for if tokens else Fraction(0)
     row_edges = accumulate((at.rows for at, _ in parts), initial=0)
     token_edges = accumulate((own for _, own in parts), initial=Fraction(0))
     curve = TokenCurve(
         tuple(edge * rows // stood_for for edge in row_edges), tuple(round(edge * scale) for edge in token_edges)
     )
-    return SizeEstimate(rows, per_1000, curve)
+    return SizeEstimate(rows, per_1000, curve if order else TokenCurve.of([(rows, curve.epoch_tokens)]))
 
 
 def _reading_order(factory: PipelineFactory, source_id: int) -> Sequence[int]:
@@ -204,16 +202,17 @@ def _many_lines(
     # No file with a line is smaller than a byte order mark and it.
     filled = [shard for shard, file in enumerate(reader.shards) if file.size > len(BOM)]
     chosen, sizes = _spread(filled), [shard.size for shard in reader.shards]
-    reader.by_bytes = by_strata and not any(codec_of(reader.shards[shard].path) for shard in chosen)
+    reader.by_bytes = places == MOST_PLACES and not any(codec_of(reader.shards[shard].path) for shard in chosen)
     parts = list(_strata(chosen, sizes, places if reader.by_bytes else 1))
     budget = _Budget.of(sum(sizes), len(parts))
     samples, size = [], 0
     for part in parts:
-        sample = _sample(kept, encoder, part._replace(rows=sys.maxsize), budget)
+        row = part.row + max(0, part.rows - budget.read) // 2 if reader.by_bytes else part.row
+        sample = _sample(kept, encoder, _Stratum(part.shard, row, sys.maxsize), budget)
         if not sample.rows:
             continue  # a compressed file may hold nothing
         # Rows and tokens by the bytes they take: how long lines are is what differs most from place to place.
-        read = reader.bytes_of(part.shard, part.row, sample.rows)
+        read = reader.bytes_of(part.shard, row, sample.rows)
         rows = max(1, round(Fraction(part.rows * sample.rows, read))) if by_strata else sample.rows
         samples.append((part._replace(rows=rows), sample))
         size += part.rows if by_strata else read
@@ -223,14 +222,15 @@ def _many_lines(
 def _strata(
     chosen: list[int], counts: list[int], places: int, blocks: Callable[[int], npt.NDArray[np.int64]] | None = None
 ) -> Iterator[_Stratum]:
-    """Of each chosen shard equal parts; read where ``blocks`` say that a block begins, if one does in a part."""
+    """Of each chosen shard equal parts; read in the middle, where a block begins, if ``blocks`` say that one does."""
     parts = max(1, places // len(chosen))
     for shard in chosen:
         edges = [counts[shard] * part // parts for part in range(parts + 1)]
         for begin, end in pairwise(edges):
             if begin < end:
-                row = begin if blocks is None else int(blocks(shard)[np.searchsorted(blocks(shard), begin)])
-                yield _Stratum(shard, row if row < end else begin, end - begin)
+                middle = (begin + end) // 2
+                row = 0 if blocks is None else int(blocks(shard)[np.searchsorted(blocks(shard), middle, "right") - 1])
+                yield _Stratum(shard, max(begin, row), end - begin)
 
 
 def _spread(shards: list[int]) -> list[int]:
