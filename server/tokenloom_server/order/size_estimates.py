@@ -165,8 +165,8 @@ def _estimate(
     factory: PipelineFactory, source_id: int, samples: list[tuple[_Stratum, _Sample]], rows: int, by_strata: bool
 ) -> SizeEstimate:
     """What so many ``rows`` have; those that were not looked at are as those that were."""
-    parts = [(at, sample.all_tokens(factory) * at.rows / sample.rows) for at, sample in samples]
-    stood_for, tokens = sum(at.rows for at, _ in parts), sum((own for _, own in parts), Fraction(0))
+    parts = [(stratum, sample.all_tokens(factory) * stratum.rows / sample.rows) for stratum, sample in samples]
+    stood_for, tokens = sum(stratum.rows for stratum, _ in parts), sum((own for _, own in parts), Fraction(0))
     sample_tokens = _scaled(factory, tokens, [sample.lengths for _, sample in samples])
     per_1000 = round(1000 * sample_tokens / stood_for)
     if not by_strata:
@@ -175,7 +175,7 @@ def _estimate(
     if order:
         parts.sort(key=lambda part: order.index(part[0].shard))
     scale = sample_tokens / tokens * rows / stood_for if tokens else Fraction(0)
-    row_edges = accumulate((at.rows for at, _ in parts), initial=0)
+    row_edges = accumulate((stratum.rows for stratum, _ in parts), initial=0)
     token_edges = accumulate((own for _, own in parts), initial=Fraction(0))
     curve = TokenCurve(
         tuple(edge * rows // stood_for for edge in row_edges), tuple(round(edge * scale) for edge in token_edges)
@@ -216,7 +216,7 @@ def _many_lines(
         rows = max(1, round(Fraction(part.rows * sample.rows, read))) if by_strata else sample.rows
         samples.append((part._replace(rows=rows), sample))
         size += part.rows if by_strata else read
-    return samples, max(1, round(Fraction(sum(sizes) * sum(at.rows for at, _ in samples), size)))
+    return samples, max(1, round(Fraction(sum(sizes) * sum(stratum.rows for stratum, _ in samples), size)))
 
 
 def _strata(
