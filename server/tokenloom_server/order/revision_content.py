@@ -75,7 +75,9 @@ def _checked_content(
         content["returning"] = back
         lines += [_line(one, after, timeline, state) for one in back]
     content["changes"] = [*lines, *_ended_by_a_phase(timeline, sample_index)]
-    return content | estimates_to_json(after.record.size_estimates)
+    # Those that the run's record has need not be carried by every state.
+    recorded = timeline.first.record.size_estimates
+    return content | estimates_to_json({i: e for i, e in after.record.size_estimates.items() if recorded.get(i) != e})
 
 
 def _changed_config(timeline: Timeline, change: MixtureChange, sample_index: int) -> RunConfig:
