@@ -17,7 +17,6 @@ from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.replay import Replay, beyond_the_end
 from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.run.commits import resume_state_of
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.cursor_check import check_cursors
 from tokenloom_server.run.lineage import covering
@@ -309,7 +308,7 @@ class History:
             text = self.seal(generation.number, commit.state, index, commit.digest, commit.total_tokens)
         elif (point := coordinator.point_at(index)) is not None:
             group, digest, tokens = point
-            text = self.seal(generation.number, resume_state_of(view.timeline, group), index, digest, tokens)
+            text = self.seal(generation.number, group.resume_state, index, digest, tokens)
         else:
             text = self._recomputed(index)
         return text, index
@@ -323,7 +322,7 @@ class History:
 
     def _seal_state(self, state: State, generation: int, base: State | None = None, uid: str | None = None) -> str:
         """The snapshot at a state; ``base``: where going forward to it begins, if not at itself."""
-        resume_state = self._coordinator.timeline.encode(base or state)
+        resume_state = self._coordinator.timeline.encode(base or state, generation)
         return self.seal(
             generation, resume_state, state.sample_index, digest_hex(state.digest), state.total_tokens, uid
         )
