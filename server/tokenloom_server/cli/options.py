@@ -6,9 +6,10 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
 import typer
+from typer.models import OptionInfo
 
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 
@@ -114,9 +115,11 @@ _FIELDS = (
 )
 
 
-def _short(text: str, *names: str) -> Any:
+class _Short(OptionInfo):
     """An option of the short form."""
-    return typer.Option(*names, help=text, rich_help_panel=PANEL)
+
+    def __init__(self, text: str, *names: str) -> None:
+        super().__init__(default=..., param_decls=names, help=text, rich_help_panel=PANEL)
 
 
 class LoadedMixture(NamedTuple):
@@ -149,25 +152,23 @@ class MixtureOptions:
     ] = None
     dataset_mix: Annotated[
         str | None,
-        _short(
+        _Short(
             "Instead of a mixture file: files, patterns or folders with their weights, such as "
             '"wiki/*.parquet:0.9 code:0.1"; path@column:weight where the column does not show.',
             "--dataset-mix",
             "--dataset_mix",
         ),
     ] = None
-    run: Annotated[str | None, _short("The run's name.", "--run")] = None
-    sequence_length: Annotated[int | None, _short("Tokens per sample.")] = None
-    tokenizer: Annotated[str | None, _short("A tokenizer.json, a folder with one, or bytes.")] = None
-    seed: Annotated[int | None, _short("Seeds every draw; 0 if not given.")] = None
-    policy: Annotated[str | None, _short("The mixture's policy; least_consumed if not given.")] = None
-    vocab_size: Annotated[int | None, _short("Greatest id + 1, where all hold ids and there is no tokeniser.")] = None
-    end_of_text_id: Annotated[int | None, _short("The id that ends a document, where there is no tokeniser.")] = None
-    bucket_by: Annotated[str | None, _short("Of ready tensors: a column that names the bucket, or length(COLUMN).")] = (
-        None
-    )
-    edges: Annotated[list[str] | None, _short("The greatest length of each bucket: 64,128; may be given again.")] = None
-    global_batch_size: Annotated[int | None, _short("With --bucket-by: rows of a micro-step, over all ranks.")] = None
+    run: Annotated[str | None, _Short("The run's name.", "--run")] = None
+    sequence_length: Annotated[int | None, _Short("Tokens per sample.")] = None
+    tokenizer: Annotated[str | None, _Short("A tokenizer.json, a folder with one, or bytes.")] = None
+    seed: Annotated[int | None, _Short("Seeds every draw; 0 if not given.")] = None
+    policy: Annotated[str | None, _Short("The mixture's policy; least_consumed if not given.")] = None
+    vocab_size: Annotated[int | None, _Short("Greatest id + 1, where all hold ids and there is no tokeniser.")] = None
+    end_of_text_id: Annotated[int | None, _Short("The id that ends a document, where there is no tokeniser.")] = None
+    bucket_by: Annotated[str | None, _Short("Of ready tensors: the column of the bucket, or length(COLUMN).")] = None
+    edges: Annotated[list[str] | None, _Short("The greatest length of each bucket: 64,128; may be given again.")] = None
+    global_batch_size: Annotated[int | None, _Short("With --bucket-by: rows of a micro-step, over all ranks.")] = None
 
     def roots(self) -> DataRoots:
         """What --data-root says, or else the environment. Raises ``ConfigError``."""
