@@ -14,9 +14,9 @@ from tokenloom_server.order.segments import skip_content
 from tokenloom_server.order.timeline import Timeline
 
 
-def revised(timeline: Timeline, sample_index: int, **change: Any) -> Timeline:
-    """The course under a further revision. Raises what ``Timeline.revise`` does."""
-    content = revise(timeline, MixtureChange.model_validate({"reason": "a test", **change}), sample_index)
+def revised(timeline: Timeline, sample_index: int, *, state: State | None = None, **change: Any) -> Timeline:
+    """The course under a further revision, made at a ``state``. Raises what ``Timeline.revise`` does."""
+    content = revise(timeline, MixtureChange.model_validate({"reason": "a test", **change}), sample_index, state=state)
     revision = StoredRevision(
         number=len(timeline.revisions) + 1,
         sample_index=sample_index,

@@ -215,9 +215,16 @@ class State:
     """Of an older data loader's checkpoint, the sources that no mixture of the run has, as found (canonical JSON)."""
     imported: Imported | None = None
     """Where the order began, if not at its own sample 0."""
+    #: By how many tokens ``total_tokens``, the clock, exceeds those of its samples: as an older checkpoint's did.
+    clock_offset: int = 0
     skips: tuple[Skip, ...] = ()
     """What was passed over so far, in order, one for each sample index. It has no index, and moved neither
     ``total_tokens`` nor the digest; sources and nodes count it."""
+
+    @property
+    def clock_ahead(self) -> int:
+        """By how many tokens the clock exceeds those that sources and nodes have counted."""
+        return self.clock_offset - sum(skip.tokens for skip in self.skips)
 
 
 def passed_over(before: State, after: State) -> State:

@@ -92,7 +92,7 @@ class Pipeline:
     def _begin(
         self, config: RunConfig, packers: PackerFactory, state: State, size_estimates: Mapping[int, SizeEstimate]
     ) -> None:
-        self._stage = Stage(config, Mixer(config, state.nodes, size_estimates), state)
+        self._stage = Stage(config, Mixer(config, state.nodes, size_estimates, state.clock_ahead), state)
         # Within a group a source's samples have consecutive numbers, so what is passed over has none.
         numbered = [replace(source, samples=source.number) for source in state.sources]
         self._feeds = [Feed(packers(i, source), source) for i, source in enumerate(numbered)]

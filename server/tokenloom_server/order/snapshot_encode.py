@@ -71,13 +71,10 @@ def encode_state(
             "sample_index": state.imported.sample_index,
             "digest": digest_hex(state.imported.digest),
         }
-    if state.skips:
-        fields["skips"] = state.skips
-    if revisions:
-        fields["revisions"] = list(revisions)
-    if origin is not None:
-        fields["origin"] = origin
-    return canonical(fields)
+    optional = {
+        "clock_offset": state.clock_offset, "skips": state.skips, "revisions": list(revisions), "origin": origin
+    }  # fmt: skip
+    return canonical(fields | {name: value for name, value in optional.items() if value})
 
 
 def _place(cursor: Cursor | None) -> dict[str, Any]:

@@ -45,23 +45,32 @@ class Timeline:
     """Immutable. A run without phases and revisions has one segment."""
 
     def __init__(
-        self, first: PipelineFactory, revisions: Sequence[StoredRevision] = (), origin: Origin | None = None
+        self,
+        first: PipelineFactory,
+        revisions: Sequence[StoredRevision] = (),
+        origin: Origin | None = None,
+        clock_offset: int = 0,
     ) -> None:
-        """``first`` is that of the run's record. Raises ``ConfigError``, ``SourceError`` and
-        ``SourceChanged`` where a revision cannot be honoured."""
+        """``first`` is that of the run's record; ``clock_offset`` that of the states (a fork begins with its parent's
+        clock, by ``origin``). Raises ``ConfigError``, ``SourceError`` and ``SourceChanged`` where a revision cannot be
+        honoured."""
         self.first = first
         self.revisions = tuple(revisions)
         self.origin = origin
+        self.clock_offset = clock_offset
         self.name = first.name
         contents = [json.loads(revision.content) for revision in self.revisions]
         lists = [origin.skips if origin is not None else (), *(content.get("skips") for content in contents)]
         #: How many samples are passed over, by sample index, ascending: what the newest that tells of it says.
         self.skips = dict([pairs for pairs in lists if pairs is not None][-1])
         changes = [one for one, content in zip(self.revisions, contents, strict=True) if "skips" not in content]
-        self._segments = tuple(with_skips(list(lay(first, changes, origin)), self.skips))
+        self._segments = tuple(with_skips(list(lay(first, changes, origin, clock_offset)), self.skips))
         self._begins = [segment.begin for segment in self._segments]
         lengths = {segment.config.sequence_length for segment in self._segments}
-        self._one_length = len(lengths) == 1 and origin is None
+        #: Whether total tokens are those of so many samples of one length.
+        self.has_plain_clock = len(lengths) == 1 and origin is None and not clock_offset
+        # The last timeline under another clock that was asked for.
+        self._other_clock: Timeline | None = None
 
     @property
     def sample_bytes(self) -> int:
@@ -80,11 +89,23 @@ class Timeline:
 
     def with_revisions(self, revisions: Sequence[StoredRevision]) -> Timeline:
         """The timeline under other revisions."""
-        return self if tuple(revisions) == self.revisions else Timeline(self.first, revisions, self.origin)
+        same = tuple(revisions) == self.revisions
+        return self if same else Timeline(self.first, revisions, self.origin, self.clock_offset)
 
     def with_origin(self, origin: Origin | None) -> Timeline:
         """The timeline of a run that was forked, or was not."""
-        return self if origin == self.origin else Timeline(self.first, self.revisions, origin)
+        return self if origin == self.origin else Timeline(self.first, self.revisions, origin, self.clock_offset)
+
+    def with_clock(self, clock_offset: int) -> Timeline:
+        """The timeline of states that have this ``clock_offset``."""
+        other = self if clock_offset == self.clock_offset else self._other_clock
+        if other is None or other.clock_offset != clock_offset:
+            other = self._other_clock = Timeline(self.first, self.revisions, self.origin, clock_offset)
+        return other
+
+    def of_state(self, resume_state: str) -> Timeline:
+        """The timeline by whose clock a state was made, as this run wrote it; empty for none."""
+        return self.with_clock(json.loads(resume_state or "{}").get("clock_offset", 0))
 
     def at(self, sample_index: int) -> PipelineFactory:
         """What makes the sample at an index."""
@@ -112,7 +133,7 @@ class Timeline:
         """The state before the first sample."""
         origin = self.origin
         if origin is None:
-            return self.at(0).initial()
+            return replace(self.at(0).initial(), total_tokens=self.clock_offset, clock_offset=self.clock_offset)
         if origin.state:
             return self.decode(origin.state)
         # Of use for figures alone: nobody can begin there (see ``History.beginning``).
@@ -130,9 +151,15 @@ class Timeline:
         )
 
     def settled(self, state: State) -> State:
-        """A state after what is passed over at its sample index, where it stands before that. Raises
-        ``SnapshotInvalid`` for one that passed over other samples than the run, and what reading does."""
-        index, passed = state.sample_index, {skip.sample_index: skip.samples for skip in state.skips}
+        """A state after what is passed over at its sample index, where it stands before that. Raises what
+        ``check_skips`` and reading do."""
+        self.check_skips(state, state.sample_index)
+        return self._past_skip(self._segment(state.sample_index), state)
+
+    def check_skips(self, state: State, index: int) -> None:
+        """Raises ``SnapshotInvalid`` for a state that passed over other samples before an index than the run does, or
+        more at it."""
+        passed = {skip.sample_index: skip.samples for skip in state.skips}
         for skip in sorted({*passed, *self.skips}):
             samples, theirs = self.skips.get(skip, 0), passed.get(skip, 0)
             if skip <= index and samples != theirs and (skip < index or samples < theirs):
@@ -141,7 +168,6 @@ class Timeline:
                     f"from a line that passed over {theirs}: restore to sample {skip} or before, or to this state "
                     "without that skip (tokenloom restore --undo-skip)"
                 )
-        return self._past_skip(self._segment(index), state)
 
     def skips_from(self, state: State) -> list[str]:
         """For people: what is passed over from a state on, and what of each source was so far."""
@@ -179,7 +205,7 @@ class Timeline:
     def _entered(self, before: TimelineSegment, segment: TimelineSegment, state: State) -> State:
         """The state at the end of one segment, as the next one goes on from it."""
         if segment.factory is not before.factory:
-            state = carry(state, before.config, segment.config, segment.grown)
+            state = carry(state, before.config, segment.config, segment.grown, segment.returning)
         return self._past_skip(segment, state)
 
     def switches(self, sample_index: int, *, ahead: bool = False) -> list[Switch]:
@@ -204,16 +230,17 @@ class Timeline:
 
     # --- states as text ------------------------------------------------------------------------------
 
-    def shape_at(self, sample_index: int) -> state_shape.Shape:
-        """What the states at a sample index look like."""
-        shape = self.at(sample_index).record.shape
-        in_force = [one for one in self._recorded if one.begin <= sample_index]
+    def shape_at(self, sample_index: int, clock_offset: int) -> state_shape.Shape:
+        """What the states at a sample index look like, under a ``clock_offset``."""
+        timeline = self.with_clock(clock_offset)
+        shape = timeline.at(sample_index).record.shape
+        in_force = [one for one in timeline._recorded if one.begin <= sample_index]
         if in_force:
             shape = replace(shape, revision=(in_force[-1].begin, in_force[-1].canonical))
-        if self._one_length:
+        if timeline.has_plain_clock:
             return shape
         left = self.origin.left_samples if self.origin is not None else 0
-        return replace(shape, total_tokens=self.tokens_at, left_samples=left)
+        return replace(shape, total_tokens=timeline.tokens_at, left_samples=left)
 
     def encode(self, state: State, generation: int | None = None) -> str:
         """``resume_state``: the canonical JSON of a state, with the revision in force and those that are to come, and
@@ -221,15 +248,15 @@ class Timeline:
 
         ``generation``: without those that were accepted after the samples from here on were produced in it, so that
         every server, whenever it is asked, writes one text."""
-        index = state.sample_index
-        named = [one for one in self._recorded if one.is_named(index, generation)]
+        index, recorded = state.sample_index, self.with_clock(state.clock_offset)._recorded
+        named = [one for one in recorded if one.is_named(index, generation)]
         in_force = [one for one in named if one.begin <= index]
         ahead = [one for one in named if one.begin > index]
         revisions = [{"sample_index": one.begin, "content": one.content} for one in (*in_force[-1:], *ahead)]
         if self.skips:
             revisions.insert(0, {"sample_index": min(self.skips), "content": skip_content(self.skips)})
         origin = self.origin.described() if self.origin is not None else None
-        return snapshot_encode.encode_state(state, self.shape_at(index), revisions, origin)
+        return snapshot_encode.encode_state(state, self.shape_at(index, state.clock_offset), revisions, origin)
 
     def decode(self, resume_state: str) -> State:
         """Reads ``encode`` back. Raises ``SnapshotInvalid``."""

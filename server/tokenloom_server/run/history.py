@@ -116,19 +116,14 @@ class History:
         """Where the run begins: sample 0, or where it was forked from another.
 
         Raises ``NotFound`` where only the ledger that a fork began with knows that."""
-        origin = self._coordinator.timeline.origin
-        if origin is None:
-            index, digest, tokens = 0, digest_hex(0), 0
-        elif origin.state:
-            index, digest, tokens = origin.sample_index, origin.digest, origin.total_tokens
-        else:
+        timeline = self._coordinator.timeline.with_clock(0)
+        origin = timeline.origin
+        if origin is not None and not origin.state:
             raise NotFound(
                 f"run {self._coordinator.name!r} was forked from {origin.run!r} at sample {origin.sample_index}, and "
                 "this ledger does not have the state there: load a checkpoint"
             )
-        return ResumePoint(
-            sample_index=index, digest=digest, total_tokens=tokens, base=None, run_uid=None, generation=0
-        )
+        return ResumePoint.of(timeline.initial())
 
     def order_at(self, sample_index: int) -> PipelineFactory:
         """The order in force at a sample index."""
@@ -221,13 +216,12 @@ class History:
 
     def timeline_of(self, openings: Sequence[Opening], generation: int | None) -> Timeline:
         """The timeline that a generation had when it ended; that of the run for the present one, or None."""
-        coordinator = self._coordinator
+        timeline = self._coordinator.timeline
         later = [opening for opening in openings if generation is not None and opening.generation > generation]
         if not later:
-            return coordinator.timeline
-        return coordinator.timeline.with_revisions(
-            [r for r in coordinator.timeline.revisions if r.made_at < later[0].opened_at]
-        )
+            return timeline
+        timeline = timeline.with_revisions([r for r in timeline.revisions if r.made_at < later[0].opened_at])
+        return timeline.of_state(openings[-len(later) - 1].start_state)
 
     def _farthest(self, generation: int, timeline: Timeline) -> int:
         """How far a generation that is over may have come, guessed from its journal, whose entries lie apart.
@@ -255,7 +249,8 @@ class History:
         for the run's.
         """
         timeline = timeline or self._coordinator.timeline
-        base = point.base or timeline.initial()
+        base = point.base or timeline.with_clock(0).initial()
+        timeline = timeline.with_clock(base.clock_offset)
         check_cursors(timeline, base)
         state = (advance or self._advance)(timeline.settled(base), point.sample_index, timeline)
         if state.sample_index != point.sample_index:
@@ -265,7 +260,7 @@ class History:
         digest = digest_hex(state.digest)
         if (digest, state.total_tokens) != (point.digest or digest, point.total_tokens):
             # Perhaps it was taken without what is passed over between the two.
-            timeline.settled(replace(base, sample_index=point.sample_index))
+            timeline.check_skips(base, point.sample_index)
             raise SnapshotInvalid(
                 f"going forward from sample {base.sample_index} to {point.sample_index} gives digest {digest} and "
                 f"{state.total_tokens} tokens, but the snapshot says {point.digest} and {point.total_tokens}: it was "
