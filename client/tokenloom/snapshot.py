@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tokenloom_proto.errors import SnapshotInvalid
+from tokenloom_proto.resume import counts_at
 from tokenloom_proto.seal import CHECKSUM, SNAPSHOT_FORMAT, SNAPSHOT_VERSION, canonical, seal, unseal
 
 #: The one key of ``state_dict()``.
@@ -44,6 +45,8 @@ class Point(NamedTuple):
     total_tokens: int
     digest: str
     base: Base
+    #: What sources gave since that: see ``MicroStep.counts``. Read only when a snapshot is written.
+    counts: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +206,8 @@ class History:
         if point is self.start and self.loaded is not None:
             return self.loaded.text
         document: dict[str, Any] = json.loads(self.template)
-        document["resume_state"] = json.loads(point.base.resume_state)
+        state = document["resume_state"] = json.loads(point.base.resume_state)
+        document["counts"] = counts_at(state, point.sample_index, point.total_tokens, point.counts)
         document["sample_index"] = point.sample_index
         document["total_tokens"] = point.total_tokens
         document["digest"] = point.digest

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import cycle
@@ -18,12 +19,14 @@ from hypothesis import strategies as st
 from support.catalog import spec_of
 from support.corpora import id_rows, mixture, parsed, random_tree, text_rows, write_jsonl, write_parquet, write_txt
 from support.timelines import revised
+from tokenloom_proto.resume import counts_at
+from tokenloom_server.api.grpc.messages import source_counts
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.mixing import mixer
 from tokenloom_server.mixing.catalog import policies
-from tokenloom_server.order import builder
+from tokenloom_server.order import builder, snapshot_encode
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import Pipeline
 from tokenloom_server.order.size_estimates import measure
@@ -340,6 +343,15 @@ class Broken:
                     elif at >= mark.sample_index:
                         assert source == -1 and not any(own) and ended
             begin = mark.sample_index
+            # What a client writes there, with what the wire carries, is what the server counts.
+            base, shape = json.loads(self.timeline.encode(group.base)), self.timeline.shape_at(mark.sample_index)
+            written = counts_at(base, mark.sample_index, mark.total_tokens, source_counts(group, step))
+            assert written == snapshot_encode.counts_of(group.state_after(step), shape)
+            if mark.sample_index <= whole.end:
+                taken = Counter(source for source, _ in whole.samples[: mark.sample_index])
+                assert {spec: count["samples"] for spec, count in written.items()} == {
+                    shape.specs[source]: samples for source, samples in taken.items()
+                }
 
     def _interruption(self, pipeline: Pipeline, groups: list[StepGroup]) -> str:
         rng, timeline = self.rng, self.timeline

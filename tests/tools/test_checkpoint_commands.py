@@ -23,7 +23,6 @@ from support.corpora import CODE, DOCS, PROSE, WIKI, mixture, order_of, write_co
 from tokenloom_proto.seal import seal, unseal
 from tokenloom_server.cli import app
 from tokenloom_server.config import mixture_file as config
-from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.order import snapshot_encode
 from tokenloom_server.order.timeline import Timeline
@@ -58,7 +57,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         pipeline.advance(more)
         state = pipeline.state()
         template = order.record.template(UID, "train", 2)
-        text = snapshot_encode.compose(template, base, state.sample_index, digest_hex(state.digest), state.total_tokens)
+        text = snapshot_encode.compose(template, base, state, order.record.shape)
         found.append(text)
     return found
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tokenloom_proto.resume import counts_at
 from tokenloom_proto.seal import SNAPSHOT_VERSION, canonical, seal_texts
 
 from tokenloom_server.core.state import (
@@ -109,9 +110,19 @@ def _encode_node(children: tuple[ChildState, ...]) -> list[list[int]]:
     return rows
 
 
-def compose(template: Mapping[str, Any], resume_state: str, index: int, digest: str, tokens: int) -> str:
-    """The sealed snapshot at a sample index; ``resume_state`` as ``encode_state`` wrote it. The client does the same
-    with what the wire carries."""
-    position = {"sample_index": index, "digest": digest, "total_tokens": tokens}
+def counts_of(state: State, shape: Shape) -> dict[str, dict[str, int]]:
+    """``counts`` of a snapshot at a state."""
+    return counts_at(json.loads(encode_state(state, shape)), state.sample_index, state.total_tokens)
+
+
+def compose(template: Mapping[str, Any], resume_state: str, state: State, shape: Shape) -> str:
+    """The sealed snapshot at a state; ``resume_state`` at the boundary before it, as ``encode_state`` wrote it. The
+    client does the same with what the wire carries."""
+    position = {
+        "sample_index": state.sample_index,
+        "digest": digest_hex(state.digest),
+        "total_tokens": state.total_tokens,
+        "counts": counts_of(state, shape),
+    }
     texts = {key: canonical(value) for key, value in {**template, **position}.items()}
     return seal_texts(texts | {"resume_state": resume_state})
