@@ -103,7 +103,7 @@ class LedgerUnsafe(LedgerError, http=503):
 
 
 class LedgerRolledBack(LedgerError, grpc="DATA_LOSS", http=409):
-    """The ledger lacks a commit that it has acknowledged: it lost data."""
+    """The ledger lacks a commit or a revision that it has acknowledged: it lost data."""
 
     #: What to do about it, whoever finds it; a sentence without its full stop.
     remedy: ClassVar[str] = (

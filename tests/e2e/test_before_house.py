@@ -94,6 +94,15 @@ def mixtures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
+def version_1(mixtures: list[Path]) -> list[Path]:
+    """The same for runs that begin today under the order version of then."""
+    paths = [path.with_stem(f"{path.stem}-under-1") for path in mixtures]
+    for path, path_under_1 in zip(mixtures, paths, strict=True):
+        path_under_1.write_text(path.read_text(encoding="utf-8") + "order_version: 1\n", encoding="utf-8")
+    return paths
+
+
+@pytest.fixture(scope="module")
 def old_mixtures(mixtures: list[Path]) -> list[Path]:
     """The same, beside them, with the names that the wheel reads."""
     paths = [path.with_stem(f"{path.stem}-of-then") for path in mixtures]
@@ -130,9 +139,9 @@ def said(done: subprocess.CompletedProcess[str], environment: dict[str, str]) ->
 
 
 @pytest.fixture(scope="module")
-def today(mixtures: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def today(version_1: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server of today's code, with a ledger of its own."""
-    server = ServerProcess(tmp_path_factory.mktemp("today"), *mixtures).start()
+    server = ServerProcess(tmp_path_factory.mktemp("today"), *version_1).start()
     yield server
     server.kill()
 
@@ -147,6 +156,7 @@ def test_a_ledger_and_a_state_of_then_go_on_with_equal_digests(
     old: dict[str, str],
     mixtures: list[Path],
     old_mixtures: list[Path],
+    version_1: list[Path],
     whole: dict[str, dict[int, str]],
     tmp_path: Path,
 ) -> None:
@@ -173,7 +183,7 @@ def test_a_ledger_and_a_state_of_then_go_on_with_equal_digests(
 
             for dataset in (
                 RemoteDataset(after.url(run), batch_size(run), takeover=True),
-                LocalDataset(mixtures[[*MIXTURES].index(run)], batch_size(run)),
+                LocalDataset(version_1[[*MIXTURES].index(run)], batch_size(run)),
             ):
                 dataset.load_state_dict(state)
                 assert dataset.sample_index < end

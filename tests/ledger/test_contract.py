@@ -456,6 +456,44 @@ def test_revisions_outlast_generations_and_a_new_leader_and_are_of_one_stream(st
     assert list(new.ledger.revisions(UID, "eval")) == []
 
 
+def test_a_drop_that_comes_again_leaves_the_revision_that_has_its_number_since(server: Server) -> None:
+    assert server.revise(1, 8) == 1
+    assert server.drop(1) == 2
+    assert server.revise(1, 8, "another one") == 3
+    assert server.drop(1, known=1) == 3
+    assert server.revisions == [revision_of(1, 8, "another one")]
+    with pytest.raises(
+        LedgerError, match="knows of 0 changes of the revisions, the ledger has 3: one was made or dropped"
+    ):
+        server.revise(1, 8, known=0)  # so does the revision that was dropped
+    assert server.drop(1, known=3) == 4
+    with pytest.raises(LedgerError, match=r"no revision yet, .* knows of 2 changes of the revisions, the ledger has 4"):
+        server.revise(1, 8, "another one", known=2)
+    assert server.revisions == []
+    assert server.run.revision_changes == 4
+
+
+def test_a_ledger_that_lost_a_change_of_the_revisions_is_noticed_by_every_write(server: Server) -> None:
+    server.open(1, 0)
+    server.revise(1, 8)
+    server.drop(1)
+    run, epoch = (UID, STREAM), server.epoch
+    later = opening_of(2, commit_at(0))
+    for command in (
+        commands.Renew(*run, epoch, "one", 9.0, None, 1, 0, known_changes=3),
+        commands.Commit(*run, epoch, 1, commit_at(4), journal=False, known_changes=3),
+        commands.Open(*run, epoch, later, commit_at(0), known_changes=3),
+        commands.ClaimSlot(*run, epoch, 1, 0, "nonce", known_changes=3),
+        commands.Pin(*run, epoch, "{}", known_changes=3),
+        commands.Revise(*run, epoch, revision_of(1, 8), known_changes=3),
+        commands.DropRevisions(*run, epoch, 1, known_changes=3),
+    ):
+        with pytest.raises(LedgerRolledBack, match=r"2 changes of its revisions .*acknowledged 3"):
+            server.ledger.execute(command)
+    assert server.run.revision_changes == 2
+    server.ledger.execute(commands.Pin(*run, epoch, "{}", known_changes=2))
+
+
 def test_of_several_revisions_at_once_one_is_made(store: LedgerStore) -> None:
     server = lead(store.open())
     ledgers = [store.open() for _ in range(4)]
@@ -513,7 +551,8 @@ def test_a_run_without_a_generation_takes_the_uid_of_a_trainers_state(store: Led
     with pytest.raises(NotLeader):
         server.ledger.execute(commands.Adopt(UID, STREAM, server.epoch, "uid-from-elsewhere"))
     start = commit_at(20)
-    other.ledger.execute(commands.Revise("uid-from-elsewhere", STREAM, other.epoch, revision_of(2, 8)))
+    second = commands.Revise("uid-from-elsewhere", STREAM, other.epoch, revision_of(2, 8), known_changes=1)
+    assert other.ledger.execute(second) == 2
     other.ledger.execute(commands.Open("uid-from-elsewhere", STREAM, other.epoch, opening_of(6, start), start))
     commit = commands.Commit("uid-from-elsewhere", STREAM, other.epoch, 6, commit_at(24), True)
     assert other.ledger.execute(commit) == 24

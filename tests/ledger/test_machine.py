@@ -179,22 +179,26 @@ class LedgerMachine(RuleBasedStateMachine):
         who, epoch = self._server(leads)
         self._do(who, commands.ThinJournal(UID, STREAM, epoch))
 
-    @rule(leads=LEADS, pin=st.sampled_from(["{}", '{"at":1}', None]))
-    def pin(self, leads: bool, pin: str | None) -> None:
+    @rule(leads=LEADS, pin=st.sampled_from(["{}", '{"at":1}', None]), lag=LAG)
+    def pin(self, leads: bool, pin: str | None, lag: int) -> None:
         who, epoch = self._server(leads)
-        self._do(who, commands.Pin(UID, STREAM, epoch, pin))
+        self._do(who, commands.Pin(UID, STREAM, epoch, pin, known_changes=self._known(lag)))
 
-    @rule(leads=LEADS, ahead=st.sampled_from([1, 1, 1, 0, 2, -1]), index=st.integers(0, 3), reason=ORDER)
-    def revise(self, leads: bool, ahead: int, index: int, reason: str) -> None:
+    def _known(self, lag: int) -> int:
+        """How many changes of the revisions a server knows."""
+        return max(0, self.run.revision_changes - lag)
+
+    @rule(leads=LEADS, ahead=st.sampled_from([1, 1, 1, 0, 2, -1]), index=st.integers(0, 3), reason=ORDER, lag=LAG)
+    def revise(self, leads: bool, ahead: int, index: int, reason: str, lag: int) -> None:
         who, epoch = self._server(leads)
         revision = revision_of(max(1, len(self.rules_only.revisions(UID, STREAM)) + ahead), index, reason)
-        self._do(who, commands.Revise(UID, STREAM, epoch, revision))
+        self._do(who, commands.Revise(UID, STREAM, epoch, revision, known_changes=self._known(lag)))
 
-    @rule(leads=LEADS, back=st.integers(-1, 2))
-    def drop_revisions(self, leads: bool, back: int) -> None:
+    @rule(leads=LEADS, back=st.integers(-1, 2), lag=LAG)
+    def drop_revisions(self, leads: bool, back: int, lag: int) -> None:
         who, epoch = self._server(leads)
         number = max(1, len(self.rules_only.revisions(UID, STREAM)) - back)
-        self._do(who, commands.DropRevisions(UID, STREAM, epoch, number))
+        self._do(who, commands.DropRevisions(UID, STREAM, epoch, number, known_changes=self._known(lag)))
 
     @rule(who=st.integers(0, 1), name=st.sampled_from(["s", "t"]), index=st.integers(0, 2))
     def save_snapshot(self, who: int, name: str, index: int) -> None:
@@ -275,6 +279,7 @@ HEAD_MUTANTS: dict[str, Callable[[Head, Command], dict[str, Any]]] = {
     "digest": lambda head, command: (
         {"digest": command.committed.digest} if isinstance(command, commands.Commit) else {}
     ),
+    "revision_changes": lambda head, command: {"revision_changes": getattr(command, "known_changes", 0)},
     "newest_revision": lambda head, command: {"newest_revision": None},
     "same_number": lambda head, command: {"same_number": None},
     "attempt_generation": lambda head, command: {"attempt_generation": None},
@@ -291,6 +296,11 @@ LUA_MUTANTS = {
     "holder": ("renew", "if field('lease_holder') ~= ARGV[3] then return refused() end"),
     "lease": ("acquire", "if holder and holder ~= ARGV[3] and left > 0 then return refused() end"),
     "rollback": ("commit", "or rolled_back(ARGV[3], ARGV[5])"),
+    "lost revisions": ("pin", "and revision_changes() >= tonumber(ARGV[#ARGV])"),
+    "revised since": ("revise", "if revision_changes() ~= tonumber(ARGV[#ARGV]) then return refused(same) end"),
+    "dropped twice": (
+        *("drop_revisions", "if revision_changes() ~= tonumber(ARGV[#ARGV]) then return {1, revision_changes()} end"),
+    ),
     "number": ("revise", "if number ~= newest + 1 then return refused(same) end"),
     "index": ("revise", "if tonumber(ARGV[4]) < last then return refused(same) end"),
     "attempts": ("open", "if used then return refused(used) end"),
@@ -298,7 +308,9 @@ LUA_MUTANTS = {
 }
 
 #: A guard of the rules that refuses nothing.
-RULE_MUTANTS = ("_refuse_epoch", "_refuse_generation", "_refuse_rolled_back", "_is_committed")
+RULE_MUTANTS = (
+    *("_refuse_epoch", "_refuse_generation", "_refuse_lost_revisions", "_refuse_rolled_back", "_is_committed"),
+)
 
 
 @pytest.mark.parametrize("field", HEAD_MUTANTS)

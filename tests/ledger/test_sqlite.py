@@ -237,8 +237,10 @@ def test_a_file_of_an_older_layout_is_brought_up_to_date(tmp_path: Path, version
     with closing(sqlite3.connect(path)) as connection:
         if version < 3:
             connection.execute("DROP TABLE revisions")
-        connection.execute("ALTER TABLE openings RENAME COLUMN group_micro_steps TO group_steps")
-        connection.execute("ALTER TABLE openings RENAME COLUMN batch_plans TO ramp")
+        connection.execute("ALTER TABLE runs DROP COLUMN revision_changes")
+        if version < 5:
+            connection.execute("ALTER TABLE openings RENAME COLUMN group_micro_steps TO group_steps")
+            connection.execute("ALTER TABLE openings RENAME COLUMN batch_plans TO ramp")
         for column in (*(("ramp",) if version < 4 else ()), *(("skipped", "parent_run") if version < 3 else ())):
             connection.execute(f"ALTER TABLE openings DROP COLUMN {column}")
         if version < 2:

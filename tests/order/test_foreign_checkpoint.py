@@ -18,7 +18,7 @@ from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.mixing import elsewhere
 from tokenloom_server.mixing.catalog import policies
 from tokenloom_server.mixing.mixer import Mixer
-from tokenloom_server.order import foreign_checkpoint
+from tokenloom_server.order import foreign_checkpoint, foreign_payload
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import Pipeline
 from tokenloom_server.order.snapshot import ResumePoint
@@ -51,7 +51,7 @@ def wiki(order: PipelineFactory, **more: Any) -> dict[str, Any]:
 
 
 def import_into(order: PipelineFactory, *entries: dict[str, Any]) -> ResumePoint:
-    payload = foreign_checkpoint.read(json.dumps({"resume_state": {"datasets": list(entries)}}))
+    payload = foreign_payload.read(json.dumps({"resume_state": {"datasets": list(entries)}}))
     assert payload is not None
     return foreign_checkpoint.resume_point(payload, Timeline(order))
 
@@ -112,9 +112,10 @@ def test_each_spec_is_told_in_one_line(order: PipelineFactory) -> None:
     point = import_into(order, entry(CODE, 3, 83), entry(DOCS, 4), entry("hf:old/set:train:text", 9, shard="x"))
 
     assert [note.replace(CODE, "CODE") for note in point.notes] == [
-        "resume: spec=CODE shard=data/code-1.parquet row_offset=3 tokens=80 (from an older checkpoint)",
-        f"resume: spec={DOCS} shard=data/docs.jsonl row_offset=4 tokens=0 (from an older checkpoint; it has no "
-        "token_offset, which counts as 0)",
+        "resume: spec=CODE sample_row=17 shard=data/code-1.parquet offset=3 row_offset=3 tokens=80 (from an older "
+        "checkpoint)",
+        f"resume: spec={DOCS} sample_row=4 shard=data/docs.jsonl offset=4 row_offset=4 tokens=0 (from an older "
+        "checkpoint; it has no token_offset, which counts as 0)",
         f"resume: spec={PROSE} new: starts at the minimum, 0 tokens",
         f"resume: spec={WIKI} new: starts at the minimum, 0 tokens",
         "resume: spec=hf:old/set:train:text preserved: not in this mixture",
@@ -236,7 +237,7 @@ def test_whatever_a_payload_holds_it_becomes_a_state_or_is_refused(
     order: PipelineFactory, document: dict[str, Any]
 ) -> None:
     try:
-        payload = foreign_checkpoint.read(json.dumps(document))
+        payload = foreign_payload.read(json.dumps(document))
         if payload is None:
             return
         point = foreign_checkpoint.resume_point(payload, Timeline(order))
@@ -254,12 +255,12 @@ def test_the_digest_is_that_of_the_place_and_tells_places_apart(order: PipelineF
 
 
 def test_a_sample_index_alone_skips_so_many_samples(order: PipelineFactory) -> None:
-    payload = foreign_checkpoint.read('{"sample_index": 37}')
+    payload = foreign_payload.read('{"sample_index": 37}')
     assert payload is not None
     point = foreign_checkpoint.resume_point(payload, Timeline(order))
     assert (point.sample_index, point.total_tokens, point.base, point.digest) == (37, 296, None, None)
     assert "sample_index=37" in point.notes[0]
-    assert foreign_checkpoint.read('{"resume_state": {"sample_index": 37}}') == payload
+    assert foreign_payload.read('{"resume_state": {"sample_index": 37}}') == payload
 
 
 # --- What is new, and what is not there any more -----------------------------------------------------------------
@@ -379,7 +380,7 @@ def test_what_cannot_be_used_is_refused_by_spec_and_field(
 )
 def test_what_is_no_payload_is_refused(document: dict[str, Any], said: str) -> None:
     with pytest.raises(SnapshotInvalid, match=said):
-        foreign_checkpoint.read(json.dumps(document))
+        foreign_payload.read(json.dumps(document))
 
 
 def test_a_spec_that_stands_there_twice_is_refused(order: PipelineFactory) -> None:
@@ -424,12 +425,12 @@ def test_under_phases_an_import_is_placed_by_its_tokens_as_long_as_samples_have_
 
 
 def test_a_snapshot_is_no_older_payload_even_where_it_is_torn() -> None:
-    assert foreign_checkpoint.read(seal({"format": "tokenloom/snapshot", "sample_index": 3})) is None
-    assert foreign_checkpoint.read('{"checksum": "x", "sample_index": 3}') is None
-    assert foreign_checkpoint.read('{"sample_index": 3') is None
-    assert foreign_checkpoint.read(b"\xff") is None
-    assert foreign_checkpoint.read("[1]") is None
-    assert foreign_checkpoint.read('{"other": 1}') is None
+    assert foreign_payload.read(seal({"format": "tokenloom/snapshot", "sample_index": 3})) is None
+    assert foreign_payload.read('{"checksum": "x", "sample_index": 3}') is None
+    assert foreign_payload.read('{"sample_index": 3') is None
+    assert foreign_payload.read(b"\xff") is None
+    assert foreign_payload.read("[1]") is None
+    assert foreign_payload.read('{"other": 1}') is None
 
 
 def test_the_mixture_of_the_corpus_is_as_these_tests_take_it() -> None:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,13 +22,13 @@ from support.corpora import (
     flat,
     mixture,
     order_of,
+    order_under_version_1,
     reread,
     write_corpus,
 )
 from support.digest import digest_after
 from tokenloom_server.core.hashing import slice_rotation
 from tokenloom_server.core.state import (
-    ORDER_VERSION,
     Cursor,
     EpochCursor,
     FileCursor,
@@ -41,7 +41,7 @@ from tokenloom_server.mixing.mixer import target_shares
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.steps import PADDING, BatchPlan, StepGroup
 
-GOLDEN = Path(__file__).parents[1] / "golden" / f"order_v{ORDER_VERSION}.json"
+GOLDEN = Path(__file__).parents[1] / "golden"
 END_OF_TEXT = 256
 
 
@@ -508,12 +508,17 @@ def fingerprint(order: PipelineFactory) -> dict[str, Any]:
     }
 
 
-def test_the_order_is_what_it_was(folder: Path) -> None:
+@pytest.mark.parametrize(("version", "order_under"), [(1, order_under_version_1), (2, order_of)])
+def test_the_order_is_what_it_was(
+    folder: Path, version: int, order_under: Callable[[Path, dict[str, Any]], PipelineFactory]
+) -> None:
     # The values in the file: {name: fingerprint(...)} of GOLDEN_CONFIGS, as computed here.
     # When this fails, ORDER_VERSION must change (and the file of the new version be written beside the old):
     # a run that was begun by an earlier release would go on with other samples, or refuse its own checkpoints.
-    found = {name: fingerprint(order_of(folder, document)) for name, document in GOLDEN_CONFIGS.items()}
-    assert found == json.loads(GOLDEN.read_text())
+    orders = {name: order_under(folder, document) for name, document in GOLDEN_CONFIGS.items()}
+    assert {order.record.order_version for order in orders.values()} == {version}
+    actual = {name: fingerprint(order) for name, order in orders.items()}
+    assert actual == json.loads((GOLDEN / f"order_v{version}.json").read_text())
 
 
 def test_the_corpus_is_what_it_was() -> None:

@@ -9,12 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, flat, mixture, order_of, parsed, write_corpus
+from support.corpora import (
+    CODE,
+    DOCS,
+    PROSE,
+    ROWS,
+    WIKI,
+    flat,
+    mixture,
+    order_of,
+    order_under_version_1,
+    parsed,
+    write_corpus,
+)
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenloom_proto.seal import canonical
 from tokenloom_server.core.state import ORDER_VERSION
 from tokenloom_server.errors import ConfigError, LedgerError, SourceChanged, SourceError, TokenizerError, TokenloomError
 from tokenloom_server.order import builder
+from tokenloom_server.order.exclusions import NOTHING_EXCLUDED
 from tokenloom_server.order.factory import PipelineFactory
 
 
@@ -123,12 +136,30 @@ def test_what_does_not_touch_the_order_may_change(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("field", ["format", "order_version"])
-@pytest.mark.parametrize("value", [0, 2, None, "1"])
+@pytest.mark.parametrize("value", [0, 3, None, "1"])
 def test_a_record_of_another_version_is_refused(folder: Path, field: str, value: Any) -> None:
     record = json.loads(order_of(folder).record.to_json()) | {field: value}
     with pytest.raises(LedgerError, match=f"its record has {field} {value!r}, this server honours 1"):
         load(folder, json.dumps(record))
-    assert ORDER_VERSION == 1
+    assert ORDER_VERSION == 2
+
+
+def test_a_run_goes_on_under_the_order_version_that_it_began_with(folder: Path) -> None:
+    loaded = order_under_version_1(folder)
+    record = loaded.record.to_json()
+    assert json.loads(record)["order_version"] == 1
+    assert load(folder, record, mixture(order_version=1)).record.to_json() == record
+    with pytest.raises(ConfigError, match="order_version: found 2, but the run began under 1: leave it out"):
+        load(folder, record, mixture(order_version=2))
+    aside = builder.aside(loaded, loaded.config)
+    revised = builder.under(loaded, loaded.config, loaded.record.manifest, NOTHING_EXCLUDED)
+    for factory in (loaded, aside, revised):
+        assert factory.record.template("u", "train", 1)["order_version"] == 1
+
+
+def test_a_new_run_is_of_the_newest_order_version(folder: Path) -> None:
+    made = order_of(folder).record
+    assert json.loads(made.to_json())["order_version"] == made.template("u", "train", 1)["order_version"] == 2
 
 
 def rewrite(path: Path) -> None:

@@ -27,7 +27,7 @@ from support.timelines import revised
 from tokenloom_proto.seal import canonical
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
-from tokenloom_server.order import foreign_checkpoint
+from tokenloom_server.order import foreign_checkpoint, foreign_payload
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.order.timeline import Timeline
@@ -170,7 +170,7 @@ def test_a_state_that_does_not_fit_is_refused(folder: Path, source: int, fields:
 
 def test_an_older_checkpoint_of_a_shuffled_source_is_refused(folder: Path) -> None:
     for spec, shard in ((CODE, "data/code-0.parquet"), (PROSE, "data/prose/0.txt")):
-        payload = foreign_checkpoint.read(
+        payload = foreign_payload.read(
             json.dumps({"resume_state": {"datasets": [{"spec": spec, "shard": shard, "row_offset": 3}]}})
         )
         assert payload is not None

@@ -155,7 +155,7 @@ def test_two_hundred_sources_take_at_most_96_kilobytes() -> None:
         "stream": "train",
         "generation": 1000,
         "seed": 2**63 - 1,
-        "order_version": 1,
+        "order_version": 2,
         "tokenizer": {"digest": "f" * 64, "engine": "gigatoken", "version": "0.10.0"},
     }
     resume_state = snapshot_encode.encode_state(state, shape)
@@ -255,7 +255,7 @@ SWAPPED = [
     ("stream", "eval", "the snapshot's stream is 'eval', this run's is 'train'"),
     ("seed", 8, "the snapshot's seed is 8, this run's is 7: restore the seed"),
     ("seed", 7.0, "seed: "),
-    ("order_version", 2, "the snapshot's order_version is 2, this run's is 1"),
+    ("order_version", 1, "the snapshot's order_version is 1, this run's is 2: where its run's ledger is gone, give"),
     ("config_digest", "0" * 64, "restore the mixture file that the run began with"),
     ("manifest_digest", "0" * 64, "restore the data files that the run began with"),
     ("tokenizer.engine", "other", "restore that tokeniser and engine version"),

@@ -40,8 +40,11 @@ def test_the_golden_snapshots_of_version_1_say_what_those_of_today_say(
     timeline = timelines[run]
     template = timeline.first.record.template("", "train", 0)
     before, today = (
-        [snapshot.parse(text, template, timeline.shape_at) for text in json.loads(path.read_text())[run]]
-        for path in (FOLDER / "before_house" / "snapshots.json", FOLDER / "snapshots.json")
+        [
+            snapshot.parse(text, template | {"order_version": version}, timeline.shape_at)
+            for text in json.loads(path.read_text())[run]
+        ]
+        for version, path in ((1, FOLDER / "before_house" / "snapshots.json"), (2, FOLDER / "snapshots.json"))
     )
     assert before == today
     assert len({point.sample_index for point in before}) > 1

@@ -14,6 +14,7 @@ from tokenloom_proto.seal import seal
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import Fenced, LedgerRolledBack, LedgerUnavailable, NotLeader, OrderMismatch
+from tokenloom_server.ledger import commands
 from tokenloom_server.ledger.commands import Commit
 from tokenloom_server.ledger.records import StoredRun
 from tokenloom_server.run.commits import commit_of
@@ -204,6 +205,21 @@ def test_a_restarted_server_that_produces_another_order_delivers_nothing(
     rank.connect(again)
     with pytest.raises(OrderMismatch, match="sample 12 was committed with digest ffff"):
         again.coordinator.next_for(rank.session, PATIENCE_S, never)
+
+
+def test_a_rank_that_comes_while_the_lease_is_lost_asks_again(place: Place, trainer: Trainer) -> None:
+    trainer.train(1)
+    served = place.restart()
+    claim = place.ledger.execute
+
+    def lose_lease(command: commands.Command) -> int:
+        if isinstance(command, commands.ClaimSlot):
+            served.coordinator.on_lease_lost(NotLeader("the lease was lost on purpose"))
+        return claim(command)
+
+    place.ledger.execute = lose_lease  # type: ignore[method-assign]
+    with pytest.raises(NotLeader, match="does not lead run 'test': it stands by: the lease was lost on purpose"):
+        trainer.ranks[0].connect(served)
 
 
 def test_a_ledger_that_lost_commits_is_refused(place: Place, trainer: Trainer) -> None:

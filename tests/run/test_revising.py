@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import sqlite3
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import pytest
 from support.corpora import CODE, DOCS, PROSE, flat
-from support.served import Place, Sizes, Trainer, part, sequence
+from support.served import Place, Sizes, Trainer, part, sequence, until_led
 from tokenloom_server.config.mixture_change import MixtureChange
-from tokenloom_server.errors import BeyondHorizon, ConfigError, NotFound, NotLeader
+from tokenloom_server.errors import BeyondHorizon, ConfigError, LedgerRolledBack, NotFound, NotLeader
 from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.run.losses import Report
 
@@ -108,6 +111,66 @@ def test_changes_at_once_build_on_each_other(made: Callable[..., Place]) -> None
     assert [*place.ledger.revisions(served.coordinator.uid, "train")] == [*timeline.revisions]
     trainer.train(1000)
     assert trainer.taken() == part(sequence(served), 0, trainer.index)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_state_names_the_revisions_that_were_accepted_before_its_step_was_produced(
+    made: Callable[..., Place], restarted: bool
+) -> None:
+    place = made(window_micro_steps=6)
+    served = place.serve()
+    trainer = Trainer(served)
+    trainer.train(1)
+    trainer.ranks[0].take(4)
+    known_from = served.coordinator.view().generation.first_unproduced
+    index = served.revision_handler.revise(heavier(sample_index=known_from + 24)).sample_index
+    if restarted:  # and what rank 1 did not get yet is produced again, by a server that knows the revision
+        trainer.connect(place.restart())
+    trainer.ranks[1].take(4)
+    assert "revisions" not in json.loads(trainer.state())["resume_state"]  # the same of both ranks
+    trainer.train_to(known_from + 4)
+    assert [one["sample_index"] for one in json.loads(trainer.state())["resume_state"]["revisions"]] == [index]
+    written = json.loads(place.committed().state)
+    assert [one["sample_index"] for one in written["revisions"]] == [index]
+    again = Trainer(trainer.ranks[0].served, resume="fresh", takeover=True)
+    again.take(1)
+    assert json.loads(again.state())["resume_state"]["revisions"][0]["sample_index"] == index
+
+
+def lose_revisions(place: Place) -> None:
+    """The ledger comes back as it was before the first revision, while its server goes on."""
+    with closing(sqlite3.connect(place.ledger_path)) as connection:
+        connection.executescript(
+            "DELETE FROM revisions; UPDATE runs SET revision_changes = 0; UPDATE leases SET lapses_at = 0"
+        )
+
+
+def test_a_ledger_that_lost_a_revision_opens_nothing(made: Callable[..., Place]) -> None:
+    place = made(window_micro_steps=4)
+    served = place.serve()
+    served.revision_handler.revise(heavier())
+    lose_revisions(place)
+    with pytest.raises(LedgerRolledBack, match=r"has 0 changes of its revisions .* but had acknowledged 1"):
+        Trainer(served)
+    served.leadership.step()  # finds the same, and takes the lease anew
+    trainer = until_led(lambda: Trainer(served))
+    trainer.train(1000)
+    assert not served.coordinator.timeline.revisions
+    assert trainer.taken() == part(sequence(served), 0, trainer.index)
+
+
+def test_a_ledger_that_lost_a_revision_while_ranks_train_stops_them(made: Callable[..., Place]) -> None:
+    place = made(window_micro_steps=4)
+    served = place.serve()
+    trainer = Trainer(served)
+    trainer.train(1)
+    served.revision_handler.revise(heavier())
+    lose_revisions(place)
+    with pytest.raises(LedgerRolledBack, match="has 0 changes of its revisions"):
+        until_led(lambda: trainer.take(1000))
+    # Generation and commits are all there, but what the ranks have was made under the revision, perhaps.
+    with pytest.raises(LedgerRolledBack, match="has 0 changes of its revisions"):
+        until_led(lambda: trainer.connect(served))
 
 
 def test_a_ledger_that_lost_a_revision_takes_it_from_the_trainers_state(made: Callable[..., Place]) -> None:

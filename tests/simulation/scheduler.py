@@ -26,6 +26,24 @@ class Violation(BaseException):
     """A promise was broken. No ``Exception``: the product's own handlers must not take it for a fault of theirs."""
 
 
+class OneAtATime:
+    """A lock of a world's one thread: whoever would wait for it would wait for ever."""
+
+    def __init__(self) -> None:
+        self._is_held = False
+
+    def locked(self) -> bool:
+        return self._is_held
+
+    def __enter__(self) -> None:
+        if self._is_held:
+            raise Violation("the one thread waits for a lock that it holds, for ever")
+        self._is_held = True
+
+    def __exit__(self, *_: object) -> None:
+        self._is_held = False
+
+
 class Process:
     """Something that is killed, and stopped and continued, as a whole."""
 
@@ -74,6 +92,9 @@ class Scheduler:
         if not self._events:
             return False
         time, _, process, work, args = heapq.heappop(self._events)
+        self.done += 1
+        if self.done > MOST_EVENTS:
+            raise Violation(f"{MOST_EVENTS} events, and no end: the world goes round in circles")
         self.now = max(self.now, time)
         if process is None:
             work(*args)
@@ -82,9 +103,6 @@ class Scheduler:
                 process.backlog.append((work, args))
                 self._catch_up(process)
             else:
-                self.done += 1
-                if self.done > MOST_EVENTS:
-                    raise Violation(f"{MOST_EVENTS} events, and no end: the world goes round in circles")
                 try:
                     work(*args)
                 except Killed:

@@ -14,7 +14,6 @@ from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import Fenced, NotFound, TokenloomError
 from tokenloom_server.ledger.records import Opening, StoredRun
-from tokenloom_server.run.commits import resume_state_of
 from tokenloom_server.run.committer import Committer
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
@@ -28,7 +27,7 @@ from tokenloom_server.run.wakes import Wakes
 
 from tests.simulation.ledger import LedgerLink
 from tests.simulation.network import Stream, Unavailable
-from tests.simulation.scheduler import Process
+from tests.simulation.scheduler import OneAtATime, Process
 
 if TYPE_CHECKING:
     from tests.simulation.trainer import Rank
@@ -230,6 +229,7 @@ class Server(Process):
             world.plan.message_steps,
             world.plan.group_micro_steps,
         )
+        coordinator.one_change = OneAtATime()  # type: ignore[assignment]
         self.coordinator = coordinator
         self.leadership = Leadership(coordinator, self.holder)
         self.served = ServedRun(coordinator, self.leadership, Streams(order, order.config, {}), _no_other_run)
@@ -354,7 +354,7 @@ class Server(Process):
         if waiting not in self._joining or self.coordinator is None:
             return
         world, join_handler, call = self._world, self.served.join_handler, waiting.call
-        if call.rank == 0 and self.is_changing():
+        if (call.rank == 0 or call.state) and self.is_changing():  # any rank's state may bring revisions
             world.soon(0.02, self, self._try_join, waiting)
             return
         try:
@@ -494,7 +494,7 @@ class Server(Process):
             found = coordinator.next_for(session, 0.0, lambda: False)
             committed = coordinator.committed_through
             if isinstance(found, Delivery):
-                message = self._batches(coordinator, session.rank, found)
+                message = self._batches(session.rank, found)
                 world.checker.sent(self, stream.rank, session, committed)
                 stream.down(stream.rank.receive, message, committed, coordinator.lease.epoch)
             elif isinstance(found, EndOfData):
@@ -510,7 +510,7 @@ class Server(Process):
         if not isinstance(found, Waiting):
             self._pump_soon(state, WOKEN_S)
 
-    def _batches(self, coordinator: RunCoordinator, rank: int, delivery: Delivery) -> Batches:
+    def _batches(self, rank: int, delivery: Delivery) -> Batches:
         group, first, last, with_base = delivery
         size = group.plan.batch_size
         ids = [one.tobytes() for one in group.ids(rank, first, last)]
@@ -528,7 +528,7 @@ class Server(Process):
             )
             for step in range(first, last)
         ]
-        base = Base(group.begin, resume_state_of(coordinator.timeline, group).encode()) if with_base else None
+        base = Base(group.begin, group.resume_state.encode()) if with_base else None
         return Batches(group.step_begin(first), steps, base)
 
     def _end(self, state: _Stream, error: TokenloomError | None) -> None:

@@ -304,8 +304,9 @@ def _story(ledger: Ledger) -> None:
     for index in (8, 16, 24, 32):
         ledger.execute(commands.Commit(*run, epoch, 1, commit_at(index), journal=index != 24))
     for number in (1, 2, 3):
-        ledger.execute(commands.Revise(*run, epoch, revision_of(number, 16 * number)))
-    ledger.execute(commands.DropRevisions(*run, epoch, 3))
+        revision = revision_of(number, 16 * number)
+        ledger.execute(commands.Revise(*run, epoch, revision, known_changes=number - 1))
+    ledger.execute(commands.DropRevisions(*run, epoch, 3, known_changes=3))
     ledger.execute(
         commands.SaveSnapshot(*run, StoredSnapshot(id="saved", sample_index=16, saved_at=NOW, text='{"sealed":"€"}'))
     )

@@ -42,6 +42,7 @@ class Run:
     committed: CommittedState | None = None
     committed_at: float | None = None
     pin: str | None = None
+    revision_changes: int = 0
     lease: Lease | None = None
     openings: list[Opening] = field(default_factory=list)
     slots: dict[int, str] = field(default_factory=dict)
@@ -152,6 +153,7 @@ class MemoryLedger(Ledger):
             opening_mark=run.opening_mark,
             sample_index=run.committed.sample_index if run.committed is not None else 0,
             digest=run.committed.digest if run.committed is not None else "",
+            revision_changes=run.revision_changes,
             **items,
         )
 
@@ -251,4 +253,5 @@ def _stored(run: Run) -> StoredRun:
         committed_at=run.committed_at,
         pin=run.pin,
         lease=run.lease,
+        revision_changes=run.revision_changes,
     )

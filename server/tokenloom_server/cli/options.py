@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
 import typer
 
-from tokenloom_server.errors import ConfigError
+from tokenloom_server.errors import ConfigError, SnapshotInvalid
 
 if TYPE_CHECKING:
     from tokenloom_proto.credentials import TlsFiles
@@ -80,17 +79,20 @@ class ControlAccess(ReadAccess):
     control: ClassVar[bool] = True
 
 
-def snapshot_text(path: Path) -> str:
-    """The text of a snapshot, out of the file of ``--state`` that holds it, or that holds what ``state_dict()`` gave as
-    JSON. Raises ``ConfigError``."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        document = json.loads(text)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--state {path}: expected a snapshot as JSON ({error})") from None
-    if isinstance(document, dict) and isinstance(document.get("tokenloom"), str):
-        return str(document["tokenloom"])
-    return text.strip()
+#: Where a command takes a checkpoint.
+Inside = Annotated[str | None, typer.Option(help="Where in the checkpoint the state lies, if it holds several.")]
+
+
+def snapshot_text(path: Path, inside: str | None) -> str:
+    """The text of the state in a checkpoint, as a trainer would send it. Raises ``SnapshotInvalid``."""
+    from tokenloom_proto.seal import canonical, seal
+
+    from tokenloom_server.tools.checkpoint.file import find
+
+    state = find(path, inside)
+    if state.damage is not None:
+        raise SnapshotInvalid(f"{path}: {state.damage}")
+    return seal(state.document) if "format" in state.document else canonical(state.document)
 
 
 # The mixture: a file, or the short form on the command line.

@@ -13,6 +13,8 @@ from tokenloom_server.config.source import SourceConfig
 
 #: Fields of a run that its order does not depend on. The content of the tokeniser has a digest of its own.
 OUTSIDE_THE_ORDER = (
+    # The record names its order version itself.
+    "order_version",
     *("run", "window_micro_steps", "tokenizer", "last_micro_step", "new_source_baseline", "mask_boundaries"),
     # Where a bad row ends a run, no order follows it; so the run may be resumed with another answer.
     *("on_bad_row", "max_bad_rows"),

@@ -39,6 +39,9 @@ class RunFields(Section):
     """The run's name: what clients ask for and what the ledger's keys carry."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seeds every draw and every tie."""
+    order_version: Literal[1, 2] | None = None
+    """The order version of a new run; the newest if not given. 1 is for states of a run that began under it and whose
+    ledger is gone: a run that the ledger has goes on under its own."""
     batching: BatchingConfig | None = None
     """For rows that are ready tensors: each micro-step is a batch from one bucket of one source. Nothing is tokenised
     or packed then."""

@@ -10,7 +10,9 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 #: Names the rules of packing, mixing, hashing and shuffling. A change to any of them is a new number.
-ORDER_VERSION = 1
+ORDER_VERSION = 2
+#: Those that runs may have begun under. Each goes on under its own; which rules differ, the fields of its record say.
+ORDER_VERSIONS = (1, ORDER_VERSION)
 
 #: Counters are refused above this: JSON and Lua readers hold integers in doubles.
 MAX_COUNTER = 2**53 - 1

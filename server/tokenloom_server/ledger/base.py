@@ -38,8 +38,9 @@ class Ledger(ABC):
     def execute(self, command: Command) -> int:
         """Writes what the rules (``rules.decide``) make of a command, as a whole or not at all.
 
-        Returns the new epoch for ``Acquire``, the committed sample index for ``Commit``, else 0. Raises what the
-        command says, and what every command may raise (see above).
+        Returns the new epoch for ``Acquire``, the committed sample index for ``Commit``, how many changes of the
+        revisions there are for ``Revise`` and ``DropRevisions``, else 0. Raises what the command says, and what every
+        command may raise (see above).
         """
 
     # Runs by name.

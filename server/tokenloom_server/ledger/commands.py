@@ -6,7 +6,7 @@ What every command may raise stands at ``Ledger``.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tokenloom_server.ledger.records import CommittedState, Opening, StoredRevision, StoredSnapshot
 
@@ -29,10 +29,12 @@ class LeaderCommand(Command):
     """A write that only the server which acquired the run last may make: the one of this epoch. The epoch, and the
     generation of commands that name one, are checked in the same atomic operation as the write.
 
-    Raises ``NotLeader``.
+    ``known_changes``: how many changes of the run's revisions (one made, or some dropped) the server knows as
+    acknowledged. Raises ``NotLeader``, and ``LedgerRolledBack`` where the ledger has fewer of them.
     """
 
     epoch: int
+    known_changes: int = field(default=0, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +147,11 @@ class Pin(LeaderCommand):
 
 @dataclass(frozen=True, slots=True)
 class Revise(LeaderCommand):
-    """Appends a revision. The same one again changes nothing, as long as it is there.
+    """Appends a revision, as the change of the revisions that follows ``known_changes``. The same one again changes
+    nothing, as long as it is there.
 
-    Raises ``LedgerError`` where its number is not the newest one's plus one (1 for the first), or its sample index is
-    below the newest one's.
+    Raises ``LedgerError`` where another change came first, where its number is not the newest one's plus one (1 for the
+    first), or its sample index is below the newest one's.
     """
 
     revision: StoredRevision
@@ -156,7 +159,9 @@ class Revise(LeaderCommand):
 
 @dataclass(frozen=True, slots=True)
 class DropRevisions(LeaderCommand):
-    """Removes the revision of this number and all after it. Where there is none of them it changes nothing."""
+    """Removes the revision of this number and all after it, as the change of the revisions that follows
+    ``known_changes``. Where another change came first it changes nothing: this one was done before that, and what it
+    dropped may have been replaced since."""
 
     number: int
 

@@ -103,6 +103,8 @@ class StoredRun:
     pin: str | None
     #: None before the first server.
     lease: Lease | None
+    #: How many times a revision was made, or some were dropped: it only grows.
+    revision_changes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,9 @@ key                                 type     holds
 ==================================  =======  ==================================================================
 ``tokenloom:runs``                  hash     ``name/stream`` → U
 ``tokenloom:uids``                  hash     ``uid/stream`` → U, for runs that took a uid from elsewhere (adopt)
-``tokenloom:{U}:train``             hash     ``name stream uid record epoch pin journal_bytes``; the lease:
-                                             ``lease_holder lease_acquired_at lease_lapses_at lease_s heard_at``;
+``tokenloom:{U}:train``             hash     ``name stream uid record epoch pin journal_bytes revision_changes``;
+                                             the lease: ``lease_holder lease_acquired_at lease_lapses_at lease_s``
+                                             ``heard_at``;
                                              the generation: ``generation opening_mark``; the committed state:
                                              ``sample_index total_tokens digest state committed_at``
 ``tokenloom:{U}:train:samples``     hash     spec → committed samples
@@ -67,6 +68,9 @@ KEYS_OF_A_RUN = (
     "", ":samples", ":rows", ":tokens", ":openings", ":attempts", ":slots", ":journal", ":states", ":snapshots",
     ":revisions",
 )  # fmt: skip
+
+#: Fields of commands that every script gets, around its own arguments.
+_SENT_BY_ALL = ("uid", "stream", "epoch", "known_changes")
 
 #: Fields of an opening by the names that they had up to version 1 of the wire protocol.
 _RENAMED = {"group_steps": "group_micro_steps", "ramp": "batch_plans"}
@@ -144,6 +148,7 @@ class RedisLedger(Ledger):
             committed_at=float(fields["committed_at"]) if committed else None,
             pin=fields.get("pin"),
             lease=_lease(fields),
+            revision_changes=int(fields.get("revision_changes", 0)),
         )
 
     def run_names(self) -> Sequence[tuple[str, str]]:
@@ -163,8 +168,8 @@ class RedisLedger(Ledger):
 
     def _run_script(self, command: Command, home: str, *more: str) -> int:
         """What the command's script answers. Where it refuses, raises what the rules say of the run as it saw it."""
-        epoch = command.epoch if isinstance(command, LeaderCommand) else ""
-        arguments = [command.uid, epoch, *_arguments(command, self._clock), *more]
+        epoch, known = (command.epoch, command.known_changes) if isinstance(command, LeaderCommand) else ("", "")
+        arguments = [command.uid, epoch, *_arguments(command, self._clock), *more, known]
         done, *answer = self._client.run_script(command.verb, keys_of(home, command.stream), arguments)
         if done:
             return int(answer[0]) if answer else 0
@@ -278,7 +283,8 @@ def _arguments(command: Command, clock: Callable[[], float]) -> Sequence[Any]:
             return (revision.number, revision.sample_index, _json(revision))
         case commands.SaveSnapshot(snapshot=snapshot):
             return (snapshot.id, snapshot.text, _json(snapshot))
-    values = [getattr(command, field.name) for field in fields(command) if field.name not in ("uid", "stream", "epoch")]
+    names = [field.name for field in fields(command) if field.name not in _SENT_BY_ALL]
+    values = [getattr(command, name) for name in names]
     slack = (CLOCK_SLACK_S,) if isinstance(command, commands.Acquire) else ()
     return ["" if value is None else value for value in (*values, *slack)]
 
@@ -333,6 +339,7 @@ def _head(
         opening_mark=run.get("opening_mark", ""),
         sample_index=int(run.get("sample_index", 0)),
         digest=run.get("digest", ""),
+        revision_changes=int(run.get("revision_changes", 0)),
         newest_revision=None if newest_revision is None else StoredRevision(**json.loads(newest_revision)),
         **items,
     )

@@ -49,6 +49,13 @@ def rolled_back(command: commands.Renew | commands.Commit, generation: int, samp
     )
 
 
+def revisions_lost(command: LeaderCommand, changes: int) -> LedgerRolledBack:
+    return LedgerRolledBack(
+        f"{_run(command)}: the ledger has {changes} changes of its revisions (made or dropped), but had acknowledged "
+        f"{command.known_changes}. {_REMEDY}"
+    )
+
+
 def lease_held(command: commands.Acquire, lease: Lease, left_s: float) -> LeaseHeld:
     return LeaseHeld(
         f"{_run(command)}, is served by {lease.holder} since {date_of(lease.acquired_at)}; its lease lasts "
@@ -137,11 +144,12 @@ def snapshot_differs(command: commands.SaveSnapshot) -> LedgerError:
     )
 
 
-def revision_number(command: commands.Revise, newest: int) -> LedgerError:
+def revision_number(command: commands.Revise, newest: int, changes: int) -> LedgerError:
     present = f"the ledger's newest revision is {newest}" if newest else "the ledger has no revision yet"
     return LedgerError(
-        f"{_run(command)}: {present}, the call's is {command.revision.number}; expected {newest + 1}. Another "
-        "revision was made or dropped since: read them again."
+        f"{_run(command)}: {present}, the call's is {command.revision.number}; expected {newest + 1}. The call knows "
+        f"of {command.known_changes} changes of the revisions, the ledger has {changes}: one was made or dropped "
+        "since, so read them again."
     )
 
 

@@ -43,6 +43,8 @@ class Head:
     #: The committed sample index and its digest; 0 and empty before the first generation.
     sample_index: int
     digest: str
+    #: How many changes of the revisions there were.
+    revision_changes: int = 0
     #: ``Acquire``, ``Renew``, ``Release``: None before the first server.
     lease: Lease | None = None
     #: ``Revise``: the newest revision, and the one that has the command's number.
@@ -66,13 +68,15 @@ class RunFields(TypedDict, total=False):
     generation: int
     opening_mark: str
     pin: str | None
+    revision_changes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writes:
     """What a command changes. Where everything is left out it changes nothing: what it asks for is so already."""
 
-    #: What the call returns: the epoch, or the committed sample index; 0 where it returns nothing.
+    #: What the call returns: the epoch, the committed sample index, or the number of changes of the revisions; 0 where
+    #: it returns nothing.
     answer: int = 0
     run: RunFields = field(default_factory=RunFields)
     #: A new run of this name.
@@ -108,7 +112,7 @@ def decide(head: Head | None, command: Command) -> Refusal | Writes:
     is_adopted = isinstance(command, commands.Adopt) and head.uid == command.new_uid
     refusal = None if is_adopted else refuse_uid(command.uid, command.stream, head.uid)
     if refusal is None and isinstance(command, LeaderCommand):
-        refusal = _refuse_epoch(head, command)
+        refusal = _refuse_epoch(head, command) or _refuse_lost_revisions(head, command)
     return refusal or _RULES[type(command)](head, command)
 
 
@@ -153,6 +157,12 @@ def opening_mark(epoch: int, opening: Opening, committed: CommittedState) -> str
 def _refuse_epoch(head: Head, command: LeaderCommand) -> Refusal | None:
     if head.epoch != command.epoch:
         return refusals.not_leader(command, head.epoch)
+    return None
+
+
+def _refuse_lost_revisions(head: Head, command: LeaderCommand) -> Refusal | None:
+    if head.revision_changes < command.known_changes:
+        return refusals.revisions_lost(command, head.revision_changes)
     return None
 
 
@@ -264,15 +274,22 @@ def _commit(head: Head, command: commands.Commit) -> Refusal | Writes:
 
 
 def _revise(head: Head, command: commands.Revise) -> Refusal | Writes:
-    revision, newest = command.revision, head.newest_revision
+    revision, newest, changes = command.revision, head.newest_revision, head.revision_changes
     if revision == head.same_number:  # a repetition
-        return Writes()
+        return Writes(answer=changes)
     number = newest.number if newest is not None else 0
-    if revision.number != number + 1:
-        return refusals.revision_number(command, number)
+    if (changes, revision.number) != (command.known_changes, number + 1):
+        return refusals.revision_number(command, number, changes)
     if newest is not None and revision.sample_index < newest.sample_index:
         return refusals.revision_too_early(command, newest)
-    return Writes(revision=revision)
+    return Writes(answer=changes + 1, run={"revision_changes": changes + 1}, revision=revision)
+
+
+def _drop_revisions(head: Head, command: commands.DropRevisions) -> Refusal | Writes:
+    changes = head.revision_changes
+    if changes != command.known_changes:  # a repetition: a revision of the same number may be another one by now
+        return Writes(answer=changes)
+    return Writes(answer=changes + 1, run={"revision_changes": changes + 1}, drop_revisions=command.number)
 
 
 def _save_snapshot(head: Head, command: commands.SaveSnapshot) -> Refusal | Writes:
@@ -295,6 +312,6 @@ _RULES: dict[type[Command], Callable[[Head, Any], Refusal | Writes]] = {
     commands.ThinJournal: lambda head, command: Writes(thin_journal=True),
     commands.Pin: lambda head, command: Writes(run={"pin": command.pin}),
     commands.Revise: _revise,
-    commands.DropRevisions: lambda head, command: Writes(drop_revisions=command.number),
+    commands.DropRevisions: _drop_revisions,
     commands.SaveSnapshot: _save_snapshot,
 }

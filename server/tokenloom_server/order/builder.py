@@ -19,6 +19,7 @@ from tokenloom_server.config.differences import differences, refuse
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.size_estimate import SizeEstimate
+from tokenloom_server.core.state import ORDER_VERSION
 from tokenloom_server.errors import ConfigError, TokenizerError
 from tokenloom_server.order.exclusions import Exclusions
 from tokenloom_server.order.factory import PipelineFactory
@@ -62,6 +63,7 @@ def create(
         tokenizer=definition if config.batching is None else None,
         engine=engine,
         has_loss_mask=config.masks_loss,
+        order_version=config.order_version or ORDER_VERSION,
     )
     factory = PipelineFactory(record, resources)
     factory.readers.check_masks()
@@ -78,6 +80,11 @@ def load(
     both values; ``SourceChanged``; ``TokenizerError``; ``LedgerError`` for a record of another version.
     """
     recorded = recorded_fields(record, config.run)
+    version = recorded["order_version"]
+    if config.order_version not in (None, version):
+        raise ConfigError(
+            f"order_version: found {config.order_version}, but the run began under {version}: leave it out"
+        )
     refuse(config, differences(config, record))
     resources = RunResources(base_dir, index_dir, roots)
     check_named(config, resources)
@@ -98,6 +105,7 @@ def load(
         tokenizer=definition,
         engine=engine,
         has_loss_mask=config.masks_loss,
+        order_version=version,
         size_estimates=estimates_from_json(recorded),
     )
     factory = PipelineFactory(loaded, resources)
@@ -176,6 +184,7 @@ def aside(
         tokenizer=run.tokenizer,
         engine=run.engine,
         has_loss_mask=run.has_loss_mask,
+        order_version=run.order_version,
         stream=stream if manifest is not None else "",
         gives_held_out=manifest is None,
     )

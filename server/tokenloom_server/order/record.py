@@ -19,7 +19,7 @@ from tokenloom_server.config.order_fields import order_digest, order_fields, wei
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.size_estimate import SizeEstimate
-from tokenloom_server.core.state import ORDER_VERSION
+from tokenloom_server.core.state import ORDER_VERSION, ORDER_VERSIONS
 from tokenloom_server.errors import ConfigError, LedgerError
 from tokenloom_server.mixing.mixer import node_shape
 from tokenloom_server.order import state_shape
@@ -48,6 +48,8 @@ class RunRecord:
     """What encodes text; None where no source holds any."""
     has_loss_mask: bool
     """Whether samples have room for a loss mask, as when the run began."""
+    order_version: int = ORDER_VERSION
+    """Under which the run began."""
     excluded: Exclusions = NOTHING_EXCLUDED
     size_estimates: Mapping[int, SizeEstimate] = field(default_factory=dict)
     """By source id, for those sources whose remaining size decides a policy's weights: measured once."""
@@ -143,7 +145,7 @@ class RunRecord:
         """Canonical JSON: what a restarted server compares itself with."""
         fields = {
             "format": FORMAT,
-            "order_version": ORDER_VERSION,
+            "order_version": self.order_version,
             "config": order_fields(self.config),
             "tokenizer": self.tokenizer_fields,
             "vocab_size": self.vocab_size,
@@ -174,7 +176,7 @@ class RunRecord:
             "version": SNAPSHOT_VERSION,
             "run": self.name,
             "seed": self.config.seed,
-            "order_version": ORDER_VERSION,
+            "order_version": self.order_version,
             "config_digest": order_digest(self.config),
             "manifest_digest": self.manifest.digest,
             "tokenizer": self.tokenizer_fields,
@@ -184,10 +186,11 @@ class RunRecord:
 def recorded_fields(record: str, run: str) -> dict[str, Any]:
     """Reads ``RunRecord.to_json``. Raises ``LedgerError`` for a record of another version."""
     fields: dict[str, Any] = json.loads(record)
-    for name, expected in (("format", FORMAT), ("order_version", ORDER_VERSION)):
-        if fields.get(name) != expected:
+    for name, honoured in (("format", (FORMAT,)), ("order_version", ORDER_VERSIONS)):
+        if fields.get(name) not in honoured:
+            versions = " and ".join(map(str, honoured))
             raise LedgerError(
-                f"run {run!r}: its record has {name} {fields.get(name)!r}, this server honours {expected!r}: "
+                f"run {run!r}: its record has {name} {fields.get(name)!r}, this server honours {versions}: "
                 "serve it with the Tokenloom release that began it"
             )
     return fields

@@ -21,13 +21,17 @@ from tokenloom_server.sources.manifest import build, plugins_of, plugins_to_json
 from tokenloom_server.sources.scheme import scheme_of
 
 
-def revise(timeline: Timeline, change: MixtureChange, sample_index: int, generation: int = 0) -> dict[str, Any]:
-    """The content of a revision that makes a change from a sample index on, during a generation.
+def revise(
+    timeline: Timeline, change: MixtureChange, sample_index: int, generation: int = 0, known_from: int = 0
+) -> dict[str, Any]:
+    """The content of a revision that makes a change from a sample index on, during a generation. Samples before
+    ``known_from`` may have been produced in that one, so their states do not name it.
 
     Raises ``ConfigError``, naming the field, what was found and what was expected, and ``SourceChanged``.
     """
     try:
-        return _checked_content(timeline, change, sample_index) | {"generation": generation}
+        made = {"generation": generation, "known_from": known_from}
+        return _checked_content(timeline, change, sample_index) | made
     except SourceChanged:
         raise
     except SourceError as error:

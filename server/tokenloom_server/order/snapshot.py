@@ -101,7 +101,8 @@ def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt) -> 
 _REMEDIES = {
     "run": "load it into that run",
     "stream": "load it into that stream",
-    "order_version": "serve it with the Tokenloom release that wrote it",
+    "order_version": "where its run's ledger is gone, give a new run of that name this order_version in the "
+    "mixture file, or serve it with the Tokenloom release that wrote it",
     "seed": "restore the seed in the mixture file, or start a new run under another name",
     "tokenizer": "restore that tokeniser and engine version, or start a new run under another name",
     "config_digest": "restore the mixture file that the run began with, or start a new run under another name",

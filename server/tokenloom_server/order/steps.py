@@ -108,8 +108,9 @@ class StepGroup:
     #: After each micro-step, since the base: samples by source id and, where samples may be padded, of their tokens
     #: those that no document filled ([1 or 2, sources], int64).
     source_counts: list[npt.NDArray[np.int64]] = field(default_factory=list)
-    #: The base as canonical JSON, and micro-steps as the wire has them, once somebody made them.
-    resume_state: str | None = None
+    #: The base as canonical JSON, as it was when production began the group: every rank gets this text.
+    resume_state: str = ""
+    #: Micro-steps as the wire has them, once somebody made them.
     step_infos: dict[int, bytes] = field(default_factory=dict)
 
     @property

@@ -31,6 +31,14 @@ class _Recorded(NamedTuple):
     #: See ``canonical_content``.
     canonical: str
 
+    def is_named(self, sample_index: int, generation: int | None) -> bool:
+        """Whether states of a generation at a sample index name it: where it is in force, and where it was accepted
+        before the samples after them were produced (None: it was)."""
+        if generation is None or self.begin <= sample_index:
+            return True
+        made_in, known_from = self.content.get("generation", 0), self.content.get("known_from", 0)
+        return bool(made_in < generation or (made_in == generation and sample_index >= known_from))
+
 
 class Timeline:
     """Immutable. A run without phases and revisions has one segment."""
@@ -143,12 +151,16 @@ class Timeline:
         left = self.origin.left_samples if self.origin is not None else 0
         return replace(shape, total_tokens=self.tokens_at, left_samples=left)
 
-    def encode(self, state: State) -> str:
-        """``resume_state``: the canonical JSON of a state, with the revision in force and all that are to come: what a
-        ledger that knows none of them needs to go on."""
+    def encode(self, state: State, generation: int | None = None) -> str:
+        """``resume_state``: the canonical JSON of a state, with the revision in force and those that are to come: what
+        a ledger that knows none of them needs to go on.
+
+        ``generation``: without those that were accepted after the samples from here on were produced in it, so that
+        every server, whenever it is asked, writes one text."""
         index = state.sample_index
-        in_force = [one for one in self._recorded if one.begin <= index]
-        ahead = [one for one in self._recorded if one.begin > index]
+        named = [one for one in self._recorded if one.is_named(index, generation)]
+        in_force = [one for one in named if one.begin <= index]
+        ahead = [one for one in named if one.begin > index]
         revisions = [{"sample_index": one.begin, "content": one.content} for one in (*in_force[-1:], *ahead)]
         origin = self.origin.described() if self.origin is not None else None
         return snapshot_encode.encode_state(state, self.shape_at(index), revisions, origin)

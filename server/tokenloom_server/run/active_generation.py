@@ -14,10 +14,12 @@ from tokenloom_server.run.generation import Generation
 
 
 class LedgerLoss(NamedTuple):
-    """What the ledger no longer has: a commit of this generation beyond, or at, this sample index."""
+    """What the ledger no longer has: a commit of this generation beyond, or at, this sample index, or so many changes
+    of the revisions."""
 
     generation: int
     sample_index: float
+    revision_changes: int
     #: Unix time.
     noticed_at: float
 
@@ -26,6 +28,7 @@ class LedgerLoss(NamedTuple):
         if stored.opening is None or stored.committed is None:
             return False
         back = (stored.opening.generation, stored.committed.sample_index) >= (self.generation, self.sample_index)
+        back = back and stored.revision_changes >= self.revision_changes
         return back or stored.opening.opened_at > self.noticed_at
 
 

@@ -85,6 +85,7 @@ class RunCoordinator(StreamCommands):
         with self._lock:
             self.lease = self.lease.taken(epoch, until)
             self.timeline, self._revising_at, self.uid = timeline, None, stored.uid
+            self.revision_changes = stored.revision_changes
             self._wakes.everyone()
             self._drop_generation()
             self._committed = self._committed_at = self._ledger_error = None
@@ -172,7 +173,9 @@ class RunCoordinator(StreamCommands):
         """Writes an opening, and makes its generation the present one. Raises the ledger's errors."""
         with self._lock:
             try:
-                self.ledger.execute(Open(uid, self.stream, self.lease.epoch, opening, committed))
+                self.ledger.execute(
+                    Open(uid, self.stream, self.lease.epoch, opening, committed, known_changes=self.revision_changes)
+                )
             except LedgerUnavailable as error:
                 self._await_ledger("a generation was opened", error)
                 raise
@@ -237,37 +240,41 @@ class RunCoordinator(StreamCommands):
     def production_held(
         self, choose: Callable[[RunView], int], *, dry_run: bool = False
     ) -> Iterator[tuple[RunView, int]]:
-        """Makes production wait before the sample index that ``choose`` gives, until ``change_timeline`` puts a new
-        timeline in force or an error ends the context; ``dry_run``: only chooses. Raises ``NotLeader``, and what
-        ``choose`` does."""
+        """Makes production wait before the first sample index that is certainly not produced, or that ``choose`` gives,
+        until ``change_timeline`` puts a new timeline in force or an error ends the context: what is produced after that
+        knows of it. ``dry_run``: only chooses. Raises ``NotLeader``, and what ``choose`` does."""
         with self._lock:
             self.require_lead()
             view = self._view()
             index = choose(view)
             if not dry_run:
-                self._revising_at = index
+                self._revising_at = min(index, view.generation.first_unproduced)
         try:
             yield view, index
         except BaseException:
             self._release_production(view.lease.epoch)
             raise
 
-    def change_timeline(self, epoch: int, timeline: Timeline, write: Callable[[], object]) -> None:
-        """Writes a change of the timeline, and puts it in force once the ledger has it. Raises what ``write`` does."""
+    def change_timeline(self, epoch: int, timeline: Timeline, write: Callable[[int], int]) -> None:
+        """Writes a change of the timeline, and puts it in force once the ledger has it. ``write`` gets how many changes
+        of the revisions the ledger has acknowledged, and returns how many it has after the write. Raises what ``write``
+        does."""
         try:
-            write()
+            changes = write(self.revision_changes)
         except LedgerUnavailable as error:
             with self._lock:
                 if self.lease.epoch == epoch:
                     self._await_ledger("a revision was written", error)
             raise
-        self.adopt_timeline(epoch, timeline)
+        self.adopt_timeline(epoch, timeline, changes)
 
-    def adopt_timeline(self, epoch: int, timeline: Timeline) -> None:
+    def adopt_timeline(self, epoch: int, timeline: Timeline, revision_changes: int | None = None) -> None:
         """Puts a timeline in force, and lets production go on under it. Changes nothing where the run was taken up
         since at a newer epoch, with what the ledger has."""
         with self._lock:
             if self.lease.epoch == epoch:
+                if revision_changes is not None:
+                    self.revision_changes = revision_changes
                 self._revising_at = None
                 self.timeline = timeline
                 if self._active is None:

@@ -12,12 +12,11 @@ from tokenloom_proto.seal import canonical
 from tokenloom_server.core.state import MAX_COUNTER, Imported, State, digest_hex, jumped_over
 from tokenloom_server.errors import BeyondHorizon, NotFound, SnapshotInvalid
 from tokenloom_server.ledger.records import Opening, StoredRun
-from tokenloom_server.order import foreign_checkpoint, snapshot, snapshot_encode
+from tokenloom_server.order import foreign_checkpoint, foreign_payload, snapshot, snapshot_encode
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.replay import Replay, beyond_the_end
 from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.run.commits import resume_state_of
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.cursor_check import check_cursors
 from tokenloom_server.run.lineage import covering
@@ -56,12 +55,12 @@ class History:
         self._coordinator = coordinator
         self._forward_lock = threading.Lock()
         # The last older checkpoint that was brought, as every rank brings it: its files are looked at once.
-        self._imported: tuple[foreign_checkpoint.Payload, Timeline, ResumePoint] | None = None
+        self._imported: tuple[foreign_payload.Payload, Timeline, ResumePoint] | None = None
 
     def parse(self, text: str | bytes) -> ResumePoint:
         """Reads a snapshot of this run, or an older data loader's payload. Raises ``SnapshotInvalid``."""
         coordinator = self._coordinator
-        payload = foreign_checkpoint.read(text)
+        payload = foreign_payload.read(text)
         if payload is not None:
             timeline, newest = coordinator.timeline, self._imported
             if newest is None or newest[:2] != (payload, timeline):
@@ -316,7 +315,8 @@ class History:
         if (point := coordinator.point_at(index)) is not None:
             group, steps = point
             state = group.state_after(steps - 1) if steps else group.base
-            text = self.seal(state, generation.number, resume_state_of(view.timeline, group))
+            base_text = commit.state if index == commit.sample_index else group.resume_state
+            text = self.seal(state, generation.number, base_text)
         elif index == commit.sample_index:
             base = view.timeline.decode(commit.state)
             committed = ResumePoint(
@@ -327,13 +327,14 @@ class History:
             text = self._recomputed(index)
         return text, index
 
-    def seal(self, state: State, generation: int, resume_state: str | None = None, uid: str | None = None) -> str:
+    def seal(self, state: State, generation: int, resume_state: str = "", uid: str | None = None) -> str:
         """The snapshot at a state; ``resume_state``: where going forward to it begins, if not at itself; ``uid``: of
         the run where it is not this ledger's."""
         coordinator = self._coordinator
         template = coordinator.template(uid or coordinator.uid, generation)
+        resume_state = resume_state or coordinator.timeline.encode(state, generation)
         shape = coordinator.timeline.shape_at(state.sample_index)
-        return snapshot_encode.compose(template, resume_state or coordinator.timeline.encode(state), state, shape)
+        return snapshot_encode.compose(template, resume_state, state, shape)
 
     def _recomputed(self, index: int) -> str:
         """By going forward from the nearest state that the ledger has in the index's lineage."""
@@ -345,7 +346,7 @@ class History:
         state = self._advance(base, index)
         if state.sample_index != index:
             raise beyond_the_end(index, state.sample_index)
-        return self.seal(state, opening.generation, self._coordinator.timeline.encode(base))
+        return self.seal(state, opening.generation, self._coordinator.timeline.encode(base, opening.generation))
 
     def _journalled(self, opening: Opening, index: int, timeline: Timeline | None = None) -> State:
         """The newest state at or before a sample index that the ledger's journal has of a generation."""

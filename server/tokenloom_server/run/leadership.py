@@ -155,6 +155,7 @@ class Leadership(threading.Thread):
                     None if heard_at is None else coordinator.wall_clock() - (view.now - heard_at),
                     generation.number,
                     view.commit.sample_index if generation.number else 0,
+                    known_changes=coordinator.revision_changes,
                 )
             )
         except (NotLeader, LedgerRolledBack) as error:

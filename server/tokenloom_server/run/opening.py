@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from tokenloom_server.core.state import Cursor, EpochCursor, FileCursor, State, WindowCursor, digest_hex, row_cursor
+from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import JoinRefused, ResumePointNeeded, RunBusy, SnapshotInvalid
 from tokenloom_server.ledger.commands import Adopt
 from tokenloom_server.ledger.records import Opening, StoredRun
 from tokenloom_server.order.batch_plans import BatchPlans
+from tokenloom_server.order.position_line import position_line
 from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.run.commits import commit_of
 from tokenloom_server.run.coordinator import RunCoordinator
@@ -226,22 +227,9 @@ class GenerationOpener:
         if notes:
             return
         factory = coordinator.timeline.at(start.sample_index)
-        for config, source, shards in zip(
-            factory.config.sources, start.sources, factory.record.shard_paths, strict=True
-        ):
-            _log.info("resume: spec=%s sample_row=%d %s", config.source, source.rows, _described(source.cursor, shards))
-
-
-def _described(cursor: Cursor | None, shards: Sequence[str]) -> str:
-    """Where a source stands, for the log."""
-    match row_cursor(cursor):
-        case FileCursor(_, shard, row):
-            return f"shard={shards[shard]} offset={row}"
-        case WindowCursor(_, window, row):
-            return f"window={window} offset={row}"
-        case EpochCursor(epoch, rows):
-            return f"epoch={epoch} offset={rows}"
-    return "offset=0"
+        record = factory.record
+        for spec, source, shards in zip(record.specs, start.sources, record.shard_paths, strict=True):
+            _log.info("resume: %s", position_line(spec, source, shards))
 
 
 def _same_place(a: ResumePoint, b: ResumePoint) -> bool:

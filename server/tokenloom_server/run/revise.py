@@ -50,7 +50,8 @@ class RevisionHandler:
             ) as (view, index),
         ):
             timeline, epoch = view.timeline, view.lease.epoch
-            content = revision_content.revise(timeline, change, index, view.generation.number)
+            generation = view.generation
+            content = revision_content.revise(timeline, change, index, generation.number, generation.first_unproduced)
             revision = StoredRevision(
                 number=len(timeline.revisions) + 1,
                 sample_index=index,
@@ -64,7 +65,7 @@ class RevisionHandler:
             coordinator.change_timeline(
                 epoch,
                 timeline.with_revisions((*timeline.revisions, revision)),
-                lambda: coordinator.ledger.execute(Revise(coordinator.uid, coordinator.stream, epoch, revision)),
+                lambda known: self._write(epoch, revision, known),
             )
         _log.info(
             "%s: revision %d holds from sample %d on (%s): %s",
@@ -87,7 +88,9 @@ class RevisionHandler:
             coordinator.change_timeline(
                 epoch,
                 view.timeline.with_revisions(kept),
-                lambda: coordinator.ledger.execute(DropRevisions(coordinator.uid, coordinator.stream, epoch, number)),
+                lambda known: coordinator.ledger.execute(
+                    DropRevisions(coordinator.uid, coordinator.stream, epoch, number, known_changes=known)
+                ),
             )
         for revision in dropped:
             _log.info(
@@ -95,6 +98,11 @@ class RevisionHandler:
                 coordinator.name, revision.number, revision.sample_index, revision.reason,
             )  # fmt: skip
         return list(dropped)
+
+    def _write(self, epoch: int, revision: StoredRevision, known_changes: int) -> int:
+        coordinator = self._coordinator
+        revise = Revise(coordinator.uid, coordinator.stream, epoch, revision, known_changes=known_changes)
+        return coordinator.ledger.execute(revise)
 
     def adopt(self, text: str | bytes) -> None:
         """``take_over`` for a ledger that never opened the run, by who does not hold ``one_change``."""
@@ -152,9 +160,10 @@ class RevisionHandler:
         # Before anything is written: that the state is one of this run under them.
         snapshot.parse(text, coordinator.template(), timeline.shape_at)
 
-        def write() -> None:
+        def write(known: int) -> int:
             for revision in revisions:
-                coordinator.ledger.execute(Revise(coordinator.uid, coordinator.stream, epoch, revision))
+                known = self._write(epoch, revision, known)
+            return known
 
         coordinator.change_timeline(epoch, timeline, write)
         for revision in revisions:

@@ -65,6 +65,8 @@ class RunState:
         #: The order under its phases and revisions.
         self.timeline = Timeline(order)
         self.uid = uid
+        #: How many changes of the revisions the ledger has acknowledged to this server: every write says so.
+        self.revision_changes = 0
         self.lease = LeaseState()
         self.stopping = False
         self._active: ActiveGeneration | None = None
@@ -77,7 +79,7 @@ class RunState:
         # What stopped the run for all ranks, and why commits wait.
         self._error: TokenloomError | None = None
         self._ledger_error: str | None = None
-        self._ledger_loss = LedgerLoss(0, 0, 0.0)
+        self._ledger_loss = LedgerLoss(0, 0, 0, 0.0)
         # (time, commit) over the last minute or so, for rates and window shares.
         self._recent: deque[tuple[float, CommittedState]] = deque(maxlen=512)
         # What rank 0 of an attempt was refused with, by what it asked for: the same id may be tried again with another
@@ -233,7 +235,7 @@ class RunState:
     def _note_ledger_loss(self, known_index: float) -> None:
         """Notes that the ledger lost commits; ``known_index``: up to there it had the run, as far as is known."""
         generation = self._active.generation.number if self._active is not None else self._ledger_loss.generation
-        self._ledger_loss = LedgerLoss(generation, known_index, self.wall_clock())
+        self._ledger_loss = LedgerLoss(generation, known_index, self.revision_changes, self.wall_clock())
 
     def _steps_wanted(self) -> int:
         """How many micro-steps to produce now; 0 to wait."""

@@ -55,7 +55,6 @@ class StreamCommands(RunState):
         if epoch > self.lease.epoch and self.lease.held:
             self._ask_who_leads(rank, epoch)
         with self._lock:
-            self.require_lead()
             active = self._active_for(uid, generation, attempt, committed_through)
             slots = active.generation.slots
             is_unknown = rank < len(slots) and slots[rank].nonce is None
@@ -80,7 +79,6 @@ class StreamCommands(RunState):
     def require_generation(self, uid: str, generation: int, attempt: str) -> None:
         """Passes a call of the present generation that belongs to no stream. Raises ``NotLeader``, ``Fenced``,
         ``NotFound`` before the first generation, ``LedgerRolledBack``."""
-        self.require_lead()
         with self._lock:
             self._active_for(uid, generation, attempt, 0)
 
@@ -172,6 +170,8 @@ class StreamCommands(RunState):
 
     def _active_for(self, uid: str, generation: int, attempt: str, committed_through: int) -> ActiveGeneration:
         """The present generation, for a client that says which it is of and which commit it has seen."""
+        # A server that has just lost the lease holds no generation: that is no loss of the ledger's.
+        self.require_lead()
         active = self._active
         if isinstance(self._error, LedgerRolledBack):
             raise self._error

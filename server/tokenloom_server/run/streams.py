@@ -18,7 +18,6 @@ from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.order_fields import mixture_order_fields
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.stream import TRAIN
-from tokenloom_server.core.state import ORDER_VERSION
 from tokenloom_server.errors import ConfigError, LedgerError, NotFound
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.mixing.policy import policy_of
@@ -55,9 +54,10 @@ class Streams:
                 continue
             stored = ledger.read_run(config.run, name)
             if stored is None:
-                record = _record(config, stream.mixture, builder.stream_files(first.resources, name, stream.mixture))
+                files = builder.stream_files(first.resources, name, stream.mixture)
+                record = _record(first, config, stream.mixture, files)
                 stored = ledger.create_run(config.run, name, uuid.uuid4().hex, record)
-            manifests[name] = _frozen(config, name, stream.mixture, stored.record)
+            manifests[name] = _frozen(first, config, name, stream.mixture, stored.record)
             builder.verify_files(first, manifests[name])
         return cls(first, config, manifests)
 
@@ -146,20 +146,20 @@ def _with_mixture(config: RunConfig, mixture: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate(document, context=config.catalog)
 
 
-def _record(config: RunConfig, mixture: NodeConfig, manifest: Manifest) -> str:
+def _record(first: PipelineFactory, config: RunConfig, mixture: NodeConfig, manifest: Manifest) -> str:
     return canonical(
         {
             "format": FORMAT,
-            "order_version": ORDER_VERSION,
+            "order_version": first.record.order_version,
             "mixture": mixture_order_fields(mixture, config),
             "manifest": json.loads(manifest.to_json()),
         }
     )
 
 
-def _frozen(config: RunConfig, name: str, mixture: NodeConfig, record: str) -> Manifest:
+def _frozen(first: PipelineFactory, config: RunConfig, name: str, mixture: NodeConfig, record: str) -> Manifest:
     stored = json.loads(record)
-    for field, ours in (("format", FORMAT), ("order_version", ORDER_VERSION)):
+    for field, ours in (("format", FORMAT), ("order_version", first.record.order_version)):
         if stored.get(field) != ours:
             raise LedgerError(
                 f"run {config.run!r}: the record of stream {name!r} has {field} {stored.get(field)!r}, this server "

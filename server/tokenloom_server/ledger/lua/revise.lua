@@ -2,9 +2,10 @@
 if not may_write() then return refused() end
 local number, newest = tonumber(ARGV[3]), redis.call('LLEN', REVISIONS)
 local same = number >= 1 and redis.call('LINDEX', REVISIONS, number - 1)
-if same == ARGV[5] then return {1} end -- a repetition
+if same == ARGV[5] then return {1, revision_changes()} end -- a repetition
+if revision_changes() ~= tonumber(ARGV[#ARGV]) then return refused(same) end
 if number ~= newest + 1 then return refused(same) end
 local last = newest > 0 and cjson.decode(redis.call('LINDEX', REVISIONS, -1)).sample_index or 0
 if tonumber(ARGV[4]) < last then return refused(same) end
 redis.call('RPUSH', REVISIONS, ARGV[5])
-return {1}
+return {1, redis.call('HINCRBY', RUN, 'revision_changes', 1)}

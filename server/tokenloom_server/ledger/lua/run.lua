@@ -1,5 +1,6 @@
 -- Goes before every other script. KEYS are all keys of one run, in the order of KEYS_OF_A_RUN in
--- redis.py. ARGV[1] is the run's uid, ARGV[2] the server epoch ('' where the call has none).
+-- redis.py. ARGV[1] is the run's uid, ARGV[2] the server epoch ('' where the call has none), and the last one how many
+-- changes of the revisions the server knows.
 -- Integers are compared as doubles (all are below 2^53) and stored as the strings that came.
 local RUN, SAMPLES, ROWS, TOKENS = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local OPENINGS, ATTEMPTS, SLOTS = KEYS[5], KEYS[6], KEYS[7]
@@ -21,7 +22,7 @@ end
 
 -- Of a run's fields those that decide: neither its record nor its state, which may be large.
 local HEAD = {'name', 'uid', 'epoch', 'generation', 'opening_mark', 'sample_index', 'digest', 'lease_holder',
-  'lease_acquired_at', 'lease_lapses_at', 'lease_s', 'heard_at'}
+  'lease_acquired_at', 'lease_lapses_at', 'lease_s', 'heard_at', 'revision_changes'}
 
 -- The answer of a script that wrote nothing: what it saw of the run (Head in rules.py), which says why. item is what
 -- the run's lists hold of the call's own attempt, rank, number or id.
@@ -36,8 +37,14 @@ local function refused(item)
   }
 end
 
+local function revision_changes()
+  return tonumber(field('revision_changes') or '0')
+end
+
+-- Whether the caller has the server epoch, and the ledger has all changes of the revisions that the caller knows.
 local function has_epoch()
-  return ARGV[2] == '' or tonumber(field('epoch')) == tonumber(ARGV[2])
+  if ARGV[2] == '' then return true end
+  return tonumber(field('epoch')) == tonumber(ARGV[2]) and revision_changes() >= tonumber(ARGV[#ARGV])
 end
 
 local function may_write()

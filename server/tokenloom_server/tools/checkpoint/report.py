@@ -15,7 +15,7 @@ from tokenloom_server.reports.tables import table
 from tokenloom_server.tools.checkpoint.content import INDEX, Child, Content, Node
 from tokenloom_server.tools.checkpoint.difference import Difference, place
 from tokenloom_server.tools.checkpoint.faults import faults
-from tokenloom_server.tools.checkpoint.probabilities import Chance, chances, owed_samples
+from tokenloom_server.tools.checkpoint.probabilities import Chance, chances, missing, owed_samples
 
 
 def as_json(content: Content) -> dict[str, Any]:
@@ -33,6 +33,13 @@ def show(content: Content, out: Console) -> None:
         out.print(line, soft_wrap=True)
     if content.sources:
         out.print(_sources(content))
+    if content.counts:
+        names = {source.spec: source.name for source in content.sources}
+        counts = [
+            (names.get(spec, spec), *map(_shown, given.model_dump().values())) for spec, given in content.counts.items()
+        ]
+        title = f"what each source gave up to sample {_shown(content.sample_index)}"
+        out.print(table(("source", "samples", "tokens", "real tokens"), counts, left=("source",), title=title))
     if content.nodes:
         out.print(_tree(content))
     suspicious = faults(content)
@@ -133,6 +140,7 @@ def probabilities(content: Content) -> list[dict[str, Any]]:
             "node": node.id,
             "name": node.name,
             "policy": node.policy,
+            "missing": missing(content, node),
             "children": [
                 {"name": child.name, "samples": child.samples, "total": child.total, **asdict(chance)}
                 for child, chance in zip(node.children, chances(content, node), strict=True)
@@ -157,6 +165,10 @@ def show_probabilities(content: Content, out: Console) -> None:
         headings = ("child", "samples", "total", "in force", "with counters", "without counters")
         title = f"{node.name}: {node.policy or 'its policy is not known'}"
         out.print(table(headings, rows, left=("child",), title=title))
+        for lack in missing(content, node):
+            out.print(Text(f"missing: {lack}", style="yellow"), soft_wrap=True)
+    if not content.nodes:
+        out.print(Text("missing: the mixture; --mixture FILE says it", style="yellow"))
 
 
 def show_difference(difference: Difference, a: Content, b: Content, out: Console) -> None:

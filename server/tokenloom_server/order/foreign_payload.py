@@ -1,0 +1,111 @@
+"""What another data loader's checkpoint says of the data, read and checked: plain JSON without a seal."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from tokenloom_proto.seal import CHECKSUM
+
+from tokenloom_server.core.state import MAX_COUNTER
+from tokenloom_server.errors import SnapshotInvalid
+from tokenloom_server.order.snapshot_document import MAX_BYTES
+
+_Count = Annotated[int, Field(ge=0, le=MAX_COUNTER)]
+_RowOffsetOf = Literal["spec", "shard"]
+
+#: An entry that has all of one of these is Tokenloom's own, or was made from one.
+_OUR_FIELDS = ({"row_token_offset"}, {"packed_samples"}, {"shard_index", "samples", "rows"})
+
+
+class Entry(BaseModel):
+    """One source of an older payload, with whatever else that tool wrote of it."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow", allow_inf_nan=False)
+
+    spec: Annotated[str, Field(min_length=1)]
+    shard: Annotated[str, Field(min_length=1)] | None = None
+    row_offset: _Count
+    row_offset_of: _RowOffsetOf | None = None
+    """What ``row_offset`` counts the rows of: the whole spec, epoch after epoch unless there is an ``epoch``, or the
+    shard. None where nobody says it."""
+    token_offset: _Count | None = None
+    epoch: _Count | None = None
+
+    @property
+    def counts_in_shard(self) -> bool:
+        """Whether ``row_offset`` is known to count within the shard, as in Tokenloom's own."""
+        fields = {*(self.model_extra or ())}
+        return self.row_offset_of == "shard" or any(ours <= fields for ours in _OUR_FIELDS)
+
+
+class _ResumeState(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow", allow_inf_nan=False)
+
+    datasets: Annotated[list[Entry], Field(min_length=1)]
+    row_offset_of: _RowOffsetOf | None = None
+    """Of the entries that do not say it themselves."""
+
+    def entries(self) -> tuple[Entry, ...]:
+        """The entries, with what is said beside them."""
+        said = {"row_offset_of": self.row_offset_of} if self.row_offset_of else {}
+        return tuple(entry if entry.row_offset_of else entry.model_copy(update=said) for entry in self.datasets)
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What an older checkpoint says: ``datasets`` as they were written, or only a ``sample_index``."""
+
+    datasets: tuple[Entry, ...]
+    sample_index: int
+
+
+def read(text: str | bytes) -> Payload | None:
+    """The payload of an older tool; None where this is not one, but (for all that this function knows) a snapshot.
+
+    Raises ``SnapshotInvalid`` naming spec and field.
+    """
+    if len(text) > MAX_BYTES:
+        return None
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(document, dict) or "format" in document or CHECKSUM in document:
+        return None
+    resume = document.get("resume_state")
+    if resume is None and "sample_index" not in document:
+        return None
+    if resume is not None and not isinstance(resume, dict):
+        raise SnapshotInvalid(f"resume_state: expected a mapping with datasets, found {type(resume).__name__}")
+    if resume is not None and "datasets" in resume:
+        try:
+            return Payload(_ResumeState.model_validate(resume).entries(), 0)
+        except ValidationError as error:
+            raise SnapshotInvalid(_explain(error, resume)) from None
+    sample_index = document.get("sample_index", (resume or {}).get("sample_index"))
+    if type(sample_index) is not int or not 0 <= sample_index <= MAX_COUNTER:
+        raise SnapshotInvalid(
+            f"sample_index: found {_short(sample_index)}; an older checkpoint has resume_state.datasets, or a "
+            "sample_index that is an integer from 0 to 2^53 − 1"
+        )
+    return Payload((), sample_index)
+
+
+def _explain(error: ValidationError, resume: dict[str, Any]) -> str:
+    fault = error.errors()[0]
+    where = ".".join(map(str, ("resume_state", *fault["loc"][:2])))
+    if len(fault["loc"]) > 1:
+        entry = resume["datasets"][fault["loc"][1]]
+        if isinstance(entry, dict):
+            where += f" (spec {_short(entry.get('spec'))})"
+    fields = ".".join(map(str, fault["loc"][2:]))
+    value = "nothing" if fault["type"] == "missing" else _short(fault["input"])
+    return f"{where}: {fields + ': ' if fields else ''}found {value}; {fault['msg']}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:79] + "…"
