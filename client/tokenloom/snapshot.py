@@ -203,10 +203,7 @@ class History:
             )
         if point is self.start and self.loaded is not None:
             return self.loaded.text
-        document: dict[str, Any] = json.loads(self.template)
-        state = document["resume_state"] = json.loads(point.base.resume_state)
-        document["counts"] = counts_at(state, point.sample_index, point.total_tokens, point.counts)
-        document["sample_index"] = point.sample_index
-        document["total_tokens"] = point.total_tokens
-        document["digest"] = point.digest
-        return seal(document)
+        state = json.loads(point.base.resume_state)
+        counts = counts_at(state, point.sample_index, point.total_tokens, point.counts)
+        place = {"sample_index": point.sample_index, "total_tokens": point.total_tokens, "digest": point.digest}
+        return seal({**json.loads(self.template), **place, "resume_state": state, "counts": counts})

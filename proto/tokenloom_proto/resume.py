@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from tokenloom_proto.dataloader_pb2 import SourceCounts
 
@@ -22,6 +22,10 @@ def older_payload(state: Mapping[str, Any]) -> dict[str, Any]:
     """What of a checkpoint another data loader wrote of its data; empty where that is nothing."""
     known = state.keys() & set(OLDER_KEYS)
     return {key: state[key] for key in (*OLDER_KEYS, *_CLOCK_KEYS) if known and key in state}
+
+
+#: By spec: samples, tokens and real_tokens.
+Counts: TypeAlias = dict[str, dict[str, int]]
 
 
 class NamedSource(NamedTuple):
@@ -45,9 +49,7 @@ def sources_of(resume_state: str | bytes) -> dict[int, NamedSource]:
     return {entry["id"]: NamedSource(entry["spec"], entry.get("alias") or entry["spec"]) for entry in entries}
 
 
-def counts_at(
-    state: Mapping[str, Any], sample_index: int, total_tokens: int, since: bytes = b""
-) -> dict[str, dict[str, int]]:
+def counts_at(state: Mapping[str, Any], sample_index: int, total_tokens: int, since: bytes = b"") -> Counts:
     """``counts`` of a snapshot at a sample index: by spec, the samples, tokens and real tokens that each source gave,
     without what a restore jumped over; a source that gave nothing is left out.
 
@@ -57,7 +59,7 @@ def counts_at(
     padding_tokens = new.padding_tokens or [0] * len(new.samples)
     added = dict(zip(new.source_ids, zip(new.samples, padding_tokens, strict=True), strict=True))
     sample_tokens = (total_tokens - state["total_tokens"]) // max(1, sample_index - state["sample_index"])
-    counts = {}
+    counts: Counts = {}
     known = [entry for entry in state["datasets"] if "unknown" not in entry]
     for source_id, entry in enumerate([*known, *({"spec": spec} for spec in new.specs)]):
         samples, padding = added.get(source_id, (0, 0))

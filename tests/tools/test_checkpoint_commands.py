@@ -539,6 +539,7 @@ def test_show_prints_everything(text: str, tmp_path: Path) -> None:
         "sample 63, 504 tokens, digest",
         "counters below are those at sample 60",
         "data/code-0.parquet, row 10, token 29",
+        "what each source gave up to sample 63",
         "45.00%",
         "the root: least_consumed",
         "├── code: 27 samples, 216 tokens, 45.00% of the node, in force 44.44%, owed -0.33 samples",
@@ -548,6 +549,8 @@ def test_show_prints_everything(text: str, tmp_path: Path) -> None:
         assert said in printed
     document = json.loads(run("show", path, "--json"))
     assert document["faults"] == []
+    assert sum(given["samples"] for given in document["counts"].values()) == 63
+    assert sum(given["real_tokens"] for given in document["counts"].values()) == 504
     assert document["nodes"][1]["children"][0]["probability"] == pytest.approx(0.3)
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokenloom_proto.resume import counts_at
+from tokenloom_proto.resume import Counts, counts_at
 from tokenloom_proto.seal import SNAPSHOT_VERSION, canonical, seal_texts
 
 from tokenloom_server.core.state import (
@@ -110,7 +110,7 @@ def _encode_node(children: tuple[ChildState, ...]) -> list[list[int]]:
     return rows
 
 
-def counts_of(state: State, shape: Shape) -> dict[str, dict[str, int]]:
+def counts_of(state: State, shape: Shape) -> Counts:
     """``counts`` of a snapshot at a state."""
     return counts_at(json.loads(encode_state(state, shape)), state.sample_index, state.total_tokens)
 
@@ -118,11 +118,7 @@ def counts_of(state: State, shape: Shape) -> dict[str, dict[str, int]]:
 def compose(template: Mapping[str, Any], resume_state: str, state: State, shape: Shape) -> str:
     """The sealed snapshot at a state; ``resume_state`` at the boundary before it, as ``encode_state`` wrote it. The
     client does the same with what the wire carries."""
-    position = {
-        "sample_index": state.sample_index,
-        "digest": digest_hex(state.digest),
-        "total_tokens": state.total_tokens,
-        "counts": counts_of(state, shape),
-    }
-    texts = {key: canonical(value) for key, value in {**template, **position}.items()}
+    place = {"sample_index": state.sample_index, "digest": digest_hex(state.digest), "total_tokens": state.total_tokens}
+    fields = {**template, **place, "counts": counts_of(state, shape)}
+    texts = {key: canonical(value) for key, value in fields.items()}
     return seal_texts(texts | {"resume_state": resume_state})

@@ -64,10 +64,8 @@ class SampleFormat:
 
     def real_tokens(self, filled: Int64s) -> Int64s:
         """Of samples whose documents fill so many ids: the positions of ``input_ids`` that hold one of those."""
-        if self.padding == "left":
-            # The last of L + 1 ids is only a label.
-            return np.maximum(filled - (self.width - self.length), 0)
-        return np.minimum(filled, self.length)
+        over = self.width - self.length  # the last of L + 1 ids is only a label
+        return np.maximum(filled - over, 0) if self.padding == "left" else np.minimum(filled, self.length)
 
     def ids(self, sample: memoryview | bytes) -> Ids:
         """The ids of a sample without its padding."""

@@ -315,14 +315,10 @@ class History:
         if (point := coordinator.point_at(index)) is not None:
             group, steps = point
             state = group.state_after(steps - 1) if steps else group.base
-            base_text = commit.state if index == commit.sample_index else group.resume_state
-            text = self.seal(state, generation.number, base_text)
+            text = self.seal(state, generation.number, group.resume_state)
         elif index == commit.sample_index:
-            base = view.timeline.decode(commit.state)
-            committed = ResumePoint(
-                sample_index=index, digest=commit.digest, total_tokens=commit.total_tokens, base=base
-            )
-            text = self.seal(self.forward(committed), generation.number, commit.state)
+            state = self._advance(view.timeline.decode(commit.state), index)
+            text = self.seal(state, generation.number, commit.state)
         else:
             text = self._recomputed(index)
         return text, index
@@ -330,11 +326,10 @@ class History:
     def seal(self, state: State, generation: int, resume_state: str = "", uid: str | None = None) -> str:
         """The snapshot at a state; ``resume_state``: where going forward to it begins, if not at itself; ``uid``: of
         the run where it is not this ledger's."""
-        coordinator = self._coordinator
-        template = coordinator.template(uid or coordinator.uid, generation)
-        resume_state = resume_state or coordinator.timeline.encode(state, generation)
-        shape = coordinator.timeline.shape_at(state.sample_index)
-        return snapshot_encode.compose(template, resume_state, state, shape)
+        timeline = self._coordinator.timeline
+        template = self._coordinator.template(uid or self._coordinator.uid, generation)
+        resume_state = resume_state or timeline.encode(state, generation)
+        return snapshot_encode.compose(template, resume_state, state, timeline.shape_at(state.sample_index))
 
     def _recomputed(self, index: int) -> str:
         """By going forward from the nearest state that the ledger has in the index's lineage."""

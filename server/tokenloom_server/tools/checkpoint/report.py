@@ -34,10 +34,8 @@ def show(content: Content, out: Console) -> None:
     if content.sources:
         out.print(_sources(content))
     if content.counts:
-        names = {source.spec: source.name for source in content.sources}
-        counts = [
-            (names.get(spec, spec), *map(_shown, given.model_dump().values())) for spec, given in content.counts.items()
-        ]
+        fields = ("samples", "tokens", "real_tokens")
+        counts = [(spec, *(_shown(given.get(field)) for field in fields)) for spec, given in content.counts.items()]
         title = f"what each source gave up to sample {_shown(content.sample_index)}"
         out.print(table(("source", "samples", "tokens", "real tokens"), counts, left=("source",), title=title))
     if content.nodes:
