@@ -281,7 +281,9 @@ def snapshots(order: PipelineFactory) -> list[str]:
         pipeline.advance(plan.group_samples // 2)
         there = pipeline.state()
         shape = order.record.shape
-        found.append(snapshot_encode.compose(template, snapshot_encode.encode_state(state, shape), there, shape))
+        found.append(
+            snapshot_encode.compose(template, *(snapshot_encode.encode_state(each, shape) for each in (state, there)))
+        )
     return found
 
 

@@ -14,14 +14,14 @@ BY_DATASET = ("child_states", "examples_per_dataset", "datasets_exhausted", "pro
 NESTED_KEYS = (*BY_DATASET, "current_example_count", "current_dataset_index")
 #: What another data loader's checkpoint is known by: one of these at least.
 OLDER_KEYS = ("resume_state", "sample_index", *NESTED_KEYS)
-#: What says the token clock beside these.
-_CLOCK_KEYS = ("total_tokens", "context_length", "sequence_length", "block_size", "max_seq_len")
+#: What says the token clock beside these: the total, or the tokens of a sample, by the names that tools have for them.
+CLOCK_KEYS = ("total_tokens", "context_length", "sequence_length", "block_size", "max_seq_len")
 
 
 def older_payload(state: Mapping[str, Any]) -> dict[str, Any]:
     """What of a checkpoint another data loader wrote of its data; empty where that is nothing."""
     known = state.keys() & set(OLDER_KEYS)
-    return {key: state[key] for key in (*OLDER_KEYS, *_CLOCK_KEYS) if known and key in state}
+    return {key: state[key] for key in (*OLDER_KEYS, *CLOCK_KEYS) if known and key in state}
 
 
 #: By spec: samples, tokens and real_tokens.

@@ -46,10 +46,10 @@ class Case:
         self.state = pipeline.state()
         self.template = self.order.record.template(UID, "train", 4)
         self.resume_state = encode_state(self.order, self.base)
-        self.text = snapshot_encode.compose(self.template, self.resume_state, self.state, self.order.record.shape)
+        self.text = snapshot_encode.compose(self.template, self.resume_state, encode_state(self.order, self.state))
 
     def parse(self, text: str | bytes) -> ResumePoint:
-        return snapshot.parse(text, self.order.record.template("", "train", 0), lambda _: self.order.record.shape)
+        return snapshot.parse(text, self.order.record.template("", "train", 0), lambda *_: self.order.record.shape)
 
     def changed(self, change: Callable[[dict[str, Any]], Any]) -> str:
         """The snapshot with a change, sealed anew."""
@@ -105,8 +105,8 @@ def test_the_text_is_canonical_and_depends_on_no_order_of_keys(case: Case) -> No
     assert canonical(document) == case.text
     shuffled = {key: document[key] for key in reversed(document)}
     assert seal(shuffled) == case.text
-    template, shape = dict(reversed(case.template.items())), case.order.record.shape
-    assert snapshot_encode.compose(template, case.resume_state, case.state, shape) == case.text
+    template, there = dict(reversed(case.template.items())), encode_state(case.order, case.state)
+    assert snapshot_encode.compose(template, case.resume_state, there) == case.text
 
 
 def test_earlier_tools_find_what_they_read(case: Case) -> None:
@@ -121,7 +121,7 @@ def test_earlier_tools_find_what_they_read(case: Case) -> None:
 def test_the_state_before_the_first_sample_comes_back(case: Case) -> None:
     initial = case.order.initial()
     assert reread(case.order, initial) == initial
-    text = snapshot_encode.compose(case.template, encode_state(case.order, initial), initial, case.order.record.shape)
+    text = snapshot_encode.compose(case.template, *[encode_state(case.order, initial)] * 2)
     assert case.parse(text).base == initial
 
 
@@ -159,9 +159,9 @@ def test_two_hundred_sources_take_at_most_96_kilobytes() -> None:
         "tokenizer": {"digest": "f" * 64, "engine": "gigatoken", "version": "0.10.0"},
     }
     resume_state = snapshot_encode.encode_state(state, shape)
-    text = snapshot_encode.compose(template, resume_state, state, shape)
+    text = snapshot_encode.compose(template, resume_state, resume_state)
     assert len(text.encode()) <= 96 * 1024
-    assert snapshot.parse(text, template, lambda _: shape).base == state
+    assert snapshot.parse(text, template, lambda *_: shape).base == state
 
 
 # --- torn ------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.mixing import mixer
 from tokenloom_server.mixing.catalog import policies
-from tokenloom_server.order import builder, snapshot_encode
+from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import Pipeline
 from tokenloom_server.order.size_estimates import measure
@@ -344,13 +344,13 @@ class Broken:
                         assert source == -1 and not any(own) and ended
             begin = mark.sample_index
             # What a client writes there, with what the wire carries, is what the server counts.
-            base, shape = json.loads(self.timeline.encode(group.base)), self.timeline.shape_at(mark.sample_index)
+            base, state = (json.loads(self.timeline.encode(each)) for each in (group.base, group.state_after(step)))
             written = counts_at(base, mark.sample_index, mark.total_tokens, source_counts(group, step))
-            assert written == snapshot_encode.counts_of(group.state_after(step), shape)
+            assert written == counts_at(state, mark.sample_index, mark.total_tokens)
             if mark.sample_index <= whole.end:
                 taken = Counter(source for source, _ in whole.samples[: mark.sample_index])
                 assert {spec: count["samples"] for spec, count in written.items()} == {
-                    shape.specs[source]: samples for source, samples in taken.items()
+                    state["datasets"][source]["spec"]: samples for source, samples in taken.items()
                 }
 
     def _interruption(self, pipeline: Pipeline, groups: list[StepGroup]) -> str:

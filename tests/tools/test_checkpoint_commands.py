@@ -57,7 +57,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         pipeline.advance(more)
         state = pipeline.state()
         template = order.record.template(UID, "train", 2)
-        text = snapshot_encode.compose(template, base, state, order.record.shape)
+        text = snapshot_encode.compose(template, base, Timeline(order).encode(state))
         found.append(text)
     return found
 

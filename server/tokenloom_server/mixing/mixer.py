@@ -69,9 +69,10 @@ class Mixer:
         config: RunConfig,
         states: Sequence[Sequence[ChildState]],
         size_estimates: Mapping[int, SizeEstimate] | None = None,
+        clock_offset: int = 0,
     ) -> None:
-        """``states`` are the nodes' in node-id order, as in ``State.nodes``; ``size_estimates`` those of the sources in
-        ``RunConfig.measured_sources``, by id."""
+        """``states`` are the nodes' in node-id order, as in ``State.nodes``, whose ``clock_offset`` counts for the
+        root's ``max_tokens``; ``size_estimates`` those of the sources in ``RunConfig.measured_sources``, by id."""
         states_by_node = dict(zip((node.id for node in config.nodes), states, strict=True))
         # Children before parents.
         self._upwards: list[Node] = []
@@ -84,6 +85,7 @@ class Mixer:
 
         self._config = config
         self._root = build(config.mixture)
+        self._root.given_before = clock_offset
         self._nodes = sorted(self._upwards, key=lambda node: node.id)
         self._varying = [node for node in self._nodes if node.policy.makes_weights]
         self._totals = Totals(config, self._upwards, size_estimates or {})

@@ -91,7 +91,7 @@ class Pipeline:
     def _begin(
         self, config: RunConfig, packers: PackerFactory, state: State, size_estimates: Mapping[int, SizeEstimate]
     ) -> None:
-        self._stage = Stage(config, Mixer(config, state.nodes, size_estimates), state)
+        self._stage = Stage(config, Mixer(config, state.nodes, size_estimates, state.clock_offset), state)
         self._feeds = [Feed(packers(i, source), source) for i, source in enumerate(state.sources)]
 
     @property

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokenloom_proto.resume import Counts, counts_at
+from tokenloom_proto.resume import counts_at
 from tokenloom_proto.seal import SNAPSHOT_VERSION, canonical, seal_texts
 
 from tokenloom_server.core.state import (
@@ -72,11 +72,8 @@ def encode_state(
             "sample_index": state.imported.sample_index,
             "digest": digest_hex(state.imported.digest),
         }
-    if revisions:
-        fields["revisions"] = list(revisions)
-    if origin is not None:
-        fields["origin"] = origin
-    return canonical(fields)
+    optional = {"clock_offset": state.clock_offset, "revisions": list(revisions), "origin": origin}
+    return canonical(fields | {name: value for name, value in optional.items() if value})
 
 
 def _place(cursor: Cursor | None) -> dict[str, Any]:
@@ -110,15 +107,11 @@ def _encode_node(children: tuple[ChildState, ...]) -> list[list[int]]:
     return rows
 
 
-def counts_of(state: State, shape: Shape) -> Counts:
-    """``counts`` of a snapshot at a state."""
-    return counts_at(json.loads(encode_state(state, shape)), state.sample_index, state.total_tokens)
-
-
-def compose(template: Mapping[str, Any], resume_state: str, state: State, shape: Shape) -> str:
-    """The sealed snapshot at a state; ``resume_state`` at the boundary before it, as ``encode_state`` wrote it. The
-    client does the same with what the wire carries."""
-    place = {"sample_index": state.sample_index, "digest": digest_hex(state.digest), "total_tokens": state.total_tokens}
-    fields = {**template, **place, "counts": counts_of(state, shape)}
+def compose(template: Mapping[str, Any], resume_state: str, there: str) -> str:
+    """The sealed snapshot at a sample index: ``there`` is the state at it, ``resume_state`` the one at the boundary before
+    it, both as ``encode_state`` wrote them. The client does the same with what the wire carries."""
+    state = json.loads(there)
+    place = {key: state[key] for key in ("sample_index", "total_tokens", "digest")}
+    fields = {**template, **place, "counts": counts_at(state, state["sample_index"], state["total_tokens"])}
     texts = {key: canonical(value) for key, value in fields.items()}
     return seal_texts(texts | {"resume_state": resume_state})

@@ -136,7 +136,7 @@ class _Simulation:
             for source, supply in enumerate(self._supplies)
             if source in part.config.measured_sources
         }
-        self._mixer = Mixer(part.config, state.nodes, estimates)
+        self._mixer = Mixer(part.config, state.nodes, estimates, state.clock_offset)
         self._mix_weights, self._weights = self._mixer.mix_weights, self._mixer.weights()
         self._known: dict[tuple[int, int], Ending] = self._mixer.endings()
         self._segment_begin, self._segment_given = self.tokens, self._given.copy()

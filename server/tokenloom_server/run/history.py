@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from tokenloom_proto.resume import counts_at
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.core.state import MAX_COUNTER, Imported, State, digest_hex, jumped_over
@@ -133,19 +134,14 @@ class History:
         """Where the run begins: sample 0, or where it was forked from another.
 
         Raises ``NotFound`` where only the ledger that a fork began with knows that."""
-        origin = self._coordinator.timeline.origin
-        if origin is None:
-            index, digest, tokens = 0, digest_hex(0), 0
-        elif origin.state:
-            index, digest, tokens = origin.sample_index, origin.digest, origin.total_tokens
-        else:
+        timeline = self._coordinator.timeline.with_clock(0)
+        origin = timeline.origin
+        if origin is not None and not origin.state:
             raise NotFound(
                 f"run {self._coordinator.name!r} was forked from {origin.run!r} at sample {origin.sample_index}, and "
                 "this ledger does not have the state there: load a checkpoint"
             )
-        return ResumePoint(
-            sample_index=index, digest=digest, total_tokens=tokens, base=None, run_uid=None, generation=0
-        )
+        return ResumePoint.of(timeline.initial())
 
     def order_at(self, sample_index: int) -> PipelineFactory:
         """The order in force at a sample index."""
@@ -234,13 +230,12 @@ class History:
 
     def timeline_of(self, openings: Sequence[Opening], generation: int | None) -> Timeline:
         """The timeline that a generation had when it ended; that of the run for the present one, or None."""
-        coordinator = self._coordinator
+        timeline = self._coordinator.timeline
         later = [opening for opening in openings if generation is not None and opening.generation > generation]
         if not later:
-            return coordinator.timeline
-        return coordinator.timeline.with_revisions(
-            [r for r in coordinator.timeline.revisions if r.made_at < later[0].opened_at]
-        )
+            return timeline
+        timeline = timeline.with_revisions([r for r in timeline.revisions if r.made_at < later[0].opened_at])
+        return timeline.of_state(openings[-len(later) - 1].start_state)
 
     def _farthest(self, generation: int, timeline: Timeline) -> int:
         """How far a generation that is over may have come, guessed from its journal, whose entries lie apart.
@@ -265,8 +260,8 @@ class History:
 
         ``advance`` goes from a state to a sample index, in the caller's own way.
         """
-        base = point.base or self._coordinator.timeline.initial()
-        check_cursors(self._coordinator.timeline, base)
+        base = point.base or self._coordinator.timeline.with_clock(0).initial()
+        check_cursors(self._coordinator.timeline.with_clock(base.clock_offset), base)
         state = (advance or self._advance)(base, point.sample_index)
         if state.sample_index != point.sample_index:
             raise SnapshotInvalid(
@@ -279,7 +274,7 @@ class History:
                 f"{state.total_tokens} tokens, but the snapshot says {point.digest} and {point.total_tokens}: it was "
                 "made from other data or by other software"
             )
-        counts = snapshot_encode.counts_of(state, self._coordinator.timeline.shape_at(state.sample_index))
+        counts = counts_at(json.loads(self._coordinator.timeline.encode(state)), state.sample_index, state.total_tokens)
         theirs = counts if point.counts is None else point.counts
         for spec in sorted({*counts, *theirs}):
             if theirs.get(spec) != counts.get(spec):
@@ -326,10 +321,9 @@ class History:
     def seal(self, state: State, generation: int, resume_state: str = "", uid: str | None = None) -> str:
         """The snapshot at a state; ``resume_state``: where going forward to it begins, if not at itself; ``uid``: of
         the run where it is not this ledger's."""
-        timeline = self._coordinator.timeline
         template = self._coordinator.template(uid or self._coordinator.uid, generation)
-        resume_state = resume_state or timeline.encode(state, generation)
-        return snapshot_encode.compose(template, resume_state, state, timeline.shape_at(state.sample_index))
+        there = self._coordinator.timeline.encode(state, generation)
+        return snapshot_encode.compose(template, resume_state or there, there)
 
     def _recomputed(self, index: int) -> str:
         """By going forward from the nearest state that the ledger has in the index's lineage."""

@@ -70,7 +70,7 @@ class GenerationOpener:
             opening = self._lay(call, stored, point, skipped, start)
             # Noted before the write: where its answer is lost, the same rank asks again.
             self._newest = call.attempt, choice
-            committed = commit_of(coordinator.timeline, start, opening.start_state)
+            committed = commit_of(coordinator.timeline.with_clock(start.clock_offset), start, opening.start_state)
             coordinator.open_generation(uid, opening, start, committed, call.process)
         self._log_opening(opening, start, point.notes)
         return opening
@@ -78,7 +78,7 @@ class GenerationOpener:
     def _lay(self, call: JoinCall, stored: StoredRun, point: ResumePoint, skipped: int, start: State) -> Opening:
         """What is to be written."""
         coordinator = self._coordinator
-        timeline = coordinator.timeline
+        timeline = coordinator.timeline.with_clock(start.clock_offset)
         batch_plans = BatchPlans.lay(
             call.schedule,
             start_index=start.sample_index,

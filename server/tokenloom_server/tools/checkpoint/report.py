@@ -65,6 +65,8 @@ def _heading(content: Content) -> Iterator[str]:
     if content.imported:
         begin = content.imported.get("sample_index")
         yield f"its order began at sample {begin}, from an older data loader's checkpoint"
+    if content.clock_offset:
+        yield f"its token clock is an older checkpoint's: {content.clock_offset:+,} tokens to those of its samples"
     if content.forked:
         yield f"it was forked from run {content.forked.get('run')} at sample {content.forked.get('sample_index')}"
     for index in content.revisions:
