@@ -108,8 +108,8 @@ def _encode_node(children: tuple[ChildState, ...]) -> list[list[int]]:
 
 
 def compose(template: Mapping[str, Any], resume_state: str, there: str) -> str:
-    """The sealed snapshot at a sample index: ``there`` is the state at it, ``resume_state`` the one at the boundary before
-    it, both as ``encode_state`` wrote them. The client does the same with what the wire carries."""
+    """The sealed snapshot at a sample index: ``there`` is the state at it, ``resume_state`` the one at the boundary
+    before it, both as ``encode_state`` wrote them. The client does the same with what the wire carries."""
     state = json.loads(there)
     place = {key: state[key] for key in ("sample_index", "total_tokens", "digest")}
     fields = {**template, **place, "counts": counts_at(state, state["sample_index"], state["total_tokens"])}
