@@ -35,7 +35,7 @@ def show(content: Content, out: Console) -> None:
         out.print(_sources(content))
     if content.counts:
         fields = ("samples", "tokens", "real_tokens")
-        counts = [(spec, *(_shown(given.get(field)) for field in fields)) for spec, given in content.counts.items()]
+        counts = [(spec, *(_shown(own.get(field)) for field in fields)) for spec, own in content.counts.items()]
         title = f"what each source gave up to sample {_shown(content.sample_index)}"
         out.print(table(("source", "samples", "tokens", "real tokens"), counts, left=("source",), title=title))
     if content.nodes:
