@@ -62,7 +62,9 @@ def _checked_content(timeline: Timeline, change: MixtureChange, sample_index: in
     if not lines:
         raise ConfigError("this changes nothing: the mixture in force there is the same")
     content["changes"] = [*lines, *_ended_by_a_phase(timeline, sample_index)]
-    return content | estimates_to_json(after.record.size_estimates)
+    # Those that the run's record has need not be carried by every state.
+    recorded = timeline.first.record.size_estimates
+    return content | estimates_to_json({i: e for i, e in after.record.size_estimates.items() if recorded.get(i) != e})
 
 
 def _changed_config(timeline: Timeline, change: MixtureChange, sample_index: int) -> RunConfig:
