@@ -28,6 +28,9 @@ from tokenloom_server.mixing.weights import integer_weights
 #: The weights of every node, in node-id order.
 MixWeights = tuple[NodeWeights, ...]
 
+#: How the reason of an end begins that is that of the data.
+ALL_EXHAUSTED = "every source is exhausted"
+
 
 class Ending(NamedTuple):
     """What has no more to give, and why. ``source``: its id; None for a node."""
@@ -190,7 +193,7 @@ class Mixer:
         if not root.room():
             return f"the mixture has given its max_tokens of {root.config.max_tokens:,}"
         if all(gone or of.presence == "dropped" for of, gone in zip(sources, out, strict=True)):
-            reason = "every source is exhausted"
+            reason = ALL_EXHAUSTED
         else:
             names = ", ".join(of.name for of, gone in zip(sources, out, strict=True) if gone)
             reason = f"exhausted, and its node stops: {names}"
