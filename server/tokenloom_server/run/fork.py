@@ -71,7 +71,7 @@ class ForkHandler:
                     )
                 origin = self._origin(text, foreign)
                 coordinator.adopt_timeline(epoch, coordinator.timeline.with_origin(origin))
-            return self._history.seal(0, origin.state, origin.sample_index, origin.digest, origin.total_tokens)
+            return self._history.seal(coordinator.timeline.decode(origin.state), 0, origin.state)
 
     def _origin(self, text: str | bytes, foreign: ForeignSnapshot) -> Origin:
         """Where this run begins; its state is that of the other run's sources as far as this run has them."""
