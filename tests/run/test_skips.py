@@ -314,3 +314,21 @@ def test_a_pin_and_an_opening_of_a_release_that_jumped_over_samples_are_still_re
     assert served.stats.read().pin is not None
     assert Trainer(served).take(2) == part(without(samples, (20, 27)), 20, 28)
     assert {DOCS, WIKI} <= {source.spec for source in served.stats.read().sources}
+
+
+def test_padding_that_was_passed_over_is_in_no_count(made: Callable[..., Place]) -> None:
+    place = made(packing="none", sequence_length=16, pad_id=3)
+    served = place.serve()
+    trainer = Trainer(served)
+    trainer.take(8)
+    served.start_points.restore(text=trainer.state(12).decode(), skip_samples=9)
+    after = Trainer(served, 1, 3, state=trainer.state(8))
+    after.take(6)
+    for index in (11, 14, 26):
+        state = after.state(index)
+        counts = json.loads(state)["counts"].values()
+        assert sum(count["samples"] for count in counts) == index
+        assert (
+            0 < sum(count["real_tokens"] for count in counts) < sum(count["tokens"] for count in counts) == index * 16
+        )
+        assert Trainer(place.restart(), state=state).take(1)

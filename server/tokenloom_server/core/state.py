@@ -136,6 +136,7 @@ class SourceState:
     skipped_samples: int = 0
     skipped_rows: int = 0
     skipped_tokens: int = 0
+    skipped_padding_tokens: int = 0
     row_counts: RowCounts = _NOTHING_COUNTED
     lanes: tuple[Lane, ...] = ()
 
@@ -240,6 +241,9 @@ def passed_over(before: State, after: State) -> State:
             skipped_samples=was.skipped_samples + now.samples - was.samples,
             skipped_rows=was.skipped_rows + now.rows - was.rows,
             skipped_tokens=was.skipped_tokens + now.tokens - was.tokens,
+            skipped_padding_tokens=was.skipped_padding_tokens
+            + now.row_counts.padding_tokens
+            - was.row_counts.padding_tokens,
         )
         for was, now in zip(before.sources, after.sources, strict=True)
     ]

@@ -14,6 +14,7 @@ from tokenloom_proto.seal import CHECKSUM
 from tokenloom_server.config.catalog import SourceSchemes
 from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
+from tokenloom_server.order.nested_state import as_resume_state, is_nested
 from tokenloom_server.order.snapshot_document import MAX_BYTES
 
 _Count = Annotated[int, Field(ge=0, le=MAX_COUNTER)]
@@ -48,10 +49,16 @@ class Entry(BaseModel):
         return 0 if self.was_preserved else self.token_offset or 0
 
     @property
-    def counts_in_shard(self) -> bool:
-        """Whether ``row_offset`` is known to count within the shard, as in Tokenloom's own."""
+    def reading(self) -> _RowOffsetOf | None:
+        """What ``row_offset`` is known to count: in Tokenloom's own the rows of the shard, else what is said of it."""
         fields = {*(self.model_extra or ())}
-        return self.row_offset_of == "shard" or any(ours <= fields for ours in _OUR_FIELDS)
+        return "shard" if any(ours <= fields for ours in _OUR_FIELDS) else self.row_offset_of
+
+    @property
+    def was_drawn(self) -> bool:
+        """Whether the source was shuffled or read in lanes, so that it does not stand in file order."""
+        fields = self.model_extra or {}
+        return fields.get("shuffle", "none") not in ("none", False, None) or bool(fields.get("lanes"))
 
 
 class _ResumeState(BaseModel):
@@ -69,13 +76,15 @@ class _ResumeState(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What an older checkpoint says: ``datasets`` as they were written, or only a ``sample_index``; and what its token
-    clock can be read from, None where it does not say."""
+    """What an older checkpoint says: ``datasets`` as they were written, the state of ``nested`` ones, which only a
+    mixture gives their specs, or a ``sample_index`` alone; and what its token clock can be read from, None where it
+    does not say."""
 
     datasets: tuple[Entry, ...]
     sample_index: int | None
     total_tokens: int | None
     sample_tokens: int | None
+    nested: dict[str, Any] | None = None
 
     def clock(self) -> tuple[int | None, str]:
         """The total tokens of the job that wrote it, None where they are not known; and what says so."""
@@ -103,7 +112,8 @@ def read(text: str | bytes) -> Payload | None:
     if not isinstance(document, dict) or "format" in document or CHECKSUM in document:
         return None
     resume = document.get("resume_state")
-    if resume is None and "sample_index" not in document:
+    nested = document if is_nested(document) else None
+    if resume is None and "sample_index" not in document and nested is None:
         return None
     if resume is not None and not isinstance(resume, dict):
         raise SnapshotInvalid(f"resume_state: expected a mapping with datasets, found {type(resume).__name__}")
@@ -112,6 +122,8 @@ def read(text: str | bytes) -> Payload | None:
     clock = sample_index, total_tokens, next(filter(None, lengths), None)
     if resume is not None and "datasets" in resume:
         return Payload(entries_of(resume), *clock)
+    if nested is not None:
+        return Payload((), as_resume_state(nested, None)["sample_index"], *clock[1:], nested)
     if sample_index is None:
         raise SnapshotInvalid("sample_index: found nothing; expected that, or resume_state.datasets")
     return Payload((), *clock)

@@ -127,7 +127,7 @@ def check_place(where: str, source: int, standing: KnownDataset | Lane, shape: S
 
 def check_skipped(i: int, dataset: KnownDataset) -> None:
     """Checks that what was passed over is a part of all that the source gave; without samples it is nothing."""
-    for skipped, name in zip(SKIPPED, ("samples", "rows", "token_offset"), strict=True):
+    for skipped, name in zip(SKIPPED, ("samples", "rows", "token_offset", "padding_tokens"), strict=True):
         part, whole = getattr(dataset, skipped), getattr(dataset, name)
         if part > whole or (part and not dataset.skipped_samples):
             raise SnapshotInvalid(
