@@ -322,6 +322,7 @@ def test_padding_that_was_passed_over_is_in_no_count(made: Callable[..., Place])
     trainer = Trainer(served)
     trainer.take(8)
     served.start_points.restore(text=trainer.state(12).decode(), skip_samples=9)
+    Trainer(served)
     after = Trainer(served, 1, 3, state=trainer.state(8))
     after.take(6)
     for index in (11, 14, 26):
