@@ -23,6 +23,7 @@ from tokenloom.errors import EndOfData
 from tokenloom.snapshot import History, Loaded, Older, Point
 
 log = logging.getLogger("tokenloom")
+_BEGUN_AGAIN = "run %s: begun again at sample %d (resume='fresh', no state loaded): what was given before comes again"
 
 
 class OrderDataset(ConnectedDataset, ResumableDataset):
@@ -89,6 +90,8 @@ class OrderDataset(ConnectedDataset, ResumableDataset):
             _check_start(connection, loaded)
         for line in skips if self.rank == 0 else ():
             log.warning("run %s: %s", self.run, line)
+        if request.resume == "fresh" and connection.opening.facts.generation > 1 and self.rank == 0:
+            log.warning(_BEGUN_AGAIN, self.run, start.sample_index)
         self._keep(connection)
         self._joined_in[0] = os.getpid()
         # The loaded state may not know of samples that are passed over here: the server's does.
