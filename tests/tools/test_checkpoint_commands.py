@@ -423,7 +423,7 @@ def test_whatever_a_snapshot_holds_it_can_be_shown(data: st.DataObject, texts: l
     a, b = (read(Path("x"), DataState("", document), mixture_file) for document in documents)
     out = Console(file=io.StringIO(), width=120)
     report.show(a, out)
-    report.show_probabilities(a, out)
+    report.show_probabilities(report.probabilities(a), out)
     for pair in ((a, b), (b, a)):
         report.show_difference(difference(*pair), *pair, out)
     json.dumps([report.as_json(a), report.probabilities(a)])

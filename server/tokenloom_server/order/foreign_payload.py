@@ -49,10 +49,16 @@ class Entry(BaseModel):
         return 0 if self.was_preserved else self.token_offset or 0
 
     @property
-    def counts_in_shard(self) -> bool:
-        """Whether ``row_offset`` is known to count within the shard, as in Tokenloom's own."""
+    def reading(self) -> _RowOffsetOf | None:
+        """What ``row_offset`` is known to count: in Tokenloom's own the rows of the shard, else what is said of it."""
         fields = {*(self.model_extra or ())}
-        return self.row_offset_of == "shard" or any(ours <= fields for ours in _OUR_FIELDS)
+        return "shard" if any(ours <= fields for ours in _OUR_FIELDS) else self.row_offset_of
+
+    @property
+    def was_drawn(self) -> bool:
+        """Whether the source was shuffled or read in lanes, so that it does not stand in file order."""
+        fields = self.model_extra or {}
+        return fields.get("shuffle", "none") not in ("none", False, None) or bool(fields.get("lanes"))
 
 
 class _ResumeState(BaseModel):
@@ -117,7 +123,7 @@ def read(text: str | bytes) -> Payload | None:
     if resume is not None and "datasets" in resume:
         return Payload(entries_of(resume), *clock)
     if nested is not None:
-        return Payload((), as_resume_state(nested, None)["sample_index"], *clock[1:], nested)
+        return Payload((), as_resume_state(nested, None, {})["sample_index"], *clock[1:], nested)
     if sample_index is None:
         raise SnapshotInvalid("sample_index: found nothing; expected that, or resume_state.datasets")
     return Payload((), *clock)
