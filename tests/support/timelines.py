@@ -17,6 +17,17 @@ from tokenloom_server.order.timeline import Timeline
 def revised(timeline: Timeline, sample_index: int, *, state: State | None = None, **change: Any) -> Timeline:
     """The course under a further revision, made at a ``state``. Raises what ``Timeline.revise`` does."""
     content = revise(timeline, MixtureChange.model_validate({"reason": "a test", **change}), sample_index, state=state)
+    return _revised(timeline, sample_index, content)
+
+
+def skipping(timeline: Timeline, sample_index: int, samples: int, state: State | None = None) -> Timeline:
+    """The timeline under a further revision that passes over samples; ``state``: and of the skips of before over those
+    alone that it passed."""
+    there = state or replace(timeline.initial(), sample_index=sample_index)
+    return _revised(timeline, sample_index, skip_content(timeline.skips_after(there, samples, state is not None)))
+
+
+def _revised(timeline: Timeline, sample_index: int, content: dict[str, Any]) -> Timeline:
     revision = StoredRevision(
         number=len(timeline.revisions) + 1,
         sample_index=sample_index,
@@ -24,21 +35,5 @@ def revised(timeline: Timeline, sample_index: int, *, state: State | None = None
         author="",
         reason="a test",
         content=canonical(content),
-    )
-    return timeline.with_revisions((*timeline.revisions, revision))
-
-
-def skipping(timeline: Timeline, sample_index: int, samples: int, state: State | None = None) -> Timeline:
-    """The timeline under a further revision that passes over samples; ``state``: and of the skips of before over those
-    alone that it passed."""
-    there = state or replace(timeline.initial(), sample_index=sample_index)
-    skips = timeline.skips_after(there, samples, state is not None)
-    revision = StoredRevision(
-        number=len(timeline.revisions) + 1,
-        sample_index=sample_index,
-        made_at=0.0,
-        author="",
-        reason="a test",
-        content=canonical(skip_content(skips)),
     )
     return timeline.with_revisions((*timeline.revisions, revision))

@@ -173,7 +173,7 @@ class Timeline:
         """For people: what is passed over from a state on, and what of each source was so far."""
         ahead = {index: samples for index, samples in self.skips.items() if index >= state.sample_index}
         sources = zip(self.at(state.sample_index).config.sources, state.sources, strict=True)
-        passed = [f"{of.name} {at.skipped_tokens:,} tokens" for of, at in sources if at.skipped_samples]
+        passed = [f"{of.name} {source.skipped_tokens:,} tokens" for of, source in sources if source.skipped_samples]
         so_far = [f"passed over so far: {', '.join(passed)}"] if passed else []
         return (skip_content(ahead)["changes"] if ahead else []) + so_far
 
@@ -184,8 +184,8 @@ class Timeline:
         pairs = [*self.skips.items()] if not undo else [skip[:2] for skip in state.skips]
         skips = {index: samples} if samples else {}
         for other, count in pairs:
-            at = max(index, other - samples) if other > index else other
-            skips[at] = skips.get(at, 0) + count
+            moved = max(index, other - samples) if other > index else other
+            skips[moved] = skips.get(moved, 0) + count
         return dict(sorted(skips.items()))
 
     def _past_skip(self, segment: TimelineSegment, state: State) -> State:
