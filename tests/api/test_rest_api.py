@@ -206,13 +206,13 @@ def test_a_restore_takes_each_of_its_three_forms(http: httpx.Client, service: Me
         service.restored.clear()
         answer = http.post(f"/v1/runs/{RUN}/restore", json=body)
         assert answer.status_code == 200, answer.text
-        assert answer.json() == {
-            "sample_index": 12, "digest": f"{12:032x}", "skips": None
-        }  # fmt: skip
+        assert answer.json() == {"sample_index": 12, "digest": f"{12:032x}", "skips": None}
         assert service.restored[RUN].sample_index == 12
     for change, skips in (
-        ({"skip_samples": 5}, {"12": 5}), ({"skip_tokens": 1025}, {"12": 3}), ({"undo_skip": True}, {})
-    ):  # fmt: skip
+        ({"skip_samples": 5}, {"12": 5}),
+        ({"skip_tokens": 1025}, {"12": 3}),
+        ({"undo_skip": True}, {}),
+    ):
         answer = http.post(f"/v1/runs/{RUN}/restore", json={"sample_index": 12} | change)
         assert answer.json()["skips"] == skips
     assert http.delete(f"/v1/runs/{RUN}/restore", headers=JSON).json() == answer.json()

@@ -20,6 +20,7 @@ from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.mixture_content import validated
 from tokenloom_server.order.origin import Origin
 from tokenloom_server.order.pipeline import Pipeline, Switch
+from tokenloom_server.order.returning import returning
 from tokenloom_server.order.segments import TimelineSegment, files_of, files_to_json, lay, skip_content, with_skips
 from tokenloom_server.packing.base import PackerFactory
 
@@ -205,7 +206,7 @@ class Timeline:
     def _entered(self, before: TimelineSegment, segment: TimelineSegment, state: State) -> State:
         """The state at the end of one segment, as the next one goes on from it."""
         if segment.factory is not before.factory:
-            state = carry(state, before.config, segment.config, segment.grown, segment.returning)
+            state = _carried(before.config, segment, state)
         return self._past_skip(segment, state)
 
     def switches(self, sample_index: int, *, ahead: bool = False) -> list[Switch]:
@@ -303,6 +304,14 @@ class Timeline:
 
     def _segment(self, sample_index: int) -> TimelineSegment:
         return self._segments[max(0, bisect_right(self._begins, sample_index) - 1)]
+
+
+def _carried(old: RunConfig, segment: TimelineSegment, state: State) -> State:
+    """The state at the beginning of a segment. What a revision does not name comes back by a phase."""
+    named = [one.entry for one in segment.returning]
+    others = [entry for entry in state.preserved if entry not in named]
+    back = (*segment.returning, *returning(others, segment.factory, len(old.sources)))
+    return carry(state, old, segment.config, segment.grown, back)
 
 
 def _lazily(factory: PipelineFactory, ahead: bool) -> PackerFactory:
