@@ -12,10 +12,10 @@ from support.digest import digest_after
 from support.timelines import revised, skipping
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import BeyondHorizon, SnapshotInvalid
+from tokenloom_server.order.replay import Replay
 from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.order.timeline import Timeline
 
-#: Source, ids, and where documents begin in it.
 Sample = tuple[int, bytes, list[int]]
 
 
@@ -52,9 +52,7 @@ def given(timeline: Timeline, state: State | None = None, size: int = 1, group: 
 
 
 def state_at(timeline: Timeline, index: int) -> State:
-    pipeline = timeline.pipeline(timeline.initial())
-    pipeline.advance(index)
-    return pipeline.state()
+    return Replay(timeline, timeline.settled(timeline.initial())).forward(index)
 
 
 _DRAWN = [
