@@ -274,10 +274,12 @@ class History:
             )
         digest = digest_hex(state.digest)
         if (digest, state.total_tokens) != (point.digest or digest, point.total_tokens):
+            after = [each for each in self._revisions_before(point.sample_index) if each[1] >= base.sample_index]
+            reason = "".join(f"without revision {number}, which holds from sample {at} on, " for number, at, _ in after)
             raise SnapshotInvalid(
                 f"going forward from sample {base.sample_index} to {point.sample_index} gives digest {digest} and "
                 f"{state.total_tokens} tokens, but the snapshot says {point.digest} and {point.total_tokens}: it was "
-                "made from other data or by other software"
+                f"made {reason}from other data or by other software"
             )
         return state
 
