@@ -136,8 +136,10 @@ def expected(case: Case) -> Iterator[Sample]:
             ids = tuple(chain.from_iterable(window[row][3][begin:end] for row, begin, end in its))
             rest = width - len(ids)
             cut = sum(begin == 0 and end < len(window[row][3]) for row, begin, end in its)
+            # With padding on the right, the last of L + 1 ids is no input.
+            padded = rest if case.left else max(0, rest - case.lookahead)
             row_counts = row_counts._replace(
-                padding_tokens=row_counts.padding_tokens + rest, cut_documents=row_counts.cut_documents + cut
+                padding_tokens=row_counts.padding_tokens + padded, cut_documents=row_counts.cut_documents + cut
             )
             ends = np.cumsum([end - begin for _, begin, end in its])
             starts = [0, *ends[:-1].tolist()]

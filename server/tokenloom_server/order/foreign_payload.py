@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from tokenloom_proto.resume import CLOCK_KEYS
 from tokenloom_proto.seal import CHECKSUM
 
+from tokenloom_server.config.catalog import SourceSchemes
 from tokenloom_server.core.state import MAX_COUNTER
-from tokenloom_server.errors import SnapshotInvalid
+from tokenloom_server.errors import ConfigError, SnapshotInvalid
+from tokenloom_server.order.nested_state import as_resume_state, is_nested
 from tokenloom_server.order.snapshot_document import MAX_BYTES
 
 _Count = Annotated[int, Field(ge=0, le=MAX_COUNTER)]
@@ -35,10 +39,26 @@ class Entry(BaseModel):
     epoch: _Count | None = None
 
     @property
-    def counts_in_shard(self) -> bool:
-        """Whether ``row_offset`` is known to count within the shard, as in Tokenloom's own."""
+    def was_preserved(self) -> bool:
+        """Whether the run that it is of had it in no mixture: what was read of it is no part of that run's samples."""
+        return (self.model_extra or {}).get("unknown") is True
+
+    @property
+    def counted_tokens(self) -> int:
+        """The tokens that are a part of the run's samples."""
+        return 0 if self.was_preserved else self.token_offset or 0
+
+    @property
+    def reading(self) -> _RowOffsetOf | None:
+        """What ``row_offset`` is known to count: in Tokenloom's own the rows of the shard, else what is said of it."""
         fields = {*(self.model_extra or ())}
-        return self.row_offset_of == "shard" or any(ours <= fields for ours in _OUR_FIELDS)
+        return "shard" if any(ours <= fields for ours in _OUR_FIELDS) else self.row_offset_of
+
+    @property
+    def was_drawn(self) -> bool:
+        """Whether the source was shuffled or read in lanes, so that it does not stand in file order."""
+        fields = self.model_extra or {}
+        return fields.get("shuffle", "none") not in ("none", False, None) or bool(fields.get("lanes"))
 
 
 class _ResumeState(BaseModel):
@@ -56,10 +76,26 @@ class _ResumeState(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What an older checkpoint says: ``datasets`` as they were written, or only a ``sample_index``."""
+    """What an older checkpoint says: ``datasets`` as they were written, the state of ``nested`` ones, which only a
+    mixture gives their specs, or a ``sample_index`` alone; and what its token clock can be read from, None where it
+    does not say."""
 
     datasets: tuple[Entry, ...]
-    sample_index: int
+    sample_index: int | None
+    total_tokens: int | None
+    sample_tokens: int | None
+    nested: dict[str, Any] | None = None
+
+    def clock(self) -> tuple[int | None, str]:
+        """The total tokens of the job that wrote it, None where they are not known; and what says so."""
+        offsets = [entry.token_offset for entry in self.datasets if entry.token_offset is not None]
+        if self.total_tokens is not None:
+            return self.total_tokens, "as the older checkpoint says"
+        if offsets and len(offsets) == len(self.datasets):
+            return sum(offsets), "the sum of the older checkpoint's token_offset"
+        if self.sample_index is not None and self.sample_tokens is not None:
+            return self.sample_index * self.sample_tokens, "the older checkpoint's sample_index × context_length"
+        return None, "those of the samples; where its clock was another, write total_tokens into the checkpoint's copy"
 
 
 def read(text: str | bytes) -> Payload | None:
@@ -76,22 +112,44 @@ def read(text: str | bytes) -> Payload | None:
     if not isinstance(document, dict) or "format" in document or CHECKSUM in document:
         return None
     resume = document.get("resume_state")
-    if resume is None and "sample_index" not in document:
+    nested = document if is_nested(document) else None
+    if resume is None and "sample_index" not in document and nested is None:
         return None
     if resume is not None and not isinstance(resume, dict):
         raise SnapshotInvalid(f"resume_state: expected a mapping with datasets, found {type(resume).__name__}")
+    fields = {**(resume or {}), **document}
+    sample_index, total_tokens, *lengths = (_number(fields, name) for name in ("sample_index", *CLOCK_KEYS))
+    clock = sample_index, total_tokens, next(filter(None, lengths), None)
     if resume is not None and "datasets" in resume:
-        try:
-            return Payload(_ResumeState.model_validate(resume).entries(), 0)
-        except ValidationError as error:
-            raise SnapshotInvalid(_explain(error, resume)) from None
-    sample_index = document.get("sample_index", (resume or {}).get("sample_index"))
-    if type(sample_index) is not int or not 0 <= sample_index <= MAX_COUNTER:
-        raise SnapshotInvalid(
-            f"sample_index: found {_short(sample_index)}; an older checkpoint has resume_state.datasets, or a "
-            "sample_index that is an integer from 0 to 2^53 − 1"
-        )
-    return Payload((), sample_index)
+        return Payload(entries_of(resume), *clock)
+    if nested is not None:
+        return Payload((), as_resume_state(nested, None)["sample_index"], *clock[1:], nested)
+    if sample_index is None:
+        raise SnapshotInvalid("sample_index: found nothing; expected that, or resume_state.datasets")
+    return Payload((), *clock)
+
+
+def _number(fields: Mapping[str, Any], name: str) -> int | None:
+    number = fields.get(name)
+    if number is not None and (type(number) is not int or not 0 <= number <= MAX_COUNTER):
+        raise SnapshotInvalid(f"{name}: found {_short(number)}; expected an integer from 0 to 2^53 − 1")
+    return number
+
+
+def entries_of(resume: dict[str, Any]) -> tuple[Entry, ...]:
+    """The entries of a ``resume_state``. Raises ``SnapshotInvalid`` naming spec and field."""
+    try:
+        return _ResumeState.model_validate(resume).entries()
+    except ValidationError as error:
+        raise SnapshotInvalid(_explain(error, resume)) from None
+
+
+def normalised(spec: str, schemes: SourceSchemes) -> str:
+    """A spec as this run has it."""
+    try:
+        return str(schemes.spec(spec))
+    except ConfigError:
+        return spec  # of a kind that this release does not read: no source of any mixture has it
 
 
 def _explain(error: ValidationError, resume: dict[str, Any]) -> str:

@@ -91,7 +91,7 @@ class Pipeline:
     def _begin(
         self, config: RunConfig, packers: PackerFactory, state: State, size_estimates: Mapping[int, SizeEstimate]
     ) -> None:
-        self._stage = Stage(config, Mixer(config, state.nodes, size_estimates), state)
+        self._stage = Stage(config, Mixer(config, state.nodes, size_estimates, state.clock_offset), state)
         self._feeds = [Feed(packers(i, source), source) for i, source in enumerate(state.sources)]
 
     @property
@@ -159,8 +159,7 @@ class Pipeline:
         last_partial = [kept] if kept % step_samples else []
         ends = [*range(step_samples, kept + 1, step_samples), *last_partial]
         group.rotations += rotations[: len(ends)]
-        if self._real.varies:
-            group.count(first_step, first_step + len(ends))
+        group.count(first_step, first_step + len(ends))
         for start, end in pairwise([0, *ends]):
             self._digest = _digest_after(self._digest, hashes[start:end], self._powers)
             # A change found after the step's last sample is the next decision's; but none follows a padded one.

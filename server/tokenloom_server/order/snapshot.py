@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server.core.state import ChildState, Imported, PackedCursor, SourceState, State
+from tokenloom_server.core.state import ChildState, Imported, SourceState, State, digest_hex
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.order.snapshot_checks import (
     check_lanes,
@@ -24,15 +24,14 @@ from tokenloom_server.order.snapshot_checks import (
     check_skipped,
 )
 from tokenloom_server.order.snapshot_document import (
-    FileDataset,
     KnownDataset,
     PreservedDataset,
     ResumeStateDocument,
     SnapshotDocument,
-    lane_of,
     read_document,
     read_resume_state,
 )
+from tokenloom_server.order.snapshot_encode import encode_state
 from tokenloom_server.order.state_shape import Shape, ShapeAt
 
 
@@ -48,8 +47,16 @@ class ResumePoint:
     #: The run and generation it was taken in; None and 0 for a state from before the first join.
     run_uid: str | None = None
     generation: int = 0
+    #: What the snapshot says that each source has given, by spec; None where it does not say it.
+    counts: Mapping[str, Mapping[str, int]] | None = None
     #: What was made of an older data loader's checkpoint, a line for each spec; empty for a snapshot.
     notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, state: State, notes: tuple[str, ...] = ()) -> ResumePoint:
+        """At a state, which begins a lineage of its own."""
+        index, tokens = state.sample_index, state.total_tokens
+        return cls(sample_index=index, digest=digest_hex(state.digest), total_tokens=tokens, base=state, notes=notes)
 
 
 def decode_state(resume_state: str, shape_at: ShapeAt) -> State:
@@ -82,9 +89,8 @@ def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt) -> 
             raise SnapshotInvalid(
                 f"resume_state is at sample {base.sample_index}, beyond sample_index {snapshot.sample_index}"
             )
-        check_position(
-            "", snapshot.sample_index, snapshot.total_tokens, snapshot.digest, shape_at(snapshot.sample_index)
-        )
+        shape = shape_at(snapshot.sample_index, base.clock_offset)
+        check_position("", snapshot.sample_index, snapshot.total_tokens, snapshot.digest, shape)
     return ResumePoint(
         sample_index=snapshot.sample_index,
         digest=snapshot.digest,
@@ -92,6 +98,7 @@ def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt) -> 
         base=base,
         run_uid=snapshot.run_uid,
         generation=snapshot.generation or 0,
+        counts=snapshot.counts,
     )
 
 
@@ -108,7 +115,7 @@ _REMEDIES = {
 
 
 def _state(resume: ResumeStateDocument, shape_at: ShapeAt) -> State:
-    shape = shape_at(resume.sample_index)
+    shape = shape_at(resume.sample_index, resume.clock_offset)
     check_mixture(resume, shape)
     check_position("resume_state.", resume.sample_index, resume.total_tokens, resume.digest, shape)
     datasets = [entry for entry in resume.datasets if isinstance(entry, KnownDataset)]
@@ -117,7 +124,6 @@ def _state(resume: ResumeStateDocument, shape_at: ShapeAt) -> State:
         raise SnapshotInvalid(
             f"resume_state.imported.sample_index is {began.sample_index}, beyond sample_index {resume.sample_index}"
         )
-    preserved = [entry for entry in resume.datasets if isinstance(entry, PreservedDataset)]
     sources = _sources(datasets, shape)
     nodes = tuple(
         tuple(ChildState(samples, tokens, credit, bool(out), *made) for samples, tokens, credit, out, *made in children)
@@ -130,9 +136,15 @@ def _state(resume: ResumeStateDocument, shape_at: ShapeAt) -> State:
         digest=int(resume.digest, 16),
         sources=sources,
         nodes=nodes,
-        preserved=tuple(canonical(entry.model_dump(exclude={"unknown"})) for entry in preserved),
+        preserved=_preserved(resume),
         imported=Imported(began.sample_index, int(began.digest, 16)) if began is not None else None,
+        clock_offset=resume.clock_offset,
     )
+
+
+def _preserved(resume: ResumeStateDocument) -> tuple[str, ...]:
+    entries = [entry for entry in resume.datasets if isinstance(entry, PreservedDataset)]
+    return tuple(canonical(entry.model_dump(exclude={"unknown"})) for entry in entries)
 
 
 def _sources(datasets: Sequence[KnownDataset], shape: Shape) -> tuple[SourceState, ...]:
@@ -159,44 +171,11 @@ def _sources(datasets: Sequence[KnownDataset], shape: Shape) -> tuple[SourceStat
             )
         check_skipped(i, dataset)
         check_lanes(i, dataset, shape)
-        sources.append(source_state(dataset))
+        sources.append(dataset.state)
     return tuple(sources)
 
 
-def source_state(dataset: KnownDataset) -> SourceState:
-    return SourceState(
-        cursor=dataset.cursor,
-        samples=dataset.samples,
-        rows=dataset.rows,
-        tokens=dataset.token_offset,
-        dropped_tokens=dataset.dropped_tokens,
-        exhausted=dataset.exhausted,
-        skipped_samples=dataset.skipped_samples,
-        skipped_rows=dataset.skipped_rows,
-        skipped_tokens=dataset.skipped_tokens,
-        row_counts=dataset.row_counts,
-        lanes=tuple(lane_of(entry) for entry in dataset.lanes),
-    )
-
-
 # Of another run, for forks and revisions: what a snapshot says, whether it fits or not.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignSource:
-    """A source as a snapshot of whichever run has it: by spec, and its shard by path."""
-
-    spec: str
-    shard: str | None
-    """None where it stands in no file: of shuffled rows, of batches, and at its beginning."""
-    state: SourceState
-    shuffle: str = "none"
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether it stands among rows that are packed together, or a lane of it does."""
-        cursors = self.state.cursor, *(lane.cursor for lane in self.state.lanes)
-        return any(isinstance(cursor, PackedCursor) for cursor in cursors)
 
 
 class ForeignSnapshot(SnapshotDocument):
@@ -214,18 +193,19 @@ class ForeignSnapshot(SnapshotDocument):
         """Where its run was forked from."""
         return self.resume_state.origin
 
-    def sources(self) -> tuple[ForeignSource, ...]:
+    @property
+    def preserved(self) -> Sequence[str]:
+        """As in ``State.preserved``."""
+        return _preserved(self.resume_state)
+
+    def sources(self) -> Sequence[KnownDataset]:
         """Where they stand at the sample index of ``resume_state``, which may lie before that of the snapshot."""
-        return tuple(
-            ForeignSource(
-                spec=dataset.spec,
-                shard=dataset.shard if isinstance(dataset, FileDataset) else None,
-                state=source_state(dataset),
-                shuffle=dataset.shuffle,
-            )
-            for dataset in self.resume_state.datasets
-            if isinstance(dataset, KnownDataset)
-        )
+        return [dataset for dataset in self.resume_state.datasets if isinstance(dataset, KnownDataset)]
+
+    def at(self, state: State, shape: Shape) -> ForeignSnapshot:
+        """The snapshot with a state of its run that lies after that of ``resume_state``."""
+        resume_state = read_resume_state(encode_state(state, shape), lambda *_: shape)
+        return self.model_copy(update={"resume_state": resume_state})
 
 
 def read_foreign(text: str | bytes) -> ForeignSnapshot | None:

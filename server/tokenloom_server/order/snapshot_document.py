@@ -19,6 +19,7 @@ from tokenloom_server.core.state import (
     Lane,
     PackedCursor,
     RowCounts,
+    SourceState,
     WindowCursor,
 )
 from tokenloom_server.errors import SnapshotInvalid
@@ -29,7 +30,7 @@ from tokenloom_server.order.state_shape import ShapeAt
 #: The versions of a snapshot that are read. (Its ``resume_state`` has a version of its own.)
 VERSIONS = (1, SNAPSHOT_VERSION)
 
-#: A snapshot of 200 sources has at most 64 KB; larger mixtures are larger, but nothing honest is above this.
+#: A snapshot of 200 sources has at most 96 KB; larger mixtures are larger, but nothing honest is above this.
 MAX_BYTES = 16 * 2**20
 
 #: The fields of a dataset's entry that it has where a restore jumped over some of its samples.
@@ -192,6 +193,27 @@ class KnownDataset(_Counters):
     skipped_tokens: int = Field(default=0, ge=0, le=MAX_COUNTER)
     lanes: list[_AnyLane] = Field(default_factory=list)
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether it stands among rows that are packed together, or a lane of it does."""
+        return any(isinstance(each.cursor, PackedCursor) for each in (self, *self.lanes))
+
+    @property
+    def state(self) -> SourceState:
+        return SourceState(
+            cursor=self.cursor,
+            samples=self.samples,
+            rows=self.rows,
+            tokens=self.token_offset,
+            dropped_tokens=self.dropped_tokens,
+            exhausted=self.exhausted,
+            skipped_samples=self.skipped_samples,
+            skipped_rows=self.skipped_rows,
+            skipped_tokens=self.skipped_tokens,
+            row_counts=self.row_counts,
+            lanes=tuple(lane_of(entry) for entry in self.lanes),
+        )
+
 
 class FileDataset(_FilePosition, KnownDataset):
     """A source that stands in a file. ``row_offset`` counts within the shard."""
@@ -253,6 +275,7 @@ class ResumeStateDocument(_Strict):
     total_tokens: int = _Count
     datasets: list[_AnyDataset]
     imported: _Imported | None = None
+    clock_offset: int = Field(default=0, ge=-MAX_COUNTER, le=MAX_COUNTER)
     #: By node, as in ``mixture``, by child.
     nodes: list[list[_AnyChild]]
     #: The mixture in force, by node id, for readers without the mixture file; states of before do not have it.
@@ -279,6 +302,8 @@ class SnapshotDocument(_Strict):
     manifest_digest: str | None = None
     tokenizer: dict[str, str] | None = None
     resume_state: ResumeStateDocument | None = None
+    #: By spec, what each source gave up to the sample index: samples, tokens, real_tokens. Older snapshots lack it.
+    counts: dict[str, dict[str, _Natural]] | None = None
 
 
 def read_document(text: str | bytes, shape_at: ShapeAt | None = None) -> SnapshotDocument:

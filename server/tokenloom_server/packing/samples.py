@@ -62,6 +62,11 @@ class SampleFormat:
         """Where the documents of a sample begin that fill so many of its ids."""
         return self.width - filled if self.padding == "left" else 0
 
+    def real_tokens(self, filled: Int64s) -> Int64s:
+        """Of samples whose documents fill so many ids: the positions of ``input_ids`` that hold one of those."""
+        over = self.width - self.length  # the last of L + 1 ids is only a label
+        return np.maximum(filled - over, 0) if self.padding == "left" else np.minimum(filled, self.length)
+
     def ids(self, sample: memoryview | bytes) -> Ids:
         """The ids of a sample without its padding."""
         ids: Ids = np.frombuffer(sample, self.dtype.newbyteorder("<"), self.width)

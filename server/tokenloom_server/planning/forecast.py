@@ -12,10 +12,11 @@ import numpy.typing as npt
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import MAX_COUNTER, FileCursor, State
+from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.mixing.mixer import Ending, Mixer
 from tokenloom_server.order.carry_over import carry
-from tokenloom_server.order.token_curve import TokenCurve
+from tokenloom_server.order.returning import Returning
 from tokenloom_server.planning.plan import PlannedEnding, PlannedSegment, PlannedSource, RunPlan
 from tokenloom_server.planning.segments import MAX_SEGMENTS, PlanSegment, merged
 from tokenloom_server.planning.supply import Supply
@@ -39,6 +40,8 @@ class Part:
     tokens: int = 0
     #: Sources that have more files than before.
     grown: tuple[int, ...] = ()
+    #: Sources that come back, as the revision says that begins here.
+    returning: tuple[Returning, ...] = ()
 
 
 def forecast(
@@ -99,7 +102,7 @@ class _Simulation:
 
     def enter(self, part: Part) -> None:
         """Goes on in the next part, where this one ends."""
-        self._begin(part, carry(self._state(), self._config, part.config, part.grown))
+        self._begin(part, carry(self._state(), self._config, part.config, part.grown, part.returning))
 
     def plan(self, start: State) -> RunPlan:
         config, state = self._config, self._state()
@@ -136,7 +139,7 @@ class _Simulation:
             for source, supply in enumerate(self._supplies)
             if source in part.config.measured_sources
         }
-        self._mixer = Mixer(part.config, state.nodes, estimates)
+        self._mixer = Mixer(part.config, state.nodes, estimates, state.clock_offset)
         self._mix_weights, self._weights = self._mixer.mix_weights, self._mixer.weights()
         self._known: dict[tuple[int, int], Ending] = self._mixer.endings()
         self._segment_begin, self._segment_given = self.tokens, self._given.copy()

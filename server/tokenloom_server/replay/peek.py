@@ -142,7 +142,7 @@ class Peeks:
         history, coordinator = self._history, self._coordinator
         point = history.asked_for(coordinator.stored(), call.state, call.resume or LATEST)
         assert point is not None
-        if point.notes and point.base is not None and not history.began_from(point):
+        if point.notes and point.digest is not None and not history.began_from(point):
             raise JoinRefused(
                 f"an older data loader's checkpoint begins an order of its own, and run {coordinator.name!r} has not "
                 "begun from it: train from it first (load_state_dict, or a restore), then peek"
@@ -269,6 +269,7 @@ class Peek:
         self._past.remember(self._generation, group.base, timeline)
         if group.marks:
             self._index = group.end
+            group.resume_state = timeline.encode(group.base)
             return Delivery(group, 0, len(group.marks), with_base=True)
         assert replay.ended is not None
         self._end = EndOfData(self._index, replay.ended, replay.dropped_samples)

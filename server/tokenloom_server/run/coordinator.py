@@ -183,6 +183,7 @@ class RunCoordinator(StreamCommands):
                 raise
             self.uid = uid
             self._refused.clear()
+            self.timeline = self.timeline.with_clock(start.clock_offset)
             self._committed_state, self._committed_at = start, opening.opened_at
             self._install(opening, start, committed, resumed=False, process=process)
 

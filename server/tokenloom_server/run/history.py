@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from tokenloom_proto.resume import counts_at
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.core.state import MAX_COUNTER, Imported, State, digest_hex, jumped_over
@@ -78,7 +79,7 @@ class History:
         before = self.forward(point, advance)
         if point.digest is None:
             # Of an older payload that only counts samples: what it stands for is known now.
-            text = self._seal_state(before, point.generation, uid=point.run_uid)
+            text = self.seal(before, point.generation, uid=point.run_uid)
         if not skip:
             return text
         after = (advance or self._advance)(before, before.sample_index + skip)
@@ -88,7 +89,7 @@ class History:
                 f"{after.sample_index}"
             )
         # The pin holds the state after the skip, so that the next opening need not go forward to it.
-        start = self._seal_state(jumped_over(before, after), point.generation, uid=point.run_uid)
+        start = self.seal(jumped_over(before, after), point.generation, uid=point.run_uid)
         revisions = self._revisions_before(after.sample_index)
         return canonical({"revisions": revisions, "skipped": skip, "snapshot": text, "start": start})
 
@@ -133,19 +134,14 @@ class History:
         """Where the run begins: sample 0, or where it was forked from another.
 
         Raises ``NotFound`` where only the ledger that a fork began with knows that."""
-        origin = self._coordinator.timeline.origin
-        if origin is None:
-            index, digest, tokens = 0, digest_hex(0), 0
-        elif origin.state:
-            index, digest, tokens = origin.sample_index, origin.digest, origin.total_tokens
-        else:
+        timeline = self._coordinator.timeline.with_clock(0)
+        origin = timeline.origin
+        if origin is not None and not origin.state:
             raise NotFound(
                 f"run {self._coordinator.name!r} was forked from {origin.run!r} at sample {origin.sample_index}, and "
                 "this ledger does not have the state there: load a checkpoint"
             )
-        return ResumePoint(
-            sample_index=index, digest=digest, total_tokens=tokens, base=None, run_uid=None, generation=0
-        )
+        return ResumePoint.of(timeline.initial())
 
     def order_at(self, sample_index: int) -> PipelineFactory:
         """The order in force at a sample index."""
@@ -234,13 +230,12 @@ class History:
 
     def timeline_of(self, openings: Sequence[Opening], generation: int | None) -> Timeline:
         """The timeline that a generation had when it ended; that of the run for the present one, or None."""
-        coordinator = self._coordinator
+        timeline = self._coordinator.timeline
         later = [opening for opening in openings if generation is not None and opening.generation > generation]
         if not later:
-            return coordinator.timeline
-        return coordinator.timeline.with_revisions(
-            [r for r in coordinator.timeline.revisions if r.made_at < later[0].opened_at]
-        )
+            return timeline
+        timeline = timeline.with_revisions([r for r in timeline.revisions if r.made_at < later[0].opened_at])
+        return timeline.of_state(openings[-len(later) - 1].start_state)
 
     def _farthest(self, generation: int, timeline: Timeline) -> int:
         """How far a generation that is over may have come, guessed from its journal, whose entries lie apart.
@@ -265,8 +260,8 @@ class History:
 
         ``advance`` goes from a state to a sample index, in the caller's own way.
         """
-        base = point.base or self._coordinator.timeline.initial()
-        check_cursors(self._coordinator.timeline, base)
+        base = point.base or self._coordinator.timeline.with_clock(0).initial()
+        check_cursors(self._coordinator.timeline.with_clock(base.clock_offset), base)
         state = (advance or self._advance)(base, point.sample_index)
         if state.sample_index != point.sample_index:
             raise SnapshotInvalid(
@@ -281,6 +276,14 @@ class History:
                 f"{state.total_tokens} tokens, but the snapshot says {point.digest} and {point.total_tokens}: it was "
                 f"made {reason}from other data or by other software"
             )
+        counts = counts_at(json.loads(self._coordinator.timeline.encode(state)), state.sample_index, state.total_tokens)
+        theirs = counts if point.counts is None else point.counts
+        for spec in sorted({*counts, *theirs}):
+            if theirs.get(spec) != counts.get(spec):
+                raise SnapshotInvalid(
+                    f"counts: {spec!r} has {theirs.get(spec)}, but going forward to sample {point.sample_index} gives "
+                    f"{counts.get(spec)}: take the state as it was written"
+                )
         return state
 
     def snapshot(self, sample_index: int | None) -> tuple[str, int]:
@@ -299,35 +302,30 @@ class History:
                 raise BeyondHorizon(
                     f"sample {sample_index} is {lies} {start.sample_index}: no trainer has joined this run yet"
                 )
-            return self._seal_state(start, 0), start.sample_index
+            return self.seal(start, 0), start.sample_index
         index = commit.sample_index if sample_index is None else sample_index
         if index > generation.horizon_index:
             raise BeyondHorizon(
                 f"sample {index} is beyond the horizon {generation.horizon_index}: {commit.sample_index} is committed, "
                 f"and production may go {generation.window_micro_steps} micro-steps further"
             )
-        if index == commit.sample_index:
-            text = self.seal(generation.number, commit.state, index, commit.digest, commit.total_tokens)
-        elif (point := coordinator.point_at(index)) is not None:
-            group, digest, tokens = point
-            text = self.seal(generation.number, group.resume_state, index, digest, tokens)
+        if (point := coordinator.point_at(index)) is not None:
+            group, steps = point
+            state = group.state_after(steps - 1) if steps else group.base
+            text = self.seal(state, generation.number, group.resume_state)
+        elif index == commit.sample_index:
+            state = self._advance(view.timeline.decode(commit.state), index)
+            text = self.seal(state, generation.number, commit.state)
         else:
             text = self._recomputed(index)
         return text, index
 
-    def seal(
-        self, generation: int, resume_state: str, index: int, digest: str, total_tokens: int, uid: str | None = None
-    ) -> str:
-        """The snapshot at a sample index; ``uid``: of the run where it is not this ledger's."""
+    def seal(self, state: State, generation: int, resume_state: str = "", uid: str | None = None) -> str:
+        """The snapshot at a state; ``resume_state``: where going forward to it begins, if not at itself; ``uid``: of
+        the run where it is not this ledger's."""
         template = self._coordinator.template(uid or self._coordinator.uid, generation)
-        return snapshot_encode.compose(template, resume_state, index, digest, total_tokens)
-
-    def _seal_state(self, state: State, generation: int, base: State | None = None, uid: str | None = None) -> str:
-        """The snapshot at a state; ``base``: where going forward to it begins, if not at itself."""
-        resume_state = self._coordinator.timeline.encode(base or state, generation)
-        return self.seal(
-            generation, resume_state, state.sample_index, digest_hex(state.digest), state.total_tokens, uid
-        )
+        there = self._coordinator.timeline.encode(state, generation)
+        return snapshot_encode.compose(template, resume_state or there, there)
 
     def _recomputed(self, index: int) -> str:
         """By going forward from the nearest state that the ledger has in the index's lineage."""
@@ -339,7 +337,7 @@ class History:
         state = self._advance(base, index)
         if state.sample_index != index:
             raise beyond_the_end(index, state.sample_index)
-        return self._seal_state(state, opening.generation, base)
+        return self.seal(state, opening.generation, self._coordinator.timeline.encode(base, opening.generation))
 
     def _journalled(self, opening: Opening, index: int, timeline: Timeline | None = None) -> State:
         """The newest state at or before a sample index that the ledger's journal has of a generation."""

@@ -53,8 +53,9 @@ class RevisionHandler:
             coordinator.one_change,
             coordinator.production_held(self._choice_of(change), dry_run=change.dry_run) as (view, index),
         ):
-            timeline, epoch, generation = view.timeline, view.lease.epoch, view.generation
-            content = revision_content.revise(timeline, change, index, generation.number, generation.first_unproduced)
+            timeline, epoch = view.timeline, view.lease.epoch
+            now, known_from = view.generation.number, view.generation.first_unproduced
+            content = revision_content.revise(timeline, change, index, now, known_from, view.state)
             revision = StoredRevision(
                 number=len(timeline.revisions) + 1,
                 sample_index=index,

@@ -57,6 +57,7 @@ def _flag(value: Any) -> bool:
 _Integer = Annotated[int | None, BeforeValidator(_integer)]
 _Count = Annotated[int | None, BeforeValidator(_count)]
 _Text = Annotated[str | None, BeforeValidator(_text)]
+_Counts = Annotated[Mapping[str, _Count], BeforeValidator(_mapping)]
 _Flag = Annotated[bool, BeforeValidator(_flag)]
 
 
@@ -157,6 +158,8 @@ class Content(_Part):
     sequence_length: int | None = None
     imported: Mapping[str, Any] | None = None
     """Where the order began from an older data loader's checkpoint."""
+    #: By how many tokens ``total_tokens`` exceeds those of the samples: that checkpoint's token clock goes on.
+    clock_offset: int = 0
     forked: Mapping[str, Any] | None = None
     """The run that this one was forked from, and where; ``left_samples`` of it are of sources that this one lacks."""
     revisions: tuple[int, ...] = ()
@@ -164,6 +167,8 @@ class Content(_Part):
     mixture: str | None = None
     """What says which child is which: ``checkpoint`` or ``file``; None for nothing."""
     sources: tuple[Source, ...] = ()
+    counts: Annotated[Mapping[str, _Counts], BeforeValidator(_mapping)] = Field({})
+    """What each source gave up to the sample index, by spec; empty where the checkpoint does not say it."""
     nodes: tuple[Node, ...] = ()
     document: Mapping[str, Any] = Field(default_factory=dict, exclude=True)
     """All that the checkpoint says."""
@@ -207,7 +212,8 @@ def read(
         resume = as_resume_state(document, mixture.mixture if mixture is not None else None, rows)
     entries = [entry for entry in _list(resume.get("datasets")) if isinstance(entry, dict)]
     kind = SNAPSHOT if is_snapshot else NESTED if nested else OLDER if entries else INDEX
-    index, tokens = _count(resume.get("sample_index")), _count(resume.get("total_tokens"))
+    clock_offset = resume["clock_offset"] if type(resume.get("clock_offset")) is int else 0
+    index, tokens = _count(resume.get("sample_index")), (_count(resume.get("total_tokens")) or 0) - clock_offset
     sources = _sources(entries, mixture)
     written, mixture_from = _written_nodes(resume, mixture)
     # None where it changed during the run.
@@ -226,6 +232,7 @@ def read(
             "counted_at": index,
             "sequence_length": length or (mixture.sequence_length if mixture is not None else None),
             "imported": _mapping(resume.get("imported")) or None,
+            "clock_offset": clock_offset,
             "forked": _mapping(resume.get("origin")) or None,
             "revisions": [index for index in revisions if index is not None],
             "mixture": mixture_from,

@@ -130,8 +130,9 @@ def _of_sums(content: Content) -> Iterator[str]:
         total = samples + left
         yield f"resume_state.sample_index: found {content.counted_at}, but the sources' samples add up to {total}"
     tokens, total = sum(source.tokens or 0 for source in known), content.document["resume_state"].get("total_tokens")
-    if tokens != total and not left:
-        yield f"resume_state.total_tokens: found {total}, but the sources' tokens add up to {tokens}"
+    if tokens + content.clock_offset != total and not left:
+        clock = f", and clock_offset is {content.clock_offset}" if content.clock_offset else ""
+        yield f"resume_state.total_tokens: found {total}, but the sources' tokens add up to {tokens}{clock}"
 
 
 def _of_nodes(content: Content) -> Iterator[str]:

@@ -33,6 +33,11 @@ def show(content: Content, out: Console) -> None:
         out.print(line, soft_wrap=True)
     if content.sources:
         out.print(_sources(content))
+    if content.counts:
+        fields = ("samples", "tokens", "real_tokens")
+        counts = [(spec, *(_shown(own.get(field)) for field in fields)) for spec, own in content.counts.items()]
+        title = f"what each source gave up to sample {_shown(content.sample_index)}"
+        out.print(table(("source", "samples", "tokens", "real tokens"), counts, left=("source",), title=title))
     if content.nodes:
         out.print(_tree(content))
     suspicious = faults(content)
@@ -60,6 +65,8 @@ def _heading(content: Content) -> Iterator[str]:
     if content.imported:
         begin = content.imported.get("sample_index")
         yield f"its order began at sample {begin}, from an older data loader's checkpoint"
+    if content.clock_offset:
+        yield f"its token clock is an older checkpoint's: {content.clock_offset:+,} tokens to those of its samples"
     if content.forked:
         yield f"it was forked from run {content.forked.get('run')} at sample {content.forked.get('sample_index')}"
     for index in content.revisions:
