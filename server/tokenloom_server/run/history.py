@@ -270,7 +270,7 @@ class History:
         digest = digest_hex(state.digest)
         if (digest, state.total_tokens) != (point.digest or digest, point.total_tokens):
             after = [each for each in self._revisions_before(point.sample_index) if each[1] >= base.sample_index]
-            reason = "".join(f"without revision {number}, which holds from sample {at} on, " for number, at, _ in after)
+            reason = "".join(f"without revision {one[0]}, which holds from sample {one[1]} on, " for one in after)
             raise SnapshotInvalid(
                 f"going forward from sample {base.sample_index} to {point.sample_index} gives digest {digest} and "
                 f"{state.total_tokens} tokens, but the snapshot says {point.digest} and {point.total_tokens}: it was "
