@@ -16,14 +16,7 @@ from support.ledger_server import NAME, STREAM, UID, Server, lead
 from support.ledger_stores import LedgerStore, MemoryStore, RedisStore, SqliteStore
 from support.redis_server import RedisServer
 from tokenloom_server.core.state import MAX_COUNTER
-from tokenloom_server.errors import (
-    AttemptUsed,
-    LeaseHeld,
-    LedgerError,
-    LedgerRolledBack,
-    NotFound,
-    NotLeader,
-)
+from tokenloom_server.errors import AttemptUsed, Fenced, LeaseHeld, LedgerError, LedgerRolledBack, NotFound, NotLeader
 from tokenloom_server.ledger import commands
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.records import Counters, StoredRun, StoredSnapshot
@@ -267,18 +260,6 @@ def test_an_opening_tells_what_it_jumped_over_which_run_it_was_forked_from_and_i
             ledger.execute(commands.Open(UID, STREAM, server.epoch, other, commit_at(12)))
 
 
-def test_an_opening_brings_the_revision_that_its_pin_asked_for_in_one_write(server: Server) -> None:
-    server.revise(1, 40)
-    server.ledger.execute(commands.Pin(UID, STREAM, server.epoch, "{}", known_changes=1))
-    skip, opening = revision_of(2, 12, "a restore"), opening_of(2, commit_at(12))
-    late = commands.Open(UID, STREAM, server.epoch, opening, commit_at(12), skip, known_changes=0)
-    with pytest.raises(LedgerError, match="knows of 0 changes of the revisions, the ledger has 1"):
-        server.ledger.execute(late)
-    for _ in range(2):
-        server.ledger.execute(replace(late, known_changes=1))
-        assert (server.run.pin, server.run.opening, server.revisions[1:]) == (None, opening, [skip])
-
-
 def test_a_new_generation_moves_the_ledger_back_and_replaces_all_counters(server: Server) -> None:
     server.commit(40)
     start = commit_at(8, specs=SPECS[1:])
@@ -483,6 +464,22 @@ def test_a_drop_that_comes_again_leaves_the_revision_that_has_its_number_since(s
         server.revise(1, 8, "another one", known=2)
     assert server.revisions == []
     assert server.run.revision_changes == 4
+
+
+def test_a_revision_closes_the_generation_that_it_names_until_the_next_opening(server: Server) -> None:
+    server.open(1, 0)
+    server.commit(4)
+    with pytest.raises(LedgerRolledBack, match="the ledger is at generation 1"):
+        server.revise(1, 4, closes=2)
+    assert server.revise(1, 4, closes=1) == 1
+    assert (server.run.closed_generation, server.committed) == (1, commit_at(4))
+    for late in (lambda: server.commit(6), lambda: server.claim(0, "nonce"), lambda: server.revise(2, 4, closes=1)):
+        with pytest.raises(Fenced, match="at generation 1, which a revision closed while nobody trained"):
+            late()
+    server.revise(2, 4)
+    server.open(2, 4)
+    server.claim(0, "nonce", 2)
+    assert server.commit(6, 2) == 6
 
 
 def test_a_ledger_that_lost_a_change_of_the_revisions_is_noticed_by_every_write(server: Server) -> None:

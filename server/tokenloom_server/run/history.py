@@ -263,10 +263,15 @@ class History:
         if (digest, state.total_tokens) != (point.digest or digest, point.total_tokens):
             # Perhaps it was taken without what is passed over between the two.
             timeline.check_skips(base, point.sample_index)
+            between = range(base.sample_index, point.sample_index + 1)
+            after = [one for one in timeline.revisions if one.sample_index in between]
+            reason = "".join(
+                f"without revision {one.number}, which holds from sample {one.sample_index} on, " for one in after
+            )
             raise SnapshotInvalid(
                 f"going forward from sample {base.sample_index} to {point.sample_index} gives digest {digest} and "
                 f"{state.total_tokens} tokens, but the snapshot says {point.digest} and {point.total_tokens}: it was "
-                "made from other data or by other software"
+                f"made {reason}from other data or by other software"
             )
         counts = counts_at(json.loads(timeline.encode(state)), state.sample_index, state.total_tokens)
         theirs = counts if point.counts is None else point.counts
