@@ -108,7 +108,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
                 {"source": CODE, "shuffle": "rows", "shuffle_window_rows": 9, "lanes": 3, "epochs": 2},
                 {"source": DOCS, "lanes": 2},
             ],
-        },
+        }
     },
     "split rows": {"packing": "none", "sequence_length": 12, "long_rows": "split"},
 }
