@@ -11,14 +11,7 @@ from functools import cache
 
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.errors import (
-    BeyondHorizon,
-    ConfigError,
-    LedgerError,
-    NotFound,
-    SnapshotInvalid,
-    TokenloomError,
-)
+from tokenloom_server.errors import BeyondHorizon, ConfigError, LedgerError, NotFound, SnapshotInvalid, TokenloomError
 from tokenloom_server.ledger.commands import Pin, SaveSnapshot
 from tokenloom_server.ledger.records import Opening, StoredSnapshot
 from tokenloom_server.run.timeouts import Timeouts
