@@ -8,19 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from tokenloom_proto import process
 from tokenloom_proto.process import identity, is_gone
 
 _NAMES_ITSELF = "import time, tokenloom_proto.process as p; print(p.identity(), flush=True); time.sleep(60)"
 
 
-@pytest.fixture
-def child() -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", _NAMES_ITSELF], stdout=subprocess.PIPE, text=True)
-
-
-def test_only_what_ended_on_this_machine_is_gone(child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with child:
+def test_only_what_ended_on_this_machine_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen([sys.executable, "-c", _NAMES_ITSELF], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         name = child.stdout.readline().strip()
         assert not is_gone(name)
@@ -40,9 +34,3 @@ def test_only_what_ended_on_this_machine_is_gone(child: subprocess.Popen[str], m
     assert not is_gone(identity())
     monkeypatch.setattr("os.kill", lambda number, signal: (_ for _ in ()).throw(PermissionError()))
     assert not is_gone(name)
-
-
-def test_a_system_without_proc_names_host_and_id_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_kernel", lambda: Path("/nowhere").read_text())
-    assert identity().count(":") == 1
-    assert not is_gone(identity())
