@@ -60,7 +60,7 @@ class GenerationOpener:
             if stored.opening is not None and stored.opening.attempt == call.attempt:
                 # The same process asking again (its answer was lost), or another one: the slot tells.
                 self.check_agreement(call, stored.opening)
-                coordinator.reopen(stored.opening, call.process)
+                coordinator.reopen(stored.opening)
                 return stored.opening
             self._refuse_busy(call)
             # The trainer's state carries its revisions; a ledger that lost some takes them from it.
@@ -77,7 +77,7 @@ class GenerationOpener:
             # Noted before the write: where its answer is lost, the same rank asks again.
             self._newest = call.attempt, choice
             committed = commit_of(timeline, start, opening.start_state)
-            coordinator.open_generation(uid, opening, start, committed, call.process, timeline)
+            coordinator.open_generation(uid, opening, start, committed, timeline)
         self._log_opening(opening, start, point.notes)
         return opening
 
@@ -108,6 +108,7 @@ class GenerationOpener:
             opened_at=opened_at,
             parent_run=origin.to_json() if origin is not None else "",
             batch_plans=batch_plans.text,
+            process=call.process,
         )
 
     def _refuse_busy(self, call: JoinCall) -> None:
@@ -121,9 +122,8 @@ class GenerationOpener:
             return
         liveness_s = coordinator.timeouts.liveness_s
         raise RunBusy(
-            f"run {coordinator.name!r} is busy: {trainer}. Wait until it has ended ({liveness_s:g} s after its last "
-            "sign of life another may begin), look at the run with a PeekDataset, or end it on purpose with "
-            "takeover=True",
+            f"run {coordinator.name!r} is busy: {trainer}. Wait until it has ended, look at the run with a "
+            "PeekDataset, or end it on purpose with takeover=True",
             liveness_s + BUSY_MARGIN_S,
         )
 

@@ -17,6 +17,7 @@ from tokenloom_server.config.stream import TRAIN
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import LedgerError, LedgerRolledBack, NotLeader, TokenloomError
 from tokenloom_server.ledger.base import Ledger
+from tokenloom_server.ledger.commands import Pin
 from tokenloom_server.ledger.records import CommittedState, Opening, StoredRun
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.steps import StepGroup
@@ -118,6 +119,13 @@ class RunState:
             raise LedgerError(f"run {self.name!r} is gone from {self.ledger.description}; restart the server")
         return stored
 
+    def set_pin(self, pin: str | None) -> None:
+        """Writes where the next launch begins; None takes it back. Raises the ledger's errors."""
+        with self.one_change:
+            epoch, known = self.lease.epoch, self.revision_changes
+            self.ledger.execute(Pin(self.uid, self.stream, epoch, pin, known_changes=known))
+            self.pin = pin
+
     def template(self, uid: str = "", generation: int = 0) -> dict[str, Any]:
         """What every snapshot of a generation says beside its position and state."""
         return self.order.record.template(uid, self.stream, generation)
@@ -172,9 +180,7 @@ class RunState:
 
     # --- changes that several commands make ----------------------------------------------------------
 
-    def _install(
-        self, opening: Opening, base: State, committed: CommittedState, *, resumed: bool, process: str = ""
-    ) -> ActiveGeneration:
+    def _install(self, opening: Opening, base: State, committed: CommittedState, *, resumed: bool) -> ActiveGeneration:
         """Makes a generation the present one. ``resumed``: after a restart of the server, where production has to meet
         the committed digest again."""
         batch_plans, config = sizing.batch_plans_of(opening), self.order.config
@@ -197,7 +203,14 @@ class RunState:
         )
         expected_digest = committed.digest if resumed else None
         active = ActiveGeneration(
-            generation, base, expected_digest, self.lease.epoch, opening.opened_at, process, self.clock(), resumed
+            generation,
+            base,
+            expected_digest,
+            self.lease.epoch,
+            opening.opened_at,
+            opening.process,
+            self.clock(),
+            resumed,
         )
         self._wakes.everyone()
         self._active = active
