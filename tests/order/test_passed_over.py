@@ -15,6 +15,7 @@ from tokenloom_server.errors import BeyondHorizon, SnapshotInvalid
 from tokenloom_server.order.replay import Replay
 from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.order.timeline import Timeline
+from tokenloom_server.planning.planner import Planner
 
 Sample = tuple[int, bytes, list[int]]
 
@@ -98,7 +99,11 @@ def test_a_skip_goes_by_the_config_at_its_sample_across_phases_revisions_and_end
     assert given(skipping(later, 10, 40))[0][10:20] == whole[50:60]
     # Sources run out on the way; and a run that ends by its clock gives as many samples as without.
     assert any(source.exhausted for source in state_at(plain, 150).sources)
-    assert given(skipping(plain, 5, 145))[0] == whole[:5] + whole[150:]
+    out = skipping(plain, 5, 145)
+    assert given(out)[0] == whole[:5] + whole[150:]
+    plan = Planner().plan(out, plain.initial(), None)
+    assert (plan.until_sample_index, plan.segments[-1].until_tokens) == (len(whole) - 145, 8 * (len(whole) - 145))
+    assert [source.tokens for source in plan.sources] == [source.tokens for source in given(plain)[1].sources]
     budget = Timeline(order_of(folder, mixture(phases=[{"until_tokens": 80}, {"until_tokens": 800}])))
     assert len(given(budget)[0]) == len(given(skipping(budget, 20, 30))[0]) == 100
     with pytest.raises(BeyondHorizon, match=r"4000 samples cannot be passed over at sample 12: the order has \d+ more"):
