@@ -131,8 +131,8 @@ def test_two_children_whose_credits_sum_to_a_hair_below_zero_go_on_in_turn() -> 
         chooser = LeastConsumedChooser(node)
         child = chooser.choose(0)
         node.children.picks[child] += 1
-        node.children.tokens[child] += 8
-        node = node._replace(states=[ChildState(credit=own) for own in chooser.mark.credits_at(node.children.tokens)])
+        node.children.balances[child] += 8
+        node = node._replace(states=[ChildState(credit=own) for own in chooser.mark.credits_at(node.children.balances)])
         again.append(child)
     assert found == again
     assert worst_distance(found, [1, 1]) < 1

@@ -138,7 +138,7 @@ def test_epochs_and_limits_of_nodes_decide_what_their_sources_have_left() -> Non
     assert config.measured_sources == (0, 1)
     mixer = Mixer(config, initial_nodes(config), {0: SizeEstimate(100, 8000), 1: SizeEstimate(10, 8000)})
     mixer.update_weights(0, 0, lambda _: (0, 0))
-    assert [child.total for child in mixer.states(mixer.mix_weights, [0, 0, 0])[0]] == [200, 30, 11]
+    assert [child.total for child in mixer.states(mixer.mix_weights, [0, 0, 0], [0, 0, 0])[0]] == [200, 30, 11]
     assert target_shares(config, {0: SizeEstimate(100, 8000), 1: SizeEstimate(10, 8000)}) == pytest.approx(
         (200 / 241, 30 / 241, 11 / 241)
     )

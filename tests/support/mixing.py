@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import count
 from typing import Any
@@ -47,11 +47,17 @@ class Walk:
     """Picks from a mixer whose sources hold so many samples each, by source id.
 
     ``updates``: how often weights are made anew, in samples (a power of 2, at most ``UPDATE_PICKS``); the mixer is
-    told of so many times as many samples as there were.
+    told of so many times as many samples as there were. ``lengths``: by source, the real tokens of each of its samples,
+    where balances count these.
     """
 
-    def __init__(self, config: RunConfig, capacity: list[int], updates: int = 8) -> None:
+    def __init__(
+        self, config: RunConfig, capacity: list[int], updates: int = 8, lengths: Sequence[Sequence[int]] | None = None
+    ) -> None:
         self.capacity = capacity
+        self.real = lengths
+        #: Sources whose samples were looked at, in that order, and the number of the sample.
+        self.looked_at: list[tuple[int, int]] = []
         self.given = [0] * len(capacity)
         self._pretended = UPDATE_PICKS // updates
         self.begin_under(config, initial_nodes(config))
@@ -59,12 +65,24 @@ class Walk:
     def begin_under(self, config: RunConfig, nodes: Nodes) -> None:
         self.config = config
         size_estimates = {source: self._extent(source) for source in config.measured_sources}
-        self.mixer = Mixer(config, nodes, size_estimates)
+        self.mixer = Mixer(config, nodes, size_estimates, None if self.real is None else self)
         self.before = list(self.given)
 
     def _extent(self, source: int) -> SizeEstimate:
         tokens = self.capacity[source] * self.config.sequence_length
         return SizeEstimate(max(1, round(tokens / ROW / self.config.epochs[source])), 1000 * ROW)
+
+    def lengths(self, source: int) -> Iterator[int]:
+        """See ``Lengths``."""
+        for number in range(self.given[source], self.capacity[source]):
+            self.looked_at.append((source, number))
+            assert self.real is not None
+            yield self.real[source][number]
+
+    def total_length(self, source: int, picks: int) -> int:
+        """See ``Lengths``."""
+        assert self.real is not None
+        return sum(self.real[source][self.given[source] : self.given[source] + picks])
 
     def rows_picked(self, source: int) -> tuple[int, int]:
         return divmod(self.given[source] * self.config.sequence_length, ROW)
@@ -91,12 +109,13 @@ class Walk:
             some = min(count - len(found), self.begin())
             plan = self.mixer.plan(some).tolist()
             assert len(plan) == some
-            ready = 0
-            while ready < len(plan) and plan[ready] != NOTHING and self.has_sample(plan[ready]):
-                self.given[plan[ready]] += 1
+            ready, planned = 0, list(self.given)
+            while ready < len(plan) and plan[ready] != NOTHING and planned[plan[ready]] < self.capacity[plan[ready]]:
+                planned[plan[ready]] += 1
                 ready += 1
             if ready:
                 self.mixer.take_planned(ready)
+                self.given = planned
                 found += plan[:ready]
             if ready < len(plan):
                 found.append(self.step())
@@ -106,7 +125,15 @@ class Walk:
 
     def present(self) -> Nodes:
         given = [now - then for now, then in zip(self.given, self.before, strict=True)]
-        return self.mixer.states(self.mixer.mix_weights, given)
+        return self.mixer.states(self.mixer.mix_weights, given, self.tokens_given())
+
+    def tokens_given(self) -> list[int]:
+        """By source, the tokens since the mixer was built, as balances count them."""
+        if self.real is None:
+            return [
+                (now - then) * self.config.sequence_length for now, then in zip(self.given, self.before, strict=True)
+            ]
+        return [sum(own[then:now]) for own, then, now in zip(self.real, self.before, self.given, strict=True)]
 
     def restore(self) -> None:
         """Builds the mixer anew from its state, as a restart does."""

@@ -113,8 +113,9 @@ class Leaps:
 
     def _give(
         self, node: Node, picks: int, shares: Mapping[Node, Floats], rooms: _Rooms, by_source: dict[int, int]
-    ) -> None:
-        """Counts so many picks of a node, here and below."""
+    ) -> int:
+        """Counts so many picks of a node, here and below; returns their tokens, as balances count them."""
+        before = sum(node.counters.balances)
         exact = shares[node] * picks + self._fractions[node]
         room = np.array([min(own, MAX_COUNTER) for own in rooms[node]], np.int64)
         counts = np.clip(np.floor(exact).astype(np.int64), 0, room)
@@ -127,11 +128,12 @@ class Leaps:
         self._fractions[node] = exact - counts
         for position in np.flatnonzero(counts).tolist():
             child, count = node.children[position], int(counts[position])
-            node.count(position, count)
             if isinstance(child, Node):
-                self._give(child, count, shares, rooms, by_source)
+                node.count(position, count, self._give(child, count, shares, rooms, by_source))
             else:
+                node.count(position, count, node.leaf_tokens(child, count))
                 by_source[child] = count
+        return sum(node.counters.balances) - before
 
     def _lose(self, node: Node, position: int, *, waits: bool) -> None:
         node.lose(position, waits)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from itertools import islice
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +34,16 @@ class NodeWeights(NamedTuple):
     mark: Mark
 
 
+class Lengths(Protocol):
+    """How many tokens do the sources' samples have, as balances count them?"""
+
+    def lengths(self, source: int) -> Iterator[int]:
+        """Of a source's next samples, one after the other, from its next pick on; reads them as they are asked for."""
+
+    def total_length(self, source: int, picks: int) -> int:
+        """Of a source's next picks together, which it has."""
+
+
 class Node:
     """``children`` holds a source id for a leaf, else a node."""
 
@@ -42,8 +54,10 @@ class Node:
         children: tuple[int | Node, ...],
         states: Sequence[ChildState],
         pick_samples: int,
+        lengths: Lengths | None,
     ) -> None:
-        """``states`` count samples; all that is counted here is counted in picks, of ``pick_samples`` samples each."""
+        """``states`` count samples; all that is counted here is counted in picks, of ``pick_samples`` samples each.
+        ``lengths``: None where balances count every sample alike."""
         self.id = shape.node_id
         self.config = config
         self.policy = policy_of(config)
@@ -64,7 +78,11 @@ class Node:
                 was.exhausted or of.presence != "live" or (isinstance(child, Node) and child.waits)
                 for was, of, child in zip(states, config.children, children, strict=True)
             ],
+            None if lengths is None else [_lengths_of(child, lengths) for child in children],
         )
+        self._lengths = lengths
+        #: Picks that were given since the node was built.
+        self._given = 0
         self.pick_tokens = shape.pick_tokens
         self._leaves = np.array([NOTHING if isinstance(child, Node) else child for child in children], np.int32)
         self.inner = [(i, child) for i, child in enumerate(children) if isinstance(child, Node)]
@@ -107,7 +125,8 @@ class Node:
         if self.is_over:
             return np.full(count, NOTHING, np.int32)
         choices = self.chooser.upcoming(count)
-        picks: Picks = self._leaves[choices]
+        picks: Picks = np.full(count, NOTHING, np.int32)
+        picks[: len(choices)] = self._leaves[choices]
         for position, child in self.inner:
             own = np.flatnonzero(choices == position)
             if len(own):
@@ -120,15 +139,37 @@ class Node:
             picks[room:] = NOTHING
         return picks
 
-    def take_planned(self, count: int) -> None:
-        """Counts the first ``count`` picks of the plan as decided, here and below."""
+    def lengths(self) -> Iterator[int]:
+        """The tokens of its next picks, as balances count them, one after the other; as far as they can be planned."""
+        of_child: dict[int, Iterator[int]] = {}
+        for number in range(self._given, self._given + (0 if self.is_over else self.room())):
+            position = self.chooser.nth(number - self._given)
+            if position is None:
+                return
+            if position not in of_child:
+                assert self.counters.lengths is not None, "every pick counts alike"
+                of_child[position] = islice(self.counters.lengths[position](), self.leaf_room(position))
+            length = next(of_child[position], None)
+            if length is None:
+                return
+            yield length
+
+    def take_planned(self, count: int) -> int:
+        """Counts the first ``count`` picks of the plan as decided, here and below; returns their tokens, as balances
+        count them."""
         counts = np.bincount(self.chooser.upcoming(count), minlength=len(self.children))
-        for position, child in self.inner:
-            if counts[position]:
-                child.take_planned(int(counts[position]))
+        total = 0
         for position in np.flatnonzero(counts).tolist():
-            self.count(position, int(counts[position]))
+            child, picks = self.children[position], int(counts[position])
+            tokens = child.take_planned(picks) if isinstance(child, Node) else self.leaf_tokens(child, picks)
+            self.count(position, picks, tokens)
+            total += tokens
         self.chooser.taken(count)
+        return total
+
+    def leaf_tokens(self, source: int, picks: int) -> int:
+        """The tokens of a source's next picks, as balances count them."""
+        return picks * self.pick_tokens if self._lengths is None else self._lengths.total_length(source, picks)
 
     def decide_one(self, has_sample: Callable[[int], bool]) -> int:
         """Decides one pick and counts it; children that turn out to be out are marked so."""
@@ -142,7 +183,7 @@ class Node:
             elif self.leaf_room(position) and has_sample(child):
                 source = child
             if source != NOTHING:
-                self.count(position, 1)
+                self.count(position, 1, self.leaf_tokens(source, 1))
                 self.chooser.taken(1)
                 return source
             self.lose(position, waits)
@@ -152,16 +193,16 @@ class Node:
     def weights(self) -> NodeWeights:
         return NodeWeights(tuple(self.exhausted), self.chooser.mark)
 
-    def states_at(self, weights: NodeWeights, given: Sequence[int]) -> tuple[ChildState, ...]:
+    def states_at(self, weights: NodeWeights, given: Sequence[int], balances: Sequence[int]) -> tuple[ChildState, ...]:
         """The children's states under these weights; ``given`` is how many samples each gave since the node was
-        built."""
+        built, and ``balances`` their tokens, as balances count them."""
         pick = self._pick_samples
         samples = [was.samples + more for was, more in zip(self._states, given, strict=True)]
         tokens = [was.tokens + more * self.pick_tokens // pick for was, more in zip(self._states, given, strict=True)]
         return tuple(
             ChildState(own, own_tokens, credit, exhausted, weight, total * pick)
             for own, own_tokens, credit, exhausted, (weight, total) in zip(
-                samples, tokens, weights.mark.credits_at(tokens), weights.exhausted, weights.mark.made(), strict=True
+                samples, tokens, weights.mark.credits_at(balances), weights.exhausted, weights.mark.made(), strict=True
             )
         )
 
@@ -206,10 +247,16 @@ class Node:
         self._live -= 1
         self.chooser.lost(position)
 
-    def count(self, position: int, picks: int) -> None:
-        """A child gave so many picks."""
+    def count(self, position: int, picks: int, tokens: int) -> None:
+        """A child gave so many picks, of so many tokens as balances count them."""
+        self._given += picks
         self.counters.picks[position] += picks
+        self.counters.balances[position] += tokens
         self.counters.tokens[position] += picks * self.pick_tokens
+
+
+def _lengths_of(child: int | Node, lengths: Lengths) -> Callable[[], Iterator[int]]:
+    return child.lengths if isinstance(child, Node) else partial(lengths.lengths, child)
 
 
 def _ends_node(child: Child, node: NodeConfig) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator, Sequence
 
 from tokenloom_server.core.state import SourceState, tokens_in_row
 from tokenloom_server.errors import TokenloomError
@@ -24,6 +25,7 @@ class Feed:
         # Of the samples that are loaded and not yet taken.
         self._ids: list[memoryview] = []
         self._hashes: list[int] = []
+        self._real: list[int] = []
         #: Where the source stands after the last sample that was taken.
         self.position = SourcePosition.of(state)
         self.exhausted = state.exhausted
@@ -49,6 +51,8 @@ class Feed:
             self._origins.append(block.origins)
             self._ids += block.ids
             self._hashes += block.hashes
+            if block.real is not None:
+                self._real += block.real.tolist()
         return min(count, self._loaded - self.picked)
 
     def has_sample(self) -> bool:
@@ -58,6 +62,19 @@ class Feed:
         if self._error is not None:
             raise self._error
         return False
+
+    def real(self) -> Iterator[int]:
+        """The real tokens of its padded samples, one after the other, from the next pick on; loads them as needed."""
+        number = self.picked
+        while self.load(number + 1 - self.picked) > number - self.picked:
+            loaded = self._real[number - self._taken :]
+            number += len(loaded)
+            yield from loaded
+
+    def real_tokens(self, count: int) -> int:
+        """Those of the next ``count`` picks together, which are loaded."""
+        first = self.picked - self._taken
+        return sum(self._real[first : first + count])
 
     def rows_picked(self) -> tuple[int, int]:
         """The rows counter, and the tokens taken of a row that is not at its end, after the last picked sample."""
@@ -71,7 +88,7 @@ class Feed:
         """The next ``count`` picked samples: their ids, their hashes, and their origins, a record for each block.
         Moves the cursor after them."""
         ids, hashes = self._ids[:count], self._hashes[:count]
-        del self._ids[:count], self._hashes[:count]
+        del self._ids[:count], self._hashes[:count], self._real[:count]
         self._taken += count
         last = self._taken - 1
         origins = [self._origins[0]]
@@ -80,3 +97,17 @@ class Feed:
             origins.append(self._origins[0])
         self.position = origins[-1].after(last)
         return ids, hashes, origins
+
+
+class RealLengths:
+    """Implements ``Lengths``: the real tokens of the sources' samples."""
+
+    def __init__(self, feeds: Sequence[Feed]) -> None:
+        """``feeds``: by source id."""
+        self._feeds = feeds
+
+    def lengths(self, source: int) -> Iterator[int]:
+        return self._feeds[source].real()
+
+    def total_length(self, source: int, picks: int) -> int:
+        return self._feeds[source].real_tokens(picks)

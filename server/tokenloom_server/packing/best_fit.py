@@ -195,7 +195,9 @@ class BestFitPacker(FormattedPacker):
         if in_block[-1]:
             cursors[-1] = *window.end, 0, passed_rows[-1]
         make_cursor = partial(_cursor, self._documents.cursor_kind)
-        return self._block(samples, first_sample, cursors, starts, bounds, row_counts, make_cursor=make_cursor)
+        return self._block(
+            samples, first_sample, cursors, starts, bounds, row_counts, filled=filled, make_cursor=make_cursor
+        )
 
 
 def _cursor(
@@ -244,6 +246,6 @@ class _PackedWindow(NamedTuple):
         added = np.zeros((len(self.chunk_counts), 5), np.int64)
         if len(self.chunk_counts):
             first = np.cumsum(self.chunk_counts) - self.chunk_counts
-            added[:, 2] = form.width - np.add.reduceat((self.ends - self.begins)[self.order], first)
+            added[:, 2] = form.length - form.real(np.add.reduceat((self.ends - self.begins)[self.order], first))
             added[:, 3] = np.add.reduceat(self.cut[self.order].astype(np.int64), first)
         return added

@@ -107,7 +107,10 @@ class _LaneFeed:
         part = slice(self._next, self._next + count)
         self.taken += count
         self._next += count
-        return Block(self._block.ids[part], self._block.hashes[part], self._block.origins)
+        real = self._block.real
+        return Block(
+            self._block.ids[part], self._block.hashes[part], self._block.origins, real if real is None else real[part]
+        )
 
 
 class LanesPacker:
@@ -176,11 +179,15 @@ def _merged(
     numbers = np.empty(len(turns), np.int64)
     ids: list[memoryview] = [memoryview(b"")] * len(turns)
     hashes = [0] * len(turns)
+    real: Int64s | None = None
     for lane, block in enumerate(blocks):
         if block is not None:
             own = np.flatnonzero(turns == lane)
             numbers[own] = begins[lane] + np.arange(len(own))
             for index, sample, hashed in zip(own.tolist(), block.ids, block.hashes, strict=True):
                 ids[index], hashes[index] = sample, hashed
+            if block.real is not None:
+                real = np.empty(len(turns), np.int64) if real is None else real
+                real[own] = block.real
     origins = [block.origins if block is not None else None for block in blocks]
-    return Block(ids, hashes, LaneOrigins(first_sample, turns, numbers, origins, before))
+    return Block(ids, hashes, LaneOrigins(first_sample, turns, numbers, origins, before), real)

@@ -49,9 +49,7 @@ class RealTokens:
             filled: Int64s = trailers[:, :4].copy().view("<u4")[:, 0].astype(np.int64)
         else:
             filled = np.where(padding, 0, form.width)
-        # Of a shifted sample that is padded on the right, the last id is only a label.
-        over = form.width - form.length
-        tokens = np.maximum(filled - over, 0) if form.padding == "left" else np.minimum(filled, form.length)
+        tokens = form.real(filled)
         begins = form.width - filled if form.padding == "left" else np.zeros_like(filled)
         bits = trailers[:, 4 * form.lengths :] if form.masked else None
         if bits is None:

@@ -71,6 +71,13 @@ class SampleFormat:
         begin = self.begin(filled)
         return ids[begin : begin + filled]
 
+    def real(self, filled: Int64s) -> Int64s:
+        """How many of the ``length`` tokens are documents', of samples that documents fill so far. A shifted sample
+        has one id more: padded on the right, its last is only a label; on the left, its first only an input."""
+        if self.padding == "left":
+            return np.maximum(filled - (self.width - self.length), 0)
+        return np.minimum(filled, self.length)
+
     def trailers(self, filled: Int64s, mask: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.uint8]:
         """[n, trailer_bytes] of samples that documents fill so far; ``mask`` [n, width] of 0 and 1, None for 1 at
         every id of a document."""

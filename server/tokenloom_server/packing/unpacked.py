@@ -87,7 +87,7 @@ class UnpackedPacker(FormattedPacker):
     def _added(self, chunks: _Chunks) -> Int64s:
         """[n, 5]: what each sample adds to the source's ``RowCounts``."""
         added = np.zeros((len(chunks.row), 5), np.int64)
-        added[:, 2] = self.form.width - (chunks.ends - chunks.begins)
+        added[:, 2] = self.form.length - self.form.real(chunks.ends - chunks.begins)
         added[:, 3] = chunks.cut
         added[:, 4] = chunks.lost
         return added
@@ -103,7 +103,7 @@ class UnpackedPacker(FormattedPacker):
         samples = form.assemble(rows.ids[base:end], chunks.begins - base, chunks.ends - base, every, one, mask)
         filled = chunks.ends - chunks.begins
         starts = every * form.length + (form.width - filled if form.padding == "left" else 0)
-        return self._block(samples, first_sample, cursors, starts, np.arange(count + 1), row_counts)
+        return self._block(samples, first_sample, cursors, starts, np.arange(count + 1), row_counts, filled=filled)
 
 
 def unpacked_samples(lengths: Int64s, form: SampleFormat, *, splits: bool) -> int:

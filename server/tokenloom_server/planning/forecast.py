@@ -241,7 +241,7 @@ class _Simulation:
             sample_index=self._index,
             total_tokens=self.tokens,
             sources=tuple(sources),
-            nodes=mixer.states(mixer.mix_weights, since),
+            nodes=mixer.states(mixer.mix_weights, since, [count * self._config.sequence_length for count in since]),
         )
 
     def _sources(self, state: State) -> Iterator[PlannedSource]:
