@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tokenloom_proto.errors import SnapshotInvalid
+from tokenloom_proto.resume import OLDER_KEYS, older_payload
 from tokenloom_proto.seal import CHECKSUM, SNAPSHOT_FORMAT, SNAPSHOT_VERSION, canonical, seal, unseal
 
 #: The one key of ``state_dict()``.
@@ -21,8 +22,6 @@ KEY = "tokenloom"
 #: How far back ``state_dict(at=)`` reaches: frameworks fetch a few batches ahead, not a thousand.
 HISTORY_STEPS = 1024
 ZERO_DIGEST = "0" * 32
-#: What an older data loader's checkpoint is known by, one of them at least.
-OLDER_KEYS = ("resume_state", "sample_index")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +60,12 @@ class Loaded:
         found."""
         expected = (
             f"a state of RemoteDataset is {{{KEY!r}: '<one JSON string>'}}, as state_dict() gave it, or an older data "
-            "loader's {'resume_state': {'datasets': […]}} or {'sample_index': N}"
+            "loader's {'resume_state': {'datasets': […]}}, {'sample_index': N} or {'child_states': […], …}"
         )
         if not isinstance(state, Mapping):
             raise SnapshotInvalid(f"{expected}; got a {type(state).__name__}")
         if KEY not in state:
-            payload = {key: state[key] for key in OLDER_KEYS if key in state}
+            payload = older_payload(state)
             if not payload:
                 raise SnapshotInvalid(f"{expected}; got the keys {sorted(map(str, state))}")
             try:

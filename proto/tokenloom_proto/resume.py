@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
+
+#: What a level of nested interleaved datasets says of each of them, and of itself.
+BY_DATASET = ("child_states", "examples_per_dataset", "datasets_exhausted", "probabilities")
+NESTED_KEYS = (*BY_DATASET, "current_example_count", "current_dataset_index")
+#: What another data loader's checkpoint is known by: one of these at least.
+OLDER_KEYS = ("resume_state", "sample_index", *NESTED_KEYS)
+#: What says the token clock beside these: the total, or the tokens of a sample, by the names that tools have for them.
+CLOCK_KEYS = ("total_tokens", "context_length", "sequence_length", "block_size", "max_seq_len")
+
+
+def older_payload(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a checkpoint another data loader wrote of its data; empty where that is nothing."""
+    known = state.keys() & set(OLDER_KEYS)
+    return {key: state[key] for key in (*OLDER_KEYS, *CLOCK_KEYS) if known and key in state}
 
 
 class NamedSource(NamedTuple):

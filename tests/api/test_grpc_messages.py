@@ -14,7 +14,6 @@ from tokenloom_server.config import mixture_file as config
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.order import builder
 from tokenloom_server.order.steps import BatchPlan
-from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.delivery import Delivery
 
 
@@ -40,8 +39,9 @@ def test_the_bytes_are_the_message_field_by_field(
     pipeline = order.pipeline(order.initial())
     group = pipeline.begin_group(BatchPlan(start_index=0, world_size=2, batch_size=3, group_micro_steps=5))
     pipeline.fill(group, 5)
+    group.resume_state = encode_state(order, group.base)
 
-    text = encode_delivery(Timeline(order), 1, Delivery(group, 1, 4, with_base), 6, 3, document_starts=document_starts)
+    text = encode_delivery(1, Delivery(group, 1, 4, with_base), 6, 3, document_starts=document_starts)
 
     counts, starts = group.document_starts(1, 1, 4) if document_starts else ([], np.empty(0, np.uint32))
     expected = wire.StreamResponse(
@@ -62,9 +62,7 @@ def test_the_bytes_are_the_message_field_by_field(
             source_ids=[0] * 9,
             document_counts=counts,
             document_starts=starts.tolist(),
-            base=wire.Base(sample_index=0, resume_state=encode_state(order, group.base).encode())
-            if with_base
-            else None,
+            base=wire.Base(sample_index=0, resume_state=group.resume_state.encode()) if with_base else None,
         ),
         committed_through=6,
         server_epoch=3,

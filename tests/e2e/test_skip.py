@@ -163,7 +163,7 @@ def test_what_cannot_be_skipped_is_refused_before_anything_is_pinned(
         (("--sample", 4, "--skip-samples", 1, "--skip-tokens", 1), "give at most one of"),
         (("--skip-samples", 1), "give one of --snapshot, --sample and --state"),
         (("--sample", 4, "--snapshot", "x"), "give one of --snapshot, --sample and --state"),
-        (("--state", tmp_path / "nothing.json"), "expected a snapshot as JSON"),
+        (("--state", tmp_path / "nothing.json"), "nothing.json: cannot be read"),
         (("--sample", 10**6), "BeyondHorizon: "),
         (("--sample", 4, "--skip-samples", len(sequence)), f"the data end at sample {len(sequence)}"),
     ):

@@ -13,6 +13,7 @@ from tokenloom_server.config import mixture_file
 from tokenloom_server.config.catalog import Catalog
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import SourceState
+from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.mixing import elsewhere
 from tokenloom_server.mixing.catalog import BUILT_IN, policies
@@ -20,7 +21,6 @@ from tokenloom_server.mixing.mixer import Mixer, initial_nodes
 from tokenloom_server.mixing.policy import Choices, Chooser, NodeStart, Policy
 from tokenloom_server.order.carry_over import carry
 from tokenloom_server.order.pipeline import initial_state
-from tokenloom_server.order.token_curve import TokenCurve
 from tokenloom_server.planning.forecast import Part, forecast
 
 LENGTH = 8
@@ -60,7 +60,7 @@ def test_what_a_catalog_has_is_mixed_and_planned() -> None:
         left[source] -= 1
         picks.append(source)
     assert picks == [2] * 3 + [1] * 2 + [0] * 4
-    curves = [TokenCurve.of([(rows, float(rows * LENGTH))]) for rows in (4, 2, 3)]
+    curves = [TokenCurve.of([(rows, rows * LENGTH)]) for rows in (4, 2, 3)]
     for exact_picks in (100, 0):
         plan = forecast([Part(config=config, curves=curves)], initial_state(config), exact_picks=exact_picks)
         assert [source.exhausted_at_sample for source in plan.sources] == [9, 5, 3]

@@ -119,6 +119,8 @@ def test_each_spec_is_told_in_one_line(order: PipelineFactory) -> None:
         f"resume: spec={PROSE} new: starts at the minimum, 0 tokens",
         f"resume: spec={WIKI} new: starts at the minimum, 0 tokens",
         "resume: spec=hf:old/set:train:text preserved: not in this mixture",
+        "resume: total_tokens=80 (those of the samples; where its clock was another, write total_tokens into the "
+        "checkpoint's copy)",
     ]
 
 
@@ -258,7 +260,8 @@ def test_a_sample_index_alone_skips_so_many_samples(order: PipelineFactory) -> N
     payload = foreign_payload.read('{"sample_index": 37}')
     assert payload is not None
     point = foreign_checkpoint.resume_point(payload, Timeline(order))
-    assert (point.sample_index, point.total_tokens, point.base, point.digest) == (37, 296, None, None)
+    assert (point.sample_index, point.total_tokens, point.digest) == (37, 296, None)
+    assert point.base == Timeline(order).initial()
     assert "sample_index=37" in point.notes[0]
     assert foreign_payload.read('{"resume_state": {"sample_index": 37}}') == payload
 
@@ -372,7 +375,7 @@ def test_what_cannot_be_used_is_refused_by_spec_and_field(
         ({"resume_state": {"datasets": {}}}, r"resume_state\.datasets: found {}; .*valid list"),
         ({"resume_state": {"datasets": [7]}}, r"resume_state\.datasets\.0: found 7"),
         ({"resume_state": {"datasets": [{"spec": CODE, "shard": "x"}]}}, r"row_offset: found nothing; Field required"),
-        ({"resume_state": {}}, "sample_index: found None; an older checkpoint has resume_state.datasets, or"),
+        ({"resume_state": {}}, "sample_index: found nothing; expected that, or resume_state.datasets"),
         ({"sample_index": -1}, "sample_index: found -1"),
         ({"sample_index": "12"}, "sample_index: found '12'"),
         ({"sample_index": True}, "sample_index: found True"),
@@ -394,8 +397,9 @@ def test_a_payload_of_which_nothing_is_known_is_refused(order: PipelineFactory) 
 
 
 def test_more_tokens_than_can_be_counted_are_refused(order: PipelineFactory) -> None:
-    with pytest.raises(SnapshotInvalid, match="token_offset adds up to"):
-        import_into(order, entry(CODE, 3, MAX_COUNTER), entry(DOCS, 1, MAX_COUNTER))
+    for entries in ([entry(DOCS, 1, MAX_COUNTER)], [entry(DOCS, 1, MAX_COUNTER), entry(PROSE)]):
+        with pytest.raises(SnapshotInvalid, match=r"token_offset.*counters end at 2\^53 − 1"):
+            import_into(order, entry(CODE, 3, MAX_COUNTER), *entries)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,17 @@ def counted(order: PipelineFactory, source_id: int) -> tuple[int, int]:
     return sum(len(piece.ends) for piece in pieces), sum(len(piece.ids) for piece in pieces)
 
 
+def measured(order: PipelineFactory, source_id: int = 0) -> SizeEstimate:
+    """What both measures find, without the curve of the one; it has the same rows and tokens."""
+    found = size_estimates.measure(order, source_id)
+    assert found.curve is not None
+    assert (found.curve.epoch_rows, found.tokens) == (
+        found.rows,
+        pytest.approx(found.curve.epoch_tokens, rel=1e-4, abs=1),
+    )
+    return replace(found, curve=None)
+
+
 def order_over(folder: Path, *specs: str) -> PipelineFactory:
     return corpora.order_of(folder, corpora.flat(specs))
 
@@ -35,7 +47,8 @@ def test_a_source_that_is_read_whole_is_counted_exactly(tmp_path: Path) -> None:
     order = corpora.order_of(corpora.write_corpus(tmp_path))
     for source_id in range(len(order.record.specs)):
         rows, tokens = counted(order, source_id)
-        assert size_estimates.measure(order, source_id) == SizeEstimate(rows, round(1000 * tokens / rows))
+        assert measured(order, source_id) == SizeEstimate(rows, round(1000 * tokens / rows))
+        assert size_estimates.measure(order, source_id, by_strata=False) == measured(order, source_id)
 
 
 def test_begin_and_end_of_text_ids_are_counted_as_the_packer_puts_them(tmp_path: Path) -> None:
@@ -44,8 +57,8 @@ def test_begin_and_end_of_text_ids_are_counted_as_the_packer_puts_them(tmp_path:
     spec = "parquet:a.parquet:ids"
     for add_bos, add_eot, tokens in ((False, False, 5), (False, True, 7), (True, True, 9), (True, "auto", 8)):
         order = corpora.order_of(tmp_path, corpora.flat([spec], add_bos=add_bos, add_eot=add_eot, **fields))
-        assert size_estimates.measure(order, 0) == SizeEstimate(4, 250 * tokens)
-        assert size_estimates.measure(order, 0).tokens == tokens
+        assert measured(order) == SizeEstimate(4, 250 * tokens)
+        assert measured(order).tokens == tokens
 
 
 def test_rows_are_exact_and_tokens_near_where_a_sample_stands_for_many_shards(
@@ -71,7 +84,7 @@ def test_small_shards_of_very_different_size_are_all_looked_at(tmp_path: Path) -
         corpora.write_txt(tmp_path / f"{shard:02}.txt", ["x" * (100_000 if shard in (7, 33) else 10)] * 8)
     order = order_over(tmp_path, "txt:*.txt:text")
     rows, tokens = counted(order, 0)
-    assert size_estimates.measure(order, 0) == SizeEstimate(rows, round(1000 * tokens / rows))
+    assert measured(order) == SizeEstimate(rows, round(1000 * tokens / rows))
 
 
 def test_the_rows_of_one_long_shard_are_taken_from_all_over_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +150,7 @@ def test_only_a_part_of_what_tells_the_length_of_rows_is_encoded(
             return found
 
     monkeypatch.setattr(order, "encoder", lambda *_: Counting())
-    found = size_estimates.measure(order, 0)
+    found = measured(order)
     assert encoded < 1.2 * 80_000 < tokens / 10
     # All lengths were looked at; only the ids that end a text are estimated.
     assert found == SizeEstimate(rows, pytest.approx(1000 * tokens / rows, rel=0.002))
@@ -147,7 +160,7 @@ def test_the_head_of_a_file_of_lines_is_measured_with_its_ends(tmp_path: Path) -
     (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\nthree")
     reader = order_over(tmp_path, "txt:a.txt:text").readers.open(0)
     assert isinstance(reader, LinesSource)
-    assert [reader.head_bytes(0, rows) for rows in (1, 2, 3)] == [5, 9, 14]
+    assert [reader.bytes_of(0, 0, rows) for rows in (1, 2, 3)] == [5, 9, 14]
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ class Case:
         )
 
     def parse(self, text: str | bytes) -> ResumePoint:
-        return snapshot.parse(text, self.order.record.template("", "train", 0), lambda _: self.order.record.shape)
+        return snapshot.parse(text, self.order.record.template("", "train", 0), lambda *_: self.order.record.shape)
 
     def changed(self, change: Callable[[dict[str, Any]], Any]) -> str:
         """The snapshot with a change, sealed anew."""
@@ -160,7 +160,7 @@ def test_two_hundred_sources_take_at_most_64_kilobytes() -> None:
     args = state.sample_index + 999, digest_hex(1), state.total_tokens + 8 * 999
     text = snapshot_encode.compose(template, resume_state, *args)
     assert len(text.encode()) <= 64 * 1024
-    assert snapshot.parse(text, template, lambda _: shape).base == state
+    assert snapshot.parse(text, template, lambda *_: shape).base == state
 
 
 # --- torn ------------------------------------------------------------------------------------------

@@ -12,11 +12,11 @@ import pytest
 from support import corpora
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
+from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.mixing.catalog import policies
 from tokenloom_server.order.pipeline import initial_state
-from tokenloom_server.order.size_estimates import measure_curve
-from tokenloom_server.order.token_curve import TokenCurve
+from tokenloom_server.order.size_estimates import measure
 from tokenloom_server.planning.forecast import Part, forecast
 from tokenloom_server.planning.picture import draw
 from tokenloom_server.planning.plan import RunPlan
@@ -40,7 +40,7 @@ def config_of(root: dict[str, Any], **fields: Any) -> RunConfig:
 
 
 def rows_of_one_sample(count: int) -> TokenCurve:
-    return TokenCurve.of([(count, float(count * LENGTH))])
+    return TokenCurve.of([(count, count * LENGTH)])
 
 
 def planned(root: dict[str, Any], samples: dict[str, int], until: int | None = None, **fields: Any) -> RunPlan:
@@ -268,7 +268,7 @@ def test_a_plan_from_a_later_state_is_the_rest_of_the_earlier_plan(tmp_path: Any
         corpora.write_parquet(tmp_path / f"{i}.parquet", corpora.id_rows(900 + 300 * i, i, 40), group=100)
     inner = node("round_robin", leaf("1", epochs=1.5), leaf("2"))
     order = corpora.order_of(tmp_path, corpora.mixture(mixture=node("least_consumed", leaf("0"), inner)))
-    parts = [Part(config=order.config, curves=[measure_curve(order, i) for i in range(3)])]
+    parts = [Part(config=order.config, curves=[measure(order, i).curve for i in range(3)])]
     whole = forecast(parts, order.initial())
     pipeline = order.pipeline(order.initial())
     for _ in range(6):
@@ -290,7 +290,7 @@ def test_a_run_that_is_over_is_planned_as_over(tmp_path: Any, on_exhausted: str)
     order = corpora.order_of(tmp_path, corpora.mixture(mixture=root))
     pipeline = order.pipeline(order.initial())
     pipeline.advance(10**6)
-    plan = forecast([Part(config=order.config, curves=[measure_curve(order, i) for i in range(2)])], pipeline.state())
+    plan = forecast([Part(config=order.config, curves=[measure(order, i).curve for i in range(2)])], pipeline.state())
     assert plan.ends
     assert plan.until_sample_index == plan.from_sample_index == pipeline.state().sample_index
     assert (plan.segments, plan.endings) == ([], [])

@@ -19,7 +19,7 @@ from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.mixing.catalog import policies
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.revision_content import revise
-from tokenloom_server.order.size_estimates import measure_curve
+from tokenloom_server.order.size_estimates import measure
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.planning.forecast import EXACT_PICKS, Part, forecast
 from tokenloom_server.planning.plan import RunPlan
@@ -101,7 +101,7 @@ def order_of(folder: Path, root: dict[str, Any], seed: int) -> PipelineFactory:
 
 
 def plan_of(order: PipelineFactory, state: State, exact_picks: int = EXACT_PICKS) -> RunPlan:
-    curves = [measure_curve(order, i) for i in range(len(order.record.specs))]
+    curves = [measure(order, i).curve for i in range(len(order.record.specs))]
     part = Part(config=order.config, curves=curves, size_estimates=order.record.size_estimates)
     return forecast([part], state, exact_picks=exact_picks)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sqlite3
 import time
@@ -110,6 +111,30 @@ def test_changes_at_once_build_on_each_other(made: Callable[..., Place]) -> None
     assert [*place.ledger.revisions(served.coordinator.uid, "train")] == [*timeline.revisions]
     trainer.train(1000)
     assert trainer.taken() == part(sequence(served), 0, trainer.index)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_state_names_the_revisions_that_were_accepted_before_its_step_was_produced(
+    made: Callable[..., Place], restarted: bool
+) -> None:
+    place = made(window_micro_steps=6)
+    served = place.serve()
+    trainer = Trainer(served)
+    trainer.train(1)
+    trainer.ranks[0].take(4)
+    known_from = served.coordinator.view().generation.first_unproduced
+    index = served.revision_handler.revise(heavier(sample_index=known_from + 24)).sample_index
+    if restarted:  # and what rank 1 did not get yet is produced again, by a server that knows the revision
+        trainer.connect(place.restart())
+    trainer.ranks[1].take(4)
+    assert "revisions" not in json.loads(trainer.state())["resume_state"]  # the same of both ranks
+    trainer.train_to(known_from + 4)
+    assert [one["sample_index"] for one in json.loads(trainer.state())["resume_state"]["revisions"]] == [index]
+    written = json.loads(place.committed().state)
+    assert [one["sample_index"] for one in written["revisions"]] == [index]
+    again = Trainer(trainer.ranks[0].served, resume="fresh", takeover=True)
+    again.take(1)
+    assert json.loads(again.state())["resume_state"]["revisions"][0]["sample_index"] == index
 
 
 def lose_revisions(place: Place) -> None:

@@ -301,7 +301,7 @@ class Checker:
 
     def saved(self, launch: Launch, at: int, texts: set[str]) -> None:
         """All ranks' states at a sample index."""
-        if len({without_what_is_to_come(text) for text in texts}) != 1:
+        if len({self._comparable(text) for text in texts}) != 1:
             self.fail(f"the ranks of {launch.attempt} wrote different states at sample {at}")
         self.look_at_text(next(iter(texts)), at, launch)
 
@@ -316,11 +316,22 @@ class Checker:
                 except ValueError:
                     continue  # it did not stop there, or is not there yet
                 if rank.joined.opening.generation == self._generation:
-                    self._equal(
-                        f"the server's snapshot at sample {at}",
-                        without_what_is_to_come(text),
-                        without_what_is_to_come(own),
-                    )
+                    self._equal(f"the server's snapshot at sample {at}", self._comparable(text), self._comparable(own))
+
+    def _comparable(self, text: str) -> str:
+        """A snapshot without revisions that decide no sample before it and that somebody dropped since, or that the
+        ledger lost."""
+        document = json.loads(text)
+        document.pop("checksum")
+        state = document.get("resume_state") or {}
+        dropped = {revision.sample_index for revision in self._may_be_gone}
+        state["revisions"] = [
+            revision
+            for revision in state.pop("revisions", ())
+            if revision["sample_index"] < document["sample_index"]
+            or not (self._world.lost or revision["sample_index"] in dropped)
+        ]
+        return json.dumps(document, sort_keys=True)
 
     def look_at_text(self, text: str, at: int, launch: Launch | None = None) -> None:
         found = json.loads(text)
@@ -394,14 +405,3 @@ class Checker:
     def _equal(self, what: str, found: Any, expected: Any) -> None:
         if found != expected:
             self.fail(f"{what}: found {found}, expected {expected}")
-
-
-def without_what_is_to_come(text: str) -> str:
-    """A snapshot without the revisions that decide no sample before it: those depend on when it was written."""
-    document = json.loads(text)
-    document.pop("checksum")
-    state = document.get("resume_state") or {}
-    state["revisions"] = [
-        revision for revision in state.pop("revisions", ()) if revision["sample_index"] < document["sample_index"]
-    ]
-    return json.dumps(document, sort_keys=True)

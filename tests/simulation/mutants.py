@@ -9,7 +9,7 @@ from tokenloom_server.errors import NotFound
 from tokenloom_server.ledger import rules
 from tokenloom_server.ledger.records import StoredRun
 from tokenloom_server.order.pipeline import Pipeline
-from tokenloom_server.order.timeline import Timeline
+from tokenloom_server.order.timeline import Timeline, _Recorded
 from tokenloom_server.run.active_generation import ActiveGeneration
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.generation import Generation
@@ -114,6 +114,11 @@ def revisions_not_told_to_the_producer(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Pipeline, "replace_switches", lambda self, switches: None)
 
 
+def revisions_named_as_soon_as_they_are_known(patch: pytest.MonkeyPatch) -> None:
+    """A state names the revisions that its server knows when it is written, and not those of when it was produced."""
+    patch.setattr(_Recorded, "is_named", lambda self, sample_index, generation: True)
+
+
 MUTANTS: dict[str, Mutant] = {
     mutant.__name__: mutant
     for mutant in (
@@ -129,5 +134,6 @@ MUTANTS: dict[str, Mutant] = {
         revisions_below_the_horizon,
         revisions_not_read_when_leading,
         revisions_not_told_to_the_producer,
+        revisions_named_as_soon_as_they_are_known,
     )
 }

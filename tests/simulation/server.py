@@ -13,7 +13,6 @@ from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import Fenced, NotFound, TokenloomError
 from tokenloom_server.ledger.records import Opening, StoredRun
-from tokenloom_server.run.commits import resume_state_of
 from tokenloom_server.run.committer import Committer
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
@@ -493,7 +492,7 @@ class Server(Process):
             found = coordinator.next_for(session, 0.0, lambda: False)
             committed = coordinator.committed_through
             if isinstance(found, Delivery):
-                message = self._batches(coordinator, session.rank, found)
+                message = self._batches(session.rank, found)
                 world.checker.sent(self, stream.rank, session, committed)
                 stream.down(stream.rank.receive, message, committed, coordinator.lease.epoch)
             elif isinstance(found, EndOfData):
@@ -509,7 +508,7 @@ class Server(Process):
         if not isinstance(found, Waiting):
             self._pump_soon(state, WOKEN_S)
 
-    def _batches(self, coordinator: RunCoordinator, rank: int, delivery: Delivery) -> Batches:
+    def _batches(self, rank: int, delivery: Delivery) -> Batches:
         group, first, last, with_base = delivery
         size = group.plan.batch_size
         ids = [one.tobytes() for one in group.ids(rank, first, last)]
@@ -526,7 +525,7 @@ class Server(Process):
             )
             for step in range(first, last)
         ]
-        base = Base(group.begin, resume_state_of(coordinator.timeline, group).encode()) if with_base else None
+        base = Base(group.begin, group.resume_state.encode()) if with_base else None
         return Batches(group.step_begin(first), steps, base)
 
     def _end(self, state: _Stream, error: TokenloomError | None) -> None:

@@ -28,6 +28,7 @@ CAUGHT = {
     "revisions_below_the_horizon": (37, 40),
     "revisions_not_read_when_leading": (37, 44),
     "revisions_not_told_to_the_producer": (40, 92),
+    "revisions_named_as_soon_as_they_are_known": (354, 415),
 }
 #: Any change in what servers call changes all worlds. Where the seeds above are out of date so many are searched, since
 #: one world in some hundreds catches the rarest: then write down the new ones.

@@ -116,7 +116,7 @@ def test_how_much_of_a_file_its_first_lines_take(tmp_path: Path) -> None:
     source = opened(tmp_path, "txt:a.txt.gz:text")
     assert isinstance(source, lines.LinesSource)
     size = source.shards[0].size
-    head, most = source.head_bytes(0, 100), source.head_bytes(0, 30_000)
+    head, most = source.bytes_of(0, 0, 100), source.bytes_of(0, 0, 30_000)
     assert 0 < head < most <= size
     assert most > size // 2
 

@@ -15,10 +15,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.catalog import CATALOG, SOURCES
+from support.features import LATENTS, MORE, SHAPES, order_of, write_features
+from support.features import document as bucketed
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import World
+from tokenloom import RemoteDataset
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.data_roots import DataRoots
+from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.sources import short_form
 
@@ -230,3 +234,61 @@ def test_a_server_serves_the_short_form_from_the_current_folder(
     finally:
         server.kill()
         path.unlink()
+
+
+# --- Batches of ready tensors --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def features(tmp_path: Path) -> Path:
+    write_features(tmp_path)
+    lengths = [[1] * (1 + i % 7) for i in range(40)]
+    pq.write_table(pa.table({"ids": lengths}), tmp_path / "lengths.parquet", row_group_size=10)
+    return tmp_path
+
+
+BUCKETED = ("--run", "latents", "--seed", "5", "--global-batch-size", "4", "--bucket-by", "aspect")
+
+
+@pytest.mark.parametrize("option", ["--dataset-mix", "--dataset_mix"])
+def test_a_bucketed_mix_is_the_run_that_its_file_is(
+    option: str, features: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(features)
+    server = ServerProcess(features / "short", flags=(option, "latents:2 more", *BUCKETED)).start()
+    try:
+        with RemoteDataset(server.url("latents"), rank=0, world_size=1) as dataset:
+            shapes = {tuple(batch["latent"].shape) for batch in dataset}  # type: ignore[typeddict-item]
+            digest = dataset.digest
+    finally:
+        server.kill()
+    assert shapes == {(4, *shape) for shape in SHAPES.values()}
+    children = [{"source": LATENTS, "weight": 2}, {"source": MORE}]
+    order = order_of(features, bucketed(mixture={"policy": "least_consumed", "children": children}))
+    pipeline = order.pipeline(order.initial())
+    pipeline.advance(10_000)
+    assert digest_hex(pipeline.state().digest) == digest
+
+
+def test_edges_are_given_at_once_or_one_by_one(features: Path, tokenloom: CommandLine) -> None:
+    mix = ("--dataset-mix", "lengths.parquet", "--run", "a", "--global-batch-size", 4)
+    by_length = ("--bucket-by", "length(ids)")
+    for edges in (("--edges", "3,7"), ("--edges", 3, "--edges", 7)):
+        done = tokenloom("validate", *mix, *by_length, *edges, "--print", folder=features)
+        assert done.status == 0, done.output
+        for part in (
+            "global_batch_size: 4\n",
+            "batching:\n  bucket_by: length(ids)\n  edges:\n  - 3\n  - 7\n",
+            "- source: parquet:lengths.parquet:*\n",
+        ):
+            assert part in done.output
+    for arguments, fault in (
+        ((*mix, *by_length, "--edges", "3,wide"), "batching.edges.1"),
+        ((*mix[:4], *by_length), "--dataset-mix needs --global-batch-size beside it"),
+        (("mixture.yaml", *by_length), "--bucket-by: belongs to --dataset-mix"),
+        ((*mix, "--sequence-length", 8), "global_batch_size: is for batching"),
+        ((*mix, "--sequence-length", 8, "--edges", 3), "batching.bucket_by"),
+    ):
+        done = tokenloom("validate", *arguments, folder=features)
+        assert done.status == 2
+        assert fault in done.output

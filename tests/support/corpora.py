@@ -222,7 +222,7 @@ def encode_state(order: PipelineFactory, state: State) -> str:
 
 def decode_state(order: PipelineFactory, resume_state: str) -> State:
     """Reads ``encode_state`` back."""
-    return snapshot.decode_state(resume_state, lambda _: order.record.shape)
+    return snapshot.decode_state(resume_state, lambda *_: order.record.shape)
 
 
 def reread(order: PipelineFactory, state: State) -> State:

@@ -106,6 +106,7 @@ def run_stats(run: str = "wiki-and-code", **figures: Any) -> RunStats:
             "window_fill": 0.25,
             "waiting_for": "",
             "ended": None,
+            "exhausted": False,
             "error": None,
             "tokenizer": "gigatoken 0.10.0",
             "revision": 1,

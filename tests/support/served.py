@@ -21,7 +21,6 @@ from tokenloom_server.ledger import commands
 from tokenloom_server.ledger.records import CommittedState, StoredRevision, StoredRun
 from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.order.steps import BatchPlan
-from tokenloom_server.run.commits import resume_state_of
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
 from tokenloom_server.run.join import Joined
 from tokenloom_server.run.join_call import JoinCall
@@ -126,7 +125,7 @@ class Rank:
         group = message.group
         rank, batch = self.call.rank, group.plan.batch_size
         if message.with_base:
-            self.base = Base(group.begin, resume_state_of(self.served.coordinator.timeline, group).encode())
+            self.base = Base(group.begin, group.resume_state.encode())
         assert self.base.sample_index == group.begin
         for step in range(message.first, message.last):
             mark, begin = group.marks[step], group.step_begin(step)

@@ -525,9 +525,9 @@ def test_other_runs_other_data_and_a_changed_mixture_are_named(text: str, tmp_pa
 # --- The command line --------------------------------------------------------------------------------------------
 
 
-def run(*arguments: object) -> str:
+def run(*arguments: object, status: int = 0) -> str:
     result = CliRunner().invoke(app, ["checkpoint", *map(str, arguments)], env={"COLUMNS": "200"})
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == status, result.output
     return result.output
 
 
@@ -555,7 +555,7 @@ def test_show_prints_everything(text: str, tmp_path: Path) -> None:
 def test_probabilities_and_a_mixture_file(text: str, tmp_path: Path) -> None:
     bare = tmp_path / "c.json"
     save_plain(bare, changed(text, lambda d: d["resume_state"].pop("mixture")))
-    assert "its policy is not known" in run("probabilities", bare)
+    assert "its policy is not known" in run("probabilities", bare, status=1)
     (tmp_path / "mixture.yaml").write_text(yaml.safe_dump(mixture()))
     printed = run("probabilities", bare, "--mixture", tmp_path / "mixture.yaml")
     assert "rest: weighted" in printed

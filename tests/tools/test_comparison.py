@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenloom_proto.seal import seal
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.reports.receipt import Range
 from tokenloom_server.tools.verify.compare import compare
@@ -181,7 +182,15 @@ def test_a_side_that_cannot_be_meant_is_refused(named: str, run: str | None, fau
 
 def test_a_file_without_a_snapshot_that_has_a_digest_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "model.json").write_text('{"epoch": 3}')
-    (tmp_path / "older.json").write_text('{"sample_index": 3}')
-    for name, fault in (("model.json", "holds no state of data"), ("older.json", "only snapshots of Tokenloom")):
+    (tmp_path / "cut.json").write_text(seal({"format": "tokenloom/snapshot", "version": 2, "sample_index": 3}))
+    for name, fault in (("model.json", "holds no state of data"), ("cut.json", "digest is None, expected str")):
         with pytest.raises(SnapshotInvalid, match=f"{name}: .*{fault}"):
             open_source(str(tmp_path / name), None, lambda _: FakeRemote())  # type: ignore[arg-type, return-value]
+
+
+def test_a_state_of_another_data_loader_has_no_digest_to_compare(tmp_path: Path) -> None:
+    (tmp_path / "older.json").write_text('{"sample_index": 3}')
+    older = open_source(str(tmp_path / "older.json"), None, lambda _: FakeRemote())  # type: ignore[arg-type, return-value]
+    verdict = compare(older, Known("abc").source)
+    assert (verdict.outcome, verdict.status) == ("unknown", 2)
+    assert "of another data loader, without a digest" in explain(verdict, older, Known("abc").source)[0]

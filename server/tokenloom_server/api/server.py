@@ -112,6 +112,12 @@ class Server:
             self._ready_file = options.ready_file
             _write_ready(options.ready_file, self.grpc_address, self.rest_address, self.run_names)
 
+    def log_positions(self) -> None:
+        """Where the sources of every run stand, a line each."""
+        assert self._runs is not None
+        for name in self._runs.names():
+            self._runs.get(name).stats.log_positions()
+
     @property
     def grpc_address(self) -> str:
         return self._grpc.address

@@ -140,7 +140,7 @@ class Runs:
         openings = self._ledger.openings(stored.uid, stored.stream)
         origin = Origin.from_json(openings[0].parent_run) if openings else None
         timeline = Timeline(factory, self._ledger.revisions(stored.uid, stored.stream), origin)
-        in_force = timeline.as_revised()
+        in_force = timeline.of_state(stored.committed.state if stored.committed is not None else "").as_revised()
         # A file that was brought up to date after a revision differs from the record, and from nothing in force.
         if not differences_of_files(in_force, mixture):
             return factory, None

@@ -10,6 +10,8 @@ import typer
 
 from tokenloom_server.cli.command import command
 from tokenloom_server.cli.common import console, print_json
+from tokenloom_server.cli.options import Inside
+from tokenloom_server.errors import SourceError
 
 if TYPE_CHECKING:
     from tokenloom_server.tools.checkpoint.content import Content
@@ -35,18 +37,30 @@ class _Options:
     mixture: Annotated[
         Path | None, typer.Option(help="The mixture file, for a checkpoint that does not say its mixture.")
     ] = None
-    inside: Annotated[str | None, typer.Option(help="Where in the file the state lies, if it holds several.")] = None
+    inside: Inside = None
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False
 
-    def content(self, file: Path) -> Content:
-        """What a checkpoint's file says. Raises ``ConfigError`` and ``SnapshotInvalid``."""
+    def content(self, file: Path, *, measured: bool = False) -> Content:
+        """What a checkpoint's file says; with ``measured`` also how much the mixture's data will give, where only they
+        say it. Raises ``ConfigError`` and ``SnapshotInvalid``."""
         from tokenloom_server.catalog import allowed_plugins, open_catalog
         from tokenloom_server.config import mixture_file as config
         from tokenloom_server.tools.checkpoint.content import read
         from tokenloom_server.tools.checkpoint.file import find
+        from tokenloom_server.tools.checkpoint.probabilities import missing
 
-        mixture = config.load(self.mixture, open_catalog(allowed_plugins())) if self.mixture is not None else None
-        return read(file, find(file, self.inside), mixture)
+        mixture = config.load(self.mixture, open_catalog(allowed_plugins())) if self.mixture else None
+        state = find(file, self.inside)
+        content = read(file, state, mixture)
+        if self.mixture and mixture and measured and any(missing(content, node) for node in content.nodes):
+            from tokenloom_server.order import builder
+
+            try:
+                factory = builder.create(mixture, self.mixture.resolve().parent, None)
+                content = read(file, state, mixture, factory.record.size_estimates)
+            except SourceError as error:
+                console(stderr=True).print(f"{self.mixture}: its data are not measured: {error}", soft_wrap=True)
+        return content
 
 
 @command(app, "show")
@@ -76,5 +90,8 @@ def checkpoint_probabilities(file: _Checkpoint, options: _Options) -> None:
     """Show with which probability each child of a node is next: with the saved counters, and as if they were lost."""
     from tokenloom_server.tools.checkpoint import report
 
-    content = options.content(file)
-    print_json(report.probabilities(content)) if options.as_json else report.show_probabilities(content, console())
+    content = options.content(file, measured=True)
+    nodes = report.probabilities(content)
+    print_json(nodes) if options.as_json else report.show_probabilities(content, console())
+    if all(child["with_counters"] is None for node in nodes for child in node["children"]):
+        raise typer.Exit(1)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tokenloom_server.cli.common import say
-from tokenloom_server.cli.options import ControlAccess, Url, snapshot_text
+from tokenloom_server.cli.options import ControlAccess, Inside, Url, snapshot_text
 from tokenloom_server.errors import ConfigError
 
 
@@ -23,8 +23,9 @@ def fork(
     ] = None,
     state: Annotated[
         Path | None,
-        typer.Option(help="Instead of --from: a file with its snapshot, or with what state_dict() gave, as JSON."),
+        typer.Option(help="Instead of --from: its checkpoint, whatever tokenloom checkpoint show reads."),
     ] = None,
+    inside: Inside = None,
     *,
     access: ControlAccess,
 ) -> None:
@@ -37,6 +38,6 @@ def fork(
     if (parent is None) == (state is None):
         raise ConfigError("give one of --from and --state")
     server = access.connect(url)
-    snapshot = None if state is None else snapshot_text(state)
+    snapshot = None if state is None else snapshot_text(state, inside)
     point = server.fork(run, parent=parent, sample_index=sample, snapshot=snapshot)
     say(f"{run}: begins at sample {point.sample_index:,} (digest {point.digest}), with the first launch")

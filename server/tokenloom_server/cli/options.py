@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -10,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
 import typer
+from typer.models import OptionInfo
 
-from tokenloom_server.errors import ConfigError
+from tokenloom_server.errors import ConfigError, SnapshotInvalid
 
 if TYPE_CHECKING:
     from tokenloom_proto.credentials import TlsFiles
@@ -80,17 +80,20 @@ class ControlAccess(ReadAccess):
     control: ClassVar[bool] = True
 
 
-def snapshot_text(path: Path) -> str:
-    """The text of a snapshot, out of the file of ``--state`` that holds it, or that holds what ``state_dict()`` gave as
-    JSON. Raises ``ConfigError``."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        document = json.loads(text)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--state {path}: expected a snapshot as JSON ({error})") from None
-    if isinstance(document, dict) and isinstance(document.get("tokenloom"), str):
-        return str(document["tokenloom"])
-    return text.strip()
+#: Where a command takes a checkpoint.
+Inside = Annotated[str | None, typer.Option(help="Where in the checkpoint the state lies, if it holds several.")]
+
+
+def snapshot_text(path: Path, inside: str | None) -> str:
+    """The text of the state in a checkpoint, as a trainer would send it. Raises ``SnapshotInvalid``."""
+    from tokenloom_proto.seal import canonical, seal
+
+    from tokenloom_server.tools.checkpoint.file import find
+
+    state = find(path, inside)
+    if state.damage is not None:
+        raise SnapshotInvalid(f"{path}: {state.damage}")
+    return seal(state.document) if "format" in state.document else canonical(state.document)
 
 
 # The mixture: a file, or the short form on the command line.
@@ -106,7 +109,17 @@ DATA_ROOTS = "TOKENLOOM_DATA_ROOTS"
 
 
 #: The options that are fields of a mixture file, in a mixture file's order.
-_FIELDS = ("run", "seed", "tokenizer", "vocab_size", "end_of_text_id", "sequence_length", "policy")
+_FIELDS = (
+    *("run", "seed", "bucket_by", "edges", "global_batch_size", "tokenizer", "vocab_size", "end_of_text_id"),
+    *("sequence_length", "policy"),
+)
+
+
+class _Short(OptionInfo):
+    """An option of the short form."""
+
+    def __init__(self, text: str, *names: str) -> None:
+        super().__init__(default=..., param_decls=names, help=text, rich_help_panel=PANEL)
 
 
 class LoadedMixture(NamedTuple):
@@ -139,29 +152,23 @@ class MixtureOptions:
     ] = None
     dataset_mix: Annotated[
         str | None,
-        typer.Option(
-            help="Instead of a mixture file: files, patterns or folders with their weights, such as "
+        _Short(
+            "Instead of a mixture file: files, patterns or folders with their weights, such as "
             '"wiki/*.parquet:0.9 code:0.1"; path@column:weight where the column does not show.',
-            rich_help_panel=PANEL,
+            "--dataset-mix",
+            "--dataset_mix",
         ),
     ] = None
-    run: Annotated[str | None, typer.Option("--run", help="The run's name.", rich_help_panel=PANEL)] = None
-    sequence_length: Annotated[int | None, typer.Option(help="Tokens per sample.", rich_help_panel=PANEL)] = None
-    tokenizer: Annotated[
-        str | None, typer.Option(help="A tokenizer.json, a folder with one, or bytes.", rich_help_panel=PANEL)
-    ] = None
-    seed: Annotated[int | None, typer.Option(help="Seeds every draw; 0 if not given.", rich_help_panel=PANEL)] = None
-    policy: Annotated[
-        str | None, typer.Option(help="The mixture's policy; least_consumed if not given.", rich_help_panel=PANEL)
-    ] = None
-    vocab_size: Annotated[
-        int | None,
-        typer.Option(help="Greatest id + 1, where all hold ids and there is no tokeniser.", rich_help_panel=PANEL),
-    ] = None
-    end_of_text_id: Annotated[
-        int | None,
-        typer.Option(help="The id that ends a document, where there is no tokeniser.", rich_help_panel=PANEL),
-    ] = None
+    run: Annotated[str | None, _Short("The run's name.", "--run")] = None
+    sequence_length: Annotated[int | None, _Short("Tokens per sample.")] = None
+    tokenizer: Annotated[str | None, _Short("A tokenizer.json, a folder with one, or bytes.")] = None
+    seed: Annotated[int | None, _Short("Seeds every draw; 0 if not given.")] = None
+    policy: Annotated[str | None, _Short("The mixture's policy; least_consumed if not given.")] = None
+    vocab_size: Annotated[int | None, _Short("Greatest id + 1, where all hold ids and there is no tokeniser.")] = None
+    end_of_text_id: Annotated[int | None, _Short("The id that ends a document, where there is no tokeniser.")] = None
+    bucket_by: Annotated[str | None, _Short("Of ready tensors: the column of the bucket, or length(COLUMN).")] = None
+    edges: Annotated[list[str] | None, _Short("The greatest length of each bucket: 64,128; may be given again.")] = None
+    global_batch_size: Annotated[int | None, _Short("With --bucket-by: rows of a micro-step, over all ranks.")] = None
 
     def roots(self) -> DataRoots:
         """What --data-root says, or else the environment. Raises ``ConfigError``."""
@@ -201,7 +208,8 @@ class MixtureOptions:
             if extra := [_option(name) for name, value in fields.items() if value is not None]:
                 raise ConfigError(f"{', '.join(extra)}: belongs to --dataset-mix; a mixture file says it itself")
             return None
-        if missing := [_option(name) for name in ("run", "sequence_length") if fields[name] is None]:
+        size = "global_batch_size" if self.bucket_by is not None else "sequence_length"
+        if missing := [_option(name) for name in ("run", size) if fields[name] is None]:
             raise ConfigError(f"--dataset-mix needs {' and '.join(missing)} beside it")
         from tokenloom_server.config import mixture_file as config
         from tokenloom_server.sources import short_form

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tokenloom_server.cli.common import say
-from tokenloom_server.cli.options import ControlAccess, RunName, Url, snapshot_text
+from tokenloom_server.cli.options import ControlAccess, Inside, RunName, Url, snapshot_text
 from tokenloom_server.errors import ConfigError
 
 
@@ -19,9 +19,8 @@ def restore(
     sample: Annotated[
         int | None, typer.Option(min=0, help="A sample index: where the trainer's checkpoint stands.")
     ] = None,
-    state: Annotated[
-        Path | None, typer.Option(help="A file with a snapshot, or with what state_dict() gave, as JSON.")
-    ] = None,
+    state: Annotated[Path | None, typer.Option(help="A checkpoint, whatever tokenloom checkpoint show reads.")] = None,
+    inside: Inside = None,
     skip_samples: Annotated[
         int, typer.Option(min=0, help="Samples after that point that are not delivered: a bad range.")
     ] = 0,
@@ -45,7 +44,7 @@ def restore(
         name,
         snapshot_id=snapshot,
         sample_index=sample,
-        snapshot=None if state is None else snapshot_text(state),
+        snapshot=None if state is None else snapshot_text(state, inside),
         skip_samples=skip_samples,
         skip_tokens=skip_tokens,
     )

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -84,6 +85,9 @@ class ServerOptions:
             help="Seconds that storage may not answer, or answer with errors, before the run stops with an error.",
         ),
     ] = 300.0
+    log_positions: Annotated[
+        float, typer.Option(min=0, help="Seconds between lines that say where each source stands; 0 for none.")
+    ] = 0.0
     rank_timeout: Annotated[
         float,
         typer.Option(min=1, help="Seconds that ranks wait for one that does not go on, before they get an error."),
@@ -173,8 +177,11 @@ def serve(
     )
     # The system may hand a signal to a thread that is not Python's own, and then nothing wakes this one, which has to
     # handle it: so it looks now and then.
+    due = time.monotonic() + options.log_positions
     while not stopping.wait(SIGNALS_EVERY_S):
-        pass
+        if options.log_positions and time.monotonic() >= due:
+            server.log_positions()
+            due += options.log_positions
     logging.getLogger(__name__).info("stopping")
     server.close()
 

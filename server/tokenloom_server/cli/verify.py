@@ -14,13 +14,15 @@ def verify(
     a: Annotated[
         str,
         typer.Argument(
-            help="A server's REST address, with /RUN where it has several, or the file of a snapshot or checkpoint.",
+            help="A server's REST address, with /RUN where it has several, or a checkpoint, a file or folder.",
             metavar="A",
         ),
     ],
     b: Annotated[str, typer.Argument(help="The other one.", metavar="B")],
     run_a: Annotated[str | None, typer.Option(help="The run of A, where A is a server.")] = None,
     run_b: Annotated[str | None, typer.Option(help="The run of B, where B is a server.")] = None,
+    inside_a: Annotated[str | None, typer.Option(help="Where in the checkpoint A the state lies.")] = None,
+    inside_b: Annotated[str | None, typer.Option(help="Where in the checkpoint B the state lies.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what came of it as JSON.")] = False,
     *,
     access: ReadAccess,
@@ -36,7 +38,7 @@ def verify(
     from tokenloom_server.tools.verify.text import PROVES, document, explain
 
     with console(stderr=True).status("comparing"):
-        both = open_source(a, run_a, access.connect), open_source(b, run_b, access.connect)
+        both = open_source(a, run_a, access.connect, inside_a), open_source(b, run_b, access.connect, inside_b)
         verdict = compare(*both)
         lines = explain(verdict, *both)
     if as_json:

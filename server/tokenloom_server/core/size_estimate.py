@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tokenloom_server.core.token_curve import TokenCurve
+
 
 @dataclass(frozen=True, slots=True)
 class SizeEstimate:
     """One epoch of a source: its ``rows``, and the tokens of 1,000 of them as samples count them: with begin- and
     end-of-text ids and the padding that the packing makes, without what it cuts off.
 
-    ``tokens_per_1000_rows`` is an estimate, unless the source is so small that all of it was read. Policies use it
-    until the first row was picked to its end.
+    They are estimates, unless the source is so small that all of it was read. ``curve``: how these tokens lie over the
+    rows, by which policies know what is left after any row; None in what was recorded under order version 1, where the
+    rows that were picked stand for those that are left, and the estimate only for the first.
     """
 
     rows: int
     tokens_per_1000_rows: int
+    curve: TokenCurve | None = None
+
+    @classmethod
+    def of(cls, curve: TokenCurve) -> SizeEstimate:
+        return cls(curve.epoch_rows, round(1000 * curve.epoch_tokens / max(1, curve.epoch_rows)), curve)
 
     @property
     def tokens(self) -> int:

@@ -203,6 +203,8 @@ class State:
     """Of an older data loader's checkpoint, the sources that no mixture of the run has, as found (canonical JSON)."""
     imported: Imported | None = None
     """Where the order began, if not at its own sample 0."""
+    #: By how many tokens ``total_tokens``, the clock, exceeds those of its samples: as an older checkpoint's did.
+    clock_offset: int = 0
 
 
 def jumped_over(before: State, after: State) -> State:

@@ -28,6 +28,9 @@ from tokenloom_server.mixing.weights import integer_weights
 #: The weights of every node, in node-id order.
 MixWeights = tuple[NodeWeights, ...]
 
+#: How the reason of an end begins that is that of the data.
+ALL_EXHAUSTED = "every source is exhausted"
+
 
 class Ending(NamedTuple):
     """What has no more to give, and why. ``source``: its id; None for a node."""
@@ -70,9 +73,12 @@ class Mixer:
         states: Sequence[Sequence[ChildState]],
         size_estimates: Mapping[int, SizeEstimate] | None = None,
         lengths: Lengths | None = None,
+        *,
+        clock_offset: int = 0,
     ) -> None:
-        """``states`` are the nodes' in node-id order, as in ``State.nodes``; ``size_estimates`` those of the sources in
-        ``RunConfig.measured_sources``, by id. ``lengths``: for choices where the run ``balances_real`` tokens."""
+        """``states`` are the nodes' in node-id order, as in ``State.nodes``, whose ``clock_offset`` counts for the
+        root's ``max_tokens``; ``size_estimates`` those of the sources in ``RunConfig.measured_sources``, by id.
+        ``lengths``: for choices where the run ``balances_real`` tokens."""
         states_by_node = dict(zip((node.id for node in config.nodes), states, strict=True))
         # Children before parents.
         self._upwards: list[Node] = []
@@ -86,6 +92,7 @@ class Mixer:
         self._config = config
         self._balances_lengths = lengths is not None
         self._root = build(config.mixture)
+        self._root.given_before = clock_offset
         self._nodes = sorted(self._upwards, key=lambda node: node.id)
         self._varying = [node for node in self._nodes if node.policy.makes_weights]
         self._totals = Totals(config, self._upwards, size_estimates or {})
@@ -209,7 +216,7 @@ class Mixer:
         if not root.room():
             return f"the mixture has given its max_tokens of {root.config.max_tokens:,}"
         if all(gone or of.presence == "dropped" for of, gone in zip(sources, out, strict=True)):
-            reason = "every source is exhausted"
+            reason = ALL_EXHAUSTED
         else:
             names = ", ".join(of.name for of, gone in zip(sources, out, strict=True) if gone)
             reason = f"exhausted, and its node stops: {names}"

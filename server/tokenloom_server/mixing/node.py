@@ -64,6 +64,8 @@ class Node:
         self.children = children
         self.exhausted = [child.exhausted for child in states]
         self._pick_samples = pick_samples
+        #: Tokens beside those of its children that count for its own ``max_tokens``.
+        self.given_before = 0
         #: The counters when this node was built, in samples.
         self._states = tuple(states)
         if pick_samples > 1:
@@ -210,7 +212,7 @@ class Node:
         """How many more picks its own ``max_tokens`` allow."""
         if self.config.max_tokens is None:
             return MAX_COUNTER
-        return max(0, self.config.max_tokens - sum(self.counters.tokens)) // self.pick_tokens
+        return max(0, self.config.max_tokens - self.given_before - sum(self.counters.tokens)) // self.pick_tokens
 
     def leaf_room(self, position: int) -> int:
         """How many more picks a leaf's ``max_tokens`` allow."""

@@ -10,6 +10,7 @@ from fractions import Fraction
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import MAX_COUNTER
+from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.mixing.node import Node
 
 #: The rows counter of a source, and the offset of its cursor, after its last pick.
@@ -18,10 +19,16 @@ RowsPicked = Callable[[int], tuple[int, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceTotal:
-    """A source's total. ``rows``: those of all its epochs, None where they have no end; ``max_tokens``: its own."""
+    """A source's total. ``rows``: those of all its epochs, None where they have no end; ``max_tokens``: its own.
+
+    By its ``curve``, what is left follows from the rows to come alone: those that were picked say nothing about them. A
+    measure that is wrong by one factor all over a source moves its shares, and hardly its end, since less is given of
+    what seems less. Without a curve (order version 1) the rows that were picked stand for the others.
+    """
 
     rows: int | None
     tokens_per_1000_rows: int
+    curve: TokenCurve | None = None
     max_tokens: int | None
     pick_tokens: int
 
@@ -31,7 +38,9 @@ class SourceTotal:
         rest = MAX_COUNTER
         if self.rows is not None:
             done = tokens - offset
-            if rows and done > 0:
+            if self.curve is not None:
+                rest = self.curve.tokens_before(self.rows) - self.curve.tokens_before(rows) - offset
+            elif rows and done > 0:
                 rest = self.rows * done // rows - tokens
             else:
                 rest = self.rows * self.tokens_per_1000_rows // 1000 - tokens
@@ -81,6 +90,7 @@ class Totals:
             self._sources[source] = SourceTotal(
                 rows=rows_of(estimate.rows, config.epochs[source]) if estimate is not None else None,
                 tokens_per_1000_rows=estimate.tokens_per_1000_rows if estimate is not None else 0,
+                curve=estimate.curve if estimate is not None else None,
                 max_tokens=config.sources[source].max_tokens,
                 pick_tokens=config.pick_tokens,
             )

@@ -246,11 +246,11 @@ def moves_parts(before: float, now: float) -> bool:
 
 
 def _with_estimates(factory: PipelineFactory, known: Mapping[int, SizeEstimate]) -> PipelineFactory:
-    """The order with the size of each source that a policy needs to know: the ``known`` one, else measured."""
-    sources = factory.config.measured_sources
-    if not sources:
+    """The order with the ``known`` sizes of sources, and those of the others that a policy needs to know, measured."""
+    missing = [i for i in factory.config.measured_sources if i not in known]
+    if not missing and not known:
         return factory
-    estimates = {i: known[i] if i in known else measure(factory, i) for i in sources}
+    estimates = {**known, **{i: measure(factory, i, by_strata=factory.record.order_version > 1) for i in missing}}
     return factory.with_record(replace(factory.record, size_estimates=estimates))
 
 

@@ -3,13 +3,14 @@
 Older payloads are plain JSON: ``{"resume_state": {"datasets": [{"spec", "shard", "row_offset", "token_offset"}]}}``,
 where ``shard`` and ``token_offset`` may be missing, or only ``{"sample_index": N}``. Neither has a place in this run's
 order: the first becomes a state that begins a lineage of its own, the second is a count of samples to skip from the
-order's beginning.
+order's beginning. The token clock goes on in both.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from tokenloom_proto.seal import canonical
 
@@ -21,7 +22,6 @@ from tokenloom_server.core.state import (
     Imported,
     SourceState,
     State,
-    digest_hex,
 )
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.mixing import elsewhere
@@ -36,42 +36,49 @@ from tokenloom_server.order.timeline import Timeline
 #: Every state carries what is preserved, and travels to every rank; bytes.
 _PRESERVED_BYTES = 2**17
 
+#: The entries with their positions, by their specs as the run has them.
+_BySpec = Mapping[str, tuple[int, Entry]]
+_OTHER_LENGTHS = (
+    "before which the mixture file's phases change the sequence length (or the run was forked), but an older "
+    "checkpoint's samples count as of one length: give the mixture file the sequence length of that place alone"
+)
+
 
 def resume_point(payload: Payload, timeline: Timeline) -> ResumePoint:
     """Where a run goes on from an older checkpoint.
 
     Raises ``SnapshotInvalid`` naming spec, field, what was found and what was expected.
     """
+    timeline, (tokens, clock) = timeline.with_clock(0), payload.clock()
+    if tokens is not None and tokens > MAX_COUNTER:
+        raise SnapshotInvalid(f"total_tokens: {tokens} ({clock}); counters end at 2^53 − 1")
     if not payload.datasets:
-        note = (
-            f"resume: sample_index={payload.sample_index} (from an older checkpoint that has nothing else: so many "
-            "samples are skipped from the beginning of the order)"
-        )
-        return ResumePoint(
-            sample_index=payload.sample_index,
-            digest=None,
-            total_tokens=timeline.tokens_at(payload.sample_index),
-            base=None,
-            notes=(note,),
-        )
+        return _skipping(payload.sample_index or 0, timeline, tokens, clock)
     if timeline.first.config.batching is not None:
         raise SnapshotInvalid(
             "resume_state.datasets: an older data loader's checkpoint names rows of files, but this run's order is "
             "made of batches from buckets, which it knows nothing of: begin the run anew, or give sample_index alone"
         )
     by_spec = _by_spec(payload.datasets, timeline.first.config.catalog.sources)
-    state, notes = _state(by_spec, _in_force(by_spec, timeline))
-    return ResumePoint(
-        sample_index=state.sample_index,
-        digest=digest_hex(state.digest),
-        total_tokens=state.total_tokens,
-        base=state,
-        notes=notes,
-    )
+    state, notes = _state(by_spec, *_in_force(by_spec, timeline, tokens))
+    return ResumePoint.of(state, (*notes, f"resume: total_tokens={state.total_tokens} ({clock})"))
 
 
-def _by_spec(entries: Sequence[Entry], schemes: SourceSchemes) -> dict[str, tuple[int, Entry]]:
-    """The entries with their positions, by their specs as this run has them. Raises ``SnapshotInvalid`` for one that
+def _skipping(index: int, timeline: Timeline, tokens: int | None, clock: str) -> ResumePoint:
+    """After so many samples of the order, where the clock says ``tokens``; None: as many as these have."""
+    linear = timeline.tokens_at(index), *(index * each.config.sequence_length for each in timeline.segments)
+    total = linear[0] if tokens is None else tokens
+    timelines = (timeline.with_clock(total - before) for before in linear)
+    by_clock = next((each for each in timelines if each.tokens_at(index) == total), None)
+    if by_clock is None:
+        raise SnapshotInvalid(f"total_tokens: found {tokens} at sample_index {index}, {_OTHER_LENGTHS}")
+    note = f"resume: sample_index={index} (from an older checkpoint: so many samples of the order are skipped)"
+    point = ResumePoint.of(by_clock.initial(), (note, f"resume: total_tokens={total} ({clock})"))
+    return replace(point, sample_index=index, total_tokens=total, digest=None)
+
+
+def _by_spec(entries: Sequence[Entry], schemes: SourceSchemes) -> _BySpec:
+    """The entries by their specs. Raises ``SnapshotInvalid`` for one that
     comes twice."""
     by_spec: dict[str, tuple[int, Entry]] = {}
     for i, entry in enumerate(entries):
@@ -84,22 +91,22 @@ def _by_spec(entries: Sequence[Entry], schemes: SourceSchemes) -> dict[str, tupl
     return by_spec
 
 
-def _in_force(by_spec: Mapping[str, tuple[int, Entry]], timeline: Timeline) -> PipelineFactory:
-    """What is in force at the sample index that the sources' tokens give, by the run's phases and revisions."""
-    for segment, after in zip(timeline.segments, [*timeline.segments[1:], None], strict=True):
+def _in_force(by_spec: _BySpec, timeline: Timeline, tokens: int | None) -> tuple[PipelineFactory, int]:
+    """What is in force where the sources' samples and the clock say, by the run's phases and revisions; and the
+    ``clock_offset``. ``tokens``: of the clock, None where they are those of the samples."""
+    for segment in timeline.segments:
         specs, length = segment.factory.record.specs, segment.config.sequence_length
         samples = sum((entry.token_offset or 0) // length for spec, (_, entry) in by_spec.items() if spec in specs)
-        reached = segment.begin <= samples and (after is None or samples < after.begin)
-        if reached and timeline.tokens_at(samples) == samples * length:
-            return segment.factory
-    raise SnapshotInvalid(
-        "resume_state.datasets: token_offset adds up to a place after which the mixture file's phases change the "
-        "sequence length, but an older checkpoint's samples count as of one length: give the mixture file the "
-        "sequence length of that place alone"
-    )
+        total = samples * length if tokens is None else tokens
+        by_clock = timeline.with_clock(total - samples * length)
+        factory = by_clock.at(samples)
+        same = (factory.record.specs, factory.config.sequence_length) == (specs, length)
+        if same and by_clock.tokens_at(samples) == total:
+            return factory, by_clock.clock_offset
+    raise SnapshotInvalid(f"resume_state.datasets: token_offset adds up to a place {_OTHER_LENGTHS}")
 
 
-def _state(by_spec: Mapping[str, tuple[int, Entry]], factory: PipelineFactory) -> tuple[State, tuple[str, ...]]:
+def _state(by_spec: _BySpec, factory: PipelineFactory, clock_offset: int) -> tuple[State, tuple[str, ...]]:
     """The state, and what was made of each entry, a line each."""
     length, specs = factory.config.sequence_length, factory.record.specs
     known = [spec in by_spec for spec in specs]
@@ -122,15 +129,16 @@ def _state(by_spec: Mapping[str, tuple[int, Entry]], factory: PipelineFactory) -
     ]
     unknown = [entry for spec, (_, entry) in by_spec.items() if spec not in specs]
     notes += [f"resume: spec={entry.spec} preserved: not in this mixture" for entry in unknown]
-    digest = _digest(sources, factory.record.shape)
+    digest = _digest(sources, factory.record.shape, clock_offset)
     state = State(
         sample_index=total,
-        total_tokens=total * length,
+        total_tokens=total * length + clock_offset,
         digest=digest,
         sources=tuple(sources),
         nodes=nodes.nodes,
         preserved=_preserved(unknown),
         imported=Imported(total, digest),
+        clock_offset=clock_offset,
     )
     return state, tuple(notes)
 
@@ -176,7 +184,7 @@ def _new(spec: str, factory: PipelineFactory, baseline: int | None) -> str:
     return f"resume: spec={spec} new: starts at {which}, {baseline} tokens"
 
 
-def _digest(sources: Sequence[SourceState], shape: Shape) -> int:
+def _digest(sources: Sequence[SourceState], shape: Shape, clock_offset: int) -> int:
     """A hash of the place itself, since no sample before it is known: runs that go on from the same place have equal
     digests, and ranks that bring different places have different ones."""
     places = [
@@ -184,7 +192,8 @@ def _digest(sources: Sequence[SourceState], shape: Shape) -> int:
         for spec, shards, source in zip(shape.specs, shape.shards, sources, strict=True)
         for cursor in [source.cursor if isinstance(source.cursor, FileCursor) else FileCursor(0, 0, 0)]
     ]
-    text = canonical({"imported": places, "sample_tokens": shape.sample_tokens})
+    clock = {"clock_offset": clock_offset} if clock_offset else {}
+    text = canonical({"imported": places, "sample_tokens": shape.sample_tokens, **clock})
     return int(hashlib.sha256(text.encode()).hexdigest(), 16) % DIGEST_MODULUS
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from tokenloom_proto.resume import CLOCK_KEYS
 from tokenloom_proto.seal import CHECKSUM
 
 from tokenloom_server.core.state import MAX_COUNTER
@@ -56,10 +58,24 @@ class _ResumeState(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What an older checkpoint says: ``datasets`` as they were written, or only a ``sample_index``."""
+    """What an older checkpoint says: ``datasets`` as they were written, or only a ``sample_index``; and what its token
+    clock can be read from, None where it does not say."""
 
     datasets: tuple[Entry, ...]
-    sample_index: int
+    sample_index: int | None
+    total_tokens: int | None
+    sample_tokens: int | None
+
+    def clock(self) -> tuple[int | None, str]:
+        """The total tokens of the job that wrote it, None where they are not known; and what says so."""
+        offsets = [entry.token_offset for entry in self.datasets if entry.token_offset is not None]
+        if self.total_tokens is not None:
+            return self.total_tokens, "as the older checkpoint says"
+        if offsets and len(offsets) == len(self.datasets):
+            return sum(offsets), "the sum of the older checkpoint's token_offset"
+        if self.sample_index is not None and self.sample_tokens is not None:
+            return self.sample_index * self.sample_tokens, "the older checkpoint's sample_index × context_length"
+        return None, "those of the samples; where its clock was another, write total_tokens into the checkpoint's copy"
 
 
 def read(text: str | bytes) -> Payload | None:
@@ -80,18 +96,24 @@ def read(text: str | bytes) -> Payload | None:
         return None
     if resume is not None and not isinstance(resume, dict):
         raise SnapshotInvalid(f"resume_state: expected a mapping with datasets, found {type(resume).__name__}")
+    fields = {**(resume or {}), **document}
+    sample_index, total_tokens, *lengths = (_number(fields, name) for name in ("sample_index", *CLOCK_KEYS))
+    clock = sample_index, total_tokens, next(filter(None, lengths), None)
     if resume is not None and "datasets" in resume:
         try:
-            return Payload(_ResumeState.model_validate(resume).entries(), 0)
+            return Payload(_ResumeState.model_validate(resume).entries(), *clock)
         except ValidationError as error:
             raise SnapshotInvalid(_explain(error, resume)) from None
-    sample_index = document.get("sample_index", (resume or {}).get("sample_index"))
-    if type(sample_index) is not int or not 0 <= sample_index <= MAX_COUNTER:
-        raise SnapshotInvalid(
-            f"sample_index: found {_short(sample_index)}; an older checkpoint has resume_state.datasets, or a "
-            "sample_index that is an integer from 0 to 2^53 − 1"
-        )
-    return Payload((), sample_index)
+    if sample_index is None:
+        raise SnapshotInvalid("sample_index: found nothing; expected that, or resume_state.datasets")
+    return Payload((), *clock)
+
+
+def _number(fields: Mapping[str, Any], name: str) -> int | None:
+    number = fields.get(name)
+    if number is not None and (type(number) is not int or not 0 <= number <= MAX_COUNTER):
+        raise SnapshotInvalid(f"{name}: found {_short(number)}; expected an integer from 0 to 2^53 − 1")
+    return number
 
 
 def _explain(error: ValidationError, resume: dict[str, Any]) -> str:

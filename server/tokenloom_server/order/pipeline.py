@@ -93,7 +93,8 @@ class Pipeline:
     ) -> None:
         self._feeds = [Feed(packers(i, source), source) for i, source in enumerate(state.sources)]
         lengths = RealLengths(self._feeds) if config.balances_real else None
-        self._stage = Stage(config, Mixer(config, state.nodes, size_estimates, lengths), state)
+        mixer = Mixer(config, state.nodes, size_estimates, lengths, clock_offset=state.clock_offset)
+        self._stage = Stage(config, mixer, state)
 
     @property
     def sample_index(self) -> int:

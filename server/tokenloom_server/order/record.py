@@ -20,6 +20,7 @@ from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import ORDER_VERSION, ORDER_VERSIONS
+from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.errors import ConfigError, LedgerError
 from tokenloom_server.mixing.mixer import node_shape
 from tokenloom_server.order import state_shape
@@ -196,18 +197,24 @@ def recorded_fields(record: str, run: str) -> dict[str, Any]:
     return fields
 
 
-def estimates_to_json(estimates: Mapping[int, SizeEstimate]) -> dict[str, dict[str, list[int]]]:
+def estimates_to_json(estimates: Mapping[int, SizeEstimate]) -> dict[str, dict[str, list[Any]]]:
     """As a field of a record or of a revision, where there are any: by source id as text, the rows, and the tokens of
-    1,000 rows."""
-    by_source = {str(source): [one.rows, one.tokens_per_1000_rows] for source, one in estimates.items()}
+    1,000 rows; and of its curve the rows and the tokens before each edge, where it has one."""
+    by_source = {
+        str(source): [one.rows, one.tokens_per_1000_rows, *([one.curve.rows, one.curve.tokens] if one.curve else [])]
+        for source, one in estimates.items()
+    }
     return {"size_estimates": by_source} if by_source else {}
 
 
 def estimates_from_json(fields: Mapping[str, Any]) -> dict[int, SizeEstimate]:
-    """Reads ``estimates_to_json`` out of a record or a revision; those from before the first release have another name
-    for it."""
+    """Reads ``estimates_to_json`` out of a record or a revision, also of order version 1, where there is no curve;
+    those from before the first release have another name for it."""
     by_source = fields.get("size_estimates", fields.get("extents", {}))
-    return {int(source): SizeEstimate(*one) for source, one in by_source.items()}
+    return {
+        int(source): SizeEstimate(rows, per_1000, TokenCurve(*map(tuple, curve)) if curve else None)
+        for source, (rows, per_1000, *curve) in by_source.items()
+    }
 
 
 def end_of_text(config: RunConfig, definition: TokenizerDefinition | None) -> int | None:

@@ -28,7 +28,7 @@ class Replay:
     """
 
     def __init__(self, timeline: Timeline, state: State) -> None:
-        self.timeline = timeline
+        self.timeline = timeline.with_clock(state.clock_offset)
         #: Why there are no more samples; None while there may be some.
         self.ended: str | None = None
         #: Samples of an incomplete last micro-step, which were left out.
@@ -89,8 +89,8 @@ class Replay:
 
     def switch_to(self, timeline: Timeline) -> None:
         """Goes on under another timeline. Raises ``OrderMismatch`` where that differs before the present sample."""
-        if timeline is self.timeline:
-            return
+        if timeline is self.timeline or timeline.clock_offset != self.timeline.clock_offset:
+            return  # by another clock the run goes on from elsewhere
         for before, now in zip_longest(self.timeline.revisions, timeline.revisions):
             if before != now:
                 changed = min(revision.sample_index for revision in (before, now) if revision is not None)

@@ -21,13 +21,17 @@ from tokenloom_server.sources.manifest import build, plugins_of, plugins_to_json
 from tokenloom_server.sources.scheme import scheme_of
 
 
-def revise(timeline: Timeline, change: MixtureChange, sample_index: int, generation: int = 0) -> dict[str, Any]:
-    """The content of a revision that makes a change from a sample index on, during a generation.
+def revise(
+    timeline: Timeline, change: MixtureChange, sample_index: int, generation: int = 0, known_from: int = 0
+) -> dict[str, Any]:
+    """The content of a revision that makes a change from a sample index on, during a generation. Samples before
+    ``known_from`` may have been produced in that one, so their states do not name it.
 
     Raises ``ConfigError``, naming the field, what was found and what was expected, and ``SourceChanged``.
     """
     try:
-        return _checked_content(timeline, change, sample_index) | {"generation": generation}
+        made = {"generation": generation, "known_from": known_from}
+        return _checked_content(timeline, change, sample_index) | made
     except SourceChanged:
         raise
     except SourceError as error:
@@ -58,7 +62,9 @@ def _checked_content(timeline: Timeline, change: MixtureChange, sample_index: in
     if not lines:
         raise ConfigError("this changes nothing: the mixture in force there is the same")
     content["changes"] = [*lines, *_ended_by_a_phase(timeline, sample_index)]
-    return content | estimates_to_json(after.record.size_estimates)
+    # Those that the run's record has need not be carried by every state.
+    recorded = timeline.first.record.size_estimates
+    return content | estimates_to_json({i: e for i, e in after.record.size_estimates.items() if recorded.get(i) != e})
 
 
 def _changed_config(timeline: Timeline, change: MixtureChange, sample_index: int) -> RunConfig:

@@ -116,12 +116,12 @@ def _grown(before: PipelineFactory, after: PipelineFactory) -> tuple[int, ...]:
 
 
 def lay(
-    first: PipelineFactory, revisions: Sequence[StoredRevision], origin: Origin | None
+    first: PipelineFactory, revisions: Sequence[StoredRevision], origin: Origin | None, clock_offset: int
 ) -> Iterator[TimelineSegment]:
     """The segments of a run, in order. Raises what ``builder.under`` does."""
     phases, factory = first.config.phases, first
-    begin, tokens = (0, 0) if origin is None else (origin.sample_index, origin.total_tokens)
-    # A run that was forked begins in the phase that its tokens lie in.
+    begin, tokens = (0, clock_offset) if origin is None else (origin.sample_index, origin.total_tokens)
+    # A run that was forked, or goes on by another clock, begins in the phase that its tokens lie in.
     over = [phase.until_tokens is not None and phase.until_tokens <= tokens for phase in phases]
     present = over.index(False) if False in over else len(phases)
     left = origin.left_tokens if origin is not None else 0

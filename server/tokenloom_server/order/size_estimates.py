@@ -7,23 +7,27 @@ same numbers on any machine, whatever is cached: policies decide by them.
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tokenloom_server.core.size_estimate import SizeEstimate
+from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.token_curve import TokenCurve
 from tokenloom_server.packing.best_fit import Window, windowed_samples
+from tokenloom_server.packing.reading import shuffled_files
 from tokenloom_server.packing.unpacked import unpacked_samples
 from tokenloom_server.sources import columns
-from tokenloom_server.sources.base import Source
+from tokenloom_server.sources.base import Rows, Source
+from tokenloom_server.sources.endings import codec_of
 from tokenloom_server.sources.lines import BOM, LinesSource
+from tokenloom_server.sources.wrapped import WrappedSource
 from tokenloom_server.tokenizer.documents import Encoder
 
 #: Places that are read of a source: spread over its shards, or within them where there are few.
@@ -38,7 +42,7 @@ COUNTED_BYTES = 1 << 26
 
 
 class _Stratum(NamedTuple):
-    """Consecutive rows of a shard, of which the first are read and stand for the others."""
+    """Consecutive ``rows`` of a shard, of which some, from ``row`` on, are read and stand for the others."""
 
     shard: int
     row: int
@@ -100,84 +104,133 @@ class _Sample(NamedTuple):
         return Fraction(tokens * self.bytes, self.encoded_bytes)
 
 
-def measure(factory: PipelineFactory, source_id: int) -> SizeEstimate:
+class _Onwards(WrappedSource):
+    """Another source, read at one place after the other: what comes next in a block is read on, and not from the
+    block's beginning again."""
+
+    _shard = -1
+    _last: Rows
+    _rest: Iterator[Rows]
+
+    def read(self, shard: int, row: int) -> Iterator[Rows]:
+        """From a row on that does not lie before the piece that was given last."""
+        if shard != self._shard or row > self._near():
+            self._shard, self._rest = shard, super().read(shard, row)
+        else:
+            self._rest = chain([self._last], self._rest)
+        for rows in self._rest:
+            self._last = rows
+            skipped = max(0, row - rows.first_row)
+            if skipped < len(rows.column):
+                yield rows.cut(skipped, len(rows.column))
+
+    def _near(self) -> int:
+        """The last row that no block's beginning is nearer to than the end of what was read last."""
+        end, blocks = self._last.first_row + len(self._last.column), self.blocks(self._shard)
+        return max(end, int(blocks[np.searchsorted(blocks, end)]) - 1)
+
+
+def measure(factory: PipelineFactory, source_id: int, *, by_strata: bool = True) -> SizeEstimate:
     """Measures one epoch of a source: its rows exactly with ``batching``, for Parquet and Arrow files and little text.
 
     Reads ``READ_BYTES`` from ``MOST_PLACES`` row groups at most, or a source that has no more, beside footers, headers
-    and ``COUNTED_BYTES`` of lines; encodes ``ENCODED_BYTES``. Raises ``SourceError`` and ``TokenizerError`` for a file,
-    or a row of the sample, that is not readable.
+    and ``COUNTED_BYTES`` of lines; encodes ``ENCODED_BYTES``. Without ``by_strata`` as order version 1 does: from fewer
+    places, and no curve. Raises ``SourceError`` and ``TokenizerError`` for a file, or a row of the sample, that is not
+    readable.
     """
     readers = factory.readers
     if factory.config.batching is not None:
         epochs = readers.bucket_epochs(source_id)
-        return SizeEstimate(epochs.batches * epochs.size, 1000)
-    return _measure(factory, source_id, LEAST_PLACES)[0]
-
-
-def measure_curve(factory: PipelineFactory, source_id: int) -> TokenCurve:
-    """The tokens of a source over its rows, for plans: of ``MOST_PLACES`` strata where the places of its rows are
-    known. Reads and raises what ``measure`` does."""
-    return _measure(factory, source_id, MOST_PLACES)[1]
-
-
-def _measure(factory: PipelineFactory, source_id: int, places: int) -> tuple[SizeEstimate, TokenCurve]:
-    readers = factory.readers
+        curve = TokenCurve.of([(epochs.batches * epochs.size,) * 2])
+        return SizeEstimate(curve.epoch_rows, 1000, curve if by_strata else None)
     reader = readers.open(source_id)
-    encoder = factory.encoder(source_id, reader)
-    if isinstance(reader, LinesSource) and sum(shard.size for shard in reader.shards) > COUNTED_BYTES:
-        estimate = _of_many_lines(factory, reader, readers.kept(source_id, reader), encoder)
-        return estimate, TokenCurve.of([(estimate.rows, estimate.tokens)])
+    encoder, kept = factory.encoder(source_id, reader), readers.kept(source_id, reader)
+    total = sum(shard.size for shard in reader.shards)
+    # Each place of a remote file costs requests.
+    is_whole, is_remote = total <= READ_BYTES, factory.config.sources[source_id].spec.is_remote
+    places = MOST_PLACES if by_strata and (is_whole or not is_remote) else LEAST_PLACES
+    if isinstance(reader, LinesSource) and total > COUNTED_BYTES:
+        samples, rows = _many_lines(reader, kept, encoder, places, by_strata)
+        return _estimate(factory, source_id, samples, rows, by_strata)
     counts = readers.row_counts(source_id, reader)
     filled = [shard for shard, rows in enumerate(counts) if rows]
-    total = sum(shard.size for shard in reader.shards)
-    strata = list(_strata(filled if total <= READ_BYTES else _spread(filled), counts, places))
-    budget = _Budget.of(total, len(strata))
-    by_stratum, lengths = [], []
-    for stratum in strata:
-        sample = _sample(readers.kept(source_id, reader), encoder, stratum, budget)
-        by_stratum.append(sample.all_tokens(factory) * stratum.rows / sample.rows)
-        lengths.append(sample.lengths)
-    stood_for, rows = sum(stratum.rows for stratum in strata), sum(counts)
-    tokens = sum(by_stratum, Fraction(0))
-    sample_tokens = _scaled(factory, tokens, lengths)
-    estimate = SizeEstimate(rows, round(1000 * sample_tokens / stood_for))
-    # What was not looked at is as what was.
-    edges = [total * rows // stood_for for total in accumulate((stratum.rows for stratum in strata), initial=0)]
-    scale = float(sample_tokens / tokens * rows / stood_for) if tokens else 0.0
-    return estimate, TokenCurve.of(
-        (end - begin, float(own) * scale) for (begin, end), own in zip(pairwise(edges), by_stratum, strict=True)
+    blocks = reader.blocks if by_strata and not is_whole else None
+    strata = list(_strata(filled if is_whole else _spread(filled), counts, places, blocks))
+    budget, reading = _Budget.of(total, len(strata)), _Onwards(kept)
+    samples = [(stratum, _sample(reading, encoder, stratum, budget)) for stratum in strata]
+    return _estimate(factory, source_id, samples, sum(counts), by_strata)
+
+
+def _estimate(
+    factory: PipelineFactory, source_id: int, samples: list[tuple[_Stratum, _Sample]], rows: int, by_strata: bool
+) -> SizeEstimate:
+    """What so many ``rows`` have; those that were not looked at are as those that were."""
+    parts = [(stratum, sample.all_tokens(factory) * stratum.rows / sample.rows) for stratum, sample in samples]
+    stood_for, tokens = sum(stratum.rows for stratum, _ in parts), sum((own for _, own in parts), Fraction(0))
+    sample_tokens = _scaled(factory, tokens, [sample.lengths for _, sample in samples])
+    per_1000 = round(1000 * sample_tokens / stood_for)
+    if not by_strata:
+        return SizeEstimate(rows, per_1000)
+    order = _reading_order(factory, source_id)
+    if order:
+        parts.sort(key=lambda part: order.index(part[0].shard))
+    scale = sample_tokens / tokens * rows / stood_for if tokens else Fraction(0)
+    row_edges = accumulate((stratum.rows for stratum, _ in parts), initial=0)
+    token_edges = accumulate((own for _, own in parts), initial=Fraction(0))
+    curve = TokenCurve(
+        tuple(edge * rows // stood_for for edge in row_edges), tuple(round(edge * scale) for edge in token_edges)
     )
+    return SizeEstimate(rows, per_1000, curve if order else TokenCurve.of([(rows, curve.epoch_tokens)]))
 
 
-def _of_many_lines(factory: PipelineFactory, reader: LinesSource, kept: Source, encoder: Encoder) -> SizeEstimate:
-    """Measured at the heads of some shards: to find lines elsewhere, whole files would have to be scanned."""
-    rows = size = 0
-    tokens, lengths = Fraction(0), []
+def _reading_order(factory: PipelineFactory, source_id: int) -> Sequence[int]:
+    """The shards of a source in the order of an epoch; none where rows come in an order that mixes them, so that
+    everywhere they are as long as on average."""
+    config, source = factory.config, factory.config.sources[source_id]
+    shards, epochs = range(len(factory.record.shards[source_id])), config.epochs[source_id]
+    if source.shuffle == "shards" and source.lanes == 1 and len(shards) <= MOST_PLACES:
+        # That of the last epoch, in which it comes to its end.
+        return shuffled_files(len(shards), config.seed, source_id, 0 if math.isinf(epochs) else math.ceil(epochs) - 1)
+    return shards if source.in_file_order else ()
+
+
+def _many_lines(
+    reader: LinesSource, kept: Source, encoder: Encoder, places: int, by_strata: bool
+) -> tuple[list[tuple[_Stratum, _Sample]], int]:
+    """What was measured, at some bytes of some shards, of compressed ones at the head: to find lines by their numbers,
+    whole files would have to be scanned. And about how many rows there are."""
     # No file with a line is smaller than a byte order mark and it.
     filled = [shard for shard, file in enumerate(reader.shards) if file.size > len(BOM)]
-    chosen, total = _spread(filled), sum(shard.size for shard in reader.shards)
-    budget = _Budget.of(total, len(chosen))
-    for shard in chosen:
-        sample = _sample(kept, encoder, _Stratum(shard, 0, sys.maxsize), budget)
+    chosen, sizes = _spread(filled), [shard.size for shard in reader.shards]
+    reader.by_bytes = places == MOST_PLACES and not any(codec_of(reader.shards[shard].path) for shard in chosen)
+    parts = list(_strata(chosen, sizes, places if reader.by_bytes else 1))
+    budget = _Budget.of(sum(sizes), len(parts))
+    samples, size = [], 0
+    for part in parts:
+        row = part.row + max(0, part.rows - budget.read) // 2 if reader.by_bytes else part.row
+        sample = _sample(kept, encoder, _Stratum(part.shard, row, sys.maxsize), budget)
         if not sample.rows:
             continue  # a compressed file may hold nothing
-        rows += sample.rows
-        tokens += sample.all_tokens(factory)
-        lengths.append(sample.lengths)
-        size += reader.head_bytes(shard, sample.rows)
-    # Rows and tokens by the bytes they take: how long lines are is what differs most from place to place.
-    return SizeEstimate(
-        max(1, round(Fraction(total * rows, size))), round(1000 * _scaled(factory, tokens, lengths) / rows)
-    )
+        # Rows and tokens by the bytes they take: how long lines are is what differs most from place to place.
+        read = reader.bytes_of(part.shard, row, sample.rows)
+        rows = max(1, round(Fraction(part.rows * sample.rows, read))) if by_strata else sample.rows
+        samples.append((part._replace(rows=rows), sample))
+        size += part.rows if by_strata else read
+    return samples, max(1, round(Fraction(sum(sizes) * sum(stratum.rows for stratum, _ in samples), size)))
 
 
-def _strata(chosen: list[int], counts: list[int], places: int) -> Iterator[_Stratum]:
+def _strata(
+    chosen: list[int], counts: list[int], places: int, blocks: Callable[[int], npt.NDArray[np.int64]] | None = None
+) -> Iterator[_Stratum]:
+    """Of each chosen shard equal parts; read in the middle, where a block begins, if ``blocks`` say that one does."""
     parts = max(1, places // len(chosen))
     for shard in chosen:
         edges = [counts[shard] * part // parts for part in range(parts + 1)]
         for begin, end in pairwise(edges):
             if begin < end:
-                yield _Stratum(shard, begin, end - begin)
+                middle = (begin + end) // 2
+                row = 0 if blocks is None else int(blocks(shard)[np.searchsorted(blocks(shard), middle, "right") - 1])
+                yield _Stratum(shard, max(begin, row), end - begin)
 
 
 def _spread(shards: list[int]) -> list[int]:
@@ -204,4 +257,4 @@ def _sample(reader: Source, encoder: Encoder, stratum: _Stratum, budget: _Budget
         size += columns.reach(column, budget.read).bytes
         if rows == stratum.rows or size >= budget.read:
             break
-    return _Sample(rows, size, encoded_rows, encoded_bytes, np.concatenate(lengths))
+    return _Sample(rows, size, encoded_rows, encoded_bytes, np.concatenate([np.zeros(0, np.int64), *lengths]))

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server.core.state import ChildState, Imported, PackedCursor, SourceState, State
+from tokenloom_server.core.state import ChildState, Imported, PackedCursor, SourceState, State, digest_hex
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.order.snapshot_checks import (
     check_lanes,
@@ -51,6 +51,12 @@ class ResumePoint:
     #: What was made of an older data loader's checkpoint, a line for each spec; empty for a snapshot.
     notes: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, state: State, notes: tuple[str, ...] = ()) -> ResumePoint:
+        """At a state, which begins a lineage of its own."""
+        index, tokens = state.sample_index, state.total_tokens
+        return cls(sample_index=index, digest=digest_hex(state.digest), total_tokens=tokens, base=state, notes=notes)
+
 
 def decode_state(resume_state: str, shape_at: ShapeAt) -> State:
     """Reads ``encode_state`` back. Raises ``SnapshotInvalid`` naming the field that does not fit the run."""
@@ -82,9 +88,8 @@ def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt) -> 
             raise SnapshotInvalid(
                 f"resume_state is at sample {base.sample_index}, beyond sample_index {snapshot.sample_index}"
             )
-        check_position(
-            "", snapshot.sample_index, snapshot.total_tokens, snapshot.digest, shape_at(snapshot.sample_index)
-        )
+        shape = shape_at(snapshot.sample_index, base.clock_offset)
+        check_position("", snapshot.sample_index, snapshot.total_tokens, snapshot.digest, shape)
     return ResumePoint(
         sample_index=snapshot.sample_index,
         digest=snapshot.digest,
@@ -108,7 +113,7 @@ _REMEDIES = {
 
 
 def _state(resume: ResumeStateDocument, shape_at: ShapeAt) -> State:
-    shape = shape_at(resume.sample_index)
+    shape = shape_at(resume.sample_index, resume.clock_offset)
     check_mixture(resume, shape)
     check_position("resume_state.", resume.sample_index, resume.total_tokens, resume.digest, shape)
     datasets = [entry for entry in resume.datasets if isinstance(entry, KnownDataset)]
@@ -132,6 +137,7 @@ def _state(resume: ResumeStateDocument, shape_at: ShapeAt) -> State:
         nodes=nodes,
         preserved=tuple(canonical(entry.model_dump(exclude={"unknown"})) for entry in preserved),
         imported=Imported(began.sample_index, int(began.digest, 16)) if began is not None else None,
+        clock_offset=resume.clock_offset,
     )
 
 

@@ -50,8 +50,8 @@ def check_mixture(resume: ResumeStateDocument, shape: Shape) -> None:
 
 
 def canonical_content(content: Mapping[str, Any]) -> str:
-    """What a revision makes of the run, as canonical JSON: not during which generation it was made."""
-    return canonical({key: value for key, value in content.items() if key != "generation"})
+    """What a revision makes of the run, as canonical JSON: not when it was made."""
+    return canonical({key: value for key, value in content.items() if key not in ("generation", "known_from")})
 
 
 def _of_revision(revision: tuple[int, str] | None) -> str:

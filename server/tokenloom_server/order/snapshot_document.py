@@ -253,6 +253,7 @@ class ResumeStateDocument(_Strict):
     total_tokens: int = _Count
     datasets: list[_AnyDataset]
     imported: _Imported | None = None
+    clock_offset: int = Field(default=0, ge=-MAX_COUNTER, le=MAX_COUNTER)
     #: By node, as in ``mixture``, by child.
     nodes: list[list[_AnyChild]]
     #: The mixture in force, by node id, for readers without the mixture file; states of before do not have it.

@@ -71,11 +71,8 @@ def encode_state(
             "sample_index": state.imported.sample_index,
             "digest": digest_hex(state.imported.digest),
         }
-    if revisions:
-        fields["revisions"] = list(revisions)
-    if origin is not None:
-        fields["origin"] = origin
-    return canonical(fields)
+    optional = {"clock_offset": state.clock_offset, "revisions": list(revisions), "origin": origin}
+    return canonical(fields | {name: value for name, value in optional.items() if value})
 
 
 def _place(cursor: Cursor | None) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def upgraded(resume: Any, shape_at: ShapeAt | None) -> Any:
         return resume
     index, shape = resume.get("sample_index"), None
     if shape_at is not None and isinstance(index, int) and 0 <= index <= MAX_COUNTER:
-        shape = shape_at(index)
+        shape = shape_at(index, 0)
     return {**resume, "version": 2, "datasets": [_dataset(entry, shape) for entry in resume["datasets"]]}
 
 

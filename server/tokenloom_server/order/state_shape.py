@@ -38,7 +38,7 @@ class Shape:
     left_samples: int = 0
     """Samples before a fork whose sources the run does not have."""
     total_tokens: Callable[[int], int] | None = None
-    """The run's total tokens at a sample index, where samples were not always of one length."""
+    """The run's total tokens at a sample index, where they are not those of so many samples of one length."""
 
     def cursor_kind(self, source: int) -> type[FileCursor] | type[WindowCursor] | type[EpochCursor]:
         """What a cursor of a source is, or the first row of what is packed together."""
@@ -51,5 +51,5 @@ class Shape:
         return self.total_tokens(sample_index) if self.total_tokens is not None else sample_index * self.sample_tokens
 
 
-#: The shape that the states of a run have at a sample index.
-ShapeAt = Callable[[int], Shape]
+#: The shape that the states of a run have at a sample index, under a ``clock_offset``.
+ShapeAt = Callable[[int, int], Shape]

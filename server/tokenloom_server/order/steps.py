@@ -105,8 +105,9 @@ class StepGroup:
     rotations: list[int] = field(default_factory=list)
     #: Tokens and labels of each micro-step, over all ranks; empty where every sample has as many (``real``).
     counts: list[tuple[int, int]] = field(default_factory=list)
-    #: The base as canonical JSON, and micro-steps as the wire has them, once somebody made them.
-    resume_state: str | None = None
+    #: The base as canonical JSON, as it was when production began the group: every rank gets this text.
+    resume_state: str = ""
+    #: Micro-steps as the wire has them, once somebody made them.
     step_infos: dict[int, bytes] = field(default_factory=dict)
 
     @property

@@ -31,23 +31,40 @@ class _Recorded(NamedTuple):
     #: See ``canonical_content``.
     canonical: str
 
+    def is_named(self, sample_index: int, generation: int | None) -> bool:
+        """Whether states of a generation at a sample index name it: where it is in force, and where it was accepted
+        before the samples after them were produced (None: it was)."""
+        if generation is None or self.begin <= sample_index:
+            return True
+        made_in, known_from = self.content.get("generation", 0), self.content.get("known_from", 0)
+        return bool(made_in < generation or (made_in == generation and sample_index >= known_from))
+
 
 class Timeline:
     """Immutable. A run without phases and revisions has one segment."""
 
     def __init__(
-        self, first: PipelineFactory, revisions: Sequence[StoredRevision] = (), origin: Origin | None = None
+        self,
+        first: PipelineFactory,
+        revisions: Sequence[StoredRevision] = (),
+        origin: Origin | None = None,
+        clock_offset: int = 0,
     ) -> None:
-        """``first`` is that of the run's record. Raises ``ConfigError``, ``SourceError`` and
-        ``SourceChanged`` where a revision cannot be honoured."""
+        """``first`` is that of the run's record; ``clock_offset`` that of the states (a fork begins with its parent's
+        clock, by ``origin``). Raises ``ConfigError``, ``SourceError`` and ``SourceChanged`` where a revision cannot be
+        honoured."""
         self.first = first
         self.revisions = tuple(revisions)
         self.origin = origin
+        self.clock_offset = clock_offset
         self.name = first.name
-        self._segments = tuple(lay(first, self.revisions, origin))
+        self._segments = tuple(lay(first, self.revisions, origin, clock_offset))
         self._begins = [segment.begin for segment in self._segments]
         lengths = {segment.config.sequence_length for segment in self._segments}
-        self._one_length = len(lengths) == 1 and origin is None
+        #: Whether total tokens are those of so many samples of one length.
+        self.has_plain_clock = len(lengths) == 1 and origin is None and not clock_offset
+        # The last timeline under another clock that was asked for.
+        self._other_clock: Timeline | None = None
 
     @property
     def sample_bytes(self) -> int:
@@ -61,11 +78,23 @@ class Timeline:
 
     def with_revisions(self, revisions: Sequence[StoredRevision]) -> Timeline:
         """The timeline under other revisions."""
-        return self if tuple(revisions) == self.revisions else Timeline(self.first, revisions, self.origin)
+        same = tuple(revisions) == self.revisions
+        return self if same else Timeline(self.first, revisions, self.origin, self.clock_offset)
 
     def with_origin(self, origin: Origin | None) -> Timeline:
         """The timeline of a run that was forked, or was not."""
-        return self if origin == self.origin else Timeline(self.first, self.revisions, origin)
+        return self if origin == self.origin else Timeline(self.first, self.revisions, origin, self.clock_offset)
+
+    def with_clock(self, clock_offset: int) -> Timeline:
+        """The timeline of states that have this ``clock_offset``."""
+        other = self if clock_offset == self.clock_offset else self._other_clock
+        if other is None or other.clock_offset != clock_offset:
+            other = self._other_clock = Timeline(self.first, self.revisions, self.origin, clock_offset)
+        return other
+
+    def of_state(self, resume_state: str) -> Timeline:
+        """The timeline by whose clock a state was made, as this run wrote it; empty for none."""
+        return self.with_clock(json.loads(resume_state or "{}").get("clock_offset", 0))
 
     def at(self, sample_index: int) -> PipelineFactory:
         """What makes the sample at an index."""
@@ -93,7 +122,7 @@ class Timeline:
         """The state before the first sample."""
         origin = self.origin
         if origin is None:
-            return self.at(0).initial()
+            return replace(self.at(0).initial(), total_tokens=self.clock_offset, clock_offset=self.clock_offset)
         if origin.state:
             return self.decode(origin.state)
         # Of use for figures alone: nobody can begin there (see ``History.beginning``).
@@ -132,26 +161,31 @@ class Timeline:
 
     # --- states as text ------------------------------------------------------------------------------
 
-    def shape_at(self, sample_index: int) -> state_shape.Shape:
-        """What the states at a sample index look like."""
-        shape = self.at(sample_index).record.shape
-        in_force = [one for one in self._recorded if one.begin <= sample_index]
+    def shape_at(self, sample_index: int, clock_offset: int) -> state_shape.Shape:
+        """What the states at a sample index look like, under a ``clock_offset``."""
+        timeline = self.with_clock(clock_offset)
+        shape = timeline.at(sample_index).record.shape
+        in_force = [one for one in timeline._recorded if one.begin <= sample_index]
         if in_force:
             shape = replace(shape, revision=(in_force[-1].begin, in_force[-1].canonical))
-        if self._one_length:
+        if timeline.has_plain_clock:
             return shape
         left = self.origin.left_samples if self.origin is not None else 0
-        return replace(shape, total_tokens=self.tokens_at, left_samples=left)
+        return replace(shape, total_tokens=timeline.tokens_at, left_samples=left)
 
-    def encode(self, state: State) -> str:
-        """``resume_state``: the canonical JSON of a state, with the revision in force and all that are to come: what a
-        ledger that knows none of them needs to go on."""
-        index = state.sample_index
-        in_force = [one for one in self._recorded if one.begin <= index]
-        ahead = [one for one in self._recorded if one.begin > index]
+    def encode(self, state: State, generation: int | None = None) -> str:
+        """``resume_state``: the canonical JSON of a state, with the revision in force and those that are to come: what
+        a ledger that knows none of them needs to go on.
+
+        ``generation``: without those that were accepted after the samples from here on were produced in it, so that
+        every server, whenever it is asked, writes one text."""
+        index, recorded = state.sample_index, self.with_clock(state.clock_offset)._recorded
+        named = [one for one in recorded if one.is_named(index, generation)]
+        in_force = [one for one in named if one.begin <= index]
+        ahead = [one for one in named if one.begin > index]
         revisions = [{"sample_index": one.begin, "content": one.content} for one in (*in_force[-1:], *ahead)]
         origin = self.origin.described() if self.origin is not None else None
-        return snapshot_encode.encode_state(state, self.shape_at(index), revisions, origin)
+        return snapshot_encode.encode_state(state, self.shape_at(index, state.clock_offset), revisions, origin)
 
     def decode(self, resume_state: str) -> State:
         """Reads ``encode`` back. Raises ``SnapshotInvalid``."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 
 from tokenloom_server.core.state import State
+from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.size_estimates import measure, measure_curve
+from tokenloom_server.order.size_estimates import measure
 from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.order.token_curve import TokenCurve
 from tokenloom_server.planning.forecast import Part, forecast
 from tokenloom_server.planning.plan import RunPlan
 
@@ -27,7 +28,7 @@ class Planner:
         self._last: tuple[Timeline, State, int | None, RunPlan] | None = None
 
     def plan(self, timeline: Timeline, state: State, until: int | None) -> RunPlan:
-        """From a state on (see ``forecast``). Raises also what ``measure_curve`` raises."""
+        """From a state on (see ``forecast``). Raises also what ``measure`` raises."""
         with self._lock:
             if self._last is not None and self._last[0] is timeline and self._last[1:3] == (state, until):
                 return self._last[3]
@@ -53,19 +54,14 @@ class Planner:
 
     def _curve(self, factory: PipelineFactory, source_id: int) -> TokenCurve:
         spec, files = factory.record.specs[source_id], factory.record.shard_paths[source_id]
-        curve = self._measured.get((spec, files))
+        recorded = factory.record.size_estimates.get(source_id)
+        curve = (recorded and recorded.curve) or self._measured.get((spec, files))
         if curve is None:
             if self._measuring is not None:
                 self._measuring(factory.config.sources[source_id].name)
-            curve = self._measured[spec, files] = _measured(factory, source_id)
+            curve = measure(factory, source_id).curve
+            assert curve is not None, "measured by strata"
+            self._measured[spec, files] = curve
         # Rows that are left out are read as rows without tokens.
         excluded = factory.record.excluded.count(spec)
-        return curve.flat(max(0, curve.epoch_rows - excluded) / curve.epoch_rows) if excluded else curve
-
-
-def _measured(factory: PipelineFactory, source_id: int) -> TokenCurve:
-    if factory.config.batching is None:
-        return measure_curve(factory, source_id)
-    # A row is a sample of its own.
-    rows = measure(factory, source_id).rows
-    return TokenCurve.of([(rows, float(rows))])
+        return curve.scaled(Fraction(max(0, curve.epoch_rows - excluded), curve.epoch_rows)) if excluded else curve

@@ -7,8 +7,8 @@ import math
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import MAX_COUNTER, SourceState, tokens_in_row
+from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.mixing.totals import rows_of
-from tokenloom_server.order.token_curve import TokenCurve
 
 
 class Supply:
@@ -16,16 +16,12 @@ class Supply:
 
     def __init__(self, config: RunConfig, source: int, curve: TokenCurve | None, state: SourceState) -> None:
         """``curve``: None for a source that was dropped, which gives nothing."""
-        of = config.sources[source]
-        if curve is not None and not of.in_file_order:
-            # Rows come in a drawn order, so that everywhere they are as long as on average.
-            curve = curve.flat()
         self.curve = curve
         self.epochs = config.epochs[source]
         self._pick_tokens = config.pick_tokens
         # Of samples that are padded, no part of the tokens is a row's.
         self._cuts_rows = config.packing == "concat"
-        self._begin = 0.0
+        self._begin = 0
         #: Picks that are left from the state on; MAX_COUNTER where the source is read for ever.
         self.picks = 0
         if curve is None:
@@ -39,14 +35,13 @@ class Supply:
         # With shifted labels the last sample is followed by one token more.
         needed = self._begin + (config.labels == "shifted" and self._cuts_rows)
         tokens = curve.tokens_before(rows_of(curve.epoch_rows, self.epochs)) - needed
-        self.picks = max(0, int((tokens + 1e-3) / self._pick_tokens))
+        self.picks = max(0, tokens // self._pick_tokens)
 
     @property
     def estimate(self) -> SizeEstimate:
         """What a policy goes by."""
         assert self.curve is not None, "a source that was dropped is not measured"
-        rows = self.curve.epoch_rows
-        return SizeEstimate(rows, round(1000 * self.curve.epoch_tokens / max(1, rows)))
+        return SizeEstimate.of(self.curve)
 
     def rows_picked(self, picks: int) -> tuple[int, int]:
         """The rows counter, and the tokens of the row that is not at its end, once so many of the picks were given."""
@@ -54,4 +49,4 @@ class Supply:
             return 0, 0
         token = self._begin + picks * self._pick_tokens
         row = self.curve.row_at(token)
-        return row, max(0, round(token - self.curve.tokens_before(row))) if self._cuts_rows else 0
+        return row, token - self.curve.tokens_before(row) if self._cuts_rows else 0

@@ -105,7 +105,7 @@ class Past:
     def remember(self, generation: int, state: State, timeline: Timeline) -> None:
         """Keeps a state of a generation's line to go forward from, as long as no revision changes its timeline."""
         with self._lock:
-            if timeline is not self._in_force():
+            if timeline is not self._in_force() or state.clock_offset != timeline.clock_offset:
                 return
             self._known[generation, state.sample_index] = state
             self._known.move_to_end((generation, state.sample_index))

@@ -142,7 +142,7 @@ class Peeks:
         history, coordinator = self._history, self._coordinator
         point = history.asked_for(coordinator.stored(), call.state, call.resume or LATEST)
         assert point is not None
-        if point.notes and point.base is not None and not history.began_from(point):
+        if point.notes and point.digest is not None and not history.began_from(point):
             raise JoinRefused(
                 f"an older data loader's checkpoint begins an order of its own, and run {coordinator.name!r} has not "
                 "begun from it: train from it first (load_state_dict, or a restore), then peek"

@@ -145,6 +145,8 @@ class RunStats(Document):
     """What production waits for; empty while it works."""
     ended: str | None
     """Why the data ended; null while it has not."""
+    exhausted: bool
+    """Whether every source is, and the last of their samples is committed."""
     error: str | None
     """What stopped the run; null while it is well."""
     tokenizer: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.ledger.records import CommittedState, Counters
-from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.order.timeline import Timeline
 
 
@@ -25,10 +24,3 @@ def commit_of(timeline: Timeline, state: State, resume_state: str) -> CommittedS
             for spec, source in zip(timeline.at(state.sample_index).record.specs, state.sources, strict=True)
         },
     )
-
-
-def resume_state_of(timeline: Timeline, group: StepGroup) -> str:
-    """``resume_state`` at a group's begin; made once per group (twice at worst, and equal)."""
-    if group.resume_state is None:
-        group.resume_state = timeline.encode(group.base)
-    return group.resume_state

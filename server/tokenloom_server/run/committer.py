@@ -12,7 +12,7 @@ import threading
 from tokenloom_server.errors import LedgerError, LedgerUnavailable, TokenloomError
 from tokenloom_server.ledger.commands import Commit, ThinJournal
 from tokenloom_server.run.active_generation import ActiveGeneration
-from tokenloom_server.run.commits import commit_of, resume_state_of
+from tokenloom_server.run.commits import commit_of
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.views import CommitTask
 
@@ -68,7 +68,7 @@ class Committer(threading.Thread):
     def _write(self, task: CommitTask) -> None:
         coordinator, active, group = self._coordinator, task.active, task.group
         state = group.state_after(task.steps - 1 - group.first_step)
-        commit = commit_of(task.timeline, state, resume_state_of(task.timeline, group))
+        commit = commit_of(task.timeline, state, group.resume_state)
         journal = group.begin - self._journalled >= self._journal_stride * group.plan.group_samples
         try:
             coordinator.ledger.execute(

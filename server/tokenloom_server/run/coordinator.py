@@ -181,6 +181,7 @@ class RunCoordinator(StreamCommands):
                 raise
             self.uid = uid
             self._refused.clear()
+            self.timeline = self.timeline.with_clock(start.clock_offset)
             self._committed_state, self._committed_at = start, opening.opened_at
             self._install(opening, start, committed, resumed=False, process=process)
 
@@ -240,15 +241,15 @@ class RunCoordinator(StreamCommands):
     def production_held(
         self, choose: Callable[[RunView], int], *, dry_run: bool = False
     ) -> Iterator[tuple[RunView, int]]:
-        """Makes production wait before the sample index that ``choose`` gives, until ``change_timeline`` puts a new
-        timeline in force or an error ends the context; ``dry_run``: only chooses. Raises ``NotLeader``, and what
-        ``choose`` does."""
+        """Makes production wait before the first sample index that is certainly not produced, or that ``choose`` gives,
+        until ``change_timeline`` puts a new timeline in force or an error ends the context: what is produced after that
+        knows of it. ``dry_run``: only chooses. Raises ``NotLeader``, and what ``choose`` does."""
         with self._lock:
             self.require_lead()
             view = self._view()
             index = choose(view)
             if not dry_run:
-                self._revising_at = index
+                self._revising_at = min(index, view.generation.first_unproduced)
         try:
             yield view, index
         except BaseException:

@@ -73,6 +73,7 @@ class ForkHandler:
             self._refuse_other_batches(foreign)
         ours = {source.source for source in coordinator.order.config.sources}
         kept = [source.state for source in theirs if source.spec in ours]
+        clock_offset = foreign.resume_state.clock_offset
         origin = Origin(
             run=foreign.run,
             uid=foreign.run_uid or "",
@@ -82,9 +83,9 @@ class ForkHandler:
             digest=foreign.digest,
             # Those of the run that theirs was forked from are among them.
             left_samples=foreign.sample_index - sum(source.samples for source in kept),
-            left_tokens=foreign.total_tokens - sum(source.tokens for source in kept),
+            left_tokens=foreign.total_tokens - clock_offset - sum(source.tokens for source in kept),
         )
-        timeline = coordinator.timeline.with_origin(origin)
+        timeline = coordinator.timeline.with_origin(origin).with_clock(clock_offset)
         state = same if same is not None else _transplanted(timeline, origin, {each.spec: each for each in theirs})
         return replace(origin, state=timeline.encode(state))
 
@@ -278,4 +279,5 @@ def _transplanted(timeline: Timeline, origin: Origin, theirs: Mapping[str, Forei
         digest=int(origin.digest, 16),
         sources=tuple(sources),
         nodes=forked(factory.config, sources),
+        clock_offset=timeline.clock_offset,
     )

@@ -17,7 +17,6 @@ from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.replay import Replay, beyond_the_end
 from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.run.commits import resume_state_of
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.cursor_check import check_cursors
 from tokenloom_server.run.lineage import covering
@@ -134,19 +133,14 @@ class History:
         """Where the run begins: sample 0, or where it was forked from another.
 
         Raises ``NotFound`` where only the ledger that a fork began with knows that."""
-        origin = self._coordinator.timeline.origin
-        if origin is None:
-            index, digest, tokens = 0, digest_hex(0), 0
-        elif origin.state:
-            index, digest, tokens = origin.sample_index, origin.digest, origin.total_tokens
-        else:
+        timeline = self._coordinator.timeline.with_clock(0)
+        origin = timeline.origin
+        if origin is not None and not origin.state:
             raise NotFound(
                 f"run {self._coordinator.name!r} was forked from {origin.run!r} at sample {origin.sample_index}, and "
                 "this ledger does not have the state there: load a checkpoint"
             )
-        return ResumePoint(
-            sample_index=index, digest=digest, total_tokens=tokens, base=None, run_uid=None, generation=0
-        )
+        return ResumePoint.of(timeline.initial())
 
     def order_at(self, sample_index: int) -> PipelineFactory:
         """The order in force at a sample index."""
@@ -235,13 +229,12 @@ class History:
 
     def timeline_of(self, openings: Sequence[Opening], generation: int | None) -> Timeline:
         """The timeline that a generation had when it ended; that of the run for the present one, or None."""
-        coordinator = self._coordinator
+        timeline = self._coordinator.timeline
         later = [opening for opening in openings if generation is not None and opening.generation > generation]
         if not later:
-            return coordinator.timeline
-        return coordinator.timeline.with_revisions(
-            [r for r in coordinator.timeline.revisions if r.made_at < later[0].opened_at]
-        )
+            return timeline
+        timeline = timeline.with_revisions([r for r in timeline.revisions if r.made_at < later[0].opened_at])
+        return timeline.of_state(openings[-len(later) - 1].start_state)
 
     def _farthest(self, generation: int, timeline: Timeline) -> int:
         """How far a generation that is over may have come, guessed from its journal, whose entries lie apart.
@@ -266,8 +259,8 @@ class History:
 
         ``advance`` goes from a state to a sample index, in the caller's own way.
         """
-        base = point.base or self._coordinator.timeline.initial()
-        check_cursors(self._coordinator.timeline, base)
+        base = point.base or self._coordinator.timeline.with_clock(0).initial()
+        check_cursors(self._coordinator.timeline.with_clock(base.clock_offset), base)
         state = (advance or self._advance)(base, point.sample_index)
         if state.sample_index != point.sample_index:
             raise SnapshotInvalid(
@@ -309,7 +302,7 @@ class History:
             text = self.seal(generation.number, commit.state, index, commit.digest, commit.total_tokens)
         elif (point := coordinator.point_at(index)) is not None:
             group, digest, tokens = point
-            text = self.seal(generation.number, resume_state_of(view.timeline, group), index, digest, tokens)
+            text = self.seal(generation.number, group.resume_state, index, digest, tokens)
         else:
             text = self._recomputed(index)
         return text, index
@@ -323,7 +316,7 @@ class History:
 
     def _seal_state(self, state: State, generation: int, base: State | None = None, uid: str | None = None) -> str:
         """The snapshot at a state; ``base``: where going forward to it begins, if not at itself."""
-        resume_state = self._coordinator.timeline.encode(base or state)
+        resume_state = self._coordinator.timeline.encode(base or state, generation)
         return self.seal(
             generation, resume_state, state.sample_index, digest_hex(state.digest), state.total_tokens, uid
         )

@@ -121,6 +121,7 @@ class Leadership(threading.Thread):
         if openings:
             timeline = timeline.with_origin(Origin.from_json(openings[0].parent_run))
         timeline = timeline.with_revisions(ledger.revisions(stored.uid, stream))
+        timeline = timeline.of_state(stored.committed.state if stored.committed is not None else "")
         coordinator.lead(epoch, stored, timeline, began, began + self._lease_s)
         self._away_since = None
 

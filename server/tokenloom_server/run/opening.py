@@ -10,7 +10,7 @@ from tokenloom_server.errors import JoinRefused, ResumePointNeeded, RunBusy, Sna
 from tokenloom_server.ledger.commands import Adopt
 from tokenloom_server.ledger.records import Opening, StoredRun
 from tokenloom_server.order.batch_plans import BatchPlans
-from tokenloom_server.order.position_line import position_line
+from tokenloom_server.order.position_line import position_lines
 from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.run.commits import commit_of
 from tokenloom_server.run.coordinator import RunCoordinator
@@ -70,7 +70,7 @@ class GenerationOpener:
             opening = self._lay(call, stored, point, skipped, start)
             # Noted before the write: where its answer is lost, the same rank asks again.
             self._newest = call.attempt, choice
-            committed = commit_of(coordinator.timeline, start, opening.start_state)
+            committed = commit_of(coordinator.timeline.with_clock(start.clock_offset), start, opening.start_state)
             coordinator.open_generation(uid, opening, start, committed, call.process)
         self._log_opening(opening, start, point.notes)
         return opening
@@ -78,7 +78,7 @@ class GenerationOpener:
     def _lay(self, call: JoinCall, stored: StoredRun, point: ResumePoint, skipped: int, start: State) -> Opening:
         """What is to be written."""
         coordinator = self._coordinator
-        timeline = coordinator.timeline
+        timeline = coordinator.timeline.with_clock(start.clock_offset)
         batch_plans = BatchPlans.lay(
             call.schedule,
             start_index=start.sample_index,
@@ -226,10 +226,8 @@ class GenerationOpener:
             _log.info(note)
         if notes:
             return
-        factory = coordinator.timeline.at(start.sample_index)
-        record = factory.record
-        for spec, source, shards in zip(record.specs, start.sources, record.shard_paths, strict=True):
-            _log.info("resume: %s", position_line(spec, source, shards))
+        for line in position_lines(coordinator.timeline.at(start.sample_index).record, start):
+            _log.info("resume: %s", line)
 
 
 def _same_place(a: ResumePoint, b: ResumePoint) -> bool:

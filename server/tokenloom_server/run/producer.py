@@ -85,6 +85,7 @@ class Producer(threading.Thread):
         if self._group is None or not task.published:
             self._group = None
             self._group = self._pipeline.begin_group(task.plan)
+            self._group.resume_state = task.timeline.encode(self._group.base, task.active.generation.number)
         self._pipeline.fill(self._group, steps)
         return self._pipeline, self._group
 

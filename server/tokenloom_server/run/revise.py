@@ -50,7 +50,8 @@ class RevisionHandler:
             ) as (view, index),
         ):
             timeline, epoch = view.timeline, view.lease.epoch
-            content = revision_content.revise(timeline, change, index, view.generation.number)
+            generation = view.generation
+            content = revision_content.revise(timeline, change, index, generation.number, generation.first_unproduced)
             revision = StoredRevision(
                 number=len(timeline.revisions) + 1,
                 sample_index=index,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from tokenloom_server.core.state import EpochCursor, FileCursor, SourceState, State, WindowCursor, row_cursor
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.ledger.records import CommittedState, Counters
-from tokenloom_server.mixing.mixer import target_shares
+from tokenloom_server.mixing.mixer import ALL_EXHAUSTED, target_shares
 from tokenloom_server.order.factory import PipelineFactory
+from tokenloom_server.order.position_line import position_lines
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.reports.stats import LedgerStats, PlannedRevision, RankStats, RunStats, SourceStats
 from tokenloom_server.run.coordinator import RunCoordinator
@@ -19,10 +22,14 @@ from tokenloom_server.run.losses import Losses
 from tokenloom_server.run.views import RunView
 from tokenloom_server.sources.scheme import scheme_of
 
+_log = logging.getLogger(__name__)
+
 #: Rates and window shares look back this far, seconds.
 LOOK_BACK_S = 30.0
 #: A shard larger than this is not indexed just to tell how far along it is, bytes.
 _INDEX_FOR_STATS_BYTES = 2**30
+#: Nor are the rows counted of a source with more files than these.
+_FILES_FOR_STATS = 64
 
 _NO_LOSSES: Mapping[int, tuple[float, float]] = {}
 
@@ -49,6 +56,10 @@ class StatsReader:
         reported, losses = self._losses.newest()
         record, config = timeline.at(state.sample_index).record, timeline.at(state.sample_index).config
         engine = record.engine
+        # A state knows a source as exhausted once a pick of it failed, and after the last sample there is none.
+        ended = generation.end.reason if generation.end is not None else None
+        if exhausted := generation.over and ended is not None and ended.startswith(ALL_EXHAUSTED):
+            state = replace(state, sources=tuple(replace(source, exhausted=True) for source in state.sources))
         return RunStats(
             run=coordinator.name,
             stream=coordinator.stream,
@@ -69,7 +80,8 @@ class StatsReader:
             tokens_per_s=tokens_per_s,
             window_fill=min(1.0, generation.held_steps / generation.window_micro_steps),
             waiting_for=view.waiting_for,
-            ended=generation.end.reason if generation.end is not None else None,
+            ended=ended,
+            exhausted=exhausted,
             error=f"{view.error.name}: {view.error}" if view.error is not None else None,
             tokenizer=f"{engine.engine} {engine.version}" if engine is not None else "none: the sources hold ids",
             revision=in_force,
@@ -79,6 +91,14 @@ class StatsReader:
             ranks=_ranks(view),
             ledger=self._ledger(view),
         )
+
+    def log_positions(self) -> None:
+        """A line for each source of a run that this server leads: where it stands, and its tokens."""
+        view = self._coordinator.view()
+        record = view.timeline.at(view.state.sample_index).record
+        if view.leads and view.commit.sample_index:
+            for line, source in zip(position_lines(record, view.state), view.state.sources, strict=True):
+                _log.info("%s: position: %s tokens=%d", self._coordinator.name, line, source.tokens)
 
     def sources(
         self,
@@ -122,6 +142,9 @@ class StatsReader:
         """``shares``: as the weights ask, so far, and in the window."""
         config, epochs = order.config.sources[source], order.config.epochs[source]
         rows, done = self._rows_of_epoch(order, source, state)
+        if rows:
+            # Right after a restart the state is that at the boundary before the counters.
+            done += (counters.rows + state.skipped_rows - state.rows) / rows
         remaining = 0 if over else self._remaining(order.config.sequence_length, epochs, state, counters, rows)
         unlimited = math.isinf(epochs)
         return SourceStats(
@@ -181,25 +204,29 @@ class StatsReader:
             epochs = order.readers.bucket_epochs(source)
             batched, rows_done = epochs.batches * epochs.size, cursor.rows if isinstance(cursor, EpochCursor) else 0
             return batched or None, min(1.0, rows_done / batched) if batched else 0.0
-        shards, config = order.record.shards[source], order.config.sources[source]
-        if config.lanes > 1:
-            # They go on to the next epoch one by one, so it is counted in rows.
-            known = order.readers.known_rows(source)
-            return known, state.rows / known - state.epoch if known else 0.0
-        if config.shuffle == "rows":
-            known = order.readers.known_rows(source)
-            done = cursor.window * config.shuffle_window_rows + cursor.row if isinstance(cursor, WindowCursor) else 0
-            return known, min(1.0, done / known) if known else 0.0
-        total = sum(shard.size for shard in shards) or 1
-        before, index, row = 0, 0, 0
+        config, sizes = order.config.sources[source], self._sizes(order, source)
+        total, before, index, row = sum(sizes) or 1, 0, sizes.index(max(sizes)), 0
         if isinstance(cursor, FileCursor):
-            before = sum(shards[shard].size for shard in order.readers.files_before(source, cursor))
+            before = sum(sizes[file] for file in order.readers.files_before(source, cursor))
             index, row = cursor.shard, cursor.row
         rows = self._row_count(order, source, index)
-        if not rows:
-            return None, before / total
-        part = min(1.0, row / rows)
-        return rows * total / (shards[index].size or 1), (before + part * shards[index].size) / total
+        epoch_rows = rows * total / (sizes[index] or 1) if rows else None
+        if config.lanes > 1 or config.shuffle == "rows":
+            known = order.readers.known_rows(source) or epoch_rows
+            if config.lanes > 1:
+                # They go on to the next epoch one by one, so it is counted in rows.
+                return known, state.rows / known - state.epoch if known else 0.0
+            done = cursor.window * config.shuffle_window_rows + cursor.row if isinstance(cursor, WindowCursor) else 0
+            return known, min(1.0, done / known) if known else 0.0
+        return epoch_rows, (before + (min(1.0, row / rows) * sizes[index] if rows else 0)) / total
+
+    def _sizes(self, order: PipelineFactory, source: int) -> list[int]:
+        """Of each file its rows, where these may be counted for stats; else its bytes."""
+        sizes = [shard.size for shard in order.record.shards[source]]
+        if len(sizes) > _FILES_FOR_STATS or sum(sizes) > _INDEX_FOR_STATS_BYTES:
+            return sizes
+        counts = [self._row_count(order, source, shard) for shard in range(len(sizes))]
+        return sizes if None in counts else [count or 0 for count in counts]
 
     def _row_count(self, order: PipelineFactory, source: int, shard: int) -> int | None:
         with self._rows_lock:

@@ -75,6 +75,10 @@ Decoder = Callable[[Block, str], Iterator[Rows]]
 class LinesSource(IndexedSource):
     """A source whose shards are files of lines."""
 
+    by_bytes = False
+    """Whether ``row`` names a byte, and stands for the first line that begins there or after it, with which rows are
+    counted from that number on: to look at a place without an index. Not in a compressed file."""
+
     def __init__(self, request: ReadRequest, content: Content, decode: Decoder) -> None:
         super().__init__(request)
         self._content = content
@@ -98,15 +102,25 @@ class LinesSource(IndexedSource):
         if position is None:
             self._check_row(shard, row, count)
 
-    def head_bytes(self, shard: int, rows: int) -> int:
-        """Bytes of a shard's first lines with their ends, at the cost of reading them: no index is made.
+    def _seek(self, shard: int, row: int) -> tuple[int, int]:
+        if not self.by_bytes:
+            return super()._seek(shard, row)
+        entry = self._shards[shard]
+        with self._open(entry) as file:
+            # A line that begins before that byte is passed over.
+            return row, min(row + int(next(blocks_of(file, entry, (0, row - 1))).ends[0]), entry.size)
+
+    def bytes_of(self, shard: int, row: int, rows: int) -> int:
+        """Bytes of so many of a shard's lines from one on, with their ends, at the cost of reading them: no index is
+        made, unless to find that one.
 
         Of a compressed file, about as many of its own bytes as they take.
         """
         size, entry = 0, self._shards[shard]
+        position = self._seek(shard, row) if row else None
         with self._open(entry) as file:
             stream = text_stream(file, entry.path)
-            for block in _blocks(stream, file.name):
+            for block in _blocks(stream, file.name, position):
                 if rows <= len(block.ends):
                     size += min(int(block.ends[rows - 1]) + 1, len(block.data))
                     break

@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from tokenloom_server.config.batching import ALL_COLUMNS
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SourceError, StorageError
@@ -63,7 +64,12 @@ def document(
         raise ConfigError(f"{OPTION} {mix!r}: {error}; quote a path with spaces: \"'my data/*.txt':0.9\"") from None
     if not texts:
         raise ConfigError(f'{OPTION}: is empty; expected items such as "wiki/*.parquet:0.9 code.jsonl:0.1"')
-    items = [_Reader(text, base_dir, catalog, roots).read() for text in texts]
+    edges = [edge for text in fields.pop("edges", None) or () for edge in text.split(",")]
+    batching = {"bucket_by": fields.pop("bucket_by", None), "edges": [int(e) if e.isdigit() else e for e in edges]}
+    fields["batching"] = {name: value for name, value in batching.items() if value} or None
+    items = [
+        _Reader(text, base_dir, catalog, roots, ALL_COLUMNS if fields["batching"] else "").read() for text in texts
+    ]
     _refuse_alike(items, base_dir)
     policy = fields.pop("policy", None) or "least_consumed"
     children = []
@@ -85,14 +91,15 @@ def as_yaml(mixture: dict[str, Any]) -> str:
 class _Reader:
     """Reads one item."""
 
-    def __init__(self, text: str, base_dir: Path, catalog: SourceCatalog, roots: DataRoots) -> None:
+    def __init__(self, text: str, base_dir: Path, catalog: SourceCatalog, roots: DataRoots, column: str) -> None:
+        """``column``: what is read where the item names none; empty to find it."""
         self._text = text
         self._where = f"{OPTION} item {redacted(text)!r}"
         self._base_dir = base_dir
         self._catalog = catalog
         self._by_ending = {end: scheme for end, scheme in catalog.endings.items() if not scheme.by_folder}
         self._by_folder = catalog.endings.keys() - self._by_ending.keys()
-        self._roots = roots
+        self._roots, self._default_column = roots, column
         # By URL: whether an item is one, or ends with a column or a weight, is asked several times.
         self._listed: dict[str, list[str]] = {}
 
@@ -118,7 +125,7 @@ class _Reader:
         files = scheme_of(spec).paths(spec, self._base_dir)
         self._roots.check_paths(self._where, self._base_dir, files)
         if not spec.column:
-            spec = replace(spec, column=self._column(spec, files[0], weight))
+            spec = replace(spec, column=self._default_column or self._column(spec, files[0], weight))
         return _Item(self._text, spec, weight, files)
 
     def _weight(self) -> tuple[str, float | None]:

@@ -11,9 +11,7 @@ from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import Fenced
 from tokenloom_server.order.steps import StepGroup
-from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.replay.evaluation import Slice
-from tokenloom_server.run.commits import resume_state_of
 from tokenloom_server.run.delivery import Delivery
 
 _LENGTH_DELIMITED = 2
@@ -22,7 +20,7 @@ _SLICE_KEY = bytes((wire.MicroStep.SLICE_FIELD_NUMBER << 3,))
 
 
 def encode_delivery(
-    timeline: Timeline, rank: int, delivery: Delivery, committed_through: int, epoch: int, *, document_starts: bool
+    rank: int, delivery: Delivery, committed_through: int, epoch: int, *, document_starts: bool
 ) -> bytes:
     """A serialised ``StreamResponse`` with ``batches``.
 
@@ -40,9 +38,7 @@ def encode_delivery(
         source_ids=group.source_ids[rank, first:last].ravel().tolist(),
         document_counts=counts,
         document_starts=starts.tolist(),
-        base=wire.Base(sample_index=group.begin, resume_state=resume_state_of(timeline, group).encode())
-        if with_base
-        else None,
+        base=wire.Base(sample_index=group.begin, resume_state=group.resume_state.encode()) if with_base else None,
         buckets=_buckets(group, rank, first, last),
     ).SerializeToString() + b"".join(_step_info(group, step, rank) for step in range(first, last))
     ids = group.ids(rank, first, last)

@@ -153,9 +153,7 @@ def _responses(
             item = source.next(HEARTBEAT_S, lambda: reader.closed or reader.error is not None)
             committed, epoch = coordinator.committed_through, coordinator.lease.epoch
             if isinstance(item, Delivery):
-                yield encode_delivery(
-                    coordinator.timeline, source.rank, item, committed, epoch, document_starts=document_starts
-                )
+                yield encode_delivery(source.rank, item, committed, epoch, document_starts=document_starts)
             elif isinstance(item, Slice):
                 yield encode_slice(item, committed, epoch, document_starts=document_starts)
             elif isinstance(item, EndOfData):

@@ -11,13 +11,16 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
+from tokenloom_server.core.size_estimate import SizeEstimate
+from tokenloom_server.mixing.totals import rows_of
+from tokenloom_server.order.nested_state import as_resume_state, is_nested
 from tokenloom_server.order.snapshot_v1 import upgraded
 from tokenloom_server.tools.checkpoint.file import DataState
 
 #: No counter of any loader is beyond this; with larger ones nothing can be computed.
 _MOST = 2**64
 
-SNAPSHOT, OLDER, INDEX = "snapshot", "older payload", "sample index"
+SNAPSHOT, OLDER, NESTED, INDEX = "snapshot", "older payload", "nested state", "sample index"
 
 
 # What is not of its kind counts as missing.
@@ -154,6 +157,8 @@ class Content(_Part):
     sequence_length: int | None = None
     imported: Mapping[str, Any] | None = None
     """Where the order began from an older data loader's checkpoint."""
+    #: By how many tokens ``total_tokens`` exceeds those of the samples: that checkpoint's token clock goes on.
+    clock_offset: int = 0
     forked: Mapping[str, Any] | None = None
     """The run that this one was forked from, and where; ``left_samples`` of it are of sources that this one lacks."""
     revisions: tuple[int, ...] = ()
@@ -185,23 +190,34 @@ class _WrittenNode(_Part):
 _Nodes = dict[int, _WrittenNode]
 
 
-def read(path: Path, state: DataState, mixture: RunConfig | None = None) -> Content:
-    """The content of a checkpoint; ``mixture`` says which child is which where the checkpoint does not."""
+def read(
+    path: Path, state: DataState, mixture: RunConfig | None = None, sizes: Mapping[int, SizeEstimate] | None = None
+) -> Content:
+    """The content of a checkpoint; ``mixture`` says which child is which where the checkpoint does not, and ``sizes``
+    by source id how much its data have.
+
+    Raises ``SnapshotInvalid`` for the state of nested datasets of which the mixture has another tree.
+    """
     document = state.document
     is_snapshot = "format" in document or state.damage is not None
     if is_snapshot and "resume_state" in document:
         document = {**document, "resume_state": upgraded(document["resume_state"], None)}
+    nested = is_nested(document)
     resume = _mapping(document.get("resume_state"))
+    if nested:
+        rows = {i: rows_of(size.rows, mixture.epochs[i]) for i, size in (sizes or {}).items()} if mixture else {}
+        resume = as_resume_state(document, mixture.mixture if mixture is not None else None, rows)
     entries = [entry for entry in _list(resume.get("datasets")) if isinstance(entry, dict)]
-    kind = SNAPSHOT if is_snapshot else OLDER if entries else INDEX
-    index, tokens = _count(resume.get("sample_index")), _count(resume.get("total_tokens"))
+    kind = SNAPSHOT if is_snapshot else NESTED if nested else OLDER if entries else INDEX
+    clock_offset = resume["clock_offset"] if type(resume.get("clock_offset")) is int else 0
+    index, tokens = _count(resume.get("sample_index")), (_count(resume.get("total_tokens")) or 0) - clock_offset
     sources = _sources(entries, mixture)
     written, mixture_from = _written_nodes(resume, mixture)
     # None where it changed during the run.
     length = tokens // index if index and tokens and not tokens % index else None
     nodes = _nodes(resume, written, sources, mixture)
     if kind == OLDER and mixture_from == "file" and mixture is not None:
-        nodes = _summed(nodes, sources, mixture)
+        nodes = _summed(nodes, sources, mixture, sizes or {})
     revisions = [_count(_mapping(revision).get("sample_index")) for revision in _list(resume.get("revisions"))]
     return Content.model_validate(
         {
@@ -213,6 +229,7 @@ def read(path: Path, state: DataState, mixture: RunConfig | None = None) -> Cont
             "counted_at": index,
             "sequence_length": length or (mixture.sequence_length if mixture is not None else None),
             "imported": _mapping(resume.get("imported")) or None,
+            "clock_offset": clock_offset,
             "forked": _mapping(resume.get("origin")) or None,
             "revisions": [index for index in revisions if index is not None],
             "mixture": mixture_from,
@@ -311,20 +328,27 @@ def _unnamed(number: int) -> str:
     return "the root" if number == 0 else f"node {number}"
 
 
-def _summed(nodes: Sequence[Node], sources: Sequence[Source], mixture: RunConfig) -> tuple[Node, ...]:
-    """An older payload counts its sources only: what an import makes of that for the nodes above them."""
-    samples = {
-        source.id: (source.tokens or 0) // mixture.sequence_length for source in sources if source.id is not None
+def _summed(
+    nodes: Sequence[Node], sources: Sequence[Source], mixture: RunConfig, sizes: Mapping[int, SizeEstimate]
+) -> tuple[Node, ...]:
+    """An older payload counts its sources only: what an import makes of that for the nodes above them, and what their
+    data have in all."""
+    length, by_id = mixture.sequence_length, {node.id: node for node in nodes}
+    samples = {source.id: (source.tokens or 0) // length for source in sources}
+    totals: dict[int | None, int] = {
+        i: rows_of(size.rows, mixture.epochs[i]) * size.tokens_per_1000_rows // 1000 // length
+        for i, size in sizes.items()
     }
-    by_id = {node.id: node for node in nodes}
 
-    def below(child: Child) -> int:
-        assert child.id is not None, "a mixture gives every child its id"
-        return sum(map(below, by_id[child.id].children)) if child.is_node else samples.get(child.id, 0)
+    def below(child: Child, counts: Mapping[int | None, int]) -> int:
+        if child.is_node and child.id is not None:
+            return sum(below(own, counts) for own in by_id[child.id].children)
+        return counts.get(child.id, 0)
 
     def counted(child: Child) -> Child:
-        count = below(child)
-        return child.model_copy(update={"samples": count, "tokens": count * mixture.sequence_length})
+        count = below(child, samples)
+        update = {"samples": count, "tokens": count * length, "total": below(child, totals) or None}
+        return child.model_copy(update=update)
 
     return tuple(node.model_copy(update={"children": tuple(map(counted, node.children))}) for node in nodes)
 

@@ -10,7 +10,17 @@ from tokenloom_proto.seal import SNAPSHOT_FORMAT
 
 from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.order.snapshot_document import VERSIONS
-from tokenloom_server.tools.checkpoint.content import INDEX, OLDER, SNAPSHOT, Child, Content, Node, Source, left_samples
+from tokenloom_server.tools.checkpoint.content import (
+    INDEX,
+    NESTED,
+    OLDER,
+    SNAPSHOT,
+    Child,
+    Content,
+    Node,
+    Source,
+    left_samples,
+)
 from tokenloom_server.tools.checkpoint.probabilities import points, policy_of
 
 _NEEDED = ("run", "stream", "sample_index", "digest", "total_tokens")
@@ -21,7 +31,25 @@ def faults(content: Content) -> list[str]:
     """All that is missing or suspicious."""
     if content.kind == INDEX:
         return ["resume_state: is missing: a restore can only skip so many samples from the beginning of the order"]
+    if content.kind == NESTED:
+        return list(_of_nested(content))
     return [*_of_document(content), *_of_sources(content), *_of_sums(content), *_of_nodes(content)]
+
+
+def _of_nested(content: Content) -> Iterator[str]:
+    if content.mixture != "file":
+        yield "policies and specs: missing, as in every state of nested datasets; --mixture FILE would say them"
+    if "examples_per_dataset" not in content.document:
+        yield (
+            "examples_per_dataset: missing: the loader that wrote it would count from 0 again; here it follows from "
+            "child_states"
+        )
+    for node in content.nodes:
+        if missing := [child.name for child in node.children if child.samples is None]:
+            yield f"{node.name}: nothing counts what {', '.join(missing)} gave"
+    samples = [child.samples or 0 for child in content.nodes[0].children]
+    if content.sample_index not in (None, sum(samples)):
+        yield f"current_example_count: found {content.sample_index}, but its datasets gave {sum(samples)}"
 
 
 def _of_document(content: Content) -> Iterator[str]:
@@ -102,8 +130,9 @@ def _of_sums(content: Content) -> Iterator[str]:
         total = samples + left
         yield f"resume_state.sample_index: found {content.counted_at}, but the sources' samples add up to {total}"
     tokens, total = sum(source.tokens or 0 for source in known), content.document["resume_state"].get("total_tokens")
-    if tokens != total and not left:
-        yield f"resume_state.total_tokens: found {total}, but the sources' tokens add up to {tokens}"
+    if tokens + content.clock_offset != total and not left:
+        clock = f", and clock_offset is {content.clock_offset}" if content.clock_offset else ""
+        yield f"resume_state.total_tokens: found {total}, but the sources' tokens add up to {tokens}{clock}"
 
 
 def _of_nodes(content: Content) -> Iterator[str]:

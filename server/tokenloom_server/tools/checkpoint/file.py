@@ -11,24 +11,28 @@ import mmap
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tokenloom_proto.resume import older_payload
 from tokenloom_proto.seal import CHECKSUM, canonical, unseal
 
 from tokenloom_server.errors import SnapshotInvalid
+from tokenloom_server.order.nested_state import is_nested
 
 #: The one key of a ``state_dict()``.
 KEY = "tokenloom"
-#: What an older data loader's payload is known by.
-_OLDER_KEYS = ("resume_state", "sample_index")
 #: How a sealed text begins: its keys are sorted, and none comes before the checksum.
 _SEALED = b'{"checksum":"sha256:'
 #: Of a JSON file, and of a torch checkpoint's structure (its tensors lie beside it), bytes.
 _MOST_TEXT, _MOST_STRUCTURE = 2**28, 2**30
 #: No sealed text is longer, bytes.
 _MOST_SEALED = 2**24
+#: The files of a checkpoint's folder that are looked into.
+_STATE_FILES = (".json", ".pt", ".pth", ".ckpt", ".bin")
+#: What a state has that is more than a bare ``sample_index``.
+_MORE = {"format", "resume_state", "child_states"}
 #: Deeper than any checkpoint's dictionaries.
 _MOST_DEPTH = 64
 
@@ -118,18 +122,28 @@ def _of_torch(path: Path) -> Iterator[DataState]:
 
 
 def _of_folder(path: Path) -> Iterator[DataState]:
-    """A folder of ``torch.distributed.checkpoint``: its own index is a pickle that only running it would read."""
+    """A checkpoint's folder: of ``torch.distributed.checkpoint``, whose own index is a pickle that only running it
+    would read, or with files of any of the other kinds."""
     parts = sorted(path.glob("*.distcp"))
-    if not parts:
-        raise SnapshotInvalid(f"{path}: is a folder, but none of torch.distributed.checkpoint (it has no *.distcp)")
-    snapshots = [state for part in parts for state in _sealed_in(part)]
-    if not snapshots:
+    states, refused = [state for part in parts for state in _sealed_in(part)], list[str]()
+    for file in sorted(entry for entry in path.iterdir() if entry.suffix in _STATE_FILES):
+        try:
+            states += [replace(state, where=f"{file.name}:{state.where}") for state in _states(file)]
+        except SnapshotInvalid as error:
+            refused.append(f"; {error}")
+    # A bare sample_index counts where there is nothing else, of all files, too.
+    yield from [state for state in states if state.document.keys() & _MORE] or states
+    if not states and parts:
         raise SnapshotInvalid(
             f"{path}: its {len(parts)} .distcp files hold no sealed snapshot. What else is in them can only be read by "
             "running the pickles they are made of, which this command does not. If you trust the files, make one of "
             f"them: python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} checkpoint.pt"
         )
-    yield from snapshots
+    if not states:
+        raise SnapshotInvalid(
+            f"{path}: is a folder, but none of torch.distributed.checkpoint (it has no *.distcp), nor has it a file "
+            f"({', '.join(_STATE_FILES)}) with a state of data{''.join(refused[:3])}"
+        )
 
 
 def _unpickled(path: Path, *, mapped: bool) -> Iterator[DataState]:
@@ -166,12 +180,12 @@ def _within(document: Any) -> Iterator[DataState]:
             if isinstance(text, str):
                 has_state = True
                 yield _of_snapshot(f"{below}{KEY}", text)
-            if isinstance(value.get("resume_state"), Mapping):
+            if isinstance(value.get("resume_state"), Mapping) or is_nested(value):
                 has_state = True
                 yield _of_mapping(path, value)
                 continue
             if type(value.get("sample_index")) is int:
-                bare.append(DataState(path, {"sample_index": value["sample_index"]}))
+                bare.append(DataState(path, older_payload(value)))
             items = [(str(key), inner) for key, inner in value.items()]
         elif isinstance(value, list | tuple):
             items = [(str(i), inner) for i, inner in enumerate(value)]
@@ -189,7 +203,7 @@ def _of_mapping(path: str, value: Mapping[str, Any]) -> DataState:
             return _of_snapshot(path, canonical(value))
         except (TypeError, ValueError):
             pass  # not plain JSON, so no snapshot
-    return DataState(path, {key: value[key] for key in _OLDER_KEYS if key in value})
+    return DataState(path, older_payload(value))
 
 
 def _of_snapshot(where: str, text: str) -> DataState:

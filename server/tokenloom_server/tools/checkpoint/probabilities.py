@@ -53,19 +53,41 @@ def policy_of(node: Node) -> Policy | None:
     return policies().get(node.policy or "")
 
 
+def missing(content: Content, node: Node, *, counted: bool = True) -> list[str]:
+    """What the weights of a node's children cannot be worked out without, and how to give it; with ``counted`` false,
+    as if nothing was counted yet."""
+    policy = policy_of(node)
+    if policy is None:
+        return [f"policy: found {node.policy!r}; --mixture FILE says it"]
+    lacks = []
+    for child in node.children:
+        known = points(child.configured)
+        plain = known is not None and len(known) == 1 and known[0][1] > 0
+        if policy.takes != "nothing" and (known is None or (policy.takes == "numbers" and not plain)):
+            lacks.append(f"{child.name}: weight: found {child.configured!r}; --mixture FILE says it")
+        if policy.takes == "points" and counted and not plain and content.total_tokens is None:
+            lacks.append(f"{child.name}: its weight follows total_tokens; write that into the checkpoint's copy")
+        if not policy.estimates or _is_out(child, counted=counted):
+            continue
+        if child.samples is None:
+            lacks.append(f"{child.name}: samples so far; write examples_per_dataset into the checkpoint's copy")
+        if not child.total:
+            lacks.append(f"{child.name}: samples in all; --mixture FILE measures them, where its data are")
+    return lacks
+
+
+def _is_out(child: Child, *, counted: bool) -> bool:
+    return child.presence != "live" or (counted and child.exhausted)
+
+
 def _weights(content: Content, node: Node, *, counted: bool) -> Sequence[int] | None:
     """The children's weights by the policy itself; with ``counted`` false, as if nothing was counted yet. None where
     the checkpoint does not say enough."""
-    policy, known = policy_of(node), [points(child.configured) for child in node.children]
-    if policy is None or (policy.takes != "nothing" and None in known):
+    policy = policy_of(node)
+    if policy is None or missing(content, node, counted=counted):
         return None
-    curves = [own or [(0, 1.0)] for own in known]
-    if policy.takes == "numbers" and not all(len(own) == 1 and own[0][1] for own in curves):
-        return None
-    out = [child.presence != "live" or (counted and bool(child.exhausted)) for child in node.children]
-    live = [child for child, is_out in zip(node.children, out, strict=True) if not is_out]
-    if policy.estimates and any(child.samples is None or not child.total for child in live):
-        return None
+    curves = [points(child.configured) or [(0, 1.0)] for child in node.children]
+    out = [_is_out(child, counted=counted) for child in node.children]
     size = len(curves)
     shape = NodeShape(
         node_id=node.id,

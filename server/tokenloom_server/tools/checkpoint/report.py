@@ -15,7 +15,7 @@ from tokenloom_server.reports.tables import table
 from tokenloom_server.tools.checkpoint.content import INDEX, Child, Content, Node
 from tokenloom_server.tools.checkpoint.difference import Difference, place
 from tokenloom_server.tools.checkpoint.faults import faults
-from tokenloom_server.tools.checkpoint.probabilities import Chance, chances, owed_samples
+from tokenloom_server.tools.checkpoint.probabilities import Chance, chances, missing, owed_samples
 
 
 def as_json(content: Content) -> dict[str, Any]:
@@ -60,6 +60,8 @@ def _heading(content: Content) -> Iterator[str]:
     if content.imported:
         begin = content.imported.get("sample_index")
         yield f"its order began at sample {begin}, from an older data loader's checkpoint"
+    if content.clock_offset:
+        yield f"its token clock is an older checkpoint's: {content.clock_offset:+,} tokens to those of its samples"
     if content.forked:
         yield f"it was forked from run {content.forked.get('run')} at sample {content.forked.get('sample_index')}"
     for index in content.revisions:
@@ -133,6 +135,7 @@ def probabilities(content: Content) -> list[dict[str, Any]]:
             "node": node.id,
             "name": node.name,
             "policy": node.policy,
+            "missing": missing(content, node),
             "children": [
                 {"name": child.name, "samples": child.samples, "total": child.total, **asdict(chance)}
                 for child, chance in zip(node.children, chances(content, node), strict=True)
@@ -157,6 +160,10 @@ def show_probabilities(content: Content, out: Console) -> None:
         headings = ("child", "samples", "total", "in force", "with counters", "without counters")
         title = f"{node.name}: {node.policy or 'its policy is not known'}"
         out.print(table(headings, rows, left=("child",), title=title))
+        for lack in missing(content, node):
+            out.print(Text(f"missing: {lack}", style="yellow"), soft_wrap=True)
+    if not content.nodes:
+        out.print(Text("missing: the mixture; --mixture FILE says it", style="yellow"))
 
 
 def show_difference(difference: Difference, a: Content, b: Content, out: Console) -> None:

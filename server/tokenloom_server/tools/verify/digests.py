@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.reports.receipt import Range
 from tokenloom_server.tools.checkpoint.file import find
@@ -89,15 +90,25 @@ def of_server(remote: Remote, run: str, name: str) -> DigestSource:
     )
 
 
-def of_file(path: Path) -> DigestSource:
-    """A snapshot in a checkpoint's file, see ``checkpoint.file.find``. Raises ``SnapshotInvalid``."""
-    document = _snapshot_of(path)
+def of_file(path: Path, inside: str | None = None) -> DigestSource:
+    """A state in a checkpoint, see ``checkpoint.file.find``; that of another data loader has no digest, so nothing but
+    the beginning is known of it. Raises ``SnapshotInvalid``."""
+    state = find(path, inside)
+    document, is_snapshot = state.document, "format" in state.document
+    if state.damage is not None:
+        raise SnapshotInvalid(f"{path}: {state.damage}")
     # Where both are at one index, the state knows what the snapshot does.
-    states = filter(None, (document, document.get("resume_state")))
-    points = {state["sample_index"]: _point(state) for state in states}
+    states: list[Mapping[str, Any]] = [own for own in (document, document.get("resume_state")) if own]
+    if not is_snapshot:
+        states = [{"sample_index": 0, "digest": digest_hex(0), "total_tokens": 0}]
+    for key, kind in (("sample_index", int), ("digest", str), ("total_tokens", int)):
+        for own in states:
+            if type(own.get(key)) is not kind:
+                raise SnapshotInvalid(f"{path}: {key} is {own.get(key)!r}, expected {kind.__name__}")
+    points = {own["sample_index"]: _point(own) for own in states}
     return DigestSource(
-        name=str(path),
-        run=str(document.get("run")),
+        name=str(path) if is_snapshot else f"{path} (of another data loader, without a digest)",
+        run=str(document.get("run", "unknown")),
         run_uid=str(document.get("run_uid")),
         decides={key: document[key] for key in DECIDES if document.get(key) is not None},
         first=min(points),
@@ -108,7 +119,9 @@ def of_file(path: Path) -> DigestSource:
     )
 
 
-def open_source(named: str, run: str | None, connect: Callable[[str], Remote]) -> DigestSource:
+def open_source(
+    named: str, run: str | None, connect: Callable[[str], Remote], inside: str | None = None
+) -> DigestSource:
     """What an argument of the command line names: a server (``http://host:port``, perhaps with ``/run``), or a file.
 
     Raises ``ConfigError``, ``SnapshotInvalid``, and what asking the server raises.
@@ -119,7 +132,7 @@ def open_source(named: str, run: str | None, connect: Callable[[str], Remote]) -
             raise ConfigError(
                 f"{named}: is a file, which says itself of which run it is; {run!r} is for a server's URL"
             )
-        return of_file(Path(named))
+        return of_file(Path(named), inside)
     if scheme not in ("http", "https"):
         raise ConfigError(
             f"{named!r}: expected the REST address that the server printed, such as http://127.0.0.1:8080"
@@ -145,18 +158,3 @@ def _point(state: Mapping[str, Any]) -> DigestPoint:
         skipped=sum(dataset.get("skipped_samples", 0) for dataset in datasets),
         skips=None,
     )
-
-
-def _snapshot_of(path: Path) -> dict[str, Any]:
-    state = find(path)
-    document = state.document
-    if state.damage is not None:
-        raise SnapshotInvalid(f"{path}: {state.damage}")
-    for position in filter(None, (document, document.get("resume_state"))):
-        for key, kind in (("sample_index", int), ("digest", str), ("total_tokens", int)):
-            if type(position.get(key)) is not kind:
-                raise SnapshotInvalid(
-                    f"{path}: {key} is {position.get(key)!r}, expected {kind.__name__}: only snapshots of Tokenloom "
-                    "have a digest to compare"
-                )
-    return document

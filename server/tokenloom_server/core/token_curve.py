@@ -1,0 +1,53 @@
+"""How the tokens of a source lie over its rows."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCurve:
+    """One epoch in strata of consecutive rows. ``rows`` and ``tokens`` are those before the edge of each stratum, from
+    0 up to all of them; between two edges rows are of one length. Rows and tokens may be counted over several epochs.
+    """
+
+    rows: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+    @classmethod
+    def of(cls, strata: Iterable[tuple[int, int | Fraction]]) -> TokenCurve:
+        """From the rows and tokens of each stratum."""
+        rows, tokens = zip((0, 0), *strata, strict=True)
+        return cls(tuple(accumulate(rows)), tuple(round(total) for total in accumulate(tokens)))
+
+    @property
+    def epoch_rows(self) -> int:
+        return self.rows[-1]
+
+    @property
+    def epoch_tokens(self) -> int:
+        return self.tokens[-1]
+
+    def scaled(self, share: Fraction) -> TokenCurve:
+        """The same rows with this share of the tokens."""
+        return TokenCurve(self.rows, tuple(round(total * share) for total in self.tokens))
+
+    def tokens_before(self, row: int) -> int:
+        epochs, rest = divmod(row, self.epoch_rows) if self.epoch_rows else (0, 0)
+        return epochs * self.epoch_tokens + _between(self.rows, self.tokens, rest)
+
+    def row_at(self, token: int) -> int:
+        """The row that a token is of."""
+        epochs, rest = divmod(token, self.epoch_tokens) if self.epoch_tokens else (0, 0)
+        return epochs * self.epoch_rows + _between(self.tokens, self.rows, rest)
+
+
+def _between(edges: Sequence[int], values: Sequence[int], position: int) -> int:
+    """A straight line between the values at the edges, in whole numbers."""
+    after = min(bisect_right(edges, position), len(edges) - 1)
+    begin, end, value = edges[after - 1], edges[after], values[after - 1]
+    return value + (position - begin) * (values[after] - value) // max(1, end - begin) if after else values[0]
