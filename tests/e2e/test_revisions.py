@@ -325,3 +325,40 @@ def test_a_file_is_compared_with_what_revisions_made_of_it_and_not_with_a_later_
     server.kill()
     server.start_with("--revise", "as it was")
     assert made()[2:] == [["a: weight 5 → 2"]]
+
+
+def test_a_source_that_was_preserved_comes_back_from_the_command_line_and_goes_on(
+    folder: Path, start_server: StartServer, tokenloom: CommandLine
+) -> None:
+    run, spec = "came-back", LATE["source"]
+    path = write_mixture(folder, run)
+    server = start_server(path)
+    entries = [
+        {"spec": NODE["children"][0]["source"], "row_offset": 0},
+        {"spec": spec, "row_offset": 7, "note": "kept"},
+    ]
+    why = ("--reason", "it is back", "--author", "ada")
+    line = f"late: goes on: spec={spec} sample_row=7 shard=late.parquet offset=7"
+    with World(server.url(run), RANKS, BATCH, state={"resume_state": {"datasets": entries}}) as world:
+        until(world.join(), 10)
+        assert json.loads(world.state()["tokenloom"])["resume_state"]["datasets"][-1] == {**entries[1], "unknown": True}
+        add = ("mixture", "add", server.rest_url, spec, "--alias", "late", *why)
+        assert "late: is read from its first row" in tokenloom(*add, "--from-start", "--dry-run").output
+        file = folder / "with-late.yaml"
+        document = {**yaml.safe_load(path.read_text()), "mixture": {**NODE, "children": [*NODE["children"], LATE]}}
+        file.write_text(yaml.safe_dump(document))
+        apply = ("mixture", "apply", server.rest_url, file, "--yes", "--dry-run", *why)
+        assert line in tokenloom(*apply).output
+        assert "late: is read from its first row" in tokenloom(*apply, "--from-start").output
+        assert line in tokenloom(*add).output
+        assert line in server.log_path.read_text()
+        until(world, 3 * GROUP)
+        received = world.receipt.sequence(0)
+        state = world.state()
+    first = next(sample for sample in received if sample.source == 3)
+    assert first.ids[0] == NUMBERS["late"] + 7
+    datasets = json.loads(state["tokenloom"])["resume_state"]["datasets"]
+    assert [entry["spec"] for entry in datasets] == [*(child["source"] for child in NODE["children"]), spec]
+    # A fifth of the samples since, as its weight says: it does not catch up.
+    since = received[next(i for i, sample in enumerate(received) if sample.source == 3) :][:200]
+    assert abs(sum(sample.source == 3 for sample in since) - 40) <= 2

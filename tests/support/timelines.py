@@ -6,14 +6,15 @@ from typing import Any
 
 from tokenloom_proto.seal import canonical
 from tokenloom_server.config.mixture_change import MixtureChange
+from tokenloom_server.core.state import State
 from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order.revision_content import revise
 from tokenloom_server.order.timeline import Timeline
 
 
-def revised(timeline: Timeline, sample_index: int, **change: Any) -> Timeline:
-    """The course under a further revision. Raises what ``Timeline.revise`` does."""
-    content = revise(timeline, MixtureChange.model_validate({"reason": "a test", **change}), sample_index)
+def revised(timeline: Timeline, sample_index: int, *, state: State | None = None, **change: Any) -> Timeline:
+    """The course under a further revision, made at a ``state``. Raises what ``Timeline.revise`` does."""
+    content = revise(timeline, MixtureChange.model_validate({"reason": "a test", **change}), sample_index, state=state)
     revision = StoredRevision(
         number=len(timeline.revisions) + 1,
         sample_index=sample_index,

@@ -19,6 +19,9 @@ app = typer.Typer(
     "it.",
     no_args_is_help=True,
 )
+_FromStart = Annotated[
+    bool, typer.Option("--from-start", help="Read sources that come back from their first row, not where they stood.")
+]
 _Children = Annotated[
     list[str],
     typer.Argument(
@@ -129,19 +132,21 @@ def add(
     spec: Annotated[
         str,
         typer.Argument(
-            help="The new source, such as parquet:data/crawl2-*.parquet:text; paths are the server's. One that was "
-            "dropped goes on where it stood.",
+            help="The new source, such as parquet:data/crawl2-*.parquet:text; paths are the server's. One that the run "
+            "knows goes on where it stood.",
             metavar="SPEC",
         ),
     ],
     options: _ChildOptions,
     to: Annotated[str, typer.Option(help="The node that gets it: its alias or place.")] = "mixture",
+    from_start: _FromStart = False,
     *,
     revision: RevisionOptions,
     access: ControlAccess,
 ) -> None:
     """Add a source; its share is its own from the first sample on, without catching up."""
-    revision.make(url, access, {"add": [{"child": {"source": spec, **options.fields()}, "to": to}]})
+    addition = {"child": {"source": spec, **options.fields()}, "to": to}
+    revision.make(url, access, {"add": [addition], "from_start": from_start})
 
 
 @command(app)
@@ -157,20 +162,23 @@ def apply(
         Path, typer.Argument(help="A mixture file, of which mixture: is taken.", metavar="MIXTURE.yaml")
     ],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    from_start: _FromStart = False,
     *,
     revision: RevisionOptions,
     access: ControlAccess,
 ) -> None:
     """Take over the whole mixture of a mixture file, once its changes were shown and agreed to.
 
-    Sources are known by their specs, nodes by their aliases. What the file does not have any more is dropped.
+    Sources are known by their specs, nodes by their aliases. What the file does not have any more is dropped; what it
+    has again goes on where it stood.
     """
     from tokenloom_server.catalog import allowed_plugins, open_catalog
     from tokenloom_server.config import mixture_file as config
     from tokenloom_server.order.mixture_content import as_file
 
     run_config = config.load(mixture, open_catalog(allowed_plugins()))
-    revision.make(url, access, {"mixture": as_file(run_config)}, run=run_config.run, ask=not yes)
+    change = {"mixture": as_file(run_config), "from_start": from_start}
+    revision.make(url, access, change, run=run_config.run, ask=not yes)
 
 
 @command(app, "append-files")

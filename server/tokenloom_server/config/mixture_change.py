@@ -66,3 +66,5 @@ class MixtureChange(_ChangePart):
     append_files: list[str] = Field(default_factory=list)
     """Sources of which files that appeared since the run began are to be read, too, after those they have."""
     exclude: Exclusion | None = None
+    from_start: bool = False
+    """Whether sources that come back are read from their first row, and not where they stood."""

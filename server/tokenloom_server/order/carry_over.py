@@ -12,19 +12,28 @@ from tokenloom_server.core.state import ChildState, SourceState, State, begun_ag
 from tokenloom_server.mixing.mixer import Mixer
 from tokenloom_server.mixing.policy import NodeChange, policy_of
 from tokenloom_server.order.mixture_content import child_key
+from tokenloom_server.order.returning import Returning
 
 #: Of a child: its node's id, and ``child_key``.
 _Key = tuple[int, tuple[type, int]]
 
 
-def carry(state: State, old: RunConfig, new: RunConfig, grown: Sequence[int] = ()) -> State:
+def carry(
+    state: State, old: RunConfig, new: RunConfig, grown: Sequence[int] = (), returning: Sequence[Returning] = ()
+) -> State:
     """The state at a sample index, as the config that is in force from there on has it.
 
     Cursors and counters of sources stay; those of nodes are the sums of what lies below them now. Credits stay in
     their proportions, so that the new shares hold at once. A source that may give more than before (its ids are in
-    ``grown`` where it got files) is no longer exhausted.
+    ``grown`` where it got files) is no longer exhausted. Of sources that come back, what was preserved goes over into
+    their own states.
     """
     sources = [_carried(state, old, new, source.id, grown) for source in new.sources]
+    for one in returning:
+        # A state of another line may know nothing of it, and there it is new.
+        if one.entry is None or one.entry in state.preserved:
+            sources[one.source] = one.carried(sources[one.source])
+    preserved = tuple(entry for entry in state.preserved if entry not in [one.entry for one in returning])
     before = {
         (node.id, child_key(child)): child_state
         for node, children in zip(old.nodes, state.nodes, strict=True)
@@ -55,7 +64,7 @@ def carry(state: State, old: RunConfig, new: RunConfig, grown: Sequence[int] = (
         )
         children = zip(counted[node.id], owed, strict=True)
         nodes.append(tuple(replace(child, credit=credit) for child, credit in children))
-    return replace(state, sources=tuple(sources), nodes=tuple(nodes))
+    return replace(state, sources=tuple(sources), nodes=tuple(nodes), preserved=preserved)
 
 
 def _carried(state: State, old: RunConfig, new: RunConfig, source: int, grown: Sequence[int]) -> SourceState:

@@ -23,10 +23,10 @@ from tokenloom_server.core.state import (
     SourceState,
     State,
 )
-from tokenloom_server.errors import ConfigError, SnapshotInvalid
+from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.mixing import elsewhere
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.foreign_payload import Entry, Payload
+from tokenloom_server.order.foreign_payload import Entry, Payload, normalised
 from tokenloom_server.order.foreign_rows import names_of, position_of
 from tokenloom_server.order.position_line import position_line
 from tokenloom_server.order.snapshot import ResumePoint
@@ -82,7 +82,7 @@ def _by_spec(entries: Sequence[Entry], schemes: SourceSchemes) -> _BySpec:
     comes twice."""
     by_spec: dict[str, tuple[int, Entry]] = {}
     for i, entry in enumerate(entries):
-        first, _ = by_spec.setdefault(_normalised(entry.spec, schemes), (i, entry))
+        first, _ = by_spec.setdefault(normalised(entry.spec, schemes), (i, entry))
         if first != i:
             raise SnapshotInvalid(
                 f"resume_state.datasets.{i} (spec {entry.spec!r}): spec stands there already, at {first}; expected "
@@ -96,7 +96,7 @@ def _in_force(by_spec: _BySpec, timeline: Timeline, tokens: int | None) -> tuple
     ``clock_offset``. ``tokens``: of the clock, None where they are those of the samples."""
     for segment in timeline.segments:
         specs, length = segment.factory.record.specs, segment.config.sequence_length
-        samples = sum((entry.token_offset or 0) // length for spec, (_, entry) in by_spec.items() if spec in specs)
+        samples = sum(entry.counted_tokens // length for spec, (_, entry) in by_spec.items() if spec in specs)
         total = samples * length if tokens is None else tokens
         by_clock = timeline.with_clock(total - samples * length)
         factory = by_clock.at(samples)
@@ -109,8 +109,8 @@ def _in_force(by_spec: _BySpec, timeline: Timeline, tokens: int | None) -> tuple
 def _state(by_spec: _BySpec, factory: PipelineFactory, clock_offset: int) -> tuple[State, tuple[str, ...]]:
     """The state, and what was made of each entry, a line each."""
     length, specs = factory.config.sequence_length, factory.record.specs
-    known = [spec in by_spec for spec in specs]
-    if not any(known):
+    known = [spec in by_spec and not by_spec[spec][1].was_preserved for spec in specs]
+    if by_spec.keys().isdisjoint(specs):
         raise SnapshotInvalid(
             "resume_state.datasets: none of its specs is in this mixture; found "
             f"{names_of(entry.spec for _, entry in by_spec.values())}, expected some of {names_of(specs)}"
@@ -147,11 +147,12 @@ def _source(source: int, index: int, entry: Entry, factory: PipelineFactory) -> 
     """Where an entry's source goes on, and a line about it."""
     length, shards = factory.config.sequence_length, factory.record.shard_paths[source]
     position = position_of(f"resume_state.datasets.{index} (spec {entry.spec!r})", entry, source, factory)
-    samples = (entry.token_offset or 0) // length
+    samples = entry.counted_tokens // length
     state = SourceState(cursor=position.cursor, samples=samples, rows=position.rows, tokens=samples * length)
     note = (
         f"resume: {position_line(factory.record.specs[source], state, shards)} row_offset={entry.row_offset} "
         f"tokens={state.tokens} (from an older checkpoint"
+        + ("; preserved until now, its balance begins as a new source's" if entry.was_preserved else "")
         + ("" if entry.token_offset is not None else "; it has no token_offset, which counts as 0")
         + ("" if position.is_counted else "; rows are counted from this shard on")
         + ")"
@@ -195,10 +196,3 @@ def _digest(sources: Sequence[SourceState], shape: Shape, clock_offset: int) -> 
     clock = {"clock_offset": clock_offset} if clock_offset else {}
     text = canonical({"imported": places, "sample_tokens": shape.sample_tokens, **clock})
     return int(hashlib.sha256(text.encode()).hexdigest(), 16) % DIGEST_MODULUS
-
-
-def _normalised(spec: str, schemes: SourceSchemes) -> str:
-    try:
-        return str(schemes.spec(spec))
-    except ConfigError:
-        return spec  # of a kind that this release does not read: no source of any mixture has it

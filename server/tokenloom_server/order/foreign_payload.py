@@ -11,8 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tokenloom_proto.resume import CLOCK_KEYS
 from tokenloom_proto.seal import CHECKSUM
 
+from tokenloom_server.config.catalog import SourceSchemes
 from tokenloom_server.core.state import MAX_COUNTER
-from tokenloom_server.errors import SnapshotInvalid
+from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.order.snapshot_document import MAX_BYTES
 
 _Count = Annotated[int, Field(ge=0, le=MAX_COUNTER)]
@@ -35,6 +36,16 @@ class Entry(BaseModel):
     shard. None where nobody says it."""
     token_offset: _Count | None = None
     epoch: _Count | None = None
+
+    @property
+    def was_preserved(self) -> bool:
+        """Whether the run that it is of had it in no mixture: what was read of it is no part of that run's samples."""
+        return (self.model_extra or {}).get("unknown") is True
+
+    @property
+    def counted_tokens(self) -> int:
+        """The tokens that are a part of the run's samples."""
+        return 0 if self.was_preserved else self.token_offset or 0
 
     @property
     def counts_in_shard(self) -> bool:
@@ -100,10 +111,7 @@ def read(text: str | bytes) -> Payload | None:
     sample_index, total_tokens, *lengths = (_number(fields, name) for name in ("sample_index", *CLOCK_KEYS))
     clock = sample_index, total_tokens, next(filter(None, lengths), None)
     if resume is not None and "datasets" in resume:
-        try:
-            return Payload(_ResumeState.model_validate(resume).entries(), *clock)
-        except ValidationError as error:
-            raise SnapshotInvalid(_explain(error, resume)) from None
+        return Payload(entries_of(resume), *clock)
     if sample_index is None:
         raise SnapshotInvalid("sample_index: found nothing; expected that, or resume_state.datasets")
     return Payload((), *clock)
@@ -114,6 +122,22 @@ def _number(fields: Mapping[str, Any], name: str) -> int | None:
     if number is not None and (type(number) is not int or not 0 <= number <= MAX_COUNTER):
         raise SnapshotInvalid(f"{name}: found {_short(number)}; expected an integer from 0 to 2^53 − 1")
     return number
+
+
+def entries_of(resume: dict[str, Any]) -> tuple[Entry, ...]:
+    """The entries of a ``resume_state``. Raises ``SnapshotInvalid`` naming spec and field."""
+    try:
+        return _ResumeState.model_validate(resume).entries()
+    except ValidationError as error:
+        raise SnapshotInvalid(_explain(error, resume)) from None
+
+
+def normalised(spec: str, schemes: SourceSchemes) -> str:
+    """A spec as this run has it."""
+    try:
+        return str(schemes.spec(spec))
+    except ConfigError:
+        return spec  # of a kind that this release does not read: no source of any mixture has it
 
 
 def _explain(error: ValidationError, resume: dict[str, Any]) -> str:

@@ -7,12 +7,15 @@ from typing import Any
 
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.errors import ConfigError, SourceChanged, SourceError
+from tokenloom_server.core.state import SourceState, State
+from tokenloom_server.errors import ConfigError, SnapshotInvalid, SourceChanged, SourceError
 from tokenloom_server.order import builder, exclusions
 from tokenloom_server.order.exclusions import ExclusionFile
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.mixture_content import child_key, children_of, content_of, validated
+from tokenloom_server.order.position_line import position_line
 from tokenloom_server.order.record import estimates_to_json
+from tokenloom_server.order.returning import Returning, returning
 from tokenloom_server.order.revision import changed, differences
 from tokenloom_server.order.segments import files_of, files_to_json, revised
 from tokenloom_server.order.timeline import Timeline
@@ -22,16 +25,21 @@ from tokenloom_server.sources.scheme import scheme_of
 
 
 def revise(
-    timeline: Timeline, change: MixtureChange, sample_index: int, generation: int = 0, known_from: int = 0
+    timeline: Timeline,
+    change: MixtureChange,
+    sample_index: int,
+    generation: int = 0,
+    known_from: int = 0,
+    state: State | None = None,
 ) -> dict[str, Any]:
-    """The content of a revision that makes a change from a sample index on, during a generation. Samples before
-    ``known_from`` may have been produced in that one, so their states do not name it.
+    """The content of a revision that makes a change from a sample index on, during a generation that has come to a
+    ``state``. Samples before ``known_from`` may have been produced in that one, so their states do not name it.
 
     Raises ``ConfigError``, naming the field, what was found and what was expected, and ``SourceChanged``.
     """
     try:
         made = {"generation": generation, "known_from": known_from}
-        return _checked_content(timeline, change, sample_index) | made
+        return _checked_content(timeline, change, sample_index, state) | made
     except SourceChanged:
         raise
     except SourceError as error:
@@ -39,7 +47,9 @@ def revise(
         raise ConfigError(str(error)) from None
 
 
-def _checked_content(timeline: Timeline, change: MixtureChange, sample_index: int) -> dict[str, Any]:
+def _checked_content(
+    timeline: Timeline, change: MixtureChange, sample_index: int, state: State | None
+) -> dict[str, Any]:
     factory = timeline.at(sample_index)
     config = _changed_config(timeline, change, sample_index)
     files = _new_files(factory, config) | _appended_files(factory, change)
@@ -61,6 +71,9 @@ def _checked_content(timeline: Timeline, change: MixtureChange, sample_index: in
             lines.append(f"{source.name}: {rows} rows left out of each epoch")
     if not lines:
         raise ConfigError("this changes nothing: the mixture in force there is the same")
+    if back := _returning(factory, after, change, state):
+        content["returning"] = back
+        lines += [_line(one, after, timeline, state) for one in back]
     content["changes"] = [*lines, *_ended_by_a_phase(timeline, sample_index)]
     # Those that the run's record has need not be carried by every state.
     recorded = timeline.first.record.size_estimates
@@ -146,6 +159,39 @@ def _excluded(factory: PipelineFactory, change: MixtureChange) -> list[Exclusion
         resources.roots.check_paths("exclude.file", resources.base_dir, [change.exclude.file])
         files.append(exclusions.describe(change.exclude.file, resources.base_dir))
     return files
+
+
+def _returning(
+    before: PipelineFactory, after: PipelineFactory, change: MixtureChange, state: State | None
+) -> list[Returning]:
+    """The sources that come back: those that the state preserves, and the run's own that were dropped. Raises
+    ``ConfigError``."""
+    preserved, sources = state.preserved if state is not None else (), after.config.sources
+    try:
+        back = returning(preserved, after, len(before.config.sources), from_start=change.from_start)
+    except SnapshotInvalid as error:
+        raise ConfigError(f"{error}; or have it read from its first row: from_start (--from-start)") from None
+    for was, source in zip(before.config.sources, sources, strict=False):
+        if was.presence != "dropped" or source.presence == "dropped":
+            continue
+        if change.from_start and not source.in_file_order:
+            raise ConfigError(f"from_start: {source.name} is shuffled or has lanes, and only goes on where it stood")
+        back.append(Returning(source.id, None, None if change.from_start else ()))
+    return back
+
+
+def _line(one: Returning, after: PipelineFactory, timeline: Timeline, state: State | None) -> str:
+    """How a source goes on, for people."""
+    name, known, record = after.config.sources[one.source].name, SourceState(), after.record
+    if one.place is None:
+        return f"{name}: is read from its first row"
+    if one.entry is None:
+        standing = timeline.at(state.sample_index).config.sources if state is not None else ()
+        if state is None or (one.source, "dropped") not in [(source.id, source.presence) for source in standing]:
+            return f"{name}: goes on where it is when it is dropped"
+        known = state.sources[one.source]
+    line = position_line(record.specs[one.source], one.carried(known), record.shard_paths[one.source])
+    return f"{name}: goes on: {line}"
 
 
 def _ended_by_a_phase(timeline: Timeline, sample_index: int) -> Iterator[str]:

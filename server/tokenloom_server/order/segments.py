@@ -15,6 +15,7 @@ from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.mixture_content import validated, with_content
 from tokenloom_server.order.origin import Origin
 from tokenloom_server.order.record import estimates_from_json
+from tokenloom_server.order.returning import Returning
 from tokenloom_server.order.revision import merged, without
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.manifest import Manifest, SourceFiles, plugins_from_json
@@ -30,6 +31,8 @@ class TimelineSegment:
     factory: PipelineFactory
     #: Sources that have more files than before.
     grown: tuple[int, ...] = ()
+    #: Sources that come back where the state alone does not say how they go on.
+    returning: tuple[Returning, ...] = ()
     #: The phase that begins here, counted from 0.
     phase: int | None = None
     #: The revision that begins here, the last of them.
@@ -141,7 +144,9 @@ def lay(
         while waiting and (end is None or waiting[0].sample_index < end):
             revision = waiting.pop(0)
             tokens = segment.tokens_at(revision.sample_index)
-            factory = revised(segment.factory, json.loads(revision.content))
+            content = json.loads(revision.content)
+            factory = revised(segment.factory, content)
+            returning = tuple(Returning(*one) for one in content.get("returning", ()))
             gone = _gone(gone, segment.config, factory.config)
             grown, phase_here = _grown(segment.factory, factory), None
             if revision.sample_index > segment.begin:
@@ -149,14 +154,17 @@ def lay(
             else:
                 # Nothing was given between: what began here before begins together with it.
                 grown, phase_here = tuple(sorted({*grown, *segment.grown})), segment.phase
-            segment = TimelineSegment(revision.sample_index, tokens, factory, grown, phase_here, revision)
+                returning = segment.returning + returning
+            segment = TimelineSegment(
+                revision.sample_index, tokens, factory, grown, returning, phase=phase_here, revision=revision
+            )
         if end is None:
             yield segment
             return
         # A phase of less than a sample: nothing is given in it.
-        grown = () if end > segment.begin else segment.grown
+        grown, returning = ((), ()) if end > segment.begin else (segment.grown, segment.returning)
         if end > segment.begin:
             yield segment
         tokens = segment.tokens_at(end)
         factory = _in_phase(segment.factory, number + 1, left, tokens, gone)
-        segment = TimelineSegment(end, tokens, factory, grown, phase=number + 1)
+        segment = TimelineSegment(end, tokens, factory, grown, returning, phase=number + 1)

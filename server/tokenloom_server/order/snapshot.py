@@ -122,7 +122,6 @@ def _state(resume: ResumeStateDocument, shape_at: ShapeAt) -> State:
         raise SnapshotInvalid(
             f"resume_state.imported.sample_index is {began.sample_index}, beyond sample_index {resume.sample_index}"
         )
-    preserved = [entry for entry in resume.datasets if isinstance(entry, PreservedDataset)]
     sources = _sources(datasets, shape)
     nodes = tuple(
         tuple(ChildState(samples, tokens, credit, bool(out), *made) for samples, tokens, credit, out, *made in children)
@@ -135,10 +134,15 @@ def _state(resume: ResumeStateDocument, shape_at: ShapeAt) -> State:
         digest=int(resume.digest, 16),
         sources=sources,
         nodes=nodes,
-        preserved=tuple(canonical(entry.model_dump(exclude={"unknown"})) for entry in preserved),
+        preserved=_preserved(resume),
         imported=Imported(began.sample_index, int(began.digest, 16)) if began is not None else None,
         clock_offset=resume.clock_offset,
     )
+
+
+def _preserved(resume: ResumeStateDocument) -> tuple[str, ...]:
+    entries = [entry for entry in resume.datasets if isinstance(entry, PreservedDataset)]
+    return tuple(canonical(entry.model_dump(exclude={"unknown"})) for entry in entries)
 
 
 def _sources(datasets: Sequence[KnownDataset], shape: Shape) -> tuple[SourceState, ...]:
@@ -219,6 +223,11 @@ class ForeignSnapshot(SnapshotDocument):
     def origin(self) -> Mapping[str, Any] | None:
         """Where its run was forked from."""
         return self.resume_state.origin
+
+    @property
+    def preserved(self) -> Sequence[str]:
+        """As in ``State.preserved``."""
+        return _preserved(self.resume_state)
 
     def sources(self) -> tuple[ForeignSource, ...]:
         """Where they stand at the sample index of ``resume_state``, which may lie before that of the snapshot."""

@@ -152,7 +152,7 @@ class Timeline:
                     f"{config.sequence_length} instead of {before.sequence_length}: join again from the state here to "
                     "go on"
                 )
-            carried = partial(carry, old=before, new=config, grown=segment.grown)
+            carried = partial(carry, old=before, new=config, grown=segment.grown, returning=segment.returning)
             estimates = segment.factory.record.size_estimates
             packers = _lazily(segment.factory, ahead)
             switches.append(Switch(segment.begin, config, packers, carried, end_reason, estimates))

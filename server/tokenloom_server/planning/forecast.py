@@ -16,6 +16,7 @@ from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.mixing.mixer import Ending, Mixer
 from tokenloom_server.order.carry_over import carry
+from tokenloom_server.order.returning import Returning
 from tokenloom_server.planning.plan import PlannedEnding, PlannedSegment, PlannedSource, RunPlan
 from tokenloom_server.planning.segments import MAX_SEGMENTS, PlanSegment, merged
 from tokenloom_server.planning.supply import Supply
@@ -39,6 +40,8 @@ class Part:
     tokens: int = 0
     #: Sources that have more files than before.
     grown: tuple[int, ...] = ()
+    #: Sources that come back, as the revision says that begins here.
+    returning: tuple[Returning, ...] = ()
 
 
 def forecast(
@@ -99,7 +102,7 @@ class _Simulation:
 
     def enter(self, part: Part) -> None:
         """Goes on in the next part, where this one ends."""
-        self._begin(part, carry(self._state(), self._config, part.config, part.grown))
+        self._begin(part, carry(self._state(), self._config, part.config, part.grown, part.returning))
 
     def plan(self, start: State) -> RunPlan:
         config, state = self._config, self._state()

@@ -50,6 +50,7 @@ class Planner:
                 size_estimates=factory.record.size_estimates,
                 tokens=segment.tokens,
                 grown=segment.grown,
+                returning=segment.returning,
             )
 
     def _curve(self, factory: PipelineFactory, source_id: int) -> TokenCurve:

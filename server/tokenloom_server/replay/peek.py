@@ -269,6 +269,7 @@ class Peek:
         self._past.remember(self._generation, group.base, timeline)
         if group.marks:
             self._index = group.end
+            group.resume_state = timeline.encode(group.base)
             return Delivery(group, 0, len(group.marks), with_base=True)
         assert replay.ended is not None
         self._end = EndOfData(self._index, replay.ended, replay.dropped_samples)

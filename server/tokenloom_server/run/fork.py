@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from tokenloom_server.config.source import SourceConfig
@@ -13,11 +14,15 @@ from tokenloom_server.order import snapshot
 from tokenloom_server.order.builder import moves_parts
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.origin import Origin
+from tokenloom_server.order.position_line import position_line
+from tokenloom_server.order.returning import left_by, returning
 from tokenloom_server.order.snapshot import ForeignSnapshot, ForeignSource
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.history import History
 from tokenloom_server.sources.scheme import scheme_of
+
+_log = logging.getLogger(__name__)
 
 #: A field, its value in the other run, and in this one.
 _Compared = tuple[str, object, object]
@@ -86,7 +91,7 @@ class ForkHandler:
             left_tokens=foreign.total_tokens - clock_offset - sum(source.tokens for source in kept),
         )
         timeline = coordinator.timeline.with_origin(origin).with_clock(clock_offset)
-        state = same if same is not None else _transplanted(timeline, origin, {each.spec: each for each in theirs})
+        state = same if same is not None else _transplanted(timeline, origin, theirs, foreign.preserved)
         return replace(origin, state=timeline.encode(state))
 
     def _refuse_other_tokens(self, foreign: ForeignSnapshot) -> None:
@@ -245,14 +250,27 @@ def _named(factory: PipelineFactory, state: State) -> tuple[ForeignSource, ...]:
     )
 
 
-def _transplanted(timeline: Timeline, origin: Origin, theirs: Mapping[str, ForeignSource]) -> State:
-    """The other run's sources as this run has them. Raises ``SnapshotInvalid`` naming a file that it lacks."""
+def _transplanted(
+    timeline: Timeline, origin: Origin, others: Sequence[ForeignSource], preserved: Sequence[str]
+) -> State:
+    """The other run's sources as this run has them, and what it preserved. Raises ``SnapshotInvalid`` naming a file
+    that this run lacks."""
     factory = timeline.at(origin.sample_index)
-    sources = []
+    theirs = {source.spec: source for source in others}
+    left = [source for source in others if source.spec not in factory.record.specs and source.state.samples]
+    preserved = [*preserved, *(left_by(origin.run, source.spec, source.shard, source.state) for source in left)]
+    try:
+        back = {one.source: one for one in returning(preserved, factory)}
+    except SnapshotInvalid as error:
+        raise SnapshotInvalid(f"{error}{_OR_BEGIN}") from None
+    sources: list[SourceState] = []
     for spec, shards in zip(factory.record.specs, factory.record.shard_paths, strict=True):
         known = theirs.get(spec)
         if known is None:
-            sources.append(SourceState())
+            one = back.get(len(sources))
+            sources.append(one.carried(SourceState()) if one is not None else SourceState())
+            if one is not None:
+                _log.info("resume: %s (preserved by run %r)", position_line(spec, sources[-1], shards), origin.run)
             continue
         if known.shard is not None and known.shard not in shards:
             raise SnapshotInvalid(
@@ -279,5 +297,6 @@ def _transplanted(timeline: Timeline, origin: Origin, theirs: Mapping[str, Forei
         digest=int(origin.digest, 16),
         sources=tuple(sources),
         nodes=forked(factory.config, sources),
+        preserved=tuple(entry for entry in preserved if entry not in [one.entry for one in back.values()]),
         clock_offset=timeline.clock_offset,
     )

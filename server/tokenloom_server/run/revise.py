@@ -50,8 +50,8 @@ class RevisionHandler:
             ) as (view, index),
         ):
             timeline, epoch = view.timeline, view.lease.epoch
-            generation = view.generation
-            content = revision_content.revise(timeline, change, index, generation.number, generation.first_unproduced)
+            now, known_from = view.generation.number, view.generation.first_unproduced
+            content = revision_content.revise(timeline, change, index, now, known_from, view.state)
             revision = StoredRevision(
                 number=len(timeline.revisions) + 1,
                 sample_index=index,

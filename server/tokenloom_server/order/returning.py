@@ -1,0 +1,73 @@
+"""Sources that come back into a run's mixture, and where they go on.
+
+``State.preserved`` has sources that no mixture of the run has: what an older data loader's checkpoint says of them, or
+where they stood in the run that this one was forked from. Where one goes on is worked out once, and stands in the
+content of the revision that brings it, so that every replay does the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from tokenloom_proto.seal import canonical
+
+from tokenloom_server.core.state import FileCursor, SourceState, row_cursor
+from tokenloom_server.order.factory import PipelineFactory
+from tokenloom_server.order.foreign_payload import entries_of, normalised
+from tokenloom_server.order.foreign_rows import position_of
+
+
+class Returning(NamedTuple):
+    """A source that comes back, as the content of a revision has it."""
+
+    source: int
+    #: What ``State.preserved`` has of it; None for a source of the run's own that was dropped.
+    entry: str | None
+    #: Epoch, shard, row and tokens of its cursor, and the rows before that; empty where the run knows it by itself,
+    #: None where it is read from its first row.
+    place: Sequence[int] | None
+
+    def carried(self, known: SourceState) -> SourceState:
+        """The source as it goes on; ``known``: as it was in the run."""
+        if self.place:
+            *cursor, rows = self.place
+            return replace(known, cursor=FileCursor(*cursor), rows=rows)
+        if self.place is None and known.cursor is not None:
+            return replace(known, cursor=FileCursor(0, 0, 0), exhausted=False, dropped_tokens=0)
+        return known
+
+
+def returning(
+    preserved: Iterable[str], factory: PipelineFactory, first: int = 0, *, from_start: bool = False
+) -> list[Returning]:
+    """Those of the preserved sources that are among a mixture's, from the ``first`` id on. Raises ``SnapshotInvalid``
+    for one that cannot go on."""
+    specs, schemes = factory.record.specs, factory.config.catalog.sources
+    back = []
+    for text in preserved:
+        fields = json.loads(text)
+        spec = normalised(fields["spec"], schemes)
+        if spec in specs[first:]:
+            source = specs.index(spec)
+            back.append(Returning(source, text, None if from_start else _place(fields, source, factory)))
+    return back
+
+
+def _place(fields: dict[str, Any], source: int, factory: PipelineFactory) -> Sequence[int]:
+    (entry,) = entries_of({"datasets": [fields]})
+    cursor, rows, _ = position_of(f"spec {entry.spec!r}", entry, source, factory)
+    # Tokens of a row count by one tokeniser and packing, so they are the same in a fork alone.
+    tokens = fields["row_token_offset"] if "left_by" in fields and factory.config.packing != "best_fit" else 0
+    return cursor.epoch, cursor.shard, cursor.row, tokens, rows
+
+
+def left_by(run: str, spec: str, shard: str | None, source: SourceState) -> str:
+    """The entry of a source that a fork of a run leaves out. One that has no place in file order can not return."""
+    cursor = row_cursor(source.cursor)
+    fields = {"spec": spec, "rows": source.rows, "token_offset": source.tokens, "left_by": run}
+    if isinstance(cursor, FileCursor) and not source.lanes:
+        fields |= {"shard": shard, "epoch": cursor.epoch, "row_offset": cursor.row, "row_token_offset": cursor.tokens}
+    return str(canonical(fields))

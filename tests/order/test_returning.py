@@ -1,0 +1,210 @@
+"""What a state preserves of a source goes on where it stood once the mixture has its spec: at its row, with its share
+at once, and the same in every replay."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.corpora import CODE, DOCS, PROSE, WIKI, flat, order_of, write_corpus
+from support.timelines import revised
+from tokenloom_server.core.state import FileCursor, State
+from tokenloom_server.errors import ConfigError
+from tokenloom_server.order import foreign_checkpoint, foreign_payload
+from tokenloom_server.order.timeline import Timeline
+
+#: 17 rows of 26 were read.
+CODE_ENTRY = {"spec": CODE, "shard": "data/code-1.parquet", "row_offset": 3, "token_offset": 400, "note": "kept"}
+CURSOR = FileCursor(0, 1, 3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def imported(timeline: Timeline, *entries: dict[str, Any]) -> State:
+    """The state of an import: of documents and prose many tokens were read, and of what else is preserved."""
+    datasets = [{"spec": DOCS, "row_offset": 1, "token_offset": 800}, {"spec": PROSE, "row_offset": 2}, *entries]
+    payload = foreign_payload.read(json.dumps({"resume_state": {"datasets": datasets}}))
+    assert payload is not None
+    base = foreign_checkpoint.resume_point(payload, timeline).base
+    assert base is not None
+    return base
+
+
+@pytest.fixture
+def plain(folder: Path) -> Timeline:
+    document = flat([DOCS, PROSE])
+    for child in document["mixture"]["children"]:
+        child["epochs"] = "inf"
+    return Timeline(order_of(folder, document))
+
+
+def specs_of(timeline: Timeline, state: State) -> list[str]:
+    return [entry["spec"] for entry in json.loads(timeline.encode(state))["datasets"]]
+
+
+def at(timeline: Timeline, state: State, sample_index: int) -> State:
+    """The state at a sample index, by going forward from one before it."""
+    pipeline = timeline.pipeline(state)
+    pipeline.advance(sample_index - state.sample_index)
+    return pipeline.state()
+
+
+ADDED = {"source": CODE, "alias": "code", "epochs": 4}
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_preserved_spec_that_is_added_goes_on_where_it_stood(plain: Timeline, whole: bool) -> None:
+    start = imported(plain, CODE_ENTRY, {"spec": "gone:a:b", "row_offset": 5})
+    index = start.sample_index + 10
+    change: dict[str, Any] = {"add": [{"child": ADDED}]}
+    if whole:
+        children = [{"source": DOCS, "epochs": "inf"}, {"source": PROSE, "epochs": "inf"}, ADDED]
+        change = {"mixture": {"policy": "least_consumed", "children": children}}
+    timeline = revised(plain, index, state=start, **change)
+    assert specs_of(timeline, at(timeline, start, index - 1)) == [DOCS, PROSE, CODE, "gone:a:b"]
+    after = at(timeline, start, index)
+    code = after.sources[2]
+    assert (code.cursor, code.rows, code.samples, code.tokens) == (CURSOR, 14 + 3, 0, 0)
+    # The snapshot has it once, and what is in no mixture still.
+    assert specs_of(timeline, after) == [DOCS, PROSE, CODE, "gone:a:b"]
+    assert timeline.decode(timeline.encode(after)) == after
+    (line,) = [line for line in json.loads(timeline.revisions[0].content)["changes"] if "goes on" in line]
+    assert line == f"code: goes on: spec={CODE} sample_row=17 shard=data/code-1.parquet offset=3"
+
+
+def test_a_replay_from_any_state_meets_it_at_the_same_place(plain: Timeline) -> None:
+    start = imported(plain, CODE_ENTRY)
+    index = start.sample_index + 10
+    timeline = revised(plain, index, state=start, add=[{"child": ADDED}])
+    whole = at(timeline, start, index + 40)
+    for sample in (index - 5, index - 1, index, index + 1, index + 13):
+        between = timeline.decode(timeline.encode(at(timeline, start, sample)))
+        assert at(timeline, between, index + 40) == whole
+    # Another server lays the same timeline from the ledger's text.
+    again = Timeline(timeline.first, timeline.revisions)
+    assert at(again, start, index + 40) == whole
+    # A run that never read it elsewhere begins it.
+    assert at(timeline, timeline.initial(), index).sources[2].cursor is None
+
+
+@pytest.mark.parametrize("baseline", ["min", "mean"])
+def test_it_does_not_dominate_the_next_picks(folder: Path, baseline: str) -> None:
+    document = flat([DOCS, PROSE, WIKI], new_source_baseline=baseline)
+    for child in document["mixture"]["children"]:
+        child["epochs"] = "inf"
+    plain = Timeline(order_of(folder, document))
+    # What was read of it before is next to nothing beside what the others had since.
+    start = imported(plain, {**CODE_ENTRY, "token_offset": 8}, {"spec": WIKI, "row_offset": 2, "token_offset": 8_000})
+    timeline = revised(plain, start.sample_index + 10, state=start, add=[{"child": {**ADDED, "epochs": "inf"}}])
+    before = at(timeline, start, start.sample_index + 10)
+    for picks in (4, 40, 200):
+        after = at(timeline, start, before.sample_index + picks)
+        given = [now.samples - was.samples for now, was in zip(after.sources, before.sources, strict=True)]
+        assert abs(given[3] - picks / 4) <= 1, given
+
+
+def test_it_is_read_anew_where_that_is_asked_for(plain: Timeline) -> None:
+    start = imported(plain, CODE_ENTRY)
+    index = start.sample_index + 10
+    timeline = revised(plain, index, state=start, add=[{"child": ADDED}], from_start=True)
+    after = at(timeline, start, index)
+    assert (after.sources[2].cursor, after.sources[2].rows, after.preserved) == (None, 0, ())
+    assert "code: is read from its first row" in json.loads(timeline.revisions[0].content)["changes"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "child", "said"),
+    [
+        ({}, {"shuffle": "rows"}, r"place in file order, but .* shuffle: rows .* from_start"),
+        ({"shard": "data/code-9.parquet"}, {}, r"'data/code-9\.parquet' is none of the source's files.* from_start"),
+        ({"row_offset": 100, "epoch": 0}, {}, r"row_offset is 100, but .* row_offset_of: shard or spec.* from_start"),
+        ({"shard": 7}, {}, r"shard: found 7.* from_start"),
+    ],
+)
+def test_where_it_cannot_go_on_it_is_refused_with_why(
+    plain: Timeline, entry: dict[str, Any], child: dict[str, Any], said: str
+) -> None:
+    preserved = json.dumps(CODE_ENTRY | entry)
+    start = imported(plain)
+    state = State(**{name: getattr(start, name) for name in start.__slots__} | {"preserved": (preserved,)})
+    with pytest.raises(ConfigError, match=said):
+        revised(plain, start.sample_index + 10, state=state, add=[{"child": ADDED | child}])
+    anew = revised(plain, start.sample_index + 10, state=state, add=[{"child": ADDED | child}], from_start=True)
+    assert at(anew, state, start.sample_index + 10).preserved == ()
+
+
+def test_two_revisions_at_one_sample_both_hold(plain: Timeline) -> None:
+    start = imported(plain, CODE_ENTRY, {"spec": WIKI, "row_offset": 7})
+    index = start.sample_index + 10
+    timeline = revised(plain, index, state=start, add=[{"child": ADDED}])
+    timeline = revised(timeline, index, state=start, add=[{"child": {"source": WIKI}}])
+    after = at(timeline, start, index)
+    assert ([source.rows for source in after.sources[2:]], after.preserved) == ([17, 7], ())
+
+
+# --- Sources of ours that were dropped ---------------------------------------------------------------------------
+
+
+def test_a_dropped_source_of_ours_goes_on_under_its_old_id_and_does_not_dominate(plain: Timeline) -> None:
+    start = imported(plain)
+    begin = start.sample_index
+    timeline = revised(plain, begin + 10, state=start, drop=[PROSE])
+    timeline = revised(timeline, begin + 300, state=start, add=[{"child": {"source": PROSE, "epochs": "inf"}}])
+    left, back = at(timeline, start, begin + 10), at(timeline, start, begin + 300)
+    assert (back.sources[1].cursor, back.sources[1].rows) == (left.sources[1].cursor, left.sources[1].rows)
+    after = at(timeline, start, begin + 500)
+    assert abs(after.sources[1].samples - back.sources[1].samples - 100) <= 1
+    assert f"{PROSE}: goes on where it is when it is dropped" in json.loads(timeline.revisions[1].content)["changes"]
+    timeline = revised(plain, begin + 10, state=start, drop=[PROSE])
+    timeline = revised(timeline, begin + 300, state=left, add=[{"child": {"source": PROSE, "epochs": "inf"}}])
+    line = f"{PROSE}: goes on: spec={PROSE} sample_row={left.sources[1].rows} shard=data/prose/0.txt offset="
+    assert line in " ".join(json.loads(timeline.revisions[1].content)["changes"])
+
+
+def test_a_dropped_source_of_ours_is_read_anew_where_that_is_asked_for(plain: Timeline) -> None:
+    start = imported(plain)
+    begin = start.sample_index
+    timeline = revised(plain, begin + 10, state=start, drop=[PROSE])
+    child = {"source": PROSE, "epochs": "inf"}
+    timeline = revised(timeline, begin + 20, state=start, add=[{"child": child}], from_start=True)
+    left, back = at(timeline, start, begin + 10).sources[1], at(timeline, start, begin + 20).sources[1]
+    assert back.cursor == FileCursor(0, 0, 0)
+    assert (back.samples, back.tokens, back.rows) == (left.samples, left.tokens, left.rows)
+    state = at(timeline, start, begin + 20)
+    assert timeline.decode(timeline.encode(state)) == state
+
+
+def test_a_dropped_source_of_ours_with_other_options_is_refused(plain: Timeline) -> None:
+    timeline = revised(plain, 10, drop=[PROSE])
+    with pytest.raises(ConfigError, match="shuffle is none in this run and rows in the new mixture"):
+        revised(timeline, 20, add=[{"child": {"source": PROSE, "shuffle": "rows"}}])
+
+
+# --- A new run under the old state -------------------------------------------------------------------------------
+
+
+def test_what_another_runs_state_preserved_goes_on_in_a_run_that_has_it(folder: Path, plain: Timeline) -> None:
+    start = imported(plain, CODE_ENTRY)
+    resume_state = json.loads(plain.encode(at(plain, start, start.sample_index + 20)))
+    order = order_of(folder, flat([DOCS, PROSE, CODE]))
+    payload = foreign_payload.read(json.dumps({"resume_state": resume_state}))
+    assert payload is not None
+    point = foreign_checkpoint.resume_point(payload, Timeline(order))
+    assert point.base is not None
+    code = point.base.sources[2]
+    assert (code.cursor, code.rows, code.samples, code.tokens) == (CURSOR, 17, 0, 0)
+    assert (point.sample_index, point.base.preserved) == (start.sample_index + 20, ())
+    (line,) = [note for note in point.notes if CODE in note]
+    assert line.endswith(
+        "tokens=0 (from an older checkpoint; preserved until now, its balance begins as a new source's)"
+    )
+    # The others had hundreds of tokens since; from here on it has its share, and no more.
+    pipeline = Timeline(order).pipeline(point.base)
+    pipeline.advance(30)
+    given = [now.samples - was.samples for now, was in zip(pipeline.state().sources, point.base.sources, strict=True)]
+    assert given[2] <= 16, given
