@@ -79,7 +79,7 @@ def test_states_at_earlier_marks_are_those_that_were_there_then(seed: int) -> No
     walk = Walk(config, [rng.choice([0, 3, 20]) for _ in config.sources])
     marks, states = [], []
     for _ in range(60):
-        marks.append((walk.mixer.mix_weights, list(walk.given), walk.tokens_given()))
+        marks.append((walk.mixer.mix_weights, list(walk.given), walk.balances()))
         states.append(walk.present())
         if walk.step() == NOTHING:
             break

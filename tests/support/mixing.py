@@ -43,6 +43,23 @@ def config_of(policy: str, *children: Any, seed: int = 7, **fields: Any) -> RunC
     return parsed(flat([], seed=seed) | {"mixture": named(node(policy, *children, **fields))})
 
 
+class Lengths:
+    """Implements ``RealLengths``: of a source of a walk."""
+
+    def __init__(self, walk: Walk, source: int) -> None:
+        assert walk.real is not None
+        self._walk, self._source, self._real = walk, source, walk.real[source]
+
+    @property
+    def real_tokens(self) -> int:
+        return sum(self._real[: self._walk.given[self._source]])
+
+    def real_lengths(self) -> Iterator[int]:
+        for number in range(self._walk.given[self._source], self._walk.capacity[self._source]):
+            self._walk.looked_at.append((self._source, number))
+            yield self._real[number]
+
+
 class Walk:
     """Picks from a mixer whose sources hold so many samples each, by source id.
 
@@ -65,24 +82,13 @@ class Walk:
     def begin_under(self, config: RunConfig, nodes: Nodes) -> None:
         self.config = config
         size_estimates = {source: self._extent(source) for source in config.measured_sources}
-        self.mixer = Mixer(config, nodes, size_estimates, None if self.real is None else self)
+        lengths = None if self.real is None else [Lengths(self, source) for source in range(len(self.real))]
+        self.mixer = Mixer(config, nodes, size_estimates, lengths)
         self.before = list(self.given)
 
     def _extent(self, source: int) -> SizeEstimate:
         tokens = self.capacity[source] * self.config.sequence_length
         return SizeEstimate(max(1, round(tokens / ROW / self.config.epochs[source])), 1000 * ROW)
-
-    def lengths(self, source: int) -> Iterator[int]:
-        """See ``Lengths``."""
-        for number in range(self.given[source], self.capacity[source]):
-            self.looked_at.append((source, number))
-            assert self.real is not None
-            yield self.real[source][number]
-
-    def total_length(self, source: int, picks: int) -> int:
-        """See ``Lengths``."""
-        assert self.real is not None
-        return sum(self.real[source][self.given[source] : self.given[source] + picks])
 
     def rows_picked(self, source: int) -> tuple[int, int]:
         return divmod(self.given[source] * self.config.sequence_length, ROW)
@@ -125,15 +131,13 @@ class Walk:
 
     def present(self) -> Nodes:
         given = [now - then for now, then in zip(self.given, self.before, strict=True)]
-        return self.mixer.states(self.mixer.mix_weights, given, self.tokens_given())
+        return self.mixer.states(self.mixer.mix_weights, given, self.balances())
 
-    def tokens_given(self) -> list[int]:
-        """By source, the tokens since the mixer was built, as balances count them."""
+    def balances(self) -> list[int]:
+        """By source, its tokens as balances count them."""
         if self.real is None:
-            return [
-                (now - then) * self.config.sequence_length for now, then in zip(self.given, self.before, strict=True)
-            ]
-        return [sum(own[then:now]) for own, then, now in zip(self.real, self.before, self.given, strict=True)]
+            return [given * self.config.sequence_length for given in self.given]
+        return [sum(own[:given]) for own, given in zip(self.real, self.given, strict=True)]
 
     def restore(self) -> None:
         """Builds the mixer anew from its state, as a restart does."""
@@ -167,7 +171,7 @@ def node_start(weights: Sequence[int], tokens: int = 8, seed: int = 7, owed: Seq
         NodeShape(
             node_id=0, seed=seed, pick_tokens=tokens, weights=tuple(weights), child_ids=ids, points=(), linear=True
         ),
-        Children([0] * size, [0] * size, [False] * size),
+        Children([0] * size, balances := [0] * size, [False] * size, balances),
         [ChildState(credit=credit) for credit in owed or [0] * size],
     )
 

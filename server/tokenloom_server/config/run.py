@@ -14,6 +14,7 @@ from tokenloom_server.config.node import NodeConfig, descend, numbered, walk
 from tokenloom_server.config.run_checks import check_run
 from tokenloom_server.config.run_fields import RunFields
 from tokenloom_server.config.source import SourceConfig
+from tokenloom_server.core.state import SourceState
 
 
 class RunConfig(RunFields):
@@ -60,6 +61,10 @@ class RunConfig(RunFields):
     def balances_real(self) -> bool:
         """Whether balances leave out the padding of samples. Of joined documents only a source's last one has any."""
         return self.count == "real" and self.packing != "concat" and self.batching is None
+
+    def balanced(self, source: SourceState) -> int:
+        """What balances count of a source."""
+        return source.real_tokens if self.balances_real else source.tokens
 
     @cached_property
     def sources(self) -> tuple[SourceConfig, ...]:

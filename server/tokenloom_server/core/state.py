@@ -145,6 +145,11 @@ class SourceState:
         """The epoch in which it stands, counted from 0."""
         return self.cursor.epoch if self.cursor is not None else 0
 
+    @property
+    def real_tokens(self) -> int:
+        """Its tokens without padding."""
+        return self.tokens - self.row_counts.padding_tokens
+
 
 def begun_again(source: SourceState) -> SourceState:
     """A source in which the row, or the rows packed together, that have begun are read again from their first token."""

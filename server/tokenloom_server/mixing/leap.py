@@ -113,9 +113,8 @@ class Leaps:
 
     def _give(
         self, node: Node, picks: int, shares: Mapping[Node, Floats], rooms: _Rooms, by_source: dict[int, int]
-    ) -> int:
-        """Counts so many picks of a node, here and below; returns their tokens, as balances count them."""
-        before = sum(node.counters.balances)
+    ) -> None:
+        """Counts so many picks of a node, here and below."""
         exact = shares[node] * picks + self._fractions[node]
         room = np.array([min(own, MAX_COUNTER) for own in rooms[node]], np.int64)
         counts = np.clip(np.floor(exact).astype(np.int64), 0, room)
@@ -129,11 +128,10 @@ class Leaps:
         for position in np.flatnonzero(counts).tolist():
             child, count = node.children[position], int(counts[position])
             if isinstance(child, Node):
-                node.count(position, count, self._give(child, count, shares, rooms, by_source))
+                self._give(child, count, shares, rooms, by_source)
             else:
-                node.count(position, count, node.leaf_tokens(child, count))
                 by_source[child] = count
-        return sum(node.counters.balances) - before
+            node.count(position, count)
 
     def _lose(self, node: Node, position: int, *, waits: bool) -> None:
         node.lose(position, waits)

@@ -161,31 +161,14 @@ class LeastConsumedChooser(Chooser):
         self._live = [i for i, weight in enumerate(weights) if weight]
         self.forget()
 
-    def forget(self) -> None:
-        super().forget()
-        #: Where picks differ in length, the choices worked out ahead, and what goes on with them.
-        self._later: list[int] = []
-        self._choices: Iterator[int] | None = None
-
-    def nth(self, number: int) -> int | None:
+    def choices(self) -> Iterator[int]:
         if self._children.lengths is None:
-            return super().nth(number)
-        if self._choices is None:
-            self._choices = _by_length(self._mark, self._shape, self._children, self._live)
-        self._later += islice(self._choices, max(0, number + 1 - len(self._later)))
-        return self._later[number] if number < len(self._later) else None
-
-    def upcoming(self, count: int) -> Choices:
-        if self._children.lengths is None:
-            return super().upcoming(count)
-        self.nth(count - 1)
-        return np.array(self._later[:count], np.intp)
-
-    def taken(self, count: int) -> None:
-        super().taken(count)
-        del self._later[:count]
+            return super().choices()
+        return _by_length(self._mark, self._shape, self._children, self._live)
 
     def work_out(self, count: int) -> Choices:
+        if self._children.lengths is not None:
+            return np.fromiter(islice(self.choices(), count), np.intp)
         live = np.array(self._live, np.intp)
         if len(live) == 1:
             return np.full(count, live[0])
@@ -282,29 +265,24 @@ def _by_length(anchor: _Anchor, shape: NodeShape, children: Children, live: Sequ
         return draw(shape.seed, Purpose.TIE, shape.child_ids[child], picks[child])
 
     now, added = 0, live
+    #: Jobs that are not due yet, by when they are; and those that are, by deadline. Each with its child.
     waiting: list[tuple[int, int, int]] = []
     released: list[tuple[int, int, int]] = []
     while True:
         for i in added:
-            begin, unit = begins[i], units[i]
-            deadline = (begin + window << _DEADLINE_BITS) // unit
-            if is_equal or begin <= (now + longest) * unit:
-                heapq.heappush(released, (deadline, _UNDRAWN, i))
-            else:
-                heapq.heappush(waiting, (-(-begin // unit) - longest, deadline, i))
+            due = 0 if is_equal else -(-begins[i] // units[i]) - longest
+            heapq.heappush(waiting, (due, (begins[i] + window << _DEADLINE_BITS) // units[i], i))
         while waiting and waiting[0][0] <= now:
             _, deadline, i = heapq.heappop(waiting)
             heapq.heappush(released, (deadline, _UNDRAWN, i))
         if not released:
             # Only when rounding left the credits' sum a hair below zero: nobody is due, the next one goes.
-            _, deadline, i = min(waiting, key=lambda job: (job[1], tie_of(job[2]), job[2]))
-            waiting = [job for job in waiting if job[2] != i]
-            heapq.heapify(waiting)
-            released.append((deadline, _UNDRAWN, i))
+            first = min(waiting, key=lambda job: (job[1], tie_of(job[2]), job[2]))
+            waiting = sorted(set(waiting) - {first})
+            released.append((first[1], _UNDRAWN, first[2]))
         deadline, tie, child = heapq.heappop(released)
         while tie == _UNDRAWN and released and released[0][0] == deadline:
             deadline, tie, child = heapq.heappushpop(released, (deadline, tie_of(child), child))
-        # Before it is handed out: what was handed out may be counted when this goes on.
         length = next(lengths[child], None)
         yield child
         if length is None:

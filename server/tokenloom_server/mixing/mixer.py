@@ -19,7 +19,7 @@ from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import MAX_COUNTER, ChildState
 from tokenloom_server.mixing.leap import Leaps
-from tokenloom_server.mixing.node import NOTHING, Lengths, Node, NodeWeights, Picks
+from tokenloom_server.mixing.node import NOTHING, Node, NodeWeights, Picks, RealLengths
 from tokenloom_server.mixing.policy import NodeShape, points_of
 from tokenloom_server.mixing.totals import RowsPicked, Totals
 from tokenloom_server.mixing.varying import UPDATE_PICKS
@@ -72,13 +72,13 @@ class Mixer:
         config: RunConfig,
         states: Sequence[Sequence[ChildState]],
         size_estimates: Mapping[int, SizeEstimate] | None = None,
-        lengths: Lengths | None = None,
+        lengths: Sequence[RealLengths] | None = None,
         *,
         clock_offset: int = 0,
     ) -> None:
         """``states`` are the nodes' in node-id order, as in ``State.nodes``, whose ``clock_offset`` counts for the
         root's ``max_tokens``; ``size_estimates`` those of the sources in ``RunConfig.measured_sources``, by id.
-        ``lengths``: for choices where the run ``balances_real`` tokens."""
+        ``lengths``: of the sources by id, where the run ``balances_real`` tokens."""
         states_by_node = dict(zip((node.id for node in config.nodes), states, strict=True))
         # Children before parents.
         self._upwards: list[Node] = []
@@ -90,7 +90,7 @@ class Mixer:
             return self._upwards[-1]
 
         self._config = config
-        self._balances_lengths = lengths is not None
+        self._looks_at_lengths = lengths is not None
         self._root = build(config.mixture)
         self._root.given_before = clock_offset
         self._nodes = sorted(self._upwards, key=lambda node: node.id)
@@ -132,6 +132,10 @@ class Mixer:
     def plan(self, count: int) -> Picks:
         """The source ids of the next ``count`` picks if each source has them (int32, [count]; NOTHING where
         none can be named). Changes nothing."""
+        if self._looks_at_lengths:
+            # Where a node's picks are others than were planned, so are the lengths by which those above it planned.
+            for node in self._upwards:
+                node.chooser.forget()
         return self._root.plan(count)
 
     def take_planned(self, count: int) -> None:
@@ -143,34 +147,22 @@ class Mixer:
         of data. ``has_sample(source)`` says whether a pick from a source succeeds."""
         source = self._root.decide_one(has_sample)
         self.mix_weights = self._mix_weights()
-        self._forget_lengths()
         return source
 
     def states(
-        self, mix_weights: MixWeights, given: Sequence[int], tokens: Sequence[int]
+        self, mix_weights: MixWeights, given: Sequence[int], balances: Sequence[int]
     ) -> tuple[tuple[ChildState, ...], ...]:
         """The nodes' states under earlier weights of this mixer, once each source gave so many samples since
-        the mixer was made, and so many tokens as balances count them (by source id)."""
-        samples, balances = self._by_child(given), self._by_child(tokens)
-        return tuple(
-            node.states_at(now, samples[node], balances[node])
-            for node, now in zip(self._nodes, mix_weights, strict=True)
-        )
-
-    def _by_child(self, by_source: Sequence[int]) -> dict[Node, list[int]]:
-        """By node, the sums of what lies below each child."""
-        below: dict[Node, list[int]] = {}
+        the mixer was made, and has such balances (``RunConfig.balanced``), by source id."""
+        below: dict[Node, list[tuple[int, int]]] = {}
         for node in self._upwards:
             below[node] = [
-                sum(below[child]) if isinstance(child, Node) else by_source[child] for child in node.children
+                (sum(own for own, _ in below[child]), sum(balance for _, balance in below[child]))
+                if isinstance(child, Node)
+                else (given[child], balances[child])
+                for child in node.children
             ]
-        return below
-
-    def _forget_lengths(self) -> None:
-        """Where a node's choices are others than were planned, so are the lengths by which those above it planned."""
-        if self._balances_lengths:
-            for node in self._nodes:
-                node.chooser.forget()
+        return tuple(node.states_at(now, below[node]) for node, now in zip(self._nodes, mix_weights, strict=True))
 
     def exhausted(self, mix_weights: MixWeights) -> tuple[bool, ...]:
         """Which sources are out under these weights of this mixer, by source id, as their parents have it."""
@@ -269,7 +261,6 @@ class Mixer:
         totals = self._totals.by_node(rows_picked) if any(node.policy.estimates for node in nodes) else {}
         for node in nodes:
             node.chooser.update(totals.get(node, ()), total_tokens)
-        self._forget_lengths()
         self.mix_weights = self._mix_weights()
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from typing import NamedTuple, Protocol
 
@@ -34,14 +33,15 @@ class NodeWeights(NamedTuple):
     mark: Mark
 
 
-class Lengths(Protocol):
-    """How many tokens do the sources' samples have, as balances count them?"""
+class RealLengths(Protocol):
+    """How long are a source's samples, in real tokens?"""
 
-    def lengths(self, source: int) -> Iterator[int]:
-        """Of a source's next samples, one after the other, from its next pick on; reads them as they are asked for."""
+    @property
+    def real_tokens(self) -> int:
+        """Of all samples before those that are picked now."""
 
-    def total_length(self, source: int, picks: int) -> int:
-        """Of a source's next picks together, which it has."""
+    def real_lengths(self) -> Iterator[int]:
+        """Of its samples from the next pick on, one after the other; reads them as they are asked for."""
 
 
 class Node:
@@ -54,7 +54,7 @@ class Node:
         children: tuple[int | Node, ...],
         states: Sequence[ChildState],
         pick_samples: int,
-        lengths: Lengths | None,
+        lengths: Sequence[RealLengths] | None,
     ) -> None:
         """``states`` count samples; all that is counted here is counted in picks, of ``pick_samples`` samples each.
         ``lengths``: None where balances count every sample alike."""
@@ -73,18 +73,20 @@ class Node:
                 replace(child, samples=child.samples // pick_samples, total=child.total // pick_samples)
                 for child in states
             ]
+        tokens = [child.tokens for child in states]
         self.counters = Children(
             [child.samples for child in states],
-            [child.tokens for child in states],
+            tokens,
             [
                 was.exhausted or of.presence != "live" or (isinstance(child, Node) and child.waits)
                 for was, of, child in zip(states, config.children, children, strict=True)
             ],
-            None if lengths is None else [_lengths_of(child, lengths) for child in children],
+            tokens,
         )
-        self._lengths = lengths
-        #: Picks that were given since the node was built.
-        self._given = 0
+        if lengths is not None:
+            below = [child if isinstance(child, Node) else lengths[child] for child in children]
+            self.counters.balances = [of.real_tokens for of in below]
+            self.counters.lengths = [of.real_lengths for of in below]
         self.pick_tokens = shape.pick_tokens
         self._leaves = np.array([NOTHING if isinstance(child, Node) else child for child in children], np.int32)
         self.inner = [(i, child) for i, child in enumerate(children) if isinstance(child, Node)]
@@ -141,37 +143,32 @@ class Node:
             picks[room:] = NOTHING
         return picks
 
-    def lengths(self) -> Iterator[int]:
-        """The tokens of its next picks, as balances count them, one after the other; as far as they can be planned."""
+    @property
+    def real_tokens(self) -> int:
+        """Of all its picks, where balances count them."""
+        return sum(self.counters.balances)
+
+    def real_lengths(self) -> Iterator[int]:
+        """The real tokens of its next picks, one after the other, as far as they can be planned."""
+        assert self.counters.lengths is not None, "every pick counts alike"
         of_child: dict[int, Iterator[int]] = {}
-        for number in range(self._given, self._given + (0 if self.is_over else self.room())):
-            position = self.chooser.nth(number - self._given)
-            if position is None:
-                return
+        for position in islice(self.chooser.choices(), 0 if self.is_over else self.room()):
             if position not in of_child:
-                assert self.counters.lengths is not None, "every pick counts alike"
                 of_child[position] = islice(self.counters.lengths[position](), self.leaf_room(position))
             length = next(of_child[position], None)
             if length is None:
                 return
             yield length
 
-    def take_planned(self, count: int) -> int:
-        """Counts the first ``count`` picks of the plan as decided, here and below; returns their tokens, as balances
-        count them."""
+    def take_planned(self, count: int) -> None:
+        """Counts the first ``count`` picks of the plan as decided, here and below."""
         counts = np.bincount(self.chooser.upcoming(count), minlength=len(self.children))
-        total = 0
+        for position, child in self.inner:
+            if counts[position]:
+                child.take_planned(int(counts[position]))
         for position in np.flatnonzero(counts).tolist():
-            child, picks = self.children[position], int(counts[position])
-            tokens = child.take_planned(picks) if isinstance(child, Node) else self.leaf_tokens(child, picks)
-            self.count(position, picks, tokens)
-            total += tokens
+            self.count(position, int(counts[position]))
         self.chooser.taken(count)
-        return total
-
-    def leaf_tokens(self, source: int, picks: int) -> int:
-        """The tokens of a source's next picks, as balances count them."""
-        return picks * self.pick_tokens if self._lengths is None else self._lengths.total_length(source, picks)
 
     def decide_one(self, has_sample: Callable[[int], bool]) -> int:
         """Decides one pick and counts it; children that turn out to be out are marked so."""
@@ -185,7 +182,7 @@ class Node:
             elif self.leaf_room(position) and has_sample(child):
                 source = child
             if source != NOTHING:
-                self.count(position, 1, self.leaf_tokens(source, 1))
+                self.count(position, 1)
                 self.chooser.taken(1)
                 return source
             self.lose(position, waits)
@@ -195,9 +192,10 @@ class Node:
     def weights(self) -> NodeWeights:
         return NodeWeights(tuple(self.exhausted), self.chooser.mark)
 
-    def states_at(self, weights: NodeWeights, given: Sequence[int], balances: Sequence[int]) -> tuple[ChildState, ...]:
-        """The children's states under these weights; ``given`` is how many samples each gave since the node was
-        built, and ``balances`` their tokens, as balances count them."""
+    def states_at(self, weights: NodeWeights, below: Sequence[tuple[int, int]]) -> tuple[ChildState, ...]:
+        """The children's states under these weights. ``below``: how many samples each gave since the node was built,
+        and its balance."""
+        given, balances = zip(*below, strict=True)
         pick = self._pick_samples
         samples = [was.samples + more for was, more in zip(self._states, given, strict=True)]
         tokens = [was.tokens + more * self.pick_tokens // pick for was, more in zip(self._states, given, strict=True)]
@@ -249,16 +247,17 @@ class Node:
         self._live -= 1
         self.chooser.lost(position)
 
-    def count(self, position: int, picks: int, tokens: int) -> None:
-        """A child gave so many picks, of so many tokens as balances count them."""
-        self._given += picks
-        self.counters.picks[position] += picks
-        self.counters.balances[position] += tokens
-        self.counters.tokens[position] += picks * self.pick_tokens
-
-
-def _lengths_of(child: int | Node, lengths: Lengths) -> Callable[[], Iterator[int]]:
-    return child.lengths if isinstance(child, Node) else partial(lengths.lengths, child)
+    def count(self, position: int, picks: int) -> None:
+        """A child gave so many picks, which are counted below already."""
+        counters, child = self.counters, self.children[position]
+        counters.picks[position] += picks
+        counters.tokens[position] += picks * self.pick_tokens
+        if counters.lengths is not None:
+            counters.balances[position] = (
+                child.real_tokens
+                if isinstance(child, Node)
+                else counters.balances[position] + sum(islice(counters.lengths[position](), picks))
+            )
 
 
 def _ends_node(child: Child, node: NodeConfig) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import count
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -48,19 +49,16 @@ class NodeShape:
 class Children:
     """A node's counters of its children; the node alone writes them, its chooser reads them.
 
-    ``out``: which cannot be chosen, because they are exhausted, paused or dropped. ``balances``: the tokens that each
-    gave since the node was built, as balances count them. ``lengths``: by child, what gives the same of each of its
-    next picks, as far as it has any; None where every pick counts ``pick_tokens``.
+    ``tokens`` are positions. ``out``: which cannot be chosen, because they are exhausted, paused or dropped.
+    ``balances``: their tokens as balances count them. ``lengths``: by child, what gives the same of each of its next
+    picks, as far as it has any; None where every pick counts ``pick_tokens``.
     """
 
     picks: list[int]
     tokens: list[int]
     out: list[bool]
+    balances: list[int]
     lengths: Sequence[Callable[[], Iterator[int]]] | None = None
-    balances: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.balances = [0] * len(self.out)
 
     @property
     def live(self) -> list[int]:
@@ -110,7 +108,8 @@ class Chooser(ABC):
     def forget(self) -> None:
         """Throws away what was worked out ahead."""
         self._ahead: Choices = np.empty(0, np.intp)
-        self._taken, self._size = 0, _FIRST_AHEAD
+        # A length that nobody asks for is not looked up.
+        self._taken, self._size = 0, 0 if self._children.lengths else _FIRST_AHEAD
 
     @abstractmethod
     def work_out(self, count: int) -> Choices:
@@ -122,18 +121,18 @@ class Chooser(ABC):
         """The children's shares while nothing changes, as integers in their proportion; 0 for one that is out."""
 
     def upcoming(self, count: int) -> Choices:
-        """The next ``count`` choices if each of them succeeds; fewer, but one at least, where the others depend on a
-        pick of unknown length. At least one child is live. Changes nothing that a state would show; the caller does not
-        write into the array."""
+        """The next ``count`` choices if each of them succeeds; fewer, but one at least, where others depend on the
+        length of a sample that is not there. At least one child is live. Changes nothing that a state would show; the
+        caller does not write into the array."""
         if len(self._ahead) - self._taken < count:
             self._ahead, self._taken = self.work_out(max(count, self._size)), 0
             self._size = min(2 * self._size, _AHEAD)
         return self._ahead[self._taken : self._taken + count]
 
-    def nth(self, number: int) -> int | None:
-        """One of the ``upcoming``, counted from 0; None where it cannot be told."""
-        choices = self.upcoming(number + 1)
-        return int(choices[number]) if number < len(choices) else None
+    def choices(self) -> Iterator[int]:
+        """The ``upcoming`` ones, one after the other; nothing is counted meanwhile."""
+        for number in count():
+            yield int(self.upcoming(number - number % _AHEAD + _AHEAD)[number])
 
     def choose(self, retry: int) -> int:
         """The next choice, where ``retry`` children turned out to be out within this pick."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from tokenloom_server.core.state import SourceState, tokens_in_row
 from tokenloom_server.errors import TokenloomError
@@ -26,6 +26,8 @@ class Feed:
         self._ids: list[memoryview] = []
         self._hashes: list[int] = []
         self._real: list[int] = []
+        #: See ``RealLengths``.
+        self.real_tokens = state.real_tokens
         #: Where the source stands after the last sample that was taken.
         self.position = SourcePosition.of(state)
         self.exhausted = state.exhausted
@@ -51,8 +53,7 @@ class Feed:
             self._origins.append(block.origins)
             self._ids += block.ids
             self._hashes += block.hashes
-            if block.real is not None:
-                self._real += block.real.tolist()
+            self._real += block.real
         return min(count, self._loaded - self.picked)
 
     def has_sample(self) -> bool:
@@ -63,18 +64,13 @@ class Feed:
             raise self._error
         return False
 
-    def real(self) -> Iterator[int]:
-        """The real tokens of its padded samples, one after the other, from the next pick on; loads them as needed."""
+    def real_lengths(self) -> Iterator[int]:
+        """See ``RealLengths``; loads blocks as needed."""
         number = self.picked
         while self.load(number + 1 - self.picked) > number - self.picked:
             loaded = self._real[number - self._taken :]
             number += len(loaded)
             yield from loaded
-
-    def real_tokens(self, count: int) -> int:
-        """Those of the next ``count`` picks together, which are loaded."""
-        first = self.picked - self._taken
-        return sum(self._real[first : first + count])
 
     def rows_picked(self) -> tuple[int, int]:
         """The rows counter, and the tokens taken of a row that is not at its end, after the last picked sample."""
@@ -97,17 +93,3 @@ class Feed:
             origins.append(self._origins[0])
         self.position = origins[-1].after(last)
         return ids, hashes, origins
-
-
-class RealLengths:
-    """Implements ``Lengths``: the real tokens of the sources' samples."""
-
-    def __init__(self, feeds: Sequence[Feed]) -> None:
-        """``feeds``: by source id."""
-        self._feeds = feeds
-
-    def lengths(self, source: int) -> Iterator[int]:
-        return self._feeds[source].real()
-
-    def total_length(self, source: int, picks: int) -> int:
-        return self._feeds[source].real_tokens(picks)

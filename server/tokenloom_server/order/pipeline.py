@@ -23,7 +23,7 @@ from tokenloom_server.core.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, MAX_C
 from tokenloom_server.errors import ConfigError, CounterOverflow, JoinRefused
 from tokenloom_server.mixing.mixer import Mixer, MixWeights, initial_nodes
 from tokenloom_server.mixing.node import Picks
-from tokenloom_server.order.feed import Feed, RealLengths
+from tokenloom_server.order.feed import Feed
 from tokenloom_server.order.steps import PADDING, BatchPlan, Stage, StepGroup, StepMark, slots_of_steps, state_at
 from tokenloom_server.packing.base import PackerFactory
 from tokenloom_server.packing.real_tokens import RealTokens
@@ -92,7 +92,7 @@ class Pipeline:
         self, config: RunConfig, packers: PackerFactory, state: State, size_estimates: Mapping[int, SizeEstimate]
     ) -> None:
         self._feeds = [Feed(packers(i, source), source) for i, source in enumerate(state.sources)]
-        lengths = RealLengths(self._feeds) if config.balances_real else None
+        lengths = self._feeds if config.balances_real else None
         mixer = Mixer(config, state.nodes, size_estimates, lengths, clock_offset=state.clock_offset)
         self._stage = Stage(config, mixer, state)
 

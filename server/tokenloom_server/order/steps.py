@@ -241,13 +241,6 @@ def state_at(
     """The state at a mark. By source: ``samples`` since the run began, and where it stands."""
     config, mixer, start = mark.stage
     since_start = [now - before.samples for now, before in zip(samples, start.sources, strict=True)]
-    tokens = [more * config.sequence_length for more in since_start]
-    if config.balances_real:
-        padding = [
-            now.row_counts.padding_tokens - before.row_counts.padding_tokens
-            for now, before in zip(positions, start.sources, strict=True)
-        ]
-        tokens = [positions - unfilled for positions, unfilled in zip(tokens, padding, strict=True)]
     exhausted = mixer.exhausted(mark.mix_weights)
     sources = [
         replace(
@@ -268,7 +261,7 @@ def state_at(
         total_tokens=mark.total_tokens,
         digest=mark.digest,
         sources=tuple(sources),
-        nodes=mixer.states(mark.mix_weights, since_start, tokens),
+        nodes=mixer.states(mark.mix_weights, since_start, [*map(config.balanced, sources)]),
     )
 
 

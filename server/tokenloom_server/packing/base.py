@@ -140,14 +140,13 @@ class Block:
     """Consecutive samples of one source.
 
     ``ids``: each sample as it travels (see ``SampleFormat``; views of the block's memory, which may overlap; read
-    only). ``hashes``: their XXH3-128, seeded with the source id. ``real``: how many of their tokens are documents'
-    (int64, [n]); None where all are.
+    only). ``hashes``: their XXH3-128, seeded with the source id. ``real``: how many of their tokens are documents'.
     """
 
     ids: list[memoryview]
     hashes: list[int]
     origins: SampleOrigins
-    real: Int64s | None = None
+    real: list[int] = field(default_factory=list)
 
 
 class Packer(Protocol):
@@ -207,7 +206,7 @@ class FormattedPacker:
             overlaps=overlaps,
             make_cursor=make_cursor or self._documents.cursor_kind,
         )
-        real = None if filled is None else self.form.real(filled)
+        real = [self.form.length] * len(samples) if filled is None else self.form.real(filled).tolist()
         return Block(samples, hashed(samples, self._source_id), origins, real)
 
 

@@ -244,7 +244,7 @@ class _Simulation:
             sample_index=self._index,
             total_tokens=self.tokens,
             sources=tuple(sources),
-            nodes=mixer.states(mixer.mix_weights, since, [count * self._config.sequence_length for count in since]),
+            nodes=mixer.states(mixer.mix_weights, since, [source.tokens for source in sources]),
         )
 
     def _sources(self, state: State) -> Iterator[PlannedSource]:
