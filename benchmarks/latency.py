@@ -42,7 +42,7 @@ from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_server.catalog import open_catalog
 from tokenloom_server.config import mixture_file as config
-from tokenloom_server.core.state import State, digest_hex
+from tokenloom_server.core.state import State
 from tokenloom_server.order import builder, snapshot_encode
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.steps import BatchPlan
@@ -280,9 +280,9 @@ def snapshots(order: PipelineFactory) -> list[str]:
         pipeline = order.pipeline(state)
         pipeline.advance(plan.group_samples // 2)
         there = pipeline.state()
-        position = there.sample_index, digest_hex(there.digest), there.total_tokens
+        shape = order.record.shape
         found.append(
-            snapshot_encode.compose(template, snapshot_encode.encode_state(state, order.record.shape), *position)
+            snapshot_encode.compose(template, *(snapshot_encode.encode_state(each, shape) for each in (state, there)))
         )
     return found
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tokenloom_proto.errors import SnapshotInvalid
-from tokenloom_proto.resume import OLDER_KEYS, older_payload
+from tokenloom_proto.resume import OLDER_KEYS, counts_at, older_payload
 from tokenloom_proto.seal import CHECKSUM, SNAPSHOT_FORMAT, SNAPSHOT_VERSION, canonical, seal, unseal
 
 #: The one key of ``state_dict()``.
@@ -43,6 +43,8 @@ class Point(NamedTuple):
     total_tokens: int
     digest: str
     base: Base
+    #: What sources gave since that: see ``MicroStep.counts``. Read only when a snapshot is written.
+    counts: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +203,7 @@ class History:
             )
         if point is self.start and self.loaded is not None:
             return self.loaded.text
-        document: dict[str, Any] = json.loads(self.template)
-        document["resume_state"] = json.loads(point.base.resume_state)
-        document["sample_index"] = point.sample_index
-        document["total_tokens"] = point.total_tokens
-        document["digest"] = point.digest
-        return seal(document)
+        state = json.loads(point.base.resume_state)
+        counts = counts_at(state, point.sample_index, point.total_tokens, point.counts)
+        place = {"sample_index": point.sample_index, "total_tokens": point.total_tokens, "digest": point.digest}
+        return seal({**json.loads(self.template), **place, "resume_state": state, "counts": counts})

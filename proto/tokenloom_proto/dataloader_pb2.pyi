@@ -243,20 +243,34 @@ class Base(_message.Message):
     def __init__(self, sample_index: _Optional[int] = ..., resume_state: _Optional[bytes] = ...) -> None: ...
 
 class MicroStep(_message.Message):
-    __slots__ = ("end_index", "slice", "total_tokens", "digest", "tokens", "label_tokens")
+    __slots__ = ("end_index", "slice", "total_tokens", "digest", "tokens", "label_tokens", "counts")
     END_INDEX_FIELD_NUMBER: _ClassVar[int]
     SLICE_FIELD_NUMBER: _ClassVar[int]
     TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LABEL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
     end_index: int
     slice: int
     total_tokens: int
     digest: str
     tokens: int
     label_tokens: int
-    def __init__(self, end_index: _Optional[int] = ..., slice: _Optional[int] = ..., total_tokens: _Optional[int] = ..., digest: _Optional[str] = ..., tokens: _Optional[int] = ..., label_tokens: _Optional[int] = ...) -> None: ...
+    counts: bytes
+    def __init__(self, end_index: _Optional[int] = ..., slice: _Optional[int] = ..., total_tokens: _Optional[int] = ..., digest: _Optional[str] = ..., tokens: _Optional[int] = ..., label_tokens: _Optional[int] = ..., counts: _Optional[bytes] = ...) -> None: ...
+
+class SourceCounts(_message.Message):
+    __slots__ = ("source_ids", "samples", "padding_tokens", "specs")
+    SOURCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    PADDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SPECS_FIELD_NUMBER: _ClassVar[int]
+    source_ids: _containers.RepeatedScalarFieldContainer[int]
+    samples: _containers.RepeatedScalarFieldContainer[int]
+    padding_tokens: _containers.RepeatedScalarFieldContainer[int]
+    specs: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, source_ids: _Optional[_Iterable[int]] = ..., samples: _Optional[_Iterable[int]] = ..., padding_tokens: _Optional[_Iterable[int]] = ..., specs: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Batches(_message.Message):
     __slots__ = ("begin_index", "micro_steps", "ids", "source_ids", "document_counts", "document_starts", "base", "buckets")

@@ -1,10 +1,13 @@
-"""What a client reads of a ``resume_state``: the sources, of which a revision may bring more while a stream lasts."""
+"""What is read of a ``resume_state`` on both sides of the wire: its sources, of which a revision may bring more while a
+stream lasts, and what they have given."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
+
+from tokenloom_proto.dataloader_pb2 import SourceCounts
 
 #: What a level of nested interleaved datasets says of each of them, and of itself.
 BY_DATASET = ("child_states", "examples_per_dataset", "datasets_exhausted", "probabilities")
@@ -19,6 +22,10 @@ def older_payload(state: Mapping[str, Any]) -> dict[str, Any]:
     """What of a checkpoint another data loader wrote of its data; empty where that is nothing."""
     known = state.keys() & set(OLDER_KEYS)
     return {key: state[key] for key in (*OLDER_KEYS, *CLOCK_KEYS) if known and key in state}
+
+
+#: By spec: samples, tokens and real_tokens.
+Counts: TypeAlias = dict[str, dict[str, int]]
 
 
 class NamedSource(NamedTuple):
@@ -40,6 +47,28 @@ def sources_of(resume_state: str | bytes) -> dict[int, NamedSource]:
         for leaf in _leaves(revision["content"]["mixture"])
     ]
     return {entry["id"]: NamedSource(entry["spec"], entry.get("alias") or entry["spec"]) for entry in entries}
+
+
+def counts_at(state: Mapping[str, Any], sample_index: int, total_tokens: int, since: bytes = b"") -> Counts:
+    """``counts`` of a snapshot at a sample index: by spec, the samples, tokens and real tokens that each source gave,
+    without what a restore jumped over; a source that gave nothing is left out.
+
+    ``state``: the ``resume_state`` at the boundary before; ``since``: of what came after that, a ``SourceCounts``.
+    """
+    new = SourceCounts.FromString(since)
+    padding_tokens = new.padding_tokens or [0] * len(new.samples)
+    added = dict(zip(new.source_ids, zip(new.samples, padding_tokens, strict=True), strict=True))
+    sample_tokens = (total_tokens - state["total_tokens"]) // max(1, sample_index - state["sample_index"])
+    counts: Counts = {}
+    known = [entry for entry in state["datasets"] if "unknown" not in entry]
+    for source_id, entry in enumerate([*known, *({"spec": spec} for spec in new.specs)]):
+        samples, padding = added.get(source_id, (0, 0))
+        tokens = samples * sample_tokens + entry.get("token_offset", 0) - entry.get("skipped_tokens", 0)
+        samples += entry.get("samples", 0) - entry.get("skipped_samples", 0)
+        padding += entry.get("padding_tokens", 0) - entry.get("skipped_padding_tokens", 0)
+        if tokens:
+            counts[entry["spec"]] = {"samples": samples, "tokens": tokens, "real_tokens": tokens - padding}
+    return counts
 
 
 def _leaves(node: dict[str, Any]) -> Iterator[dict[str, Any]]:

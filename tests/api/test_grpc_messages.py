@@ -55,6 +55,8 @@ def test_the_bytes_are_the_message_field_by_field(
                     digest=digest_hex(group.marks[step].digest),
                     tokens=16 * 6,
                     label_tokens=(15 if labels == "same" else 16) * 6,
+                    # Since the boundary before the first micro-step.
+                    counts=wire.SourceCounts(source_ids=[0], samples=[6 * (step + 1)]).SerializeToString(),
                 )
                 for step in (1, 2, 3)
             ],

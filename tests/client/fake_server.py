@@ -31,6 +31,7 @@ STATUS_OF = {
     "LedgerRolledBack": grpc.StatusCode.DATA_LOSS,
     "AttemptUsed": grpc.StatusCode.ALREADY_EXISTS,
 }
+SPECS = ["parquet:a:text", "txt:b:text"]
 RUN_UID = "uid-of-the-fake-run"
 
 
@@ -109,7 +110,7 @@ class FakeServer(DataLoaderServicer):
             id_type=wire.IdType.Name(script.id_bytes),
             labels=wire.LABELS_SHIFTED if script.shifted else wire.LABELS_SAME,
             vocab_size=65536,
-            sources=[wire.Source(id=0, spec="parquet:a:text", alias="a"), wire.Source(id=1, spec="txt:b:text")],
+            sources=[wire.Source(id=0, spec=SPECS[0], alias="a"), wire.Source(id=1, spec=SPECS[1])],
             group_micro_steps=script.group_micro_steps,
             snapshot_template=json.dumps(template(request.run, request.stream)).encode(),
             base=base_at(start),
@@ -152,7 +153,9 @@ class FakeServer(DataLoaderServicer):
                     yield wire.StreamResponse(heartbeat=wire.Heartbeat(), committed_through=self.committed_through)
                 continue
             base = base_at(start + (begin - start) // group * group)
-            message = self._message(begin, steps, join, opened, base if base != base_sent else None)
+            message = self._message(begin, steps, join, opened, base)
+            if base == base_sent:
+                message.ClearField("base")
             base_sent = base
             if fault == "skip":
                 message.begin_index += join.batch_size
@@ -176,7 +179,7 @@ class FakeServer(DataLoaderServicer):
         return [min(end, last) for end in range(begin + step, limit + 1, step) if min(end, last) > end - step]
 
     def _message(
-        self, begin: int, ends: list[int], join: wire.JoinRequest, opened: wire.StreamOpen, base: wire.Base | None
+        self, begin: int, ends: list[int], join: wire.JoinRequest, opened: wire.StreamOpen, base: wire.Base
     ) -> wire.Batches:
         script, width = self.script, self.script.length + self.script.shifted
         message = wire.Batches(begin_index=begin, base=base)
@@ -191,6 +194,9 @@ class FakeServer(DataLoaderServicer):
                 digest=digest_at(end),
                 tokens=samples * script.length,
                 label_tokens=samples * (width - 1),
+                counts=wire.SourceCounts(
+                    source_ids=[0, 1], samples=given_since(base.sample_index, end), specs=SPECS
+                ).SerializeToString(),
             )
             for index in range(at + slice_ * join.batch_size, at + (slice_ + 1) * join.batch_size):
                 real = index < script.end_index
@@ -250,8 +256,14 @@ def template(run: str, stream: str) -> Mapping[str, Any]:
 
 
 def base_at(index: int) -> wire.Base:
-    """The resume state at a boundary."""
-    return wire.Base(sample_index=index, resume_state=json.dumps({"sample_index": index, "datasets": []}).encode())
+    """The resume state at a boundary, which knows no source yet."""
+    state = {"sample_index": index, "total_tokens": index * 8, "datasets": []}
+    return wire.Base(sample_index=index, resume_state=json.dumps(state).encode())
+
+
+def given_since(boundary: int, index: int) -> list[int]:
+    """Samples of each source up to a sample index."""
+    return [sum(sample % 2 == source for sample in range(boundary, index)) for source in range(2)]
 
 
 def _abort(context: grpc.ServicerContext, name: str, message: str) -> None:

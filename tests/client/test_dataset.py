@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_server import Script, ahead, base_at, digest_at, eventually, ids_of, serving, template
+from fake_server import SPECS, Script, ahead, base_at, digest_at, eventually, given_since, ids_of, serving, template
 from tokenloom import ConnectionOptions, PeekDataset, ProtocolError, RemoteDataset, SnapshotInvalid, Source, snapshot
 from tokenloom_proto.seal import SNAPSHOT_VERSION, seal, unseal
 from torch.utils.data import DataLoader
@@ -29,7 +29,13 @@ NOBODY = "grpc://127.0.0.1:1/fake"
 def expected_state(sample_index: int, base: int) -> dict[str, str]:
     place = {"sample_index": sample_index, "total_tokens": sample_index * 8, "digest": digest_at(sample_index)}
     resume_state = json.loads(base_at(base).resume_state)
-    return {"tokenloom": seal({**template("fake", "train"), "resume_state": resume_state, **place})}
+    counts = {
+        spec: {"samples": samples, "tokens": 8 * samples, "real_tokens": 8 * samples}
+        for spec, samples in zip(SPECS, given_since(base, sample_index), strict=True)
+        if samples
+    }
+    document = {**template("fake", "train"), "resume_state": resume_state, **place, "counts": counts}
+    return {"tokenloom": seal(document)}
 
 
 @pytest.mark.parametrize("shifted", [False, True])

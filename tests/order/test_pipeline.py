@@ -27,7 +27,6 @@ from support.corpora import (
     write_corpus,
 )
 from support.digest import digest_after
-from support.documents import unfilled_inputs
 from tokenloom_server.core.hashing import slice_rotation
 from tokenloom_server.core.state import (
     Cursor,
@@ -208,13 +207,18 @@ def rows_of(order: PipelineFactory, source: int) -> list[int]:
 @pytest.mark.parametrize("name", PACKED)
 def test_what_a_tally_counts_is_what_the_samples_have(folder: Path, name: str) -> None:
     order = order_of(folder, PACKED[name])
-    padding, run, ids = Counter[int](), whole(order), 0
+    padding, unfilled, run = Counter[int](), 0, whole(order)
     for step in run:
         for sample in step.samples:
             assert len(sample.ids) == order.form.sample_bytes
-            filled = len(order.form.ids(sample.ids))
-            padding[sample.source] += unfilled_inputs(order.form, filled)
-            ids += filled
+            left = order.form.width - len(order.form.ids(sample.ids))
+            unfilled += left
+            # Of L + 1 ids the last one is no input: with padding on the right it does not count.
+            padding[sample.source] += (
+                min(left, order.form.length)
+                if order.form.padding == "left"
+                else max(0, left - (order.form.width - order.form.length))
+            )
         sources = step.state.sources
         assert [source.row_counts.padding_tokens for source in sources] == [padding[i] for i in range(len(sources))]
         assert step.state.total_tokens == step.state.sample_index * order.config.sequence_length
@@ -222,7 +226,7 @@ def test_what_a_tally_counts_is_what_the_samples_have(folder: Path, name: str) -
     if order.config.packing != "concat":
         # All that is read is there, or counted as lost.
         lost = sum(source.row_counts.lost_tokens for source in run[-1].state.sources)
-        given = ids + lost
+        given = run[-1].state.sample_index * order.form.width - unfilled + lost
         specs = [source.source for source in order.config.sources]
         if all(order.config.epochs[i] in (1.0, 2.0) for i in range(len(specs))):
             assert given == sum(len(rows_of(order, i)) for i in range(len(specs)))

@@ -18,7 +18,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import flat, order_of, reread
-from support.documents import EOT, Row, Sample, documents_of, samples_of, state_after, unfilled_inputs
+from support.documents import EOT, Row, Sample, documents_of, samples_of, state_after
 from tokenloom_server.core.hashing import Purpose, draw
 from tokenloom_server.core.state import FileCursor, PackedCursor, RowCounts, SourceState
 from tokenloom_server.errors import SourceError
@@ -136,9 +136,10 @@ def expected(case: Case) -> Iterator[Sample]:
             ids = tuple(chain.from_iterable(window[row][3][begin:end] for row, begin, end in its))
             rest = width - len(ids)
             cut = sum(begin == 0 and end < len(window[row][3]) for row, begin, end in its)
+            # With padding on the right, the last of L + 1 ids is no input.
+            padded = rest if case.left else max(0, rest - case.lookahead)
             row_counts = row_counts._replace(
-                padding_tokens=row_counts.padding_tokens + unfilled_inputs(case.form, len(ids)),
-                cut_documents=row_counts.cut_documents + cut,
+                padding_tokens=row_counts.padding_tokens + padded, cut_documents=row_counts.cut_documents + cut
             )
             ends = np.cumsum([end - begin for _, begin, end in its])
             starts = [0, *ends[:-1].tolist()]

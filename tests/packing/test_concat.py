@@ -15,7 +15,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import numbers
-from support.documents import EOT, MemorySource, Row, Sample, documents_of, samples_of, state_after, unfilled_inputs
+from support.documents import EOT, MemorySource, Row, Sample, documents_of, samples_of, state_after
 from tokenloom_server.core.state import Cursor, FileCursor, RowCounts, SourceState
 from tokenloom_server.errors import SourceError
 from tokenloom_server.packing.concat import ConcatPacker
@@ -98,7 +98,8 @@ def expected(case: Case, limit: int) -> tuple[list[Sample], int]:
             raw=raw,
             cursor=advanced[-1][2],
             rows=advanced[-1][3],
-            row_counts=RowCounts(padding_tokens=unfilled_inputs(case.form, len(ids))),
+            # With padding on the right, the last of L + 1 ids is no input.
+            row_counts=RowCounts(padding_tokens=rest if case.left else max(0, rest - case.lookahead)),
             starts=tuple(i + rest * case.left for i, (_, begins, *_) in enumerate(read) if begins),
             hash=xxhash.xxh3_128_intdigest(raw, SOURCE_ID),
         )

@@ -13,7 +13,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.documents import EOT, Sample, documents_of, samples_of, state_after, unfilled_inputs
+from support.documents import EOT, Sample, documents_of, samples_of, state_after
 from tokenloom_server.core.state import FileCursor, RowCounts, SourceState
 from tokenloom_server.packing import unpacked
 from tokenloom_server.packing.samples import SampleFormat
@@ -74,8 +74,9 @@ def expected(case: Case) -> Iterator[Sample]:
             lost = len(document) - width if not case.splits else 0
             for i, chunk in enumerate(chunks if case.splits else chunks[:1]):
                 rest = width - len(chunk)
+                # With padding on the right, the last of L + 1 ids is no input.
                 row_counts = RowCounts(
-                    padding_tokens=row_counts.padding_tokens + unfilled_inputs(case.form, len(chunk)),
+                    padding_tokens=row_counts.padding_tokens + (rest if case.left else max(0, rest - case.lookahead)),
                     cut_documents=row_counts.cut_documents + (i == 0 and len(chunks) > 1),
                     lost_tokens=row_counts.lost_tokens + max(0, lost),
                 )

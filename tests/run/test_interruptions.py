@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import cycle
@@ -18,6 +19,8 @@ from hypothesis import strategies as st
 from support.catalog import spec_of
 from support.corpora import id_rows, mixture, parsed, random_tree, text_rows, write_jsonl, write_parquet, write_txt
 from support.timelines import revised
+from tokenloom_proto.resume import counts_at
+from tokenloom_server.api.grpc.messages import source_counts
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError
@@ -340,6 +343,15 @@ class Broken:
                     elif at >= mark.sample_index:
                         assert source == -1 and not any(own) and ended
             begin = mark.sample_index
+            # What a client writes there, with what the wire carries, is what the server counts.
+            base, state = (json.loads(self.timeline.encode(each)) for each in (group.base, group.state_after(step)))
+            written = counts_at(base, mark.sample_index, mark.total_tokens, source_counts(group, step))
+            assert written == counts_at(state, mark.sample_index, mark.total_tokens)
+            if mark.sample_index <= whole.end:
+                taken = Counter(source for source, _ in whole.samples[: mark.sample_index])
+                assert {spec: count["samples"] for spec, count in written.items()} == {
+                    state["datasets"][source]["spec"]: samples for source, samples in taken.items()
+                }
 
     def _interruption(self, pipeline: Pipeline, groups: list[StepGroup]) -> str:
         rng, timeline = self.rng, self.timeline

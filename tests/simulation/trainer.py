@@ -360,4 +360,4 @@ class Rank(Process):
 
 
 def _point(step: MicroStep, base: Base) -> Point:
-    return Point(step.end_index, step.total_tokens, step.digest, base)
+    return Point(step.end_index, step.total_tokens, step.digest, base, step.counts)

@@ -45,8 +45,8 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("integrations",),
     ),
     PROTO: (
-        ("__init__", "address", "batch_schedule", "errors", "seal", "credentials", "resume", "dataloader_pb2"),
-        ("dataloader_pb2_grpc", "protocol"),
+        ("__init__", "address", "batch_schedule", "errors", "seal", "credentials", "dataloader_pb2"),
+        ("dataloader_pb2_grpc", "protocol", "resume"),
     ),
 }
 
@@ -88,6 +88,7 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
                 f"{SERVER}.tools.peek",
                 f"{CLIENT}.connection",
                 f"{PROTO}.dataloader_pb2_grpc",
+                f"{PROTO}.resume",
                 f"{CLIENT}.job_server.in_process",
             }
         ),

@@ -98,9 +98,3 @@ def state_after(samples: Sequence[Sample], length: int) -> SourceState:
         tokens=len(samples) * length,
         row_counts=last.row_counts,
     )
-
-
-def unfilled_inputs(form: SampleFormat, filled: int) -> int:
-    """How many of a sample's inputs hold no document's id, where so many of its ids do."""
-    rest = form.width - filled
-    return min(rest, form.length) if form.padding == "left" else max(0, rest - (form.width - form.length))

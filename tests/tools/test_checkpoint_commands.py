@@ -23,7 +23,6 @@ from support.corpora import CODE, DOCS, PROSE, WIKI, mixture, order_of, write_co
 from tokenloom_proto.seal import seal, unseal
 from tokenloom_server.cli import app
 from tokenloom_server.config import mixture_file as config
-from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.order import snapshot_encode
 from tokenloom_server.order.timeline import Timeline
@@ -58,7 +57,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         pipeline.advance(more)
         state = pipeline.state()
         template = order.record.template(UID, "train", 2)
-        text = snapshot_encode.compose(template, base, state.sample_index, digest_hex(state.digest), state.total_tokens)
+        text = snapshot_encode.compose(template, base, Timeline(order).encode(state))
         found.append(text)
     return found
 
@@ -540,6 +539,7 @@ def test_show_prints_everything(text: str, tmp_path: Path) -> None:
         "sample 63, 504 tokens, digest",
         "counters below are those at sample 60",
         "data/code-0.parquet, row 10, token 29",
+        "what each source gave up to sample 63",
         "45.00%",
         "the root: least_consumed",
         "├── code: 27 samples, 216 tokens, 45.00% of the node, in force 44.44%, owed -0.33 samples",
@@ -549,6 +549,8 @@ def test_show_prints_everything(text: str, tmp_path: Path) -> None:
         assert said in printed
     document = json.loads(run("show", path, "--json"))
     assert document["faults"] == []
+    assert sum(given["samples"] for given in document["counts"].values()) == 63
+    assert sum(given["real_tokens"] for given in document["counts"].values()) == 504
     assert document["nodes"][1]["children"][0]["probability"] == pytest.approx(0.3)
 
 

@@ -241,7 +241,8 @@ class Connection:
         if self._transfer is not None:
             assert isinstance(message, Message | RowsMessage)
             message = DeviceSteps(message, self._transfer)
-        points = map(Point, ends, numbers.total_tokens, [info.digest for info in infos], repeat(self._base))
+        digests, counts = [info.digest for info in infos], [info.counts for info in infos]
+        points = map(Point, ends, numbers.total_tokens, digests, repeat(self._base), counts)
         return list(zip(points, repeat(message), count()))
 
     def _check_begin(self, begin_index: int, message: str) -> None:

@@ -120,7 +120,8 @@ class ResumableDataset(BatchDataset):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keeps a state for the Join, which the first ``iter()`` makes; does not contact the server.
 
-        Also what an older data loader saved: ``{"resume_state": {"datasets": […]}}`` or ``{"sample_index": N}``. Raises
+        Also what an older data loader saved: ``{"resume_state": {"datasets": […]}}``, ``{"sample_index": N}`` or
+        a state of nested interleaved datasets. Raises
         ``SnapshotInvalid`` for anything else.
         """
         self._check_state_is_here()

@@ -14,6 +14,7 @@ from tokenloom_proto.seal import CHECKSUM
 from tokenloom_server.config.catalog import SourceSchemes
 from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
+from tokenloom_server.order.nested_state import as_resume_state, is_nested
 from tokenloom_server.order.snapshot_document import MAX_BYTES
 
 _Count = Annotated[int, Field(ge=0, le=MAX_COUNTER)]
@@ -69,13 +70,15 @@ class _ResumeState(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What an older checkpoint says: ``datasets`` as they were written, or only a ``sample_index``; and what its token
-    clock can be read from, None where it does not say."""
+    """What an older checkpoint says: ``datasets`` as they were written, the state of ``nested`` ones, which only a
+    mixture gives their specs, or a ``sample_index`` alone; and what its token clock can be read from, None where it
+    does not say."""
 
     datasets: tuple[Entry, ...]
     sample_index: int | None
     total_tokens: int | None
     sample_tokens: int | None
+    nested: dict[str, Any] | None = None
 
     def clock(self) -> tuple[int | None, str]:
         """The total tokens of the job that wrote it, None where they are not known; and what says so."""
@@ -103,7 +106,8 @@ def read(text: str | bytes) -> Payload | None:
     if not isinstance(document, dict) or "format" in document or CHECKSUM in document:
         return None
     resume = document.get("resume_state")
-    if resume is None and "sample_index" not in document:
+    nested = document if is_nested(document) else None
+    if resume is None and "sample_index" not in document and nested is None:
         return None
     if resume is not None and not isinstance(resume, dict):
         raise SnapshotInvalid(f"resume_state: expected a mapping with datasets, found {type(resume).__name__}")
@@ -112,6 +116,8 @@ def read(text: str | bytes) -> Payload | None:
     clock = sample_index, total_tokens, next(filter(None, lengths), None)
     if resume is not None and "datasets" in resume:
         return Payload(entries_of(resume), *clock)
+    if nested is not None:
+        return Payload((), as_resume_state(nested, None)["sample_index"], *clock[1:], nested)
     if sample_index is None:
         raise SnapshotInvalid("sample_index: found nothing; expected that, or resume_state.datasets")
     return Payload((), *clock)

@@ -161,8 +161,7 @@ class Pipeline:
         last_partial = [kept] if kept % step_samples else []
         ends = [*range(step_samples, kept + 1, step_samples), *last_partial]
         group.rotations += rotations[: len(ends)]
-        if self._real.varies:
-            group.count(first_step, first_step + len(ends))
+        group.count(first_step, first_step + len(ends))
         for start, end in pairwise([0, *ends]):
             self._digest = _digest_after(self._digest, hashes[start:end], self._powers)
             # A change found after the step's last sample is the next decision's; but none follows a padded one.

@@ -48,6 +48,8 @@ class ResumePoint:
     #: The run and generation it was taken in; None and 0 for a state from before the first join.
     run_uid: str | None = None
     generation: int = 0
+    #: What the snapshot says that each source has given, by spec; None where it does not say it.
+    counts: Mapping[str, Mapping[str, int]] | None = None
     #: What was made of an older data loader's checkpoint, a line for each spec; empty for a snapshot.
     notes: tuple[str, ...] = ()
 
@@ -97,6 +99,7 @@ def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt) -> 
         base=base,
         run_uid=snapshot.run_uid,
         generation=snapshot.generation or 0,
+        counts=snapshot.counts,
     )
 
 

@@ -29,7 +29,7 @@ from tokenloom_server.order.state_shape import ShapeAt
 #: The versions of a snapshot that are read. (Its ``resume_state`` has a version of its own.)
 VERSIONS = (1, SNAPSHOT_VERSION)
 
-#: A snapshot of 200 sources has at most 64 KB; larger mixtures are larger, but nothing honest is above this.
+#: A snapshot of 200 sources has at most 96 KB; larger mixtures are larger, but nothing honest is above this.
 MAX_BYTES = 16 * 2**20
 
 #: The fields of a dataset's entry that it has where a restore jumped over some of its samples.
@@ -280,6 +280,8 @@ class SnapshotDocument(_Strict):
     manifest_digest: str | None = None
     tokenizer: dict[str, str] | None = None
     resume_state: ResumeStateDocument | None = None
+    #: By spec, what each source gave up to the sample index: samples, tokens, real_tokens. Older snapshots lack it.
+    counts: dict[str, dict[str, _Natural]] | None = None
 
 
 def read_document(text: str | bytes, shape_at: ShapeAt | None = None) -> SnapshotDocument:

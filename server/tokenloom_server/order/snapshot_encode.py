@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tokenloom_proto.resume import counts_at
 from tokenloom_proto.seal import SNAPSHOT_VERSION, canonical, seal_texts
 
 from tokenloom_server.core.state import (
@@ -106,9 +107,11 @@ def _encode_node(children: tuple[ChildState, ...]) -> list[list[int]]:
     return rows
 
 
-def compose(template: Mapping[str, Any], resume_state: str, index: int, digest: str, tokens: int) -> str:
-    """The sealed snapshot at a sample index; ``resume_state`` as ``encode_state`` wrote it. The client does the same
-    with what the wire carries."""
-    position = {"sample_index": index, "digest": digest, "total_tokens": tokens}
-    texts = {key: canonical(value) for key, value in {**template, **position}.items()}
+def compose(template: Mapping[str, Any], resume_state: str, there: str) -> str:
+    """The sealed snapshot at a sample index: ``there`` is the state at it, ``resume_state`` the one at the boundary
+    before it, both as ``encode_state`` wrote them. The client does the same with what the wire carries."""
+    state = json.loads(there)
+    place = {key: state[key] for key in ("sample_index", "total_tokens", "digest")}
+    fields = {**template, **place, "counts": counts_at(state, state["sample_index"], state["total_tokens"])}
+    texts = {key: canonical(value) for key, value in fields.items()}
     return seal_texts(texts | {"resume_state": resume_state})

@@ -105,6 +105,9 @@ class StepGroup:
     rotations: list[int] = field(default_factory=list)
     #: Tokens and labels of each micro-step, over all ranks; empty where every sample has as many (``real``).
     counts: list[tuple[int, int]] = field(default_factory=list)
+    #: After each micro-step, since the base: samples by source id and, where samples may be padded, of their tokens
+    #: those that no document filled ([1 or 2, sources], int64).
+    source_counts: list[npt.NDArray[np.int64]] = field(default_factory=list)
     #: The base as canonical JSON, as it was when production began the group: every rank gets this text.
     resume_state: str = ""
     #: Micro-steps as the wire has them, once somebody made them.
@@ -132,7 +135,7 @@ class StepGroup:
 
     def forget_after(self, steps: int) -> None:
         """Drops what lies after the first ``steps`` steps: a burst that failed half-way."""
-        del self.marks[steps:], self.rotations[steps:], self.counts[steps:]
+        del self.marks[steps:], self.rotations[steps:], self.counts[steps:], self.source_counts[steps:]
 
     def real_tokens(self, step: int) -> tuple[int, int]:
         """Tokens and labels of a micro-step over all ranks, as ``RealTokens`` says."""
@@ -142,11 +145,23 @@ class StepGroup:
         return samples * tokens, samples * labels
 
     def count(self, first: int, last: int) -> None:
-        """Counts the real tokens of the micro-steps [first, last), whose samples and rotations are there."""
-        samples = self.samples.reshape(self.source_ids.shape)[:, first:last].swapaxes(0, 1).reshape(-1)
+        """Counts the micro-steps [first, last), whose samples and rotations are there: by source, and real tokens."""
+        steps, length = last - first, self.real.full[0]
         sources = self.source_ids[:, first:last].swapaxes(0, 1).reshape(-1)
-        boundaries = self._boundaries(first, last, sources) if self.real.mask_boundaries else None
-        self.counts += self.real.of(samples.tolist(), last - first, sources == PADDING, boundaries)
+        before = self.source_counts[-1] if self.source_counts else np.zeros((1, 0), np.int64)
+        width = max(before.shape[1], int(sources.max()) + 1)
+        # What each sample counts for: its micro-step and source, after the slot of the padding samples.
+        slots = sources + 1 + np.repeat(np.arange(steps), len(sources) // steps) * (width + 1)
+        added = [np.bincount(slots, minlength=steps * (width + 1))]
+        if self.real.varies:
+            samples = self.samples.reshape(self.source_ids.shape)[:, first:last].swapaxes(0, 1).reshape(-1)
+            boundaries = self._boundaries(first, last, sources) if self.real.mask_boundaries else None
+            tokens, labels = self.real.of(samples.tolist(), steps, sources == PADDING, boundaries)
+            self.counts += zip(tokens.reshape(steps, -1).sum(1).tolist(), labels, strict=True)
+            added.append(np.bincount(slots, length - tokens, steps * (width + 1)).astype(np.int64))
+        counts = np.array(added).reshape(len(added), steps, width + 1)[:, :, 1:].cumsum(1)
+        counts[:, :, : before.shape[1]] += before[:, None]
+        self.source_counts += list(counts.swapaxes(0, 1))
 
     def _boundaries(self, first: int, last: int, sources: npt.NDArray[np.int32]) -> Boundaries:
         """Where documents begin in the samples of the micro-steps [first, last), as ``sources``: by micro-step, rank
@@ -205,8 +220,8 @@ class StepGroup:
     def state_after(self, step: int) -> State:
         """The state after a micro-step."""
         mark = self.marks[step]
-        before = self.source_ids[:, : step + 1]
-        counts = np.bincount(before[before != PADDING], minlength=len(mark.stage.start.sources)).tolist()
+        sources = len(mark.stage.start.sources)
+        counts = (self.source_counts[step][0].tolist() + [0] * sources)[:sources]
         # A source that came within the group had nothing before.
         known = [*self.base.sources, *[SourceState()] * (len(counts) - len(self.base.sources))]
         samples = [source.samples + count for source, count in zip(known, counts, strict=True)]

@@ -206,7 +206,7 @@ class FormattedPacker:
             overlaps=overlaps,
             make_cursor=make_cursor or self._documents.cursor_kind,
         )
-        real = [self.form.length] * len(samples) if filled is None else self.form.real(filled).tolist()
+        real = [self.form.length] * len(samples) if filled is None else self.form.real_tokens(filled).tolist()
         return Block(samples, hashed(samples, self._source_id), origins, real)
 
 

@@ -246,6 +246,7 @@ class _PackedWindow(NamedTuple):
         added = np.zeros((len(self.chunk_counts), 5), np.int64)
         if len(self.chunk_counts):
             first = np.cumsum(self.chunk_counts) - self.chunk_counts
-            added[:, 2] = form.length - form.real(np.add.reduceat((self.ends - self.begins)[self.order], first))
+            filled = np.add.reduceat((self.ends - self.begins)[self.order], first)
+            added[:, 2] = form.length - form.real_tokens(filled)
             added[:, 3] = np.add.reduceat(self.cut[self.order].astype(np.int64), first)
         return added

@@ -101,7 +101,7 @@ class ConcatPacker(FormattedPacker):
         samples = self.form.assemble(ids, np.zeros(1, np.int64), count, np.zeros(1, np.int64), np.ones(1, np.int64))
         starts = table.starts(position, len(ids)) + self.form.begin(len(ids))
         bounds = np.array([0, len(starts)])
-        padding = self._length - int(self.form.real(count)[0])
+        padding = self._length - int(self.form.real_tokens(count)[0])
         return self._counted(samples, position, table.cursors(count + position), starts, bounds, padding)
 
     def _counted(

@@ -37,9 +37,10 @@ class RealTokens:
 
     def of(
         self, samples: list[memoryview], steps: int, padding: Flags, boundaries: Boundaries | None
-    ) -> list[tuple[int, int]]:
-        """Tokens and labels of ``steps`` micro-steps of equally many samples, one after the other, as they travel.
-        ``padding``: which samples only fill up a last micro-step. ``boundaries``: with ``mask_boundaries``."""
+    ) -> tuple[Int64s, list[int]]:
+        """The tokens of each sample, and the labels of each of ``steps`` micro-steps of equally many samples, one after
+        the other, as they travel. ``padding``: which samples only fill up a last micro-step. ``boundaries``: with
+        ``mask_boundaries``."""
         form = self._form
         trailers = np.empty((len(samples), 0), np.uint8)
         if form.trailer_bytes:
@@ -49,7 +50,6 @@ class RealTokens:
             filled: Int64s = trailers[:, :4].copy().view("<u4")[:, 0].astype(np.int64)
         else:
             filled = np.where(padding, 0, form.width)
-        tokens = form.real(filled)
         begins = form.width - filled if form.padding == "left" else np.zeros_like(filled)
         bits = trailers[:, 4 * form.lengths :] if form.masked else None
         if bits is None:
@@ -65,7 +65,7 @@ class RealTokens:
             sample, position = sample[counted], position[counted]
             taken = np.ones_like(sample) if bits is None else _bit(bits, sample, position)
             labels = labels - np.bincount(sample * steps // len(samples), taken, steps).astype(np.int64)
-        return list(zip(tokens.reshape(steps, -1).sum(1).tolist(), labels.tolist(), strict=True))
+        return form.real_tokens(filled), labels.tolist()
 
 
 def _bit(bits: npt.NDArray[np.uint8], sample: Int64s, position: Int64s) -> Int64s:

@@ -62,6 +62,11 @@ class SampleFormat:
         """Where the documents of a sample begin that fill so many of its ids."""
         return self.width - filled if self.padding == "left" else 0
 
+    def real_tokens(self, filled: Int64s) -> Int64s:
+        """Of samples whose documents fill so many ids: the positions of ``input_ids`` that hold one of those."""
+        over = self.width - self.length  # the last of L + 1 ids is only a label
+        return np.maximum(filled - over, 0) if self.padding == "left" else np.minimum(filled, self.length)
+
     def ids(self, sample: memoryview | bytes) -> Ids:
         """The ids of a sample without its padding."""
         ids: Ids = np.frombuffer(sample, self.dtype.newbyteorder("<"), self.width)
@@ -70,13 +75,6 @@ class SampleFormat:
         filled = int.from_bytes(sample[self.id_bytes : self.id_bytes + _WORD_BYTES], "little")
         begin = self.begin(filled)
         return ids[begin : begin + filled]
-
-    def real(self, filled: Int64s) -> Int64s:
-        """How many of the ``length`` tokens are documents', of samples that documents fill so far. A shifted sample
-        has one id more: padded on the right, its last is only a label; on the left, its first only an input."""
-        if self.padding == "left":
-            return np.maximum(filled - (self.width - self.length), 0)
-        return np.minimum(filled, self.length)
 
     def trailers(self, filled: Int64s, mask: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.uint8]:
         """[n, trailer_bytes] of samples that documents fill so far; ``mask`` [n, width] of 0 and 1, None for 1 at

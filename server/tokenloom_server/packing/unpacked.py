@@ -87,7 +87,7 @@ class UnpackedPacker(FormattedPacker):
     def _added(self, chunks: _Chunks) -> Int64s:
         """[n, 5]: what each sample adds to the source's ``RowCounts``."""
         added = np.zeros((len(chunks.row), 5), np.int64)
-        added[:, 2] = self.form.length - self.form.real(chunks.ends - chunks.begins)
+        added[:, 2] = self.form.length - self.form.real_tokens(chunks.ends - chunks.begins)
         added[:, 3] = chunks.cut
         added[:, 4] = chunks.lost
         return added

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tokenloom_server.core.state import State, digest_hex
+from tokenloom_server.core.state import State
 from tokenloom_server.ledger.records import StoredRun, date_of
 from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.run.delivery import EndOfData
@@ -159,17 +159,15 @@ class ActiveGeneration:
         slot = next(generation.slots.laggards())
         return f"rank {slot.rank} to go on from sample {generation.index_of(slot.consumed)}"
 
-    def point_at(self, index: int) -> tuple[StepGroup, str, int] | None:
-        """(group of the boundary before it, digest, total tokens) at a sample index; None where that is not held."""
+    def point_at(self, index: int) -> tuple[StepGroup, int] | None:
+        """(group of the boundary before it, how many of its micro-steps lie before it) of a sample index; None where
+        that is not held."""
         generation = self.generation
         boundary = generation.batch_plans.boundary(index)
         for group in generation.groups:
-            if group.begin != boundary:
-                continue
-            if index == group.begin:
-                return group, digest_hex(group.base.digest), group.base.total_tokens
-            # Only micro-steps that were published: the producer may be filling the group right now.
-            for mark in group.marks[: generation.produced - group.first_step]:
-                if mark.sample_index == index:
-                    return group, digest_hex(mark.digest), mark.total_tokens
+            if group.begin == boundary:
+                # Only micro-steps that were published: the producer may be filling the group right now.
+                published = group.marks[: generation.produced - group.first_step]
+                ends = [boundary, *(mark.sample_index for mark in published)]
+                return (group, ends.index(index)) if index in ends else None
         return None

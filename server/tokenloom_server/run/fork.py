@@ -10,7 +10,7 @@ from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.state import FileCursor, SourceState, State, begun_again, row_cursor
 from tokenloom_server.errors import JoinRefused, SnapshotInvalid
 from tokenloom_server.mixing.elsewhere import forked
-from tokenloom_server.order import snapshot
+from tokenloom_server.order import foreign_payload, snapshot
 from tokenloom_server.order.builder import moves_parts
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.origin import Origin
@@ -39,12 +39,16 @@ class ForkHandler:
         self._parent = parent
 
     def fork(self, text: str | bytes) -> str:
-        """The snapshot of this run at the place that another run's snapshot names.
+        """The snapshot of this run at the place that another run's snapshot names; an older data loader's payload as it
+        is.
 
         Cursors of the sources that both have stay, exactly; the others begin at their first row. Sample index, tokens
         and rolling digest go on. Raises ``SnapshotInvalid`` for what cannot be carried over, ``JoinRefused`` where
         this run has begun.
         """
+        if foreign_payload.read(text) is not None:
+            # It is of no run, so a run begins there as it does where it is loaded.
+            return text if isinstance(text, str) else text.decode()
         coordinator = self._coordinator
         foreign = snapshot.read_foreign(text)
         if foreign is None:
@@ -67,7 +71,7 @@ class ForkHandler:
                     )
                 origin = self._origin(text, foreign)
                 coordinator.adopt_timeline(epoch, coordinator.timeline.with_origin(origin))
-            return self._history.seal(0, origin.state, origin.sample_index, origin.digest, origin.total_tokens)
+            return self._history.seal(coordinator.timeline.decode(origin.state), 0, origin.state)
 
     def _origin(self, text: str | bytes, foreign: ForeignSnapshot) -> Origin:
         """Where this run begins; its state is that of the other run's sources as far as this run has them."""

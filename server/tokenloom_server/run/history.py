@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from tokenloom_proto.resume import counts_at
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.core.state import MAX_COUNTER, Imported, State, digest_hex, jumped_over
@@ -78,7 +79,7 @@ class History:
         before = self.forward(point, advance)
         if point.digest is None:
             # Of an older payload that only counts samples: what it stands for is known now.
-            text = self._seal_state(before, point.generation, uid=point.run_uid)
+            text = self.seal(before, point.generation, uid=point.run_uid)
         if not skip:
             return text
         after = (advance or self._advance)(before, before.sample_index + skip)
@@ -88,7 +89,7 @@ class History:
                 f"{after.sample_index}"
             )
         # The pin holds the state after the skip, so that the next opening need not go forward to it.
-        start = self._seal_state(jumped_over(before, after), point.generation, uid=point.run_uid)
+        start = self.seal(jumped_over(before, after), point.generation, uid=point.run_uid)
         revisions = self._revisions_before(after.sample_index)
         return canonical({"revisions": revisions, "skipped": skip, "snapshot": text, "start": start})
 
@@ -273,6 +274,14 @@ class History:
                 f"{state.total_tokens} tokens, but the snapshot says {point.digest} and {point.total_tokens}: it was "
                 "made from other data or by other software"
             )
+        counts = counts_at(json.loads(self._coordinator.timeline.encode(state)), state.sample_index, state.total_tokens)
+        theirs = counts if point.counts is None else point.counts
+        for spec in sorted({*counts, *theirs}):
+            if theirs.get(spec) != counts.get(spec):
+                raise SnapshotInvalid(
+                    f"counts: {spec!r} has {theirs.get(spec)}, but going forward to sample {point.sample_index} gives "
+                    f"{counts.get(spec)}: take the state as it was written"
+                )
         return state
 
     def snapshot(self, sample_index: int | None) -> tuple[str, int]:
@@ -291,35 +300,30 @@ class History:
                 raise BeyondHorizon(
                     f"sample {sample_index} is {lies} {start.sample_index}: no trainer has joined this run yet"
                 )
-            return self._seal_state(start, 0), start.sample_index
+            return self.seal(start, 0), start.sample_index
         index = commit.sample_index if sample_index is None else sample_index
         if index > generation.horizon_index:
             raise BeyondHorizon(
                 f"sample {index} is beyond the horizon {generation.horizon_index}: {commit.sample_index} is committed, "
                 f"and production may go {generation.window_micro_steps} micro-steps further"
             )
-        if index == commit.sample_index:
-            text = self.seal(generation.number, commit.state, index, commit.digest, commit.total_tokens)
-        elif (point := coordinator.point_at(index)) is not None:
-            group, digest, tokens = point
-            text = self.seal(generation.number, group.resume_state, index, digest, tokens)
+        if (point := coordinator.point_at(index)) is not None:
+            group, steps = point
+            state = group.state_after(steps - 1) if steps else group.base
+            text = self.seal(state, generation.number, group.resume_state)
+        elif index == commit.sample_index:
+            state = self._advance(view.timeline.decode(commit.state), index)
+            text = self.seal(state, generation.number, commit.state)
         else:
             text = self._recomputed(index)
         return text, index
 
-    def seal(
-        self, generation: int, resume_state: str, index: int, digest: str, total_tokens: int, uid: str | None = None
-    ) -> str:
-        """The snapshot at a sample index; ``uid``: of the run where it is not this ledger's."""
+    def seal(self, state: State, generation: int, resume_state: str = "", uid: str | None = None) -> str:
+        """The snapshot at a state; ``resume_state``: where going forward to it begins, if not at itself; ``uid``: of
+        the run where it is not this ledger's."""
         template = self._coordinator.template(uid or self._coordinator.uid, generation)
-        return snapshot_encode.compose(template, resume_state, index, digest, total_tokens)
-
-    def _seal_state(self, state: State, generation: int, base: State | None = None, uid: str | None = None) -> str:
-        """The snapshot at a state; ``base``: where going forward to it begins, if not at itself."""
-        resume_state = self._coordinator.timeline.encode(base or state, generation)
-        return self.seal(
-            generation, resume_state, state.sample_index, digest_hex(state.digest), state.total_tokens, uid
-        )
+        there = self._coordinator.timeline.encode(state, generation)
+        return snapshot_encode.compose(template, resume_state or there, there)
 
     def _recomputed(self, index: int) -> str:
         """By going forward from the nearest state that the ledger has in the index's lineage."""
@@ -331,7 +335,7 @@ class History:
         state = self._advance(base, index)
         if state.sample_index != index:
             raise beyond_the_end(index, state.sample_index)
-        return self._seal_state(state, opening.generation, base)
+        return self.seal(state, opening.generation, self._coordinator.timeline.encode(base, opening.generation))
 
     def _journalled(self, opening: Opening, index: int, timeline: Timeline | None = None) -> State:
         """The newest state at or before a sample index that the ledger's journal has of a generation."""

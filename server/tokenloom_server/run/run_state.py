@@ -150,9 +150,9 @@ class RunState:
             generation=self._active.view() if self._active is not None else GenerationView(),
         )
 
-    def point_at(self, sample_index: int) -> tuple[StepGroup, str, int] | None:
-        """(group of the boundary before it, digest, total tokens) at a sample index of the present generation; None
-        where that is not in memory."""
+    def point_at(self, sample_index: int) -> tuple[StepGroup, int] | None:
+        """(group of the boundary before it, how many of its micro-steps lie before it) of a sample index of the present
+        generation; None where that is not in memory."""
         with self._lock:
             return self._active.point_at(sample_index) if self._active is not None else None
 

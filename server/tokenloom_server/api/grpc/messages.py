@@ -84,11 +84,25 @@ def _step_info(group: StepGroup, step: int, rank: int) -> bytes:
             digest=digest_hex(mark.digest),
             tokens=tokens,
             label_tokens=label_tokens,
+            counts=source_counts(group, step),
         )
         common = group.step_infos[step] = info.SerializeToString()
     place = group.slice_of(step, rank)
     own = _SLICE_KEY + _varint(place) if place else b""
     return b"".join((_STEPS_KEY, _varint(len(common) + len(own)), common, own))
+
+
+def source_counts(group: StepGroup, step: int) -> bytes:
+    """``MicroStep.counts`` of a micro-step."""
+    counts, first_new = group.source_counts[step], len(group.base.sources)
+    ids = np.flatnonzero(counts[0])
+    samples, *padding = counts[:, ids].tolist()
+    return wire.SourceCounts(
+        source_ids=ids.tolist(),
+        samples=samples,
+        padding_tokens=padding[0] if padding else (),
+        specs=[source.source for source in group.marks[step].stage.config.sources[first_new:]],
+    ).SerializeToString()
 
 
 def _buckets(group: StepGroup, rank: int, first: int, last: int) -> Iterator[wire.Bucket]:

@@ -20,7 +20,7 @@ from tokenloom_server.api.auth import Scope as TokenScope
 from tokenloom_server.api.rest.problems import HTTP_ERRORS, SECURITY_HEADERS, problem, quoted
 from tokenloom_server.errors import TokenloomError
 
-#: A snapshot is at most 64 KB; escaped inside JSON it stays far below this.
+#: A snapshot is at most 96 KB; escaped inside JSON it stays far below this.
 MAX_BODY_BYTES = 2**20
 #: A body that takes longer than this to arrive is given up.
 BODY_TIMEOUT_S = 10.0

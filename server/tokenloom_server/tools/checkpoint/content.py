@@ -57,6 +57,7 @@ def _flag(value: Any) -> bool:
 _Integer = Annotated[int | None, BeforeValidator(_integer)]
 _Count = Annotated[int | None, BeforeValidator(_count)]
 _Text = Annotated[str | None, BeforeValidator(_text)]
+_Counts = Annotated[Mapping[str, _Count], BeforeValidator(_mapping)]
 _Flag = Annotated[bool, BeforeValidator(_flag)]
 
 
@@ -166,6 +167,8 @@ class Content(_Part):
     mixture: str | None = None
     """What says which child is which: ``checkpoint`` or ``file``; None for nothing."""
     sources: tuple[Source, ...] = ()
+    counts: Annotated[Mapping[str, _Counts], BeforeValidator(_mapping)] = Field({})
+    """What each source gave up to the sample index, by spec; empty where the checkpoint does not say it."""
     nodes: tuple[Node, ...] = ()
     document: Mapping[str, Any] = Field(default_factory=dict, exclude=True)
     """All that the checkpoint says."""

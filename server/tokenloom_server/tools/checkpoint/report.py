@@ -33,6 +33,11 @@ def show(content: Content, out: Console) -> None:
         out.print(line, soft_wrap=True)
     if content.sources:
         out.print(_sources(content))
+    if content.counts:
+        fields = ("samples", "tokens", "real_tokens")
+        counts = [(spec, *(_shown(own.get(field)) for field in fields)) for spec, own in content.counts.items()]
+        title = f"what each source gave up to sample {_shown(content.sample_index)}"
+        out.print(table(("source", "samples", "tokens", "real tokens"), counts, left=("source",), title=title))
     if content.nodes:
         out.print(_tree(content))
     suspicious = faults(content)

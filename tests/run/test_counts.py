@@ -1,0 +1,190 @@
+"""What each source gave, as states say it: at exactly their sample index, on every rank alike."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.corpora import CODE, DOCS, PROSE, WIKI, flat
+from support.features import document, write_features
+from support.served import Place, Sample, Trainer
+from tokenloom_proto.seal import seal, unseal
+from tokenloom_server.api.served_run import ServedRun
+from tokenloom_server.config.mixture_change import MixtureChange
+from tokenloom_server.errors import SnapshotInvalid
+
+RANKS, BATCH = 4, 2
+
+
+@pytest.fixture(autouse=True)
+def groups_of_six(small_groups: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """48 samples of four ranks lie between two state boundaries: sample 320 lies between 288 and 336."""
+    monkeypatch.setattr("tokenloom_server.run.sizing.MESSAGE_STEPS", 6)
+
+
+def recount(served: ServedRun, samples: dict[int, Sample], end: int) -> dict[str, dict[str, int]]:
+    """By spec, from the samples as ranks got them."""
+    timeline, counts = served.coordinator.timeline, dict[str, dict[str, int]]()
+    for index in range(end):
+        order, sample = timeline.at(index), samples[index]
+        form = order.form
+        real = 1
+        if order.config.batching is None:
+            # Of a padded sample those of its ids that are inputs, too.
+            ids = len(form.ids(sample.ids))
+            real = ids - (form.width - form.length) if form.padding == "left" else min(ids, form.length)
+        spec = timeline.segments[-1].factory.record.specs[sample.source]
+        own = counts.setdefault(spec, {"samples": 0, "tokens": 0, "real_tokens": 0})
+        for field, more in (("samples", 1), ("tokens", order.config.sequence_length), ("real_tokens", real)):
+            own[field] += more
+    return counts
+
+
+def counts_in(text: str | bytes) -> dict[str, dict[str, int]]:
+    counts: dict[str, dict[str, int]] = unseal(text)["counts"]
+    return counts
+
+
+def changed(text: bytes, **fields: Any) -> bytes:
+    return seal(unseal(text) | fields).encode()
+
+
+def epochs(document: dict[str, Any], count: float = 3) -> dict[str, Any]:
+    for child in document["mixture"]["children"]:
+        child["epochs"] = count
+    return document
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "always full": {},
+    "tail padded, shifted": {"tail": "pad", "pad_id": 0, "labels": "shifted"},
+    "best fit": {"packing": "best_fit", "pack_window_rows": 9, "pad_id": 0},
+    "none, left, shifted": {"packing": "none", "padding": "left", "labels": "shifted", "pad_id": 0},
+    "none, shifted": {"packing": "none", "long_rows": "split", "labels": "shifted", "pad_id": 0},
+    "boundaries masked": {"mask_boundaries": True},
+}
+
+
+@pytest.mark.parametrize(("name", "lanes"), [*((name, 1) for name in RUNS), ("best fit", 2), ("always full", 2)])
+def test_states_of_ranks_at_different_places_count_what_all_ranks_got(
+    made: Callable[..., Place], name: str, lanes: int
+) -> None:
+    fields = flat([CODE, DOCS, PROSE, WIKI], last_micro_step="pad", window_micro_steps=12, **RUNS[name])
+    for child in epochs(fields, 7)["mixture"]["children"]:
+        child["lanes"] = lanes
+    served = made(**fields).serve()
+    trainer = Trainer(served, RANKS, BATCH)
+    # Each rank is further than the one before it, and they come to the end one after the other.
+    for rank, lead in zip(trainer.ranks, (0, 1, 3, 6), strict=True):
+        rank.take(lead)
+    training = list(trainer.ranks)
+    while training:
+        training = [rank for rank in training if rank.take(1)]
+    samples, padded = trainer.taken(), False
+    indices = [point.sample_index for point in trainer.ranks[0].history._points]
+    assert {320, 328, 336, 344} < set(indices) and indices[-1] == len(samples)
+    for index in indices:
+        text = trainer.state(index)  # which is the same on every rank
+        counts = counts_in(text)
+        assert counts == recount(served, samples, index)
+        assert sum(count["samples"] for count in counts.values()) == index
+        if index % 72 == 0:
+            assert served.history.snapshot(index) == (text.decode(), index)
+        padded |= any(count["real_tokens"] < count["tokens"] for count in counts.values())
+    assert padded == (name not in ("always full", "boundaries masked"))
+    # The counters that a restore starts from lag; those in `counts` do not.
+    between = unseal(trainer.state(320))["resume_state"]
+    assert between["sample_index"] == 288 and sum(entry["samples"] for entry in between["datasets"]) == 288
+
+
+@pytest.mark.parametrize("packing", ["concat", "none"])
+def test_a_launch_of_another_size_counts_on_from_the_middle_of_a_group(
+    made: Callable[..., Place], packing: str
+) -> None:
+    fields: dict[str, Any] = {"packing": "none", "pad_id": 0} if packing == "none" else {}
+    place = made(**epochs(flat([CODE, PROSE, WIKI], window_micro_steps=12, **fields)))
+    served = place.serve()
+    trainer, samples = Trainer(served, RANKS, BATCH), dict[int, Sample]()
+    for steps, (ranks, batch) in ((10, (3, 3)), (5, (1, 2)), (9, (2, 5)), (4, (RANKS, BATCH))):
+        samples |= trainer.train(steps)
+        text = trainer.state()
+        assert counts_in(text) == recount(served, samples, trainer.index)
+        served = place.restart()
+        # After a restart, before any rank is there, the server goes forward to it.
+        assert served.history.snapshot(None) == (text.decode(), trainer.index)
+        trainer = Trainer(served, ranks, batch, state=text, takeover=True)
+        assert counts_in(trainer.state()) == counts_in(text)
+    trainer.train(3)
+    assert counts_in(trainer.state(trainer.index)) == recount(served, samples | trainer.taken(), trainer.index)
+
+
+def test_a_source_that_comes_between_two_boundaries_is_counted_from_its_first_sample(
+    made: Callable[..., Place],
+) -> None:
+    place = made(
+        **epochs(flat([CODE, PROSE], last_micro_step="pad")),
+        phases=[{"until_tokens": 8 * 75}, {"mixture": epochs(flat([CODE, PROSE, WIKI]), 9)["mixture"]}],
+    )
+    served = place.serve()
+    first = Trainer(served, RANKS, BATCH)
+    first.train(12)
+    change = {"reason": "more", "add": [{"child": {"source": DOCS, "alias": "late"}}]}
+    begin = served.revision_handler.revise(MixtureChange.model_validate(change)).sample_index
+    first.take(200)
+    samples = first.taken()
+    # A phase brings one at sample 75, and the revision one at a boundary of that launch; then neither is at one.
+    assert 75 < begin < first.index - 50
+    again = Trainer(served, 3, 3, state=first.state(56), takeover=True)
+    again.take(200)
+    come = set()
+    for point in again.ranks[0].history._points:
+        counts = counts_in(again.state(point.sample_index))
+        assert counts == recount(served, samples, point.sample_index)
+        known = {entry["spec"] for entry in json.loads(point.base.resume_state)["datasets"]}
+        come |= counts.keys() - known
+        assert (point.sample_index > 75) >= (WIKI in counts) and (point.sample_index > begin) >= (DOCS in counts)
+    assert come == {WIKI, DOCS}
+
+
+def test_rows_of_batches_are_counted(made: Callable[..., Place], tmp_path: Path) -> None:
+    write_features(tmp_path)
+    place = Place(tmp_path, tmp_path, document(run="test", window_micro_steps=12))
+    served = place.serve()
+    try:
+        trainer = Trainer(served, 2, 2)
+        trainer.take(100)
+        samples = trainer.taken()
+        for point in trainer.ranks[0].history._points:
+            assert counts_in(trainer.state(point.sample_index)) == recount(served, samples, point.sample_index)
+    finally:
+        place.stop()
+
+
+def test_a_restore_counts_itself_and_refuses_a_difference(place: Place, served: ServedRun, trainer: Trainer) -> None:
+    trainer.train(7)
+    text = trainer.state()
+    assert trainer.index % 24  # between two boundaries
+    counts = counts_in(text)
+    for field, value in counts[CODE].items():
+        named = {**counts[CODE], field: value + 1}
+        expected = (
+            rf"counts: {re.escape(repr(CODE))} has .*'{field}': {value + 1}.* to sample 28 gives .*'{field}': {value}"
+        )
+        with pytest.raises(SnapshotInvalid, match=expected):
+            Trainer(served, state=changed(text, counts={**counts, CODE: named}), takeover=True)
+    for changes, fault in (
+        ({CODE: counts[CODE]}, "has None, but"),
+        ({**counts, "more": {"samples": 1}}, "'more' has .* gives None"),
+        ({CODE: {"samples": -1}}, r"counts\..*samples: Input should be greater"),
+        ([], "counts: Input should be an object"),
+    ):
+        with pytest.raises(SnapshotInvalid, match=fault):
+            Trainer(served, state=changed(text, counts=changes), takeover=True)
+    # A state of an older release says nothing of it, and a refused one has changed nothing.
+    again = Trainer(served, state=changed(text, counts=None), takeover=True)
+    assert again.index == 28 and again.take(1)
+    assert counts_in(again.state(32)) == recount(served, trainer.taken() | again.taken(), 32)
