@@ -204,6 +204,16 @@ def test_our_own_payloads_count_within_the_shard(train: PipelineFactory) -> None
         assert first_source(train, own).cursor == FileCursor(0, 1, 1475)
 
 
+def test_what_was_not_in_file_order_when_it_was_saved_is_refused(train: PipelineFactory) -> None:
+    for drawn in ({"shuffle": "shards"}, {"shuffle": True}, {"lanes": [{"row_offset": 3}]}):
+        with pytest.raises(
+            SnapshotInvalid, match=r"datasets\.0 .*: it was shuffled or read in lanes, so row_offset is no"
+        ):
+            resume(train, of_train(75, 3, **drawn))
+    for plain in ({"shuffle": "none"}, {"shuffle": False}, {"lanes": []}):
+        assert first_source(train, of_train(75, 3, **plain)).cursor == FileCursor(0, 3, 75)
+
+
 def test_resume_lines_of_imports_say_row_and_offset_as_others_do(train: PipelineFactory) -> None:
     assert resume(train, of_train(128400, 87, token_offset=80)).notes[:-1] == (
         f"resume: spec={TRAIN} sample_row=128400 shard=train-00087-of-01024.parquet offset=75 row_offset=128400 "

@@ -124,6 +124,8 @@ def test_it_is_read_anew_where_that_is_asked_for(plain: Timeline) -> None:
         ({"shard": "data/code-9.parquet"}, {}, r"'data/code-9\.parquet' is none of the source's files.* from_start"),
         ({"row_offset": 100, "epoch": 0}, {}, r"row_offset is 100, but .* row_offset_of: shard or spec.* from_start"),
         ({"shard": 7}, {}, r"shard: found 7.* from_start"),
+        ({"shuffle": "shards"}, {}, r"it was shuffled or read in lanes, .* from_start"),
+        ({"lanes": [{"samples": 1, "rows": 1}]}, {}, r"it was shuffled or read in lanes, .* from_start"),
     ],
 )
 def test_where_it_cannot_go_on_it_is_refused_with_why(

@@ -6,7 +6,7 @@ import bisect
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -21,6 +21,7 @@ from tokenloom_server.config.row_rules import PLAIN, RowRules
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.core.state import State
 from tokenloom_server.ledger.records import Counters, StoredRevision
+from tokenloom_server.order import foreign_checkpoint, foreign_payload
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import Pipeline, Switch
 from tokenloom_server.order.record import RunRecord
@@ -74,6 +75,23 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "seed": 11,
         "last_micro_step": "pad",
         "mixture": {"policy": "least_consumed", "on_exhausted": "stop", "children": _children("b", "d", epochs=2)},
+    },
+}
+
+
+#: Of worlds that go on from an older checkpoint: what the order is follows its token clock.
+PHASES = "phases, a budget"
+MIXTURES_BY_CLOCK: dict[str, dict[str, Any]] = {
+    PHASES: {
+        "sequence_length": 4,
+        "mixture": {"policy": "least_consumed", "children": _children("a", "b", "c")},
+        "phases": [
+            {"until_tokens": 150},
+            {
+                "until_tokens": 450,
+                "mixture": {"policy": "weighted", "children": [*_children("a", weight=3), *_children("b", "c")]},
+            },
+        ],
     },
 }
 
@@ -164,7 +182,7 @@ def order_of(mixture: str, window_micro_steps: int) -> MemoryFactory:
         "end_of_text_id": END_OF_TEXT,
         "window_micro_steps": window_micro_steps,
     }
-    parsed = config.parse(document | MIXTURES[mixture], where=mixture, catalog=CATALOG)
+    parsed = config.parse(document | (MIXTURES | MIXTURES_BY_CLOCK)[mixture], where=mixture, catalog=CATALOG)
     files = tuple(
         SourceFiles(
             source.source,
@@ -192,20 +210,34 @@ class Reference:
     counters and the digests are worked out here, from the rows alone.
     """
 
-    def __init__(self, mixture: str, revisions: Sequence[StoredRevision] = ()) -> None:
+    def __init__(self, mixture: str, revisions: Sequence[StoredRevision] = (), older: str = "") -> None:
+        """``older``: the checkpoint of an older data loader that the order begins from, if any."""
         order = order_of(mixture, 2)
         self.revisions = tuple(revisions)
+        self.older = older
         self.config = order.config
         self.specs = order.record.specs
         self.length = order.config.sequence_length
-        picks = _picks(Timeline(order, revisions))
-        streams = [_stream(source.spec.location, source.epochs) for source in order.config.sources]
+        document = json.loads(older or "{}")
+        entries = {entry["spec"]: entry for entry in document.get("resume_state", {}).get("datasets", ())}
+        passed, before = zip(*(_passed(spec, entries.get(spec), self.length) for spec in self.specs), strict=True)
+        #: Where its own samples begin, and where a launch that brings the older checkpoint does.
+        first = sum(before)
+        self.begin = first or document.get("sample_index", 0)
+        self._clock_offset = document["total_tokens"] - self.begin * self.length if older else 0
+        timeline = Timeline(order, revisions).with_clock(self._clock_offset)
+        picks, digest = _picks(timeline, _start(timeline, older))
+        streams = [
+            _stream(source.spec.location, source.epochs, rows)
+            for source, rows in zip(order.config.sources, passed, strict=True)
+        ]
         ends = [stream.row_ends for stream in streams]
+        self._passed, self._before = passed, before
         given = [0] * len(streams)
-        self.samples: list[Sample] = []
-        self.digests = ["0" * 32]
-        self.counters = [self._count(given, ends)]
-        digest = 0
+        # Nothing before the first is of this order.
+        self.samples = [Sample(-1, b"")] * first
+        self.digests = [*([""] * first), f"{digest:032x}"]
+        self.counters = [*([{}] * first), self._count(given, ends)]
         for source in picks:
             at = given[source] * self.length
             ids = streams[source].tokens[at : at + order.form.width].astype("<u2").tobytes()
@@ -218,6 +250,10 @@ class Reference:
     def __len__(self) -> int:
         return len(self.samples)
 
+    def tokens_at(self, index: int) -> int:
+        """The run's total tokens before a sample."""
+        return index * self.length + self._clock_offset
+
     def in_force(self, index: int) -> dict[str, Any] | None:
         """The newest revision that holds at a sample index, as a state names it; None where there is none."""
         found = [revision for revision in self.revisions if revision.sample_index <= index]
@@ -228,17 +264,57 @@ class Reference:
     def _count(self, given: list[int], ends: list[list[int]]) -> dict[str, Counters]:
         return {
             spec: Counters(
-                samples=samples,
-                rows=_rows_taken(row_ends, samples * self.length),
-                tokens=samples * self.length,
+                samples=before + samples,
+                rows=passed + _rows_taken(row_ends, samples * self.length),
+                tokens=(before + samples) * self.length,
             )
-            for spec, samples, row_ends in zip(self.specs, given, ends, strict=True)
+            for spec, samples, row_ends, passed, before in zip(
+                self.specs, given, ends, self._passed, self._before, strict=True
+            )
         }
 
 
 @cache
-def reference(mixture: str, revisions: tuple[StoredRevision, ...] = ()) -> Reference:
-    return Reference(mixture, revisions)
+def reference(mixture: str, revisions: tuple[StoredRevision, ...] = (), older: str = "") -> Reference:
+    return Reference(mixture, revisions, older)
+
+
+def older_checkpoint(mixture: str, rng: random.Random) -> str:
+    """What an older data loader may have saved: rows of some sources with a clock of its own, or only how many samples
+    it had, by such a clock."""
+    order = order_of(mixture, 2)
+    length = order.config.sequence_length
+    entries = []
+    for spec in rng.sample(order.record.specs, rng.randint(1, len(order.record.specs))):
+        shards, shard = rows_of(spec.split(":")[1]), rng.randint(0, 1)
+        entry = {"spec": spec, "shard": f"{spec.split(':')[1]}-{shard}", "row_offset_of": "shard"}
+        entry["row_offset"] = rng.randint(0, len(shards[shard]) // 2)
+        entries.append(entry | ({"token_offset": rng.randint(0, 40)} if rng.random() < 0.8 else {}))
+    if rng.random() < 0.4:
+        entries.append({"spec": "arrow:gone:ids", "row_offset": 7, "token_offset": rng.randint(0, 500)})
+    document: dict[str, Any] = {"resume_state": {"datasets": entries}}
+    samples = sum(entry.get("token_offset", 0) // length for entry in entries if entry["spec"] in order.record.specs)
+    if rng.random() < 0.4:
+        samples = rng.randint(1, 8)
+        document = {"sample_index": samples}
+    # Never the clock that counts the samples here: by that a state of it is told from others.
+    return json.dumps(document | {"total_tokens": samples * length + rng.randint(1, 300)})
+
+
+def _passed(spec: str, entry: Mapping[str, Any] | None, length: int) -> tuple[int, int]:
+    """Rows of a source that an older checkpoint is beyond, and the samples that its counters begin with."""
+    if entry is None:
+        return 0, 0
+    name, shard = spec.split(":")[1], int(entry["shard"].rpartition("-")[2])
+    rows = sum(len(rows) for rows in rows_of(name)[:shard]) + entry["row_offset"]
+    return rows, entry.get("token_offset", 0) // length
+
+
+def _start(timeline: Timeline, older: str) -> State:
+    """The state at which the order begins."""
+    payload = foreign_payload.read(older) if older else None
+    point = foreign_checkpoint.resume_point(payload, timeline) if payload is not None else None
+    return timeline.initial() if point is None or point.base is None else point.base
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,11 +323,11 @@ class _Stream:
     row_ends: list[int]
 
 
-def _stream(name: str, epochs: float) -> _Stream:
-    """A source's documents, joined, and where each row ends."""
+def _stream(name: str, epochs: float, passed: int) -> _Stream:
+    """A source's documents, joined, and where each row ends; without so many rows at its beginning."""
     rows = [row for shard in rows_of(name) for row in shard]
     whole = math.floor(epochs)
-    rows = rows * whole + rows[: math.ceil((epochs - whole) * len(rows))]
+    rows = (rows * whole + rows[: math.ceil((epochs - whole) * len(rows))])[passed:]
     documents = [[*row, END_OF_TEXT] if row else [] for row in rows]
     tokens = np.array([token for document in documents for token in document], np.int64)
     return _Stream(tokens, list(accumulate(map(len, documents))))
@@ -265,12 +341,12 @@ def _rows_taken(row_ends: list[int], tokens: int) -> int:
     return last + (row_ends[last] == tokens)
 
 
-def _picks(timeline: Timeline) -> list[int]:
-    """The source of every sample, from an undisturbed pipeline."""
-    pipeline = timeline.pipeline(timeline.initial())
-    plan = BatchPlan(start_index=0, world_size=1, batch_size=1, group_micro_steps=4096)
+def _picks(timeline: Timeline, start: State) -> tuple[list[int], int]:
+    """The source of every sample from a state on, from an undisturbed pipeline; and the digest there."""
+    pipeline = timeline.pipeline(start)
+    plan = BatchPlan(start_index=start.sample_index, world_size=1, batch_size=1, group_micro_steps=4096)
     group = pipeline.begin_group(plan)
     pipeline.fill(group, 4096)
     assert pipeline.ended is not None
     picks: list[int] = group.source_ids[0, : len(group.marks), 0].tolist()
-    return picks
+    return picks, start.digest

@@ -8,6 +8,7 @@ import pytest
 from tokenloom_server.errors import NotFound
 from tokenloom_server.ledger import rules
 from tokenloom_server.ledger.records import StoredRun
+from tokenloom_server.order.foreign_payload import Payload
 from tokenloom_server.order.pipeline import Pipeline
 from tokenloom_server.order.timeline import Timeline, _Recorded
 from tokenloom_server.run.active_generation import ActiveGeneration
@@ -119,6 +120,16 @@ def revisions_named_as_soon_as_they_are_known(patch: pytest.MonkeyPatch) -> None
     patch.setattr(_Recorded, "is_named", lambda self, sample_index, generation: True)
 
 
+def clock_of_an_older_checkpoint_ignored(patch: pytest.MonkeyPatch) -> None:
+    """A run that goes on from an older data loader's checkpoint counts its tokens from its own samples."""
+    patch.setattr(Payload, "clock", lambda self: (None, ""))
+
+
+def clock_forgotten_when_leading(patch: pytest.MonkeyPatch) -> None:
+    """A server that takes a run up lays its phases by the samples, whatever clock the states have."""
+    patch.setattr(Timeline, "of_state", lambda self, resume_state: self.with_clock(0))
+
+
 MUTANTS: dict[str, Mutant] = {
     mutant.__name__: mutant
     for mutant in (
@@ -135,5 +146,7 @@ MUTANTS: dict[str, Mutant] = {
         revisions_not_read_when_leading,
         revisions_not_told_to_the_producer,
         revisions_named_as_soon_as_they_are_known,
+        clock_of_an_older_checkpoint_ignored,
+        clock_forgotten_when_leading,
     )
 }

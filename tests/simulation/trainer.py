@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from tokenloom.snapshot import KEY, Base, History, Loaded, Point
+from tokenloom.snapshot import KEY, Base, History, Loaded, Older, Point
 from tokenloom_server.errors import Fenced, TokenloomError
 from tokenloom_server.run.delivery import EndOfData
 from tokenloom_server.run.join_call import JoinCall
@@ -57,7 +58,10 @@ class Launch:
         self._next: int | None = None
         self.resume = resume
         self.text = text
-        self.loaded = Loaded.read({KEY: text}) if text else None
+        loaded = Loaded.read({KEY: text}) if text else None
+        self.loaded = loaded if isinstance(loaded, Loaded) else None
+        #: The checkpoint of an older data loader that it brings, if any.
+        self.older = text if isinstance(loaded, Older) else ""
         self.takeover = takeover
         self.in_step = world.plan.in_step
         #: Whoever looks after the job takes it for dead, whatever its ranks do.
@@ -69,13 +73,13 @@ class Launch:
         for rank in self.ranks:
             self._world.soon(self._world.plan.start_spread_s, rank, rank.join)
 
-    def size_at(self, begin: int, start: int, length: int) -> int | None:
-        """The batch size of the step that begins at a sample index, where the launch began at ``start`` and samples
-        have so many tokens; None where no step begins there."""
+    def size_at(self, begin: int, start: int, tokens_at: Callable[[int], int]) -> int | None:
+        """The batch size of the step that begins at a sample index, where the launch began at ``start`` and the run
+        has so many tokens at an index; None where no step begins there."""
         at = start if self._next is None else self._next
         while at <= begin:
             if len(self._sizes) % self.accumulate == 0:
-                size = [size for tokens, size in self.sizes if tokens <= at * length][-1]
+                size = [size for tokens, size in self.sizes if tokens <= tokens_at(at)][-1]
             else:
                 size = next(reversed(self._sizes.values()))
             self._sizes[at] = size

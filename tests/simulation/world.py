@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
 from tokenloom_server.config.mixture_change import MixtureChange
@@ -20,14 +20,14 @@ from tokenloom_server.errors import (
     TokenloomError,
 )
 from tokenloom_server.ledger.commands import Pin, SaveSnapshot
-from tokenloom_server.ledger.records import StoredSnapshot
+from tokenloom_server.ledger.records import Opening, StoredSnapshot
 from tokenloom_server.run.timeouts import Timeouts
 
 from tests.simulation.checker import Checker
-from tests.simulation.corpus import MIXTURES, MemoryFactory, order_of, reference
+from tests.simulation.corpus import MIXTURES, PHASES, MemoryFactory, older_checkpoint, order_of, reference
 from tests.simulation.network import Stream
 from tests.simulation.scheduler import Scheduler, Violation
-from tests.simulation.server import Server
+from tests.simulation.server import RUN, STREAM, Server
 from tests.simulation.trainer import Launch, Rank, Sizes
 from tests.support.memory_ledger import MemoryLedger, Store
 
@@ -45,6 +45,8 @@ THEMES: dict[str, tuple[str, ...]] = {
     "lost data": ("lose data", "kill server", "kill trainer"),
     "revisions": (*("revise",) * 5, "drop revisions", "kill server", "kill trainer", "pause server", "pin", "snapshot"),
 }
+#: Beside those of a world's theme, where an older checkpoint is at hand.
+IMPORT_FAULTS = ("kill trainer", "kill trainer", "kill server", "pin", "snapshot")
 FAULTS = tuple(sorted({kind for kinds in THEMES.values() for kind in kinds}))
 LEDGER_FAULTS = (
     *("hangs", "hangs after", "busy", "unreachable", "late", "twice", "answer lost", "dies before", "dies after"),
@@ -132,6 +134,23 @@ class World(Scheduler):
         self.seed = seed
         self.plan = Plan.draw(self.rng)
         self._schedules = random.Random(f"ramps of {seed}")
+        # Of draws of their own, too: a world without an older checkpoint is as it was before there were any.
+        self._imports = random.Random(f"older checkpoints of {seed}")
+        #: What an older data loader had saved, in some worlds.
+        self.older = ""
+        if self._imports.random() < 0.15:
+            mixture = PHASES if self._imports.random() < 0.5 else self.plan.mixture
+            # Several launches on few ranks, so that some of them begin from elsewhere than the one before.
+            self.plan = replace(
+                self.plan,
+                mixture=mixture,
+                largest_world=min(self.plan.largest_world, 2),
+                start_spread_s=0.5,
+                faults=(*self.plan.faults, *IMPORT_FAULTS),
+                fault_count=self._imports.randint(4, 12),
+                fault_gap_s=self._imports.choice([0.3, 1.0]),
+            )
+            self.older = older_checkpoint(mixture, self._imports)
         self.order, self.record = _order(self.plan.mixture, self.plan.window_micro_steps)
         self.store = Store()
         self.ledger = MemoryLedger(self.store, lambda: self.now)
@@ -238,6 +257,12 @@ class World(Scheduler):
     def launch_of(self, attempt: str) -> Launch:
         return self.launches[int(attempt.partition("-")[2])]
 
+    @property
+    def openings(self) -> Sequence[Opening]:
+        """What the ledger has of the run's generations."""
+        run = self.store.runs.get((RUN, STREAM))
+        return run.openings if run is not None else ()
+
     # Servers
 
     def _start_server(self, address: int) -> None:
@@ -267,6 +292,8 @@ class World(Scheduler):
         launch = Launch(self, number, world_size, sizes, accumulate, resume, text, self.rng.random() < 0.5)
         self.launches.append(launch)
         asked = f"state at {launch.loaded.sample_index}" if launch.loaded is not None else resume
+        if launch.older:
+            asked = f"an older checkpoint: {text}"
         self.note(launch.attempt, "starts", f"{world_size} × {sizes}, {accumulate}", asked)
         launch.start()
 
@@ -286,6 +313,8 @@ class World(Scheduler):
         if self._next_ask is not None:
             ask, self._next_ask = self._next_ask, None
             return ask
+        if self.older and self._imports.random() < (0.4 if self.launches else 0.7):
+            return "", self.older
         if not self.launches:
             return "", ""
         chance = self.rng.random()

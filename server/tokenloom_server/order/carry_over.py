@@ -31,7 +31,7 @@ def carry(
     sources = [_carried(state, old, new, source.id, grown) for source in new.sources]
     for one in returning:
         # A state of another line may know nothing of it, and there it is new.
-        if one.entry is None or one.entry in state.preserved:
+        if not one.entry or one.entry in state.preserved:
             sources[one.source] = one.carried(sources[one.source])
     preserved = tuple(entry for entry in state.preserved if entry not in [one.entry for one in returning])
     before = {

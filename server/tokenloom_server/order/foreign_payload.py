@@ -49,10 +49,16 @@ class Entry(BaseModel):
         return 0 if self.was_preserved else self.token_offset or 0
 
     @property
-    def counts_in_shard(self) -> bool:
-        """Whether ``row_offset`` is known to count within the shard, as in Tokenloom's own."""
+    def reading(self) -> _RowOffsetOf | None:
+        """What ``row_offset`` is known to count: in Tokenloom's own the rows of the shard, else what is said of it."""
         fields = {*(self.model_extra or ())}
-        return self.row_offset_of == "shard" or any(ours <= fields for ours in _OUR_FIELDS)
+        return "shard" if any(ours <= fields for ours in _OUR_FIELDS) else self.row_offset_of
+
+    @property
+    def was_drawn(self) -> bool:
+        """Whether the source was shuffled or read in lanes, so that it does not stand in file order."""
+        fields = self.model_extra or {}
+        return fields.get("shuffle", "none") not in ("none", False, None) or bool(fields.get("lanes"))
 
 
 class _ResumeState(BaseModel):

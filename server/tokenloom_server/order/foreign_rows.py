@@ -36,6 +36,8 @@ def position_of(where: str, entry: Entry, source: int, factory: PipelineFactory)
     fit and differ.
     """
     config, epochs = factory.config.sources[source], factory.config.epochs[source]
+    if entry.was_drawn:
+        raise SnapshotInvalid(f"{where}: it was shuffled or read in lanes, so row_offset is no place in file order")
     if not config.in_file_order:
         raise SnapshotInvalid(
             f"{where}: shard and row_offset are a place in file order, but the mixture file reads the source with "
@@ -45,14 +47,13 @@ def position_of(where: str, entry: Entry, source: int, factory: PipelineFactory)
     reader = factory.readers.open(source)
     paths = factory.record.shard_paths[source]
     shard = None if entry.shard is None else _shard(where, entry.shard, paths, factory)
-    of_spec = [] if entry.counts_in_shard else _of_spec(entry, reader)
+    within, of_spec = [], _of_spec(entry, reader) if entry.reading != "shard" else []
     there = [cursor for cursor in of_spec if shard in (None, cursor.shard)]
-    within: list[FileCursor] = []
-    if shard is not None and entry.row_offset_of != "spec" and entry.row_offset <= reader.row_count(shard):
+    if shard is not None and entry.reading != "spec" and entry.row_offset <= reader.row_count(shard):
         within = [FileCursor(entry.epoch or 0, shard, entry.row_offset)]
     fitting = within or there
     if not fitting or (within and there and within[0] not in there):
-        raise SnapshotInvalid(f"{where}: {_both_readings(entry, shard, of_spec, reader)}")
+        raise SnapshotInvalid(f"{where}: {_both_readings(entry, shard, reader)}")
     cursor = next((cursor for cursor in fitting if cursor.epoch < epochs), fitting[0])
     if cursor.epoch >= epochs:
         raise SnapshotInvalid(
@@ -80,18 +81,15 @@ def _of_spec(entry: Entry, reader: Source) -> list[FileCursor]:
     return cursors if ends[-1] else []
 
 
-def _both_readings(entry: Entry, shard: int | None, of_spec: Sequence[FileCursor], reader: Source) -> str:
+def _both_readings(entry: Entry, shard: int | None, reader: Source) -> str:
     """What a ``row_offset`` is within the shard and of the whole spec, and how to say which."""
-    readings = ["it names no shard"]
-    if shard is not None:
-        readings = [f"{reader.shards[shard].path} has {reader.row_count(shard)} rows"]
-    if not entry.counts_in_shard:
-        cursor = of_spec[0] if of_spec else None
-        row = f"row {cursor.row} of {reader.shards[cursor.shard].path}" if cursor else "after the end of it"
-        readings.append(f"counted through the whole spec that is {row}")
+    files, of_spec = reader.shards, _of_spec(entry, reader)
+    within = "it names no shard" if shard is None else f"{files[shard].path} has {reader.row_count(shard)} rows"
+    row = f"row {of_spec[0].row} of {files[of_spec[0].shard].path}" if of_spec else "after the end of it"
     return (
-        f"row_offset is {entry.row_offset}, but {'; '.join(readings)}: say which of both it counts by row_offset_of: "
-        "shard or spec, in the entry or beside datasets; or correct it and the shard in the checkpoint's copy"
+        f"row_offset is {entry.row_offset}, but {within}; counted through the whole spec that is {row}: say which of "
+        "both it counts by row_offset_of: shard or spec, in the entry or beside datasets; or correct it and the shard "
+        "in the checkpoint's copy"
     )
 
 

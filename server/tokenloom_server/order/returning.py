@@ -12,9 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from tokenloom_proto.seal import canonical
-
-from tokenloom_server.core.state import FileCursor, SourceState, row_cursor
+from tokenloom_server.core.state import FileCursor, SourceState
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.foreign_payload import entries_of, normalised
 from tokenloom_server.order.foreign_rows import position_of
@@ -24,9 +22,9 @@ class Returning(NamedTuple):
     """A source that comes back, as the content of a revision has it."""
 
     source: int
-    #: What ``State.preserved`` has of it; None for a source of the run's own that was dropped.
-    entry: str | None
-    #: Epoch, shard, row and tokens of its cursor, and the rows before that; empty where the run knows it by itself,
+    #: What ``State.preserved`` has of it; empty for a source of the run's own that was dropped.
+    entry: str
+    #: Epoch, shard and row of its cursor, and the rows before that; empty where the run knows it by itself,
     #: None where it is read from its first row.
     place: Sequence[int] | None
 
@@ -57,17 +55,7 @@ def returning(
 
 
 def _place(fields: dict[str, Any], source: int, factory: PipelineFactory) -> Sequence[int]:
+    # Not the tokens of a row that has begun: they count under the options that the source had.
     (entry,) = entries_of({"datasets": [fields]})
     cursor, rows, _ = position_of(f"spec {entry.spec!r}", entry, source, factory)
-    # Tokens of a row count by one tokeniser and packing, so they are the same in a fork alone.
-    tokens = fields["row_token_offset"] if "left_by" in fields and factory.config.packing != "best_fit" else 0
-    return cursor.epoch, cursor.shard, cursor.row, tokens, rows
-
-
-def left_by(run: str, spec: str, shard: str | None, source: SourceState) -> str:
-    """The entry of a source that a fork of a run leaves out. One that has no place in file order can not return."""
-    cursor = row_cursor(source.cursor)
-    fields = {"spec": spec, "rows": source.rows, "token_offset": source.tokens, "left_by": run}
-    if isinstance(cursor, FileCursor) and not source.lanes:
-        fields |= {"shard": shard, "epoch": cursor.epoch, "row_offset": cursor.row, "row_token_offset": cursor.tokens}
-    return str(canonical(fields))
+    return cursor.epoch, cursor.shard, cursor.row, rows

@@ -176,7 +176,7 @@ def _returning(
             continue
         if change.from_start and not source.in_file_order:
             raise ConfigError(f"from_start: {source.name} is shuffled or has lanes, and only goes on where it stood")
-        back.append(Returning(source.id, None, None if change.from_start else ()))
+        back.append(Returning(source.id, "", None if change.from_start else ()))
     return back
 
 
@@ -185,9 +185,9 @@ def _line(one: Returning, after: PipelineFactory, timeline: Timeline, state: Sta
     name, known, record = after.config.sources[one.source].name, SourceState(), after.record
     if one.place is None:
         return f"{name}: is read from its first row"
-    if one.entry is None:
-        standing = timeline.at(state.sample_index).config.sources if state is not None else ()
-        if state is None or (one.source, "dropped") not in [(source.id, source.presence) for source in standing]:
+    if not one.entry:
+        sources = timeline.at(state.sample_index).config.sources if state is not None else ()
+        if state is None or not any(each.id == one.source and each.presence == "dropped" for each in sources):
             return f"{name}: goes on where it is when it is dropped"
         known = state.sources[one.source]
     line = position_line(record.specs[one.source], one.carried(known), record.shard_paths[one.source])

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server.core.state import ChildState, Imported, PackedCursor, SourceState, State, digest_hex
+from tokenloom_server.core.state import ChildState, Imported, SourceState, State, digest_hex
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.order.snapshot_checks import (
     check_lanes,
@@ -24,15 +24,14 @@ from tokenloom_server.order.snapshot_checks import (
     check_skipped,
 )
 from tokenloom_server.order.snapshot_document import (
-    FileDataset,
     KnownDataset,
     PreservedDataset,
     ResumeStateDocument,
     SnapshotDocument,
-    lane_of,
     read_document,
     read_resume_state,
 )
+from tokenloom_server.order.snapshot_encode import encode_state
 from tokenloom_server.order.state_shape import Shape, ShapeAt
 
 
@@ -172,44 +171,11 @@ def _sources(datasets: Sequence[KnownDataset], shape: Shape) -> tuple[SourceStat
             )
         check_skipped(i, dataset)
         check_lanes(i, dataset, shape)
-        sources.append(source_state(dataset))
+        sources.append(dataset.state)
     return tuple(sources)
 
 
-def source_state(dataset: KnownDataset) -> SourceState:
-    return SourceState(
-        cursor=dataset.cursor,
-        samples=dataset.samples,
-        rows=dataset.rows,
-        tokens=dataset.token_offset,
-        dropped_tokens=dataset.dropped_tokens,
-        exhausted=dataset.exhausted,
-        skipped_samples=dataset.skipped_samples,
-        skipped_rows=dataset.skipped_rows,
-        skipped_tokens=dataset.skipped_tokens,
-        row_counts=dataset.row_counts,
-        lanes=tuple(lane_of(entry) for entry in dataset.lanes),
-    )
-
-
 # Of another run, for forks and revisions: what a snapshot says, whether it fits or not.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignSource:
-    """A source as a snapshot of whichever run has it: by spec, and its shard by path."""
-
-    spec: str
-    shard: str | None
-    """None where it stands in no file: of shuffled rows, of batches, and at its beginning."""
-    state: SourceState
-    shuffle: str = "none"
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether it stands among rows that are packed together, or a lane of it does."""
-        cursors = self.state.cursor, *(lane.cursor for lane in self.state.lanes)
-        return any(isinstance(cursor, PackedCursor) for cursor in cursors)
 
 
 class ForeignSnapshot(SnapshotDocument):
@@ -232,18 +198,14 @@ class ForeignSnapshot(SnapshotDocument):
         """As in ``State.preserved``."""
         return _preserved(self.resume_state)
 
-    def sources(self) -> tuple[ForeignSource, ...]:
+    def sources(self) -> Sequence[KnownDataset]:
         """Where they stand at the sample index of ``resume_state``, which may lie before that of the snapshot."""
-        return tuple(
-            ForeignSource(
-                spec=dataset.spec,
-                shard=dataset.shard if isinstance(dataset, FileDataset) else None,
-                state=source_state(dataset),
-                shuffle=dataset.shuffle,
-            )
-            for dataset in self.resume_state.datasets
-            if isinstance(dataset, KnownDataset)
-        )
+        return [dataset for dataset in self.resume_state.datasets if isinstance(dataset, KnownDataset)]
+
+    def at(self, state: State, shape: Shape) -> ForeignSnapshot:
+        """The snapshot with a state of its run that lies after that of ``resume_state``."""
+        resume_state = read_resume_state(encode_state(state, shape), lambda *_: shape)
+        return self.model_copy(update={"resume_state": resume_state})
 
 
 def read_foreign(text: str | bytes) -> ForeignSnapshot | None:

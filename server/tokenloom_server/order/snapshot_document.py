@@ -19,6 +19,7 @@ from tokenloom_server.core.state import (
     Lane,
     PackedCursor,
     RowCounts,
+    SourceState,
     WindowCursor,
 )
 from tokenloom_server.errors import SnapshotInvalid
@@ -191,6 +192,27 @@ class KnownDataset(_Counters):
     skipped_rows: int = Field(default=0, ge=0, le=MAX_COUNTER)
     skipped_tokens: int = Field(default=0, ge=0, le=MAX_COUNTER)
     lanes: list[_AnyLane] = Field(default_factory=list)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it stands among rows that are packed together, or a lane of it does."""
+        return any(isinstance(each.cursor, PackedCursor) for each in (self, *self.lanes))
+
+    @property
+    def state(self) -> SourceState:
+        return SourceState(
+            cursor=self.cursor,
+            samples=self.samples,
+            rows=self.rows,
+            tokens=self.token_offset,
+            dropped_tokens=self.dropped_tokens,
+            exhausted=self.exhausted,
+            skipped_samples=self.skipped_samples,
+            skipped_rows=self.skipped_rows,
+            skipped_tokens=self.skipped_tokens,
+            row_counts=self.row_counts,
+            lanes=tuple(lane_of(entry) for entry in self.lanes),
+        )
 
 
 class FileDataset(_FilePosition, KnownDataset):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
+from tokenloom_proto.seal import canonical
+
 from tokenloom_server.config.source import SourceConfig
-from tokenloom_server.core.state import FileCursor, SourceState, State, begun_again, row_cursor
+from tokenloom_server.core.state import FileCursor, SourceState, State, begun_again
 from tokenloom_server.errors import JoinRefused, SnapshotInvalid
 from tokenloom_server.mixing.elsewhere import forked
 from tokenloom_server.order import foreign_payload, snapshot
@@ -15,8 +17,9 @@ from tokenloom_server.order.builder import moves_parts
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.origin import Origin
 from tokenloom_server.order.position_line import position_line
-from tokenloom_server.order.returning import left_by, returning
-from tokenloom_server.order.snapshot import ForeignSnapshot, ForeignSource
+from tokenloom_server.order.returning import returning
+from tokenloom_server.order.snapshot import ForeignSnapshot
+from tokenloom_server.order.snapshot_document import FileDataset
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.history import History
@@ -81,7 +84,7 @@ class ForkHandler:
         if same is None:
             self._refuse_other_batches(foreign)
         ours = {source.source for source in coordinator.order.config.sources}
-        kept = [source.state for source in theirs if source.spec in ours]
+        kept = [source for source in theirs.sources() if source.spec in ours]
         clock_offset = foreign.resume_state.clock_offset
         origin = Origin(
             run=foreign.run,
@@ -92,10 +95,10 @@ class ForkHandler:
             digest=foreign.digest,
             # Those of the run that theirs was forked from are among them.
             left_samples=foreign.sample_index - sum(source.samples for source in kept),
-            left_tokens=foreign.total_tokens - clock_offset - sum(source.tokens for source in kept),
+            left_tokens=foreign.total_tokens - clock_offset - sum(source.token_offset for source in kept),
         )
         timeline = coordinator.timeline.with_origin(origin).with_clock(clock_offset)
-        state = same if same is not None else _transplanted(timeline, origin, theirs, foreign.preserved)
+        state = same if same is not None else _transplanted(timeline, origin, theirs)
         return replace(origin, state=timeline.encode(state))
 
     def _refuse_other_tokens(self, foreign: ForeignSnapshot) -> None:
@@ -127,8 +130,9 @@ class ForkHandler:
             "its batches would be others, and a place among them another one; make them the same",
         )
 
-    def _sources(self, text: str | bytes, foreign: ForeignSnapshot) -> tuple[tuple[ForeignSource, ...], State | None]:
-        """The other run's sources at the sample index; and its state, where this run has the same rules."""
+    def _sources(self, text: str | bytes, foreign: ForeignSnapshot) -> tuple[ForeignSnapshot, State | None]:
+        """The snapshot, with where the other run's sources stand at its sample index; and its state, where this run has
+        the same rules."""
         coordinator = self._coordinator
         ours = coordinator.template()
         fields = (foreign.config_digest, foreign.manifest_digest)
@@ -138,23 +142,24 @@ class ForkHandler:
         parent = self._parent(foreign.run)
         if parent is not None:
             state = parent.forward(parent.parse(text))
-            _refuse_other_documents(parent.order_at(state.sample_index), coordinator.order)
-            return _named(parent.order_at(state.sample_index), state), state if same else None
+            theirs = parent.order_at(state.sample_index)
+            _refuse_other_documents(theirs, coordinator.order)
+            return foreign.at(state, theirs.record.shape), state if same else None
         if same:
             point = snapshot.parse(text, {**ours, "run": foreign.run}, coordinator.timeline.shape_at)
             state = self._history.forward(point)
-            return _named(coordinator.timeline.at(state.sample_index), state), state
+            return foreign.at(state, coordinator.timeline.shape_at(state.sample_index, state.clock_offset)), state
         state_index = foreign.resume_state.sample_index
         if state_index == foreign.sample_index:
             for source in foreign.sources():
-                drawn = source.shuffle != "none" or source.state.lanes
+                drawn = source.shuffle != "none" or source.lanes
                 if drawn and source.spec in coordinator.timeline.at(foreign.sample_index).record.specs:
                     raise SnapshotInvalid(
                         f"source {source.spec!r} is shuffled in run {foreign.run!r}, so where it stands means "
                         "something under that run's mixture only: serve its mixture file with this server, too "
                         "(tokenloom serve A.yaml B.yaml)"
                     )
-            return foreign.sources(), None
+            return foreign, None
         raise SnapshotInvalid(
             f"the state tells where the sources of run {foreign.run!r} stood at sample {state_index}, and to go "
             f"forward to sample {foreign.sample_index} takes that run's mixture: serve its mixture file with this "
@@ -240,50 +245,29 @@ def _is_at(origin: Origin, foreign: ForeignSnapshot) -> bool:
     return (origin.run, origin.uid, origin.sample_index, origin.digest) == there
 
 
-def _named(factory: PipelineFactory, state: State) -> tuple[ForeignSource, ...]:
-    return tuple(
-        ForeignSource(
-            spec=config.source,
-            shard=shards[first.shard] if isinstance(first := row_cursor(source.cursor), FileCursor) else None,
-            state=source,
-            shuffle=config.shuffle,
-        )
-        for config, shards, source in zip(
-            factory.config.sources, factory.record.shard_paths, state.sources, strict=True
-        )
-    )
-
-
-def _transplanted(
-    timeline: Timeline, origin: Origin, others: Sequence[ForeignSource], preserved: Sequence[str]
-) -> State:
-    """The other run's sources as this run has them, and what it preserved. Raises ``SnapshotInvalid`` naming a file
-    that this run lacks."""
+def _transplanted(timeline: Timeline, origin: Origin, foreign: ForeignSnapshot) -> State:
+    """The other run's sources as this run has them; those of both that this run lacks are preserved. Raises
+    ``SnapshotInvalid`` naming a file that it lacks."""
     factory = timeline.at(origin.sample_index)
-    theirs = {source.spec: source for source in others}
-    left = [source for source in others if source.spec not in factory.record.specs and source.state.samples]
-    preserved = [*preserved, *(left_by(origin.run, source.spec, source.shard, source.state) for source in left)]
-    try:
-        back = {one.source: one for one in returning(preserved, factory)}
-    except SnapshotInvalid as error:
-        raise SnapshotInvalid(f"{error}{_OR_BEGIN}") from None
+    theirs = {source.spec: source for source in foreign.sources()}
+    left = [source for spec, source in theirs.items() if spec not in factory.record.specs and source.samples]
+    entries = [{**source.model_dump(exclude_unset=True), "left_by": origin.run} for source in left]
+    preserved = [*foreign.preserved, *map(canonical, entries)]
     sources: list[SourceState] = []
     for spec, shards in zip(factory.record.specs, factory.record.shard_paths, strict=True):
         known = theirs.get(spec)
         if known is None:
-            one = back.get(len(sources))
-            sources.append(one.carried(SourceState()) if one is not None else SourceState())
-            if one is not None:
-                _log.info("resume: %s (preserved by run %r)", position_line(spec, sources[-1], shards), origin.run)
+            sources.append(SourceState())
             continue
-        if known.shard is not None and known.shard not in shards:
+        shard = known.shard if isinstance(known, FileDataset) else None
+        if shard is not None and shard not in shards:
             raise SnapshotInvalid(
-                f"source {spec!r} stands in {known.shard!r}, which is not among this run's files of it "
+                f"source {spec!r} stands in {shard!r}, which is not among this run's files of it "
                 f"({', '.join(shards[:5])}{', …' if len(shards) > 5 else ''}): put the file back, or write the spec in "
                 "another way to begin it anew"
             )
         source = known.state
-        if known.is_packed and factory.config.packing != "best_fit" and (known.shuffle != "none" or source.lanes):
+        if known.is_packed and factory.config.packing != "best_fit" and (known.shuffle != "none" or known.lanes):
             raise SnapshotInvalid(
                 f"source {spec!r} is read in a drawn order and packed by best fit, and no other packing can name "
                 "where it stands: fork with packing: best_fit, or write the spec in another way to begin it anew"
@@ -291,16 +275,27 @@ def _transplanted(
         if known.is_packed or factory.config.packing == "best_fit":
             # Rows that are packed together, or a row that has begun, have other samples under these rules.
             source = begun_again(source)
-        if isinstance(source.cursor, FileCursor) and known.shard is not None:
-            source = replace(source, cursor=replace(source.cursor, shard=shards.index(known.shard)))
+        if isinstance(source.cursor, FileCursor) and shard is not None:
+            source = replace(source, cursor=replace(source.cursor, shard=shards.index(shard)))
         # Whether it is out is for this run's own epochs to say: the next pick finds it.
         sources.append(replace(source, exhausted=False, dropped_tokens=0))
+    try:
+        back = returning(preserved, factory)
+    except SnapshotInvalid as error:
+        raise SnapshotInvalid(f"{error}{_OR_BEGIN}") from None
+    for one in back:
+        preserved.remove(one.entry)
+        sources[one.source] = one.carried(SourceState())
+        line = position_line(
+            factory.record.specs[one.source], sources[one.source], factory.record.shard_paths[one.source]
+        )
+        _log.info("resume: %s (preserved by run %r)", line, origin.run)
     return State(
         sample_index=origin.sample_index,
         total_tokens=origin.total_tokens,
         digest=int(origin.digest, 16),
         sources=tuple(sources),
         nodes=forked(factory.config, sources),
-        preserved=tuple(entry for entry in preserved if entry not in [one.entry for one in back.values()]),
+        preserved=tuple(preserved),
         clock_offset=timeline.clock_offset,
     )
