@@ -156,16 +156,3 @@ def test_a_source_that_was_not_picked_is_not_looked_into() -> None:
     assert len(set(order)) < 4, "the rare ones come later"
     picked = {source: order.count(source) for source in order}
     assert all(number < picked[source] for source, number in walk.looked_at)
-
-
-def test_a_restored_chooser_debits_what_was_given_and_not_what_was_planned() -> None:
-    lengths = [[8, 1] * 50, [3] * 100, [5, 5, 1] * 40]
-    config = config_of("least_consumed", 2, 1, 1)
-    whole, broken = walk_of(config, lengths), walk_of(config, lengths)
-    expected = whole.leap(90)
-    actual: list[int] = []
-    for _ in range(90):
-        broken.mixer.plan(7)
-        actual += broken.leap(1)
-        broken.restore()
-    assert actual == expected

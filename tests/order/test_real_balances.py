@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -133,16 +132,3 @@ def test_where_every_sample_is_full_both_counts_give_the_same_order(folder: Path
         states(order_of(folder, document("concat", *NESTED, count=count)), 120)[-1] for count in ("real", "positions")
     ]
     assert by_count[0] == by_count[1]
-
-
-def test_padding_and_real_tokens_are_all_positions(folder: Path) -> None:
-    for labels in ("same", "shifted"):
-        for padding in ("left", "right"):
-            fields: dict[str, Any] = {"labels": labels, "padding": padding}
-            order = order_of(folder, document("none", {"source": MIXED}, **fields))
-            shift = labels == "shifted"
-            # An empty row makes no sample.
-            filled = list(accumulate((row * 37 % 64 + 1 for row in range(110) if row * 37 % 64), initial=0))
-            for number, state in enumerate(states(order, 100)):
-                expected = filled[number] - number * (shift and padding == "left")
-                assert real_tokens(state) == [expected]

@@ -195,10 +195,10 @@ class Node:
     def states_at(self, weights: NodeWeights, below: Sequence[tuple[int, int]]) -> tuple[ChildState, ...]:
         """The children's states under these weights. ``below``: how many samples each gave since the node was built,
         and its balance."""
-        given, balances = zip(*below, strict=True)
+        counts, balances = zip(*below, strict=True)
         pick = self._pick_samples
-        samples = [was.samples + more for was, more in zip(self._states, given, strict=True)]
-        tokens = [was.tokens + more * self.pick_tokens // pick for was, more in zip(self._states, given, strict=True)]
+        samples = [was.samples + more for was, more in zip(self._states, counts, strict=True)]
+        tokens = [was.tokens + more * self.pick_tokens // pick for was, more in zip(self._states, counts, strict=True)]
         return tuple(
             ChildState(own, own_tokens, credit, exhausted, weight, total * pick)
             for own, own_tokens, credit, exhausted, (weight, total) in zip(
