@@ -211,6 +211,11 @@ class State:
     #: By how many tokens ``total_tokens``, the clock, exceeds those of its samples: as an older checkpoint's did.
     clock_offset: int = 0
 
+    @property
+    def real_tokens(self) -> int:
+        """The total tokens without padding."""
+        return self.total_tokens - sum(source.row_counts.padding_tokens for source in self.sources)
+
 
 def jumped_over(before: State, after: State) -> State:
     """``after``, with all that lies between the two counted as skipped."""

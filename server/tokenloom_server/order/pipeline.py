@@ -109,10 +109,12 @@ class Pipeline:
     def begin_group(self, plan: BatchPlan) -> StepGroup:
         """An empty group that begins here, at a state boundary of the plan."""
         shape = (plan.world_size, plan.group_micro_steps, plan.batch_size)
+        base = self.state()
         return StepGroup(
             plan=plan,
-            base=self.state(),
+            base=base,
             real=self._real,
+            padding_tokens=base.total_tokens - base.real_tokens,
             samples=_objects([self._padding] * plan.group_samples),
             source_ids=np.full(shape, PADDING, np.int32),
         )
