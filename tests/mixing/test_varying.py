@@ -55,7 +55,7 @@ def test_soft_sequential_is_the_product_as_it_is_written(children: list[tuple[in
 
 
 def test_balance_remaining_weighs_what_is_left() -> None:
-    assert BalanceRemaining().rule([Left(3, 10), Left(7, 7), Left(1, 10**9)]) == [3, 7, 1]
+    assert BalanceRemaining().rule([Left(3, 10, 3), Left(7, 7, 7), Left(1, 10**9, 1)]) == [3, 7, 1]
 
 
 @pytest.mark.parametrize("capacity", [[300, 1000, 50], [2000, 100, 900], [7, 1500, 800]])

@@ -58,7 +58,7 @@ def test_the_golden_snapshots_of_version_1_say_what_those_of_today_say(
         pipeline.advance(before[-1].base.sample_index if before[-1].base else 0)
         assert before[-1].base == pipeline.state()
     else:
-        assert before == today
+        assert before == [replace(point, counts=None) for point in today]
     assert len({point.sample_index for point in before}) > 1
     old = json.loads((FOLDER / "before_house" / "snapshots.json").read_text())[run][-1]
     document = read_foreign(old)
