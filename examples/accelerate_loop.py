@@ -25,7 +25,8 @@ def main(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=options.accumulate)
 
-    dataset = RemoteDataset(options.url, options.batch_size // options.accumulate)  # 1. after the Accelerator
+    # 1. After the Accelerator. Without a checkpoint from the beginning; a loaded state wins.
+    dataset = RemoteDataset(options.url, options.batch_size // options.accumulate, resume="fresh")
     batches = TokenloomLoader(accelerator, dataset)  # 2. in place of a DataLoader, and never through prepare()
     model = GPT(vocab_size=258, width=32, depth=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

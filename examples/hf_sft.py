@@ -36,9 +36,8 @@ def main(options: argparse.Namespace) -> None:
         bf16=False,
         gradient_checkpointing=False,
     )
-    dataset = RemoteDataset(
-        options.url, args.per_device_train_batch_size, columns=["attention_mask"]
-    )  # 1. after SFTConfig
+    # 1. After SFTConfig. Without a checkpoint from the beginning; a loaded state wins.
+    dataset = RemoteDataset(options.url, args.per_device_train_batch_size, columns=["attention_mask"], resume="fresh")
 
     config = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 64, "attention_dropout": 0.1}
     config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}

@@ -33,7 +33,8 @@ def main(options: argparse.Namespace) -> None:
         disable_tqdm=True,
         use_cpu=True,
     )
-    dataset = RemoteDataset(options.url, args.per_device_train_batch_size)  # 1. after TrainingArguments
+    # 1. After TrainingArguments. Without a checkpoint from the beginning; a loaded state wins.
+    dataset = RemoteDataset(options.url, args.per_device_train_batch_size, resume="fresh")
     tokens = options.samples * 128
 
     config = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 64}

@@ -65,7 +65,8 @@ class Record(Callback):
 def main(options: argparse.Namespace) -> None:
     """One process."""
     torch.manual_seed(0)
-    data = TokenloomDataModule(options.url, options.batch_size)  # 3. ranks, state and end come with it
+    # 3. Ranks, state and end come with it. Without a checkpoint from the beginning; a loaded state wins.
+    data = TokenloomDataModule(options.url, options.batch_size, resume="fresh")
     trainer = Trainer(
         accelerator=options.accelerator,
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),

@@ -197,7 +197,7 @@ if __name__ == "__main__":
         "--checkpoint", type=Path, default=Path("checkpoint"), help="folder to save to and to resume from"
     )
     parser.add_argument(
-        "--resume", help="without a checkpoint, of a run that was trained on: fresh, latest or a snapshot"
+        "--resume", default="fresh", help="where it begins without a checkpoint: fresh, latest or a snapshot"
     )
     parser.add_argument("--every", type=int, default=5, help="steps between two checkpoints")
     parser.add_argument("--record", type=Path, help="file for a JSON line per step")

@@ -43,7 +43,7 @@ def main(options: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
 
-    dataset = RemoteDataset(options.url, options.batch_size)
+    dataset = RemoteDataset(options.url, options.batch_size, resume="fresh")  # a loaded state wins
     source_loss = SourceLoss(dataset)  # 1. sums on the device that losses come on
     model = Model(vocab_size=258)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)

@@ -9,7 +9,7 @@ import pytest
 from conftest import LENGTH, Corpus, Rpc, StartServer
 from support.server_process import ServerProcess
 from support.trainer import Sample, World
-from tokenloom import NotFound, ResumePointNeeded, SnapshotInvalid, SourceError
+from tokenloom import NotFound, RemoteDataset, ResumePointNeeded, SnapshotInvalid, SourceError
 from tokenloom_proto.seal import seal, unseal
 
 
@@ -68,3 +68,22 @@ def test_a_bad_line_reaches_every_rank_at_one_step_with_file_and_line_and_no_oth
     assert "Traceback" not in server.log
     with World(server.url("beside")) as world:
         world.steps(3)
+
+
+def test_what_begins_again_says_so_loudly_and_a_loaded_state_wins(
+    corpus: Corpus, sequence: list[Sample], start_server: StartServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = start_server(corpus.mixture("again")).url("again")
+    warning = "run again: begun again at sample 0 (resume='fresh', no state loaded): what was given before comes again"
+    state: dict[str, str] = {}
+    # The same two lines in each launch.
+    for begin, warnings in ((0, []), (0, [warning]), (16, []), (0, [warning])):
+        caplog.clear()
+        dataset = RemoteDataset(url, 4, resume="fresh")
+        if begin:
+            dataset.load_state_dict(state)
+        with dataset:
+            indices = [batch["sample_index"] for _, batch in zip(range(4), dataset, strict=False)]
+            state = dataset.state_dict()
+        assert indices == [begin + 4, begin + 8, begin + 12, begin + 16]
+        assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == warnings

@@ -292,3 +292,7 @@ def test_what_would_train_otherwise_than_it_says_is_refused(server: ServerProces
     fit.strategy.connect(Model())
     fit.save_checkpoint(checkpoint)
     refused("has no state under 'TokenloomDataModule'", Model(), checkpoint)
+    # Nor is it taken where a script begins again without a checkpoint.
+    data = TokenloomDataModule(server.url("refused"), 2, resume="fresh")
+    with pytest.raises(ValueError, match="has no state under 'TokenloomDataModule'"):
+        trainer().fit(Model(), datamodule=data, ckpt_path=checkpoint)

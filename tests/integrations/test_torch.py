@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.forks import Forks
-from support.killed import EXAMPLES, kill_and_resume, same_runs, two_runs
-from support.scripts import launch
+from support.killed import EXAMPLES, STEPS_DEADLINE_S, kill_and_resume, same_runs, steps_of, two_runs
+from support.scripts import Job, launch
 
 
 def test_a_ddp_job_that_is_killed_goes_on_as_if_nothing_had_been(torch_forks: Forks, tmp_path: Path) -> None:
@@ -20,6 +21,29 @@ def test_a_ddp_job_that_is_killed_goes_on_as_if_nothing_had_been(torch_forks: Fo
 def test_an_fsdp2_job_reshards_its_weights_and_its_data(torch_forks: Forks, tmp_path: Path) -> None:
     with two_runs(tmp_path) as urls:
         kill_and_resume(torch_forks, EXAMPLES / "fsdp2.py", urls, tmp_path, resumed_world_sizes=[2, 1])
+
+
+def test_a_job_that_is_killed_before_its_first_checkpoint_needs_nobody(torch_forks: Forks, tmp_path: Path) -> None:
+    record = tmp_path / "record.jsonl"
+    arguments = ["--checkpoint", tmp_path / "checkpoint", "--record", record, "--samples", 80, "--every", 1000]
+    with same_runs(tmp_path, 1) as (url,):
+
+        def start() -> Job:
+            return launch(torch_forks, EXAMPLES / "ddp.py", [url, *arguments], world_size=2, folder=tmp_path / "job")
+
+        job, deadline = start(), time.monotonic() + STEPS_DEADLINE_S
+        while len(before := steps_of(record)) < 5 and time.monotonic() < deadline:
+            time.sleep(0.002)
+        job.kill()
+        before = steps_of(record)
+        assert "begun again" not in job.output
+        # The same command, and nothing else.
+        job = start()
+        job.wait()
+    after = steps_of(record)[len(before) :]
+    assert [step.sample_index for step in after] == list(range(8, 88, 8))
+    assert after[: len(before)] == before
+    assert job.output.count("begun again at sample 0 (resume='fresh', no state loaded)") == 1
 
 
 #: Which loader with how many workers, and on how many ranks it goes on.

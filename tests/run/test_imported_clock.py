@@ -194,3 +194,16 @@ def test_revise_on_start_reads_the_mixture_in_force_by_the_clock(made: Any) -> N
     place.path.write_text(yaml.safe_dump(document))
     served = place.restart()
     assert Trainer(served, 1, 2, resume="latest").train(3)
+
+
+@pytest.mark.parametrize("document", [DATASETS, INDEX])
+def test_a_restore_to_an_older_checkpoint_pins_its_clock(
+    place: Place, served: ServedRun, document: dict[str, Any]
+) -> None:
+    Trainer(served, 1, 2).train(3)
+    point = served.start_points.restore(text=older(document).decode(), skip_samples=4)
+    served = place.restart()
+    trainer = Trainer(served, 1, 2)
+    assert trainer.index == point.sample_index + 4
+    trainer.train(3)
+    assert total(trainer.state()) == (point.sample_index + 10, CLOCK + 10 * LENGTH)

@@ -33,7 +33,14 @@ def test_progress_and_nothing_to_resume_from_is_refused_with_the_choices(served:
     trainer.train(2)
     with pytest.raises(ResumePointNeeded) as refused:
         Trainer(served)
-    for word in ("sample 8", "load_state_dict", "resume='latest'", "resume='fresh'", "snapshot id"):
+    for word in (
+        "sample 8",
+        "load_state_dict",
+        "resume='latest'",
+        "resume='fresh'",
+        "snapshot id",
+        "a loaded state wins",
+    ):
         assert word in str(refused.value)
     # The generation that is there goes on.
     trainer.take(1)

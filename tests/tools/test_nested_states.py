@@ -58,7 +58,7 @@ def test_the_counts_of_every_level_are_those_that_its_loader_had(
         [child.examples for child in level.children] for level in levels if isinstance(level, OldInterleaved)
     ]
     assert [node.name for node in content.nodes] == ["the root", "rest", "inner"]
-    said = ["examples_per_dataset: missing: the loader that wrote it would count from 0 again; here it follows from "]
+    said = ["examples_per_dataset: missing: its loader would count from 0 again; here it follows from "]
     assert [line.removesuffix("child_states") for line in faults(content)] == ([] if by_child else said)
 
 
@@ -114,7 +114,7 @@ def test_nothing_computed_ends_with_status_1_and_says_what_to_give(tmp_path: Pat
     (tmp_path / "state.json").write_text(json.dumps(state))
     status, printed = run("checkpoint", "probabilities", tmp_path / "state.json")
     assert status == 1
-    assert printed.count("missing: policy: found None; --mixture FILE says it") == 3
+    assert printed.count(": policy: found None; --mixture FILE says it") == 3
     (tmp_path / "index.json").write_text('{"sample_index": 9}')
     status, printed = run("checkpoint", "probabilities", tmp_path / "index.json")
     assert (status, printed) == (1, "missing: the mixture; --mixture FILE says it\n")
@@ -141,7 +141,7 @@ def test_what_the_state_lacks_is_measured_from_the_data(tmp_path: Path) -> None:
     status, printed = run(*command[:-1], tmp_path / "elsewhere/mixture.yaml")
     assert status == 1
     assert "its data are not measured" in printed
-    assert "missing: code: samples in all; --mixture FILE measures them, where its data are" in printed
+    assert f"missing: the root: code: samples: found {given[0]} of None in all; examples_per_dataset" in printed
 
 
 def test_an_older_payload_under_a_policy_that_estimates_is_computed_from_the_data(tmp_path: Path) -> None:
@@ -212,13 +212,19 @@ def test_a_folder_is_read_wherever_a_file_is(tmp_path: Path) -> None:
     assert (status, "of another data loader, without a digest" in printed) == (2, True)
 
 
+def test_what_accelerate_writes_into_a_folder_is_found(tmp_path: Path) -> None:
+    folder = save_folder(tmp_path / "checkpoint_9")
+    torch.save(three_levels(30).state(), folder / "custom_checkpoint_0.pkl")
+    assert find(folder).where == "custom_checkpoint_0.pkl"
+
+
 def test_the_states_of_several_ranks_are_named(tmp_path: Path) -> None:
     ranks = {f"dataset_state_rank_{rank}": three_levels(30 + rank).state() for rank in (0, 1)}
     folder = save_folder(tmp_path / "checkpoint-9", **ranks)
-    with pytest.raises(SnapshotInvalid, match=r"at 'dataset_state_rank_0\.pt:'.*'dataset_state_rank_1\.pt:'.*--inside"):
+    with pytest.raises(SnapshotInvalid, match=r"at 'dataset_state_rank_0\.pt'.*'dataset_state_rank_1\.pt'.*--inside"):
         find(folder)
-    assert find(folder, "dataset_state_rank_1.pt:").document["current_example_count"] == 31
-    status, _ = run("verify", folder, folder, "--inside-a", "dataset_state_rank_1.pt:")
+    assert find(folder, "dataset_state_rank_1.pt").document["current_example_count"] == 31
+    status, _ = run("verify", folder, folder, "--inside-a", "dataset_state_rank_1.pt")
     assert status == 2
     workers = save_folder(tmp_path / "checkpoint-10", loader=in_workers(*ranks.values()))
     with pytest.raises(SnapshotInvalid, match=r"worker_0\.dataset_state.*worker_1\.dataset_state"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tokenloom_proto.batch_schedule import BatchSchedule, Sizes
@@ -38,7 +38,7 @@ class TokenBudget:
     shifts_inside: bool = True
     """Whether the model shifts labels inside the block."""
     dataset_samples: int | None = None
-    """Samples that the data give, all epochs together; None where that is not known."""
+    """Samples that the run is given, all epochs together; None where that is not known."""
     ends: bool = True
     """Whether the data end there; otherwise ``dataset_samples`` are those of one epoch of every source."""
     parameters: int = 0
@@ -65,7 +65,8 @@ class TokenBudget:
     @classmethod
     def of(cls, dataset: TrainingDataset, *, parameters: int = 0, factor: float = 0.0) -> TokenBudget:
         """The budget of a dataset's run, from the server's plan: from the run's beginning to the end of its data,
-        whatever is consumed already, so it is the same on every rank and after a resume.
+        whatever is consumed already, so it is the same on every rank and after a resume. Samples that fill no last
+        micro-step are not counted where they are dropped.
 
         ``shifts_inside`` is by the run's ``labels``. Where phases have other sequence lengths, all samples are counted
         at the last one's, and rank 0's log says so: tokens are as near as ever, steps are not. Raises what a
@@ -85,7 +86,7 @@ class TokenBudget:
                 plan["run"], samples, tokens, length,
             )  # fmt: skip
         data_tokens = plan["until_tokens"] if plan["ends"] else _one_epoch(plan)
-        return cls(
+        budget = cls(
             context_length=length,
             batch_size=dataset.batch_size,
             world_size=dataset.world_size,
@@ -96,6 +97,9 @@ class TokenBudget:
             parameters=parameters,
             factor=factor,
         )
+        if budget.dataset_samples is None or not plan["ends"] or plan["last_micro_step"] == "pad":
+            return budget
+        return replace(budget, dataset_samples=budget.dataset_samples - budget._divided(budget.dataset_samples)[2])
 
     @property
     def _schedule(self) -> BatchSchedule:
@@ -124,8 +128,8 @@ class TokenBudget:
 
     @property
     def dataset_steps(self) -> int | None:
-        """Whole optimiser steps that the data give."""
-        return None if self.dataset_samples is None else self.steps(self.dataset_samples)[0]
+        """Optimiser steps that the data give; the last may have fewer micro-steps than ``accumulate``."""
+        return None if self.dataset_samples is None else self._steps_to(self.dataset_samples)
 
     @property
     def target_tokens(self) -> int:
@@ -148,8 +152,7 @@ class TokenBudget:
     @property
     def target_steps(self) -> int:
         """Optimiser steps that reach the target."""
-        whole, rest = self.steps(self.target_samples)
-        return whole + bool(rest)
+        return self._steps_to(self.target_samples)
 
     @property
     def target_epochs(self) -> float | None:
@@ -161,13 +164,21 @@ class TokenBudget:
 
         A step has the batch size that holds where it begins.
         """
+        return self._divided(samples)[:2]
+
+    def _steps_to(self, samples: int) -> int:
+        whole, rest = self.steps(samples)
+        return whole + bool(rest)
+
+    def _divided(self, samples: int) -> tuple[int, int, int]:
+        """As ``steps``, with those of the samples over that are a part of a micro-step."""
         starts = [*self._schedule.starts(sample_tokens=self.context_length, world_size=self.world_size)]
         ends = [begin for begin, _ in starts[1:] if begin < samples] + [samples]
-        steps = rest = 0
+        steps = rest = size = 0
         for (begin, size), end in zip(starts, ends, strict=False):
             whole, rest = divmod(end - begin, size * self.world_size * self.accumulate)
             steps += whole
-        return steps, rest
+        return steps, rest, rest % (size * self.world_size)
 
     def lines(self) -> list[str]:
         """The two lines with which a log begins."""

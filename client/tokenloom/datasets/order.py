@@ -23,6 +23,7 @@ from tokenloom.errors import EndOfData
 from tokenloom.snapshot import History, Loaded, Older, Point
 
 log = logging.getLogger("tokenloom")
+_BEGUN_AGAIN = "run %s: begun again at sample %d (resume='fresh', no state loaded): what was given before comes again"
 
 
 class OrderDataset(ConnectedDataset, ResumableDataset):
@@ -92,6 +93,8 @@ class OrderDataset(ConnectedDataset, ResumableDataset):
                 "run %s: samples %d to %d are skipped, as the restore before this launch said",
                 self.run, start.sample_index - skipped, start.sample_index - 1,
             )  # fmt: skip
+        if request.resume == "fresh" and connection.opening.facts.generation > 1 and self.rank == 0:
+            log.warning(_BEGUN_AGAIN, self.run, start.sample_index)
         self._keep(connection)
         self._joined_in[0] = os.getpid()
         # After samples that are skipped the loaded state is of no use any more: it would bring them back.

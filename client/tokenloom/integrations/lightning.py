@@ -42,6 +42,10 @@ class TokenloomDataModule(Positioned, LightningDataModule):
     in training, such as ``{"samples": 2048}`` or ``{"stream": "held", "batch_size": 16}``. The same samples come each
     time, and what is saved does not know of them.
 
+    A checkpoint that was saved without the data's state is refused, also with ``resume="fresh"``, which is for a launch
+    without a checkpoint; ``resume="latest"`` or a snapshot's id says where the data go on. To begin the data again with
+    such weights, load them without ``ckpt_path``.
+
     Training ends with the data, whatever ``max_epochs`` says: an epoch of Lightning is all of the run, or
     ``limit_train_batches`` of it.
 
@@ -124,11 +128,13 @@ class TokenloomDataModule(Positioned, LightningDataModule):
         """Batches as ``RemoteDataset`` gives them, no sampler between."""
         trainer = self._trainer
         _check_trainer(trainer)
-        if trainer.ckpt_path and not self._state and not self._options.keys() & {"resume", "fork_from"}:
+        # "fresh" may always be there, for a crash before the first checkpoint.
+        begin = self._options.get("resume") or self._options.get("fork_from") or "fresh"
+        if trainer.ckpt_path and not self._state and begin == "fresh":
             raise ValueError(
                 f"the checkpoint {trainer.ckpt_path} has no state under {type(self).__qualname__!r}, so the weights "
                 "would go on from there and the data from elsewhere: it must have been saved with this data module. "
-                'Or say where the data begin: resume="latest", "fresh" or the id of a snapshot'
+                'Or say where the data go on: resume="latest" or the id of a snapshot'
             )
         return self._active
 

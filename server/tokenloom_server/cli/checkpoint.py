@@ -92,6 +92,6 @@ def checkpoint_probabilities(file: _Checkpoint, options: _Options) -> None:
 
     content = options.content(file, measured=True)
     nodes = report.probabilities(content)
-    print_json(nodes) if options.as_json else report.show_probabilities(content, console())
+    print_json(nodes) if options.as_json else report.show_probabilities(nodes, console())
     if all(child["with_counters"] is None for node in nodes for child in node["children"]):
         raise typer.Exit(1)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from tokenloom_proto.seal import canonical
 
@@ -29,7 +28,7 @@ from tokenloom_server.mixing import elsewhere
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.foreign_payload import Entry, Payload, normalised
 from tokenloom_server.order.foreign_rows import names_of, position_of
-from tokenloom_server.order.nested_state import read_datasets
+from tokenloom_server.order.nested_state import read_entries
 from tokenloom_server.order.position_line import position_line
 from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.state_shape import Shape
@@ -55,7 +54,8 @@ def resume_point(payload: Payload, timeline: Timeline) -> ResumePoint:
     if tokens is not None and tokens > MAX_COUNTER:
         raise SnapshotInvalid(f"total_tokens: {tokens} ({clock}); counters end at 2^53 − 1")
     if payload.nested is not None:
-        payload = replace(payload, datasets=_of_nested(payload.nested, payload.sample_tokens, timeline.first))
+        entries = read_entries(payload.nested, timeline.first.record, payload.sample_tokens)
+        payload = replace(payload, datasets=tuple(map(Entry.model_validate, entries)))
     if not payload.datasets:
         return _skipping(payload.sample_index or 0, timeline, tokens, clock)
     if timeline.first.config.batching is not None:
@@ -66,19 +66,6 @@ def resume_point(payload: Payload, timeline: Timeline) -> ResumePoint:
     by_spec = _by_spec(payload.datasets, timeline.first.config.catalog.sources)
     state, notes = _state(by_spec, *_in_force(by_spec, timeline, tokens))
     return ResumePoint.of(state, (*notes, f"resume: total_tokens={state.total_tokens} ({clock})"))
-
-
-def _of_nested(state: Mapping[str, Any], example_tokens: int | None, factory: PipelineFactory) -> tuple[Entry, ...]:
-    """The entries of nested datasets. Their tokens are those of their examples, where the payload says how long one is,
-    else those that so many rows have by the size of the data, where a policy goes by it."""
-    entries = []
-    for fields in read_datasets(state, factory.config.mixture):
-        size, rows, examples = factory.record.size_estimates.get(fields["id"]), fields["row_offset"], fields["samples"]
-        tokens = rows * size.tokens_per_1000_rows // 1000 if size is not None else None
-        if example_tokens is not None and examples is not None:
-            tokens = examples * example_tokens
-        entries.append(Entry(spec=fields["spec"], row_offset=rows, token_offset=tokens, epoch=fields["epoch"] or None))
-    return tuple(entries)
 
 
 def _skipping(index: int, timeline: Timeline, tokens: int | None, clock: str) -> ResumePoint:

@@ -123,7 +123,7 @@ def read(text: str | bytes) -> Payload | None:
     if resume is not None and "datasets" in resume:
         return Payload(entries_of(resume), *clock)
     if nested is not None:
-        return Payload((), as_resume_state(nested, None)["sample_index"], *clock[1:], nested)
+        return Payload((), as_resume_state(nested, None, {})["sample_index"], *clock[1:], nested)
     if sample_index is None:
         raise SnapshotInvalid("sample_index: found nothing; expected that, or resume_state.datasets")
     return Payload((), *clock)

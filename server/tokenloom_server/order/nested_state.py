@@ -10,22 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import zip_longest
-from types import MappingProxyType
 from typing import Any
 
 from tokenloom_proto.resume import BY_DATASET, NESTED_KEYS
 
 from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
+from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.errors import SnapshotInvalid
+from tokenloom_server.mixing.totals import rows_of
+from tokenloom_server.order.record import RunRecord
 
 #: Where a dataset has one of these, the rows that were read of it are not the first ones of its files.
 _ELSEWHERE = ("shuffle_seed", "shuffle_buffer_size", "shard_config", "split_start_idx")
 #: No loader nests deeper.
 _MOST_LEVELS = 32
 
-_NOTHING: Mapping[int, int] = MappingProxyType({})
 #: Examples that a dataset gave, and that it will have given at its end; None for what is not known.
 _Counts = tuple[int | None, int | None]
 
@@ -35,12 +37,10 @@ def is_nested(state: Any) -> bool:
     return isinstance(state, Mapping) and len(state.keys() & set(NESTED_KEYS)) > 1
 
 
-def as_resume_state(
-    state: Mapping[str, Any], mixture: NodeConfig | None, rows_by_source: Mapping[int, int] = _NOTHING
-) -> dict[str, Any]:
+def as_resume_state(state: Any, run: RunConfig | None, sizes: Mapping[int, SizeEstimate]) -> dict[str, Any]:
     """The ``resume_state`` that says the same, in the mixture's order: ``datasets`` with the rows read of each, and
     ``nodes``, parents first, with counters of examples; None stands for what is not known. Where a loader counts no
-    rows, its examples stand for them; ``rows_by_source`` says how many there are where it does not. Without a mixture
+    rows, its examples stand for them; ``sizes`` says by source id how many there are where it does not. Without a run
     specs are places in the state, and the ``mixture`` is its own tree.
 
     Raises ``SnapshotInvalid`` where the mixture has another shape, or the state is deeper than any loader nests.
@@ -61,15 +61,15 @@ def as_resume_state(
         made = _count(fields.get("output_count"))
         if not below:
             examples = _count(given, made)
-            rows, length = _count(fields.get("input_count"), examples), rows_by_source.get(len(datasets))
-            length, total = _count(fields.get("original_length"), length), _count(fields.get("cached_exact_length"))
+            size, source = sizes.get(len(datasets)), len(datasets)
+            measured = rows_of(size.rows, run.epochs[source]) if size is not None and run is not None else None
+            rows, length = _count(fields.get("input_count"), examples), _count(fields.get("original_length"), measured)
+            total = _count(fields.get("cached_exact_length"))
             if total is None and length is not None:
                 total = length * made // rows if made and rows else length
             spec = config.source if isinstance(config, SourceConfig) else path
-            entry = {"id": len(datasets), "spec": spec, "epoch": _count(fields.get("epoch"), 0), "row_offset": rows}
-            drawn = next((key for key in _ELSEWHERE if fields.get(key) is not None), None)
-            counts = {"rows": rows, "samples": examples, "exhausted": out is True}
-            datasets.append({**entry, **counts, "place": path, "drawn_by": drawn})
+            counts = {"row_offset": rows, "rows": rows, "samples": examples, "exhausted": out is True}
+            datasets.append({**fields, **counts, "id": source, "spec": spec, "place": path})
             return examples, total
         policy, numbers = "weighted" if _list(fields.get("probabilities")) else None, list[list[Any]]()
         tree.append({"id": len(tree), "alias": path, "policy": policy, "children": numbers})
@@ -82,23 +82,34 @@ def as_resume_state(
         gave, total = (_sum(row[place] for row in counted) for place in (0, -1))
         return _count(given, fields.get("current_example_count"), gave), total
 
-    examples, _ = visit(state, mixture, "", None, False)
-    return {"sample_index": examples, "datasets": datasets, "nodes": nodes, "mixture": tree if mixture is None else []}
+    examples, _ = visit(state, run.mixture if run is not None else None, "", None, False)
+    return {"sample_index": examples, "datasets": datasets, "nodes": nodes, "mixture": tree if run is None else []}
 
 
-def read_datasets(state: Mapping[str, Any], mixture: NodeConfig) -> list[dict[str, Any]]:
-    """The ``datasets`` of ``as_resume_state``, each a place to go on from. Raises ``SnapshotInvalid`` where a dataset
-    does not say how many rows were read of it, or these were not the first ones of its files."""
-    datasets: list[dict[str, Any]] = as_resume_state(state, mixture)["datasets"]
-    for entry in datasets:
-        rows, drawn = entry["row_offset"], entry["drawn_by"]
+def read_entries(state: Mapping[str, Any], record: RunRecord, example_tokens: int | None) -> list[dict[str, Any]]:
+    """The ``datasets`` of ``as_resume_state`` as those of an older payload, for the run of the record. Their tokens are
+    those of their examples, where ``example_tokens`` says how many one has, else those that so many rows have by the
+    size of the data, where a policy goes by it.
+
+    Raises ``SnapshotInvalid`` where a dataset does not say how many rows were read of it, or these were not the first
+    ones of its files.
+    """
+    entries = []
+    for own in as_resume_state(state, record.config, {})["datasets"]:
+        rows, samples, epoch = own["row_offset"], own["samples"], _count(own.get("epoch")) or None
+        drawn = next((key for key in _ELSEWHERE if own.get(key) is not None), None)
         if rows is None or (rows and drawn):
             actual = "nothing" if rows is None else f"{rows} that are not the first ones of its files: {drawn} is set"
             raise SnapshotInvalid(
-                f"{entry['place']} (spec {entry['spec']!r}): input_count: expected how many rows were read from its "
+                f"{own['place']} (spec {own['spec']!r}): input_count: expected how many rows were read from its "
                 f"beginning on, found {actual}; write that into the checkpoint's copy, or 0 to read the source anew"
             )
-    return datasets
+        size = record.size_estimates.get(own["id"])
+        tokens = rows * size.tokens_per_1000_rows // 1000 if size is not None else None
+        if example_tokens is not None and samples is not None:
+            tokens = samples * example_tokens
+        entries.append({"spec": own["spec"], "row_offset": rows, "token_offset": tokens, "epoch": epoch})
+    return entries
 
 
 def _count(*values: Any) -> int | None:

@@ -111,6 +111,7 @@ class _Simulation:
             run=config.run,
             sequence_length=config.sequence_length,
             labels=config.labels,
+            last_micro_step=config.last_micro_step,
             from_sample_index=start.sample_index,
             from_tokens=start.total_tokens,
             until_sample_index=self._index,

@@ -69,6 +69,8 @@ class RunPlan(_Future):
     sequence_length: int
     labels: str
     """Whether labels equal the input ids (`same`), or are the next ids already (`shifted`)."""
+    last_micro_step: str
+    """Whether samples that fill no last micro-step are dropped (`drop`), or that is padded (`pad`)."""
     from_sample_index: int
     from_tokens: int
     until_sample_index: int

@@ -177,9 +177,10 @@ class GenerationOpener:
         if committed is not None and committed.sample_index > 0:
             raise ResumePointNeeded(
                 f"run {self._coordinator.name!r} has progress (sample {committed.sample_index}) and the trainer "
-                "brought no state; load its checkpoint with load_state_dict, or say resume='latest' (go on at that "
-                "sample), resume='fresh' (begin again at sample 0) or resume=<snapshot id>. Between checkpoints the "
-                "ledger is ahead of the trainer's weights, so this is not guessed"
+                "brought no state; between checkpoints the ledger is ahead of the weights, so where to begin is not "
+                "guessed. Two lines may stay in a script, since a loaded state wins: RemoteDataset(…, resume='fresh') "
+                "begins at sample 0 without a checkpoint, and load_state_dict(…) goes on from one. Or say "
+                "resume='latest' (go on at that sample) or resume=<snapshot id>"
             )
         return history.beginning(), 0
 

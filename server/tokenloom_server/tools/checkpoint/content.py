@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
+from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.mixing.totals import rows_of
 from tokenloom_server.order.nested_state import as_resume_state, is_nested
@@ -22,6 +24,9 @@ _MOST = 2**64
 
 SNAPSHOT, OLDER, NESTED, INDEX = "snapshot", "older payload", "nested state", "sample index"
 
+
+_Sizes = Mapping[int, SizeEstimate]
+_NOT_MEASURED: _Sizes = MappingProxyType({})
 
 # What is not of its kind counts as missing.
 
@@ -174,6 +179,11 @@ class Content(_Part):
     """All that the checkpoint says."""
     damage: str | None = None
 
+    @property
+    def left_samples(self) -> int:
+        """Samples before the state that none of its sources gave: those of a forked run's parent alone."""
+        return _count_or_zero((self.forked or {}).get("left_samples"))
+
 
 class _WrittenNode(_Part):
     """A node as a snapshot writes it, with 2 × id + whether it is a node, weight and presence of each child."""
@@ -193,9 +203,7 @@ class _WrittenNode(_Part):
 _Nodes = dict[int, _WrittenNode]
 
 
-def read(
-    path: Path, state: DataState, mixture: RunConfig | None = None, sizes: Mapping[int, SizeEstimate] | None = None
-) -> Content:
+def read(path: Path, state: DataState, mixture: RunConfig | None = None, sizes: _Sizes = _NOT_MEASURED) -> Content:
     """The content of a checkpoint; ``mixture`` says which child is which where the checkpoint does not, and ``sizes``
     by source id how much its data have.
 
@@ -206,12 +214,11 @@ def read(
     if is_snapshot and "resume_state" in document:
         document = {**document, "resume_state": upgraded(document["resume_state"], None)}
     nested = is_nested(document)
-    resume = _mapping(document.get("resume_state"))
-    if nested:
-        rows = {i: rows_of(size.rows, mixture.epochs[i]) for i, size in (sizes or {}).items()} if mixture else {}
-        resume = as_resume_state(document, mixture.mixture if mixture is not None else None, rows)
+    resume = as_resume_state(document, mixture, sizes) if nested else _mapping(document.get("resume_state"))
     entries = [entry for entry in _list(resume.get("datasets")) if isinstance(entry, dict)]
     kind = SNAPSHOT if is_snapshot else NESTED if nested else OLDER if entries else INDEX
+    if kind == OLDER and mixture is not None:
+        resume = {**resume, "nodes": _summed(entries, mixture, sizes)}
     clock_offset = resume["clock_offset"] if type(resume.get("clock_offset")) is int else 0
     index, tokens = _count(resume.get("sample_index")), (_count(resume.get("total_tokens")) or 0) - clock_offset
     sources = _sources(entries, mixture)
@@ -219,8 +226,6 @@ def read(
     # None where it changed during the run.
     length = tokens // index if index and tokens and not tokens % index else None
     nodes = _nodes(resume, written, sources, mixture)
-    if kind == OLDER and mixture_from == "file" and mixture is not None:
-        nodes = _summed(nodes, sources, mixture, sizes or {})
     revisions = [_count(_mapping(revision).get("sample_index")) for revision in _list(resume.get("revisions"))]
     return Content.model_validate(
         {
@@ -254,15 +259,11 @@ def _sources(entries: Sequence[Mapping[str, Any]], mixture: RunConfig | None) ->
     total = sum(source.tokens or 0 for source in sources if not source.unknown)
     named = []
     for source in sources:
-        fields: dict[str, Any] = {}
+        share = source.tokens / total if source.tokens is not None and total and not source.unknown else None
+        update: dict[str, Any] = {"share": share}
         if (config := known.get(source.spec)) is not None:
-            fields = {
-                "id": config.id if source.id is None else source.id,
-                "alias": source.alias or config.alias,
-            }
-        if source.tokens is not None and total and not source.unknown:
-            fields["share"] = source.tokens / total
-        named.append(source.model_copy(update=fields))
+            update |= {"id": config.id if source.id is None else source.id, "alias": source.alias or config.alias}
+        named.append(source.model_copy(update=update))
     return tuple(named)
 
 
@@ -331,31 +332,21 @@ def _unnamed(number: int) -> str:
     return "the root" if number == 0 else f"node {number}"
 
 
-def _summed(
-    nodes: Sequence[Node], sources: Sequence[Source], mixture: RunConfig, sizes: Mapping[int, SizeEstimate]
-) -> tuple[Node, ...]:
-    """An older payload counts its sources only: what an import makes of that for the nodes above them, and what their
-    data have in all."""
-    length, by_id = mixture.sequence_length, {node.id: node for node in nodes}
-    samples = {source.id: (source.tokens or 0) // length for source in sources}
-    totals: dict[int | None, int] = {
-        i: rows_of(size.rows, mixture.epochs[i]) * size.tokens_per_1000_rows // 1000 // length
-        for i, size in sizes.items()
-    }
+def _summed(entries: Sequence[Mapping[str, Any]], run: RunConfig, sizes: _Sizes) -> list[list[list[Any]]]:
+    """An older payload counts its sources only: what an import makes of that for the nodes above them, as a state has
+    them, with what their data will give in all."""
+    length, tokens = run.sequence_length, {entry.get("spec"): entry.get("token_offset") for entry in entries}
+    nodes: list[list[list[Any]]] = []
 
-    def below(child: Child, counts: Mapping[int | None, int]) -> int:
-        if child.is_node and child.id is not None:
-            return sum(below(own, counts) for own in by_id[child.id].children)
-        return counts.get(child.id, 0)
+    def visit(config: NodeConfig | SourceConfig) -> tuple[int, int]:
+        if isinstance(config, SourceConfig):
+            rows = rows_of(sizes[config.id].rows, run.epochs[config.id]) if config.id in sizes else 0
+            total = rows and rows * sizes[config.id].tokens_per_1000_rows // 1000
+            return _count_or_zero(tokens.get(config.source)) // length, total // length
+        nodes.append([])
+        counted = nodes[-1]
+        counted += [[own, own * length, None, False, None, total] for own, total in map(visit, config.children)]
+        return sum(row[0] for row in counted), sum(row[-1] for row in counted)
 
-    def counted(child: Child) -> Child:
-        count = below(child, samples)
-        update = {"samples": count, "tokens": count * length, "total": below(child, totals) or None}
-        return child.model_copy(update=update)
-
-    return tuple(node.model_copy(update={"children": tuple(map(counted, node.children))}) for node in nodes)
-
-
-def left_samples(content: Content) -> int:
-    """Samples before the state that none of its sources gave: those of a forked run's parent alone."""
-    return _count((content.forked or {}).get("left_samples")) or 0
+    visit(run.mixture)
+    return nodes

@@ -10,17 +10,7 @@ from tokenloom_proto.seal import SNAPSHOT_FORMAT
 
 from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.order.snapshot_document import VERSIONS
-from tokenloom_server.tools.checkpoint.content import (
-    INDEX,
-    NESTED,
-    OLDER,
-    SNAPSHOT,
-    Child,
-    Content,
-    Node,
-    Source,
-    left_samples,
-)
+from tokenloom_server.tools.checkpoint.content import INDEX, NESTED, OLDER, SNAPSHOT, Child, Content, Node, Source
 from tokenloom_server.tools.checkpoint.probabilities import points, policy_of
 
 _NEEDED = ("run", "stream", "sample_index", "digest", "total_tokens")
@@ -40,16 +30,12 @@ def _of_nested(content: Content) -> Iterator[str]:
     if content.mixture != "file":
         yield "policies and specs: missing, as in every state of nested datasets; --mixture FILE would say them"
     if "examples_per_dataset" not in content.document:
-        yield (
-            "examples_per_dataset: missing: the loader that wrote it would count from 0 again; here it follows from "
-            "child_states"
-        )
+        yield "examples_per_dataset: missing: its loader would count from 0 again; here it follows from child_states"
     for node in content.nodes:
-        if missing := [child.name for child in node.children if child.samples is None]:
-            yield f"{node.name}: nothing counts what {', '.join(missing)} gave"
-    samples = [child.samples or 0 for child in content.nodes[0].children]
-    if content.sample_index not in (None, sum(samples)):
-        yield f"current_example_count: found {content.sample_index}, but its datasets gave {sum(samples)}"
+        yield from (f"{node.name}: nothing counts what {own.name} gave" for own in node.children if own.samples is None)
+    samples = sum(child.samples or 0 for child in content.nodes[0].children)
+    if content.sample_index not in (None, samples):
+        yield f"current_example_count: found {content.sample_index}, but its datasets gave {samples}"
 
 
 def _of_document(content: Content) -> Iterator[str]:
@@ -124,7 +110,7 @@ def _of_sums(content: Content) -> Iterator[str]:
     if content.kind != SNAPSHOT or content.counted_at is None:
         return
     known = [source for source in content.sources if not source.unknown]
-    left = left_samples(content)
+    left = content.left_samples
     samples = sum(source.samples or 0 for source in known)
     if samples != content.counted_at - left:
         total = samples + left
@@ -181,7 +167,7 @@ def _of_node(content: Content, node: Node) -> Iterator[str]:
     if _lacks_weights(content, node):
         yield f"{where}: the weights in force are missing; they would be made anew from the counters"
     issued = sum(child.samples or 0 for child in node.children)
-    if node.id == 0 and content.counted_at is not None and issued != content.counted_at - left_samples(content):
+    if node.id == 0 and content.counted_at is not None and issued != content.counted_at - content.left_samples:
         yield f"{where}: its children have {issued} samples, but resume_state.sample_index is {content.counted_at}"
     for child in node.children:
         if child.id is not None:

@@ -67,12 +67,11 @@ def missing(content: Content, node: Node, *, counted: bool = True) -> list[str]:
             lacks.append(f"{child.name}: weight: found {child.configured!r}; --mixture FILE says it")
         if policy.takes == "points" and counted and not plain and content.total_tokens is None:
             lacks.append(f"{child.name}: its weight follows total_tokens; write that into the checkpoint's copy")
-        if not policy.estimates or _is_out(child, counted=counted):
-            continue
-        if child.samples is None:
-            lacks.append(f"{child.name}: samples so far; write examples_per_dataset into the checkpoint's copy")
-        if not child.total:
-            lacks.append(f"{child.name}: samples in all; --mixture FILE measures them, where its data are")
+        if policy.estimates and not _is_out(child, counted=counted) and (child.samples is None or not child.total):
+            lacks.append(
+                f"{child.name}: samples: found {child.samples} of {child.total} in all; examples_per_dataset in the "
+                "checkpoint's copy says the one, and --mixture FILE the other, where its data are"
+            )
     return lacks
 
 

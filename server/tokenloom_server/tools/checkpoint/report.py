@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +16,10 @@ from tokenloom_server.tools.checkpoint.content import INDEX, Child, Content, Nod
 from tokenloom_server.tools.checkpoint.difference import Difference, place
 from tokenloom_server.tools.checkpoint.faults import faults
 from tokenloom_server.tools.checkpoint.probabilities import Chance, chances, missing, owed_samples
+
+#: What a chance has.
+_SHARES = ("in_force", "with_counters", "without_counters")
+_NO_MIXTURE = {"missing": ["the mixture; --mixture FILE says it"]}
 
 
 def as_json(content: Content) -> dict[str, Any]:
@@ -140,7 +144,7 @@ def probabilities(content: Content) -> list[dict[str, Any]]:
             "node": node.id,
             "name": node.name,
             "policy": node.policy,
-            "missing": missing(content, node),
+            "missing": [f"{node.name}: {lack}" for lack in missing(content, node)],
             "children": [
                 {"name": child.name, "samples": child.samples, "total": child.total, **asdict(chance)}
                 for child, chance in zip(node.children, chances(content, node), strict=True)
@@ -150,25 +154,22 @@ def probabilities(content: Content) -> list[dict[str, Any]]:
     ]
 
 
-def show_probabilities(content: Content, out: Console) -> None:
-    """A table for each node."""
-    for node in content.nodes:
+def show_probabilities(nodes: Sequence[Mapping[str, Any]], out: Console) -> None:
+    """A table for each node, as ``probabilities`` has it."""
+    for node in nodes:
         rows = [
             (
-                child.name,
-                _shown(child.samples),
-                _shown(child.total),
-                *(_shown(share, ".2%") for share in (chance.in_force, chance.with_counters, chance.without_counters)),
+                child["name"],
+                *map(_shown, (child["samples"], child["total"])),
+                *(_shown(child[key], ".2%") for key in _SHARES),
             )
-            for child, chance in zip(node.children, chances(content, node), strict=True)
+            for child in node["children"]
         ]
-        headings = ("child", "samples", "total", "in force", "with counters", "without counters")
-        title = f"{node.name}: {node.policy or 'its policy is not known'}"
+        headings = ("child", "samples", "total", *(key.replace("_", " ") for key in _SHARES))
+        title = f"{node['name']}: {node['policy'] or 'its policy is not known'}"
         out.print(table(headings, rows, left=("child",), title=title))
-        for lack in missing(content, node):
-            out.print(Text(f"missing: {lack}", style="yellow"), soft_wrap=True)
-    if not content.nodes:
-        out.print(Text("missing: the mixture; --mixture FILE says it", style="yellow"))
+    for lack in (lack for node in nodes or [_NO_MIXTURE] for lack in node["missing"]):
+        out.print(Text(f"missing: {lack}", style="yellow"), soft_wrap=True)
 
 
 def show_difference(difference: Difference, a: Content, b: Content, out: Console) -> None:
