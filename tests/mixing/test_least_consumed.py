@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -10,7 +10,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.mixing import config_of, node, node_start, worst_distance
+from support.mixing import Walk, config_of, node, node_start, worst_distance
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.hashing import Purpose, draw
 from tokenloom_server.core.state import ChildState
@@ -86,24 +86,30 @@ def test_random_weights_keep_tijdemans_bound(weights: list[float], seed: int) ->
     assert worst_distance(picks(weighted(weights, seed), 400), weights) <= bound + 1e-4
 
 
-def by_the_rule(weights: Sequence[int], length: int, seed: int, count: int) -> list[int]:
-    """Tijdeman's rule as it is written, one sample after the other, in fractions."""
-    total, n = sum(weights), len(weights)
-    given, found = [0] * n, []
-    for issued in range(count):
-        best: tuple[int, int, int] | None = None
-        for child, weight in enumerate(weights):
-            share = Fraction(weight, total)
-            credit = (share * issued - given[child]) * length
-            deadline = issued * length + (length * (1 - Fraction(1, 2 * n - 2)) - credit) / share
-            tie = draw(seed, Purpose.TIE, 2 * child, given[child])
-            if credit + share * length >= Fraction(length, 2 * n - 2):
-                key = (math.floor(deadline * 2**20), tie, child)
-                best = min(best or key, key)
-        assert best is not None
-        given[best[2]] += 1
-        found.append(best[2])
-    return found
+class Reference:
+    """The rule one pick after the other, in fractions: of those that are due the earliest deadline, its own length
+    debited once it is chosen."""
+
+    def __init__(self, weights: Sequence[int], seed: int, longest: int = LENGTH) -> None:
+        self.shares = [Fraction(weight, sum(weights)) for weight in weights]
+        self.seed, self.longest = seed, longest
+        self.tokens, self.picks = [0] * len(weights), [0] * len(weights)
+
+    def ahead(self) -> list[Fraction]:
+        """By child, how many tokens it has more than its share."""
+        return [own - share * sum(self.tokens) for own, share in zip(self.tokens, self.shares, strict=True)]
+
+    def choose(self) -> int:
+        margin, ahead = Fraction(self.longest, 2 * len(self.shares) - 2), self.ahead()
+        due = [i for i, share in enumerate(self.shares) if share * self.longest - ahead[i] >= margin]
+        deadlines = [(self.longest - margin + own) / share for own, share in zip(ahead, self.shares, strict=True)]
+        return min(
+            due, key=lambda i: (deadlines[i] * 2**20 // 1, draw(self.seed, Purpose.TIE, 2 * i, self.picks[i]), i)
+        )
+
+    def take(self, child: int, length: int) -> None:
+        self.tokens[child] += length
+        self.picks[child] += 1
 
 
 @given(
@@ -117,8 +123,43 @@ def by_the_rule(weights: Sequence[int], length: int, seed: int, count: int) -> l
 )
 @settings(max_examples=200, deadline=None)
 def test_choices_are_those_of_the_rule_as_it_is_written(weights: list[int], length: int, seed: int) -> None:
-    chooser = LeastConsumedChooser(node_start(weights, length, seed))
-    assert chooser.upcoming(300).tolist() == by_the_rule(weights, length, seed, 300)
+    chooser, reference = LeastConsumedChooser(node_start(weights, length, seed)), Reference(weights, seed, length)
+    for child in chooser.upcoming(300).tolist():
+        assert child == reference.choose()
+        reference.take(child, length)
+
+
+@given(
+    st.one_of(
+        st.lists(st.integers(1, 12), min_size=2, max_size=9),
+        st.lists(st.sampled_from([1, 3, 10**4, 10**7]), min_size=2, max_size=6),
+        st.integers(2, 9).map(lambda children: [1] * children),
+    ),
+    st.integers(0, 2**63 - 1),
+    st.integers(0, LENGTH),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=100, deadline=None)
+def test_of_samples_that_differ_in_length_every_child_is_within_one_longest_of_its_share(
+    weights: list[int], seed: int, shortest: int, rng: random.Random
+) -> None:
+    lengths = [[rng.randint(shortest, LENGTH) for _ in range(200)] for _ in weights]
+    walk = Walk(config_of("least_consumed", *weights, seed=seed), [200] * len(weights), lengths=lengths)
+    reference, bound = Reference(weights, seed), LENGTH * (1 - Fraction(1, 2 * len(weights) - 2))
+    for child in walk.leap(200):
+        assert child == reference.choose()
+        assert len(set(weights)) > 1 or reference.tokens[child] == min(reference.tokens)
+        reference.take(child, lengths[child][reference.picks[child]])
+        assert max(map(abs, reference.ahead())) <= bound + Fraction(1, 1000)
+
+
+def test_a_source_that_was_not_picked_is_not_looked_into() -> None:
+    config = config_of("least_consumed", 1000, 1, node("least_consumed", 1, 1, weight=1))
+    walk = Walk(config, [300, 100, 100, 100], lengths=[[3, 8, 5] * 100, [8] * 100, [2] * 100, [2] * 100])
+    order = walk.leap(200)
+    picked = {source: order.count(source) for source in order}
+    assert len(picked) < 4, "the rare ones come later"
+    assert all(number < picked.get(source, 0) for source, number in walk.looked_at)
 
 
 def test_two_children_whose_credits_sum_to_a_hair_below_zero_go_on_in_turn() -> None:

@@ -29,13 +29,20 @@ def capacities(rng: random.Random, config: RunConfig) -> list[int]:
     return [rng.choice([0, 1, 2, 5, 9, 40, 40, 300]) for _ in config.sources]
 
 
+def lengths_of(rng: random.Random, capacity: list[int]) -> list[list[int]] | None:
+    """Of every second run, how long the sources' samples are, where balances count that."""
+    shortest = rng.choice([0, 1, LENGTH])
+    return rng.choice([None, [[rng.randint(shortest, LENGTH) for _ in range(count)] for count in capacity]])
+
+
 @given(st.integers(0, 2**32))
 @settings(max_examples=200, deadline=None)
 def test_a_mixer_built_anew_from_its_states_goes_on_identically(seed: int) -> None:
     rng = random.Random(seed)
     config = tree(rng)
     capacity, updates = capacities(rng, config), rng.choice([1, 4, 8])
-    whole, broken = Walk(config, capacity, updates), Walk(config, capacity, updates)
+    lengths = lengths_of(rng, capacity)
+    whole, broken = (Walk(config, capacity, updates, lengths) for _ in range(2))
     often = rng.choice([0.02, 0.2, 1.0])
     known: tuple[bool, ...] = (False,) * len(capacity)
     for _ in range(100):
@@ -60,7 +67,8 @@ def test_an_interrupted_run_gives_what_the_uninterrupted_one_gives(seed: int) ->
     rng = random.Random(seed)
     config = tree(rng)
     capacity, updates = capacities(rng, config), rng.choice([8, 32])
-    whole, broken = Walk(config, capacity, updates), Walk(config, capacity, updates)
+    lengths = lengths_of(rng, capacity)
+    whole, broken = (Walk(config, capacity, updates, lengths) for _ in range(2))
     expected = whole.leap(rng.randint(1, 300))
     found: list[int] = []
     while len(found) < len(expected):
@@ -76,7 +84,8 @@ def test_an_interrupted_run_gives_what_the_uninterrupted_one_gives(seed: int) ->
 def test_states_at_earlier_marks_are_those_that_were_there_then(seed: int) -> None:
     rng = random.Random(seed)
     config = tree(rng)
-    walk = Walk(config, [rng.choice([0, 3, 20]) for _ in config.sources])
+    capacity = [rng.choice([0, 3, 20]) for _ in config.sources]
+    walk = Walk(config, capacity, lengths=lengths_of(rng, capacity))
     marks, states = [], []
     for _ in range(60):
         marks.append((walk.mixer.mix_weights, list(walk.given), walk.balances()))
@@ -92,7 +101,8 @@ def test_samples_that_are_planned_ahead_are_those_that_are_picked_one_by_one(see
     rng = random.Random(seed)
     config = tree(rng)
     capacity = [rng.choice([0, 1, 3, 20, 300]) for _ in config.sources]
-    single, many = Walk(config, capacity), Walk(config, capacity)
+    lengths = lengths_of(rng, capacity)
+    single, many = (Walk(config, capacity, lengths=lengths) for _ in range(2))
     for _ in range(12):
         found = many.leap(rng.choice([1, 2, 7, 60, 100]))
         assert found == [single.step() for _ in found]
@@ -101,6 +111,17 @@ def test_samples_that_are_planned_ahead_are_those_that_are_picked_one_by_one(see
             break
         if rng.random() < 0.3:
             many.restore()
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=100, deadline=None)
+def test_samples_that_are_all_full_are_chosen_as_by_positions(seed: int) -> None:
+    rng = random.Random(seed)
+    config = tree(rng)
+    capacity = capacities(rng, config)
+    by_positions, full = Walk(config, capacity), Walk(config, capacity, lengths=[[LENGTH] * own for own in capacity])
+    assert by_positions.leap(300) == full.leap(300)
+    assert by_positions.present() == full.present()
 
 
 @pytest.mark.parametrize("policy", ["least_consumed", "weighted"])
