@@ -60,7 +60,7 @@ ONLY: dict[str, frozenset[str]] = {
     f"{SERVER}.run.slots": frozenset(),
     f"{SERVER}.run.delivery": frozenset({"order.steps"}),
     f"{SERVER}.run.generation": frozenset(
-        {"core", "errors", "order.batch_plans", "order.steps", "run.delivery", "run.sizing", "run.slots"},
+        {"core", "errors", "order.batch_plans", "order.steps", "run.delivery", "run.sizing", "run.slots"}
     ),
 }
 

@@ -105,6 +105,8 @@ class StoredRun:
     lease: Lease | None
     #: How many times a revision was made, or some were dropped: it only grows.
     revision_changes: int = 0
+    #: The newest generation that a revision closed; 0 where none did. Nothing more is served or committed in it.
+    closed_generation: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
