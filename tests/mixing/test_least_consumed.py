@@ -75,10 +75,7 @@ def test_half_beside_199_that_share_the_other_half() -> None:
     assert Counter(found) == {0: 199 * 6} | dict.fromkeys(range(1, 200), 6)
 
 
-@given(
-    st.lists(st.decimals("0.001", "100", places=3).map(float), min_size=1, max_size=24),
-    st.integers(0, 2**63 - 1),
-)
+@given(st.lists(st.decimals("0.001", "100", places=3).map(float), min_size=1, max_size=24), st.integers(0, 2**63 - 1))
 @settings(max_examples=120, deadline=None)
 def test_random_weights_keep_tijdemans_bound(weights: list[float], seed: int) -> None:
     bound = 1 - 1 / max(1, 2 * len(weights) - 2)
@@ -151,10 +148,7 @@ def test_first_places_are_shared_fairly_among_tied_children() -> None:
     assert all(abs(firsts[child] - 500) < 4 * (2000 * 0.25 * 0.75) ** 0.5 for child in range(4))
 
 
-@given(
-    st.lists(st.decimals("0.01", "10", places=2).map(float), min_size=2, max_size=10),
-    st.data(),
-)
+@given(st.lists(st.decimals("0.01", "10", places=2).map(float), min_size=2, max_size=10), st.data())
 @settings(max_examples=80, deadline=None)
 def test_behind_an_exhaustion_the_rest_keep_to_their_new_shares(weights: list[float], data: st.DataObject) -> None:
     config = weighted(weights)

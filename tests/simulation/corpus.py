@@ -92,7 +92,7 @@ MIXTURES_BY_CLOCK: dict[str, dict[str, Any]] = {
                 "mixture": {"policy": "weighted", "children": [*_children("a", weight=3), *_children("b", "c")]},
             },
         ],
-    },
+    }
 }
 
 
