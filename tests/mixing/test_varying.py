@@ -99,7 +99,7 @@ def test_a_child_that_goes_out_between_updates_leaves_its_share_at_once() -> Non
 
 
 def test_totals_are_what_the_rows_that_were_picked_say() -> None:
-    total = SourceTotal(rows=1000, tokens_per_1000_rows=50_000, max_tokens=None, pick_tokens=8)
+    total = SourceTotal(rows=1000, tokens=50_000, max_tokens=None, pick_tokens=8)
     # Before the first row is at its end, as measured.
     assert total.at(0, 0, 0, 0) == 1000 * 50 // 8
     assert total.at(3, 24, 0, 24) == 3 + (50_000 - 24) // 8
@@ -107,9 +107,9 @@ def test_totals_are_what_the_rows_that_were_picked_say() -> None:
     assert total.at(26, 208, 10, 8) == 26 + (20_000 - 208) // 8
     # The last row is not at its end: a live source has one sample left, whatever was estimated.
     assert total.at(2500, 20_000, 1000, 0) == 2501
-    limited = SourceTotal(rows=1000, tokens_per_1000_rows=50_000, max_tokens=801, pick_tokens=8)
+    limited = SourceTotal(rows=1000, tokens=50_000, max_tokens=801, pick_tokens=8)
     assert limited.at(0, 0, 0, 0) == 100
-    endless = SourceTotal(rows=None, tokens_per_1000_rows=0, max_tokens=801, pick_tokens=8)
+    endless = SourceTotal(rows=None, tokens=0, max_tokens=801, pick_tokens=8)
     assert endless.at(90, 720, 7, 0) == 100
 
 
