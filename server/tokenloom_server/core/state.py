@@ -150,6 +150,11 @@ class SourceState:
         """The number of its next sample, among those that are not skipped."""
         return self.samples - self.skipped_samples
 
+    @property
+    def real_tokens(self) -> int:
+        """Its tokens without padding."""
+        return self.tokens - self.row_counts.padding_tokens
+
 
 def begun_again(source: SourceState) -> SourceState:
     """A source in which the row, or the rows packed together, that have begun are read again from their first token."""
@@ -226,6 +231,12 @@ class State:
     def clock_ahead(self) -> int:
         """By how many tokens the clock exceeds those that sources and nodes have counted."""
         return self.clock_offset - sum(skip.tokens for skip in self.skips)
+
+    @property
+    def real_tokens(self) -> int:
+        """The total tokens without padding."""
+        padding = (source.row_counts.padding_tokens - source.skipped_padding_tokens for source in self.sources)
+        return self.total_tokens - sum(padding)
 
 
 def passed_over(before: State, after: State) -> State:

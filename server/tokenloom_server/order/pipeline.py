@@ -92,10 +92,12 @@ class Pipeline:
     def _begin(
         self, config: RunConfig, packers: PackerFactory, state: State, size_estimates: Mapping[int, SizeEstimate]
     ) -> None:
-        self._stage = Stage(config, Mixer(config, state.nodes, size_estimates, state.clock_ahead), state)
         # Within a group a source's samples have consecutive numbers, so what is passed over has none.
         numbered = [replace(source, samples=source.number) for source in state.sources]
         self._feeds = [Feed(packers(i, source), source) for i, source in enumerate(numbered)]
+        lengths = self._feeds if config.balances_real else None
+        mixer = Mixer(config, state.nodes, size_estimates, lengths, clock_offset=state.clock_ahead)
+        self._stage = Stage(config, mixer, state)
 
     @property
     def sample_index(self) -> int:
@@ -110,10 +112,12 @@ class Pipeline:
     def begin_group(self, plan: BatchPlan) -> StepGroup:
         """An empty group that begins here, at a state boundary of the plan."""
         shape = (plan.world_size, plan.group_micro_steps, plan.batch_size)
+        base = self.state()
         return StepGroup(
             plan=plan,
-            base=self.state(),
+            base=base,
             real=self._real,
+            padding_tokens=base.total_tokens - base.real_tokens,
             samples=_objects([self._padding] * plan.group_samples),
             source_ids=np.full(shape, PADDING, np.int32),
         )

@@ -152,6 +152,8 @@ class RunStats(Document):
     """Rolling digest at ``sample_index``."""
     total_tokens: int
     """Committed: the run's clock."""
+    real_tokens: int
+    """Of these, documents': without padding."""
     skipped_tokens: int
     """Of samples that were passed over; the clock is without them, but for what releases before 1.0 skipped."""
     tokens_per_s: float
