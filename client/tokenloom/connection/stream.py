@@ -220,6 +220,7 @@ class Connection:
             end_indices=ends,
             slices=[info.slice for info in infos],
             total_tokens=[info.total_tokens for info in infos],
+            real_tokens=[info.real_tokens for info in infos],
             tokens=[info.tokens for info in infos],
             label_tokens=[info.label_tokens for info in infos],
             source_ids=batches.source_ids[:],
