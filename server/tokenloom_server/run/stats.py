@@ -210,7 +210,9 @@ class StatsReader:
         if isinstance(cursor, FileCursor):
             before = sum(sizes[file] for file in order.readers.files_before(source, cursor))
             index, row = cursor.shard, cursor.row
-        rows = self._row_count(order, source, index)
+        # No text is fetched for stats that is not being read.
+        may_count = isinstance(cursor, FileCursor) or not config.spec.is_remote or _stores_row_counts(order, source)
+        rows = self._row_count(order, source, index) if may_count else None
         epoch_rows = rows * total / (sizes[index] or 1) if rows else None
         if config.lanes > 1 or config.shuffle == "rows":
             known = order.readers.known_rows(source) or epoch_rows
@@ -224,7 +226,8 @@ class StatsReader:
     def _sizes(self, order: PipelineFactory, source: int) -> list[int]:
         """Of each file its rows, where these may be counted for stats; else its bytes."""
         sizes = [shard.size for shard in order.record.shards[source]]
-        if len(sizes) > _FILES_FOR_STATS or sum(sizes) > _INDEX_FOR_STATS_BYTES:
+        spec = order.config.sources[source].spec
+        if spec.is_remote or len(sizes) > _FILES_FOR_STATS or sum(sizes) > _INDEX_FOR_STATS_BYTES:
             return sizes
         counts = [self._row_count(order, source, shard) for shard in range(len(sizes))]
         return sizes if None in counts else [count or 0 for count in counts]
@@ -232,13 +235,17 @@ class StatsReader:
     def _row_count(self, order: PipelineFactory, source: int, shard: int) -> int | None:
         with self._rows_lock:
             if (source, shard) not in self._rows:
-                files, count = order.record.shards[source], None
-                is_stored = scheme_of(order.config.sources[source].spec).reader(files).stores_row_counts
-                if is_stored or files[shard].size <= _INDEX_FOR_STATS_BYTES:
+                size, count = order.record.shards[source][shard].size, None
+                if size <= _INDEX_FOR_STATS_BYTES or _stores_row_counts(order, source):
                     with suppress(TokenloomError):  # the producer meets the same fault and says it
                         count = order.readers.open(source).row_count(shard)
                 self._rows[source, shard] = count
             return self._rows[source, shard]
+
+
+def _stores_row_counts(order: PipelineFactory, source: int) -> bool:
+    """Whether files say how many rows they have, so that counting reads nothing else of them."""
+    return scheme_of(order.config.sources[source].spec).reader(order.record.shards[source]).stores_row_counts
 
 
 def _planned(timeline: Timeline, in_force: int, total_tokens: int, tokens_per_s: float) -> PlannedRevision | None:
