@@ -273,12 +273,7 @@ def _check_snapshots(path: Path, digests: list[str], clock: int, found: Findings
 
 
 def _check_ledger(
-    path: Path,
-    attempts: list[_Attempt],
-    order: _Order,
-    digests: list[str],
-    final_index: int | None,
-    found: Findings,
+    path: Path, attempts: list[_Attempt], order: _Order, digests: list[str], final_index: int | None, found: Findings
 ) -> None:
     seen = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     by_name = {attempt.plan["attempt"]: attempt for attempt in attempts}

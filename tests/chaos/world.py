@@ -111,14 +111,7 @@ class World:
     """``ledger`` is ``redis`` or ``sqlite``. Of several servers, all but one stand by."""
 
     def __init__(
-        self,
-        folder: Path,
-        corpus: Path,
-        seed: str,
-        *,
-        ledger: str,
-        servers: int = 1,
-        mutant: str = "",
+        self, folder: Path, corpus: Path, seed: str, *, ledger: str, servers: int = 1, mutant: str = ""
     ) -> None:
         self.folder = folder
         self.seed = seed
@@ -246,13 +239,7 @@ class World:
         return f"grpc://{','.join(f'127.0.0.1:{link.port}' for link in self.links)}/{RUN}"
 
     def launch(
-        self,
-        draw: random.Random,
-        *,
-        state: str = "",
-        resume: str = "",
-        start: int | None,
-        takeover: bool = False,
+        self, draw: random.Random, *, state: str = "", resume: str = "", start: int | None, takeover: bool = False
     ) -> Launch:
         """Starts all ranks of a new attempt, with another world and batch size; does not wait for them."""
         attempt = f"{self._launched:04d}"

@@ -129,12 +129,7 @@ def test_texts_of_one_size_need_no_sizes_beside_them() -> None:
 @pytest.mark.parametrize(
     ("data", "features", "fields", "says"),
     [
-        (
-            b"12345678",
-            (X,),
-            {"buckets": 0},
-            "2 rows have 1 buckets and 2 source ids, but 0 and 2 came",
-        ),
+        (b"12345678", (X,), {"buckets": 0}, "2 rows have 1 buckets and 2 source ids, but 0 and 2 came"),
         (b"12345678", (X,), {"sources": 3}, "but 1 and 3 came"),
         (b"1234567", (X,), {}, "1 micro-steps have 8 bytes, but 7 came"),
         (b"12345678", (X,), {"sample_bytes": [4, 3]}, "2 rows of 4 bytes or more were expected"),

@@ -167,6 +167,7 @@ def run_plan(run: str = "wiki-and-code", **figures: Any) -> RunPlan:
             "run": run,
             "sequence_length": 512,
             "labels": "same",
+            "last_micro_step": "drop",
             "from_sample_index": 4096,
             "from_tokens": 2_097_152,
             "until_sample_index": 20_018,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.size_estimate import SizeEstimate
@@ -43,21 +43,20 @@ def config_of(policy: str, *children: Any, seed: int = 7, **fields: Any) -> RunC
     return parsed(flat([], seed=seed) | {"mixture": named(node(policy, *children, **fields))})
 
 
-class Lengths:
+class Lengths(NamedTuple):
     """Implements ``RealLengths``: of a source of a walk."""
 
-    def __init__(self, walk: Walk, source: int) -> None:
-        assert walk.real is not None
-        self._walk, self._source, self._real = walk, source, walk.real[source]
+    walk: Walk
+    source: int
 
     @property
     def real_tokens(self) -> int:
-        return sum(self._real[: self._walk.given[self._source]])
+        return self.walk.balances()[self.source]
 
     def real_lengths(self) -> Iterator[int]:
-        for number in range(self._walk.given[self._source], self._walk.capacity[self._source]):
-            self._walk.looked_at.append((self._source, number))
-            yield self._real[number]
+        for number in range(self.walk.given[self.source], self.walk.capacity[self.source]):
+            self.walk.looked_at.append((self.source, number))
+            yield self.walk.real[self.source][number]
 
 
 class Walk:
@@ -69,7 +68,7 @@ class Walk:
     """
 
     def __init__(
-        self, config: RunConfig, capacity: list[int], updates: int = 8, lengths: Sequence[Sequence[int]] | None = None
+        self, config: RunConfig, capacity: list[int], updates: int = 8, lengths: Sequence[Sequence[int]] = ()
     ) -> None:
         self.capacity = capacity
         self.real = lengths
@@ -82,8 +81,8 @@ class Walk:
     def begin_under(self, config: RunConfig, nodes: Nodes) -> None:
         self.config = config
         size_estimates = {source: self._extent(source) for source in config.measured_sources}
-        lengths = None if self.real is None else [Lengths(self, source) for source in range(len(self.real))]
-        self.mixer = Mixer(config, nodes, size_estimates, lengths)
+        lengths = [Lengths(self, source) for source in range(len(self.real))]
+        self.mixer = Mixer(config, nodes, size_estimates, lengths or None)
         self.before = list(self.given)
 
     def _extent(self, source: int) -> SizeEstimate:
@@ -135,7 +134,7 @@ class Walk:
 
     def balances(self) -> list[int]:
         """By source, its tokens as balances count them."""
-        if self.real is None:
+        if not self.real:
             return [given * self.config.sequence_length for given in self.given]
         return [sum(own[:given]) for own, given in zip(self.real, self.given, strict=True)]
 

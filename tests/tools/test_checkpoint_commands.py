@@ -109,8 +109,7 @@ def save_distributed(path: Path, text: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @pytest.mark.parametrize(
-    "save",
-    [save_plain, save_nested_json, save_torch, save_torch_with_objects, save_old_torch, save_distributed],
+    "save", [save_plain, save_nested_json, save_torch, save_torch_with_objects, save_old_torch, save_distributed]
 )
 def test_a_snapshot_is_found_in_every_kind_of_file(
     save: Callable[[Path, str], None], text: str, tmp_path: Path

@@ -9,6 +9,9 @@ from tokenloom_server.core.state import SourceState, tokens_in_row
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.packing.base import Packer, SampleOrigins, SourcePosition
 
+#: Lengths that are handed out at a time.
+_LENGTHS = 64
+
 
 class Feed:
     """One source's samples: loaded ahead, then picked one after the other."""
@@ -68,7 +71,7 @@ class Feed:
         """See ``RealLengths``; loads blocks as needed."""
         number = self.picked
         while self.load(number + 1 - self.picked) > number - self.picked:
-            loaded = self._real[number - self._taken :]
+            loaded = self._real[number - self._taken : number - self._taken + _LENGTHS]
             number += len(loaded)
             yield from loaded
 
