@@ -52,7 +52,9 @@ class StatsReader:
         # A state knows a source as exhausted once a pick of it failed, and after the last sample there is none.
         ended = generation.end.reason if generation.end is not None else None
         if exhausted := generation.over and ended is not None and ended.startswith(ALL_EXHAUSTED):
-            state = replace(state, sources=tuple(replace(source, exhausted=True) for source in state.sources))
+            given = zip(config.sources, state.sources, strict=True)
+            sources = [replace(own, exhausted=own.exhausted or of.presence != "dropped") for of, own in given]
+            state = replace(state, sources=tuple(sources))
         return RunStats(
             run=coordinator.name,
             stream=coordinator.stream,
