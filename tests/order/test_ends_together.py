@@ -300,7 +300,7 @@ def test_a_record_without_strata_goes_by_the_rows_that_were_picked() -> None:
     new = {3: SizeEstimate.of(curve)}
     assert estimates_from_json(json.loads(canonical(estimates_to_json(new)))) == new
     picked = {"picks": 1250, "tokens": 10_000, "rows": 500, "offset": 0}
-    total = {"rows": 1000, "tokens_per_1000_rows": 50_000, "max_tokens": None, "pick_tokens": 8}
+    total = {"rows": 1000, "tokens": 50_000, "max_tokens": None, "pick_tokens": 8}
     assert SourceTotal(**total).at(**picked) == 2500
     # Half of the rows is a fifth of the tokens.
     assert SourceTotal(**total, curve=curve).at(**picked) == 6250

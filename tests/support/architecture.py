@@ -45,7 +45,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("integrations",),
     ),
     PROTO: (
-        ("__init__", "address", "batch_schedule", "errors", "seal", "credentials", "dataloader_pb2"),
+        ("__init__", "address", "batch_schedule", "errors", "process", "seal", "credentials", "dataloader_pb2"),
         ("dataloader_pb2_grpc", "protocol", "resume"),
     ),
 }

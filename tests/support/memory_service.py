@@ -101,6 +101,7 @@ def run_stats(run: str = "wiki-and-code", **figures: Any) -> RunStats:
             "produced_index": 4160,
             "digest": digest_hex(0x5EED),
             "total_tokens": 2_097_152,
+            "real_tokens": 2_097_152,
             "skipped_tokens": 0,
             "tokens_per_s": 81_234.5,
             "window_fill": 0.25,

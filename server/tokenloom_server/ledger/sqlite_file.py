@@ -69,6 +69,7 @@ ALTER TABLE openings RENAME COLUMN ramp TO batch_plans;
 """,
     "ALTER TABLE runs ADD COLUMN revision_changes INTEGER NOT NULL DEFAULT 0",
     "ALTER TABLE runs ADD COLUMN closed_generation INTEGER NOT NULL DEFAULT 0",
+    "ALTER TABLE openings ADD COLUMN process TEXT NOT NULL DEFAULT ''",
 )
 SCHEMA_VERSION = len(_VERSIONS)
 

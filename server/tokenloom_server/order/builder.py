@@ -49,6 +49,7 @@ def create(
 
     Raises ``SourceError``, ``TokenizerError`` and ``ConfigError``, naming the file or field.
     """
+    config = config.counting("positions" if config.order_version == 1 else "real")
     resources = RunResources(base_dir, index_dir, roots, encoders=encoders)
     check_named(config, resources)
     manifest = build([source.spec for _, source in config.named_sources()], base_dir)
@@ -86,6 +87,7 @@ def load(
             f"order_version: found {config.order_version}, but the run began under {version}: leave it out"
         )
     refuse(config, differences(config, record))
+    config = config.counting(recorded["config"].get("count", "positions"))
     resources = RunResources(base_dir, index_dir, roots)
     check_named(config, resources)
     manifest = Manifest.from_json(canonical(recorded["manifest"]))

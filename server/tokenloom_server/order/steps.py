@@ -97,6 +97,8 @@ class StepGroup:
     plan: BatchPlan
     base: State
     real: RealTokens
+    #: Of the base.
+    padding_tokens: int
     samples: npt.NDArray[np.object_]
     source_ids: npt.NDArray[np.int32]
     origins: defaultdict[int, list[SampleOrigins]] = field(default_factory=lambda: defaultdict(list))
@@ -143,6 +145,10 @@ class StepGroup:
             return self.counts[step]
         samples, (tokens, labels) = self.marks[step].sample_index - self.step_begin(step), self.real.full
         return samples * tokens, samples * labels
+
+    def run_real_tokens(self, step: int) -> int:
+        """Of the run up to the end of a micro-step, its total tokens without padding."""
+        return self.marks[step].total_tokens - self.padding_tokens - int(self.source_counts[step][1:].sum())
 
     def count(self, first: int, last: int) -> None:
         """Counts the micro-steps [first, last), whose samples and rotations are there: by source, and real tokens."""
@@ -276,7 +282,7 @@ def state_at(
         total_tokens=mark.total_tokens,
         digest=mark.digest,
         sources=tuple(sources),
-        nodes=mixer.states(mark.mix_weights, since_start),
+        nodes=mixer.states(mark.mix_weights, since_start, [*map(config.balanced, sources)]),
     )
 
 

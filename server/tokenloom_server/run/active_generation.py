@@ -135,11 +135,11 @@ class ActiveGeneration:
         heard = generation.slots.heard_at()
         if heard is None or generation.over or self.closed or now - heard >= liveness_s:
             return None
-        process = f", rank 0 in process {self.process}" if self.process else ""
+        process = f", rank 0 in process {self.process.partition(' ')[0]}" if self.process else ""
         return (
             f"generation {generation.number} (attempt {generation.attempt!r}, {len(generation.slots)} ranks"
             f"{process}) trains on it since {date_of(self.opened_at)}, and each rank of it was heard "
-            f"{now - heard:.1f} s ago or later"
+            f"{now - heard:.1f} s ago or later, so another may begin in {liveness_s - now + heard:.0f} s or later"
         )
 
     def steps_wanted(self, revising_at: int | None) -> int:

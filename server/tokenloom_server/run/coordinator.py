@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from tokenloom_proto.process import is_gone
+
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import (
     LedgerError,
@@ -161,17 +163,17 @@ class RunCoordinator(StreamCommands):
     # --- openings (``join``) -----------------------------------------------------------------------
 
     def busy(self, process: str) -> str | None:
-        """Who trains on the run, if every rank of it was heard within ``liveness_s`` and rank 0 is of another process;
-        None where nobody does."""
+        """Who trains on the run, if every rank of it was heard within ``liveness_s`` and rank 0 is of another process,
+        which is not provably gone; None where nobody does."""
         with self._lock:
             active = self._active
             if active is None or self._error is not None or (process and active.process == process):
                 return None
+            if not active.generation.slots[0].connected and is_gone(active.process):
+                return None
             return active.trained_on(self.clock(), self.timeouts.liveness_s)
 
-    def open_generation(
-        self, uid: str, opening: Opening, start: State, committed: CommittedState, process: str
-    ) -> None:
+    def open_generation(self, uid: str, opening: Opening, start: State, committed: CommittedState) -> None:
         """Writes an opening, and makes its generation the present one. Raises the ledger's errors."""
         with self._lock:
             try:
@@ -185,16 +187,14 @@ class RunCoordinator(StreamCommands):
             self._refused.clear()
             self.timeline = self.timeline.with_clock(start.clock_offset)
             self._committed_state, self._committed_at = start, opening.opened_at
-            self._install(opening, start, committed, resumed=False, process=process)
+            self._install(opening, start, committed, resumed=False)
 
-    def reopen(self, opening: Opening, process: str) -> None:
+    def reopen(self, opening: Opening) -> None:
         """Rank 0 asks again for what it opened. Raises ``NotLeader`` where that is being taken up anew."""
         with self._lock:
             active = self._active
             if active is None or active.generation.number != opening.generation:
                 raise NotLeader(f"run {self.name!r} is being taken up anew; join again")
-            # The ledger does not know which process that is.
-            active.process = process
             self._refused.clear()
 
     def refuse_attempt(self, attempt: str, choice: ResumeChoice, error: TokenloomError) -> None:

@@ -170,9 +170,7 @@ class RunState:
 
     # --- changes that several commands make ----------------------------------------------------------
 
-    def _install(
-        self, opening: Opening, base: State, committed: CommittedState, *, resumed: bool, process: str = ""
-    ) -> ActiveGeneration:
+    def _install(self, opening: Opening, base: State, committed: CommittedState, *, resumed: bool) -> ActiveGeneration:
         """Makes a generation the present one. ``resumed``: after a restart of the server, where production has to meet
         the committed digest again."""
         batch_plans, config = sizing.batch_plans_of(opening), self.order.config
@@ -195,7 +193,14 @@ class RunState:
         )
         expected_digest = committed.digest if resumed else None
         active = ActiveGeneration(
-            generation, base, expected_digest, self.lease.epoch, opening.opened_at, process, self.clock(), resumed
+            generation,
+            base,
+            expected_digest,
+            self.lease.epoch,
+            opening.opened_at,
+            opening.process,
+            self.clock(),
+            resumed,
         )
         self._wakes.everyone()
         self._active = active

@@ -71,6 +71,7 @@ class StatsReader:
             produced_index=max(generation.produced_index, committed.sample_index),
             digest=committed.digest,
             total_tokens=committed.total_tokens,
+            real_tokens=state.real_tokens,
             skipped_tokens=sum(source.skipped_tokens for source in state.sources),
             tokens_per_s=view.tokens_per_s,
             window_fill=min(1.0, generation.held_steps / generation.window_micro_steps),
