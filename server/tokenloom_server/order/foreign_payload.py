@@ -44,10 +44,10 @@ class Entry(BaseModel):
     @classmethod
     def _in_no_row(cls, fields: Any) -> Any:
         """Tokenloom's own names no row at a source's beginning, nor where that is read in a drawn order."""
-        if isinstance(fields, dict) and "row_offset" not in fields:
-            at_beginning = fields.get("samples") == fields.get("rows") == 0
-            if at_beginning or not _DRAWN_FIELDS.isdisjoint(fields):
-                return {"row_offset": 0, **fields}
+        if isinstance(fields, dict) and (
+            fields.get("samples") == fields.get("rows") == 0 or not _DRAWN_FIELDS.isdisjoint(fields)
+        ):
+            return {"row_offset": 0, **fields}
         return fields
 
     @property
