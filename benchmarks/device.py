@@ -99,6 +99,7 @@ def messages_of(layout: Layout) -> list[Message]:
         end_indices=[(step + 1) * layout.batch_size for step in range(MESSAGE_STEPS)],
         slices=[0] * MESSAGE_STEPS,
         total_tokens=list(range(MESSAGE_STEPS)),
+        real_tokens=list(range(MESSAGE_STEPS)),
         tokens=list(range(MESSAGE_STEPS)),
         label_tokens=list(range(MESSAGE_STEPS)),
         source_ids=[0] * samples,

@@ -20,6 +20,7 @@ from tokenloom_server.catalog import open_catalog
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.size_estimate import SizeEstimate
+from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.mixing.mixer import Mixer, initial_nodes
 
 from benchmarks.results import Figures, Result, Row, show
@@ -71,7 +72,10 @@ def measure(policy: str, sources: int, nested: bool, seconds: float) -> Figures:
     """One run. CPU time: nothing here waits."""
     found = mixture(policy, sources, nested)
     # Ten to twenty million samples each, in rows of 700 tokens.
-    size_estimates = {source: SizeEstimate(3 * 10**7 + 10**5 * source, 700_000) for source in found.measured_sources}
+    strata = {source: (3 * 10**7 + 10**5 * source) // 64 for source in found.measured_sources}
+    size_estimates = {
+        source: SizeEstimate.of(TokenCurve.of([(rows, 700 * rows)] * 64)) for source, rows in strata.items()
+    }
     mixer = Mixer(found, initial_nodes(found), size_estimates)
     given = np.zeros(sources, np.int64)
 

@@ -172,10 +172,7 @@ BROKEN: tuple[tuple[Rule, str, str, str], ...] = (
         (coordinated, SERVER_FILE + "cli/serve.py", text, says)
         for text, says in (
             ("def f(coordinator):\n    with coordinator._lock: ...", "coordinator._lock is the coordinator's own"),
-            (
-                "def f(served):\n    served.coordinator.one_lock.acquire()",
-                "coordinator.one_lock is",
-            ),
+            ("def f(served):\n    served.coordinator.one_lock.acquire()", "coordinator.one_lock is"),
             ("class A:\n    def f(self):\n        self._coordinator.epoch = 3", "epoch of _coordinator is written"),
             ("def f(coordinator):\n    coordinator.count += 1", "count of coordinator is written"),
             ("def f(task):\n    task.active.generation.committed = 3", "committed of active is written"),
@@ -184,41 +181,16 @@ BROKEN: tuple[tuple[Rule, str, str, str], ...] = (
     (dead, SERVER_FILE + "tokenizer.py", "", "tokenizer.py: nothing imports it"),
     (dead, SERVER_FILE + "sources/txt.py", "", "txt.py: nothing imports it"),
     (dead, "client/tokenloom/scheduler.py", "", "scheduler.py: nothing imports it"),
-    (
-        import_time_work,
-        RUN_FILE,
-        "import os\nHOME = os.environ['HOME']",
-        "environment is read",
-    ),
+    (import_time_work, RUN_FILE, "import os\nHOME = os.environ['HOME']", "environment is read"),
     (import_time_work, RUN_FILE, "HOME = read()", "read() runs on import"),
     (import_time_work, RUN_FILE, "class A:\n    a = connect()", "connect() runs on import"),
     (import_time_work, RUN_FILE, "Thread(target=print)", "Thread() runs on import"),
     (import_time_work, RUN_FILE, "LOCK = threading.Lock()", "Lock() runs on import"),
-    (
-        import_time_work,
-        RUN_FILE,
-        "for a in 'ab':\n    A = a",
-        "a for statement runs on import",
-    ),
+    (import_time_work, RUN_FILE, "for a in 'ab':\n    A = a", "a for statement runs on import"),
     (import_time_work, RUN_FILE, "cache = {}", "cache is a mutable global"),
-    (
-        import_time_work,
-        RUN_FILE,
-        "cache: dict[str, int] = dict()",
-        "cache is a mutable global",
-    ),
-    (
-        import_time_work,
-        RUN_FILE,
-        "A = {}\ndef f():\n    A['b'] = 1",
-        "the constant A is changed",
-    ),
-    (
-        import_time_work,
-        RUN_FILE,
-        "A = []\ndef f():\n    A.append(1)",
-        "the constant A is changed",
-    ),
+    (import_time_work, RUN_FILE, "cache: dict[str, int] = dict()", "cache is a mutable global"),
+    (import_time_work, RUN_FILE, "A = {}\ndef f():\n    A['b'] = 1", "the constant A is changed"),
+    (import_time_work, RUN_FILE, "A = []\ndef f():\n    A.append(1)", "the constant A is changed"),
     (import_time_work, RUN_FILE, "A = 1\ndef f():\n    global A\n    A = 2", "global A"),
 )
 

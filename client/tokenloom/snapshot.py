@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tokenloom_proto.errors import SnapshotInvalid
-from tokenloom_proto.resume import OLDER_KEYS, Given, counts_at, older_payload
+from tokenloom_proto.resume import OLDER_KEYS, Given, counts_at, older_payload, real_tokens
 from tokenloom_proto.seal import CHECKSUM, SNAPSHOT_FORMAT, SNAPSHOT_VERSION, canonical, seal, unseal
 
 #: The one key of ``state_dict()``.
@@ -205,5 +205,10 @@ class History:
             return self.loaded.text
         state = json.loads(point.base.resume_state)
         counts = counts_at(state, point.sample_index, point.total_tokens, point.counts)
-        place = {"sample_index": point.sample_index, "total_tokens": point.total_tokens, "digest": point.digest}
+        place: dict[str, Any] = {
+            "sample_index": point.sample_index,
+            "total_tokens": point.total_tokens,
+            "real_tokens": real_tokens(point.total_tokens, counts),
+            "digest": point.digest,
+        }
         return seal({**json.loads(self.template), **place, "resume_state": state, "counts": counts})

@@ -243,20 +243,22 @@ class Base(_message.Message):
     def __init__(self, sample_index: _Optional[int] = ..., resume_state: _Optional[bytes] = ...) -> None: ...
 
 class MicroStep(_message.Message):
-    __slots__ = ("end_index", "slice", "total_tokens", "digest", "tokens", "label_tokens")
+    __slots__ = ("end_index", "slice", "total_tokens", "digest", "tokens", "label_tokens", "real_tokens")
     END_INDEX_FIELD_NUMBER: _ClassVar[int]
     SLICE_FIELD_NUMBER: _ClassVar[int]
     TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LABEL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     end_index: int
     slice: int
     total_tokens: int
     digest: str
     tokens: int
     label_tokens: int
-    def __init__(self, end_index: _Optional[int] = ..., slice: _Optional[int] = ..., total_tokens: _Optional[int] = ..., digest: _Optional[str] = ..., tokens: _Optional[int] = ..., label_tokens: _Optional[int] = ...) -> None: ...
+    real_tokens: int
+    def __init__(self, end_index: _Optional[int] = ..., slice: _Optional[int] = ..., total_tokens: _Optional[int] = ..., digest: _Optional[str] = ..., tokens: _Optional[int] = ..., label_tokens: _Optional[int] = ..., real_tokens: _Optional[int] = ...) -> None: ...
 
 class SourceCounts(_message.Message):
     __slots__ = ("entries", "source_ids", "samples", "padding_tokens", "specs")

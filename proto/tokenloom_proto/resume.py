@@ -78,6 +78,11 @@ def counts_at(state: Mapping[str, Any], sample_index: int, total_tokens: int, si
     return counts
 
 
+def real_tokens(total_tokens: int, counts: Counts) -> int:
+    """``real_tokens`` of a snapshot: its total tokens without padding."""
+    return total_tokens - sum(own["tokens"] - own["real_tokens"] for own in counts.values())
+
+
 def _leaves(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for child in node["children"]:
         if "children" in child:

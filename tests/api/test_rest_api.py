@@ -176,12 +176,7 @@ def test_a_report_is_the_services(http: httpx.Client, service: MemoryService) ->
 def test_a_snapshot_is_saved_listed_and_read_back_byte_for_byte(http: httpx.Client, service: MemoryService) -> None:
     saved = http.post(f"/v1/runs/{RUN}/snapshots", json={"sample_index": 4100})
     assert saved.status_code == 201
-    assert saved.json() == {
-        "id": "s0-4100",
-        "sample_index": 4100,
-        "digest": f"{4100:032x}",
-        "total_tokens": 4100 * 512,
-    }
+    assert saved.json() == {"id": "s0-4100", "sample_index": 4100, "digest": f"{4100:032x}", "total_tokens": 4100 * 512}
     listed = http.get(f"/v1/runs/{RUN}/snapshots").json()
     assert [(entry["id"], entry["sample_index"]) for entry in listed] == [("s0-4100", 4100)]
     text = http.get(f"/v1/runs/{RUN}/snapshots/s0-4100")

@@ -37,14 +37,7 @@ from tokenloom_server.api.rest.app import create_app
 from tokenloom_server.api.rest.server import RestServer
 from tokenloom_server.api.service import Runs
 from tokenloom_server.config.mixture_change import MixtureChange
-from tokenloom_server.errors import (
-    ConfigError,
-    Forbidden,
-    JoinRefused,
-    LimitExceeded,
-    SnapshotInvalid,
-    Unauthenticated,
-)
+from tokenloom_server.errors import ConfigError, Forbidden, JoinRefused, LimitExceeded, SnapshotInvalid, Unauthenticated
 from tokenloom_server.order import snapshot, snapshot_document
 from tokenloom_server.run import join_call
 from tokenloom_server.run.join_call import JoinCall
@@ -321,10 +314,7 @@ BY_REQUEST = {
         wire.StreamRequest(open=wire.StreamOpen(run=RUN, nonce="n")),
         wire.StreamRequest(open=wire.StreamOpen(run=RUN, peek=True)),
     ),
-    "/tokenloom.v2.DataLoader/Snapshot": (
-        wire.SnapshotRequest(run=RUN, save=True),
-        wire.SnapshotRequest(run=RUN),
-    ),
+    "/tokenloom.v2.DataLoader/Snapshot": (wire.SnapshotRequest(run=RUN, save=True), wire.SnapshotRequest(run=RUN)),
 }
 
 

@@ -6,6 +6,7 @@ doing, as it is in life.
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections import Counter
@@ -72,7 +73,8 @@ def tell(
     try:
         for server in world.servers:
             server.start()
-        world.launch(random.Random(f"{seed}/first"), start=0)
+        older = json.dumps({"sample_index": 0, "total_tokens": world.clock}) if world.clock else ""
+        world.launch(random.Random(f"{seed}/first"), state=older, start=0)
         world.wait_states(1)
         world.recover()
         number = 0

@@ -111,9 +111,7 @@ def train(plan: RankPlan) -> None:
         resume=plan.resume or None,
         takeover=plan.takeover,
         connection=ConnectionOptions(
-            prefetch_steps=plan.prefetch_steps,
-            connect_timeout_s=RANK_PATIENCE_S,
-            reconnect_timeout_s=RANK_PATIENCE_S,
+            prefetch_steps=plan.prefetch_steps, connect_timeout_s=RANK_PATIENCE_S, reconnect_timeout_s=RANK_PATIENCE_S
         ),
     )
     if plan.state:

@@ -111,14 +111,7 @@ class World:
     """``ledger`` is ``redis`` or ``sqlite``. Of several servers, all but one stand by."""
 
     def __init__(
-        self,
-        folder: Path,
-        corpus: Path,
-        seed: str,
-        *,
-        ledger: str,
-        servers: int = 1,
-        mutant: str = "",
+        self, folder: Path, corpus: Path, seed: str, *, ledger: str, servers: int = 1, mutant: str = ""
     ) -> None:
         self.folder = folder
         self.seed = seed
@@ -154,6 +147,8 @@ class World:
         self.afterwards: list[Callable[[], None]] = []
         #: How long it took until another server led and all ranks had what it made, where a fault waits for that.
         self.takeover_s: float | None = None
+        #: The total tokens with which the job begins: those of an older data loader's checkpoint, if it brings one.
+        self.clock = random.Random(f"{seed}/clock").choice((0, 1_000_003))
         #: Names of faults that did not strike: another one kept them from it.
         self.missed: set[str] = set()
         self._observed_at = 0.0
@@ -244,13 +239,7 @@ class World:
         return f"grpc://{','.join(f'127.0.0.1:{link.port}' for link in self.links)}/{RUN}"
 
     def launch(
-        self,
-        draw: random.Random,
-        *,
-        state: str = "",
-        resume: str = "",
-        start: int | None,
-        takeover: bool = False,
+        self, draw: random.Random, *, state: str = "", resume: str = "", start: int | None, takeover: bool = False
     ) -> Launch:
         """Starts all ranks of a new attempt, with another world and batch size; does not wait for them."""
         attempt = f"{self._launched:04d}"
@@ -278,6 +267,7 @@ class World:
             for rank in range(world_size)
         ]
         plan = {"attempt": attempt, "world_size": world_size, "batch_size": batch_size, "start": start}
+        plan["clock"] = self.clock
         (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
         launch = Launch(
             folder, attempt, world_size, batch_size, start, [each.name for each in plans], prefetch_steps, state
@@ -449,7 +439,9 @@ class World:
 
 def _index(state: str) -> int:
     """The sample index of a state, as any tool may read it."""
-    return int(json.loads(json.loads(state)["tokenloom"])["sample_index"])
+    document = json.loads(state)
+    # An older data loader's checkpoint has no seal around it.
+    return int(json.loads(document.get("tokenloom", state))["sample_index"])
 
 
 def reference(folder: Path, mixture: Path, end_index: int) -> None:

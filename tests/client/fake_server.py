@@ -199,6 +199,7 @@ class FakeServer(DataLoaderServicer):
                 end_index=end,
                 slice=slice_,
                 total_tokens=end * script.length,
+                real_tokens=end * script.length,
                 digest=digest_at(end),
                 tokens=samples * script.length,
                 label_tokens=samples * (width - 1),

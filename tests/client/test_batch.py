@@ -32,6 +32,7 @@ def make(ids: NDArray[Any], *, sources: list[int], starts: list[list[int]] | Non
         end_indices=[100 + (i + 1) * 2 * size for i in range(count)],
         slices=[i % 2 for i in range(count)],
         total_tokens=[1000 + i for i in range(count)],
+        real_tokens=[900 + i for i in range(count)],
         tokens=[50 + i for i in range(count)],
         label_tokens=[40 + i for i in range(count)],
         source_ids=sources,
@@ -71,6 +72,7 @@ def test_each_step_has_its_slice_of_global_sample_indices_and_the_runs_token_cou
     assert second["sample_ids"].tolist() == [109, 110, 111]
     assert (first["sample_index"], second["sample_index"]) == (106, 112)
     assert (first["total_tokens"], second["total_tokens"]) == (1000, 1001)
+    assert (first["real_tokens"], second["real_tokens"]) == (900, 901)
     assert (first["global_tokens"], second["global_tokens"]) == (50, 51)
     assert (first["global_label_tokens"], second["global_label_tokens"]) == (40, 41)
     assert second["source_ids"].tolist() == [8, 9, 10]

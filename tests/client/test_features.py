@@ -65,6 +65,7 @@ def test_a_tensor_comes_out_as_it_was_put_in(tmp_path: Path, dtype: str) -> None
             end_indices=[SIZE, 2 * SIZE],
             slices=[0, 0],
             total_tokens=[SIZE, 2 * SIZE],
+            real_tokens=[SIZE, 2 * SIZE],
             tokens=[group.real_tokens(step)[0] for step in range(2)],
             label_tokens=[group.real_tokens(step)[1] for step in range(2)],
             source_ids=[0] * ROWS,
@@ -104,6 +105,7 @@ def message(data: bytes, features: tuple[Feature, ...], **fields: Any) -> RowsMe
             end_indices=[2],
             slices=[0],
             total_tokens=[2],
+            real_tokens=[2],
             tokens=[2],
             label_tokens=[0],
             source_ids=sources,
@@ -127,12 +129,7 @@ def test_texts_of_one_size_need_no_sizes_beside_them() -> None:
 @pytest.mark.parametrize(
     ("data", "features", "fields", "says"),
     [
-        (
-            b"12345678",
-            (X,),
-            {"buckets": 0},
-            "2 rows have 1 buckets and 2 source ids, but 0 and 2 came",
-        ),
+        (b"12345678", (X,), {"buckets": 0}, "2 rows have 1 buckets and 2 source ids, but 0 and 2 came"),
         (b"12345678", (X,), {"sources": 3}, "but 1 and 3 came"),
         (b"1234567", (X,), {}, "1 micro-steps have 8 bytes, but 7 came"),
         (b"12345678", (X,), {"sample_bytes": [4, 3]}, "2 rows of 4 bytes or more were expected"),

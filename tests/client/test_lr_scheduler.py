@@ -178,10 +178,7 @@ def test_the_state_is_plain_numbers_and_a_loaded_schedule_that_differs_is_logged
         ({"shape": "wsd"}, "wsd needs decay_start_tokens, between warmup_tokens and target_tokens"),
         ({"shape": "wsd", "decay_start_tokens": 99}, "warmup_tokens=100, decay_start_tokens=99, target_tokens=1100"),
         ({"shape": "wsd", "decay_start_tokens": 1101}, "decay_start_tokens=1101, target_tokens=1100"),
-        (
-            {"shape": "wsd", "decay_start_tokens": 500, "decay_shape": "sqrt"},
-            "decay_shape must be one of linear",
-        ),
+        ({"shape": "wsd", "decay_start_tokens": 500, "decay_shape": "sqrt"}, "decay_shape must be one of linear"),
     ],
 )
 def test_a_wrong_argument_is_refused_by_name(changes: dict[str, Any], message: str) -> None:

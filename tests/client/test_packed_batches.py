@@ -191,8 +191,9 @@ def test_masked_labels_are_those_of_the_rows_masks(tmp_path: Path) -> None:
 
 def test_a_length_beyond_the_sample_is_refused() -> None:
     layout = Layout(batch_size=1, sequence_length=4, id_type="<u2", shifted=False, lengths=True)
+    of_run: Any = {"total_tokens": [4], "real_tokens": [4]}
     numbers = StepNumbers(
-        begin_indices=[0], end_indices=[1], slices=[0], total_tokens=[4], tokens=[4], label_tokens=[3], source_ids=[0]
+        begin_indices=[0], end_indices=[1], slices=[0], tokens=[4], label_tokens=[3], source_ids=[0], **of_run
     )
     with pytest.raises(ProtocolError, match="a sample of 4 ids came with a length of 5"):
         Message(layout, numbers, ids=bytes(8) + (5).to_bytes(4, "little"))

@@ -68,10 +68,7 @@ def test_steps_under_a_batch_schedule_are_those_of_a_count_by_hand(
     length = 7
     begins = [sum(gaps[:i]) for i in range(len(sizes))]
     found = budget(
-        context_length=length,
-        batch_size=list(zip(begins, sizes, strict=True)),
-        world_size=world,
-        accumulate=accumulate,
+        context_length=length, batch_size=list(zip(begins, sizes, strict=True)), world_size=world, accumulate=accumulate
     )
     steps = at = 0
     while True:

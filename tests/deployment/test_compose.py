@@ -187,9 +187,7 @@ def test_the_image_is_small_and_runs_without_root(instructions: list[tuple[str, 
     assert "org.opencontainers.image.licenses" in _last(instructions, "LABEL")
 
 
-def test_the_image_is_built_from_files_that_exist_and_that_docker_is_shown(
-    instructions: list[tuple[str, str]],
-) -> None:
+def test_the_image_is_built_from_files_that_exist_and_that_docker_is_shown(instructions: list[tuple[str, str]]) -> None:
     shown = [
         line[1:] for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line.startswith("!")
     ]

@@ -29,12 +29,7 @@ from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 
 LENGTH = 16
 END = "<|endoftext|>"
-SPECS = (
-    "parquet:code-*.parquet:text",
-    "txt:prose.txt:text",
-    "jsonl:docs.jsonl:body",
-    "arrow:wiki:input_ids",
-)
+SPECS = ("parquet:code-*.parquet:text", "txt:prose.txt:text", "jsonl:docs.jsonl:body", "arrow:wiki:input_ids")
 _TEXT = "the quick brown fox jumps over lazy dogs while naïve 日本 tokens 😀 flow from disk to tensors"
 _WORDS = _TEXT.split()
 

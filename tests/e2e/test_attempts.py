@@ -66,6 +66,32 @@ def test_a_restarted_server_knows_that_the_run_is_alive(trained: tuple[ServerPro
     trainer.unpause()
 
 
+def test_a_launch_whose_rank_0_was_killed_keeps_nobody_out_but_one_that_stands_still_does(
+    corpus: Corpus, start_server: StartServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start_server(corpus.mixture("killed"), flags=("--liveness", 60, "--lease", 1.5))
+
+    def launched(**options: Any) -> RemoteDataset:
+        connection = ConnectionOptions(connect_timeout_s=3)
+        return RemoteDataset(server.url("killed"), 1, resume="latest", connection=connection, **options)
+
+    for restarted in (False, True):  # after a restart the ledger knows which process it is
+        plan = {"url": server.url("killed"), "batch_size": 1, "pause_at": 5, "options": {"resume": "latest"}}
+        trainer = Trainer(tmp_path, f"{restarted}", {}, **plan)
+        wait_for(lambda trainer=trainer: len(trainer.lines()) == 5, "five steps")
+        trainer.pause()
+        with launched() as second, pytest.raises(RunBusy, match=r"so another may begin in \d\d s or later"):
+            iter(second)
+        trainer.kill()
+        if restarted:
+            server.kill()
+            server.start()
+        with launched() as second:
+            next(iter(second))
+        trainer.kill()
+    assert caplog.text.count("so another may begin in") == 2
+
+
 def test_a_job_that_said_goodbye_and_the_same_process_need_not_wait(corpus: Corpus, start_server: StartServer) -> None:
     server = start_server(corpus.mixture("again"), flags=("--liveness", 60))
     first = RemoteDataset(server.url("again"), 1)

@@ -189,11 +189,7 @@ def test_a_fork_goes_on_in_the_same_batches_and_another_way_of_making_them_is_re
     children = [{"source": "parquet:latents/*.parquet:*", "epochs": 2}, {"source": "arrow:more:*", "weight": 3}]
     mixture = {"policy": "weighted", "children": children}
     mixtures = []
-    for name, fields in (
-        ("base", {}),
-        ("fork", {"mixture": mixture}),
-        ("other", {"mixture": mixture, "seed": 6}),
-    ):
+    for name, fields in (("base", {}), ("fork", {"mixture": mixture}), ("other", {"mixture": mixture, "seed": 6})):
         mixtures.append(folder / f"{name}.yaml")
         mixtures[-1].write_text(yaml.safe_dump(document(run=name, **fields)))
     server = start_server(*mixtures)

@@ -198,11 +198,7 @@ def test_with_tls_trainers_and_readers_check_the_certificate(
         world.steps(3)
     # Another CA, none at all, and no TLS: nobody gets through, and no token leaves.
     stranger = Authority(tmp_path / "stranger")
-    for url, options in (
-        (secure(server), {"tls_ca": stranger.file}),
-        (secure(server), {}),
-        (server.url(RUN), {}),
-    ):
+    for url, options in ((secure(server), {"tls_ca": stranger.file}), (secure(server), {}), (server.url(RUN), {})):
         failing = dataset(url, token=CONTROL, attempt="x", connect_timeout_s=2.0, **options)
         with failing, pytest.raises(ServerUnavailable):
             next(iter(failing))
@@ -232,11 +228,7 @@ def test_with_a_client_ca_only_who_shows_a_certificate_of_it_gets_through(
 ) -> None:
     clients = Authority(tmp_path / "clients")
     cert, key = clients.issue("trainer")
-    server = start_server(
-        mixture,
-        flags=tls_arguments(*authority.issue("127.0.0.1"), clients.file),
-        environment=TOKENS,
-    )
+    server = start_server(mixture, flags=tls_arguments(*authority.issue("127.0.0.1"), clients.file), environment=TOKENS)
     known = {"tls_ca": authority.file, "tls_cert": cert, "tls_key": key}
 
     with World(secure(server), token=CONTROL, **known) as world:
@@ -257,7 +249,7 @@ def test_with_a_client_ca_only_who_shows_a_certificate_of_it_gets_through(
     context.load_cert_chain(cert, key)
     assert status_over_tls(server, context, "/readyz") == 200
     shown = tokenloom(
-        *("stats", f"https://{server.rest}", "--tls-ca", authority.file, "--tls-cert", cert, "--tls-key", key),
+        *("stats", f"https://{server.rest}", "--tls-ca", authority.file, "--tls-cert", cert, "--tls-key", key)
     )
     assert shown.output.startswith("Unauthenticated: "), shown.output
 

@@ -93,11 +93,7 @@ def attempts_in_ledger(server: ServerProcess) -> list[str]:
 
 
 def test_ranks_that_torchrun_restarts_in_place_go_on_at_the_checkpoint_under_an_attempt_of_their_own(
-    corpus: Corpus,
-    sequence: list[Sample],
-    start_server: StartServer,
-    launch: Callable[..., Agent],
-    tmp_path: Path,
+    corpus: Corpus, sequence: list[Sample], start_server: StartServer, launch: Callable[..., Agent], tmp_path: Path
 ) -> None:
     run = "in-place"
     server = start_server(corpus.mixture(run), flags=("--liveness", 1))
@@ -124,11 +120,7 @@ def test_ranks_that_torchrun_restarts_in_place_go_on_at_the_checkpoint_under_an_
 
 
 def test_nodes_that_join_and_leave_a_torchrun_job_change_its_world_and_nothing_in_its_order(
-    corpus: Corpus,
-    sequence: list[Sample],
-    start_server: StartServer,
-    launch: Callable[..., Agent],
-    tmp_path: Path,
+    corpus: Corpus, sequence: list[Sample], start_server: StartServer, launch: Callable[..., Agent], tmp_path: Path
 ) -> None:
     run = "members"
     server = start_server(corpus.mixture(run), flags=("--liveness", 1))

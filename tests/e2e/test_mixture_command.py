@@ -67,10 +67,7 @@ def test_a_change_is_told_tried_and_taken_back(server: ServerProcess, tokenloom:
     change = ("mixture", "set", server.rest_url, "code", "--weight", "3", "--epochs", "inf", "--max-tokens", "1.5K")
     told = "  code: weight 2 → 3\n  code: epochs 1 → inf\n  code: max_tokens not given → 1500\n"
     tried = tokenloom(*change, *WHY, "--dry-run")
-    assert (tried.status, tried.output) == (
-        0,
-        f"{RUN}: revision 1 would hold from sample 0 on (0 tokens)\n{told}",
-    )
+    assert (tried.status, tried.output) == (0, f"{RUN}: revision 1 would hold from sample 0 on (0 tokens)\n{told}")
     assert shown(server, tokenloom)["revisions"] == []
     made = tokenloom(*change, *WHY, "--at-tokens", "4K")
     assert made.output == f"{RUN}: revision 1 holds from sample 250 on (4,000 tokens)\n{told}"

@@ -95,6 +95,18 @@ def test_a_fork_and_a_dataset_without_a_server_begin_there(
         assert [batch["input_ids"].tolist() for batch in local] == remote
 
 
+def test_a_fork_begins_so_many_samples_after_the_beginning(
+    folder: Path, start_server: StartServer, tokenloom: CommandLine, tmp_path: Path
+) -> None:
+    server = start_server(folder / "branch.yaml")
+    (tmp_path / "index.json").write_text('{"sample_index": 5}')
+    forked = tokenloom("fork", server.rest_url, "--run", "branch", "--state", tmp_path / "index.json")
+    assert (forked.status, "begins at sample 5" in forked.output) == (0, True), forked.output
+    with World(server.url("branch")) as world:
+        world.join()
+        assert world.sample_index == 5
+
+
 def test_a_mixture_of_another_shape_is_refused_at_the_join(
     folder: Path, state: dict[str, Any], start_server: StartServer
 ) -> None:

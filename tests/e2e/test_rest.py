@@ -36,10 +36,7 @@ def test_one_server_serves_two_runs_whose_counters_are_their_own(server: ServerP
 
 
 def test_figures_equal_a_recount_over_rest_and_grpc_and_on_the_command_line(
-    server: ServerProcess,
-    corpus: Corpus,
-    rpc: Callable[[ServerProcess], Rpc],
-    tokenloom: CommandLine,
+    server: ServerProcess, corpus: Corpus, rpc: Callable[[ServerProcess], Rpc], tokenloom: CommandLine
 ) -> None:
     with World(server.url("counted"), 3, 4) as world:
         samples = world.steps(6).receipt.sequence()

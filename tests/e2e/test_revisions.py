@@ -17,6 +17,7 @@ from support.corpora import write_parquet
 from support.server_process import CommandLine, ServerProcess
 from support.timelines import revised
 from support.trainer import Sample, World, rolling_digest
+from support.waiting import wait_for
 from tokenloom import ConnectionOptions, PeekDataset, RemoteDataset
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.core.state import digest_hex
@@ -325,6 +326,35 @@ def test_a_file_is_compared_with_what_revisions_made_of_it_and_not_with_a_later_
     server.kill()
     server.start_with("--revise", "as it was")
     assert made()[2:] == [["a: weight 5 → 2"]]
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_file_that_was_changed_between_two_launches_holds_from_where_the_first_one_stopped(
+    folder: Path, start_server: StartServer, killed: bool
+) -> None:
+    run = f"between-{killed}"
+    heavier = NODE | {"children": [NODE["children"][0] | {"weight": 5}, *NODE["children"][1:]]}
+    path = write_mixture(folder, run)
+    course = course_of(path)
+    server = start_server(path, flags=("--liveness", 2))
+    with World(server.url(run), RANKS, BATCH) as world:
+        until(world, 200)
+        if killed:
+            server.kill()
+    if not killed:
+        server.terminate()  # the ranks said goodbye, which the ledger knows
+    write_mixture(folder, run, mixture=heavier)
+    server.start_with("--revise", "heavier", "--liveness", 2)
+    if killed:
+        assert "the revision is made in 2 s: ranks of the last launch may come back" in server.log
+        wait_for(lambda: Mixture(server, run).read()["revisions"], "the revision")
+    committed = server.get(f"/v1/runs/{run}/stats")["sample_index"]
+    (made,) = Mixture(server, run).read()["revisions"]
+    assert 0 < committed <= 200
+    assert (made["sample_index"], made["changes"]) == (committed, ["a: weight 2 → 5"])
+    with World(server.url(run), RANKS, BATCH, resume="latest") as world:
+        until(world, committed + 100)
+        check(world, revised(course, committed, mixture=heavier), committed)
 
 
 def test_a_source_that_was_preserved_comes_back_from_the_command_line_and_goes_on(

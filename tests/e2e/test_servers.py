@@ -73,11 +73,7 @@ def both(first: ServerProcess, second: ServerProcess, run: str) -> str:
 
 @pytest.mark.parametrize("ledger", ["sqlite", "redis"])
 def test_ranks_go_over_to_the_standby_when_their_server_dies(
-    corpus: Corpus,
-    sequence: list[Sample],
-    start_server: StartServer,
-    request: pytest.FixtureRequest,
-    ledger: str,
+    corpus: Corpus, sequence: list[Sample], start_server: StartServer, request: pytest.FixtureRequest, ledger: str
 ) -> None:
     run = "taken-over"
     url = "sqlite:///../shared.db" if ledger == "sqlite" else request.getfixturevalue("redis_url")

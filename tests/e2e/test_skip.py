@@ -43,11 +43,7 @@ def loaded(url: str, state: dict[str, str], batch_size: int = 1) -> RemoteDatase
 
 
 def test_a_bad_range_is_jumped_over_and_counted_apart_through_restarts_and_later_restores(
-    corpus: Corpus,
-    sequence: list[Sample],
-    start_server: StartServer,
-    tokenloom: CommandLine,
-    tmp_path: Path,
+    corpus: Corpus, sequence: list[Sample], start_server: StartServer, tokenloom: CommandLine, tmp_path: Path
 ) -> None:
     run = "spike"
     server = start_server(corpus.mixture(run, window_micro_steps=3))
@@ -148,12 +144,7 @@ def test_skipped_samples_are_traced_as_such_and_can_still_be_looked_at(
 
 
 def test_what_cannot_be_skipped_is_refused_before_anything_is_pinned(
-    corpus: Corpus,
-    sequence: list[Sample],
-    start_server: StartServer,
-    rpc: Any,
-    tokenloom: CommandLine,
-    tmp_path: Path,
+    corpus: Corpus, sequence: list[Sample], start_server: StartServer, rpc: Any, tokenloom: CommandLine, tmp_path: Path
 ) -> None:
     run = "refused"
     server = start_server(corpus.mixture(run))

@@ -82,13 +82,7 @@ def test_a_job_with_its_server_inside_goes_on_behind_a_kill(torch_forks: Forks, 
     """The kill ends the server, too, and its restart waits for no lease."""
     alone, killed = sample(tmp_path / "a"), sample(tmp_path / "b")
 
-    kill_and_resume(
-        torch_forks,
-        EXAMPLES / "ddp.py",
-        (str(alone), str(killed)),
-        tmp_path,
-        resumed_world_sizes=[2, 1],
-    )
+    kill_and_resume(torch_forks, EXAMPLES / "ddp.py", (str(alone), str(killed)), tmp_path, resumed_world_sizes=[2, 1])
 
     wait_for_none(alone)
     wait_for_none(killed)

@@ -47,12 +47,7 @@ def test_a_job_that_is_killed_before_its_first_checkpoint_needs_nobody(torch_for
 
 
 #: Which loader with how many workers, and on how many ranks it goes on.
-LOADERS = {
-    ("torch", 0): [1],
-    ("stateful", 1): [2, 1],
-    ("torchdata", 0): [1],
-    ("torchdata", 1): [2, 1],
-}
+LOADERS = {("torch", 0): [1], ("stateful", 1): [2, 1], ("torchdata", 0): [1], ("torchdata", 1): [2, 1]}
 
 
 @pytest.fixture(scope="module")

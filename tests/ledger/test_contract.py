@@ -16,14 +16,7 @@ from support.ledger_server import NAME, STREAM, UID, Server, lead
 from support.ledger_stores import LedgerStore, MemoryStore, RedisStore, SqliteStore
 from support.redis_server import RedisServer
 from tokenloom_server.core.state import MAX_COUNTER
-from tokenloom_server.errors import (
-    AttemptUsed,
-    LeaseHeld,
-    LedgerError,
-    LedgerRolledBack,
-    NotFound,
-    NotLeader,
-)
+from tokenloom_server.errors import AttemptUsed, Fenced, LeaseHeld, LedgerError, LedgerRolledBack, NotFound, NotLeader
 from tokenloom_server.ledger import commands
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.records import Counters, StoredRun, StoredSnapshot
@@ -471,6 +464,22 @@ def test_a_drop_that_comes_again_leaves_the_revision_that_has_its_number_since(s
         server.revise(1, 8, "another one", known=2)
     assert server.revisions == []
     assert server.run.revision_changes == 4
+
+
+def test_a_revision_closes_the_generation_that_it_names_until_the_next_opening(server: Server) -> None:
+    server.open(1, 0)
+    server.commit(4)
+    with pytest.raises(LedgerRolledBack, match="the ledger is at generation 1"):
+        server.revise(1, 4, closes=2)
+    assert server.revise(1, 4, closes=1) == 1
+    assert (server.run.closed_generation, server.committed) == (1, commit_at(4))
+    for late in (lambda: server.commit(6), lambda: server.claim(0, "nonce"), lambda: server.revise(2, 4, closes=1)):
+        with pytest.raises(Fenced, match="at generation 1, which a revision closed while nobody trained"):
+            late()
+    server.revise(2, 4)
+    server.open(2, 4)
+    server.claim(0, "nonce", 2)
+    assert server.commit(6, 2) == 6
 
 
 def test_a_ledger_that_lost_a_change_of_the_revisions_is_noticed_by_every_write(server: Server) -> None:

@@ -188,11 +188,20 @@ class LedgerMachine(RuleBasedStateMachine):
         """How many changes of the revisions a server knows."""
         return max(0, self.run.revision_changes - lag)
 
-    @rule(leads=LEADS, ahead=st.sampled_from([1, 1, 1, 0, 2, -1]), index=st.integers(0, 3), reason=ORDER, lag=LAG)
-    def revise(self, leads: bool, ahead: int, index: int, reason: str, lag: int) -> None:
+    @rule(
+        leads=LEADS,
+        ahead=st.sampled_from([1, 1, 1, 0, 2, -1]),
+        index=st.integers(0, 3),
+        reason=ORDER,
+        lag=LAG,
+        closes=st.sampled_from([None, None, None, 0, 1, -1]),
+    )
+    def revise(self, leads: bool, ahead: int, index: int, reason: str, lag: int, closes: int | None) -> None:
+        """``closes``: the present generation, or one that is not."""
+        generation = 0 if closes is None else max(0, self.generation + closes)
         who, epoch = self._server(leads)
         revision = revision_of(max(1, len(self.rules_only.revisions(UID, STREAM)) + ahead), index, reason)
-        self._do(who, commands.Revise(UID, STREAM, epoch, revision, known_changes=self._known(lag)))
+        self._do(who, commands.Revise(UID, STREAM, epoch, revision, generation, known_changes=self._known(lag)))
 
     @rule(leads=LEADS, back=st.integers(-1, 2), lag=LAG)
     def drop_revisions(self, leads: bool, back: int, lag: int) -> None:
@@ -280,6 +289,7 @@ HEAD_MUTANTS: dict[str, Callable[[Head, Command], dict[str, Any]]] = {
         {"digest": command.committed.digest} if isinstance(command, commands.Commit) else {}
     ),
     "revision_changes": lambda head, command: {"revision_changes": getattr(command, "known_changes", 0)},
+    "closed_generation": lambda head, command: {"closed_generation": 0},
     "newest_revision": lambda head, command: {"newest_revision": None},
     "same_number": lambda head, command: {"same_number": None},
     "attempt_generation": lambda head, command: {"attempt_generation": None},
@@ -301,6 +311,8 @@ LUA_MUTANTS = {
     "dropped twice": (
         *("drop_revisions", "if revision_changes() ~= tonumber(ARGV[#ARGV]) then return {1, revision_changes()} end"),
     ),
+    "closed": ("commit", "and field('closed_generation') ~= present"),
+    "closes another": ("revise", "if ARGV[6] ~= '0' and not is_present(ARGV[6]) then return refused(same) end"),
     "number": ("revise", "if number ~= newest + 1 then return refused(same) end"),
     "index": ("revise", "if tonumber(ARGV[4]) < last then return refused(same) end"),
     "attempts": ("open", "if used then return refused(used) end"),

@@ -237,7 +237,11 @@ def test_a_file_of_an_older_layout_is_brought_up_to_date(tmp_path: Path, version
     with closing(sqlite3.connect(path)) as connection:
         if version < 3:
             connection.execute("DROP TABLE revisions")
-        connection.execute("ALTER TABLE runs DROP COLUMN revision_changes")
+        connection.execute("ALTER TABLE openings DROP COLUMN process")
+        if version < 7:
+            connection.execute("ALTER TABLE runs DROP COLUMN closed_generation")
+        if version < 6:
+            connection.execute("ALTER TABLE runs DROP COLUMN revision_changes")
         if version < 5:
             connection.execute("ALTER TABLE openings RENAME COLUMN group_micro_steps TO group_steps")
             connection.execute("ALTER TABLE openings RENAME COLUMN batch_plans TO ramp")

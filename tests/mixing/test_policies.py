@@ -204,13 +204,6 @@ def test_a_state_with_other_weights_than_there_can_be_is_refused(
         decode_state(order, json.dumps(document))
 
 
-def test_epochs_of_a_node_multiply_those_of_its_sources(folder: Path) -> None:
-    once = Counter(run(order := order_of(folder, under("round_robin")), order.initial())[0])
-    thrice = order_of(folder, under("round_robin", epochs=1.5))
-    given = Counter(run(thrice, thrice.initial())[0])
-    assert all(abs(given[i] / once[i] - 1.5) < 0.1 for i in range(3))
-
-
 @pytest.mark.parametrize("scheme", ["parquet", "jsonl"])
 def test_an_empty_source_is_refused_at_start_by_name(folder: Path, tmp_path: Path, scheme: str) -> None:
     write_parquet(tmp_path / "empty.parquet", [])

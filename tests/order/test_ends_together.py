@@ -20,6 +20,7 @@ from tokenloom_server.config.mixture_change import Addition, MixtureChange
 from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import State
 from tokenloom_server.core.token_curve import TokenCurve
+from tokenloom_server.errors import SourceError
 from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.mixing.totals import SourceTotal
 from tokenloom_server.order import builder, size_estimates
@@ -185,6 +186,19 @@ def test_much_text_is_measured_all_over_a_file(tmp_path: Path, monkeypatch: pyte
     assert apart(states) <= 0.01 * states[-1].sample_index
 
 
+def test_a_bad_line_amid_much_text_is_named_by_the_run_that_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(size_estimates, "COUNTED_BYTES", 1 << 10)
+    corpora.write_jsonl(tmp_path / "a.jsonl", ["x" * 20] * 2_000)
+    lines = (tmp_path / "a.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "a.jsonl").write_text("".join([*lines[:1_200], "{\n", *lines[1_200:]]))
+    order = corpora.order_of(tmp_path, corpora.flat(["jsonl:a.jsonl:text"], "balance_remaining"))
+    assert order.record.size_estimates[0].rows == pytest.approx(2_001, rel=0.01)
+    with pytest.raises(SourceError, match=r"'a\.jsonl': line 1201 "):
+        gone_through(order, 64)
+
+
 def test_a_run_goes_on_by_the_curves_of_its_record_and_reads_nothing_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,7 +300,7 @@ def test_a_record_without_strata_goes_by_the_rows_that_were_picked() -> None:
     new = {3: SizeEstimate.of(curve)}
     assert estimates_from_json(json.loads(canonical(estimates_to_json(new)))) == new
     picked = {"picks": 1250, "tokens": 10_000, "rows": 500, "offset": 0}
-    total = {"rows": 1000, "tokens_per_1000_rows": 50_000, "max_tokens": None, "pick_tokens": 8}
+    total = {"rows": 1000, "tokens": 50_000, "max_tokens": None, "pick_tokens": 8}
     assert SourceTotal(**total).at(**picked) == 2500
     # Half of the rows is a fifth of the tokens.
     assert SourceTotal(**total, curve=curve).at(**picked) == 6250

@@ -28,15 +28,7 @@ from support.corpora import (
 )
 from support.digest import digest_after
 from tokenloom_server.core.hashing import slice_rotation
-from tokenloom_server.core.state import (
-    Cursor,
-    EpochCursor,
-    FileCursor,
-    PackedCursor,
-    SourceState,
-    State,
-    WindowCursor,
-)
+from tokenloom_server.core.state import Cursor, EpochCursor, FileCursor, PackedCursor, SourceState, State, WindowCursor
 from tokenloom_server.mixing.mixer import target_shares
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.steps import PADDING, BatchPlan, StepGroup
@@ -501,11 +493,7 @@ def fingerprint(order: PipelineFactory) -> dict[str, Any]:
         if number % 5 == 0:
             hashed.update(json.dumps(values(step.state)).encode())
     assert step is not None
-    return {
-        "samples": step.state.sample_index,
-        "digest": f"{step.state.digest:032x}",
-        "sha256": hashed.hexdigest(),
-    }
+    return {"samples": step.state.sample_index, "digest": f"{step.state.digest:032x}", "sha256": hashed.hexdigest()}
 
 
 @pytest.mark.parametrize(("version", "order_under"), [(1, order_under_version_1), (2, order_of)])

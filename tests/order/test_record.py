@@ -89,10 +89,7 @@ def child(document: dict[str, Any], position: int) -> dict[str, Any]:
 DIFFERENT: dict[str, tuple[Callable[[dict[str, Any]], Any], list[str]]] = {
     "seed": (lambda d: d.update(seed=8), ["seed: the run began with 7, the file has 8"]),
     "length": (lambda d: d.update(sequence_length=9), ["sequence_length: the run began with 8, the file has 9"]),
-    "labels": (
-        lambda d: d.update(labels="shifted"),
-        ['labels: the run began with "same", the file has "shifted"'],
-    ),
+    "labels": (lambda d: d.update(labels="shifted"), ['labels: the run began with "same", the file has "shifted"']),
     "weight": (
         lambda d: child(d, 0).update(weight=2.5),
         ['mixture.children.0.weight: the run began with "2", the file has "2.5"'],

@@ -11,7 +11,7 @@ import pytest
 from support.corpora import CODE, DOCS, PROSE, WIKI, flat, order_of, write_corpus
 from support.timelines import revised
 from tokenloom_server.core.state import FileCursor, State
-from tokenloom_server.errors import ConfigError
+from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.order import foreign_checkpoint, foreign_payload
 from tokenloom_server.order.timeline import Timeline
 
@@ -147,6 +147,29 @@ def test_two_revisions_at_one_sample_both_hold(plain: Timeline) -> None:
     timeline = revised(timeline, index, state=start, add=[{"child": {"source": WIKI}}])
     after = at(timeline, start, index)
     assert ([source.rows for source in after.sources[2:]], after.preserved) == ([17, 7], ())
+
+
+def test_a_phase_that_has_it_goes_on_with_it(folder: Path) -> None:
+    child = {"source": CODE, "epochs": 4}
+    later = {"policy": "least_consumed", "children": [{"source": DOCS, "epochs": "inf"}, child]}
+    document = flat([DOCS, PROSE], phases=[{"until_tokens": 900}, {"mixture": later}], last_micro_step="pad")
+    document["mixture"]["children"][0]["epochs"] = "inf"
+    timeline = Timeline(order_of(folder, document))
+    start = imported(timeline, CODE_ENTRY, {"spec": WIKI, "row_offset": 7})
+    index = timeline.with_clock(start.clock_offset).segments[1].begin
+    timeline = timeline.with_clock(start.clock_offset)
+    before, after = at(timeline, start, index - 1), at(timeline, start, index)
+    assert (after.sources[2].cursor, after.sources[2].rows) == (CURSOR, 17)
+    assert specs_of(timeline, before) == [DOCS, PROSE, CODE, WIKI]
+    assert specs_of(timeline, after) == [DOCS, PROSE, CODE, WIKI]
+    assert len(after.preserved) == 1
+    whole = at(timeline, start, index + 30)
+    assert at(timeline, timeline.decode(timeline.encode(before)), index + 30) == whole
+    # Where it could not go on there, that is said before anything is trained.
+    child["shuffle"] = "rows"
+    document["phases"][1]["mixture"] = later
+    with pytest.raises(SnapshotInvalid, match=r"place in file order, but .* shuffle: rows"):
+        imported(Timeline(order_of(folder, document)), CODE_ENTRY)
 
 
 # --- Sources of ours that were dropped ---------------------------------------------------------------------------

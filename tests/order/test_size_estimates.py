@@ -165,11 +165,7 @@ def test_the_head_of_a_file_of_lines_is_measured_with_its_ends(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     "packing",
-    [
-        {"packing": "best_fit", "pack_window_rows": 64},
-        {"packing": "none"},
-        {"packing": "none", "long_rows": "split"},
-    ],
+    [{"packing": "best_fit", "pack_window_rows": 64}, {"packing": "none"}, {"packing": "none", "long_rows": "split"}],
     ids=str,
 )
 @pytest.mark.parametrize("labels", ["same", "shifted"])

@@ -355,8 +355,7 @@ def test_what_a_revision_dropped_stays_dropped_in_a_phase_that_has_it(folder: Pa
     assert [source.presence for source in again.at(30).config.sources] == ["live", "live"]
     # One that an earlier phase just does not have comes with the phase that has it.
     one = mixture(
-        mixture={"policy": "weighted", "children": [{"source": WIKI}]},
-        phases=[{"until_tokens": 80}, {"mixture": both}],
+        mixture={"policy": "weighted", "children": [{"source": WIKI}]}, phases=[{"until_tokens": 80}, {"mixture": both}]
     )
     assert [source.presence for source in Timeline(order_of(folder, one)).at(30).config.sources] == ["live", "live"]
 

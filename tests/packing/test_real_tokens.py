@@ -104,6 +104,7 @@ def test_each_step_says_what_its_ranks_tensors_have(
         sent = {(batch["global_tokens"], batch["global_label_tokens"]) for batch in batches}
         assert sent == {recount(order, batches)}
         seen.append(batches)
+        assert {batch["real_tokens"] for batch in batches} == {sum(own[0]["global_tokens"] for own in seen)}
     assert len(seen) > 8
     # (The samples of some of these fill their last step.)
     has_padding = any(PADDING in batch["source_ids"] for batch in seen[-1])

@@ -108,8 +108,7 @@ def job_order(folder: Path, document: dict[str, Any]) -> PipelineFactory:
 
 
 @pytest.mark.parametrize(
-    "shuffle",
-    [{"shuffle": "shards"}, {"shuffle": "shards", "lanes": 2}, {"shuffle": "rows", "shuffle_window_rows": 4}],
+    "shuffle", [{"shuffle": "shards"}, {"shuffle": "shards", "lanes": 2}, {"shuffle": "rows", "shuffle_window_rows": 4}]
 )
 def test_shuffled_rows_are_written_in_the_order_of_the_first_epoch(
     folder: Path, tmp_path: Path, shuffle: dict[str, Any]

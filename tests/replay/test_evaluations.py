@@ -30,14 +30,7 @@ from tokenloom_server.api.service import Runs
 from tokenloom_server.cli import app
 from tokenloom_server.core.hashing import Purpose, draw
 from tokenloom_server.core.state import digest_hex
-from tokenloom_server.errors import (
-    BeyondHorizon,
-    ConfigError,
-    LimitExceeded,
-    NotFound,
-    OrderMismatch,
-    SourceChanged,
-)
+from tokenloom_server.errors import BeyondHorizon, ConfigError, LimitExceeded, NotFound, OrderMismatch, SourceChanged
 from tokenloom_server.replay.evaluation import Evaluation, EvaluationCall, Slice
 from tokenloom_server.run.delivery import EndOfData, Waiting
 from typer.testing import CliRunner

@@ -144,10 +144,7 @@ def test_a_client_that_came_with_other_data_is_told(served: ServedRun) -> None:
     ):
         peek.progress(9, 1)
         peek.next(PATIENCE_S, never)
-    with (
-        pytest.raises(NotFound, match="this peek began with another-uid"),
-        served.peeks.open("another-uid", 9, 1),
-    ):
+    with pytest.raises(NotFound, match="this peek began with another-uid"), served.peeks.open("another-uid", 9, 1):
         pass
 
 

@@ -194,3 +194,57 @@ def test_revise_on_start_reads_the_mixture_in_force_by_the_clock(made: Any) -> N
     place.path.write_text(yaml.safe_dump(document))
     served = place.restart()
     assert Trainer(served, 1, 2, resume="latest").train(3)
+
+
+@pytest.mark.parametrize("document", [DATASETS, INDEX])
+def test_a_restore_to_an_older_checkpoint_pins_its_clock(
+    place: Place, served: ServedRun, document: dict[str, Any]
+) -> None:
+    Trainer(served, 1, 2).train(3)
+    point = served.start_points.restore(text=older(document).decode(), skip_samples=4)
+    served = place.restart()
+    trainer = Trainer(served, 1, 2)
+    assert trainer.index == point.sample_index + 4
+    trainer.train(3)
+    assert total(trainer.state()) == (point.sample_index + 10, CLOCK + 10 * LENGTH)
+
+
+@pytest.mark.parametrize("other", ["the same", "another mixture", "without a source"])
+def test_a_fork_goes_on_by_the_clock_and_its_budget(place: Place, served: ServedRun, folder: Path, other: str) -> None:
+    document = mixture(window_micro_steps=6)
+    document["mixture"]["max_tokens"] = CLOCK + 400
+    parent_path, fork_path = (folder / f"clock-{name}.yaml" for name in ("parent", "fork"))
+    parent_path.write_text(yaml.safe_dump(document | {"run": "parent"}))
+    if other == "another mixture":
+        document["mixture"]["children"][0]["weight"] = 9
+    if other == "without a source":
+        # Its 40 tokens are not among those that the fork's own sources count.
+        del document["mixture"]["children"][1]
+        document["mixture"]["max_tokens"] -= 40
+    fork_path.write_text(yaml.safe_dump(document | {"run": "fork"}))
+    parent = place.runs.add(parent_path, None)
+    entries = [*ENTRIES[:1], ENTRIES[1] | {"token_offset": 40}]
+    trainer = Trainer(parent, 1, 2, state=older({"resume_state": {"datasets": entries}, "total_tokens": CLOCK}))
+    begin = trainer.index
+    trainer.train(2)
+    if other == "without a source":
+        given = parent.past.state_at(begin + 4)[1].sources[1].tokens - 40
+        assert given >= 0
+    state = trainer.state()
+    whole = trainer.train(1000)
+    assert total(trainer.state())[1] == CLOCK + 400
+    fork = place.runs.add(fork_path, None)
+    assert fork.start_points.fork(state.decode()).sample_index == begin + 4
+    forked = Trainer(fork, 1, 2)
+    assert total(forked.state()) == (begin + 4, CLOCK + 4 * LENGTH)
+    rest = forked.train(1000)
+    if other == "the same":
+        assert rest == {index: sample for index, sample in whole.items() if index >= begin + 4}
+    if other != "without a source":
+        assert total(forked.state())[1] == CLOCK + 400
+    else:
+        end = forked.ranks[0].end
+        assert end is not None
+        assert total(forked.state())[1] + end.dropped_samples * LENGTH == CLOCK + 400 + given
+    text, index = fork.history.snapshot(begin + 10)
+    assert total(text.encode()) == (index, CLOCK + 10 * LENGTH)

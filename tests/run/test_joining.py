@@ -143,10 +143,7 @@ def test_ranks_with_different_states_are_refused_also_after_a_restart(place: Pla
             {"world_size": 100, "batch_size": ((0, 2), (8, 2**20))},
             r"a micro-step of 100 ranks × 1048576 samples × 16 bytes has .*; expected at most",
         ),
-        (
-            {"batch_size": 2**18, "accumulate": 1025},
-            "accumulate is 1025, and so many micro-steps of 8388608",
-        ),
+        ({"batch_size": 2**18, "accumulate": 1025}, "accumulate is 1025, and so many micro-steps of 8388608"),
         ({"accumulate": 0}, "accumulate is 0; expected 1 to"),
         ({"accumulate": 4}, "accumulate is 4, but window_micro_steps in the mixture file is 6; expected at least 8"),
         ({"attempt": ""}, "attempt has 0 characters"),

@@ -15,9 +15,19 @@ import pytest
 from support.corpora import CODE, DOCS, PROSE, flat
 from support.served import Place, Sizes, Trainer, part, sequence, until_led
 from tokenloom_server.config.mixture_change import MixtureChange
-from tokenloom_server.errors import BeyondHorizon, ConfigError, LedgerRolledBack, NotFound, NotLeader
+from tokenloom_server.errors import (
+    BeyondHorizon,
+    ConfigError,
+    Fenced,
+    LedgerError,
+    LedgerRolledBack,
+    NotFound,
+    NotLeader,
+    SnapshotInvalid,
+)
 from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.run.losses import Report
+from tokenloom_server.run.timeouts import Timeouts
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +57,7 @@ def test_ranks_go_on_to_a_revision_that_is_being_written_and_no_further(
             trainer.train(1)
 
     place.ledger.meanwhile = meanwhile  # type: ignore[method-assign]
-    index = served.coordinator.view().first_revisable + later
+    index = served.coordinator.view().first_revisable(None) + later
     assert served.revision_handler.revise(heavier(sample_index=index)).sample_index == index
     trainer.take(20)
     samples = sequence(served)
@@ -77,7 +87,7 @@ def test_a_revision_may_be_taken_back_until_production_reaches_it(made: Callable
     served = made(window_micro_steps=4).serve()
     trainer, handler = Trainer(served), served.revision_handler
     trainer.train(1)
-    least = served.coordinator.view().first_revisable
+    least = served.coordinator.view().first_revisable(None)
     with pytest.raises(BeyondHorizon, match=f"a revision of run 'test' can hold from sample {least} on"):
         handler.revise(heavier(sample_index=least - 1))
     with pytest.raises(ConfigError, match="name one of them, or neither"):
@@ -135,6 +145,119 @@ def test_a_state_names_the_revisions_that_were_accepted_before_its_step_was_prod
     again = Trainer(trainer.ranks[0].served, resume="fresh", takeover=True)
     again.take(1)
     assert json.loads(again.state())["resume_state"]["revisions"][0]["sample_index"] == index
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_revision_of_a_run_that_stands_still_holds_from_where_it_stands(
+    made: Callable[..., Place], restarted: bool
+) -> None:
+    place = made(window_micro_steps=40)
+    place.timeouts = Timeouts(liveness_s=60.0)
+    served = place.serve()
+    trainer = Trainer(served)
+    trainer.train(5)
+    trainer.leave()
+    if restarted:
+        served = place.restart()
+    coordinator = served.coordinator
+    assert coordinator.view().generation.stands_still
+    assert served.mixture.info().first_revisable == trainer.index
+    change = heavier(add=[{"child": {"source": "txt:data/prose/1.txt:text", "weight": 9}}])
+    assert served.revision_handler.revise(change).sample_index == trainer.index == place.committed().sample_index
+    assert place.stored().closed_generation == 1
+    for restarts in range(2):
+        served = place.restart() if restarts else served
+        with pytest.raises(Fenced, match=r"generation 1 of run 'test' .* is over: a revision closed it"):
+            trainer.connect(served)
+        served.stats.read()
+        assert served.history.snapshot(None)[1] == trainer.index
+        assert served.coordinator.view().waiting_for == "a trainer"
+    # Another change, and one that is taken back, need no further generation.
+    served.revision_handler.revise(heavier(3))
+    assert [revision.number for revision in served.revision_handler.drop(2)] == [2]
+    asks: list[dict[str, Any]] = [{"resume": "latest"}, {"state": trainer.state(), "takeover": True}]
+    for ask in asks:
+        again = Trainer(served, 2, 3, **ask)
+        assert again.take(5) == part(sequence(served), trainer.index, again.index)
+
+
+def test_a_run_stands_still_only_where_it_was_listened_to(made: Callable[..., Place]) -> None:
+    """Ranks that were cut off from a server that ended may come back to the next one."""
+    place = made(window_micro_steps=40)
+    place.timeouts = Timeouts(liveness_s=1.0)
+    served = place.serve()
+    trainer = Trainer(served)
+    trainer.train(5)
+    trainer.leave(goodbye=False)
+    assert not served.coordinator.view().generation.stands_still
+    place.stop()
+    time.sleep(1.1)
+    served = place.serve()
+    generation = served.coordinator.view().generation
+    assert not generation.stands_still
+    assert not generation.all_attached
+    # Until each has come, they may hold all that the window allows.
+    assert generation.first_unproduced > generation.horizon_index
+    rank = trainer.ranks[0]
+    rank.connect(served)
+    assert served.coordinator.view().generation.first_unproduced > generation.horizon_index
+    trainer.ranks[1].connect(served)
+    streams = served.coordinator.view().generation
+    assert max(trainer.index, streams.produced_index) < streams.first_unproduced < generation.horizon_index
+    trainer.leave(goodbye=False)
+    time.sleep(1.1)
+    assert served.revision_handler.revise(heavier()).sample_index == trainer.index
+
+
+def test_a_revision_of_a_run_that_stands_still_comes_after_all_that_is_known_to_be_kept(
+    made: Callable[..., Place],
+) -> None:
+    place = made(window_micro_steps=40)
+    served = place.serve()
+    trainer = Trainer(served)
+    trainer.train(5)
+    trainer.ranks[0].take(2)  # reported, and not committed, for rank 1 is not there yet
+    beyond = trainer.ranks[0].consumed
+    for rank in trainer.ranks:  # used, and never reported
+        while rank.history.last.sample_index < beyond + 8:
+            assert rank.buffer or rank.receive()
+            rank.history.append(rank.buffer.popleft().point)
+    trainer.leave()
+    assert served.mixture.info().first_revisable == beyond
+    with pytest.raises(BeyondHorizon, match=f"a revision of run 'test' can hold from sample {beyond} on"):
+        served.revision_handler.revise(heavier(sample_index=beyond - 1))
+    _, kept = served.snapshots.take(beyond + 4, save=True)
+    assert served.mixture.info().first_revisable == beyond + 5
+    served.start_points.restore(sample_index=beyond + 6)
+    assert served.revision_handler.revise(heavier()).sample_index == beyond + 7
+    with pytest.raises(
+        SnapshotInvalid, match=f"made without revision 1, which holds from sample {beyond + 7} on, from other"
+    ):
+        served.history.forward(served.history.parse(trainer.state(beyond + 8)))
+    served.start_points.restore(snapshot_id=kept)
+    assert Trainer(served).take(4) == part(sequence(served), beyond + 4, beyond + 4 + 16)
+
+
+def test_no_rank_comes_back_while_a_revision_closes_its_generation_but_after_it_was_refused(
+    made: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = made(window_micro_steps=40)
+    served = place.serve()
+    trainer = Trainer(served)
+    trainer.train(5)
+    trainer.leave()
+
+    def refuse(revision: StoredRevision) -> None:
+        with pytest.raises(Fenced, match="a revision closed it while nobody trained; restart the training job"):
+            trainer.connect(served)
+        raise LedgerError("refused on purpose")
+
+    monkeypatch.setattr(place.ledger, "meanwhile", refuse)
+    with pytest.raises(LedgerError, match="refused on purpose"):
+        served.revision_handler.revise(heavier())
+    trainer.connect(served)
+    trainer.train(1000)
+    assert trainer.taken() == part(sequence(served), 0, trainer.index)
 
 
 def lose_revisions(place: Place) -> None:

@@ -156,6 +156,27 @@ def first_of_taken(trainer: Trainer, source: int) -> list[int]:
     return first_of(trainer, source)
 
 
+def test_a_fork_of_a_run_that_the_server_does_not_serve_knows_it_from_the_state(
+    place: Place, made: Callable[..., Place]
+) -> None:
+    parent = Trainer(place.serve(), 1, 2, state=OLDER)
+    # At a boundary: without the run's mixture, no sample between two of them can be reached.
+    state = parent.state()
+    place.stop()
+    served = made(**endless(DOCS, CODE, run="fork", window_micro_steps=4)).serve()
+    fork = Trainer(served, 1, 2, state=state, fork=True)
+    fork.train(4)
+    assert first_of(fork, 1) == tokens_of(CODE, 17, 8)
+    left = {entry["spec"]: entry.get("left_by") for entry in datasets(fork.state()) if entry.get("unknown")}
+    assert left == {WIKI: None, PROSE: "test"}
+    index = revise(
+        served, add=[{"child": {"source": PROSE, "epochs": "inf"}}, {"child": {"source": WIKI}}]
+    ).sample_index
+    fork.train_to(index + 20)
+    assert first_of(fork, 3) == tokens_of(WIKI, 7, 8)
+    assert not [entry for entry in datasets(fork.state()) if entry.get("unknown")]
+
+
 def test_a_fork_in_whose_mixture_it_is_shuffled_is_refused(place: Place) -> None:
     parent = Trainer(place.serve(), 1, 2, state=OLDER)
     parent.train(4)

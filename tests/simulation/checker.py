@@ -127,6 +127,11 @@ class Checker:
         self._world.note("ledger", call, "revisions", *[(each.number, each.sample_index) for each in revisions])
         if call not in ("revise", "drop_revisions"):
             self.fail(f"{call} changed the revisions")
+        run = self._world.store.runs[RUN, STREAM]
+        if run.openings and run.closed_generation == run.generation and self.present not in self._former:
+            # Nothing of it was kept behind what is committed and what its ranks reported, or nobody may go on with it.
+            self._former[self.present] = before
+            self._sent = min(self._sent, revisions[-1].sample_index)
         reach = min(max(self._sent, self._index), len(before))
         if len(now) < reach or now.digests[reach] != before.digests[reach]:
             self.fail(f"{call} changed the order before sample {reach}, which was produced already")
@@ -393,7 +398,9 @@ class Checker:
         """Whether a launch may end with an error: a healthy one goes on, whatever dies around it."""
         world, name, text = self._world, error.name, str(error)
         opened = rank.joined.opening.generation if rank.joined is not None else None
+        run = world.store.runs.get((RUN, STREAM))
         superseded = opened is not None and self._greatest_generation > opened
+        superseded |= opened is not None and run is not None and run.closed_generation == opened
         if opened is None:
             superseded = launch.attempt in self._attempts and self._attempts_behind(launch.attempt)
         if world.lost and name in _OF_LOST_DATA:

@@ -92,7 +92,7 @@ MIXTURES_BY_CLOCK: dict[str, dict[str, Any]] = {
                 "mixture": {"policy": "weighted", "children": [*_children("a", weight=3), *_children("b", "c")]},
             },
         ],
-    },
+    }
 }
 
 
@@ -298,7 +298,9 @@ def older_checkpoint(mixture: str, rng: random.Random) -> str:
         samples = rng.randint(1, 8)
         document = {"sample_index": samples}
     # Never the clock that counts the samples here: by that a state of it is told from others.
-    return json.dumps(document | {"total_tokens": samples * length + rng.randint(1, 300)})
+    less = samples * length if rng.random() < 0.3 else 0
+    clock_offset = -rng.randint(1, less) if less else rng.randint(1, 300)
+    return json.dumps(document | {"total_tokens": samples * length + clock_offset})
 
 
 def _passed(spec: str, entry: Mapping[str, Any] | None, length: int) -> tuple[int, int]:

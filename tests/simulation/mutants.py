@@ -95,7 +95,7 @@ def credits_ignored(patch: pytest.MonkeyPatch) -> None:
 def revisions_below_the_horizon(patch: pytest.MonkeyPatch) -> None:
     """A revision may hold from a sample on that was produced already."""
 
-    patch.setattr(RunView, "first_revisable", property(lambda self: self.commit.sample_index + 1))
+    patch.setattr(RunView, "first_revisable", lambda self, kept: self.commit.sample_index + 1)
 
 
 def revisions_not_read_when_leading(patch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,7 @@ from functools import cache
 
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.errors import (
-    BeyondHorizon,
-    ConfigError,
-    LedgerError,
-    NotFound,
-    SnapshotInvalid,
-    TokenloomError,
-)
+from tokenloom_server.errors import BeyondHorizon, ConfigError, LedgerError, NotFound, SnapshotInvalid, TokenloomError
 from tokenloom_server.ledger.commands import Pin, SaveSnapshot
 from tokenloom_server.ledger.records import Opening, StoredSnapshot
 from tokenloom_server.run.timeouts import Timeouts
@@ -43,7 +36,10 @@ THEMES: dict[str, tuple[str, ...]] = {
     "network": ("break streams", "pause rank", "pause server", "kill server"),
     "states": ("snapshot", "pin", "kill trainer", "kill server"),
     "lost data": ("lose data", "kill server", "kill trainer"),
-    "revisions": (*("revise",) * 5, "drop revisions", "kill server", "kill trainer", "pause server", "pin", "snapshot"),
+    "revisions": (
+        *("revise",) * 5,
+        *("drop revisions", "revise standing", "kill server", "kill trainer", "pause server", "pin", "snapshot"),
+    ),
 }
 #: Beside those of a world's theme, where an older checkpoint is at hand.
 IMPORT_FAULTS = ("kill trainer", "kill trainer", "kill server", "pin", "snapshot")
@@ -502,7 +498,8 @@ class World(Scheduler):
             return
         asked = {"reason": f"at {self.now:.3f}", **self._change(coordinator.timeline.at(2**40).config)}
         if self.rng.random() < 0.4:
-            asked["sample_index"] = coordinator.view().first_revisable + self.rng.choice([0, 1, 7, 30])
+            asked["sample_index"] = coordinator.view().first_revisable(None) + self.rng.choice([0, 1, 7, 30])
+        closed = coordinator.view().generation.closed
         try:
             revision = server.served.revision_handler.revise(MixtureChange.model_validate(asked))
         except (ConfigError, LedgerError) as error:
@@ -513,7 +510,32 @@ class World(Scheduler):
             self.note(server.name, "no revision", error.name)
         else:
             self.note(server.name, "revised", revision.number, revision.sample_index)
+            if coordinator.view().generation.closed and not closed:
+                self.note(server.name, "closed", coordinator.view().generation.number)
             self.checker.acknowledged(revision)
+
+    def _revise_standing(self) -> None:
+        """The mixture is changed between two jobs."""
+        self.at(6 * self.rng.random(), None, self._end_job)  # it has begun by then, mostly
+
+    def _end_job(self) -> None:
+        """The job is killed, or cut off; the mixture is changed once nobody is taken to train; another job begins."""
+        if self._completed is not None:
+            return
+        wait_s = self.plan.timeouts.liveness_s + self.rng.random()
+        for launch in self.launches:
+            launch.given_up = True
+            for rank in launch.ranks:
+                if rank.alive and not rank.paused and self.rng.random() < 0.5:
+                    rank.paused = True
+                    self.at(wait_s + self.rng.random(), None, self.resume, rank)
+                else:
+                    rank.kill()
+        for stream in self.streams:
+            if not stream.broken:
+                stream.cut()
+        self.at(wait_s, None, self._revise)
+        self.at(wait_s + self.rng.random(), None, self._relaunch)
 
     def _change(self, config: RunConfig) -> dict[str, object]:
         source = self.rng.choice(config.sources)

@@ -193,10 +193,7 @@ def test_comparisons_mean_what_they_say(tmp_path: Path, suffix: str) -> None:
 
 RULES: list[tuple[dict[str, Any], str]] = [
     ({"filter": (Comparison.parse("absent > 1"),)}, "has no column 'absent'; its columns are column, n"),
-    (
-        {"filter": (Comparison.parse("column > 1"),)},
-        "'column' is of type string, which is not compared with a number",
-    ),
+    ({"filter": (Comparison.parse("column > 1"),)}, "'column' is of type string, which is not compared with a number"),
     ({"filter": (Comparison.parse('n == "a"'),)}, "'n' is of type int64, which is not compared with text"),
     ({"filter": (Comparison.parse("n == true"),)}, "is not compared with true or false"),
     ({"filter": (Comparison.parse("l == 1"),)}, "which is not compared with a number"),

@@ -45,7 +45,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("integrations",),
     ),
     PROTO: (
-        ("__init__", "address", "batch_schedule", "errors", "seal", "credentials", "dataloader_pb2"),
+        ("__init__", "address", "batch_schedule", "errors", "process", "seal", "credentials", "dataloader_pb2"),
         ("dataloader_pb2_grpc", "protocol", "resume"),
     ),
 }
@@ -60,7 +60,7 @@ ONLY: dict[str, frozenset[str]] = {
     f"{SERVER}.run.slots": frozenset(),
     f"{SERVER}.run.delivery": frozenset({"order.steps"}),
     f"{SERVER}.run.generation": frozenset(
-        {"core", "errors", "order.batch_plans", "order.steps", "run.delivery", "run.sizing", "run.slots"},
+        {"core", "errors", "order.batch_plans", "order.steps", "run.delivery", "run.sizing", "run.slots"}
     ),
 }
 

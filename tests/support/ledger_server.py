@@ -32,11 +32,13 @@ class Server:
     def claim(self, rank: int, nonce: str, generation: int = 1) -> None:
         self.ledger.execute(ClaimSlot(UID, STREAM, self.epoch, generation, rank, nonce))
 
-    def revise(self, number: int, sample_index: int, reason: str = "more code", known: int | None = None) -> int:
-        """``known``: of the changes of the revisions; all, if not given."""
+    def revise(
+        self, number: int, sample_index: int, reason: str = "more code", known: int | None = None, closes: int = 0
+    ) -> int:
+        """``known``: of the changes of the revisions; all, if not given. ``closes``: this generation."""
         known = self.run.revision_changes if known is None else known
         revision = revision_of(number, sample_index, reason)
-        return self.ledger.execute(Revise(UID, STREAM, self.epoch, revision, known_changes=known))
+        return self.ledger.execute(Revise(UID, STREAM, self.epoch, revision, closes, known_changes=known))
 
     def drop(self, number: int, known: int | None = None) -> int:
         known = self.run.revision_changes if known is None else known

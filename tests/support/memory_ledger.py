@@ -43,6 +43,7 @@ class Run:
     committed_at: float | None = None
     pin: str | None = None
     revision_changes: int = 0
+    closed_generation: int = 0
     lease: Lease | None = None
     openings: list[Opening] = field(default_factory=list)
     slots: dict[int, str] = field(default_factory=dict)
@@ -154,6 +155,7 @@ class MemoryLedger(Ledger):
             sample_index=run.committed.sample_index if run.committed is not None else 0,
             digest=run.committed.digest if run.committed is not None else "",
             revision_changes=run.revision_changes,
+            closed_generation=run.closed_generation,
             **items,
         )
 
@@ -254,4 +256,5 @@ def _stored(run: Run) -> StoredRun:
         pin=run.pin,
         lease=run.lease,
         revision_changes=run.revision_changes,
+        closed_generation=run.closed_generation,
     )

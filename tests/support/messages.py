@@ -19,6 +19,7 @@ def message_of(layout: Layout, group: StepGroup, rank: int = 0) -> Message:
             end_indices=[mark.sample_index for mark in group.marks],
             slices=[group.slice_of(step, rank) for step in range(count)],
             total_tokens=[mark.total_tokens for mark in group.marks],
+            real_tokens=[group.run_real_tokens(step) for step in range(len(group.marks))],
             tokens=[real for real, _ in tokens],
             label_tokens=[labels for _, labels in tokens],
             source_ids=group.source_ids[rank, :count].ravel().tolist(),

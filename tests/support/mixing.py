@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.size_estimate import SizeEstimate
@@ -43,15 +43,37 @@ def config_of(policy: str, *children: Any, seed: int = 7, **fields: Any) -> RunC
     return parsed(flat([], seed=seed) | {"mixture": named(node(policy, *children, **fields))})
 
 
+class Lengths(NamedTuple):
+    """Implements ``RealLengths``: of a source of a walk."""
+
+    walk: Walk
+    source: int
+
+    @property
+    def real_tokens(self) -> int:
+        return self.walk.balances()[self.source]
+
+    def real_lengths(self) -> Iterator[int]:
+        for number in range(self.walk.given[self.source], self.walk.capacity[self.source]):
+            self.walk.looked_at.append((self.source, number))
+            yield self.walk.real[self.source][number]
+
+
 class Walk:
     """Picks from a mixer whose sources hold so many samples each, by source id.
 
     ``updates``: how often weights are made anew, in samples (a power of 2, at most ``UPDATE_PICKS``); the mixer is
-    told of so many times as many samples as there were.
+    told of so many times as many samples as there were. ``lengths``: by source, the real tokens of each of its samples,
+    where balances count these.
     """
 
-    def __init__(self, config: RunConfig, capacity: list[int], updates: int = 8) -> None:
+    def __init__(
+        self, config: RunConfig, capacity: list[int], updates: int = 8, lengths: Sequence[Sequence[int]] = ()
+    ) -> None:
         self.capacity = capacity
+        self.real = lengths
+        #: Sources whose samples were looked at, in that order, and the number of the sample.
+        self.looked_at: list[tuple[int, int]] = []
         self.given = [0] * len(capacity)
         self._pretended = UPDATE_PICKS // updates
         self.begin_under(config, initial_nodes(config))
@@ -59,7 +81,8 @@ class Walk:
     def begin_under(self, config: RunConfig, nodes: Nodes) -> None:
         self.config = config
         size_estimates = {source: self._extent(source) for source in config.measured_sources}
-        self.mixer = Mixer(config, nodes, size_estimates)
+        lengths = [Lengths(self, source) for source in range(len(self.real))]
+        self.mixer = Mixer(config, nodes, size_estimates, lengths or None)
         self.before = list(self.given)
 
     def _extent(self, source: int) -> SizeEstimate:
@@ -91,12 +114,13 @@ class Walk:
             some = min(count - len(found), self.begin())
             plan = self.mixer.plan(some).tolist()
             assert len(plan) == some
-            ready = 0
-            while ready < len(plan) and plan[ready] != NOTHING and self.has_sample(plan[ready]):
-                self.given[plan[ready]] += 1
+            ready, planned = 0, list(self.given)
+            while ready < len(plan) and plan[ready] != NOTHING and planned[plan[ready]] < self.capacity[plan[ready]]:
+                planned[plan[ready]] += 1
                 ready += 1
             if ready:
                 self.mixer.take_planned(ready)
+                self.given = planned
                 found += plan[:ready]
             if ready < len(plan):
                 found.append(self.step())
@@ -106,7 +130,13 @@ class Walk:
 
     def present(self) -> Nodes:
         given = [now - then for now, then in zip(self.given, self.before, strict=True)]
-        return self.mixer.states(self.mixer.mix_weights, given)
+        return self.mixer.states(self.mixer.mix_weights, given, self.balances())
+
+    def balances(self) -> list[int]:
+        """By source, its tokens as balances count them."""
+        if not self.real:
+            return [given * self.config.sequence_length for given in self.given]
+        return [sum(own[:given]) for own, given in zip(self.real, self.given, strict=True)]
 
     def restore(self) -> None:
         """Builds the mixer anew from its state, as a restart does."""
@@ -140,7 +170,7 @@ def node_start(weights: Sequence[int], tokens: int = 8, seed: int = 7, owed: Seq
         NodeShape(
             node_id=0, seed=seed, pick_tokens=tokens, weights=tuple(weights), child_ids=ids, points=(), linear=True
         ),
-        Children([0] * size, [0] * size, [False] * size),
+        Children([0] * size, balances := [0] * size, [False] * size, balances),
         [ChildState(credit=credit) for credit in owed or [0] * size],
     )
 

@@ -99,10 +99,7 @@ def formats() -> dict[str, Format]:
             "jsonl:a.jsonl.gz:column", "a.jsonl.gz", _bytes(lambda: gzip.compress(_jsonl(TEXTS), mtime=0)), True
         ),
         "txt zstd": Format(
-            "txt:a.txt.zst:text",
-            "a.txt.zst",
-            _bytes(lambda: pa.Codec("zstd").compress(_txt(), asbytes=True)),
-            False,
+            "txt:a.txt.zst:text", "a.txt.zst", _bytes(lambda: pa.Codec("zstd").compress(_txt(), asbytes=True)), False
         ),
     }
 

@@ -212,6 +212,14 @@ class Trainer:
         """Until all that was consumed is committed."""
         self.ranks[0].served.coordinator.finish(self.ranks[0].session, PATIENCE_S)
 
+    def leave(self, goodbye: bool = True) -> None:
+        """The streams end, with a goodbye or as those of a killed process."""
+        self.settle()
+        for rank in self.ranks:
+            if goodbye:
+                rank.served.coordinator.leave(rank.session)
+            rank.served.coordinator.detach(rank.session)
+
     def state(self, index: int | None = None) -> bytes:
         states = {rank.state(index) for rank in self.ranks}
         assert len(states) == 1, "ranks wrote different states"

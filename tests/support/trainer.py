@@ -86,12 +86,7 @@ class World:
         self.receipt = Receipt()
         self.ranks = [
             RemoteDataset(
-                url,
-                batch_size,
-                rank=rank,
-                world_size=world_size,
-                attempt=attempt,
-                **with_connection(options),
+                url, batch_size, rank=rank, world_size=world_size, attempt=attempt, **with_connection(options)
             )
             for rank in range(world_size)
         ]

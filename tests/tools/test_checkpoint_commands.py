@@ -24,7 +24,7 @@ from tokenloom_proto.seal import seal, unseal
 from tokenloom_server.cli import app
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.errors import SnapshotInvalid
-from tokenloom_server.order import snapshot_encode
+from tokenloom_server.order import foreign_checkpoint, foreign_payload, snapshot_encode
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.tools.checkpoint import report
 from tokenloom_server.tools.checkpoint.content import Child, Content, Node, read
@@ -109,8 +109,7 @@ def save_distributed(path: Path, text: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @pytest.mark.parametrize(
-    "save",
-    [save_plain, save_nested_json, save_torch, save_torch_with_objects, save_old_torch, save_distributed],
+    "save", [save_plain, save_nested_json, save_torch, save_torch_with_objects, save_old_torch, save_distributed]
 )
 def test_a_snapshot_is_found_in_every_kind_of_file(
     save: Callable[[Path, str], None], text: str, tmp_path: Path
@@ -388,6 +387,27 @@ def test_an_older_payload_under_a_mixture_counts_nodes_as_an_import_would(tmp_pa
     content = content_of(json.dumps(OLDER), tmp_path, mixture=config.parse(mixture(), where="m", catalog=CATALOG))
     assert [child.samples for child in content.nodes[0].children] == [10, 0, 0]
     assert [child.name for child in content.nodes[1].children] == [PROSE, WIKI]
+
+
+def test_the_clock_of_an_older_checkpoint_is_shown_and_is_no_fault(tmp_path: Path) -> None:
+    order = order_of(write_corpus(tmp_path / "corpus"))
+    payload = foreign_payload.read(json.dumps(OLDER | {"total_tokens": 100_000}))
+    assert payload is not None
+    timeline = Timeline(order)
+    state = foreign_checkpoint.resume_point(payload, timeline).base
+    assert state is not None
+    pipeline = timeline.with_clock(state.clock_offset).pipeline(state)
+    pipeline.advance(20)
+    text = timeline.encode(pipeline.state())
+    sealed = snapshot_encode.compose(order.record.template(UID, "train", 1), text, text)
+    content = content_of(sealed, tmp_path)
+    assert (content.sample_index, content.total_tokens, content.sequence_length) == (30, 100_160, 8)
+    assert not list(faults(content))
+    shown = io.StringIO()
+    report.show(content, Console(file=shown, width=120))
+    assert "its token clock is an older checkpoint's: +99,920 tokens to those of its samples" in shown.getvalue()
+    wrong = content_of(changed(sealed, lambda document: document["resume_state"].pop("clock_offset")), tmp_path)
+    assert "but the sources' tokens add up to 240" in "\n".join(faults(wrong))
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -212,13 +212,19 @@ def test_a_folder_is_read_wherever_a_file_is(tmp_path: Path) -> None:
     assert (status, "of another data loader, without a digest" in printed) == (2, True)
 
 
+def test_what_accelerate_writes_into_a_folder_is_found(tmp_path: Path) -> None:
+    folder = save_folder(tmp_path / "checkpoint_9")
+    torch.save(three_levels(30).state(), folder / "custom_checkpoint_0.pkl")
+    assert find(folder).where == "custom_checkpoint_0.pkl"
+
+
 def test_the_states_of_several_ranks_are_named(tmp_path: Path) -> None:
     ranks = {f"dataset_state_rank_{rank}": three_levels(30 + rank).state() for rank in (0, 1)}
     folder = save_folder(tmp_path / "checkpoint-9", **ranks)
-    with pytest.raises(SnapshotInvalid, match=r"at 'dataset_state_rank_0\.pt:'.*'dataset_state_rank_1\.pt:'.*--inside"):
+    with pytest.raises(SnapshotInvalid, match=r"at 'dataset_state_rank_0\.pt'.*'dataset_state_rank_1\.pt'.*--inside"):
         find(folder)
-    assert find(folder, "dataset_state_rank_1.pt:").document["current_example_count"] == 31
-    status, _ = run("verify", folder, folder, "--inside-a", "dataset_state_rank_1.pt:")
+    assert find(folder, "dataset_state_rank_1.pt").document["current_example_count"] == 31
+    status, _ = run("verify", folder, folder, "--inside-a", "dataset_state_rank_1.pt")
     assert status == 2
     workers = save_folder(tmp_path / "checkpoint-10", loader=in_workers(*ranks.values()))
     with pytest.raises(SnapshotInvalid, match=r"worker_0\.dataset_state.*worker_1\.dataset_state"):

@@ -34,6 +34,8 @@ class Batch(TypedDict):
     """End of the micro-step in the run's global order, the same on every rank: what ``state_dict(at=)`` takes."""
     total_tokens: int
     """Tokens of the whole run after this micro-step, the same on every rank: ``sequence_length`` for every sample."""
+    real_tokens: int
+    """Of these, those that are documents': without padding, and the same on every rank."""
     global_tokens: int
     """Its real tokens over all ranks, the same on each: positions of ``input_ids`` that are not padding."""
     global_label_tokens: int
@@ -120,6 +122,7 @@ class StepNumbers:
     slices: Sequence[int]
     """Which part of the step's samples is this rank's, counted from 0."""
     total_tokens: Sequence[int]
+    real_tokens: Sequence[int]
     tokens: Sequence[int]
     label_tokens: Sequence[int]
     """Over all ranks, as ``tokens``."""
@@ -130,6 +133,7 @@ class StepNumbers:
         return {
             "sample_index": self.end_indices[step],
             "total_tokens": self.total_tokens[step],
+            "real_tokens": self.real_tokens[step],
             "global_tokens": self.tokens[step],
             "global_label_tokens": self.label_tokens[step],
         }

@@ -13,6 +13,7 @@ import grpc
 import numpy as np
 import torch
 from tokenloom_proto import dataloader_pb2 as wire
+from tokenloom_proto import process
 from tokenloom_proto.address import Address
 from tokenloom_proto.credentials import Credentials
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
@@ -20,7 +21,6 @@ from tokenloom_proto.errors import ProtocolError
 from tokenloom_proto.resume import sources_of
 
 from tokenloom.batch.layout import Layout
-from tokenloom.connection import topology
 from tokenloom.connection.channel import (
     Retry,
     failure,
@@ -153,7 +153,7 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
         resume=request.resume,
         state_json=request.state.encode(),
         takeover=request.takeover,
-        process=topology.process(),
+        process=process.identity(),
         peek=request.peek,
         fork=request.fork,
         samples=request.samples or 0,
@@ -182,7 +182,8 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
                 # A server's own words tell more than that the last try ran out of time.
                 reason = named_error if named_error is not None and times_out(error) else error
                 raise failure(reason, request.address) from error
-            if time.monotonic() >= warn_at:
+            # A busy run counts down: on one rank.
+            if time.monotonic() >= warn_at and (busy_s is None or not request.topology.rank):
                 warn_at = time.monotonic() + WARN_EVERY_S
                 log.warning("cannot join %s yet, trying again: %s", request.address, summary(error))
         time.sleep(delay_s)

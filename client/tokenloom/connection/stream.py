@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import grpc
 from tokenloom_proto import dataloader_pb2 as wire
+from tokenloom_proto import process
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_proto.errors import ProtocolError
 
@@ -29,7 +30,6 @@ from tokenloom.batch.device import DeviceSteps, Transfer
 from tokenloom.batch.layout import Batch, StepNumbers
 from tokenloom.batch.packed import Message
 from tokenloom.batch.rows import Bucket, Feature, RowsMessage
-from tokenloom.connection import topology
 from tokenloom.connection.buffer import SIGN_OF_LIFE_S, Step, StepBuffer, Steps
 from tokenloom.connection.channel import Channels, Retry, failure, retryable, summary
 from tokenloom.connection.join import Request, base_of, join
@@ -220,6 +220,7 @@ class Connection:
             end_indices=ends,
             slices=[info.slice for info in infos],
             total_tokens=[info.total_tokens for info in infos],
+            real_tokens=[info.real_tokens for info in infos],
             tokens=[info.tokens for info in infos],
             label_tokens=[info.label_tokens for info in infos],
             source_ids=batches.source_ids[:],
@@ -275,7 +276,7 @@ class Connection:
                 batch_size=0 if request.counted else self.opening.layout.batch_size,
                 samples=request.samples or 0,
                 world_size=0 if request.samples is None else request.topology.world_size,
-                process=topology.process(),
+                process=process.identity(),
             )
         )
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import datetime
 import os
-import socket
 import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -76,16 +74,6 @@ def resolve(
     elif not attempt:
         raise ValueError("attempt is empty: it must be an id that is new for each launch and equal on its ranks")
     return Topology(rank, world_size, attempt)
-
-
-def process() -> str:
-    """This process among all that there are and were: host, process id and, on Linux, when it started (in clock ticks
-    since the machine did): ids repeat, in containers at once."""
-    try:
-        started = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
-    except OSError:
-        started = ""
-    return f"{socket.gethostname()}:{os.getpid()}:{started}".rstrip(":")
 
 
 def _is_grouped() -> bool:

@@ -119,7 +119,7 @@ class Runs:
         coordinator.start(Producer(coordinator), Committer(coordinator))
         leadership.start()
         if change is not None:
-            served.revision_handler.revise(change)
+            served.revision_handler.revise_soon(change)
         return served
 
     def _refuse_one_too_many(self, where: str) -> None:

@@ -13,10 +13,15 @@ from tokenloom_server.config.order_fields import OUTSIDE_THE_ORDER, SOURCE_OUTSI
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.errors import ConfigError
 
+#: What a record counts that does not say it.
+_POSITIONS = {"count": "positions"}
+
 
 def differences(config: RunConfig, record: str) -> dict[str, str]:
     """By field, how a mixture file differs from a run's record, both values named."""
-    return dict(_differences(json.loads(record)["config"], json.loads(canonical(order_fields(config))), ""))
+    recorded = _POSITIONS | json.loads(record)["config"]
+    file = _POSITIONS | json.loads(canonical(order_fields(config.counting(recorded["count"]))))
+    return dict(_differences(recorded, file, ""))
 
 
 def refuse(config: RunConfig, different: Mapping[str, str]) -> None:

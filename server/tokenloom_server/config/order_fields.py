@@ -35,6 +35,9 @@ def order_fields(run: RunConfig) -> dict[str, Any]:
     fields["sequence_length"] = run.sequence_length
     if run.batching is not None:
         del fields["sequence_length"]
+    if run.count == "positions":
+        # As in the records that were written when nothing else was counted.
+        del fields["count"]
     # The root has no siblings, so its weight decides nothing.
     fields["mixture"] = mixture_order_fields(run.mixture, run)
     for phase, phase_fields in zip(run.phases, fields.get("phases", []), strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import PrivateAttr, model_validator
 
@@ -14,6 +14,7 @@ from tokenloom_server.config.node import NodeConfig, descend, numbered, walk
 from tokenloom_server.config.run_checks import check_run
 from tokenloom_server.config.run_fields import RunFields
 from tokenloom_server.config.source import SourceConfig
+from tokenloom_server.core.state import SourceState
 
 
 class RunConfig(RunFields):
@@ -51,6 +52,19 @@ class RunConfig(RunFields):
     def pick_tokens(self) -> int:
         """Their tokens."""
         return self.sequence_length * self.pick_samples
+
+    def counting(self, count: Literal["real", "positions"]) -> Self:
+        """The same run, in which balances count so where the mixture file does not say it."""
+        return self if self.count or self.batching else self.model_copy(update={"count": count})
+
+    @property
+    def balances_real(self) -> bool:
+        """Whether balances leave out the padding of samples. Of joined documents only a source's last one has any."""
+        return self.count == "real" and self.packing != "concat" and self.batching is None
+
+    def balanced(self, source: SourceState) -> int:
+        """What balances count of a source."""
+        return source.real_tokens if self.balances_real else source.tokens
 
     @cached_property
     def sources(self) -> tuple[SourceConfig, ...]:

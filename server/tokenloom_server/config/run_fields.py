@@ -72,6 +72,9 @@ class RunFields(Section):
     """``best_fit``: tokens that are packed at once; a window ends with the row that reaches them."""
     long_rows: Literal["truncate", "split"] = "truncate"
     """``none``: what becomes of a row that is longer than a sample."""
+    count: Literal["real", "positions"] | None = None
+    """Which tokens of padded samples the mixture balances: documents' (``real``), or all. Not given: ``real`` in a new
+    run, and in a known one what its record says, which is ``positions`` where that says nothing."""
     padding: Literal["right", "left"] = "right"
     """On which side of its documents a sample is padded."""
     pad_id: Annotated[int, Field(ge=0)] = 0

@@ -28,4 +28,8 @@ class SizeEstimate:
     @property
     def tokens(self) -> int:
         """Tokens of one epoch."""
-        return self.rows * self.tokens_per_1000_rows // 1000
+        return self.tokens_before(self.rows)
+
+    def tokens_before(self, row: int) -> int:
+        """Tokens of so many rows, those of several epochs, too."""
+        return self.curve.tokens_before(row) if self.curve is not None else row * self.tokens_per_1000_rows // 1000

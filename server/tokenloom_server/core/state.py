@@ -145,6 +145,11 @@ class SourceState:
         """The epoch in which it stands, counted from 0."""
         return self.cursor.epoch if self.cursor is not None else 0
 
+    @property
+    def real_tokens(self) -> int:
+        """Its tokens without padding."""
+        return self.tokens - self.row_counts.padding_tokens
+
 
 def begun_again(source: SourceState) -> SourceState:
     """A source in which the row, or the rows packed together, that have begun are read again from their first token."""
@@ -205,6 +210,11 @@ class State:
     """Where the order began, if not at its own sample 0."""
     #: By how many tokens ``total_tokens``, the clock, exceeds those of its samples: as an older checkpoint's did.
     clock_offset: int = 0
+
+    @property
+    def real_tokens(self) -> int:
+        """The total tokens without padding."""
+        return self.total_tokens - sum(source.row_counts.padding_tokens for source in self.sources)
 
 
 def jumped_over(before: State, after: State) -> State:

@@ -37,17 +37,18 @@ class TokenCurve:
         return TokenCurve(self.rows, tuple(round(total * share) for total in self.tokens))
 
     def tokens_before(self, row: int) -> int:
-        epochs, rest = divmod(row, self.epoch_rows) if self.epoch_rows else (0, 0)
-        return epochs * self.epoch_tokens + _between(self.rows, self.tokens, rest)
+        return _between(self.rows, self.tokens, row)
 
     def row_at(self, token: int) -> int:
         """The row that a token is of."""
-        epochs, rest = divmod(token, self.epoch_tokens) if self.epoch_tokens else (0, 0)
-        return epochs * self.epoch_rows + _between(self.tokens, self.rows, rest)
+        return _between(self.tokens, self.rows, token)
 
 
 def _between(edges: Sequence[int], values: Sequence[int], position: int) -> int:
-    """A straight line between the values at the edges, in whole numbers."""
-    after = min(bisect_right(edges, position), len(edges) - 1)
-    begin, end, value = edges[after - 1], edges[after], values[after - 1]
-    return value + (position - begin) * (values[after] - value) // max(1, end - begin) if after else values[0]
+    """A straight line between the values at the edges, in whole numbers, over as many epochs as a position has."""
+    if not edges[-1]:
+        return 0
+    epochs, rest = divmod(position, edges[-1])
+    after = bisect_right(edges, rest)
+    begin, value = edges[after - 1], values[after - 1]
+    return epochs * values[-1] + value + (rest - begin) * (values[after] - value) // (edges[after] - begin)

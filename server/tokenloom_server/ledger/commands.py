@@ -151,10 +151,12 @@ class Revise(LeaderCommand):
     nothing, as long as it is there.
 
     Raises ``LedgerError`` where another change came first, where its number is not the newest one's plus one (1 for the
-    first), or its sample index is below the newest one's.
+    first), or its sample index is below the newest one's. ``generation``: the one that it closes, since nobody trains
+    (0: none); raises ``Fenced`` where that is not the present one.
     """
 
     revision: StoredRevision
+    generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)

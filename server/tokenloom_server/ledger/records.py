@@ -39,6 +39,8 @@ class Opening:
     #: How the batch size changes, and micro-steps of an optimiser step, as JSON; empty where every micro-step has
     #: ``batch_size`` and is an optimiser step. ``batch_size`` and ``group_micro_steps`` are those of the first one.
     batch_plans: str = ""
+    #: Rank 0's process, as its Join names it; empty where it does not say.
+    process: str = ""
 
     @property
     def branched_at(self) -> int:
@@ -105,6 +107,8 @@ class StoredRun:
     lease: Lease | None
     #: How many times a revision was made, or some were dropped: it only grows.
     revision_changes: int = 0
+    #: The newest generation that a revision closed; 0 where none did. Nothing more is served or committed in it.
+    closed_generation: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,9 @@ key                                 type     holds
 ``tokenloom:{U}:train``             hash     ``name stream uid record epoch pin journal_bytes revision_changes``;
                                              the lease: ``lease_holder lease_acquired_at lease_lapses_at lease_s``
                                              ``heard_at``;
-                                             the generation: ``generation opening_mark``; the committed state:
-                                             ``sample_index total_tokens digest state committed_at``
+                                             the generation: ``generation opening_mark closed_generation``;
+                                             the committed state: ``sample_index total_tokens digest state``
+                                             ``committed_at``
 ``tokenloom:{U}:train:samples``     hash     spec → committed samples
 ``tokenloom:{U}:train:rows``        hash     spec → committed rows
 ``tokenloom:{U}:train:tokens``      hash     spec → committed tokens
@@ -71,6 +72,9 @@ KEYS_OF_A_RUN = (
 
 #: Fields of commands that every script gets, around its own arguments.
 _SENT_BY_ALL = ("uid", "stream", "epoch", "known_changes")
+
+#: Fields of a run that decide, and are integers; 0 where they were never written.
+_INTEGERS = ("epoch", "generation", "sample_index", "revision_changes", "closed_generation")
 
 #: Fields of an opening by the names that they had up to version 1 of the wire protocol.
 _RENAMED = {"group_steps": "group_micro_steps", "ramp": "batch_plans"}
@@ -148,7 +152,7 @@ class RedisLedger(Ledger):
             committed_at=float(fields["committed_at"]) if committed else None,
             pin=fields.get("pin"),
             lease=_lease(fields),
-            revision_changes=int(fields.get("revision_changes", 0)),
+            **{name: int(fields.get(name, 0)) for name in ("revision_changes", "closed_generation")},
         )
 
     def run_names(self) -> Sequence[tuple[str, str]]:
@@ -279,8 +283,8 @@ def _arguments(command: Command, clock: Callable[[], float]) -> Sequence[Any]:
         case commands.Commit():
             member = _member(command.generation, command.committed.sample_index) if command.journal else ""
             return (command.generation, member, command.known_index, *_committed(command.committed, clock()))
-        case commands.Revise(revision=revision):
-            return (revision.number, revision.sample_index, _json(revision))
+        case commands.Revise(revision=revision, generation=generation):
+            return (revision.number, revision.sample_index, _json(revision), generation)
         case commands.SaveSnapshot(snapshot=snapshot):
             return (snapshot.id, snapshot.text, _json(snapshot))
     names = [field.name for field in fields(command) if field.name not in _SENT_BY_ALL]
@@ -318,28 +322,24 @@ def _head(
     run = {name: value for name, value in zip(names, values, strict=True) if value is not None}
     if not run:
         return None
-    items: dict[str, Any] = {}
+    items: dict[str, Any] = {name: int(run.get(name, 0)) for name in _INTEGERS}
     if item is not None:
         match command:
             case commands.Open():
-                items = {"attempt_generation": int(item)}
+                items["attempt_generation"] = int(item)
             case commands.ClaimSlot():
-                items = {"slot_nonce": item}
+                items["slot_nonce"] = item
             case commands.SaveSnapshot():
-                items = {"snapshot_text": item}
+                items["snapshot_text"] = item
             case commands.Revise():
-                items = {"same_number": StoredRevision(**json.loads(item))}
+                items["same_number"] = StoredRevision(**json.loads(item))
     return Head(
         now=float(now),
         name=run["name"],
         uid=run["uid"],
-        epoch=int(run["epoch"]),
         lease=_lease(run),
-        generation=int(run["generation"]),
         opening_mark=run.get("opening_mark", ""),
-        sample_index=int(run.get("sample_index", 0)),
         digest=run.get("digest", ""),
-        revision_changes=int(run.get("revision_changes", 0)),
         newest_revision=None if newest_revision is None else StoredRevision(**json.loads(newest_revision)),
         **items,
     )

@@ -82,13 +82,17 @@ def given_out_twice(name: str, epoch: int, holder: str | None) -> NotLeader:
     )
 
 
-def fenced(command: commands.ClaimSlot | commands.Commit, generation: int) -> Fenced | LedgerRolledBack:
+def fenced(
+    command: commands.ClaimSlot | commands.Commit | commands.Revise, generation: int
+) -> Fenced | LedgerRolledBack:
     if generation < command.generation:
         return LedgerRolledBack(
             f"{_run(command)}: the ledger is at generation {generation}, but the call's is {command.generation}. "
             f"{_REMEDY}"
         )
     present = f"the ledger is at generation {generation}" if generation else "the ledger has no generation of it yet"
+    if generation == command.generation != 0:
+        present += ", which a revision closed while nobody trained"
     return Fenced(
         f"{_run(command)}: {present}, the call belongs to generation {command.generation}. That generation is over: "
         "its trainers must end, and drop what they have buffered."

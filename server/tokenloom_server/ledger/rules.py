@@ -45,6 +45,8 @@ class Head:
     digest: str
     #: How many changes of the revisions there were.
     revision_changes: int = 0
+    #: The newest generation that a revision closed.
+    closed_generation: int = 0
     #: ``Acquire``, ``Renew``, ``Release``: None before the first server.
     lease: Lease | None = None
     #: ``Revise``: the newest revision, and the one that has the command's number.
@@ -69,6 +71,7 @@ class RunFields(TypedDict, total=False):
     opening_mark: str
     pin: str | None
     revision_changes: int
+    closed_generation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,8 +169,8 @@ def _refuse_lost_revisions(head: Head, command: LeaderCommand) -> Refusal | None
     return None
 
 
-def _refuse_generation(head: Head, command: commands.ClaimSlot | commands.Commit) -> Refusal | None:
-    if head.generation == 0 or head.generation != command.generation:
+def _refuse_generation(head: Head, command: commands.ClaimSlot | commands.Commit | commands.Revise) -> Refusal | None:
+    if head.generation in (0, head.closed_generation) or head.generation != command.generation:
         return refusals.fenced(command, head.generation)
     return None
 
@@ -280,9 +283,13 @@ def _revise(head: Head, command: commands.Revise) -> Refusal | Writes:
     number = newest.number if newest is not None else 0
     if (changes, revision.number) != (command.known_changes, number + 1):
         return refusals.revision_number(command, number, changes)
+    if command.generation and (refusal := _refuse_generation(head, command)) is not None:
+        return refusal
     if newest is not None and revision.sample_index < newest.sample_index:
         return refusals.revision_too_early(command, newest)
-    return Writes(answer=changes + 1, run={"revision_changes": changes + 1}, revision=revision)
+    closed = command.generation or head.closed_generation
+    run: RunFields = {"revision_changes": changes + 1, "closed_generation": closed}
+    return Writes(answer=changes + 1, run=run, revision=revision)
 
 
 def _drop_revisions(head: Head, command: commands.DropRevisions) -> Refusal | Writes:

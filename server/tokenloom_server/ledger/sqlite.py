@@ -41,6 +41,7 @@ _TABLES: dict[type[Any], str] = {
 
 _HEAD = """
 SELECT runs.id, name, uid, epoch, generation, opening_mark, revision_changes,
+       closed_generation,
        COALESCE(sample_index, 0) AS sample_index, COALESCE(digest, '') AS digest
 FROM runs LEFT JOIN committed ON committed.run = runs.id
 """
@@ -269,7 +270,7 @@ def _put_journal(connection: sqlite3.Connection, run: int, entry: JournalEntry) 
 
 def _stored_run(connection: sqlite3.Connection, name: str, stream: str) -> StoredRun | None:
     row = connection.execute(
-        "SELECT id, generation, name, stream, uid, record, epoch, pin, revision_changes FROM runs "
+        "SELECT id, generation, name, stream, uid, record, epoch, pin, revision_changes, closed_generation FROM runs "
         "WHERE name = ? AND stream = ?",
         (name, stream),
     ).fetchone()

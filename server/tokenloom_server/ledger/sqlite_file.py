@@ -68,6 +68,8 @@ ALTER TABLE openings RENAME COLUMN group_steps TO group_micro_steps;
 ALTER TABLE openings RENAME COLUMN ramp TO batch_plans;
 """,
     "ALTER TABLE runs ADD COLUMN revision_changes INTEGER NOT NULL DEFAULT 0",
+    "ALTER TABLE runs ADD COLUMN closed_generation INTEGER NOT NULL DEFAULT 0",
+    "ALTER TABLE openings ADD COLUMN process TEXT NOT NULL DEFAULT ''",
 )
 SCHEMA_VERSION = len(_VERSIONS)
 

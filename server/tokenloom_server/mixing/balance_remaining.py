@@ -8,9 +8,9 @@ from tokenloom_server.mixing.varying import Estimating, Left
 
 
 class BalanceRemaining(Estimating):
-    """Weights are the remaining picks."""
+    """Weights are what the remaining picks have, in tokens."""
 
     name = "balance_remaining"
 
     def rule(self, children: Sequence[Left]) -> Sequence[int]:
-        return [child.remaining for child in children]
+        return [child.tokens for child in children]

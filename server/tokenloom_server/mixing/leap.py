@@ -127,11 +127,11 @@ class Leaps:
         self._fractions[node] = exact - counts
         for position in np.flatnonzero(counts).tolist():
             child, count = node.children[position], int(counts[position])
-            node.count(position, count)
             if isinstance(child, Node):
                 self._give(child, count, shares, rooms, by_source)
             else:
                 by_source[child] = count
+            node.count(position, count)
 
     def _lose(self, node: Node, position: int, *, waits: bool) -> None:
         node.lose(position, waits)

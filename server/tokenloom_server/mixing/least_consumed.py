@@ -15,22 +15,35 @@ deadline first), and a policy built from credits alone, at any time, continues i
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, repeat
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom_server.core.hashing import Purpose, draws
+from tokenloom_server.core.hashing import Purpose, draw, draws
 from tokenloom_server.mixing.credits import balanced, begun, carried, rescaled
-from tokenloom_server.mixing.policy import Choices, Chooser, Elsewhere, Mark, NodeChange, NodeStart, Policy
+from tokenloom_server.mixing.policy import (
+    Children,
+    Choices,
+    Chooser,
+    Elsewhere,
+    Mark,
+    NodeChange,
+    NodeShape,
+    NodeStart,
+    Policy,
+)
 
 #: Deadlines are kept in 2^-20 tokens.
 _DEADLINE_BITS = 20
 #: Weights that follow the run stay in force while every share is within 1/1024 of what it would be: what was worked
 #: out ahead then holds. A part of the order's rules.
 CLOSE = 1024
+#: In place of a tie's draw, before all of them: most jobs need none.
+_UNDRAWN = -1
 #: Jobs so many tokens from now are never reached, and all as far: within 64 bits with whatever is added.
 _FAR = 2**62
 
@@ -39,16 +52,16 @@ _Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class _Anchor(Mark):
-    """Credits, tokens and weights (0 for a child that is out) when any of the weights last changed; the totals that
+    """Credits, balances and weights (0 for a child that is out) when any of the weights last changed; the totals that
     they were made from, if any."""
 
-    tokens: tuple[int, ...]
+    balances: tuple[int, ...]
     weights: tuple[int, ...]
     live_weight: int
     totals: tuple[int, ...] = ()
 
-    def credits_at(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        since = [now - then for now, then in zip(tokens, self.tokens, strict=True)]
+    def credits_at(self, balances: Sequence[int]) -> tuple[int, ...]:
+        since = [now - then for now, then in zip(balances, self.balances, strict=True)]
         issued = sum(since)
         return tuple(
             credit + weight * issued - self.live_weight * own if weight else credit
@@ -114,7 +127,7 @@ class LeastConsumedChooser(Chooser):
         """Leaves the remaining children in their proportions: credits are rescaled to the new sum of
         weights, and what the child was owed or had in advance is spread by weight."""
         anchor = self._mark
-        owed = anchor.credits_at(self._children.tokens)
+        owed = anchor.credits_at(self._children.balances)
         weights, totals = self._without(child)
         if any(weights):
             owed = rescaled(owed, anchor.live_weight, weights)
@@ -128,7 +141,7 @@ class LeastConsumedChooser(Chooser):
             # Nothing is owed anew, and what was worked out ahead holds.
             self._mark = replace(anchor, totals=totals)
             return
-        owed = anchor.credits_at(self._children.tokens)
+        owed = anchor.credits_at(self._children.balances)
         self._rebuild(carried(owed, anchor.weights, weights, self._shape.pick_tokens), weights, totals)
 
     def weights(self) -> Sequence[int]:
@@ -144,11 +157,18 @@ class LeastConsumedChooser(Chooser):
     def _rebuild(self, owed: tuple[int, ...], weights: Sequence[int], totals: tuple[int, ...] = ()) -> None:
         # A weight of 0 freezes the credit of a child that is out.
         weights = self._masked(weights)
-        self._mark = _Anchor(owed, tuple(self._children.tokens), weights, sum(weights), totals)
+        self._mark = _Anchor(owed, tuple(self._children.balances), weights, sum(weights), totals)
         self._live = [i for i, weight in enumerate(weights) if weight]
-        self._forget()
+        self.forget()
+
+    def choices(self) -> Iterator[int]:
+        if self._children.lengths is None:
+            return super().choices()
+        return _by_length(self._mark, self._shape, self._children, self._live)
 
     def work_out(self, count: int) -> Choices:
+        if self._children.lengths is not None:
+            return np.fromiter(islice(self.choices(), count), np.intp)
         live = np.array(self._live, np.intp)
         if len(live) == 1:
             return np.full(count, live[0])
@@ -179,7 +199,7 @@ class LeastConsumedChooser(Chooser):
         anchor, shape, live = self._mark, self._shape, self._live
         length, pairs = shape.pick_tokens, 2 * len(live) - 2
         pick = anchor.live_weight * length
-        credit = anchor.credits_at(self._children.tokens)
+        credit = anchor.credits_at(self._children.balances)
         # In units of 1 / (pairs × weight) tokens from now, exactly: job k of a child is due a pick before
         # begin + k × period, and its deadline is end + k × period. Quotient and remainder stay within 64 bits.
         period = pairs * pick
@@ -221,6 +241,56 @@ class LeastConsumedChooser(Chooser):
         slots = np.maximum(-(-due // length), 0)
         by_release = np.argsort(slots, kind="stable")
         return _Jobs(slots[by_release], ranks[by_release], child[by_deadline])
+
+
+def _by_length(anchor: _Anchor, shape: NodeShape, children: Children, live: Sequence[int]) -> Iterator[int]:
+    """The choices from the counters on where picks differ in length, by the same rule: each pick is debited by its own
+    length once it is chosen, and of a child that was not chosen none is asked for. Ends after a choice whose length is
+    not there."""
+    assert children.lengths is not None, "every pick counts alike"
+    if len(live) == 1:
+        yield from repeat(live[0])
+    lengths, picks = {i: children.lengths[i]() for i in live}, list(children.picks)
+    # As in ``_jobs``: when each child's next job is due, and its deadline, in 1 / (pairs × weight) tokens from now.
+    pairs = 2 * len(live) - 2
+    step, longest = pairs * anchor.live_weight, shape.pick_tokens
+    window = (pairs - 2) * anchor.live_weight * longest
+    units = [pairs * weight for weight in anchor.weights]
+    credit = anchor.credits_at(children.balances)
+    begins = [step // pairs * longest - pairs * owed for owed in credit]
+    # With equal weights the child with the earliest deadline is always due.
+    is_equal = len({anchor.weights[i] for i in live}) == 1
+
+    def tie_of(child: int) -> int:
+        return draw(shape.seed, Purpose.TIE, shape.child_ids[child], picks[child])
+
+    now, added = 0, live
+    #: Jobs that are not due yet, by when they are; and those that are, by deadline. Each with its child.
+    waiting: list[tuple[int, int, int]] = []
+    released: list[tuple[int, int, int]] = []
+    while True:
+        for i in added:
+            due = 0 if is_equal else -(-begins[i] // units[i]) - longest
+            heapq.heappush(waiting, (due, (begins[i] + window << _DEADLINE_BITS) // units[i], i))
+        while waiting and waiting[0][0] <= now:
+            _, deadline, i = heapq.heappop(waiting)
+            heapq.heappush(released, (deadline, _UNDRAWN, i))
+        if not released:
+            # Only when rounding left the credits' sum a hair below zero: nobody is due, the next one goes.
+            first = min(waiting, key=lambda job: (job[1], tie_of(job[2]), job[2]))
+            waiting = sorted(set(waiting) - {first})
+            released.append((first[1], _UNDRAWN, first[2]))
+        deadline, tie, child = heapq.heappop(released)
+        while tie == _UNDRAWN and released and released[0][0] == deadline:
+            deadline, tie, child = heapq.heappushpop(released, (deadline, tie_of(child), child))
+        length = next(lengths[child], None)
+        yield child
+        if length is None:
+            return
+        now += length
+        picks[child] += 1
+        begins[child] += step * length
+        added = (child,)
 
 
 def _are_close(present: Sequence[int], others: Sequence[int]) -> bool:

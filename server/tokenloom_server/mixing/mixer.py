@@ -19,7 +19,7 @@ from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import MAX_COUNTER, ChildState
 from tokenloom_server.mixing.leap import Leaps
-from tokenloom_server.mixing.node import NOTHING, Node, NodeWeights, Picks
+from tokenloom_server.mixing.node import NOTHING, Node, NodeWeights, Picks, RealLengths
 from tokenloom_server.mixing.policy import NodeShape, points_of
 from tokenloom_server.mixing.totals import RowsPicked, Totals
 from tokenloom_server.mixing.varying import UPDATE_PICKS
@@ -72,10 +72,13 @@ class Mixer:
         config: RunConfig,
         states: Sequence[Sequence[ChildState]],
         size_estimates: Mapping[int, SizeEstimate] | None = None,
+        lengths: Sequence[RealLengths] | None = None,
+        *,
         clock_offset: int = 0,
     ) -> None:
         """``states`` are the nodes' in node-id order, as in ``State.nodes``, whose ``clock_offset`` counts for the
-        root's ``max_tokens``; ``size_estimates`` those of the sources in ``RunConfig.measured_sources``, by id."""
+        root's ``max_tokens``; ``size_estimates`` those of the sources in ``RunConfig.measured_sources``, by id.
+        ``lengths``: of the sources by id, where the run ``balances_real`` tokens."""
         states_by_node = dict(zip((node.id for node in config.nodes), states, strict=True))
         # Children before parents.
         self._upwards: list[Node] = []
@@ -83,10 +86,11 @@ class Mixer:
         def build(node: NodeConfig) -> Node:
             children = tuple(build(child) if isinstance(child, NodeConfig) else child.id for child in node.children)
             shape, node_states = node_shape(config, node), states_by_node[node.id]
-            self._upwards.append(Node(shape, node, children, node_states, config.pick_samples))
+            self._upwards.append(Node(shape, node, children, node_states, config.pick_samples, lengths))
             return self._upwards[-1]
 
         self._config = config
+        self._looks_at_lengths = lengths is not None
         self._root = build(config.mixture)
         self._root.given_before = clock_offset
         self._nodes = sorted(self._upwards, key=lambda node: node.id)
@@ -128,6 +132,10 @@ class Mixer:
     def plan(self, count: int) -> Picks:
         """The source ids of the next ``count`` picks if each source has them (int32, [count]; NOTHING where
         none can be named). Changes nothing."""
+        if self._looks_at_lengths:
+            # Where a node's picks are others than were planned, so are the lengths by which those above it planned.
+            for node in self._upwards:
+                node.chooser.forget()
         return self._root.plan(count)
 
     def take_planned(self, count: int) -> None:
@@ -141,12 +149,19 @@ class Mixer:
         self.mix_weights = self._mix_weights()
         return source
 
-    def states(self, mix_weights: MixWeights, given: Sequence[int]) -> tuple[tuple[ChildState, ...], ...]:
+    def states(
+        self, mix_weights: MixWeights, given: Sequence[int], balances: Sequence[int]
+    ) -> tuple[tuple[ChildState, ...], ...]:
         """The nodes' states under earlier weights of this mixer, once each source gave so many samples since
-        the mixer was made (by source id)."""
-        below: dict[Node, list[int]] = {}
+        the mixer was made, and has such balances (``RunConfig.balanced``), by source id."""
+        below: dict[Node, list[tuple[int, int]]] = {}
         for node in self._upwards:
-            below[node] = [sum(below[child]) if isinstance(child, Node) else given[child] for child in node.children]
+            below[node] = [
+                (sum(own for own, _ in below[child]), sum(balance for _, balance in below[child]))
+                if isinstance(child, Node)
+                else (given[child], balances[child])
+                for child in node.children
+            ]
         return tuple(node.states_at(now, below[node]) for node, now in zip(self._nodes, mix_weights, strict=True))
 
     def exhausted(self, mix_weights: MixWeights) -> tuple[bool, ...]:

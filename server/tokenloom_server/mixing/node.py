@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from itertools import islice
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,17 @@ class NodeWeights(NamedTuple):
     mark: Mark
 
 
+class RealLengths(Protocol):
+    """How long are a source's samples, in real tokens?"""
+
+    @property
+    def real_tokens(self) -> int:
+        """Of all samples before those that are picked now."""
+
+    def real_lengths(self) -> Iterator[int]:
+        """Of its samples from the next pick on, one after the other; reads them as they are asked for."""
+
+
 class Node:
     """``children`` holds a source id for a leaf, else a node."""
 
@@ -42,8 +54,10 @@ class Node:
         children: tuple[int | Node, ...],
         states: Sequence[ChildState],
         pick_samples: int,
+        lengths: Sequence[RealLengths] | None,
     ) -> None:
-        """``states`` count samples; all that is counted here is counted in picks, of ``pick_samples`` samples each."""
+        """``states`` count samples; all that is counted here is counted in picks, of ``pick_samples`` samples each.
+        ``lengths``: None where balances count every sample alike."""
         self.id = shape.node_id
         self.config = config
         self.policy = policy_of(config)
@@ -59,14 +73,20 @@ class Node:
                 replace(child, samples=child.samples // pick_samples, total=child.total // pick_samples)
                 for child in states
             ]
+        tokens = [child.tokens for child in states]
         self.counters = Children(
             [child.samples for child in states],
-            [child.tokens for child in states],
+            tokens,
             [
                 was.exhausted or of.presence != "live" or (isinstance(child, Node) and child.waits)
                 for was, of, child in zip(states, config.children, children, strict=True)
             ],
+            tokens,
         )
+        if lengths is not None:
+            below = [child if isinstance(child, Node) else lengths[child] for child in children]
+            self.counters.balances = [of.real_tokens for of in below]
+            self.counters.lengths = [of.real_lengths for of in below]
         self.pick_tokens = shape.pick_tokens
         self._leaves = np.array([NOTHING if isinstance(child, Node) else child for child in children], np.int32)
         self.inner = [(i, child) for i, child in enumerate(children) if isinstance(child, Node)]
@@ -109,7 +129,8 @@ class Node:
         if self.is_over:
             return np.full(count, NOTHING, np.int32)
         choices = self.chooser.upcoming(count)
-        picks: Picks = self._leaves[choices]
+        picks: Picks = np.full(count, NOTHING, np.int32)
+        picks[: len(choices)] = self._leaves[choices]
         for position, child in self.inner:
             own = np.flatnonzero(choices == position)
             if len(own):
@@ -121,6 +142,23 @@ class Node:
         if (room := self.room()) < count:
             picks[room:] = NOTHING
         return picks
+
+    @property
+    def real_tokens(self) -> int:
+        """Of all its picks, where balances count them."""
+        return sum(self.counters.balances)
+
+    def real_lengths(self) -> Iterator[int]:
+        """The real tokens of its next picks, one after the other, as far as they can be planned."""
+        assert self.counters.lengths is not None, "every pick counts alike"
+        of_child: dict[int, Iterator[int]] = {}
+        for position in islice(self.chooser.choices(), 0 if self.is_over else self.room()):
+            if position not in of_child:
+                of_child[position] = islice(self.counters.lengths[position](), self.leaf_room(position))
+            length = next(of_child[position], None)
+            if length is None:
+                return
+            yield length
 
     def take_planned(self, count: int) -> None:
         """Counts the first ``count`` picks of the plan as decided, here and below."""
@@ -154,16 +192,17 @@ class Node:
     def weights(self) -> NodeWeights:
         return NodeWeights(tuple(self.exhausted), self.chooser.mark)
 
-    def states_at(self, weights: NodeWeights, given: Sequence[int]) -> tuple[ChildState, ...]:
-        """The children's states under these weights; ``given`` is how many samples each gave since the node was
-        built."""
+    def states_at(self, weights: NodeWeights, below: Sequence[tuple[int, int]]) -> tuple[ChildState, ...]:
+        """The children's states under these weights. ``below``: how many samples each gave since the node was built,
+        and its balance."""
+        counts, balances = zip(*below, strict=True)
         pick = self._pick_samples
-        samples = [was.samples + more for was, more in zip(self._states, given, strict=True)]
-        tokens = [was.tokens + more * self.pick_tokens // pick for was, more in zip(self._states, given, strict=True)]
+        samples = [was.samples + more for was, more in zip(self._states, counts, strict=True)]
+        tokens = [was.tokens + more * self.pick_tokens // pick for was, more in zip(self._states, counts, strict=True)]
         return tuple(
             ChildState(own, own_tokens, credit, exhausted, weight, total * pick)
             for own, own_tokens, credit, exhausted, (weight, total) in zip(
-                samples, tokens, weights.mark.credits_at(tokens), weights.exhausted, weights.mark.made(), strict=True
+                samples, tokens, weights.mark.credits_at(balances), weights.exhausted, weights.mark.made(), strict=True
             )
         )
 
@@ -209,9 +248,16 @@ class Node:
         self.chooser.lost(position)
 
     def count(self, position: int, picks: int) -> None:
-        """A child gave so many picks."""
-        self.counters.picks[position] += picks
-        self.counters.tokens[position] += picks * self.pick_tokens
+        """A child gave so many picks, which are counted below already."""
+        counters, child = self.counters, self.children[position]
+        counters.picks[position] += picks
+        counters.tokens[position] += picks * self.pick_tokens
+        if counters.lengths is not None:
+            counters.balances[position] = (
+                child.real_tokens
+                if isinstance(child, Node)
+                else counters.balances[position] + sum(islice(counters.lengths[position](), picks))
+            )
 
 
 def _ends_node(child: Child, node: NodeConfig) -> bool:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -48,12 +49,16 @@ class NodeShape:
 class Children:
     """A node's counters of its children; the node alone writes them, its chooser reads them.
 
-    ``out``: which cannot be chosen, because they are exhausted, paused or dropped.
+    ``tokens`` are positions. ``out``: which cannot be chosen, because they are exhausted, paused or dropped.
+    ``balances``: their tokens as balances count them. ``lengths``: by child, what gives the same of each of its next
+    picks, as far as it has any; None where every pick counts ``pick_tokens``.
     """
 
     picks: list[int]
     tokens: list[int]
     out: list[bool]
+    balances: list[int]
+    lengths: Sequence[Callable[[], Iterator[int]]] | None = None
 
     @property
     def live(self) -> list[int]:
@@ -76,8 +81,8 @@ class Mark:
     #: Each child's credit when the mark was made.
     credits: tuple[int, ...]
 
-    def credits_at(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """The credits once the children have so many tokens."""
+    def credits_at(self, balances: Sequence[int]) -> tuple[int, ...]:
+        """The credits once the children have these ``Children.balances``."""
         return self.credits
 
     def made(self) -> Sequence[tuple[int, int]]:
@@ -98,12 +103,13 @@ class Chooser(ABC):
         self._shape = node.shape
         self._children = node.children
         self._mark = Mark(tuple(child.credit for child in node.states))
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Throws away what was worked out ahead."""
         self._ahead: Choices = np.empty(0, np.intp)
-        self._taken, self._size = 0, _FIRST_AHEAD
+        # A length that nobody asks for is not looked up.
+        self._taken, self._size = 0, 0 if self._children.lengths else _FIRST_AHEAD
 
     @abstractmethod
     def work_out(self, count: int) -> Choices:
@@ -115,12 +121,18 @@ class Chooser(ABC):
         """The children's shares while nothing changes, as integers in their proportion; 0 for one that is out."""
 
     def upcoming(self, count: int) -> Choices:
-        """The next ``count`` choices if each of them succeeds. At least one child is live. Changes nothing
-        that a state would show; the caller does not write into the array."""
+        """The next ``count`` choices if each of them succeeds; fewer, but one at least, where others depend on the
+        length of a sample that is not there. At least one child is live. Changes nothing that a state would show; the
+        caller does not write into the array."""
         if len(self._ahead) - self._taken < count:
             self._ahead, self._taken = self.work_out(max(count, self._size)), 0
             self._size = min(2 * self._size, _AHEAD)
         return self._ahead[self._taken : self._taken + count]
+
+    def choices(self) -> Iterator[int]:
+        """The ``upcoming`` ones, one after the other; nothing is counted meanwhile."""
+        for number in count():
+            yield int(self.upcoming(number - number % _AHEAD + _AHEAD)[number])
 
     def choose(self, retry: int) -> int:
         """The next choice, where ``retry`` children turned out to be out within this pick."""
@@ -132,7 +144,7 @@ class Chooser(ABC):
 
     def lost(self, child: int) -> None:
         """The child is out, and maybe none is live any more. Called after it was marked."""
-        self._forget()
+        self.forget()
 
     def update(self, totals: Sequence[int], run_tokens: int) -> None:  # noqa: B027
         """Makes weights anew, where they follow the run: from the estimates of all that each child will give, in

@@ -19,7 +19,8 @@ RowsPicked = Callable[[int], tuple[int, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceTotal:
-    """A source's total. ``rows``: those of all its epochs, None where they have no end; ``max_tokens``: its own.
+    """A source's total. ``rows``: those of all its epochs, None where they have no end; ``tokens``: what these have, as
+    measured; ``max_tokens``: its own.
 
     By its ``curve``, what is left follows from the rows to come alone: those that were picked say nothing about them. A
     measure that is wrong by one factor all over a source moves its shares, and hardly its end, since less is given of
@@ -27,7 +28,7 @@ class SourceTotal:
     """
 
     rows: int | None
-    tokens_per_1000_rows: int
+    tokens: int
     curve: TokenCurve | None = None
     max_tokens: int | None
     pick_tokens: int
@@ -37,13 +38,12 @@ class SourceTotal:
         last ``offset`` tokens belong to a row that is not at its end."""
         rest = MAX_COUNTER
         if self.rows is not None:
-            done = tokens - offset
             if self.curve is not None:
-                rest = self.curve.tokens_before(self.rows) - self.curve.tokens_before(rows) - offset
-            elif rows and done > 0:
-                rest = self.rows * done // rows - tokens
+                rest = self.tokens - self.curve.tokens_before(rows) - offset
+            elif rows and tokens > offset:
+                rest = self.rows * (tokens - offset) // rows - tokens
             else:
-                rest = self.rows * self.tokens_per_1000_rows // 1000 - tokens
+                rest = self.tokens - tokens
         if self.max_tokens is not None:
             rest = min(rest, self.max_tokens - tokens)
         return picks + max(1, rest // self.pick_tokens)
@@ -79,7 +79,8 @@ class Totals:
                     rest = sum(by_node[child]) - sum(child.counters.picks)
                     totals[i] += max(1, min(rest, child.room()))
                 else:
-                    totals[i] = self._source(child).at(picks[i], tokens[i], *rows_picked(child))
+                    source = self._sources.get(child) or self._source(child)
+                    totals[i] = source.at(picks[i], tokens[i], *rows_picked(child))
             by_node[node] = totals
         return by_node
 
@@ -87,9 +88,10 @@ class Totals:
         if source not in self._sources:
             config = self._config
             estimate = self._size_estimates[source] if source in config.measured_sources else None
+            rows = rows_of(estimate.rows, config.epochs[source]) if estimate is not None else None
             self._sources[source] = SourceTotal(
-                rows=rows_of(estimate.rows, config.epochs[source]) if estimate is not None else None,
-                tokens_per_1000_rows=estimate.tokens_per_1000_rows if estimate is not None else 0,
+                rows=rows,
+                tokens=estimate.tokens_before(rows) if estimate is not None and rows is not None else 0,
                 curve=estimate.curve if estimate is not None else None,
                 max_tokens=config.sources[source].max_tokens,
                 pick_tokens=config.pick_tokens,

@@ -24,16 +24,18 @@ _STEP = 0.05
 
 
 class Left(NamedTuple):
-    """What a live child has to give: of ``total`` picks the ``remaining`` ones, from 1 to all of them."""
+    """What a live child has to give: of ``total`` picks the ``remaining`` ones, from 1 to all of them, and their
+    ``tokens`` as balances count them, or numbers in proportion."""
 
     remaining: int
     total: int
+    tokens: int = 1
 
     @classmethod
     def of(cls, total: int, picks: int) -> Left:
         """What an estimate has left; a live child has one pick at least."""
         remaining = max(1, total - picks)
-        return cls(remaining, max(remaining, total))
+        return cls(remaining, max(remaining, total), remaining)
 
 
 class Varying(OwesTokens):
@@ -103,4 +105,11 @@ class EstimatingChooser(VaryingChooser):
     def _made(self, totals: Sequence[int], picks: Sequence[int] | None = None) -> tuple[int, ...]:
         """Weights where so many ``picks`` were given; as many as there were if not given."""
         picks = self._children.picks if picks is None else picks
-        return self._of_live(self._rule([Left.of(totals[i], picks[i]) for i in self._children.live]))
+        children = self._children
+        left = {i: Left.of(totals[i], picks[i]) for i in children.live}
+        if children.lengths is not None:
+            # The picks to come are as long as those that were given, on average.
+            for i, (remaining, total, _) in left.items():
+                length = children.balances[i] or self._shape.pick_tokens
+                left[i] = Left(remaining, total, max(1, remaining * length // (children.picks[i] or 1)))
+        return self._of_live(self._rule(list(left.values())))

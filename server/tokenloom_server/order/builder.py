@@ -49,6 +49,7 @@ def create(
 
     Raises ``SourceError``, ``TokenizerError`` and ``ConfigError``, naming the file or field.
     """
+    config = config.counting("positions" if config.order_version == 1 else "real")
     resources = RunResources(base_dir, index_dir, roots, encoders=encoders)
     check_named(config, resources)
     manifest = build([source.spec for _, source in config.named_sources()], base_dir)
@@ -86,6 +87,7 @@ def load(
             f"order_version: found {config.order_version}, but the run began under {version}: leave it out"
         )
     refuse(config, differences(config, record))
+    config = config.counting(recorded["config"].get("count", "positions"))
     resources = RunResources(base_dir, index_dir, roots)
     check_named(config, resources)
     manifest = Manifest.from_json(canonical(recorded["manifest"]))
@@ -245,10 +247,8 @@ def moves_parts(before: float, now: float) -> bool:
 
 def _with_estimates(factory: PipelineFactory, known: Mapping[int, SizeEstimate]) -> PipelineFactory:
     """The order with the ``known`` sizes of sources, and those of the others that a policy needs to know, measured."""
-    missing = [i for i in factory.config.measured_sources if i not in known]
-    if not missing and not known:
-        return factory
-    estimates = {**known, **{i: measure(factory, i, by_strata=factory.record.order_version > 1) for i in missing}}
+    by_strata, missing = factory.record.order_version > 1, set(factory.config.measured_sources) - known.keys()
+    estimates = {**known, **{i: measure(factory, i, by_strata=by_strata) for i in sorted(missing)}}
     return factory.with_record(replace(factory.record, size_estimates=estimates))
 
 

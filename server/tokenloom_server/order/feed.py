@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
 from tokenloom_server.core.state import SourceState, tokens_in_row
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.packing.base import Packer, SampleOrigins, SourcePosition
+
+#: Lengths that are handed out at a time.
+_LENGTHS = 64
 
 
 class Feed:
@@ -24,6 +28,9 @@ class Feed:
         # Of the samples that are loaded and not yet taken.
         self._ids: list[memoryview] = []
         self._hashes: list[int] = []
+        self._real: list[int] = []
+        #: See ``RealLengths``.
+        self.real_tokens = state.real_tokens
         #: Where the source stands after the last sample that was taken.
         self.position = SourcePosition.of(state)
         self.exhausted = state.exhausted
@@ -49,6 +56,7 @@ class Feed:
             self._origins.append(block.origins)
             self._ids += block.ids
             self._hashes += block.hashes
+            self._real += block.real
         return min(count, self._loaded - self.picked)
 
     def has_sample(self) -> bool:
@@ -58,6 +66,14 @@ class Feed:
         if self._error is not None:
             raise self._error
         return False
+
+    def real_lengths(self) -> Iterator[int]:
+        """See ``RealLengths``; loads blocks as needed."""
+        number = self.picked
+        while self.load(number + 1 - self.picked) > number - self.picked:
+            loaded = self._real[number - self._taken : number - self._taken + _LENGTHS]
+            number += len(loaded)
+            yield from loaded
 
     def rows_picked(self) -> tuple[int, int]:
         """The rows counter, and the tokens taken of a row that is not at its end, after the last picked sample."""
@@ -71,7 +87,7 @@ class Feed:
         """The next ``count`` picked samples: their ids, their hashes, and their origins, a record for each block.
         Moves the cursor after them."""
         ids, hashes = self._ids[:count], self._hashes[:count]
-        del self._ids[:count], self._hashes[:count]
+        del self._ids[:count], self._hashes[:count], self._real[:count]
         self._taken += count
         last = self._taken - 1
         origins = [self._origins[0]]

@@ -30,6 +30,7 @@ from tokenloom_server.order.foreign_payload import Entry, Payload, normalised
 from tokenloom_server.order.foreign_rows import names_of, position_of
 from tokenloom_server.order.nested_state import read_entries
 from tokenloom_server.order.position_line import position_line
+from tokenloom_server.order.returning import returning
 from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.state_shape import Shape
 from tokenloom_server.order.timeline import Timeline
@@ -65,6 +66,8 @@ def resume_point(payload: Payload, timeline: Timeline) -> ResumePoint:
         )
     by_spec = _by_spec(payload.datasets, timeline.first.config.catalog.sources)
     state, notes = _state(by_spec, *_in_force(by_spec, timeline, tokens))
+    # That what comes back in a later phase can go on is found out now, and not when it is in force.
+    returning(state.preserved, timeline.segments[-1].factory)
     return ResumePoint.of(state, (*notes, f"resume: total_tokens={state.total_tokens} ({clock})"))
 
 

@@ -103,14 +103,11 @@ def _shard(where: str, path: str, paths: Sequence[str], factory: PipelineFactory
         same = [i for i, known in enumerate(paths) if _ends_alike(PurePath(path), PurePath(known))]
     if len(same) == 1:
         return same[0]
+    fault = f"is none of the source's files; expected one of {names_of(paths)}"
     if same:
-        raise SnapshotInvalid(
-            f"{where}: shard {path!r} may be each of {names_of(paths[i] for i in same)}; write the path as the mixture "
-            "file's source has it"
-        )
+        fault = f"may be each of {names_of(paths[i] for i in same)}"
     raise SnapshotInvalid(
-        f"{where}: shard {path!r} is none of the source's files; expected one of {names_of(paths)}. Where files were "
-        "moved, write their new paths into the checkpoint's copy"
+        f"{where}: shard {path!r} {fault}. Write the file's path as it is now into the checkpoint's copy"
     )
 
 

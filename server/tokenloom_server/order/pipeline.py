@@ -91,8 +91,10 @@ class Pipeline:
     def _begin(
         self, config: RunConfig, packers: PackerFactory, state: State, size_estimates: Mapping[int, SizeEstimate]
     ) -> None:
-        self._stage = Stage(config, Mixer(config, state.nodes, size_estimates, state.clock_offset), state)
         self._feeds = [Feed(packers(i, source), source) for i, source in enumerate(state.sources)]
+        lengths = self._feeds if config.balances_real else None
+        mixer = Mixer(config, state.nodes, size_estimates, lengths, clock_offset=state.clock_offset)
+        self._stage = Stage(config, mixer, state)
 
     @property
     def sample_index(self) -> int:
@@ -107,10 +109,12 @@ class Pipeline:
     def begin_group(self, plan: BatchPlan) -> StepGroup:
         """An empty group that begins here, at a state boundary of the plan."""
         shape = (plan.world_size, plan.group_micro_steps, plan.batch_size)
+        base = self.state()
         return StepGroup(
             plan=plan,
-            base=self.state(),
+            base=base,
             real=self._real,
+            padding_tokens=base.total_tokens - base.real_tokens,
             samples=_objects([self._padding] * plan.group_samples),
             source_ids=np.full(shape, PADDING, np.int32),
             padding=np.zeros(shape if self._real.varies else 0, np.int32),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tokenloom_server.core.state import FileCursor, SourceState
 from tokenloom_server.order.factory import PipelineFactory
@@ -47,15 +47,14 @@ def returning(
     back = []
     for text in preserved:
         fields = json.loads(text)
-        spec = normalised(fields["spec"], schemes)
-        if spec in specs[first:]:
-            source = specs.index(spec)
-            back.append(Returning(source, text, None if from_start else _place(fields, source, factory)))
+        spec, place = normalised(fields["spec"], schemes), None
+        if spec not in specs[first:]:
+            continue
+        source = specs.index(spec)
+        if not from_start:
+            # Not the tokens of a row that has begun: they count under the options that the source had.
+            (entry,) = entries_of({"datasets": [fields]})
+            cursor, rows, _ = position_of(f"spec {spec!r}", entry, source, factory)
+            place = cursor.epoch, cursor.shard, cursor.row, rows
+        back.append(Returning(source, text, place))
     return back
-
-
-def _place(fields: dict[str, Any], source: int, factory: PipelineFactory) -> Sequence[int]:
-    # Not the tokens of a row that has begun: they count under the options that the source had.
-    (entry,) = entries_of({"datasets": [fields]})
-    cursor, rows, _ = position_of(f"spec {entry.spec!r}", entry, source, factory)
-    return cursor.epoch, cursor.shard, cursor.row, rows

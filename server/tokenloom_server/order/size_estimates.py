@@ -172,8 +172,7 @@ def _estimate(
     if not by_strata:
         return SizeEstimate(rows, per_1000)
     order = _reading_order(factory, source_id)
-    if order:
-        parts.sort(key=lambda part: order.index(part[0].shard))
+    parts.sort(key=lambda part: order.index(part[0].shard) if order else 0)
     scale = sample_tokens / tokens * rows / stood_for if tokens else Fraction(0)
     row_edges = accumulate((stratum.rows for stratum, _ in parts), initial=0)
     token_edges = accumulate((own for _, own in parts), initial=Fraction(0))

@@ -304,6 +304,7 @@ class SnapshotDocument(_Strict):
     resume_state: ResumeStateDocument | None = None
     #: By spec, what each source gave up to the sample index: samples, tokens, real_tokens. Older snapshots lack it.
     counts: dict[str, dict[str, _Natural]] | None = None
+    real_tokens: int | None = None
 
 
 def read_document(text: str | bytes, shape_at: ShapeAt | None = None) -> SnapshotDocument:

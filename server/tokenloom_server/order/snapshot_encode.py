@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokenloom_proto.resume import counts_at
+from tokenloom_proto.resume import counts_at, real_tokens
 from tokenloom_proto.seal import SNAPSHOT_VERSION, canonical, seal_texts
 
 from tokenloom_server.core.state import (
@@ -112,6 +112,7 @@ def compose(template: Mapping[str, Any], resume_state: str, there: str) -> str:
     before it, both as ``encode_state`` wrote them. The client does the same with what the wire carries."""
     state = json.loads(there)
     place = {key: state[key] for key in ("sample_index", "total_tokens", "digest")}
-    fields = {**template, **place, "counts": counts_at(state, state["sample_index"], state["total_tokens"])}
+    counts = counts_at(state, state["sample_index"], state["total_tokens"])
+    fields = {**template, **place, "counts": counts, "real_tokens": real_tokens(state["total_tokens"], counts)}
     texts = {key: canonical(value) for key, value in fields.items()}
     return seal_texts(texts | {"resume_state": resume_state})

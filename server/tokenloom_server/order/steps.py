@@ -98,6 +98,8 @@ class StepGroup:
     plan: BatchPlan
     base: State
     real: RealTokens
+    #: Of the base.
+    padding_tokens: int
     samples: npt.NDArray[np.object_]
     source_ids: npt.NDArray[np.int32]
     #: Of each sample's tokens, those that no document filled, as ``source_ids``; empty where samples are always full.
@@ -144,6 +146,11 @@ class StepGroup:
             return self.counts[step]
         samples, (tokens, labels) = self.marks[step].sample_index - self.step_begin(step), self.real.full
         return samples * tokens, samples * labels
+
+    def run_real_tokens(self, step: int) -> int:
+        """Of the run up to the end of a micro-step, its total tokens without padding."""
+        unfilled = int(self.padding[:, : step + 1].sum()) if len(self.padding) else 0
+        return self.marks[step].total_tokens - self.padding_tokens - unfilled
 
     def count(self, first: int, last: int) -> None:
         """Counts the real tokens of the micro-steps [first, last), whose samples and rotations are there."""
@@ -282,7 +289,7 @@ def state_at(
         total_tokens=mark.total_tokens,
         digest=mark.digest,
         sources=tuple(sources),
-        nodes=mixer.states(mark.mix_weights, since_start),
+        nodes=mixer.states(mark.mix_weights, since_start, [*map(config.balanced, sources)]),
     )
 
 

@@ -19,6 +19,7 @@ from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.mixture_content import validated
 from tokenloom_server.order.origin import Origin
 from tokenloom_server.order.pipeline import Pipeline, Switch
+from tokenloom_server.order.returning import returning
 from tokenloom_server.order.segments import TimelineSegment, files_of, files_to_json, lay
 from tokenloom_server.packing.base import PackerFactory
 
@@ -152,7 +153,7 @@ class Timeline:
                     f"{config.sequence_length} instead of {before.sequence_length}: join again from the state here to "
                     "go on"
                 )
-            carried = partial(carry, old=before, new=config, grown=segment.grown, returning=segment.returning)
+            carried = partial(_carried, before, segment)
             estimates = segment.factory.record.size_estimates
             packers = _lazily(segment.factory, ahead)
             switches.append(Switch(segment.begin, config, packers, carried, end_reason, estimates))
@@ -229,6 +230,14 @@ class Timeline:
 
     def _segment(self, sample_index: int) -> TimelineSegment:
         return self._segments[max(0, bisect_right(self._begins, sample_index) - 1)]
+
+
+def _carried(old: RunConfig, segment: TimelineSegment, state: State) -> State:
+    """The state at the beginning of a segment. What a revision does not name comes back by a phase."""
+    named = [one.entry for one in segment.returning]
+    others = [entry for entry in state.preserved if entry not in named]
+    back = (*segment.returning, *returning(others, segment.factory, len(old.sources)))
+    return carry(state, old, segment.config, segment.grown, back)
 
 
 def _lazily(factory: PipelineFactory, ahead: bool) -> PackerFactory:

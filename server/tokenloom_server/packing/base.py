@@ -140,12 +140,13 @@ class Block:
     """Consecutive samples of one source.
 
     ``ids``: each sample as it travels (see ``SampleFormat``; views of the block's memory, which may overlap; read
-    only). ``hashes``: their XXH3-128, seeded with the source id.
+    only). ``hashes``: their XXH3-128, seeded with the source id. ``real``: how many of their tokens are documents'.
     """
 
     ids: list[memoryview]
     hashes: list[int]
     origins: SampleOrigins
+    real: list[int] = field(default_factory=list)
 
 
 class Packer(Protocol):
@@ -190,9 +191,11 @@ class FormattedPacker:
         row_counts: Int64s,
         *,
         overlaps: bool = False,
+        filled: Int64s | None = None,
         make_cursor: MakeCursor | None = None,
     ) -> Block:
-        """As ``BlockOrigins`` has them. ``first_sample``: its number since the run began."""
+        """As ``BlockOrigins`` has them. ``first_sample``: its number since the run began. ``filled``: how many ids of
+        each sample are documents'; None for all of them."""
         origins = BlockOrigins(
             length=self.form.length,
             first_sample=first_sample,
@@ -203,7 +206,8 @@ class FormattedPacker:
             overlaps=overlaps,
             make_cursor=make_cursor or self._documents.cursor_kind,
         )
-        return Block(samples, hashed(samples, self._source_id), origins)
+        real = [self.form.length] * len(samples) if filled is None else self.form.real_tokens(filled).tolist()
+        return Block(samples, hashed(samples, self._source_id), origins, real)
 
 
 #: Builds the packer of a source (by id) that goes on from a state.

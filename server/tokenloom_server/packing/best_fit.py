@@ -195,7 +195,9 @@ class BestFitPacker(FormattedPacker):
         if in_block[-1]:
             cursors[-1] = *window.end, 0, passed_rows[-1]
         make_cursor = partial(_cursor, self._documents.cursor_kind)
-        return self._block(samples, first_sample, cursors, starts, bounds, row_counts, make_cursor=make_cursor)
+        return self._block(
+            samples, first_sample, cursors, starts, bounds, row_counts, filled=filled, make_cursor=make_cursor
+        )
 
 
 def _cursor(

@@ -107,7 +107,7 @@ class _LaneFeed:
         part = slice(self._next, self._next + count)
         self.taken += count
         self._next += count
-        return Block(self._block.ids[part], self._block.hashes[part], self._block.origins)
+        return Block(self._block.ids[part], self._block.hashes[part], self._block.origins, self._block.real[part])
 
 
 class LanesPacker:
@@ -176,11 +176,12 @@ def _merged(
     numbers = np.empty(len(turns), np.int64)
     ids: list[memoryview] = [memoryview(b"")] * len(turns)
     hashes = [0] * len(turns)
+    real = [0] * len(turns)
     for lane, block in enumerate(blocks):
         if block is not None:
             own = np.flatnonzero(turns == lane)
             numbers[own] = begins[lane] + np.arange(len(own))
-            for index, sample, hashed in zip(own.tolist(), block.ids, block.hashes, strict=True):
-                ids[index], hashes[index] = sample, hashed
+            for index, sample, hashed, length in zip(own.tolist(), block.ids, block.hashes, block.real, strict=True):
+                ids[index], hashes[index], real[index] = sample, hashed, length
     origins = [block.origins if block is not None else None for block in blocks]
-    return Block(ids, hashes, LaneOrigins(first_sample, turns, numbers, origins, before))
+    return Block(ids, hashes, LaneOrigins(first_sample, turns, numbers, origins, before), real)

@@ -103,7 +103,7 @@ class UnpackedPacker(FormattedPacker):
         samples = form.assemble(rows.ids[base:end], chunks.begins - base, chunks.ends - base, every, one, mask)
         filled = chunks.ends - chunks.begins
         starts = every * form.length + (form.width - filled if form.padding == "left" else 0)
-        return self._block(samples, first_sample, cursors, starts, np.arange(count + 1), row_counts)
+        return self._block(samples, first_sample, cursors, starts, np.arange(count + 1), row_counts, filled=filled)
 
 
 def unpacked_samples(lengths: Int64s, form: SampleFormat, *, splits: bool) -> int:

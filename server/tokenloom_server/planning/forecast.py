@@ -140,7 +140,7 @@ class _Simulation:
             for source, supply in enumerate(self._supplies)
             if source in part.config.measured_sources
         }
-        self._mixer = Mixer(part.config, state.nodes, estimates, state.clock_offset)
+        self._mixer = Mixer(part.config, state.nodes, estimates, clock_offset=state.clock_offset)
         self._mix_weights, self._weights = self._mixer.mix_weights, self._mixer.weights()
         self._known: dict[tuple[int, int], Ending] = self._mixer.endings()
         self._segment_begin, self._segment_given = self.tokens, self._given.copy()
@@ -245,7 +245,7 @@ class _Simulation:
             sample_index=self._index,
             total_tokens=self.tokens,
             sources=tuple(sources),
-            nodes=mixer.states(mixer.mix_weights, since),
+            nodes=mixer.states(mixer.mix_weights, since, [source.tokens for source in sources]),
         )
 
     def _sources(self, state: State) -> Iterator[PlannedSource]:

@@ -48,8 +48,9 @@ class Slice(NamedTuple):
     #: The sample index before the first micro-step, and after each.
     begin: int
     ends: Sequence[int]
-    #: By step: the stream's tokens up to its end, and the rolling digest there.
+    #: By step: the stream's tokens up to its end, those of them that are real, and the rolling digest there.
     tokens: Sequence[int]
+    real_tokens: Sequence[int]
     digests: Sequence[str]
     #: By micro-step, over all ranks: real tokens and labels.
     real: Sequence[tuple[int, int]]
@@ -274,6 +275,7 @@ class Evaluation:
             begin=begin,
             ends=ends,
             tokens=[end * stream.factory.config.sequence_length for end in ends],
+            real_tokens=[stream.sample(end - 1).run_real_tokens for end in ends],
             digests=[digest_hex(stream.sample(end - 1).digest) for end in ends],
             real=[stream.real(first, end) for first, end in zip(begins, ends, strict=True)],
             rank=call.rank,

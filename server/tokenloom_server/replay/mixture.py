@@ -46,7 +46,7 @@ class Mixture:
                 if segment.phase is not None
             ],
             revisions=[revision_info(timeline, revision, index) for revision in timeline.revisions],
-            first_revisable=view.first_revisable,
+            first_revisable=view.first_revisable(self._revising.kept(view)),
         )
 
     def revise(self, change: MixtureChange) -> RevisionInfo:
@@ -54,7 +54,9 @@ class Mixture:
 
         Raises what ``RevisionHandler.revise`` raises."""
         revision = self._revising.revise(change)
-        return revision_info(self._coordinator.timeline, revision, self._coordinator.committed_through)
+        view = self._coordinator.view()
+        info = revision_info(view.timeline, revision, view.commit.sample_index)
+        return info.model_copy(update={"eta_s": view.seconds_until(revision.sample_index)})
 
     def drop(self, number: int) -> list[RevisionInfo]:
         """Takes a revision and all after it back, oldest first. Raises ``BeyondHorizon`` where one may have been

@@ -93,10 +93,10 @@ class StartPoints:
                 f"run {run.name!r} has begun (generation {stored.opening.generation}), and a fork is a new run: give "
                 "it another name in its mixture file"
             )
-        own = self._forks.fork(text)
-        run.ledger.execute(Pin(run.uid, run.stream, run.lease.epoch, self._past.pin(own, 0)))
-        point = self._history.parse(own)
-        assert point.digest is not None, "a fork begins from a snapshot"
+        pin = self._past.pin(self._forks.fork(text), 0)
+        run.ledger.execute(Pin(run.uid, run.stream, run.lease.epoch, pin))
+        point = self._history.parse(pin)
+        assert point.digest is not None, "what is pinned has been gone forward to"
         index = point.sample_index
         _log.info("%s: begins at sample %d, forked (pinned)", run.name, index)
         return NextLaunch(sample_index=index, digest=point.digest, skipped_samples=0, start_index=index)

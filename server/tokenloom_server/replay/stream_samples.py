@@ -36,6 +36,8 @@ class Sample(NamedTuple):
     starts: npt.NDArray[np.uint32]
     digest: int
     real: tuple[int, int]
+    run_real_tokens: int
+    """Real tokens of the stream up to its end."""
 
 
 class StreamSamples:
@@ -186,7 +188,7 @@ def _samples_of(group: StepGroup) -> list[Sample]:
     picks = group.source_ids[0, :made, 0].tolist()
     return [
         # Copies: a view would keep all of the block that it is of.
-        Sample(bytes(ids), source, own.copy(), mark.digest, group.real_tokens(step))
+        Sample(bytes(ids), source, own.copy(), mark.digest, group.real_tokens(step), group.run_real_tokens(step))
         for step, (ids, source, own, mark) in enumerate(
             zip(group.ids(0, 0, made), picks, apart, group.marks, strict=True)
         )

@@ -35,9 +35,10 @@ def print_mixture(out: Console, info: MixtureInfo) -> None:
 
 def print_revision(out: Console, run: str, revision: RevisionInfo, verb: str) -> None:
     """One revision and what it changes; ``verb``: that it holds, would hold, or was taken back."""
+    when = "" if revision.eta_s is None or revision.in_force else f", in {revision.eta_s:,.0f} s at the present rate"
     out.print(
         f"{run}: revision {revision.number} {verb} from sample {revision.sample_index:,} on "
-        f"({revision.total_tokens:,} tokens)"
+        f"({revision.total_tokens:,} tokens{when})"
     )
     for line in revision.changes:
         out.print(f"  {line}", soft_wrap=True)

@@ -146,6 +146,9 @@ class RevisionInfo(Document):
     """What it changes, a line each."""
     in_force: bool
     """Whether samples under it are committed, or next."""
+    eta_s: float | None = None
+    """In an answer to who makes it: when it is in force at the present rate, seconds from now; null elsewhere, and
+    where nothing was committed lately."""
 
 
 class ExclusionReport(Document):

@@ -135,6 +135,8 @@ class RunStats(Document):
     """Rolling digest at ``sample_index``."""
     total_tokens: int
     """Committed: the order's position, with what was skipped."""
+    real_tokens: int
+    """Of these, documents': without padding."""
     skipped_tokens: int
     """The part of them that restores jumped over."""
     tokens_per_s: float

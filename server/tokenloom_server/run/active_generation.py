@@ -64,6 +64,12 @@ class GenerationView(NamedTuple):
     window_micro_steps: int = 1
     #: By when all of its ranks were heard, by the coordinator's clock; None where one was not.
     heard_at: float | None = None
+    #: Whether none of its ranks trains: each said goodbye, or is silent for longer than the liveness.
+    stands_still: bool = False
+    #: Whether every rank has come to this server, so that it knows how far each is.
+    all_attached: bool = True
+    #: Whether a revision closed it.
+    closed: bool = False
     ranks: Sequence[RankView] = ()
 
 
@@ -82,8 +88,16 @@ class ActiveGeneration:
     opened_at: float
     #: Rank 0's process, as far as known: one may begin anew without waiting for itself.
     process: str
+    #: Since when ranks are listened to, by the coordinator's clock.
+    since: float
+    #: Whether ranks may hold more than this server knows: they were another one's, or those of its former life.
+    taken_up: bool
+    #: Whether a revision closed it: nothing more is produced.
+    closed: bool = False
+    #: The micro-step up to which production was last asked for.
+    asked_for: int = 0
 
-    def view(self) -> GenerationView:
+    def view(self, now: float, liveness_s: float) -> GenerationView:
         generation = self.generation
         ranks = [
             RankView(slot.rank, slot.connected, generation.index_of(slot.consumed), slot.last_heard)
@@ -102,26 +116,36 @@ class ActiveGeneration:
             held_steps=max(0, generation.produced - generation.committed),
             window_micro_steps=generation.window_micro_steps,
             heard_at=generation.slots.heard_at(),
+            stands_still=self.stands_still(now, liveness_s),
+            all_attached=not self.taken_up or all(slot.session for slot in generation.slots),
+            closed=self.closed,
             ranks=ranks,
+        )
+
+    def stands_still(self, now: float, liveness_s: float) -> bool:
+        """Whether no rank trains on it: each said goodbye, or was silent for so long while it was listened to."""
+        return all(
+            not slot.connected and (slot.left or now - max(self.since, slot.last_heard or self.since) >= liveness_s)
+            for slot in self.generation.slots
         )
 
     def trained_on(self, now: float, liveness_s: float) -> str | None:
         """Who trains on it, if each rank was heard within ``liveness_s``; None where nobody does."""
         generation = self.generation
         heard = generation.slots.heard_at()
-        if heard is None or generation.over or now - heard >= liveness_s:
+        if heard is None or generation.over or self.closed or now - heard >= liveness_s:
             return None
-        process = f", rank 0 in process {self.process}" if self.process else ""
+        process = f", rank 0 in process {self.process.partition(' ')[0]}" if self.process else ""
         return (
             f"generation {generation.number} (attempt {generation.attempt!r}, {len(generation.slots)} ranks"
             f"{process}) trains on it since {date_of(self.opened_at)}, and each rank of it was heard "
-            f"{now - heard:.1f} s ago or later"
+            f"{now - heard:.1f} s ago or later, so another may begin in {liveness_s - now + heard:.0f} s or later"
         )
 
     def steps_wanted(self, revising_at: int | None) -> int:
         """How many micro-steps to produce now, none of them under a revision that is being written; 0 to wait."""
         generation = self.generation
-        steps = generation.steps_wanted()
+        steps = 0 if self.closed else generation.steps_wanted()
         if steps and revising_at is not None:
             # Nothing at the index itself, and no group that it lies in, may be there before the revision is.
             begin = generation.batch_plans.boundary(revising_at + 1)
@@ -132,10 +156,12 @@ class ActiveGeneration:
     def _first_unproduced(self) -> int:
         """The first state boundary after all that may have been produced."""
         generation = self.generation
-        # After a restart ranks may hold more than is produced again, and more than this server's own window allows.
-        sent = max(slot.sent for slot in generation.slots)
+        if self.closed:
+            return generation.index_of(generation.committed)
+        # After a restart ranks may hold more than is produced again: as much as the window allows until they say it.
+        sent = [slot.sent if slot.session or not self.taken_up else generation.horizon for slot in generation.slots]
         return generation.batch_plans.boundary_after(
-            generation.index_of(max(generation.produced, sent, generation.horizon))
+            generation.index_of(max(generation.produced, self.asked_for, *sent))
         )
 
     def check_order(self, ended: bool) -> None:
@@ -150,8 +176,8 @@ class ActiveGeneration:
     def waiting_for(self) -> str:
         """Which ranks production waits for; empty where it waits for none."""
         generation = self.generation
-        if generation.end is not None or generation.steps_wanted():
-            return ""
+        if generation.end is not None or self.closed or generation.steps_wanted():
+            return "a trainer" if self.closed else ""
         absent = [slot.rank for slot in generation.slots if not slot.connected]
         if absent:
             named = ", ".join(map(str, absent[:8])) + (", …" if len(absent) > 8 else "")

@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from tokenloom_proto.process import is_gone
+
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import (
     LedgerError,
@@ -111,8 +113,10 @@ class RunCoordinator(StreamCommands):
         base = self.timeline.decode(stored.committed.state)
         self._committed_state, self._committed_at = base, stored.committed_at
         active = self._install(stored.opening, base, stored.committed, resumed=True)
-        if stored.lease is not None and stored.lease.heard_at is not None:
-            active.generation.slots.all_heard(self.clock() - max(0.0, self.wall_clock() - stored.lease.heard_at))
+        active.closed = stored.closed_generation == stored.opening.generation
+        if stored.lease is not None and (heard_at := stored.lease.heard_at) is not None:
+            silent_s = max(0.0, self.wall_clock() - heard_at)
+            active.generation.slots.all_heard(self.clock() - silent_s, left=not heard_at)
 
     def extend(self, until: float) -> None:
         """The lease was renewed."""
@@ -159,17 +163,17 @@ class RunCoordinator(StreamCommands):
     # --- openings (``join``) -----------------------------------------------------------------------
 
     def busy(self, process: str) -> str | None:
-        """Who trains on the run, if every rank of it was heard within ``liveness_s`` and rank 0 is of another process;
-        None where nobody does."""
+        """Who trains on the run, if every rank of it was heard within ``liveness_s`` and rank 0 is of another process,
+        which is not provably gone; None where nobody does."""
         with self._lock:
             active = self._active
             if active is None or self._error is not None or (process and active.process == process):
                 return None
+            if not active.generation.slots[0].connected and is_gone(active.process):
+                return None
             return active.trained_on(self.clock(), self.timeouts.liveness_s)
 
-    def open_generation(
-        self, uid: str, opening: Opening, start: State, committed: CommittedState, process: str
-    ) -> None:
+    def open_generation(self, uid: str, opening: Opening, start: State, committed: CommittedState) -> None:
         """Writes an opening, and makes its generation the present one. Raises the ledger's errors."""
         with self._lock:
             try:
@@ -183,16 +187,14 @@ class RunCoordinator(StreamCommands):
             self._refused.clear()
             self.timeline = self.timeline.with_clock(start.clock_offset)
             self._committed_state, self._committed_at = start, opening.opened_at
-            self._install(opening, start, committed, resumed=False, process=process)
+            self._install(opening, start, committed, resumed=False)
 
-    def reopen(self, opening: Opening, process: str) -> None:
+    def reopen(self, opening: Opening) -> None:
         """Rank 0 asks again for what it opened. Raises ``NotLeader`` where that is being taken up anew."""
         with self._lock:
             active = self._active
             if active is None or active.generation.number != opening.generation:
                 raise NotLeader(f"run {self.name!r} is being taken up anew; join again")
-            # The ledger does not know which process that is.
-            active.process = process
             self._refused.clear()
 
     def refuse_attempt(self, attempt: str, choice: ResumeChoice, error: TokenloomError) -> None:
@@ -242,24 +244,28 @@ class RunCoordinator(StreamCommands):
         self, choose: Callable[[RunView], int], *, dry_run: bool = False
     ) -> Iterator[tuple[RunView, int]]:
         """Makes production wait before the first sample index that is certainly not produced, or that ``choose`` gives,
-        until ``change_timeline`` puts a new timeline in force or an error ends the context: what is produced after that
-        knows of it. ``dry_run``: only chooses. Raises ``NotLeader``, and what ``choose`` does."""
+        until a new timeline is in force or an error ends the context: what is produced then knows of it. ``dry_run``:
+        only chooses. Raises ``NotLeader``, and what ``choose`` does."""
         with self._lock:
             self.require_lead()
             view = self._view()
             index = choose(view)
             if not dry_run:
                 self._revising_at = min(index, view.generation.first_unproduced)
+                if self._active is not None and view.closed_by(index):
+                    self._active.closed = True  # no rank comes back while that is written
         try:
             yield view, index
         except BaseException:
-            self._release_production(view.lease.epoch)
+            self._release_production(view.lease.epoch, view.generation.closed)
             raise
 
-    def change_timeline(self, epoch: int, timeline: Timeline, write: Callable[[int], int]) -> None:
+    def change_timeline(
+        self, epoch: int, timeline: Timeline, write: Callable[[int], int], closed: StoredRun | None = None
+    ) -> None:
         """Writes a change of the timeline, and puts it in force once the ledger has it. ``write`` gets how many changes
-        of the revisions the ledger has acknowledged, and returns how many it has after the write. Raises what ``write``
-        does."""
+        of the revisions are acknowledged, and returns how many there are after it; ``closed``: what the ledger has
+        after it, where it closes the generation. Raises what ``write`` does."""
         try:
             changes = write(self.revision_changes)
         except LedgerUnavailable as error:
@@ -267,26 +273,31 @@ class RunCoordinator(StreamCommands):
                 if self.lease.epoch == epoch:
                     self._await_ledger("a revision was written", error)
             raise
-        self.adopt_timeline(epoch, timeline, changes)
+        self.adopt_timeline(epoch, timeline, changes, closed)
 
-    def adopt_timeline(self, epoch: int, timeline: Timeline, revision_changes: int | None = None) -> None:
+    def adopt_timeline(
+        self, epoch: int, timeline: Timeline, changes: int | None = None, closed: StoredRun | None = None
+    ) -> None:
         """Puts a timeline in force, and lets production go on under it. Changes nothing where the run was taken up
         since at a newer epoch, with what the ledger has."""
         with self._lock:
             if self.lease.epoch == epoch:
-                if revision_changes is not None:
-                    self.revision_changes = revision_changes
+                self.revision_changes = self.revision_changes if changes is None else changes
                 self._revising_at = None
                 self.timeline = timeline
                 if self._active is None:
                     self._committed_state = timeline.initial()
+                elif closed is not None:
+                    self._take_up(closed)
                 self._wakes.everyone()
 
-    def _release_production(self, epoch: int) -> None:
+    def _release_production(self, epoch: int, was_closed: bool) -> None:
         """Lets production go on as before: the timeline stays. Changes nothing at a newer epoch."""
         with self._lock:
             if self.lease.epoch == epoch:
                 self._revising_at = None
+                if self._active is not None:
+                    self._active.closed = was_closed
                 self._wakes.everyone()
 
     # --- production (``producer``) -------------------------------------------------------------------
@@ -299,6 +310,7 @@ class RunCoordinator(StreamCommands):
             if self.stopping or active is None or not steps:
                 return None
             produced = active.generation.produced
+            active.asked_for = produced + steps
             plan = active.generation.batch_plans.at_step(produced)
             return ProductionTask(active, self.timeline, plan, steps, produced - plan.group_begin(produced))
 

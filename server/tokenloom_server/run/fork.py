@@ -280,7 +280,8 @@ def _transplanted(timeline: Timeline, origin: Origin, foreign: ForeignSnapshot) 
         # Whether it is out is for this run's own epochs to say: the next pick finds it.
         sources.append(replace(source, exhausted=False, dropped_tokens=0))
     try:
-        back = returning(preserved, factory)
+        # Those of later phases are found out now, too, and not when they are in force.
+        _, back = returning(preserved, timeline.segments[-1].factory), returning(preserved, factory)
     except SnapshotInvalid as error:
         raise SnapshotInvalid(f"{error}{_OR_BEGIN}") from None
     for one in back:

@@ -269,10 +269,12 @@ class History:
             )
         digest = digest_hex(state.digest)
         if (digest, state.total_tokens) != (point.digest or digest, point.total_tokens):
+            after = [each for each in self._revisions_before(point.sample_index) if each[1] >= base.sample_index]
+            reason = "".join(f"without revision {one[0]}, which holds from sample {one[1]} on, " for one in after)
             raise SnapshotInvalid(
                 f"going forward from sample {base.sample_index} to {point.sample_index} gives digest {digest} and "
                 f"{state.total_tokens} tokens, but the snapshot says {point.digest} and {point.total_tokens}: it was "
-                "made from other data or by other software"
+                f"made {reason}from other data or by other software"
             )
         counts = counts_at(json.loads(self._coordinator.timeline.encode(state)), state.sample_index, state.total_tokens)
         theirs = counts if point.counts is None else point.counts

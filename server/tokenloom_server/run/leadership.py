@@ -9,6 +9,7 @@ monotonic clock, before another one begins; so that ranks are not split between 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 
@@ -98,6 +99,7 @@ class Leadership(threading.Thread):
         if not coordinator.lease.held or self._away_since is not None:
             return  # nothing to let go, or nobody who would hear it in time
         try:
+            self._renew()  # with what is known by now of who trains
             coordinator.ledger.execute(Release(coordinator.uid, coordinator.stream, coordinator.lease.epoch))
         except TokenloomError as error:
             _log.info("%s: the lease is left to lapse: %s", coordinator.name, error)
@@ -144,7 +146,8 @@ class Leadership(threading.Thread):
         began = coordinator.clock()
         view = coordinator.view()
         generation = view.generation
-        heard_at = generation.heard_at
+        # Unix time 0: nobody trains, which a server that takes over could not tell from silence.
+        heard_at = -math.inf if generation.stands_still else generation.heard_at
         try:
             coordinator.ledger.execute(
                 Renew(
@@ -153,7 +156,7 @@ class Leadership(threading.Thread):
                     coordinator.lease.epoch,
                     self._holder,
                     self._lease_s,
-                    None if heard_at is None else coordinator.wall_clock() - (view.now - heard_at),
+                    None if heard_at is None else max(0.0, coordinator.wall_clock() - (view.now - heard_at)),
                     generation.number,
                     view.commit.sample_index if generation.number else 0,
                     known_changes=coordinator.revision_changes,

@@ -58,7 +58,7 @@ class GenerationOpener:
             if stored.opening is not None and stored.opening.attempt == call.attempt:
                 # The same process asking again (its answer was lost), or another one: the slot tells.
                 self.check_agreement(call, stored.opening)
-                coordinator.reopen(stored.opening, call.process)
+                coordinator.reopen(stored.opening)
                 return stored.opening
             self._refuse_busy(call)
             # The trainer's state carries its revisions; a ledger that lost some takes them from it.
@@ -71,7 +71,7 @@ class GenerationOpener:
             # Noted before the write: where its answer is lost, the same rank asks again.
             self._newest = call.attempt, choice
             committed = commit_of(coordinator.timeline.with_clock(start.clock_offset), start, opening.start_state)
-            coordinator.open_generation(uid, opening, start, committed, call.process)
+            coordinator.open_generation(uid, opening, start, committed)
         self._log_opening(opening, start, point.notes)
         return opening
 
@@ -102,6 +102,7 @@ class GenerationOpener:
             skipped=skipped,
             parent_run=origin.to_json() if origin is not None else "",
             batch_plans=batch_plans.text,
+            process=call.process,
         )
 
     def _refuse_busy(self, call: JoinCall) -> None:
@@ -115,9 +116,8 @@ class GenerationOpener:
             return
         liveness_s = coordinator.timeouts.liveness_s
         raise RunBusy(
-            f"run {coordinator.name!r} is busy: {trainer}. Wait until it has ended ({liveness_s:g} s after its last "
-            "sign of life another may begin), look at the run with a PeekDataset, or end it on purpose with "
-            "takeover=True",
+            f"run {coordinator.name!r} is busy: {trainer}. Wait until it has ended, look at the run with a "
+            "PeekDataset, or end it on purpose with takeover=True",
             liveness_s + BUSY_MARGIN_S,
         )
 

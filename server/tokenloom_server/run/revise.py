@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import threading
+from collections.abc import Callable
+from dataclasses import replace
 
 from tokenloom_proto.seal import canonical
 
@@ -19,6 +23,7 @@ from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order import revision_content, snapshot
 from tokenloom_server.order.origin import Origin
 from tokenloom_server.run.coordinator import RunCoordinator
+from tokenloom_server.run.history import History
 from tokenloom_server.run.views import RunView
 
 _log = logging.getLogger(__name__)
@@ -30,8 +35,9 @@ MAX_REVISIONS = 1000
 class RevisionHandler:
     """Makes and drops the revisions of one run. Thread-safe."""
 
-    def __init__(self, coordinator: RunCoordinator) -> None:
+    def __init__(self, coordinator: RunCoordinator, history: History) -> None:
         self._coordinator = coordinator
+        self._history = history
 
     def revise(self, change: MixtureChange) -> StoredRevision:
         """Makes a change hold from a sample index on; returns once that is durable. One that is only tried is returned
@@ -45,9 +51,7 @@ class RevisionHandler:
             raise ConfigError("sample_index and total_tokens are both given; name one of them, or neither")
         with (
             coordinator.one_change,
-            coordinator.production_held(
-                lambda view: _index_of(coordinator.name, change, view), dry_run=change.dry_run
-            ) as (view, index),
+            coordinator.production_held(self._choice_of(change), dry_run=change.dry_run) as (view, index),
         ):
             timeline, epoch = view.timeline, view.lease.epoch
             now, known_from = view.generation.number, view.generation.first_unproduced
@@ -62,16 +66,31 @@ class RevisionHandler:
             )
             if change.dry_run:
                 return revision
+            closes = view.closed_by(index)
             coordinator.change_timeline(
                 epoch,
                 timeline.with_revisions((*timeline.revisions, revision)),
-                lambda known: self._write(epoch, revision, known),
+                lambda known: self._write(epoch, revision, known, closes),
+                replace(coordinator.stored(), closed_generation=closes) if closes else None,
             )
         _log.info(
             "%s: revision %d holds from sample %d on (%s): %s",
             coordinator.name, revision.number, index, revision.reason, "; ".join(content["changes"]),
         )  # fmt: skip
         return revision
+
+    def revise_soon(self, change: MixtureChange) -> None:
+        """``revise``, by a server that has just come up: at once where nobody trains, else after the liveness, when
+        every rank that still trains has come to it. Until then nobody knows how far they are."""
+        coordinator, generation = self._coordinator, self._coordinator.view().generation
+        if generation.stands_still or generation.all_attached:
+            self.revise(change)
+            return
+        wait_s = coordinator.timeouts.liveness_s
+        _log.info("%s: the revision is made in %g s: ranks of the last launch may come back", coordinator.name, wait_s)
+        later = threading.Timer(wait_s, self.revise, (change,))
+        later.daemon = True
+        later.start()
 
     def drop(self, number: int) -> list[StoredRevision]:
         """Drops a revision and all after it, none of which production may have reached; returns them.
@@ -99,9 +118,28 @@ class RevisionHandler:
             )  # fmt: skip
         return list(dropped)
 
-    def _write(self, epoch: int, revision: StoredRevision, known_changes: int) -> int:
+    def _choice_of(self, change: MixtureChange) -> Callable[[RunView], int]:
+        """What chooses the sample index of a change, under the run's lock: what the ledger has is read before that."""
+        kept = self.kept(self._coordinator.view())
+        return lambda view: _index_of(self._coordinator.name, change, view, view.first_revisable(kept))
+
+    def kept(self, view: RunView) -> int | None:
+        """Of a run that stands still, the sample index after all states that the ledger has as texts: a revision before
+        that would have to be named in them. None where ranks train."""
+        coordinator, generation = self._coordinator, view.generation
+        if not generation.stands_still:
+            return None
+        stored = coordinator.stored()
+        saved = [json.loads(one.text) for one in coordinator.ledger.snapshots(stored.uid, stored.stream)]
+        texts = [generation.start_index]
+        texts += [one["sample_index"] for one in saved if one["generation"] == generation.number]
+        if stored.pin is not None:
+            texts.append(self._history.pinned(stored.pin).start.sample_index)
+        return 1 + max(texts)
+
+    def _write(self, epoch: int, revision: StoredRevision, known_changes: int, closes: int = 0) -> int:
         coordinator = self._coordinator
-        revise = Revise(coordinator.uid, coordinator.stream, epoch, revision, known_changes=known_changes)
+        revise = Revise(coordinator.uid, coordinator.stream, epoch, revision, closes, known_changes=known_changes)
         return coordinator.ledger.execute(revise)
 
     def adopt(self, text: str | bytes) -> None:
@@ -173,10 +211,10 @@ class RevisionHandler:
             )  # fmt: skip
 
 
-def _index_of(run: str, change: MixtureChange, view: RunView) -> int:
+def _index_of(run: str, change: MixtureChange, view: RunView, least: int) -> int:
     """The sample index from which on a change is to hold. Raises ``LimitExceeded``, ``ConfigError`` and
     ``BeyondHorizon``."""
-    timeline, end, least = view.timeline, view.generation.end, view.first_revisable
+    timeline, end = view.timeline, view.generation.end
     if len(timeline.revisions) >= MAX_REVISIONS and not change.dry_run:
         raise LimitExceeded(
             f"run {run!r} has {len(timeline.revisions)} revisions, and a run may have {MAX_REVISIONS}: "

@@ -147,7 +147,9 @@ class RunState:
             error=self._error,
             ledger_error=self._ledger_error,
             waiting_for=self._waiting_for(),
-            generation=self._active.view() if self._active is not None else GenerationView(),
+            generation=self._active.view(self.clock(), self.timeouts.liveness_s)
+            if self._active is not None
+            else GenerationView(),
         )
 
     def point_at(self, sample_index: int) -> tuple[StepGroup, int] | None:
@@ -168,9 +170,7 @@ class RunState:
 
     # --- changes that several commands make ----------------------------------------------------------
 
-    def _install(
-        self, opening: Opening, base: State, committed: CommittedState, *, resumed: bool, process: str = ""
-    ) -> ActiveGeneration:
+    def _install(self, opening: Opening, base: State, committed: CommittedState, *, resumed: bool) -> ActiveGeneration:
         """Makes a generation the present one. ``resumed``: after a restart of the server, where production has to meet
         the committed digest again."""
         batch_plans, config = sizing.batch_plans_of(opening), self.order.config
@@ -192,7 +192,16 @@ class RunState:
             committed=steps + bool(rest),
         )
         expected_digest = committed.digest if resumed else None
-        active = ActiveGeneration(generation, base, expected_digest, self.lease.epoch, opening.opened_at, process)
+        active = ActiveGeneration(
+            generation,
+            base,
+            expected_digest,
+            self.lease.epoch,
+            opening.opened_at,
+            opening.process,
+            self.clock(),
+            resumed,
+        )
         self._wakes.everyone()
         self._active = active
         self._wakes.set_ranks(len(active.generation.slots))

@@ -15,7 +15,6 @@ from tokenloom_server.ledger.records import CommittedState, Counters
 from tokenloom_server.mixing.mixer import ALL_EXHAUSTED, target_shares
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.position_line import position_lines
-from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.reports.stats import LedgerStats, PlannedRevision, RankStats, RunStats, SourceStats
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.losses import Losses
@@ -24,8 +23,6 @@ from tokenloom_server.sources.scheme import scheme_of
 
 _log = logging.getLogger(__name__)
 
-#: Rates and window shares look back this far, seconds.
-LOOK_BACK_S = 30.0
 #: A shard larger than this is not indexed just to tell how far along it is, bytes.
 _INDEX_FOR_STATS_BYTES = 2**30
 #: Nor are the rows counted of a source with more files than these.
@@ -48,10 +45,6 @@ class StatsReader:
         coordinator = self._coordinator
         view = coordinator.view()
         generation, timeline, committed, state = view.generation, view.timeline, view.commit, view.state
-        recent = [entry for entry in view.recent if view.now - entry[0] <= LOOK_BACK_S] or view.recent[-1:]
-        earlier_at, earlier = recent[0] if recent else (view.now, committed)
-        seconds = view.now - earlier_at
-        tokens_per_s = (committed.total_tokens - earlier.total_tokens) / seconds if seconds > 0 else 0.0
         in_force = sum(revision.sample_index <= committed.sample_index for revision in timeline.revisions)
         reported, losses = self._losses.newest()
         record, config = timeline.at(state.sample_index).record, timeline.at(state.sample_index).config
@@ -76,8 +69,9 @@ class StatsReader:
             produced_index=max(generation.produced_index, committed.sample_index),
             digest=committed.digest,
             total_tokens=committed.total_tokens,
+            real_tokens=state.real_tokens,
             skipped_tokens=sum(source.skipped_tokens for source in state.sources),
-            tokens_per_s=tokens_per_s,
+            tokens_per_s=view.tokens_per_s,
             window_fill=min(1.0, generation.held_steps / generation.window_micro_steps),
             waiting_for=view.waiting_for,
             ended=ended,
@@ -85,9 +79,9 @@ class StatsReader:
             error=f"{view.error.name}: {view.error}" if view.error is not None else None,
             tokenizer=f"{engine.engine} {engine.version}" if engine is not None else "none: the sources hold ids",
             revision=in_force,
-            next_revision=_planned(timeline, in_force, committed.total_tokens, tokens_per_s),
+            next_revision=_planned(view, in_force),
             reported=reported,
-            sources=self.sources(committed, state, earlier, over=generation.over, losses=losses),
+            sources=self.sources(committed, state, view.earlier_commit[1], over=generation.over, losses=losses),
             ranks=_ranks(view),
             ledger=self._ledger(view),
         )
@@ -209,7 +203,9 @@ class StatsReader:
         if isinstance(cursor, FileCursor):
             before = sum(sizes[file] for file in order.readers.files_before(source, cursor))
             index, row = cursor.shard, cursor.row
-        rows = self._row_count(order, source, index)
+        # No text is fetched for stats that is not being read.
+        may_count = isinstance(cursor, FileCursor) or not config.spec.is_remote or _stores_row_counts(order, source)
+        rows = self._row_count(order, source, index) if may_count else None
         epoch_rows = rows * total / (sizes[index] or 1) if rows else None
         if config.lanes > 1 or config.shuffle == "rows":
             known = order.readers.known_rows(source) or epoch_rows
@@ -223,7 +219,8 @@ class StatsReader:
     def _sizes(self, order: PipelineFactory, source: int) -> list[int]:
         """Of each file its rows, where these may be counted for stats; else its bytes."""
         sizes = [shard.size for shard in order.record.shards[source]]
-        if len(sizes) > _FILES_FOR_STATS or sum(sizes) > _INDEX_FOR_STATS_BYTES:
+        spec = order.config.sources[source].spec
+        if spec.is_remote or len(sizes) > _FILES_FOR_STATS or sum(sizes) > _INDEX_FOR_STATS_BYTES:
             return sizes
         counts = [self._row_count(order, source, shard) for shard in range(len(sizes))]
         return sizes if None in counts else [count or 0 for count in counts]
@@ -231,26 +228,26 @@ class StatsReader:
     def _row_count(self, order: PipelineFactory, source: int, shard: int) -> int | None:
         with self._rows_lock:
             if (source, shard) not in self._rows:
-                files, count = order.record.shards[source], None
-                is_stored = scheme_of(order.config.sources[source].spec).reader(files).stores_row_counts
-                if is_stored or files[shard].size <= _INDEX_FOR_STATS_BYTES:
+                size, count = order.record.shards[source][shard].size, None
+                if size <= _INDEX_FOR_STATS_BYTES or _stores_row_counts(order, source):
                     with suppress(TokenloomError):  # the producer meets the same fault and says it
                         count = order.readers.open(source).row_count(shard)
                 self._rows[source, shard] = count
             return self._rows[source, shard]
 
 
-def _planned(timeline: Timeline, in_force: int, total_tokens: int, tokens_per_s: float) -> PlannedRevision | None:
+def _stores_row_counts(order: PipelineFactory, source: int) -> bool:
+    """Whether files say how many rows they have, so that counting reads nothing else of them."""
+    return scheme_of(order.config.sources[source].spec).reader(order.record.shards[source]).stores_row_counts
+
+
+def _planned(view: RunView, in_force: int) -> PlannedRevision | None:
     """The revision after those in force."""
-    if in_force == len(timeline.revisions):
+    if in_force == len(view.timeline.revisions):
         return None
-    coming = timeline.revisions[in_force]
-    left = timeline.tokens_at(coming.sample_index) - total_tokens
-    return PlannedRevision(
-        number=coming.number,
-        sample_index=coming.sample_index,
-        eta_s=round(left / tokens_per_s, 1) if tokens_per_s > 0 else None,
-    )
+    coming = view.timeline.revisions[in_force]
+    eta_s = view.seconds_until(coming.sample_index)
+    return PlannedRevision(number=coming.number, sample_index=coming.sample_index, eta_s=eta_s)
 
 
 def _ranks(view: RunView) -> list[RankStats]:

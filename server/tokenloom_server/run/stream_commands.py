@@ -185,11 +185,12 @@ class StreamCommands(RunState):
             )
         if active is None:
             raise NotFound(f"run {self.name!r} has no generation; join first")
-        if uid != self.uid or generation != number or attempt not in ("", active.generation.attempt):
-            raise Fenced(
-                f"generation {generation} of run {self.name!r} (attempt {attempt!r}) is over: generation {number} "
-                f"(attempt {active.generation.attempt!r}) has taken its place"
-            )
+        after = f"generation {number} (attempt {active.generation.attempt!r}) has taken its place"
+        is_present = uid == self.uid and generation == number and attempt in ("", active.generation.attempt)
+        if is_present and active.closed:
+            after = "a revision closed it while nobody trained; restart the training job from its last checkpoint"
+        if not is_present or active.closed:
+            raise Fenced(f"generation {generation} of run {self.name!r} (attempt {attempt!r}) is over: {after}")
         return active
 
     def _current(self, session: Session) -> ActiveGeneration:

@@ -37,7 +37,7 @@ class Streams:
         """``first`` is the order that the run began with, ``config`` the mixture file's; ``manifests``: the files of
         each stream that has a mixture of its own."""
         self._first = first
-        self._config = config
+        self._config = config.counting(first.config.count or "positions")
         self._manifests = manifests
         self.names = tuple(sorted({*config.streams, *first.config.stream_names}))
 

@@ -13,6 +13,9 @@ from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.active_generation import ActiveGeneration, GenerationView
 from tokenloom_server.run.lease_state import LeaseState
 
+#: Rates and window shares look back this far, seconds.
+LOOK_BACK_S = 30.0
+
 
 class Session(NamedTuple):
     """A rank's stream: the generation that it is of, and which of the rank's streams it is."""
@@ -70,7 +73,33 @@ class RunView(NamedTuple):
     generation: GenerationView
 
     @property
-    def first_revisable(self) -> int:
-        """The first sample index from which on a revision may hold: what is not produced, after the newest revision."""
-        revisions = self.timeline.revisions
-        return max(revisions[-1].sample_index if revisions else 0, self.generation.first_unproduced)
+    def earlier_commit(self) -> tuple[float, CommittedState]:
+        """(time, commit) at which the window of rates begins."""
+        recent = [entry for entry in self.recent if self.now - entry[0] <= LOOK_BACK_S] or self.recent[-1:]
+        return recent[0] if recent else (self.now, self.commit)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """How many tokens were committed in each second lately; 0 where none were."""
+        since, earlier = self.earlier_commit
+        return (self.commit.total_tokens - earlier.total_tokens) / (self.now - since) if self.now > since else 0.0
+
+    def seconds_until(self, sample_index: int) -> float | None:
+        """When a sample index is committed at this rate, seconds from now; None where nothing is committed lately."""
+        left, rate = self.timeline.tokens_at(sample_index) - self.commit.total_tokens, self.tokens_per_s
+        return round(max(0, left) / rate, 1) if rate > 0 else None
+
+    def first_revisable(self, kept: int | None) -> int:
+        """The first sample index from which on a revision may hold, after the newest one: what is not produced. Where a
+        run stands still, where its commits, its ranks' reports and ``kept`` end (None: unknown)."""
+        generation, first = self.generation, self.generation.first_unproduced
+        if generation.stands_still and kept is not None:
+            first = max(kept, self.commit.sample_index, *(rank.position for rank in generation.ranks))
+            first += -first % self.timeline.at(first).config.pick_samples
+        return max(first, *(revision.sample_index for revision in self.timeline.revisions[-1:]), 0)
+
+    def closed_by(self, sample_index: int) -> int:
+        """The generation that a revision at a sample index closes, since samples after it may be produced; 0: none."""
+        generation = self.generation
+        closes = generation.stands_still and not generation.closed and sample_index < generation.first_unproduced
+        return generation.number if closes else 0

@@ -77,7 +77,8 @@ class LinesSource(IndexedSource):
 
     by_bytes = False
     """Whether ``row`` names a byte, and stands for the first line that begins there or after it, with which rows are
-    counted from that number on: to look at a place without an index. Not in a compressed file."""
+    counted from that number on: to look at a place without an index. Not in a compressed file. Bad rows are empty: who
+    reads them by their numbers says which they are."""
 
     def __init__(self, request: ReadRequest, content: Content, decode: Decoder) -> None:
         super().__init__(request)
@@ -101,6 +102,10 @@ class LinesSource(IndexedSource):
                 count = block.first_row + len(block.ends)
         if position is None:
             self._check_row(shard, row, count)
+
+    def read(self, shard: int, row: int) -> Iterator[Rows]:
+        """See ``Source``."""
+        return self._read(shard, row) if self.by_bytes else super().read(shard, row)
 
     def _seek(self, shard: int, row: int) -> tuple[int, int]:
         if not self.by_bytes:

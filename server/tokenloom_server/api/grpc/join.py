@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 from tokenloom_proto import dataloader_pb2 as wire
+from tokenloom_proto.process import MAX_LENGTH
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.api.served_run import ServedRun
@@ -32,7 +33,7 @@ def training(served: ServedRun, request: wire.JoinRequest) -> wire.JoinResponse:
         nonce=request.nonce,
         resume=request.resume,
         state=request.state_json,
-        process=request.process,
+        process=request.process[:MAX_LENGTH],
         takeover=request.takeover,
         batch_sizes=tuple((size.total_tokens, size.batch_size) for size in request.batch_sizes),
         accumulate=request.accumulate or 1,

@@ -59,10 +59,16 @@ def encode_slice(part: Slice, committed_through: int, epoch: int, *, document_st
         begin_index=part.begin,
         micro_steps=[
             wire.MicroStep(
-                end_index=end, slice=part.rank, total_tokens=total, digest=digest, tokens=tokens, label_tokens=labels
+                end_index=end,
+                slice=part.rank,
+                total_tokens=total,
+                digest=digest,
+                tokens=tokens,
+                label_tokens=labels,
+                real_tokens=real,
             )
-            for end, total, digest, (tokens, labels) in zip(
-                part.ends, part.tokens, part.digests, part.real, strict=True
+            for end, total, real, digest, (tokens, labels) in zip(
+                part.ends, part.tokens, part.real_tokens, part.digests, part.real, strict=True
             )
         ],
         ids=part.ids,
@@ -85,6 +91,7 @@ def _step_info(group: StepGroup, step: int, rank: int) -> bytes:
             digest=digest_hex(mark.digest),
             tokens=tokens,
             label_tokens=label_tokens,
+            real_tokens=group.run_real_tokens(step),
         )
         common = group.step_infos[step] = info.SerializeToString()
     place = group.slice_of(step, rank)

@@ -22,7 +22,7 @@ end
 
 -- Of a run's fields those that decide: neither its record nor its state, which may be large.
 local HEAD = {'name', 'uid', 'epoch', 'generation', 'opening_mark', 'sample_index', 'digest', 'lease_holder',
-  'lease_acquired_at', 'lease_lapses_at', 'lease_s', 'heard_at', 'revision_changes'}
+  'lease_acquired_at', 'lease_lapses_at', 'lease_s', 'heard_at', 'revision_changes', 'closed_generation'}
 
 -- The answer of a script that wrote nothing: what it saw of the run (Head in rules.py), which says why. item is what
 -- the run's lists hold of the call's own attempt, rank, number or id.
@@ -53,7 +53,7 @@ end
 
 local function is_present(generation)
   local present = field('generation') or '0'
-  return present ~= '0' and tonumber(present) == tonumber(generation)
+  return present ~= '0' and tonumber(present) == tonumber(generation) and field('closed_generation') ~= present
 end
 
 -- Whether the run has less than what the caller knows as committed in its generation (0: none).

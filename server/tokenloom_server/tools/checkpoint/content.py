@@ -259,15 +259,11 @@ def _sources(entries: Sequence[Mapping[str, Any]], mixture: RunConfig | None) ->
     total = sum(source.tokens or 0 for source in sources if not source.unknown)
     named = []
     for source in sources:
-        fields: dict[str, Any] = {}
+        share = source.tokens / total if source.tokens is not None and total and not source.unknown else None
+        update: dict[str, Any] = {"share": share}
         if (config := known.get(source.spec)) is not None:
-            fields = {
-                "id": config.id if source.id is None else source.id,
-                "alias": source.alias or config.alias,
-            }
-        if source.tokens is not None and total and not source.unknown:
-            fields["share"] = source.tokens / total
-        named.append(source.model_copy(update=fields))
+            update |= {"id": config.id if source.id is None else source.id, "alias": source.alias or config.alias}
+        named.append(source.model_copy(update=update))
     return tuple(named)
 
 

@@ -30,7 +30,7 @@ _MOST_TEXT, _MOST_STRUCTURE = 2**28, 2**30
 #: No sealed text is longer, bytes.
 _MOST_SEALED = 2**24
 #: The files of a checkpoint's folder that are looked into.
-_STATE_FILES = (".json", ".pt", ".pth", ".ckpt", ".bin")
+_STATE_FILES = (".json", ".pt", ".pth", ".ckpt", ".bin", ".pkl")
 #: What a state has that is more than a bare ``sample_index``.
 _MORE = {"format", "resume_state", "child_states"}
 #: Deeper than any checkpoint's dictionaries.
@@ -128,7 +128,7 @@ def _of_folder(path: Path) -> Iterator[DataState]:
     states, refused = [state for part in parts for state in _sealed_in(part)], list[str]()
     for file in sorted(entry for entry in path.iterdir() if entry.suffix in _STATE_FILES):
         try:
-            states += [replace(state, where=f"{file.name}:{state.where}") for state in _states(file)]
+            states += [replace(state, where=f"{file.name}:{state.where}".rstrip(":")) for state in _states(file)]
         except SnapshotInvalid as error:
             refused.append(f"; {error}")
     # A bare sample_index counts where there is nothing else, of all files, too.

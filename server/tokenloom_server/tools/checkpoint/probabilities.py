@@ -98,7 +98,7 @@ def _weights(content: Content, node: Node, *, counted: bool) -> Sequence[int] | 
         linear=node.interpolate == "linear",
     )
     picks = [(child.samples or 0) if counted else 0 for child in node.children]
-    chooser = policy.chooser(NodeStart(shape, Children(picks, [0] * size, out), [ChildState()] * size))
+    chooser = policy.chooser(NodeStart(shape, Children(picks, [0] * size, out, [0] * size), [ChildState()] * size))
     chooser.update([child.total or 0 for child in node.children], (content.total_tokens or 0) if counted else 0)
     return chooser.weights()
 

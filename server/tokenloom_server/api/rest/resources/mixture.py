@@ -60,8 +60,9 @@ def add_routes(routes: Routes, backend: Backend) -> None:
     def revise(run: RunName, change: Annotated[MixtureChange, Body(openapi_examples=_CHANGE_EXAMPLES)]) -> RevisionInfo:
         """Change the mixture while the run trains.
 
-        Holds from the next state boundary after all that may have been produced, or from a later sample index or token
-        count. Journalled before production passes it; snapshots carry it, and a restore applies it again at its index.
+        Holds from the next state boundary after all that was produced, while nobody trains from where the run stands,
+        or from a later sample index or token count. Journalled before production passes it; snapshots carry it, and a
+        restore applies it again at its index.
         """
         return runs.get(run).mixture.revise(change)
 

@@ -1,0 +1,77 @@
+"""A run that counts real tokens: padding is no part of a balance."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.corpora import flat, order_of, order_under_version_1, parsed, reread, write_txt
+from tokenloom_server.core.state import State
+from tokenloom_server.errors import ConfigError
+from tokenloom_server.order import builder
+from tokenloom_server.order.factory import PipelineFactory
+
+SHORT, LONG, MIXED = (f"txt:{name}.txt:text" for name in ("short", "long", "mixed"))
+LENGTH = 64
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of 11 tokens, of 61, and of 1 to 64, with their end of text."""
+    path = tmp_path_factory.mktemp("lengths")
+    write_txt(path / "short.txt", ["s" * 10] * 400)
+    write_txt(path / "long.txt", ["l" * 60] * 400)
+    write_txt(path / "mixed.txt", ["m" * (row * 37 % 64) for row in range(400)])
+    return path
+
+
+def document(packing: str, *children: dict[str, Any], policy: str = "least_consumed", **fields: Any) -> dict[str, Any]:
+    root = {"policy": policy, "children": list(children or ({"source": SHORT}, {"source": LONG}))}
+    return flat([], packing=packing, sequence_length=LENGTH, **fields) | {"mixture": root}
+
+
+def states(order: PipelineFactory, samples: int) -> list[State]:
+    """Those before each sample, and after the last."""
+    pipeline, found = order.pipeline(order.initial()), [order.initial()]
+    while len(found) <= samples and pipeline.ended is None:
+        pipeline.advance(1)
+        found.append(pipeline.state())
+    return found
+
+
+def test_at_equal_weights_real_tokens_are_equal_where_positions_gave_550_and_3050(folder: Path) -> None:
+    for order in (
+        order_of(folder, document("none", count="positions")),
+        order_under_version_1(folder, document("none")),
+    ):
+        assert [source.real_tokens for source in states(order, 100)[-1].sources] == [550, 3050]
+    for packing in ("none", "best_fit"):
+        for state in states(order_of(folder, document(packing, *({"source": of} for of in (SHORT, LONG, MIXED)))), 150):
+            tokens = [source.real_tokens for source in state.sources]
+            assert max(tokens) - min(tokens) <= LENGTH
+
+
+@pytest.mark.parametrize("packing", ["none", "best_fit"])
+@pytest.mark.parametrize("policy", ["least_consumed", "soft_sequential", "balance_remaining", "schedule"])
+def test_a_run_goes_on_identically_from_every_sample_index(folder: Path, packing: str, policy: str) -> None:
+    inner = {"policy": policy, "children": [{"source": SHORT}, {"source": MIXED, "epochs": 0.25}]}
+    order = order_of(folder, document(packing, {"source": LONG}, inner, policy=policy))
+    whole = states(order, 330)
+    for state, later in zip(whole, whole[5:], strict=False):
+        pipeline = order.pipeline(reread(order, state))
+        pipeline.advance(5)
+        assert pipeline.state() == later
+
+
+def test_a_record_says_what_a_run_counts_and_a_file_that_says_nothing_keeps_it(folder: Path) -> None:
+    plain = document("none")
+    for made, count in ((order_of(folder, plain), "real"), (order_under_version_1(folder, plain), "positions")):
+        record = made.record.to_json()
+        assert json.loads(record)["config"].get("count", "positions") == count
+        for file in (plain, plain | {"count": count}):
+            assert builder.load(parsed(file), folder, None, record).record.to_json() == record
+        other = "positions" if count == "real" else "real"
+        with pytest.raises(ConfigError, match=f'count: the run began with "{count}", the file has "{other}"'):
+            builder.load(parsed(plain | {"count": other}), folder, None, record)
