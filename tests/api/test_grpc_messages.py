@@ -55,6 +55,7 @@ def test_the_bytes_are_the_message_field_by_field(
                     digest=digest_hex(group.marks[step].digest),
                     tokens=16 * 6,
                     label_tokens=(15 if labels == "same" else 16) * 6,
+                    real_tokens=16 * 6 * (step + 1),
                 )
                 for step in (1, 2, 3)
             ],
