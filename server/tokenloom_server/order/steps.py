@@ -159,7 +159,8 @@ class StepGroup:
         boundaries = self._boundaries(first, last, sources.reshape(-1)) if self.real.mask_boundaries else None
         tokens, labels = self.real.of(samples.tolist(), last - first, sources.reshape(-1) == PADDING, boundaries)
         self.counts += zip(tokens.reshape(last - first, -1).sum(1).tolist(), labels, strict=True)
-        self.padding[:, first:last] = (self.real.full[0] - tokens).reshape(sources.shape).swapaxes(0, 1)
+        unfilled = (self.real.full[0] - tokens).reshape(sources.shape) * (sources != PADDING)
+        self.padding[:, first:last] = unfilled.swapaxes(0, 1)
 
     def source_counts(self, first: int, last: int) -> tuple[Int64s, Int64s, Int64s, Int64s]:
         """What sources gave in the micro-steps before ``first`` together, and in each from there to ``last``: how
