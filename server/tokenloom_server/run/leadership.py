@@ -13,13 +13,7 @@ import math
 import threading
 import time
 
-from tokenloom_server.errors import (
-    LeaseHeld,
-    LedgerRolledBack,
-    LedgerUnavailable,
-    NotLeader,
-    TokenloomError,
-)
+from tokenloom_server.errors import LeaseHeld, LedgerRolledBack, LedgerUnavailable, NotLeader, TokenloomError
 from tokenloom_server.ledger.commands import Acquire, Release, Renew
 from tokenloom_server.order.origin import Origin
 from tokenloom_server.run.coordinator import RunCoordinator
@@ -145,22 +139,16 @@ class Leadership(threading.Thread):
         coordinator = self._coordinator
         began = coordinator.clock()
         view = coordinator.view()
-        generation = view.generation
+        generation, known_changes = view.generation, coordinator.revision_changes
+        known_index = view.commit.sample_index if generation.number else 0
         # Unix time 0: nobody trains, which a server that takes over could not tell from silence.
         heard_at = -math.inf if generation.stands_still else generation.heard_at
+        if heard_at is not None:
+            heard_at = max(0.0, coordinator.wall_clock() - (view.now - heard_at))
+        run, lease = (coordinator.uid, coordinator.stream, coordinator.lease.epoch), (self._holder, self._lease_s)
         try:
             coordinator.ledger.execute(
-                Renew(
-                    coordinator.uid,
-                    coordinator.stream,
-                    coordinator.lease.epoch,
-                    self._holder,
-                    self._lease_s,
-                    None if heard_at is None else max(0.0, coordinator.wall_clock() - (view.now - heard_at)),
-                    generation.number,
-                    view.commit.sample_index if generation.number else 0,
-                    known_changes=coordinator.revision_changes,
-                )
+                Renew(*run, *lease, heard_at, generation.number, known_index, known_changes=known_changes)
             )
         except (NotLeader, LedgerRolledBack) as error:
             coordinator.on_lease_lost(error)
