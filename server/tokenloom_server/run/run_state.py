@@ -17,6 +17,7 @@ from tokenloom_server.config.stream import TRAIN
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import LedgerError, LedgerRolledBack, NotLeader, TokenloomError
 from tokenloom_server.ledger.base import Ledger
+from tokenloom_server.ledger.commands import Pin
 from tokenloom_server.ledger.records import CommittedState, Opening, StoredRun
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.steps import StepGroup
@@ -67,6 +68,8 @@ class RunState:
         self.uid = uid
         #: How many changes of the revisions the ledger has acknowledged to this server: every write says so.
         self.revision_changes = 0
+        #: Where the next launch begins, as a ``PinnedPoint``; None where nothing is pinned.
+        self.pin: str | None = None
         self.lease = LeaseState()
         self.stopping = False
         self._active: ActiveGeneration | None = None
@@ -115,6 +118,13 @@ class RunState:
         if stored is None:
             raise LedgerError(f"run {self.name!r} is gone from {self.ledger.description}; restart the server")
         return stored
+
+    def set_pin(self, pin: str | None) -> None:
+        """Writes where the next launch begins; None takes it back. Raises the ledger's errors."""
+        with self.one_change:
+            epoch, known = self.lease.epoch, self.revision_changes
+            self.ledger.execute(Pin(self.uid, self.stream, epoch, pin, known_changes=known))
+            self.pin = pin
 
     def template(self, uid: str = "", generation: int = 0) -> dict[str, Any]:
         """What every snapshot of a generation says beside its position and state."""
