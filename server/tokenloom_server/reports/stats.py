@@ -165,7 +165,7 @@ class RunStats(Document):
     ended: str | None
     """Why the data ended; null while it has not."""
     exhausted: bool
-    """Whether every source is, and the last of their samples is committed."""
+    """Whether every source is that was not dropped, and the last of their samples is committed."""
     error: str | None
     """What stopped the run; null while it is well."""
     tokenizer: str

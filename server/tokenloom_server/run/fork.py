@@ -253,7 +253,8 @@ def _transplanted(timeline: Timeline, origin: Origin, foreign: ForeignSnapshot) 
     ``SnapshotInvalid`` naming a file that it lacks."""
     factory = timeline.at(origin.sample_index)
     theirs = {source.spec: source for source in foreign.sources()}
-    left = [source for spec, source in theirs.items() if spec not in factory.record.specs and source.samples]
+    # Also one of which rows were read, and no sample is of this run.
+    left = [own for spec, own in theirs.items() if spec not in factory.record.specs and own.cursor is not None]
     entries = [{**source.model_dump(exclude_unset=True), "left_by": origin.run} for source in left]
     preserved = [*foreign.preserved, *map(canonical, entries)]
     sources: list[SourceState] = []

@@ -55,7 +55,9 @@ class StatsReader:
         # A state knows a source as exhausted once a pick of it failed, and after the last sample there is none.
         ended = generation.end.reason if generation.end is not None else None
         if exhausted := generation.over and ended is not None and ended.startswith(ALL_EXHAUSTED):
-            state = replace(state, sources=tuple(replace(source, exhausted=True) for source in state.sources))
+            dropped = [source.presence == "dropped" for source in config.sources]
+            pairs = zip(state.sources, dropped, strict=True)
+            state = replace(state, sources=tuple(own if gone else replace(own, exhausted=True) for own, gone in pairs))
         return RunStats(
             run=coordinator.name,
             stream=coordinator.stream,

@@ -235,6 +235,7 @@ def read(path: Path, state: DataState, mixture: RunConfig | None = None, sizes: 
     return Content.model_validate(
         {
             "sample_index": resume.get("sample_index"),
+            "total_tokens": resume.get("total_tokens"),
             **document,
             "file": str(path),
             "where": state.where,
