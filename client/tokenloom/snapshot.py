@@ -11,7 +11,7 @@ import json
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from tokenloom_proto.errors import SnapshotInvalid
 from tokenloom_proto.resume import OLDER_KEYS, Given, counts_at, older_payload, real_tokens
@@ -41,6 +41,7 @@ class Point(NamedTuple):
 
     sample_index: int
     total_tokens: int
+    real_tokens: int
     digest: str
     base: Base
     #: What sources gave since that, as it travelled; read only when a snapshot is written.
@@ -55,6 +56,8 @@ class Loaded:
     sample_index: int
     total_tokens: int
     digest: str
+    #: None in a snapshot of a release that did not count them.
+    real_tokens: int | None
 
     @classmethod
     def read(cls, state: Mapping[str, Any]) -> Loaded | Older:
@@ -89,7 +92,7 @@ class Loaded:
                 "a snapshot has the integers sample_index and total_tokens and the string digest; "
                 f"this one has sample_index={index!r}, total_tokens={tokens!r}, digest={digest!r}"
             )
-        return cls(text, index, tokens, digest)
+        return cls(text, index, tokens, digest, document.get("real_tokens"))
 
     def leads_to(self, start: Point) -> bool:
         """Whether a server that starts there begins at this state."""
@@ -100,7 +103,7 @@ class Loaded:
         """The state of a run that has not begun: what is saved before the first batch and before a Join."""
         place = {"sample_index": 0, "total_tokens": 0, "digest": ZERO_DIGEST}
         text = seal({"format": SNAPSHOT_FORMAT, "version": SNAPSHOT_VERSION, "run": run, "stream": stream, **place})
-        return cls(text, 0, 0, ZERO_DIGEST)
+        return cls(text, 0, 0, ZERO_DIGEST, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,7 @@ class Older:
     """What an older data loader saved: where it stands in the run's order, the server finds out at the Join."""
 
     text: str
+    real_tokens: ClassVar[None] = None
 
     @property
     def sample_index(self) -> int:
@@ -144,6 +148,15 @@ class Positioned:
     def total_tokens(self) -> int:
         """Tokens of the whole run up to there, over all ranks and restarts."""
         return self._position.total_tokens
+
+    @property
+    def real_tokens(self) -> int:
+        """Documents' tokens of these, without padding. Raises ``RuntimeError`` before the Join where the loaded state
+        does not say it."""
+        real = self._position.real_tokens
+        if real is None:
+            raise RuntimeError("real_tokens: only known once the run is joined: call iter() on the dataset first")
+        return real
 
     @property
     def digest(self) -> str:
@@ -193,10 +206,10 @@ class History:
         points = tuple(self._points)  # a framework may ask while its prefetching thread goes on
         point = points[-1] if at is None else next((point for point in points if point.sample_index == at), None)
         if point is None:
-            first, last = points[0].sample_index, points[-1].sample_index
             raise ValueError(
                 f"there is no state at sample index {at}: it must be the end of a batch that was yielded, "
-                f"of those from {first} to {last} (the last {HISTORY_STEPS} at most are kept)"
+                f"of those from {points[0].sample_index} to {points[-1].sample_index} "
+                f"(the last {HISTORY_STEPS} at most are kept)"
             )
         if point is self.start and self.loaded is not None:
             return self.loaded.text

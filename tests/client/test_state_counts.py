@@ -12,7 +12,7 @@ from support.corpora import CODE, PROSE, WIKI, flat, write_corpus
 from support.served import Place, over_grpc
 from tokenloom import ConnectionOptions, LocalDataset, RemoteDataset
 from tokenloom.integrations.stateful import StatefulLoader
-from tokenloom_proto.seal import unseal
+from tokenloom_proto.seal import seal, unseal
 
 RANKS, BATCH, LENGTH = 4, 2, 8
 Counts = dict[str, dict[str, int]]
@@ -39,6 +39,10 @@ def recount(specs: dict[int, str], batches: list[Any]) -> Counts:
             own["tokens"] += LENGTH
             own["real_tokens"] += int(mask.sum())
     return counts
+
+
+def real_of(batches: list[Any]) -> int:
+    return sum(int(batch["attention_mask"].sum()) for batch in batches)
 
 
 def counts_of(dataset: Any, at: int | None = None) -> Counts:
@@ -74,6 +78,7 @@ def test_ranks_that_prefetch_otherwise_and_a_launch_of_another_size_write_the_sa
             batches += [next(iter(dataset)) for dataset in first]
             states = {dataset.state_dict()["tokenloom"] for dataset in first}
             assert len(states) == 1 and counts_of(first[0]) == recount(specs_of(first[0]), batches)
+            assert {dataset.real_tokens for dataset in first} == {real_of(batches)} == {batches[-1]["real_tokens"]}
         state = first[0].state_dict()
         assert first[0].sample_index == 320 and unseal(state["tokenloom"])["resume_state"]["sample_index"] == 288
         # Of earlier batches, too, and with nobody there any more.
@@ -82,6 +87,18 @@ def test_ranks_that_prefetch_otherwise_and_a_launch_of_another_size_write_the_sa
         assert counts_of(first[1], 160) == recount(specs_of(first[0]), batches[: 160 // BATCH])
 
         second = launch(3, "second", state)
+        assert second[0].real_tokens == first[0].real_tokens == real_of(batches)
+        older = {
+            key: value for key, value in unseal(state["tokenloom"]).items() if key not in ("counts", "real_tokens")
+        }
+        for payload in ({"tokenloom": seal(older)}, {"sample_index": 7}):
+            unjoined = RemoteDataset(url, BATCH, rank=0, world_size=1)
+            unjoined.load_state_dict(payload)
+            with pytest.raises(RuntimeError, match="real_tokens: only known once the run is joined"):
+                _ = unjoined.real_tokens
+        for dataset in second:
+            iter(dataset)
+            assert dataset.real_tokens == real_of(batches)
         for _ in range(8):
             batches += [next(iter(dataset)) for dataset in second]
             assert [counts_of(dataset) for dataset in second] == [recount(specs_of(second[0]), batches)] * 3
@@ -102,13 +119,16 @@ def test_a_loader_that_fetches_ahead_counts_up_to_the_batch_that_it_gave(place: 
         state = unseal(loader.state_dict()["tokenloom"])
         specs = dict(enumerate(entry["spec"] for entry in state["resume_state"]["datasets"]))
         assert state["counts"] == recount(specs, batches)
+        assert loader.real_tokens == state["real_tokens"] == real_of(batches)
         loader.close()
 
 
 def test_a_server_inside_the_job_tells_the_same(place: Place) -> None:
     with LocalDataset(place.path, BATCH, columns=["attention_mask"]) as dataset:
+        assert dataset.real_tokens == 0
         batches: list[Any] = []
         for batch in dataset:
             batches.append(batch)
             assert counts_of(dataset) == recount(specs_of(dataset), batches)
+            assert dataset.real_tokens == real_of(batches)
         assert torch.stack([batch["attention_mask"] for batch in batches]).sum() < BATCH * LENGTH * len(batches)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -263,3 +264,52 @@ def test_ids_are_depth_first_parents_first_and_stay() -> None:
         (3, "b", "weighted", (6,)),
     ]
     assert [len(children) for children in initial_nodes(config)] == [3, 2, 1, 1]
+
+
+def test_an_alias_changes_no_pick() -> None:
+    def picks(alias: str) -> list[int]:
+        walk = Walk(config_of("least_consumed", {}, {"alias": alias}, {}), [99] * 3)
+        return [walk.step() for _ in range(60)]
+
+    assert picks("one") == picks("another")
+
+
+def test_nested_shares_are_those_of_the_weights() -> None:
+    walk = Walk(config_of("least_consumed", 1, node("least_consumed", 2, 1, weight=3)), [10**6] * 3)
+    assert Counter(walk.step() for _ in range(1200)) == {0: 300, 1: 600, 2: 300}
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=100, deadline=None)
+def test_where_every_sample_is_full_the_choices_are_those_by_positions(seed: int) -> None:
+    rng = random.Random(seed)
+    config = tree(rng)
+    capacity = capacities(rng, config)
+    by_length = Walk(config, capacity, lengths=[[LENGTH] * count for count in capacity])
+    by_positions = Walk(config, capacity)
+    assert by_length.leap(300) == by_positions.leap(300)
+    assert by_length.present() == by_positions.present()
+
+
+def test_a_source_that_was_not_picked_is_not_looked_into() -> None:
+    config = config_of("least_consumed", 1000, 1, node("least_consumed", 1, 1, weight=1))
+    lengths = [[3, 8, 5] * 100, [8] * 100, [2] * 100, [2] * 100]
+    walk = Walk(config, list(map(len, lengths)), lengths=lengths)
+    order = walk.leap(200)
+    assert {source for source, _ in walk.looked_at} == set(order)
+    assert len(set(order)) < 4, "the rare ones come later"
+    picked = {source: order.count(source) for source in order}
+    assert all(number < picked[source] for source, number in walk.looked_at)
+
+
+def test_a_restored_chooser_debits_what_was_given_and_not_what_was_planned() -> None:
+    lengths = [[8, 1] * 50, [3] * 100, [5, 5, 1] * 40]
+    config = config_of("least_consumed", 2, 1, 1)
+    whole, broken = (Walk(config, list(map(len, lengths)), lengths=lengths) for _ in range(2))
+    expected = whole.leap(90)
+    actual: list[int] = []
+    for _ in range(90):
+        broken.mixer.plan(7)
+        actual += broken.leap(1)
+        broken.restore()
+    assert actual == expected

@@ -224,3 +224,10 @@ def test_a_run_without_an_end_has_nothing_to_estimate() -> None:
         parsed(endless)
     endless["mixture"]["children"][1]["max_tokens"] = 1000
     assert parsed(endless).measured_sources == (0, 2)
+
+
+def test_epochs_of_a_node_multiply_those_of_its_sources(folder: Path) -> None:
+    once = Counter(run(order := order_of(folder, under("round_robin")), order.initial())[0])
+    thrice = order_of(folder, under("round_robin", epochs=1.5))
+    given = Counter(run(thrice, thrice.initial())[0])
+    assert all(abs(given[i] / once[i] - 1.5) < 0.1 for i in range(3))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from fractions import Fraction
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.mixing.balance_remaining import BalanceRemaining
 from tokenloom_server.mixing.catalog import policies
 from tokenloom_server.mixing.mixer import Mixer, initial_nodes, target_shares
+from tokenloom_server.mixing.node import NOTHING
 from tokenloom_server.mixing.schedule import WeightCurve
 from tokenloom_server.mixing.soft_sequential import SoftSequential
 from tokenloom_server.mixing.totals import SourceTotal, rows_of
@@ -202,3 +204,29 @@ def test_every_child_is_within_one_sample_of_what_the_weights_in_force_give_it(
         if any(child.exhausted for child in walk.present()[0]):
             break
         assert all(abs(target - given) <= 1 for target, given in zip(due, walk.given, strict=True))
+
+
+@pytest.mark.parametrize("capacity", [[300, 1000, 50], [2000, 100, 900], [7, 1500, 800]])
+def test_what_is_balanced_ends_together_within_an_update(capacity: list[int]) -> None:
+    walk = Walk(mixture_of("balance_remaining", 3), capacity, updates=32)
+    found = walk.leap(sum(capacity) + 1)
+    assert found.pop() == NOTHING
+    last = {source: at for at, source in enumerate(found)}
+    assert sorted(walk.given) == sorted(capacity)
+    # A child of a few samples in thousands is due once in so many.
+    rarest = sum(capacity) / min(capacity)
+    assert max(last.values()) - min(last.values()) <= 32 + rarest
+
+
+def test_shares_follow_the_schedule() -> None:
+    # 8 tokens a sample: from all for the first to all for the second over 4,000 samples.
+    config = config_of("schedule", [[0, 1], [32_000, 0]], [[0, 0], [32_000, 1]])
+    walk = Walk(config, [10**6, 10**6], updates=32)
+    found = walk.leap(6000)
+    had = [0, *accumulate(found)]
+    for at in range(0, 6001, 100):
+        ramp = min(at, 4000)
+        target = ramp * ramp / 8000 + max(0, at - 4000)
+        # Weights are those at the last update, so half of one late on average; and 1/1024 off at most.
+        assert target - 32 - at / 1024 - 1 <= had[at] <= target + 1 + at / 1024
+    assert walk.mixer.shares() == (0, 1)

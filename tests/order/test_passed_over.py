@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ from support import features
 from support.corpora import CODE, DOCS, PROSE, WIKI, flat, mixture, order_of, write_corpus
 from support.digest import digest_after
 from support.timelines import revised, skipping
-from tokenloom_server.core.state import State
-from tokenloom_server.errors import BeyondHorizon, SnapshotInvalid
+from tokenloom_server.core.state import State, digest_hex
+from tokenloom_server.errors import BeyondHorizon, ConfigError, SnapshotInvalid
 from tokenloom_server.order.replay import Replay
 from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.order.timeline import Timeline
@@ -124,3 +125,28 @@ def test_two_skips_at_one_sample_add_up_and_one_before_another_leaves_its_range_
     for state, other in ((state_at(plain, 61), once), (state_at(once, 60), plain)):
         with pytest.raises(SnapshotInvalid, match=r"restore to sample 60 or before, or .*restore --undo-skip"):
             other.pipeline(state)
+
+
+def test_clock_indices_and_digest_stand_still_while_samples_are_passed_over(folder: Path) -> None:
+    plain = Timeline(order_of(folder))
+    before, after = state_at(plain, 20), state_at(plain, 27)
+    state = state_at(skipping(plain, 20, 7), 20)
+    assert (state.sample_index, state.total_tokens, state.digest) == (20, before.total_tokens, before.digest)
+    assert [source.cursor for source in state.sources] == [source.cursor for source in after.sources]
+    assert state.nodes == after.nodes
+    for was, now, passed in zip(before.sources, after.sources, state.sources, strict=True):
+        counted = (passed.skipped_samples, passed.skipped_rows, passed.skipped_tokens)
+        assert counted == (now.samples - was.samples, now.rows - was.rows, now.tokens - was.tokens)
+    document = json.loads(plain.encode(before)) | {"skips": [[20, 3, 24]]}
+    with pytest.raises(
+        SnapshotInvalid, match="its children have 20 samples, but sample_index is 20, and 3 were passed"
+    ):
+        plain.decode(json.dumps(document))
+
+
+def test_a_batch_is_passed_over_as_a_whole(folder: Path) -> None:
+    plain = Timeline(features.order_of(folder, features.document()))
+    with pytest.raises(ConfigError, match="sample 3 lies within a global batch of 4"):
+        state_at(skipping(plain, 0, 3), 0)
+        plain.pipeline(plain.initial())
+    assert digest_hex(state_at(skipping(plain, 4, 8), 4).digest) == digest_hex(state_at(plain, 4).digest)

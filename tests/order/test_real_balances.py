@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ from tokenloom_server.order.factory import PipelineFactory
 
 SHORT, LONG, MIXED = (f"txt:{name}.txt:text" for name in ("short", "long", "mixed"))
 LENGTH = 64
+NESTED: list[dict[str, Any]] = [
+    {"source": LONG, "weight": 2},
+    {"policy": "least_consumed", "children": [{"source": SHORT, "weight": 3}, {"source": MIXED, "max_tokens": 2560}]},
+]
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +80,40 @@ def test_a_record_says_what_a_run_counts_and_a_file_that_says_nothing_keeps_it(f
         other = "positions" if count == "real" else "real"
         with pytest.raises(ConfigError, match=f'count: the run began with "{count}", the file has "{other}"'):
             builder.load(parsed(plain | {"count": other}), folder, None, record)
+
+
+def test_weights_hold_within_one_longest_sample_of_real_tokens_at_every_node(folder: Path) -> None:
+    for state in states(order_of(folder, document("none", *NESTED)), 200):
+        long, short, mixed = (source.real_tokens for source in state.sources)
+        assert abs(long - 2 / 3 * (long + short + mixed)) < LENGTH
+        assert state.sources[2].exhausted or abs(short - 3 / 4 * (short + mixed)) < LENGTH
+
+
+def test_a_group_of_steps_is_what_single_samples_are(folder: Path) -> None:
+    order = order_of(folder, document("best_fit", *NESTED))
+    whole = states(order, 100)
+    for jump in (3, 50, 100):
+        pipeline = order.pipeline(order.initial())
+        for _ in range(100 // jump):
+            pipeline.advance(jump)
+            assert pipeline.state() == whole[pipeline.sample_index]
+
+
+def test_where_every_sample_is_full_both_counts_give_the_same_order(folder: Path) -> None:
+    by_count = [
+        states(order_of(folder, document("concat", *NESTED, count=count)), 120)[-1] for count in ("real", "positions")
+    ]
+    assert by_count[0] == by_count[1]
+
+
+def test_padding_and_real_tokens_are_all_positions(folder: Path) -> None:
+    for labels in ("same", "shifted"):
+        for padding in ("left", "right"):
+            fields: dict[str, Any] = {"labels": labels, "padding": padding}
+            order = order_of(folder, document("none", {"source": MIXED}, **fields))
+            shift = labels == "shifted"
+            # An empty row makes no sample.
+            filled = list(accumulate((row * 37 % 64 + 1 for row in range(110) if row * 37 % 64), initial=0))
+            for number, state in enumerate(states(order, 100)):
+                expected = filled[number] - number * (shift and padding == "left")
+                assert state.sources[0].real_tokens == expected

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tokenloom_proto import process
 from tokenloom_proto.process import identity, is_gone
 
 _NAMES_ITSELF = "import time, tokenloom_proto.process as p; print(p.identity(), flush=True); time.sleep(60)"
@@ -34,3 +35,9 @@ def test_only_what_ended_on_this_machine_is_gone(monkeypatch: pytest.MonkeyPatch
     assert not is_gone(identity())
     monkeypatch.setattr("os.kill", lambda number, signal: (_ for _ in ()).throw(PermissionError()))
     assert not is_gone(name)
+
+
+def test_a_system_without_proc_names_host_and_id_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_kernel", lambda: Path("/nowhere").read_text())
+    assert identity().count(":") == 1
+    assert not is_gone(identity())

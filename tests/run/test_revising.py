@@ -21,10 +21,12 @@ from tokenloom_server.errors import (
     Fenced,
     LedgerError,
     LedgerRolledBack,
+    LedgerUnavailable,
     NotFound,
     NotLeader,
     SnapshotInvalid,
 )
+from tokenloom_server.ledger.commands import Command, Revise
 from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.run.losses import Report
 from tokenloom_server.run.timeouts import Timeouts
@@ -350,3 +352,27 @@ def test_losses_of_a_source_that_a_revision_brings_have_its_name(made: Callable[
         (CODE, [2.0, 1.0]),
         ("late", [None, 3.0]),
     ]
+
+
+def test_a_closing_revision_of_unknown_outcome_is_what_the_ledger_has(
+    made: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = made(window_micro_steps=40)
+    served = place.serve()
+    trainer = Trainer(served)
+    trainer.train(5)
+    trainer.leave()
+    execute = place.ledger.execute
+
+    def lose_answer(command: Command) -> int:
+        answer = execute(command)
+        if isinstance(command, Revise):
+            raise LedgerUnavailable("the answer was lost on purpose")
+        return answer
+
+    monkeypatch.setattr(place.ledger, "execute", lose_answer)
+    with pytest.raises(LedgerUnavailable):
+        served.revision_handler.revise(heavier())
+    with pytest.raises(Fenced, match="a revision closed it"):
+        until_led(lambda: trainer.connect(served))
+    assert [revision.sample_index for revision in served.coordinator.timeline.revisions] == [trainer.index]

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import yaml
 from support.corpora import CODE, PROSE, mixture
-from support.served import RUN, Place, Sample, Trainer, call_of, part, sequence
+from support.served import RUN, Place, Sample, Trainer, call_of, never, part, sequence
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.config.mixture_change import MixtureChange
-from tokenloom_server.errors import BeyondHorizon, ConfigError, JoinRefused, LimitExceeded, SnapshotInvalid
+from tokenloom_server.errors import BeyondHorizon, ConfigError, JoinRefused, LimitExceeded, NotFound, SnapshotInvalid
 from tokenloom_server.ledger.commands import Pin
+from tokenloom_server.replay.peek import PeekCall
 
 Made = Callable[..., Place]
 
@@ -149,3 +150,79 @@ def test_skips_at_one_sample_and_before_one_another(place: Place, served: Served
         assert nested.train(14) == part(given, 20, 76)
     assert served.stats.read().skips == {20: 5, 55: 13}
     assert Trainer(place.restart(), 3, 2, state=nested.state(56)).take(3) == part(given, 56, 74)
+
+
+def datasets(text: str | bytes) -> Any:
+    return json.loads(text)["resume_state"]["datasets"]
+
+
+def consumed_and_skipped(place: Place) -> dict[str, tuple[int, int, int, int]]:
+    """By spec: samples and rows that the ledger counts, and those that are reported as skipped."""
+    counters = place.committed().counters
+    return {
+        source.spec: (
+            counters[source.spec].samples,
+            counters[source.spec].rows,
+            source.skipped_samples,
+            source.skipped_rows,
+        )
+        for source in place.runs.get(RUN).stats.read().sources
+    }
+
+
+@pytest.mark.parametrize("end", [10, 61, 174])
+def test_any_range_after_any_point_can_be_skipped(place: Place, served: ServedRun, end: int) -> None:
+    samples, order = sequence(served), served.coordinator.order
+    first = Trainer(served, 1, 1)
+    first.train(175)
+    states = {begin: first.state(begin) for begin in (0, end // 3, end - 1)}
+    for begin in states:
+        point = served.start_points.restore(text=states[begin].decode(), skip_samples=end - begin, undo_skip=True)
+        assert (point.sample_index, point.skips) == (begin, {begin: end - begin})
+        rest = Trainer(served, world_size=1, batch_size=1)
+        assert rest.ranks[0].joined.opening.start_index == begin
+        given = without(samples, (begin, end))
+        assert rest.train(1000) == part(given, begin, len(given))
+        counted = []
+        for index in (begin, end, 175):
+            pipeline = order.pipeline(order.initial())
+            pipeline.advance(index)
+            counted.append(pipeline.state().sources)
+        for spec, before, after, last in zip(order.record.specs, *counted, strict=True):
+            skipped = after.samples - before.samples, after.rows - before.rows
+            assert consumed_and_skipped(place)[spec] == (last.samples - skipped[0], last.rows - skipped[1], *skipped)
+        assert served.stats.read().total_tokens == 8 * len(given)
+        # The generation's own snapshots carry it on, whichever index they are at.
+        text, _ = served.history.snapshot(min(begin + 3, len(given)))
+        assert sum(entry.get("skipped_samples", 0) for entry in datasets(text)) == end - begin
+
+
+def test_a_peek_does_not_take_its_states_from_a_line_that_was_left(
+    place: Place, served: ServedRun, trainer: Trainer
+) -> None:
+    trainer.train(10)
+    call = PeekCall(rank=0, world_size=1, batch_size=1, resume="60", state=b"")
+    assert sum(source.skipped_samples for source in served.peeks.join(call, never)[1].sources) == 0
+    place.runs.get(RUN).start_points.restore(sample_index=20, skip_samples=10)
+    Trainer(served).take(1)
+    generation, state = served.peeks.join(call, never)
+    assert (generation, state.sample_index) == (2, 60)
+    assert sum(source.skipped_samples for source in state.sources) == 10
+
+
+def test_a_pin_can_be_taken_back_and_both_are_shown(place: Place, served: ServedRun, trainer: Trainer) -> None:
+    samples = sequence(served)
+    trainer.train(10)
+    assert served.stats.read().pin is None
+    with pytest.raises(NotFound, match="nothing is pinned for the next launch of run 'test'"):
+        served.start_points.cancel()
+    pinned = served.start_points.restore(sample_index=20, skip_samples=7)
+    served = place.restart()
+    assert served.stats.read().pin == pinned
+    assert served.start_points.cancel() == pinned
+    assert (served.stats.read().pin, place.stored().pin) == (None, None)
+    assert Trainer(served, state=trainer.state(20)).take(2) == part(samples, 20, 28)
+    served.start_points.restore(sample_index=24, skip_samples=2)
+    Trainer(served)
+    stats = served.stats.read()
+    assert (stats.pin, stats.skips) == (None, {24: 2})

@@ -45,6 +45,7 @@ class MicroStep(NamedTuple):
     end_index: int
     slice: int
     total_tokens: int
+    real_tokens: int
     digest: str
     counts: tuple[bytes, int]
     source_ids: list[int]
@@ -398,7 +399,7 @@ class Server(Process):
         start, opening = joined.start, joined.opening
         template = self.coordinator.order.record.template(joined.uid, STREAM, opening.generation)
         base = Base(start.sample_index, opening.start_state.encode())
-        point = Point(start.sample_index, start.total_tokens, digest_hex(start.digest), base)
+        point = Point(start.sample_index, start.total_tokens, start.real_tokens, digest_hex(start.digest), base)
         return Accepted(joined.uid, opening, point, canonical(template).encode(), self.coordinator.lease.epoch)
 
     # Streams
@@ -521,6 +522,7 @@ class Server(Process):
                 end_index=group.marks[step].sample_index,
                 slice=group.slice_of(step, rank),
                 total_tokens=group.marks[step].total_tokens,
+                real_tokens=group.run_real_tokens(step),
                 digest=digest_hex(group.marks[step].digest),
                 counts=(counts_of(group, first, last), step - first + 1),
                 source_ids=group.source_ids[rank, step].tolist(),

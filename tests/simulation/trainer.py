@@ -153,7 +153,7 @@ class Rank(Process):
         self._give_up_at = math.inf
         self._heard_at = self._reported_at = 0.0
         self._reported = 0
-        self._received = self._consumed = Point(0, 0, "", Base(0, b""))
+        self._received = self._consumed = Point(0, 0, 0, "", Base(0, b""))
         self.server_epoch = 0
         self._take_due = self._report_due = False
         self._said_all = False
@@ -364,4 +364,4 @@ class Rank(Process):
 
 
 def _point(step: MicroStep, base: Base) -> Point:
-    return Point(step.end_index, step.total_tokens, step.digest, base, step.counts)
+    return Point(step.end_index, step.total_tokens, step.real_tokens, step.digest, base, step.counts)

@@ -88,7 +88,7 @@ class Rank:
         self.joined: Joined = served.join_handler.join(call)
         opening, start = self.joined.opening, self.joined.start
         self.base = Base(start.sample_index, opening.start_state.encode())
-        point = Point(start.sample_index, start.total_tokens, f"{start.digest:032x}", self.base)
+        point = Point(start.sample_index, start.total_tokens, start.real_tokens, f"{start.digest:032x}", self.base)
         template = canonical(
             served.coordinator.order.record.template(self.joined.uid, "train", opening.generation)
         ).encode()
@@ -138,7 +138,8 @@ class Rank:
                 if group.source_ids[rank, step, i] >= 0
             }
             counts = counts_of(group, message.first, message.last), step - message.first + 1
-            point = Point(mark.sample_index, mark.total_tokens, f"{mark.digest:032x}", self.base, counts)
+            tokens = mark.total_tokens, group.run_real_tokens(step)
+            point = Point(mark.sample_index, *tokens, f"{mark.digest:032x}", self.base, counts)
             self.buffer.append(Step(begin, mark.sample_index, samples, point))
             self.received = mark.sample_index
 

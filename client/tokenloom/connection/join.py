@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
@@ -18,7 +19,7 @@ from tokenloom_proto.address import Address
 from tokenloom_proto.credentials import Credentials
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_proto.errors import ProtocolError
-from tokenloom_proto.resume import sources_of
+from tokenloom_proto.resume import counts_at, real_tokens, sources_of
 
 from tokenloom.batch.layout import Layout
 from tokenloom.connection.channel import Retry, failure, is_named, retry_for_s, retryable, summary, times_out
@@ -199,6 +200,9 @@ def _check(answer: wire.JoinResponse, request: Request) -> None:
 def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
     _check(answer, request)
     of_rows = answer.global_batch_size > 0
+    # The state there counts what sources gave; a run or an evaluation from its beginning has had nothing.
+    state = json.loads(answer.base.resume_state) if answer.start_tokens else None
+    counts = counts_at(state, answer.start_index, answer.start_tokens) if state else {}
     first = BatchPlan(answer.start_index, answer.batch_size or request.batch_size, answer.group_micro_steps)
     plans = [BatchPlan(plan.begin_index, plan.batch_size, plan.group_micro_steps) for plan in answer.batch_plans]
     return Opening(
@@ -212,7 +216,13 @@ def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
             batch_size=first.batch_size,
             sources=[Source(source.id, source.spec, source.alias) for source in answer.sources],
         ),
-        start=Point(answer.start_index, answer.start_tokens, answer.start_digest, base_of(answer.base)),
+        start=Point(
+            answer.start_index,
+            answer.start_tokens,
+            real_tokens(answer.start_tokens, counts),
+            answer.start_digest,
+            base_of(answer.base),
+        ),
         layout=Layout(
             batch_size=first.batch_size,
             sequence_length=answer.sequence_length,

@@ -243,7 +243,7 @@ class Connection:
             assert isinstance(message, Message | RowsMessage)
             message = DeviceSteps(message, self._transfer)
         digests, counts = [info.digest for info in infos], zip(repeat(batches.counts), count(1))
-        points = map(Point, ends, numbers.total_tokens, digests, repeat(self._base), counts)
+        points = map(Point, ends, numbers.total_tokens, numbers.real_tokens, digests, repeat(self._base), counts)
         return list(zip(points, repeat(message), count()))
 
     def _check_begin(self, begin_index: int, message: str) -> None:

@@ -23,14 +23,14 @@ from tokenloom.snapshot import Point
 
 #: What a message is.
 MADE, OPENED, BATCH, END, ERROR = range(5)
-#: int64 numbers at a frame's begin: the kind, bytes of JSON and of a body that follow, sample index, total tokens, and
-#: two of the digest.
+#: int64 numbers at a frame's begin: the kind, bytes of JSON and of a body that follow, sample index, total tokens, real
+#: tokens, and two of the digest.
 HEADER = 8
 
 
 class PeerMessage(NamedTuple):
     kind: int
-    place: tuple[int, int, str]
+    place: tuple[int, int, int, str]
     document: dict[str, Any]
     body: NDArray[np.uint8]
 
@@ -78,8 +78,8 @@ class PeerLine:
         numbers[:] = 0
         numbers[:3] = kind, len(text), 0 if fits else size
         if point is not None:
-            numbers[3:5] = point.sample_index, point.total_tokens
-            numbers[5:7] = np.frombuffer(bytes.fromhex(point.digest), np.int64)
+            numbers[3:6] = point.sample_index, point.total_tokens, point.real_tokens
+            numbers[6:8] = np.frombuffer(bytes.fromhex(point.digest), np.int64)
         rest = np.empty(len(text) + (0 if fits else size), np.uint8)
         rest[: len(text)] = np.frombuffer(text, np.uint8)
         if batch is not None and layout is not None:
@@ -94,7 +94,7 @@ class PeerLine:
         """What the leader tells; raises the error that it tells of."""
         frame = np.empty(8 * HEADER + self._room, np.uint8)
         self._broadcast(frame)
-        kind, text_bytes, size, *place = frame[: 8 * HEADER].view(np.int64)[:5].tolist()
+        kind, text_bytes, size, *place = frame[: 8 * HEADER].view(np.int64)[:6].tolist()
         rest = np.empty(text_bytes + size, np.uint8)
         if len(rest):
             self._broadcast(rest)
@@ -106,8 +106,8 @@ class PeerLine:
         if kind == ERROR:
             raise self._error(document)
         assert kind in kinds, f"the leader tells {kind} where {kinds} was expected"
-        digest = frame[40:56].tobytes().hex()
-        return PeerMessage(kind, (place[0], place[1], digest), document, body)
+        digest = frame[48:64].tobytes().hex()
+        return PeerMessage(kind, (place[0], place[1], place[2], digest), document, body)
 
     def _broadcast(self, data: NDArray[np.uint8]) -> None:
         dist.broadcast(torch.from_numpy(data), src=self.leader, group=self._group)

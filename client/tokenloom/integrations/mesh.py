@@ -185,11 +185,11 @@ class GroupDataset(ResumableDataset):
                     f"this process (global rank {dist.get_rank()}) loaded another state than the leader of its "
                     f"model-parallel group (global rank {self._line.leader}): all of them load one checkpoint"
                 )
-            index, tokens, digest, base = opened["start"]
+            index, tokens, real, digest, base = opened["start"]
             self._base = _base(base)
             loaded = Loaded.read({KEY: opened["loaded"]}) if opened["own"] else None
             assert not isinstance(loaded, Older)
-            self._history = History(opened["template"].encode(), Point(index, tokens, digest, self._base), loaded)
+            self._history = History(opened["template"].encode(), Point(index, tokens, real, digest, self._base), loaded)
             sources = [Source(*source) for source in opened["facts"]["sources"]]
             self._facts = RunFacts(**(opened["facts"] | {"sources": sources}))
             return
@@ -204,7 +204,7 @@ class GroupDataset(ResumableDataset):
             "loaded": (self._loaded or self._start).text,
             "own": history.loaded is not None,
             "template": history.template.decode(),
-            "start": [*start[:3], _plain(start.base)],
+            "start": [*start[:4], _plain(start.base)],
             "facts": facts._asdict()
             | {"sources": [[source.id, source.spec, source.alias] for source in facts.sources]},
         }

@@ -7,6 +7,13 @@ least L / (2n − 2) is due, and its deadline is when its credit reaches L (1 �
 Every child then stays within 1 − 1 / (2n − 2) picks of its share. With equal weights this is the
 child with the fewest tokens. Ties go by a seeded hash.
 
+Where picks differ in length, L is the longest that there can be, and the rule is the same in tokens: a child
+whose credit with its share of L tokens more would be at least L / (2n − 2) is due, and its deadline is when its
+credit reaches L (1 − 1 / (2n − 2)). A child is chosen before the length of its pick is known; that length, and no
+more, then goes from its credit. Tijdeman's argument holds, since of a pick it needs only that it has L tokens at
+most: every child stays within 1 − 1 / (2n − 2) of the longest sample of its share. With equal weights this is again
+the child with the fewest tokens.
+
 Seen from now, the due time and the deadline of a child's k-th next pick depend on its own credit and
 k alone. So thousands of choices are one sort of all these picks and one pass over a heap (earliest
 deadline first), and a policy built from credits alone, at any time, continues identically.
