@@ -57,6 +57,7 @@ def main(url: str, folder: Path) -> None:
             columns = {name: _plain(value) for name, value in batch.items()}
             states.append(dataset.state_dict())
             assert states[-1] == dataset.state_dict(at=batch["sample_index"])
+            assert dataset.real_tokens == batch["real_tokens"] > 0
             tell(what="batch", columns=columns, state=states[-1], digest=dataset.digest, tokens=dataset.total_tokens)
             batch["labels"] += 1  # is a tensor of its own: to write into it changes no other, nor their versions
             assert batch["input_ids"]._version == 0

@@ -221,6 +221,7 @@ def test_a_dataset_begins_anew_each_time_and_has_no_state(folder: Path) -> None:
         first = list(islice(dataset, 3))
         assert (dataset.sample_index, dataset.generation) == (6, 0)
         assert dataset.total_tokens == 6 * 8
+        assert dataset.real_tokens == first[-1]["real_tokens"] > 0
         again = list(dataset)
         assert [list(samples_of(batch)) for batch in again[:3]] == [list(samples_of(batch)) for batch in first]
         assert len(again) == 5
