@@ -85,6 +85,9 @@ class RunCoordinator(StreamCommands):
     def lead(self, epoch: int, stored: StoredRun, timeline: Timeline, since: float, until: float) -> None:
         """This server leads from now on, at a new epoch; takes up what the ledger has, revisions included."""
         with self._lock:
+            if epoch == self.lease.epoch + 1 and stored.revision_changes < self.revision_changes:
+                # Where another server led meanwhile, that one knew what the ledger had, and has seen to it.
+                self._on_revisions_lost(stored.revision_changes)
             self.lease = self.lease.taken(epoch, until)
             self.timeline, self._revising_at, self.uid = timeline, None, stored.uid
             self.revision_changes = stored.revision_changes
@@ -116,7 +119,7 @@ class RunCoordinator(StreamCommands):
         active.closed = stored.closed_generation == stored.opening.generation
         if stored.lease is not None and (heard_at := stored.lease.heard_at) is not None:
             silent_s = max(0.0, self.wall_clock() - heard_at)
-            active.generation.slots.all_heard(self.clock() - silent_s, left=not heard_at)
+            active.generation.slots.all_heard(self.clock() - silent_s if heard_at else None)
 
     def extend(self, until: float) -> None:
         """The lease was renewed."""

@@ -9,7 +9,6 @@ monotonic clock, before another one begins; so that ranks are not split between 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 
@@ -146,8 +145,9 @@ class Leadership(threading.Thread):
         began = coordinator.clock()
         view = coordinator.view()
         generation = view.generation
-        # Unix time 0: nobody trains, which a server that takes over could not tell from silence.
-        heard_at = -math.inf if generation.stands_still else generation.heard_at
+        silent_since = None if generation.heard_at is None else coordinator.wall_clock() - (view.now - generation.heard_at)
+        # A server that takes over could not tell from silence that nobody trains.
+        heard_at = 0.0 if generation.stands_still else silent_since
         try:
             coordinator.ledger.execute(
                 Renew(
@@ -156,7 +156,7 @@ class Leadership(threading.Thread):
                     coordinator.lease.epoch,
                     self._holder,
                     self._lease_s,
-                    None if heard_at is None else max(0.0, coordinator.wall_clock() - (view.now - heard_at)),
+                    heard_at,
                     generation.number,
                     view.commit.sample_index if generation.number else 0,
                     known_changes=coordinator.revision_changes,

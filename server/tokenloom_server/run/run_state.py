@@ -246,6 +246,18 @@ class RunState:
         generation = self._active.generation.number if self._active is not None else self._ledger_loss.generation
         self._ledger_loss = LedgerLoss(generation, known_index, self.revision_changes, self.wall_clock())
 
+    def _on_revisions_lost(self, changes: int) -> None:
+        """The ledger lost revisions while nobody knew whether a write was done: no renewal has found that out."""
+        if isinstance(self._error, LedgerRolledBack):
+            return
+        self._note_ledger_loss(self.committed_through)
+        self._stop_for_all(
+            LedgerRolledBack(
+                f"run {self.name!r}: {self.ledger.description} has {changes} changes of its revisions (made or "
+                f"dropped), but had acknowledged {self.revision_changes}. {LedgerRolledBack.remedy}"
+            )
+        )
+
     def _steps_wanted(self) -> int:
         """How many micro-steps to produce now; 0 to wait."""
         if self._active is None or self._error is not None:

@@ -6,7 +6,7 @@ if tonumber(current) == tonumber(ARGV[3]) and field('opening_mark') == ARGV[5] t
 local used = redis.call('HGET', ATTEMPTS, ARGV[4])
 if used then return refused(used) end
 if tonumber(ARGV[3]) <= tonumber(current) then return refused() end
-redis.call('HSET', RUN, 'generation', ARGV[3], 'opening_mark', ARGV[5])
+redis.call('HSET', RUN, 'generation', ARGV[3], 'opening_mark', ARGV[5], 'heard_at', '')
 -- Beside the pin, what the opening itself says, which stood here, too, before the first release.
 redis.call('HDEL', RUN, 'pin', 'parent', 'attempt', 'world_size', 'batch_size', 'group_steps', 'group_micro_steps',
   'start_index', 'opened_at')
