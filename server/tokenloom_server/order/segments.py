@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenloom_server.config.run import RunConfig
@@ -116,6 +116,17 @@ def files_of(factory: PipelineFactory) -> dict[str, tuple[Shard, ...]]:
 def _grown(before: PipelineFactory, after: PipelineFactory) -> tuple[int, ...]:
     pairs = zip(before.record.shards, after.record.shards, strict=False)
     return tuple(i for i, (old, new) in enumerate(pairs) if len(new) > len(old))
+
+
+def measured_ahead(first: PipelineFactory) -> PipelineFactory:
+    """The order of a new run whose record has the sizes of sources that its later phases need to know, too."""
+    by_spec = {
+        segment.factory.record.specs[source]: one
+        for segment in lay(first, (), None, 0)
+        for source, one in segment.factory.record.size_estimates.items()
+        if source not in first.record.size_estimates
+    }
+    return first.with_record(replace(first.record, phase_estimates=by_spec))
 
 
 def lay(
