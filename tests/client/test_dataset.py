@@ -27,7 +27,8 @@ NOBODY = "grpc://127.0.0.1:1/fake"
 
 
 def expected_state(sample_index: int, base: int) -> dict[str, str]:
-    place = {"sample_index": sample_index, "total_tokens": sample_index * 8, "digest": digest_at(sample_index)}
+    tokens = {"total_tokens": sample_index * 8, "real_tokens": sample_index * 8}
+    place = {"sample_index": sample_index, **tokens, "digest": digest_at(sample_index)}
     resume_state = json.loads(base_at(base).resume_state)
     counts = {
         spec: {"samples": samples, "tokens": 8 * samples, "real_tokens": 8 * samples}

@@ -403,6 +403,8 @@ class Checker:
         superseded |= opened is not None and run is not None and run.closed_generation == opened
         if opened is None:
             superseded = launch.attempt in self._attempts and self._attempts_behind(launch.attempt)
+            if run is not None and self.present == launch.attempt:
+                superseded |= run.closed_generation == run.generation  # while this rank was on its way to it
         if world.lost and name in _OF_LOST_DATA:
             return
         if world.lost and name == "SnapshotInvalid" and "run_uid" in text:

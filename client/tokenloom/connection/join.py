@@ -21,15 +21,7 @@ from tokenloom_proto.errors import ProtocolError
 from tokenloom_proto.resume import sources_of
 
 from tokenloom.batch.layout import Layout
-from tokenloom.connection.channel import (
-    Retry,
-    failure,
-    is_named,
-    retry_for_s,
-    retryable,
-    summary,
-    times_out,
-)
+from tokenloom.connection.channel import Retry, failure, is_named, retry_for_s, retryable, summary, times_out
 from tokenloom.connection.options import ConnectionOptions
 from tokenloom.connection.server import RunServer
 from tokenloom.connection.step_schedule import BatchPlan, StepSchedule

@@ -132,7 +132,7 @@ class Chooser(ABC):
     def choices(self) -> Iterator[int]:
         """The ``upcoming`` ones, one after the other; nothing is counted meanwhile."""
         for number in count():
-            yield int(self.upcoming(number - number % _AHEAD + _AHEAD)[number])
+            yield int(self.upcoming(max(_FIRST_AHEAD, 1 << number.bit_length()))[number])
 
     def choose(self, retry: int) -> int:
         """The next choice, where ``retry`` children turned out to be out within this pick."""

@@ -70,18 +70,10 @@ class Committer(threading.Thread):
         state = group.state_after(task.steps - 1 - group.first_step)
         commit = commit_of(task.timeline, state, group.resume_state)
         journal = group.begin - self._journalled >= self._journal_stride * group.plan.group_samples
+        run, known_changes = (task.uid, coordinator.stream, active.epoch), coordinator.revision_changes
         try:
             coordinator.ledger.execute(
-                Commit(
-                    task.uid,
-                    coordinator.stream,
-                    active.epoch,
-                    active.generation.number,
-                    commit,
-                    journal,
-                    task.known_index,
-                    known_changes=coordinator.revision_changes,
-                )
+                Commit(*run, active.generation.number, commit, journal, task.known_index, known_changes=known_changes)
             )
             if journal:
                 self._journalled = group.begin

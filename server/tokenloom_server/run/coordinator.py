@@ -179,10 +179,9 @@ class RunCoordinator(StreamCommands):
     def open_generation(self, uid: str, opening: Opening, start: State, committed: CommittedState) -> None:
         """Writes an opening, and makes its generation the present one. Raises the ledger's errors."""
         with self._lock:
+            known, epoch = self.revision_changes, self.lease.epoch
             try:
-                self.ledger.execute(
-                    Open(uid, self.stream, self.lease.epoch, opening, committed, known_changes=self.revision_changes)
-                )
+                self.ledger.execute(Open(uid, self.stream, epoch, opening, committed, known_changes=known))
             except LedgerUnavailable as error:
                 self._await_ledger("a generation was opened", error)
                 raise

@@ -43,11 +43,7 @@ class JoinHandler:
     """Answers the Joins of one run. Thread-safe."""
 
     def __init__(
-        self,
-        coordinator: RunCoordinator,
-        history: History,
-        revisions: RevisionHandler,
-        forks: ForkHandler,
+        self, coordinator: RunCoordinator, history: History, revisions: RevisionHandler, forks: ForkHandler
     ) -> None:
         self._coordinator = coordinator
         self._history = history

@@ -12,13 +12,7 @@ import logging
 import threading
 import time
 
-from tokenloom_server.errors import (
-    LeaseHeld,
-    LedgerRolledBack,
-    LedgerUnavailable,
-    NotLeader,
-    TokenloomError,
-)
+from tokenloom_server.errors import LeaseHeld, LedgerRolledBack, LedgerUnavailable, NotLeader, TokenloomError
 from tokenloom_server.ledger.commands import Acquire, Release, Renew
 from tokenloom_server.order.origin import Origin
 from tokenloom_server.run.coordinator import RunCoordinator
@@ -144,23 +138,17 @@ class Leadership(threading.Thread):
         coordinator = self._coordinator
         began = coordinator.clock()
         view = coordinator.view()
-        generation = view.generation
-        silent_since = None if generation.heard_at is None else coordinator.wall_clock() - (view.now - generation.heard_at)
-        # A server that takes over could not tell from silence that nobody trains.
-        heard_at = 0.0 if generation.stands_still else silent_since
+        generation, known_changes = view.generation, coordinator.revision_changes
+        known_index = view.commit.sample_index if generation.number else 0
+        heard_at = generation.heard_at
+        if generation.stands_still:
+            heard_at = 0.0  # a server that takes over could not tell that from silence
+        elif heard_at is not None:
+            heard_at = coordinator.wall_clock() - (view.now - heard_at)
+        run, lease = (coordinator.uid, coordinator.stream, coordinator.lease.epoch), (self._holder, self._lease_s)
         try:
             coordinator.ledger.execute(
-                Renew(
-                    coordinator.uid,
-                    coordinator.stream,
-                    coordinator.lease.epoch,
-                    self._holder,
-                    self._lease_s,
-                    heard_at,
-                    generation.number,
-                    view.commit.sample_index if generation.number else 0,
-                    known_changes=coordinator.revision_changes,
-                )
+                Renew(*run, *lease, heard_at, generation.number, known_index, known_changes=known_changes)
             )
         except (NotLeader, LedgerRolledBack) as error:
             coordinator.on_lease_lost(error)

@@ -11,14 +11,7 @@ from dataclasses import replace
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.config.mixture_change import MixtureChange
-from tokenloom_server.errors import (
-    BeyondHorizon,
-    ConfigError,
-    LimitExceeded,
-    NotFound,
-    SnapshotInvalid,
-    TokenloomError,
-)
+from tokenloom_server.errors import BeyondHorizon, ConfigError, LimitExceeded, NotFound, SnapshotInvalid, TokenloomError
 from tokenloom_server.ledger.commands import DropRevisions, Revise
 from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order import revision_content, snapshot

@@ -135,6 +135,7 @@ class RunState:
             return self._view()
 
     def _view(self) -> RunView:
+        active, now = self._active, self.clock()
         return RunView(
             timeline=self.timeline,
             lease=self.lease,
@@ -143,13 +144,11 @@ class RunState:
             state=self._committed_state,
             committed_at=self._committed_at,
             recent=tuple(self._recent),
-            now=self.clock(),
+            now=now,
             error=self._error,
             ledger_error=self._ledger_error,
             waiting_for=self._waiting_for(),
-            generation=self._active.view(self.clock(), self.timeouts.liveness_s)
-            if self._active is not None
-            else GenerationView(),
+            generation=active.view(now, self.timeouts.liveness_s) if active is not None else GenerationView(),
         )
 
     def point_at(self, sample_index: int) -> tuple[StepGroup, int] | None:
@@ -174,40 +173,28 @@ class RunState:
         """Makes a generation the present one. ``resumed``: after a restart of the server, where production has to meet
         the committed digest again."""
         batch_plans, config = sizing.batch_plans_of(opening), self.order.config
+        window, size, accumulate = config.window_micro_steps, self.timeline.sample_bytes, batch_plans.accumulate
         steps, rest = batch_plans.steps_until(committed.sample_index)
         generation = Generation(
             opening.generation,
             opening.attempt,
             batch_plans,
             # A client may hold all micro-steps of an optimiser step, and has more to go on with.
-            [
-                max(
-                    config.window_micro_steps or sizing.window_micro_steps(self.timeline.sample_bytes, plan),
-                    2 * batch_plans.accumulate,
-                )
-                for plan in batch_plans.plans
-            ],
+            [max(window or sizing.window_micro_steps(size, plan), 2 * accumulate) for plan in batch_plans.plans],
             [self.message_steps(plan.batch_size) for plan in batch_plans.plans],
             pads_last_micro_step=config.last_micro_step == "pad",
             committed=steps + bool(rest),
         )
-        expected_digest = committed.digest if resumed else None
+        expected_digest, epoch, now = committed.digest if resumed else None, self.lease.epoch, self.clock()
         active = ActiveGeneration(
-            generation,
-            base,
-            expected_digest,
-            self.lease.epoch,
-            opening.opened_at,
-            opening.process,
-            self.clock(),
-            resumed,
+            generation, base, expected_digest, epoch, opening.opened_at, opening.process, now, resumed
         )
         self._wakes.everyone()
         self._active = active
         self._wakes.set_ranks(len(active.generation.slots))
         self._committed = committed
         self._recent.clear()
-        self._recent.append((self.clock(), committed))
+        self._recent.append((now, committed))
         self._error = None
         self._wakes.everyone()
         return active
