@@ -91,11 +91,8 @@ class Loaded:
             )
         return cls(text, index, tokens, digest)
 
-    def leads_to(self, start: Point, skipped: int) -> bool:
-        """Whether a server that starts there, after so many skipped samples, begins at this state."""
-        if skipped:
-            # The digest at the start has the skipped samples in it; that it began here the server has checked.
-            return start.sample_index == self.sample_index + skipped
+    def leads_to(self, start: Point) -> bool:
+        """Whether a server that starts there begins at this state."""
         return (start.sample_index, start.digest) == (self.sample_index, self.digest)
 
     @classmethod
@@ -124,7 +121,7 @@ class Older:
     def digest(self) -> str:
         raise self._unknown("digest")
 
-    def leads_to(self, start: Point, skipped: int) -> bool:
+    def leads_to(self, start: Point) -> bool:
         """Wherever the server found its place."""
         return True
 

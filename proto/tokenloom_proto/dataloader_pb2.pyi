@@ -81,7 +81,7 @@ class Source(_message.Message):
     def __init__(self, id: _Optional[int] = ..., spec: _Optional[str] = ..., alias: _Optional[str] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("run_uid", "generation", "start_index", "start_digest", "start_tokens", "sequence_length", "id_type", "labels", "vocab_size", "sources", "group_micro_steps", "snapshot_template", "base", "server_epoch", "skipped_samples", "sample_lengths", "pads_left", "loss_masks", "mask_boundaries", "global_batch_size", "batch_size", "batch_plans", "stream_samples")
+    __slots__ = ("run_uid", "generation", "start_index", "start_digest", "start_tokens", "sequence_length", "id_type", "labels", "vocab_size", "sources", "group_micro_steps", "snapshot_template", "base", "server_epoch", "sample_lengths", "pads_left", "loss_masks", "mask_boundaries", "global_batch_size", "batch_size", "batch_plans", "stream_samples", "skips")
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     START_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -96,7 +96,6 @@ class JoinResponse(_message.Message):
     SNAPSHOT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     SERVER_EPOCH_FIELD_NUMBER: _ClassVar[int]
-    SKIPPED_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     PADS_LEFT_FIELD_NUMBER: _ClassVar[int]
     LOSS_MASKS_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +104,7 @@ class JoinResponse(_message.Message):
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     BATCH_PLANS_FIELD_NUMBER: _ClassVar[int]
     STREAM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    SKIPS_FIELD_NUMBER: _ClassVar[int]
     run_uid: str
     generation: int
     start_index: int
@@ -119,7 +119,6 @@ class JoinResponse(_message.Message):
     snapshot_template: bytes
     base: Base
     server_epoch: int
-    skipped_samples: int
     sample_lengths: bool
     pads_left: bool
     loss_masks: bool
@@ -128,7 +127,8 @@ class JoinResponse(_message.Message):
     batch_size: int
     batch_plans: _containers.RepeatedCompositeFieldContainer[BatchPlan]
     stream_samples: int
-    def __init__(self, run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., start_index: _Optional[int] = ..., start_digest: _Optional[str] = ..., start_tokens: _Optional[int] = ..., sequence_length: _Optional[int] = ..., id_type: _Optional[_Union[IdType, str]] = ..., labels: _Optional[_Union[Labels, str]] = ..., vocab_size: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., group_micro_steps: _Optional[int] = ..., snapshot_template: _Optional[bytes] = ..., base: _Optional[_Union[Base, _Mapping]] = ..., server_epoch: _Optional[int] = ..., skipped_samples: _Optional[int] = ..., sample_lengths: bool = ..., pads_left: bool = ..., loss_masks: bool = ..., mask_boundaries: bool = ..., global_batch_size: _Optional[int] = ..., batch_size: _Optional[int] = ..., batch_plans: _Optional[_Iterable[_Union[BatchPlan, _Mapping]]] = ..., stream_samples: _Optional[int] = ...) -> None: ...
+    skips: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., start_index: _Optional[int] = ..., start_digest: _Optional[str] = ..., start_tokens: _Optional[int] = ..., sequence_length: _Optional[int] = ..., id_type: _Optional[_Union[IdType, str]] = ..., labels: _Optional[_Union[Labels, str]] = ..., vocab_size: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., group_micro_steps: _Optional[int] = ..., snapshot_template: _Optional[bytes] = ..., base: _Optional[_Union[Base, _Mapping]] = ..., server_epoch: _Optional[int] = ..., sample_lengths: bool = ..., pads_left: bool = ..., loss_masks: bool = ..., mask_boundaries: bool = ..., global_batch_size: _Optional[int] = ..., batch_size: _Optional[int] = ..., batch_plans: _Optional[_Iterable[_Union[BatchPlan, _Mapping]]] = ..., stream_samples: _Optional[int] = ..., skips: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class BatchPlan(_message.Message):
     __slots__ = ("begin_index", "batch_size", "group_micro_steps")
@@ -331,7 +331,7 @@ class SnapshotResponse(_message.Message):
     def __init__(self, snapshot_json: _Optional[str] = ..., id: _Optional[str] = ...) -> None: ...
 
 class RestoreRequest(_message.Message):
-    __slots__ = ("run", "stream", "snapshot_id", "sample_index", "snapshot_json", "skip_samples", "skip_tokens")
+    __slots__ = ("run", "stream", "snapshot_id", "sample_index", "snapshot_json", "skip_samples", "skip_tokens", "undo_skip")
     RUN_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -339,6 +339,7 @@ class RestoreRequest(_message.Message):
     SNAPSHOT_JSON_FIELD_NUMBER: _ClassVar[int]
     SKIP_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     SKIP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    UNDO_SKIP_FIELD_NUMBER: _ClassVar[int]
     run: str
     stream: str
     snapshot_id: str
@@ -346,19 +347,25 @@ class RestoreRequest(_message.Message):
     snapshot_json: str
     skip_samples: int
     skip_tokens: int
-    def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., snapshot_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., snapshot_json: _Optional[str] = ..., skip_samples: _Optional[int] = ..., skip_tokens: _Optional[int] = ...) -> None: ...
+    undo_skip: bool
+    def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., snapshot_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., snapshot_json: _Optional[str] = ..., skip_samples: _Optional[int] = ..., skip_tokens: _Optional[int] = ..., undo_skip: bool = ...) -> None: ...
 
 class RestoreResponse(_message.Message):
-    __slots__ = ("sample_index", "digest", "skipped_samples", "start_index")
+    __slots__ = ("sample_index", "digest", "skips")
+    class SkipsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
-    SKIPPED_SAMPLES_FIELD_NUMBER: _ClassVar[int]
-    START_INDEX_FIELD_NUMBER: _ClassVar[int]
+    SKIPS_FIELD_NUMBER: _ClassVar[int]
     sample_index: int
     digest: str
-    skipped_samples: int
-    start_index: int
-    def __init__(self, sample_index: _Optional[int] = ..., digest: _Optional[str] = ..., skipped_samples: _Optional[int] = ..., start_index: _Optional[int] = ...) -> None: ...
+    skips: _containers.ScalarMap[int, int]
+    def __init__(self, sample_index: _Optional[int] = ..., digest: _Optional[str] = ..., skips: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ("run",)

@@ -44,7 +44,7 @@ def sources_of(resume_state: str | bytes) -> dict[int, NamedSource]:
         {"id": leaf["id"], "spec": leaf["source"], "alias": leaf.get("alias")}
         for revision in document.get("revisions", ())
         if revision["sample_index"] > document["sample_index"]
-        for leaf in _leaves(revision["content"]["mixture"])
+        for leaf in _leaves(revision["content"].get("mixture", {"children": ()}))
     ]
     return {entry["id"]: NamedSource(entry["spec"], entry.get("alias") or entry["spec"]) for entry in entries}
 

@@ -201,13 +201,17 @@ def test_a_restore_takes_each_of_its_three_forms(http: httpx.Client, service: Me
         service.restored.clear()
         answer = http.post(f"/v1/runs/{RUN}/restore", json=body)
         assert answer.status_code == 200, answer.text
-        assert answer.json() == {
-            "sample_index": 12, "digest": f"{12:032x}", "skipped_samples": 0, "start_index": 12
-        }  # fmt: skip
+        assert answer.json() == {"sample_index": 12, "digest": f"{12:032x}", "skips": None}
         assert service.restored[RUN].sample_index == 12
-    for skip, skipped in (({"skip_samples": 5}, 5), ({"skip_tokens": 1025}, 3)):
-        answer = http.post(f"/v1/runs/{RUN}/restore", json={"sample_index": 12} | skip)
-        assert (answer.json()["skipped_samples"], answer.json()["start_index"]) == (skipped, 12 + skipped)
+    for change, skips in (
+        ({"skip_samples": 5}, {"12": 5}),
+        ({"skip_tokens": 1025}, {"12": 3}),
+        ({"undo_skip": True}, {}),
+    ):
+        answer = http.post(f"/v1/runs/{RUN}/restore", json={"sample_index": 12} | change)
+        assert answer.json()["skips"] == skips
+    assert http.delete(f"/v1/runs/{RUN}/restore", headers=JSON).json() == answer.json()
+    problem(http.delete(f"/v1/runs/{RUN}/restore", headers=JSON), 404, "NotFound")
     both = http.post(f"/v1/runs/{RUN}/restore", json={"sample_index": 12, "skip_samples": 1, "skip_tokens": 1})
     assert "at most one of skip_samples and skip_tokens" in problem(both, 422, "InvalidRequest")
 
@@ -423,7 +427,7 @@ def test_poison_is_refused_on_every_route(http: httpx.Client, service: MemorySer
 
 def test_every_post_route_refuses_what_the_guard_refuses(http: httpx.Client, service: MemoryService) -> None:
     writes = [(method, path.format(run=RUN, number=1)) for path, method, _ in operations(http) if method != "get"]
-    assert len(writes) == 5
+    assert len(writes) == 6
     for each in writes:
         plain = {"content-type": "text/plain"}
         problem(http.request(*each), 415, "ContentTypeRequired")
@@ -592,6 +596,7 @@ def test_openapi_documents_every_route_its_errors_and_an_example(http: httpx.Cli
         "GET /v1/runs/{run}/mixture",
         "PATCH /v1/runs/{run}/mixture",
         "DELETE /v1/runs/{run}/mixture/revisions/{number}",
+        "DELETE /v1/runs/{run}/restore",
         "GET /healthz",
         "GET /readyz",
         "GET /metrics",

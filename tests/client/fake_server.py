@@ -11,7 +11,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,9 +46,10 @@ class Script:
     end_index: int = 10**9
     pad_last_step: bool = False
     start_index: int = 0
-    skipped_samples: int = 0
-    """What a restore jumped over behind a loaded state."""
-    skips_silently: bool = False
+    skips: Sequence[str] = ()
+    """What is passed over, as the trainer's log has it."""
+    begins_late: int = 0
+    """So far after a loaded state it begins, which is wrong."""
     ids_of: Callable[[int, int], NDArray[Any]] | None = None
     """(sample index, how many ids) → ids; by default hashes of both."""
     documents_of: Callable[[int], list[int]] = lambda index: [index % 5]
@@ -99,7 +100,7 @@ class FakeServer(DataLoaderServicer):
             _abort(context, error, "as the script says")
         start = script.start_index
         if request.state_json:
-            start = json.loads(request.state_json)["sample_index"] + script.skipped_samples
+            start = json.loads(request.state_json)["sample_index"] + script.begins_late
         return wire.JoinResponse(
             run_uid=RUN_UID,
             generation=3,
@@ -114,7 +115,7 @@ class FakeServer(DataLoaderServicer):
             group_micro_steps=script.group_micro_steps,
             snapshot_template=json.dumps(template(request.run, request.stream)).encode(),
             base=base_at(start),
-            skipped_samples=0 if script.skips_silently else script.skipped_samples,
+            skips=script.skips,
         )
 
     def Stream(  # noqa: N802

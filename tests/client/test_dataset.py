@@ -491,7 +491,7 @@ def test_who_only_looks_takes_no_slot_whatever_the_launcher_says(monkeypatch: py
     assert len(server.opens) == 1, "closing had something to report"
 
 
-def test_a_loaded_state_is_followed_by_what_comes_behind_a_skip_and_is_not_saved_again(
+def test_what_is_passed_over_stands_in_the_log_and_the_state_at_the_start_is_the_servers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with serving(Script()) as (_, url, _), RemoteDataset(url, 1) as dataset:
@@ -499,22 +499,23 @@ def test_a_loaded_state_is_followed_by_what_comes_behind_a_skip_and_is_not_saved
         for _ in range(3):
             next(batches)
         state = dataset.state_dict()
-    with serving(Script(skipped_samples=7)) as (_, url, _), RemoteDataset(url, 1) as dataset:
+    line = "at sample 3, 7 samples of the order are passed over"
+    with serving(Script(skips=[line])) as (_, url, _), RemoteDataset(url, 1) as dataset:
         dataset.load_state_dict(state)
         assert dataset.state_dict() == state
         with caplog.at_level(logging.WARNING, "tokenloom"):
             batches = iter(dataset)
-        assert "run fake: samples 3 to 9 are skipped" in caplog.text
-        assert (dataset.start_index, dataset.sample_index, dataset.total_tokens) == (10, 10, 80)
-        assert dataset.state_dict() == expected_state(10, 10)
-        assert next(batches)["sample_ids"].tolist() == [10]
+        assert f"run fake: {line}" in caplog.text
+        assert (dataset.start_index, dataset.sample_index, dataset.total_tokens) == (3, 3, 24)
+        assert dataset.state_dict() == expected_state(3, 3)
+        assert next(batches)["sample_ids"].tolist() == [3]
 
 
-def test_a_server_that_begins_elsewhere_without_saying_why_is_refused() -> None:
+def test_a_server_that_begins_elsewhere_is_refused() -> None:
     with serving(Script()) as (_, url, _), RemoteDataset(url, 1) as dataset:
         next(iter(dataset))
         state = dataset.state_dict()
-    with serving(Script(skipped_samples=7, skips_silently=True)) as (_, url, _), RemoteDataset(url, 1) as dataset:
+    with serving(Script(begins_late=7)) as (_, url, _), RemoteDataset(url, 1) as dataset:
         dataset.load_state_dict(state)
         with pytest.raises(ProtocolError, match=r"stands at sample index 1 .* the server starts at 8"):
             iter(dataset)

@@ -128,12 +128,19 @@ class LedgerMachine(RuleBasedStateMachine):
         start=st.integers(0, 20),
         attempt=st.integers(0, 5),
         order=ORDER,
+        revises=st.booleans(),
+        lag=LAG,
     )
-    def open(self, leads: bool, ahead: int, start: int, attempt: int, order: str) -> None:
+    def open(
+        self, leads: bool, ahead: int, start: int, attempt: int, order: str, revises: bool = False, lag: int = 0
+    ) -> None:
+        """``revises``: a pin asked for a revision, which comes with the opening, wherever it holds."""
         committed = commit_at(start, order)
         opening = opening_of(self.generation + ahead, committed, f"attempt-{attempt}")
+        revision = revision_of(len(self.rules_only.revisions(UID, STREAM)) + 1, start) if revises else None
         who, epoch = self._server(leads)
-        self._do(who, commands.Open(UID, STREAM, epoch, opening, committed))
+        known = self._known(lag)
+        self._do(who, commands.Open(UID, STREAM, epoch, opening, committed, revision, known_changes=known))
 
     @rule(leads=LEADS, lag=LAG, step=STEP, order=ORDER, journal=st.booleans(), known=st.sampled_from([-2, 0, 0, 0, 2]))
     def commit(self, leads: bool, lag: int, step: int, order: str, journal: bool, known: int) -> None:

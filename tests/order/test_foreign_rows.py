@@ -204,12 +204,30 @@ def test_our_own_payloads_count_within_the_shard(train: PipelineFactory) -> None
         assert first_source(train, own).cursor == FileCursor(0, 1, 1475)
 
 
+def test_our_own_source_that_has_not_begun_begins(order: PipelineFactory) -> None:
+    timeline = Timeline(order)
+    pipeline = timeline.pipeline(timeline.initial())
+    pipeline.advance(2)
+    ours = json.loads(timeline.encode(pipeline.state()))["datasets"]
+    assert [entry["samples"] for entry in ours] == [1, 0, 1]
+    base = resume(order, *ours).base
+    assert base is not None
+    assert (base.sources[1].cursor, base.sources[1].rows) == (FileCursor(0, 0, 0), 0)
+    # An entry that says nothing of that, or has given samples, names a row.
+    for missing in ({"spec": DOCS}, {**ours[1], "samples": 1}):
+        with pytest.raises(SnapshotInvalid, match="row_offset: found nothing"):
+            resume(order, missing)
+
+
 def test_what_was_not_in_file_order_when_it_was_saved_is_refused(train: PipelineFactory) -> None:
     for drawn in ({"shuffle": "shards"}, {"shuffle": True}, {"lanes": [{"row_offset": 3}]}):
         with pytest.raises(
             SnapshotInvalid, match=r"datasets\.0 .*: it was shuffled or read in lanes, so row_offset is no"
         ):
             resume(train, of_train(75, 3, **drawn))
+    for drawn in ({"window": 0, "window_row": 75}, {"epoch_rows": 75}):
+        with pytest.raises(SnapshotInvalid, match=r"datasets\.0 .*: it was shuffled or read in lanes"):
+            resume(train, {"spec": TRAIN, "samples": 9, "rows": 75, "token_offset": 72, **drawn})
     for plain in ({"shuffle": "none"}, {"shuffle": False}, {"lanes": []}):
         assert first_source(train, of_train(75, 3, **plain)).cursor == FileCursor(0, 3, 75)
 

@@ -21,7 +21,6 @@ from tokenloom_server.core.state import (
     SourceState,
     State,
     digest_hex,
-    jumped_over,
 )
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.mixing.mixer import node_shape
@@ -78,26 +77,6 @@ def test_a_snapshot_comes_back_as_it_was_written(case: Case) -> None:
                 for spec, source in zip(case.order.record.specs, case.state.sources, strict=True)
             },
         )
-
-
-def test_what_was_skipped_comes_back_and_is_only_written_where_there_is_some(case: Case) -> None:
-    skipped = jumped_over(case.base, case.state)
-    text = encode_state(case.order, skipped)
-    assert decode_state(case.order, text) == skipped
-    assert sum(source.skipped_samples for source in skipped.sources) == INDEX - BASE
-    assert sum(source.skipped_tokens for source in skipped.sources) == 8 * (INDEX - BASE)
-    for was, now in zip(case.base.sources, skipped.sources, strict=True):
-        assert (was.samples, was.rows) == (now.samples - now.skipped_samples, now.rows - now.skipped_rows)
-    assert "skipped" not in case.resume_state
-    entries = json.loads(text)["datasets"]
-    assert ["skipped_samples" in entry for entry in entries] == [
-        was.samples < now.samples for was, now in zip(case.base.sources, case.state.sources, strict=True)
-    ]
-    # Once more, from there on: both ranges are skipped then.
-    pipeline = case.order.pipeline(skipped)
-    pipeline.advance(5)
-    twice = jumped_over(skipped, pipeline.state())
-    assert sum(source.skipped_samples for source in twice.sources) == INDEX - BASE + 5
 
 
 def test_the_text_is_canonical_and_depends_on_no_order_of_keys(case: Case) -> None:

@@ -106,6 +106,11 @@ def test_total_tokens_of_the_payload_come_first(order: PipelineFactory, datasets
         ({"sample_index": 37, "total_tokens": CLOCK}, CLOCK, "as the older checkpoint says"),
         ({"sample_index": 37, "sequence_length": 2048}, 37 * 2048, "sample_index × context_length"),
         ({"resume_state": {"sample_index": 37, "total_tokens": 12}}, 12, "as the older checkpoint says"),
+        (
+            {"resume_state": {"datasets": ALL, "total_tokens": 9}, "total_tokens": None},
+            9,
+            "as the older checkpoint says",
+        ),
         ({"sample_index": 37}, 37 * LENGTH, "those of the samples"),
     ],
 )

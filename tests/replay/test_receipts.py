@@ -122,12 +122,15 @@ def test_what_was_skipped_is_in_the_receipts_and_counted_apart_in_the_report(fol
         Trainer(served, 2, 4).train(4)
         served.start_points.restore(sample_index=20, skip_samples=9)
         Trainer(served, 1, 5).train(4)
-        for index, skipped in ((20, []), (25, [Range(first=20, end=25)]), (40, [Range(first=20, end=29)])):
-            assert served.receipts.receipt(index).skipped == skipped
+        for index, revisions in ((20, 0), (21, 1), (40, 1)):
+            receipt = served.receipts.receipt(index)
+            assert (receipt.skipped, len(receipt.revisions)) == ([], revisions)
         report = served.receipts.report()
-    assert (report.sample_index, report.total_tokens, report.consumed_tokens) == (49, 49 * LENGTH, 40 * LENGTH)
+    assert (report.sample_index, report.total_tokens, report.consumed_tokens) == (40, 40 * LENGTH, 40 * LENGTH)
     assert sum(source.skipped_tokens for source in report.sources) == 9 * LENGTH
-    assert [launch.kept for launch in report.generations] == [Range(first=0, end=20), Range(first=29, end=49)]
+    (revision,) = report.revisions
+    assert revision.changes == ["at sample 20, 9 samples of the order are passed over"]
+    assert [launch.kept for launch in report.generations] == [Range(first=0, end=20), Range(first=20, end=40)]
 
 
 def opening(generation: int, parent: int, start: int) -> Opening:
@@ -216,7 +219,7 @@ def test_a_card_says_all_of_a_report_and_its_names_do_not_break_its_tables() -> 
     assert "| 2 | 2027-01-15 08:00 | 8 × 4, 8 from 2,048 on | 64 | launch 1 | 64 to 4,095 |" in text
     assert "The first 40 samples (640 tokens) are those of `base`, which this run was forked from. 3 of them" in text
     assert "| forked from | run uid `` u`1 ``, generation 2 |" in text
-    assert "| skipped samples, given to no trainer | 10 to 19 |" in text
+    assert "| skipped tokens, given to no trainer | " in text
     assert "2,097,152 tokens in 4,083 samples (of 512 tokens by now; phases before had others), where" in text
     assert "2,097,152 tokens in 4,096 samples of 512. 2,097,152 of them unique" in markdown(report)
     assert "where the data end: all sources are exhausted" in text

@@ -27,7 +27,7 @@ from tokenloom_server.errors import (
     SnapshotInvalid,
     TooManyPeeks,
 )
-from tokenloom_server.ledger.commands import Pin, ThinJournal
+from tokenloom_server.ledger.commands import ThinJournal
 from tokenloom_server.order.replay import Replay
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.replay.documents import by_source, explain
@@ -474,27 +474,6 @@ def _taken(peek: Peek, count: int) -> list[bytes]:
         assert isinstance(made, Delivery), made
         found += [sample.tobytes() for sample in made.group.ids(0, made.first, made.last)]
     return found[:count]
-
-
-def test_a_skip_that_was_pinned_before_a_revision_takes_it(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small_groups(monkeypatch)
-    with serving(folder, tmp_path, flat([CODE, PROSE, WIKI], window_micro_steps=4)) as served:
-        trainer = Trainer(served, 1, 1).train_to(8)
-        coordinator = served.coordinator
-        text, _ = served.history.snapshot(8)
-        coordinator.ledger.execute(
-            Pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, served.past.pin(text, 60))
-        )
-        index = served.revision_handler.revise(change(drop=[PROSE])).sample_index
-        assert index < 60
-        behind = Trainer(served, 1, 1)
-        assert (behind.ranks[0].joined.opening.start_index, behind.ranks[0].joined.opening.skipped) == (68, 60)
-        behind.train_to(90)
-        whole = Trainer(served, 1, 1, resume="fresh").train_to(90)
-        assert {at: whole.taken()[at] for at in range(68, 90)} == {at: behind.taken()[at] for at in range(68, 90)}
-        assert {at: whole.taken()[at] for at in range(8)} == {at: trainer.taken()[at] for at in range(8)}
 
 
 def test_a_generation_whose_revision_was_dropped_since_is_not_told_without_it(

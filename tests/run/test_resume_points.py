@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,22 +10,19 @@ from typing import Any
 import pytest
 import yaml
 from support.corpora import CODE, WIKI, mixture
-from support.served import RUN, Place, Trainer, call_of, never, part, sequence
+from support.served import RUN, Place, Trainer, part, sequence
 from tokenloom_proto.seal import canonical, seal, unseal
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.config.mixture_change import MixtureChange
-from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import (
     BeyondHorizon,
     ConfigError,
     JoinRefused,
-    LimitExceeded,
     NotFound,
     ResumePointNeeded,
     SnapshotInvalid,
     SourceError,
 )
-from tokenloom_server.replay.peek import PeekCall
 
 
 def test_progress_and_nothing_to_resume_from_is_refused_with_the_choices(served: ServedRun, trainer: Trainer) -> None:
@@ -222,109 +218,8 @@ def test_a_restore_pins_the_next_resume_point(place: Place, served: ServedRun, t
     assert Trainer(served, state=state).index == 12
 
 
-def consumed_and_skipped(place: Place) -> dict[str, tuple[int, int, int, int]]:
-    """By spec: samples and rows that the ledger counts, and those that are reported as skipped."""
-    counters = place.committed().counters
-    return {
-        source.spec: (
-            counters[source.spec].samples,
-            counters[source.spec].rows,
-            source.skipped_samples,
-            source.skipped_rows,
-        )
-        for source in place.runs.get(RUN).stats.read().sources
-    }
-
-
 def datasets(text: str | bytes) -> Any:
     return json.loads(text)["resume_state"]["datasets"]
-
-
-@pytest.mark.parametrize("end", [10, 60, 61, 100, 174])
-def test_any_range_after_any_point_can_be_skipped(place: Place, served: ServedRun, trainer: Trainer, end: int) -> None:
-    samples, order = sequence(served), served.coordinator.order
-    trainer.train(44)
-    for begin in {0, end // 3, end - 1}:
-        point = place.runs.get(RUN).start_points.restore(sample_index=begin, skip_samples=end - begin)
-        assert (point.sample_index, point.skipped_samples, point.start_index) == (begin, end - begin, end)
-        rest = Trainer(served, world_size=1, batch_size=1)
-        opening = rest.ranks[0].joined.opening
-        assert (opening.start_index, opening.skipped) == (end, end - begin)
-        assert rest.train(1000) == part(samples, end, 175)
-        states = []
-        for index in (begin, end, 175):
-            pipeline = order.pipeline(order.initial())
-            pipeline.advance(index)
-            states.append(pipeline.state().sources)
-        assert rest.ranks[0].history.last.digest == digest_hex(pipeline.state().digest)
-        for spec, before, after, last in zip(order.record.specs, *states, strict=True):
-            skipped = after.samples - before.samples, after.rows - before.rows
-            assert consumed_and_skipped(place)[spec] == (last.samples - skipped[0], last.rows - skipped[1], *skipped)
-        # The generation's own snapshots carry it on, whichever index they are at.
-        text, _ = served.history.snapshot(min(end + 3, 175))
-        assert sum(entry.get("skipped_samples", 0) for entry in datasets(text)) == end - begin
-
-
-def test_ranks_whose_state_stands_before_a_skip_agree_also_after_a_restart(
-    place: Place, served: ServedRun, trainer: Trainer, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer.train(3)
-    late, early = trainer.state(), trainer.state(4)
-    place.runs.get(RUN).start_points.restore(text=late.decode(), skip_samples=5)
-    served.join_handler.join(call_of(0, attempt="b", state=late))
-    for _ in range(2):
-        with pytest.raises(JoinRefused, match=r"a loaded state at sample 4 .* sample 12 .*same checkpoint on every"):
-            served.join_handler.join(call_of(1, attempt="b", state=early))
-        served = place.restart()
-    joined = served.join_handler.join(call_of(1, attempt="b", state=late))
-    assert (joined.opening.start_index, joined.opening.skipped) == (17, 5)
-    # The launch after it, from a state of its own, jumps over nothing.
-    with pytest.raises(BeyondHorizon, match="4000 samples after sample 12 cannot be skipped: the data end at sample"):
-        place.runs.get(RUN).start_points.restore(sample_index=12, skip_samples=4000)
-    with pytest.raises(LimitExceeded, match="one restore goes forward through"):
-        place.runs.get(RUN).start_points.restore(sample_index=12, skip_tokens=2**35)
-    with pytest.raises(ConfigError, match="a restore skips 1 samples and 1 tokens: give one of them"):
-        place.runs.get(RUN).start_points.restore(sample_index=12, skip_samples=1, skip_tokens=1)
-    with caplog.at_level(logging.INFO):
-        assert served.join_handler.join(call_of(0, attempt="c", state=late)).opening.start_index == 12
-    assert "jumped over the 5 samples before sample 17" in caplog.text
-    assert "--sample 12 --skip-samples 5" in caplog.text
-
-
-OLDER = {"spec": CODE, "shard": "data/code-1.parquet", "row_offset": 3, "token_offset": 83}
-
-
-@pytest.mark.parametrize("document", [{"resume_state": {"datasets": [OLDER]}}, {"sample_index": 41}])
-def test_ranks_with_an_older_loaders_checkpoint_agree_after_a_restart_and_may_skip_what_follows_it(
-    place: Place, served: ServedRun, document: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    older = json.dumps(document).encode()
-    caplog.set_level(logging.INFO)
-    whole = Trainer(served, 1, 1, state=older).train(1000)
-    begin = min(whole)
-    assert any("from an older checkpoint" in message for message in caplog.messages)
-    point = served.start_points.restore(text=older.decode(), skip_samples=7)
-    assert (point.sample_index, point.start_index) == (begin, begin + 7)
-    served.join_handler.join(call_of(0, attempt="b", state=older))
-    served = place.restart()
-    with pytest.raises(JoinRefused, match="load the same checkpoint on every rank"):
-        served.join_handler.join(call_of(1, attempt="b", state=b'{"sample_index": 40}'))
-    assert served.join_handler.join(call_of(1, attempt="b", state=older)).opening.start_index == begin + 7
-    rest = Trainer(served, 1, 1, resume="latest").take(1000)
-    assert rest == {index: sample for index, sample in whole.items() if index >= begin + 7}
-
-
-def test_a_peek_does_not_take_its_states_from_a_line_that_was_left(
-    place: Place, served: ServedRun, trainer: Trainer
-) -> None:
-    trainer.train(10)
-    call = PeekCall(rank=0, world_size=1, batch_size=1, resume="60", state=b"")
-    assert sum(source.skipped_samples for source in served.peeks.join(call, never)[1].sources) == 0
-    place.runs.get(RUN).start_points.restore(sample_index=20, skip_samples=10)
-    Trainer(served).take(1)
-    generation, state = served.peeks.join(call, never)
-    assert (generation, state.sample_index) == (2, 60)
-    assert sum(source.skipped_samples for source in state.sources) == 10
 
 
 def test_a_restore_names_one_point_that_exists(place: Place, trainer: Trainer) -> None:

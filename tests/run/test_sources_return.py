@@ -11,9 +11,10 @@ import pytest
 import yaml
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, flat
 from support.served import Place, Trainer
+from support.waiting import wait_for
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.config.mixture_change import MixtureChange
-from tokenloom_server.errors import SnapshotInvalid
+from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.ledger.records import StoredRevision
 
 WIKI_ENTRY = {"spec": WIKI, "row_offset": 7, "token_offset": 40}
@@ -175,6 +176,42 @@ def test_a_fork_of_a_run_that_the_server_does_not_serve_knows_it_from_the_state(
     fork.train_to(index + 20)
     assert first_of(fork, 3) == tokens_of(WIKI, 7, 8)
     assert not [entry for entry in datasets(fork.state()) if entry.get("unknown")]
+
+
+def test_a_fork_preserves_a_source_of_which_rows_were_read_and_no_sample_is_the_runs(place: Place) -> None:
+    entries = [{"spec": DOCS, "row_offset": 1, "token_offset": 160}, {"spec": PROSE, "row_offset": 2}]
+    older = json.dumps({"resume_state": {"datasets": entries}}).encode()
+    parent = Trainer(place.serve(), 1, 2, state=older)
+    served, fork = forked(place, parent, "fork", endless(DOCS, CODE, window_micro_steps=4))
+    fork.train(2)
+    index = revise(served, add=[{"child": {"source": PROSE, "epochs": "inf"}}]).sample_index
+    fork.train_to(index + 20)
+    text = "\0".join(row for shard in ROWS[PROSE] for row in shard[2:])
+    assert first_of(fork, 2) == [END if character == "\0" else ord(character) for character in text][:8]
+
+
+def test_a_source_that_a_fork_left_shuffled_is_refused_with_why(made: Callable[..., Place]) -> None:
+    document = endless(DOCS, PROSE, window_micro_steps=4)
+    document["mixture"]["children"][1]["shuffle"] = "rows"
+    place = made(**document)
+    parent = Trainer(place.serve(), 1, 2)
+    parent.train(4)
+    served, _ = forked(place, parent, "fork", endless(DOCS, CODE, window_micro_steps=4))
+    with pytest.raises(ConfigError, match=r"it was shuffled or read in lanes, .* from_start"):
+        revise(served, add=[{"child": {"source": PROSE, "epochs": "inf"}}])
+
+
+def test_a_source_that_was_dropped_is_not_out_at_the_end(made: Callable[..., Place]) -> None:
+    served = made(**flat([DOCS, PROSE, CODE], last_micro_step="pad", window_micro_steps=4)).serve()
+    trainer = Trainer(served, 1, 2)
+    trainer.train(2)
+    revise(served, drop=[PROSE])
+    trainer.take(1000)
+    wait_for(lambda: served.stats.read().exhausted, "the end")
+    docs, prose, code = served.stats.read().sources
+    assert [(source.epoch, source.exhausted) for source in (docs, code)] == [(1, True)] * 2
+    assert 0 < prose.epoch == prose.rows / sum(map(len, ROWS[PROSE])) < 1
+    assert (prose.exhausted, prose.remaining_samples) == (False, 0)
 
 
 def test_a_fork_in_whose_mixture_it_is_shuffled_is_refused(place: Place) -> None:

@@ -111,6 +111,8 @@ def run_stats(run: str = "wiki-and-code", **figures: Any) -> RunStats:
             "error": None,
             "tokenizer": "gigatoken 0.10.0",
             "revision": 1,
+            "skips": {96: 12},
+            "pin": None,
             "next_revision": PlannedRevision(number=2, sample_index=8192, eta_s=25.8),
             "reported": None,
             "sources": [source_stats(0, alias="code"), source_stats(1, alias="prose")],
@@ -307,7 +309,7 @@ class MemoryService(Runs):
             plan=partial(self.plan, run),
             receipts=owner(receipt=self.receipt, report=self.report),
             snapshots=owner(take=self.snapshot, list=self.snapshots, text=self.saved_snapshot),
-            start_points=owner(restore=self.restore),
+            start_points=owner(restore=self.restore, cancel=self.cancel),
             traces=owner(sample=self.trace_sample, evaluated=self.trace_evaluated, micro_step=self.trace_micro_step),
             mixture=owner(info=self.mixture, revise=self.revise, drop=self.drop_revisions),
         )
@@ -389,6 +391,7 @@ class MemoryService(Runs):
         text: str | None = None,
         skip_samples: int = 0,
         skip_tokens: int = 0,
+        undo_skip: bool = False,
     ) -> NextLaunch:
         stats = self.stats(run)
         assert [snapshot_id, sample_index, text].count(None) == 2, "REST lets exactly one through"
@@ -406,10 +409,14 @@ class MemoryService(Runs):
         self.restored[run] = NextLaunch(
             sample_index=sample_index,
             digest=digest_hex(sample_index),
-            skipped_samples=skip,
-            start_index=sample_index + skip,
+            skips={sample_index: skip} if skip else {} if undo_skip else None,
         )
         return self.restored[run]
+
+    def cancel(self, run: str) -> NextLaunch:
+        if run not in self.restored:
+            raise NotFound(f"nothing is pinned for the next launch of run {run!r}")
+        return self.restored.pop(run)
 
     def trace_evaluated(self, run: str, stream: str, index: int, text: bool) -> TracedSample:
         stats = self.stats(run)

@@ -184,6 +184,22 @@ def test_what_does_not_add_up_is_suspicious(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "state", [{"current_example_count": 5, "current_dataset_index": 0}, {"child_states": [], "datasets_exhausted": {}}]
+)
+def test_a_state_without_datasets_is_shown_with_what_is_missing(state: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    status, printed = run("checkpoint", "show", tmp_path / "state.json")
+    assert (status, "child_states: found no list" in printed) == (0, True)
+
+
+def test_an_older_payload_is_not_suspicious_for_what_it_may_lack(tmp_path: Path) -> None:
+    resume = {"datasets": [{"spec": CODE, "row_offset": 3, "token_offset": 80}], "total_tokens": 5000}
+    content = content_of({"resume_state": resume}, tmp_path, None)
+    assert content.total_tokens == 5000
+    assert [line for line in faults(content) if "datasets" in line] == []
+
+
 # --- Folders -----------------------------------------------------------------------------------------------------
 
 

@@ -121,8 +121,8 @@ class Opening:
     schedule: StepSchedule
     template: bytes
     server_epoch: int
-    #: Samples of the order that were jumped over right before ``start``.
-    skipped_samples: int
+    #: What the order passes over from ``start`` on, and did so far, for people.
+    skips: list[str]
     #: How many samples a stream to evaluate on has.
     samples: int = 0
 
@@ -233,7 +233,7 @@ def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
         ),
         template=answer.snapshot_template,
         server_epoch=answer.server_epoch,
-        skipped_samples=answer.skipped_samples,
+        skips=list(answer.skips),
         samples=answer.stream_samples,
     )
 

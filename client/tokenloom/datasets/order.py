@@ -85,21 +85,18 @@ class OrderDataset(ConnectedDataset, ResumableDataset):
         if loaded is not None:
             request = replace(request, resume="", state=loaded.text, fork=fork is not None)
         connection = self._connect(request)
-        start, skipped = connection.opening.start, connection.opening.skipped_samples
+        start, skips = connection.opening.start, connection.opening.skips
         if loaded is not None:
             _check_start(connection, loaded)
-        if skipped and self.rank == 0:
-            log.warning(
-                "run %s: samples %d to %d are skipped, as the restore before this launch said",
-                self.run, start.sample_index - skipped, start.sample_index - 1,
-            )  # fmt: skip
+        for line in skips if self.rank == 0 else ():
+            log.warning("run %s: %s", self.run, line)
         if request.resume == "fresh" and connection.opening.facts.generation > 1 and self.rank == 0:
             log.warning(_BEGUN_AGAIN, self.run, start.sample_index)
         self._keep(connection)
         self._joined_in[0] = os.getpid()
-        # After samples that are skipped the loaded state is of no use any more: it would bring them back.
+        # The loaded state may not know of samples that are passed over here: the server's does.
         # And a state of the run that was forked is none of this one, nor is an older data loader's.
-        own = self._loaded if isinstance(self._loaded, Loaded) and not skipped and not fork else None
+        own = self._loaded if isinstance(self._loaded, Loaded) and not skips and not fork else None
         self._history = History(connection.opening.template, start, own)
 
     def _describe(self) -> str:
@@ -149,11 +146,10 @@ class OrderDataset(ConnectedDataset, ResumableDataset):
 
 def _check_start(connection: Connection, loaded: Loaded | Older) -> None:
     """Raises ``ProtocolError`` where the server begins elsewhere than the loaded state says."""
-    start, skipped = connection.opening.start, connection.opening.skipped_samples
-    if not loaded.leads_to(start, skipped):
+    start = connection.opening.start
+    if not loaded.leads_to(start):
         connection.close()
         raise ProtocolError(
             f"the loaded state stands at sample index {loaded.sample_index} (digest {loaded.digest}), "
-            f"but the server starts at {start.sample_index} (digest {start.digest}), {skipped} skipped samples "
-            "after it"
+            f"but the server starts at {start.sample_index} (digest {start.digest})"
         )

@@ -40,7 +40,7 @@ class ServedRun:
         self.coordinator = coordinator
         self.leadership = leadership
         self.history = History(coordinator)
-        self.revision_handler = RevisionHandler(coordinator, self.history)
+        self.revision_handler = RevisionHandler(coordinator)
         self.fork_handler = ForkHandler(coordinator, self.history, other)
         self.join_handler = JoinHandler(coordinator, self.history, self.revision_handler, self.fork_handler)
         self.losses = Losses(coordinator)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from typing import NamedTuple
 
 #: Names the rules of packing, mixing, hashing and shuffling. A change to any of them is a new number.
@@ -125,7 +124,7 @@ class SourceState:
     samples × sequence length. ``dropped_tokens`` is the tail that filled no sample, known once the
     source is exhausted. A source that is read in several ``lanes`` is counted with all of them, and its ``cursor`` is
     the one of the lane that gave the last sample; before its first there are none. ``skipped_…`` are the part of them
-    that a restore jumped over: the rest was consumed.
+    that was passed over: the rest was consumed.
     """
 
     cursor: Cursor | None = None
@@ -137,6 +136,7 @@ class SourceState:
     skipped_samples: int = 0
     skipped_rows: int = 0
     skipped_tokens: int = 0
+    skipped_padding_tokens: int = 0
     row_counts: RowCounts = _NOTHING_COUNTED
     lanes: tuple[Lane, ...] = ()
 
@@ -144,6 +144,11 @@ class SourceState:
     def epoch(self) -> int:
         """The epoch in which it stands, counted from 0."""
         return self.cursor.epoch if self.cursor is not None else 0
+
+    @property
+    def number(self) -> int:
+        """The number of its next sample, among those that are not skipped."""
+        return self.samples - self.skipped_samples
 
     @property
     def real_tokens(self) -> int:
@@ -192,6 +197,14 @@ class Imported:
     digest: int
 
 
+class Skip(NamedTuple):
+    """So many samples, with these tokens, that the order passed over before it gave the one at a sample index."""
+
+    sample_index: int
+    samples: int
+    tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class State:
     """Everything that decides samples ``sample_index``, ``sample_index + 1``, …
@@ -210,23 +223,46 @@ class State:
     """Where the order began, if not at its own sample 0."""
     #: By how many tokens ``total_tokens``, the clock, exceeds those of its samples: as an older checkpoint's did.
     clock_offset: int = 0
+    skips: tuple[Skip, ...] = ()
+    """What was passed over so far, in order, one for each sample index. It has no index, and moved neither
+    ``total_tokens`` nor the digest; sources and nodes count it."""
+
+    @property
+    def clock_ahead(self) -> int:
+        """By how many tokens the clock exceeds those that sources and nodes have counted."""
+        return self.clock_offset - sum(skip.tokens for skip in self.skips)
 
     @property
     def real_tokens(self) -> int:
         """The total tokens without padding."""
-        return self.total_tokens - sum(source.row_counts.padding_tokens for source in self.sources)
+        padding = (source.row_counts.padding_tokens - source.skipped_padding_tokens for source in self.sources)
+        return self.total_tokens - sum(padding)
 
 
-def jumped_over(before: State, after: State) -> State:
-    """``after``, with all that lies between the two counted as skipped."""
-    pairs = zip_longest(before.sources, after.sources, fillvalue=SourceState())
+def passed_over(before: State, after: State) -> State:
+    """The state at ``before`` once the samples from there to ``after`` are passed over: they count as skipped, and the
+    next sample has the index that the first of them would have had."""
+    index, skips = before.sample_index, {skip.sample_index: skip for skip in before.skips}
+    _, samples, tokens = skips.get(index, Skip(index, 0, 0))
+    samples, tokens = samples + after.sample_index - index, tokens + after.total_tokens - before.total_tokens
+    skips[index] = Skip(index, samples, tokens)
     sources = [
         replace(
             now,
             skipped_samples=was.skipped_samples + now.samples - was.samples,
             skipped_rows=was.skipped_rows + now.rows - was.rows,
             skipped_tokens=was.skipped_tokens + now.tokens - was.tokens,
+            skipped_padding_tokens=was.skipped_padding_tokens
+            + now.row_counts.padding_tokens
+            - was.row_counts.padding_tokens,
         )
-        for was, now in pairs
+        for was, now in zip(before.sources, after.sources, strict=True)
     ]
-    return replace(after, sources=tuple(sources))
+    return replace(
+        after,
+        sample_index=index,
+        total_tokens=before.total_tokens,
+        digest=before.digest,
+        sources=tuple(sources),
+        skips=tuple(skips.values()),
+    )

@@ -270,7 +270,7 @@ def _arguments(command: Command, clock: Callable[[], float]) -> Sequence[Any]:
     match command:
         case commands.Create():
             return (command.name, command.stream, command.record)
-        case commands.Open(opening=opening):
+        case commands.Open(opening=opening, revision=revision):
             return (
                 opening.generation,
                 opening.attempt,
@@ -278,6 +278,7 @@ def _arguments(command: Command, clock: Callable[[], float]) -> Sequence[Any]:
                 _json(opening),
                 _member(opening.generation, opening.start_index),
                 opening.start_state,
+                _json(revision) if revision is not None else "",
                 *_committed(command.committed, clock()),
             )
         case commands.Commit():

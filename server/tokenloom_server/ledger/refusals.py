@@ -148,6 +148,13 @@ def snapshot_differs(command: commands.SaveSnapshot) -> LedgerError:
     )
 
 
+def revisions_changed(command: commands.Open, changes: int) -> LedgerError:
+    return LedgerError(
+        f"{_run(command)}: the call knows of {command.known_changes} changes of the revisions, the ledger has "
+        f"{changes}: one was made or dropped since, so read them again."
+    )
+
+
 def revision_number(command: commands.Revise, newest: int, changes: int) -> LedgerError:
     present = f"the ledger's newest revision is {newest}" if newest else "the ledger has no revision yet"
     return LedgerError(

@@ -244,11 +244,16 @@ def _open(head: Head, command: commands.Open) -> Refusal | Writes:
         return refusals.attempt_used(command, head.attempt_generation)
     if opening.generation <= head.generation:
         return refusals.generation_too_low(command, head.generation)
+    changes, revision = head.revision_changes, command.revision
+    if revision is not None and changes != command.known_changes:
+        return refusals.revisions_changed(command, changes)
+    changes += revision is not None
     return Writes(
-        run={"generation": opening.generation, "opening_mark": mark, "pin": None},
+        run={"generation": opening.generation, "opening_mark": mark, "pin": None, "revision_changes": changes},
         lease=replace(head.lease, heard_at=None) if head.lease else None,  # what was heard is of the one before
         opening=opening,
         committed=command.committed,
+        revision=revision,
         journal_entry=JournalEntry(
             generation=opening.generation, sample_index=opening.start_index, state=opening.start_state
         ),

@@ -41,13 +41,13 @@ def carry(
     }
     old_nodes = {node.id: node for node in old.nodes}
     counted = _counted(new.mixture, sources, before, old_nodes)
-    in_force = Mixer(old, state.nodes, clock_offset=state.clock_offset).weights()
+    in_force = Mixer(old, state.nodes, clock_offset=state.clock_ahead).weights()
     old_weights = {
         (node.id, child_key(child)): weight
         for node in old.nodes
         for child, weight in zip(node.children, in_force[node.id], strict=True)
     }
-    new_weights = Mixer(new, [counted[node.id] for node in new.nodes], clock_offset=state.clock_offset).weights()
+    new_weights = Mixer(new, [counted[node.id] for node in new.nodes], clock_offset=state.clock_ahead).weights()
     nodes = []
     for node in new.nodes:
         keys = [(node.id, child_key(child)) for child in node.children]

@@ -23,7 +23,7 @@ class Feed:
         self._loaded = state.samples
         self._error: TokenloomError | None = None
         self._taken = state.samples
-        #: Samples picked since the run began.
+        #: The number of the next sample to be picked.
         self.picked = state.samples
         # Of the samples that are loaded and not yet taken.
         self._ids: list[memoryview] = []

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from tokenloom_proto.resume import CLOCK_KEYS
 from tokenloom_proto.seal import CHECKSUM
 
@@ -22,6 +22,8 @@ _RowOffsetOf = Literal["spec", "shard"]
 
 #: An entry that has all of one of these is Tokenloom's own, or was made from one.
 _OUR_FIELDS = ({"row_token_offset"}, {"packed_samples"}, {"shard_index", "samples", "rows"})
+#: One that has one of these is Tokenloom's own, and stands in no file.
+_DRAWN_FIELDS = frozenset(("window", "epoch_rows"))
 
 
 class Entry(BaseModel):
@@ -37,6 +39,16 @@ class Entry(BaseModel):
     shard. None where nobody says it."""
     token_offset: _Count | None = None
     epoch: _Count | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_no_row(cls, fields: Any) -> Any:
+        """Tokenloom's own names no row at a source's beginning, nor where that is read in a drawn order."""
+        if isinstance(fields, dict) and (
+            fields.get("samples") == fields.get("rows") == 0 or not _DRAWN_FIELDS.isdisjoint(fields)
+        ):
+            return {"row_offset": 0, **fields}
+        return fields
 
     @property
     def was_preserved(self) -> bool:
@@ -58,7 +70,8 @@ class Entry(BaseModel):
     def was_drawn(self) -> bool:
         """Whether the source was shuffled or read in lanes, so that it does not stand in file order."""
         fields = self.model_extra or {}
-        return fields.get("shuffle", "none") not in ("none", False, None) or bool(fields.get("lanes"))
+        is_drawn = fields.get("shuffle", "none") not in ("none", False, None) or bool(fields.get("lanes"))
+        return is_drawn or not _DRAWN_FIELDS.isdisjoint(fields)
 
 
 class _ResumeState(BaseModel):
@@ -117,7 +130,7 @@ def read(text: str | bytes) -> Payload | None:
         return None
     if resume is not None and not isinstance(resume, dict):
         raise SnapshotInvalid(f"resume_state: expected a mapping with datasets, found {type(resume).__name__}")
-    fields = {**(resume or {}), **document}
+    fields = {**(resume or {}), **{name: value for name, value in document.items() if value is not None}}
     sample_index, total_tokens, *lengths = (_number(fields, name) for name in ("sample_index", *CLOCK_KEYS))
     clock = sample_index, total_tokens, next(filter(None, lengths), None)
     if resume is not None and "datasets" in resume:

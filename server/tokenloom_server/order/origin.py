@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,6 +25,8 @@ class Origin:
     left_tokens: int
     #: ``resume_state`` at the sample index, as this run has it; empty where only a snapshot after it tells of it.
     state: str = ""
+    #: (sample index, samples) of what the other run passes over after that, and so this one.
+    skips: Sequence[tuple[int, int]] = ()
 
     def to_json(self) -> str:
         """Canonical JSON, as an opening keeps it."""

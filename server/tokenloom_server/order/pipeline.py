@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise, repeat
 from operator import mul
 from types import MappingProxyType
@@ -91,9 +92,11 @@ class Pipeline:
     def _begin(
         self, config: RunConfig, packers: PackerFactory, state: State, size_estimates: Mapping[int, SizeEstimate]
     ) -> None:
-        self._feeds = [Feed(packers(i, source), source) for i, source in enumerate(state.sources)]
+        # Within a group a source's samples have consecutive numbers, so what is passed over has none.
+        numbered = [replace(source, samples=source.number) for source in state.sources]
+        self._feeds = [Feed(packers(i, source), source) for i, source in enumerate(numbered)]
         lengths = self._feeds if config.balances_real else None
-        mixer = Mixer(config, state.nodes, size_estimates, lengths, clock_offset=state.clock_offset)
+        mixer = Mixer(config, state.nodes, size_estimates, lengths, clock_offset=state.clock_ahead)
         self._stage = Stage(config, mixer, state)
 
     @property

@@ -6,8 +6,6 @@ This module makes the samples. Each of those decides on which thread it does so 
 
 from __future__ import annotations
 
-from itertools import zip_longest
-
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import BeyondHorizon, OrderMismatch, SourceError, TokenizerError
 from tokenloom_server.order.pipeline import Pipeline
@@ -91,16 +89,16 @@ class Replay:
         """Goes on under another timeline. Raises ``OrderMismatch`` where that differs before the present sample."""
         if timeline is self.timeline or timeline.clock_offset != self.timeline.clock_offset:
             return  # by another clock the run goes on from elsewhere
-        for before, now in zip_longest(self.timeline.revisions, timeline.revisions):
-            if before != now:
-                changed = min(revision.sample_index for revision in (before, now) if revision is not None)
-                if changed < self.sample_index:
-                    raise OrderMismatch(
-                        f"the mixture was revised at sample {changed} while this peek was at sample "
-                        f"{self.sample_index}: what it saw after that is not the run's order any more; peek again"
-                    )
-                break
+        different = {*self.timeline.revisions} ^ {*timeline.revisions}
+        changed = min((revision.sample_index for revision in different), default=self.sample_index)
+        if changed < self.sample_index:
+            raise OrderMismatch(
+                f"the mixture was revised at sample {changed} while this peek was at sample {self.sample_index}: what "
+                "it saw after that is not the run's order any more; peek again"
+            )
         self.timeline = timeline
+        if self._pipeline is not None and timeline.skips.get(self.sample_index):
+            self.rest()
         if self._pipeline is not None:
             self._pipeline.replace_switches(timeline.switches(self.sample_index))
 

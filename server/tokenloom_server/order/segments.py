@@ -35,8 +35,10 @@ class TimelineSegment:
     returning: tuple[Returning, ...] = ()
     #: The phase that begins here, counted from 0.
     phase: int | None = None
-    #: The revision that begins here, the last of them.
+    #: The revision that begins here, the last of them; a skip is none.
     revision: StoredRevision | None = None
+    #: So many samples are passed over before the first.
+    skip: int = 0
 
     @property
     def config(self) -> RunConfig:
@@ -45,6 +47,27 @@ class TimelineSegment:
     def tokens_at(self, sample_index: int) -> int:
         """The run's total tokens before a sample of this segment."""
         return self.tokens + (sample_index - self.begin) * self.config.sequence_length
+
+
+def skip_content(skips: Mapping[int, int]) -> dict[str, Any]:
+    """The content of a revision that changes no config, and says all that a run passes over: how many samples of its
+    order, by sample index."""
+    changes = [
+        f"at sample {index:,}, {samples:,} samples of the order are passed over" for index, samples in skips.items()
+    ]
+    return {"skips": [*skips.items()], "changes": changes or ["nothing of the order is passed over any more"]}
+
+
+def with_skips(segments: Sequence[TimelineSegment], skips: Mapping[int, int]) -> Iterator[TimelineSegment]:
+    """The segments of a run, cut where samples are passed over."""
+    for segment, after in zip(segments, [*segments[1:], None], strict=True):
+        for index, samples in skips.items():
+            if segment.begin < index and (after is None or index < after.begin):
+                yield segment
+                segment = TimelineSegment(index, segment.tokens_at(index), segment.factory)
+            if segment.begin == index:
+                segment = replace(segment, skip=samples)
+        yield segment
 
 
 def _gone(before: Collection[int], old: RunConfig, new: RunConfig) -> set[int]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server.core.state import ChildState, Imported, SourceState, State, digest_hex
+from tokenloom_server.core.state import ChildState, Imported, Skip, SourceState, State, digest_hex
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.order.snapshot_checks import (
     check_lanes,
@@ -129,7 +129,8 @@ def _state(resume: ResumeStateDocument, shape_at: ShapeAt) -> State:
         tuple(ChildState(samples, tokens, credit, bool(out), *made) for samples, tokens, credit, out, *made in children)
         for children in resume.nodes
     )
-    check_nodes(nodes, sources, resume.sample_index, shape)
+    skips = tuple(map(Skip._make, resume.skips))
+    check_nodes(nodes, sources, resume.sample_index, sum(skip.samples for skip in skips), shape)
     return State(
         sample_index=resume.sample_index,
         total_tokens=resume.total_tokens,
@@ -139,6 +140,7 @@ def _state(resume: ResumeStateDocument, shape_at: ShapeAt) -> State:
         preserved=_preserved(resume),
         imported=Imported(began.sample_index, int(began.digest, 16)) if began is not None else None,
         clock_offset=resume.clock_offset,
+        skips=skips,
     )
 
 

@@ -39,7 +39,8 @@ def check_mixture(resume: ResumeStateDocument, shape: Shape) -> None:
                 "one with the same mixture file, or fork a new run from this state"
             )
     # Limits, files and rows that are left out are not among what describes a node.
-    in_force = [revision for revision in resume.revisions or () if revision.sample_index <= resume.sample_index]
+    changes = [revision for revision in resume.revisions or () if "skips" not in revision.content]
+    in_force = [revision for revision in changes if revision.sample_index <= resume.sample_index]
     made_under = (in_force[-1].sample_index, canonical_content(in_force[-1].content)) if in_force else None
     if made_under != shape.revision:
         raise SnapshotInvalid(
@@ -125,8 +126,8 @@ def check_place(where: str, source: int, standing: KnownDataset | Lane, shape: S
 
 
 def check_skipped(i: int, dataset: KnownDataset) -> None:
-    """Checks that what was jumped over is a part of all that the source gave; without samples it is nothing."""
-    for skipped, name in zip(SKIPPED, ("samples", "rows", "token_offset"), strict=True):
+    """Checks that what was passed over is a part of all that the source gave; without samples it is nothing."""
+    for skipped, name in zip(SKIPPED, ("samples", "rows", "token_offset", "padding_tokens"), strict=True):
         part, whole = getattr(dataset, skipped), getattr(dataset, name)
         if part > whole or (part and not dataset.skipped_samples):
             raise SnapshotInvalid(
@@ -136,9 +137,14 @@ def check_skipped(i: int, dataset: KnownDataset) -> None:
 
 
 def check_nodes(
-    nodes: tuple[tuple[ChildState, ...], ...], sources: tuple[SourceState, ...], sample_index: int, shape: Shape
+    nodes: tuple[tuple[ChildState, ...], ...],
+    sources: tuple[SourceState, ...],
+    sample_index: int,
+    skipped: int,
+    shape: Shape,
 ) -> None:
-    """The tree has the run's shape, and what a node counts of a child is what the child says itself."""
+    """The tree has the run's shape, what a node counts of a child is what the child says itself, and all are those up
+    to a sample index and so many that were passed over."""
     counts, expected = [len(children) for children in nodes], [len(ids) for ids in shape.nodes.values()]
     if counts != expected:
         raise SnapshotInvalid(
@@ -147,9 +153,10 @@ def check_nodes(
     by_number = dict(zip(shape.nodes, nodes, strict=True))
     issued = {number: sum(child.samples for child in children) for number, children in by_number.items()}
     tokens = {number: sum(child.tokens for child in children) for number, children in by_number.items()}
-    if issued[0] + shape.left_samples != sample_index:
+    if issued[0] + shape.left_samples != sample_index + skipped:
+        passed = f", and {skipped} were passed over" if skipped else ""
         raise SnapshotInvalid(
-            f"resume_state.nodes.0: its children have {issued[0]} samples, but sample_index is {sample_index}"
+            f"resume_state.nodes.0: its children have {issued[0]} samples, but sample_index is {sample_index}{passed}"
         )
     for children, (number, ids) in zip(nodes, shape.nodes.items(), strict=True):
         for i, (child, child_id) in enumerate(zip(children, ids, strict=True)):

@@ -33,8 +33,8 @@ VERSIONS = (1, SNAPSHOT_VERSION)
 #: A snapshot of 200 sources has at most 96 KB; larger mixtures are larger, but nothing honest is above this.
 MAX_BYTES = 16 * 2**20
 
-#: The fields of a dataset's entry that it has where a restore jumped over some of its samples.
-SKIPPED = ("skipped_samples", "skipped_rows", "skipped_tokens")
+#: The fields of a dataset's entry that it has where some of its samples were passed over.
+SKIPPED = ("skipped_samples", "skipped_rows", "skipped_tokens", "skipped_padding_tokens")
 
 _Count = Field(ge=0, le=MAX_COUNTER)
 _Digest = Field(pattern=r"^[0-9a-f]{32}$")
@@ -191,6 +191,7 @@ class KnownDataset(_Counters):
     skipped_samples: int = Field(default=0, ge=0, le=MAX_COUNTER)
     skipped_rows: int = Field(default=0, ge=0, le=MAX_COUNTER)
     skipped_tokens: int = Field(default=0, ge=0, le=MAX_COUNTER)
+    skipped_padding_tokens: int = Field(default=0, ge=0, le=MAX_COUNTER)
     lanes: list[_AnyLane] = Field(default_factory=list)
 
     @property
@@ -210,6 +211,7 @@ class KnownDataset(_Counters):
             skipped_samples=self.skipped_samples,
             skipped_rows=self.skipped_rows,
             skipped_tokens=self.skipped_tokens,
+            skipped_padding_tokens=self.skipped_padding_tokens,
             row_counts=self.row_counts,
             lanes=tuple(lane_of(entry) for entry in self.lanes),
         )
@@ -280,7 +282,9 @@ class ResumeStateDocument(_Strict):
     nodes: list[list[_AnyChild]]
     #: The mixture in force, by node id, for readers without the mixture file; states of before do not have it.
     mixture: list[_Node] | None = None
-    #: The revision in force, and all that are to come.
+    #: What was passed over so far: sample index, samples and tokens.
+    skips: list[tuple[_Natural, _Natural, _Natural]] = Field(default_factory=list)
+    #: What is passed over (``skips``), the revision in force, and all that are to come.
     revisions: list[_Revision] | None = None
     #: Where the run was forked from.
     origin: dict[str, Any] | None = None

@@ -72,7 +72,9 @@ def encode_state(
             "sample_index": state.imported.sample_index,
             "digest": digest_hex(state.imported.digest),
         }
-    optional = {"clock_offset": state.clock_offset, "revisions": list(revisions), "origin": origin}
+    optional = {
+        "clock_offset": state.clock_offset, "skips": state.skips, "revisions": list(revisions), "origin": origin
+    }  # fmt: skip
     return canonical(fields | {name: value for name, value in optional.items() if value})
 
 

@@ -216,7 +216,7 @@ class StepGroup:
         where, picks = where[picks != PADDING], picks[picks != PADDING]
         counts = np.bincount(picks, minlength=len(self.base.sources))
         before = np.zeros(len(counts), np.int64)
-        before[: len(self.base.sources)] = [source.samples for source in self.base.sources]
+        before[: len(self.base.sources)] = [source.number for source in self.base.sources]
         first = before - np.cumsum([0, *counts[:-1]])
         numbers = np.zeros(self.source_ids.shape, np.int64)
         # Sorted by source, each source's samples are one range of consecutive numbers.
@@ -230,12 +230,12 @@ class StepGroup:
         counts = (self.source_counts[step][0].tolist() + [0] * sources)[:sources]
         # A source that came within the group had nothing before.
         known = [*self.base.sources, *[SourceState()] * (len(counts) - len(self.base.sources))]
-        samples = [source.samples + count for source, count in zip(known, counts, strict=True)]
+        numbers = [source.number + count for source, count in zip(known, counts, strict=True)]
         positions = [
-            self._origins(i, samples[i] - 1).after(samples[i] - 1) if count else SourcePosition.of(source)
+            self._origins(i, numbers[i] - 1).after(numbers[i] - 1) if count else SourcePosition.of(source)
             for i, (count, source) in enumerate(zip(counts, known, strict=True))
         ]
-        return state_at(mark, samples, positions, self.dropped_tokens[mark.stage.start.sample_index])
+        return state_at(mark, numbers, positions, self.dropped_tokens[mark.stage.start.sample_index])
 
     @property
     def of_rows(self) -> bool:
@@ -246,7 +246,7 @@ class StepGroup:
         """What a micro-step is made of that is a batch of rows."""
         picks = self.source_ids[0, : step + 1, 0]
         source = int(picks[step])
-        before = self.base.sources[source].samples if source < len(self.base.sources) else 0
+        before = self.base.sources[source].number if source < len(self.base.sources) else 0
         batch = self._origins(source, before + int((picks[:-1] == source).sum()) * self.plan.step_samples).batch
         assert batch is not None, "only packers of rows are in a run with batching"
         return batch
@@ -257,16 +257,17 @@ class StepGroup:
 
 
 def state_at(
-    mark: StepMark, samples: Sequence[int], positions: Sequence[SourcePosition], dropped_tokens: Sequence[int]
+    mark: StepMark, numbers: Sequence[int], positions: Sequence[SourcePosition], dropped_tokens: Sequence[int]
 ) -> State:
-    """The state at a mark. By source: ``samples`` since the run began, and where it stands."""
+    """The state at a mark. By source: the ``numbers`` of their next samples, and where it stands."""
     config, mixer, start = mark.stage
-    since_start = [now - before.samples for now, before in zip(samples, start.sources, strict=True)]
+    since_start = [now - before.number for now, before in zip(numbers, start.sources, strict=True)]
     exhausted = mixer.exhausted(mark.mix_weights)
     sources = [
         replace(
             before,
-            **position._asdict(),
+            # What has given nothing since then stands where the stage began, which may pass over samples.
+            **(position._asdict() if more else {}),
             samples=before.samples + more,
             tokens=before.tokens + more * config.sequence_length,
             dropped_tokens=dropped if out else 0,

@@ -11,7 +11,8 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.core.state import State
+from tokenloom_server.core.state import State, passed_over
+from tokenloom_server.errors import BeyondHorizon, SnapshotInvalid
 from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order import snapshot, snapshot_checks, snapshot_encode, state_shape
 from tokenloom_server.order.carry_over import carry
@@ -20,7 +21,7 @@ from tokenloom_server.order.mixture_content import validated
 from tokenloom_server.order.origin import Origin
 from tokenloom_server.order.pipeline import Pipeline, Switch
 from tokenloom_server.order.returning import returning
-from tokenloom_server.order.segments import TimelineSegment, files_of, files_to_json, lay
+from tokenloom_server.order.segments import TimelineSegment, files_of, files_to_json, lay, skip_content, with_skips
 from tokenloom_server.packing.base import PackerFactory
 
 
@@ -59,7 +60,12 @@ class Timeline:
         self.origin = origin
         self.clock_offset = clock_offset
         self.name = first.name
-        self._segments = tuple(lay(first, self.revisions, origin, clock_offset))
+        contents = [json.loads(revision.content) for revision in self.revisions]
+        lists = [origin.skips if origin is not None else (), *(content.get("skips") for content in contents)]
+        #: How many samples are passed over, by sample index, ascending: what the newest that tells of it says.
+        self.skips = dict([pairs for pairs in lists if pairs is not None][-1])
+        changes = [one for one, content in zip(self.revisions, contents, strict=True) if "skips" not in content]
+        self._segments = tuple(with_skips(list(lay(first, changes, origin, clock_offset)), self.skips))
         self._begins = [segment.begin for segment in self._segments]
         lengths = {segment.config.sequence_length for segment in self._segments}
         #: Whether total tokens are those of so many samples of one length.
@@ -76,6 +82,11 @@ class Timeline:
     def segments(self) -> Sequence[TimelineSegment]:
         """All segments in order; the first begins at sample 0."""
         return self._segments
+
+    @property
+    def last_revised(self) -> int:
+        """The sample index of the last revision in the order, which need not be the newest; 0 without one."""
+        return max((revision.sample_index for revision in self.revisions), default=0)
 
     def with_revisions(self, revisions: Sequence[StoredRevision]) -> Timeline:
         """The timeline under other revisions."""
@@ -137,27 +148,85 @@ class Timeline:
     def pipeline(self, state: State, *, ahead: bool = False) -> Pipeline:
         """As ``PipelineFactory.pipeline``; goes over from segment to segment by itself."""
         return self.at(state.sample_index).pipeline(
-            state, ahead=ahead, switches=self.switches(state.sample_index, ahead=ahead)
+            self.settled(state), ahead=ahead, switches=self.switches(state.sample_index, ahead=ahead)
         )
+
+    def settled(self, state: State) -> State:
+        """A state after what is passed over at its sample index, where it stands before that. Raises what
+        ``check_skips`` and reading do."""
+        self.check_skips(state, state.sample_index)
+        return self._past_skip(self._segment(state.sample_index), state)
+
+    def check_skips(self, state: State, index: int) -> None:
+        """Raises ``SnapshotInvalid`` for a state that passed over other samples before an index than the run does, or
+        more at it."""
+        passed = {skip.sample_index: skip.samples for skip in state.skips}
+        for skip in sorted({*passed, *self.skips}):
+            samples, theirs = self.skips.get(skip, 0), passed.get(skip, 0)
+            if skip <= index and samples != theirs and (skip < index or samples < theirs):
+                raise SnapshotInvalid(
+                    f"at sample {skip} this run passes over {samples} samples, and the state at sample {index} comes "
+                    f"from a line that passed over {theirs}: restore to sample {skip} or before, or to this state "
+                    "without that skip (tokenloom restore --undo-skip)"
+                )
+
+    def skips_from(self, state: State) -> list[str]:
+        """For people: what is passed over from a state on, and what of each source was so far."""
+        ahead = {index: samples for index, samples in self.skips.items() if index >= state.sample_index}
+        sources = zip(self.at(state.sample_index).config.sources, state.sources, strict=True)
+        passed = [f"{of.name} {source.skipped_tokens:,} tokens" for of, source in sources if source.skipped_samples]
+        so_far = [f"passed over so far: {', '.join(passed)}"] if passed else []
+        return (skip_content(ahead)["changes"] if ahead else []) + so_far
+
+    def skips_after(self, state: State, samples: int, undo: bool) -> dict[int, int]:
+        """What is passed over where so many samples more are, at a state; ``undo``: of the others only what that state
+        passed. Those after it stay with their data, so that they move by as many samples."""
+        index = state.sample_index
+        pairs = [*self.skips.items()] if not undo else [skip[:2] for skip in state.skips]
+        skips = {index: samples} if samples else {}
+        for other, count in pairs:
+            moved = max(index, other - samples) if other > index else other
+            skips[moved] = skips.get(moved, 0) + count
+        return dict(sorted(skips.items()))
+
+    def _past_skip(self, segment: TimelineSegment, state: State) -> State:
+        """A state at a segment's beginning, after the samples that are passed over there."""
+        left = segment.skip - sum(skip.samples for skip in state.skips if skip.sample_index == segment.begin)
+        if left <= 0 or state.sample_index != segment.begin:
+            return state
+        pipeline = segment.factory.pipeline(state)
+        pipeline.advance(left)
+        if pipeline.ended is not None and pipeline.sample_index < state.sample_index + left:
+            raise BeyondHorizon(
+                f"{left} samples cannot be passed over at sample {segment.begin}: the order has "
+                f"{pipeline.sample_index - state.sample_index} more ({pipeline.ended})"
+            )
+        return passed_over(state, pipeline.state())
+
+    def _entered(self, before: TimelineSegment, segment: TimelineSegment, state: State) -> State:
+        """The state at the end of one segment, as the next one goes on from it."""
+        if segment.factory is not before.factory:
+            state = _carried(before.config, segment, state)
+        return self._past_skip(segment, state)
 
     def switches(self, sample_index: int, *, ahead: bool = False) -> list[Switch]:
         """The switches after a sample index."""
         switches = []
-        before = self._segment(sample_index).config
+        before = self._segment(sample_index)
         for segment in self._segments[bisect_right(self._begins, sample_index) :]:
             config = segment.config
             end_reason = None
-            if config.sequence_length != before.sequence_length:
+            if config.sequence_length != before.config.sequence_length:
                 end_reason = (
                     f"sample {segment.begin} begins phase {segment.phase}, with a sequence length of "
-                    f"{config.sequence_length} instead of {before.sequence_length}: join again from the state here to "
-                    "go on"
+                    f"{config.sequence_length} instead of {before.config.sequence_length}: join again from the state "
+                    "here to go on"
                 )
-            carried = partial(_carried, before, segment)
+            carried = partial(self._entered, before, segment)
             estimates = segment.factory.record.size_estimates
             packers = _lazily(segment.factory, ahead)
             switches.append(Switch(segment.begin, config, packers, carried, end_reason, estimates))
-            before = config
+            before = segment
         return switches
 
     # --- states as text ------------------------------------------------------------------------------
@@ -175,8 +244,8 @@ class Timeline:
         return replace(shape, total_tokens=timeline.tokens_at, left_samples=left)
 
     def encode(self, state: State, generation: int | None = None) -> str:
-        """``resume_state``: the canonical JSON of a state, with the revision in force and those that are to come: what
-        a ledger that knows none of them needs to go on.
+        """``resume_state``: the canonical JSON of a state, with the revision in force and those that are to come, and
+        all skips: what a ledger that knows none of them needs to go on.
 
         ``generation``: without those that were accepted after the samples from here on were produced in it, so that
         every server, whenever it is asked, writes one text."""
@@ -185,6 +254,8 @@ class Timeline:
         in_force = [one for one in named if one.begin <= index]
         ahead = [one for one in named if one.begin > index]
         revisions = [{"sample_index": one.begin, "content": one.content} for one in (*in_force[-1:], *ahead)]
+        if self.skips:
+            revisions.insert(0, {"sample_index": min(self.skips), "content": skip_content(self.skips)})
         origin = self.origin.described() if self.origin is not None else None
         return snapshot_encode.encode_state(state, self.shape_at(index, state.clock_offset), revisions, origin)
 
@@ -208,6 +279,9 @@ class Timeline:
 
     def holds(self, sample_index: int, content: Mapping[str, Any]) -> bool:
         """Whether a revision, as a state has it, is one of this timeline."""
+        if "skips" in content:
+            # Fewer are those of before, and others of another line.
+            return not self.skips.items() < dict(content["skips"]).items()
         canonical = snapshot_checks.canonical_content(content)
         return any((one.begin, one.canonical) == (sample_index, canonical) for one in self._recorded)
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.size_estimate import SizeEstimate
-from tokenloom_server.core.state import MAX_COUNTER, FileCursor, State
+from tokenloom_server.core.state import MAX_COUNTER, FileCursor, State, passed_over
 from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.mixing.mixer import Ending, Mixer
@@ -42,6 +42,8 @@ class Part:
     grown: tuple[int, ...] = ()
     #: Sources that come back, as the revision says that begins here.
     returning: tuple[Returning, ...] = ()
+    #: So many samples are passed over before the first.
+    skip: int = 0
 
 
 def forecast(
@@ -103,6 +105,12 @@ class _Simulation:
     def enter(self, part: Part) -> None:
         """Goes on in the next part, where this one ends."""
         self._begin(part, carry(self._state(), self._config, part.config, part.grown, part.returning))
+        if part.skip:
+            before, segments = self._state(), list(self.segments)
+            self.go(self.tokens + part.skip * part.config.sequence_length)
+            after, self.segments = self._state(), segments
+            self._index, self.tokens = before.sample_index, before.total_tokens
+            self._begin(part, passed_over(before, after))
 
     def plan(self, start: State) -> RunPlan:
         config, state = self._config, self._state()
@@ -140,7 +148,7 @@ class _Simulation:
             for source, supply in enumerate(self._supplies)
             if source in part.config.measured_sources
         }
-        self._mixer = Mixer(part.config, state.nodes, estimates, clock_offset=state.clock_offset)
+        self._mixer = Mixer(part.config, state.nodes, estimates, clock_offset=state.clock_ahead)
         self._mix_weights, self._weights = self._mixer.mix_weights, self._mixer.weights()
         self._known: dict[tuple[int, int], Ending] = self._mixer.endings()
         self._segment_begin, self._segment_given = self.tokens, self._given.copy()
@@ -249,6 +257,7 @@ class _Simulation:
         )
 
     def _sources(self, state: State) -> Iterator[PlannedSource]:
+        total = self.tokens + sum(skip.tokens for skip in state.skips)
         for source, now, supply in zip(self._config.sources, state.sources, self._supplies, strict=True):
             curve, out = supply.curve, self._out_at.get(source.id) if now.exhausted else None
             yield PlannedSource(
@@ -261,7 +270,7 @@ class _Simulation:
                 epochs=None if math.isinf(supply.epochs) else supply.epochs,
                 epochs_read=None if curve is None or not curve.epoch_rows else now.rows / curve.epoch_rows,
                 tokens=now.tokens,
-                share=now.tokens / self.tokens if self.tokens else 0.0,
+                share=now.tokens / total if total else 0.0,
                 exhausted=now.exhausted,
                 exhausted_at_tokens=None if out is None else out.tokens,
                 exhausted_at_sample=None if out is None else out.sample_index,

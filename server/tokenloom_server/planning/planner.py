@@ -51,6 +51,7 @@ class Planner:
                 tokens=segment.tokens,
                 grown=segment.grown,
                 returning=segment.returning,
+                skip=segment.skip,
             )
 
     def _curve(self, factory: PipelineFactory, source_id: int) -> TokenCurve:

@@ -75,9 +75,7 @@ class Peeks:
             self._coordinator.require_lead()
             with past.admitted():
                 point = self._point(call)
-                state = self._history.forward(
-                    point, lambda base, index: past.forward(base, index, timeline, interrupted)
-                )
+                state = self._history.forward(point, partial(past.forward, interrupted=interrupted))
                 generation = point.generation or self._history.nearest(state.sample_index).generation
                 past.remember(generation, state, timeline)
         return generation, state

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 
-from tokenloom_server.errors import ConfigError, LimitExceeded
-from tokenloom_server.ledger.commands import Pin
+from tokenloom_server.errors import ConfigError, LimitExceeded, NotFound
+from tokenloom_server.order.segments import skip_content
 from tokenloom_server.replay.past import Past
 from tokenloom_server.replay.saved_snapshots import SavedSnapshots
 from tokenloom_server.reports.stats import NextLaunch
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.fork import ForkHandler
 from tokenloom_server.run.history import History
+from tokenloom_server.run.stats import next_launch
 
 _log = logging.getLogger(__name__)
 
@@ -44,9 +45,11 @@ class StartPoints:
         text: str | None = None,
         skip_samples: int = 0,
         skip_tokens: int = 0,
+        undo_skip: bool = False,
     ) -> NextLaunch:
-        """Pins where the next launch begins, at one of the three points. The ``skip_samples`` after it are skipped, or
-        ``skip_tokens`` rounded up to whole samples.
+        """Pins where the next launch begins, at one of the three points. The ``skip_samples`` of the order after it, or
+        ``skip_tokens`` rounded up to whole samples, are passed over from then on; ``undo_skip``: what the point's state
+        did not pass over no longer is.
 
         Takes as long as going forward does. Raises ``ConfigError``, ``LimitExceeded``, ``SnapshotInvalid``,
         ``BeyondHorizon``, ``NotFound``.
@@ -69,19 +72,28 @@ class StartPoints:
         stored = run.ledger.read_run(run.name, run.stream)
         if stored is not None:
             self._history.refuse_foreign(point, stored)
-        begin = point.sample_index
-        skip = skip_samples or self._samples_of(begin, skip_tokens)
-        self._refuse_long_skip(begin, skip)
-        pin = self._past.pin(text, skip)
+        skip = skip_samples or self._samples_of(point.sample_index, skip_tokens)
+        self._refuse_long_skip(point.sample_index, skip)
+        pin = self._past.pin(text, skip, undo_skip)
         for note in point.notes:
             _log.info("%s: %s", run.name, note)
-        run.ledger.execute(Pin(run.uid, run.stream, run.lease.epoch, pin))
-        _log.info(
-            "%s: the next generation starts at sample %d, and %d are skipped (pinned)", run.name, begin + skip, skip
-        )
-        digest = point.digest or self._history.pinned(pin).point.digest
-        assert digest is not None, "what is pinned has been gone forward to"
-        return NextLaunch(sample_index=begin, digest=digest, skipped_samples=skip, start_index=begin + skip)
+        run.set_pin(pin.text)
+        _log.info("%s: the next generation starts at sample %d (pinned)", run.name, point.sample_index)
+        for change in skip_content(dict(pin.skips))["changes"] if pin.skips is not None else ():
+            _log.info("%s: from that generation on, %s", run.name, change)
+        return next_launch(pin.text)
+
+    def cancel(self) -> NextLaunch:
+        """Takes the pin back, and returns it: the next launch begins where it asks to. Raises ``NotFound`` where there
+        is none, and the ledger's errors."""
+        run = self._coordinator
+        run.require_lead()
+        pin = run.pin
+        if pin is None:
+            raise NotFound(f"nothing is pinned for the next launch of run {run.name!r}")
+        run.set_pin(None)
+        _log.info("%s: what was pinned for the next generation is taken back", run.name)
+        return next_launch(pin)
 
     def fork(self, text: str) -> NextLaunch:
         """Where another run stood, as its snapshot says. Raises ``ConfigError`` where this run has begun, and what
@@ -93,22 +105,19 @@ class StartPoints:
                 f"run {run.name!r} has begun (generation {stored.opening.generation}), and a fork is a new run: give "
                 "it another name in its mixture file"
             )
-        pin = self._past.pin(self._forks.fork(text), 0)
-        run.ledger.execute(Pin(run.uid, run.stream, run.lease.epoch, pin))
-        point = self._history.parse(pin)
-        assert point.digest is not None, "what is pinned has been gone forward to"
-        index = point.sample_index
-        _log.info("%s: begins at sample %d, forked (pinned)", run.name, index)
-        return NextLaunch(sample_index=index, digest=point.digest, skipped_samples=0, start_index=index)
+        pin = self._past.pin(self._forks.fork(text))
+        run.set_pin(pin.text)
+        launch = next_launch(pin.text)
+        _log.info("%s: begins at sample %d, forked (pinned)", run.name, launch.sample_index)
+        return launch
 
     def _samples_of(self, begin: int, tokens: int) -> int:
-        """So many tokens from a sample on, as whole samples."""
-        timeline = self._coordinator.timeline
-        return timeline.index_at(timeline.tokens_at(begin) + tokens) - begin
+        """So many tokens from a sample on, as whole samples; with ``batching``, whole batches."""
+        config = self._coordinator.timeline.at(begin).config
+        return -(-tokens // config.pick_tokens) * config.pick_samples
 
     def _refuse_long_skip(self, begin: int, skip: int) -> None:
-        timeline = self._coordinator.timeline
-        tokens = timeline.tokens_at(begin + skip) - timeline.tokens_at(begin)
+        tokens = skip * self._coordinator.timeline.at(begin).config.sequence_length
         if tokens > MAX_SKIPPED_TOKENS:
             raise LimitExceeded(
                 f"{skip} samples with {tokens} tokens are to be skipped; one restore goes forward through "

@@ -19,7 +19,8 @@ def _summary(report: RunReport) -> Iterator[str]:
     over = f", where the data end: {report.ended}" if report.ended is not None else ""
     parent = report.parent_run
     samples = report.sample_index - sum(skipped.end - skipped.first for skipped in report.skipped)
-    samples -= parent["left_samples"] if parent is not None else 0
+    # Below 0 where the other run passed over samples.
+    samples -= max(0, parent["left_samples"]) if parent is not None else 0
     length = f"{report.sequence_length:,}"
     one = report.consumed_tokens == samples * report.sequence_length
     of_length = f"of {length}" if one else f"(of {length} tokens by now; phases before had others)"
@@ -60,7 +61,7 @@ def _reading(report: RunReport) -> Iterator[str]:
         ("manifest of all files, SHA-256", _code(report.manifest_digest)),
         ("order version", str(report.order_version)),
         ("digest of all samples", _code(report.digest)),
-        ("skipped samples, given to no trainer", ", ".join(map(_range, report.skipped)) or "none"),
+        ("skipped tokens, given to no trainer", f"{sum(source.skipped_tokens for source in report.sources):,}"),
     ]
     if parent := report.parent_run:
         rows.append(("forked from", f"run uid {_code(parent['uid'])}, generation {parent['generation']}"))

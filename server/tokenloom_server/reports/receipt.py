@@ -46,7 +46,7 @@ class Receipt(Document):
     samples: dict[str, int]
     """Samples of each source before ``sample_index``, by spec; skipped ones, too."""
     skipped: list[Range]
-    """What of the order before ``sample_index`` was jumped over by restores, and given to no trainer."""
+    """Sample indices before that which no trainer was given: releases before 1.0 jumped over them."""
     revisions: list[RevisionMark]
     """The changes of the mixture before ``sample_index``, oldest first."""
     oldest_index: int
@@ -169,9 +169,9 @@ class RunReport(Document):
     """Unix time, seconds."""
     sample_index: int
     total_tokens: int
-    """Of the order up to there; what restores skipped is in it."""
+    """The run's clock there; without what was passed over."""
     consumed_tokens: int
-    """Without that: what trainers got, and the sum over the sources."""
+    """What trainers got, and the sum over the sources."""
     unique_tokens: int
     """The sum over the sources."""
     unique_is_exact: bool
@@ -197,7 +197,7 @@ class RunReport(Document):
     parent_run: dict[str, Any] | None
     """About the run that this one was forked from; null where it was not."""
     skipped: list[Range]
-    """What of the order was jumped over by restores, and given to no trainer."""
+    """Sample indices that no trainer was given: releases before 1.0 jumped over them."""
     revisions: list[RevisionInfo]
     """Those in force, oldest first."""
     exclusions: list[ExclusionReport]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tokenloom_server.reports.document import Document
@@ -51,7 +52,7 @@ class SourceStats(Document):
     """``cut_documents`` for each row that was taken to its end (0 to 1); null with ``packing: concat``, which does not
     count them."""
     skipped_samples: int
-    """What restores jumped over (``--skip-samples``) is counted apart: the counters above are without it."""
+    """What was passed over (``restore --skip-samples``) is counted apart: the counters above are without it."""
     skipped_rows: int
     skipped_tokens: int
     loss: float | None
@@ -110,6 +111,22 @@ class PlannedRevision(Document):
     """Seconds until it is committed up to there, at the present rate; null where nothing moves."""
 
 
+class NextLaunch(Document):
+    """Where the next launch starts."""
+
+    sample_index: int
+    """Of its first sample; and where a trainer that brings a state of its own has to stand."""
+    digest: str
+    """The rolling digest there."""
+    skips: dict[int, int] | None
+    """How many samples of the order the run passes over from then on, by sample index; null where that stays."""
+
+
+def skips_text(skips: Mapping[int, int]) -> str:
+    """What a run passes over, for people."""
+    return ", ".join(f"{samples:,} samples at sample {index:,}" for index, samples in skips.items()) or "nothing"
+
+
 class RunStats(Document):
     """One run."""
 
@@ -134,11 +151,11 @@ class RunStats(Document):
     digest: str
     """Rolling digest at ``sample_index``."""
     total_tokens: int
-    """Committed: the order's position, with what was skipped."""
+    """Committed: the run's clock."""
     real_tokens: int
     """Of these, documents': without padding."""
     skipped_tokens: int
-    """The part of them that restores jumped over."""
+    """Of samples that were passed over; the clock is without them, but for what releases before 1.0 skipped."""
     tokens_per_s: float
     """Committed tokens per second over the last seconds."""
     window_fill: float
@@ -148,7 +165,7 @@ class RunStats(Document):
     ended: str | None
     """Why the data ended; null while it has not."""
     exhausted: bool
-    """Whether every source is, and the last of their samples is committed."""
+    """Whether every source is that was not dropped, and the last of their samples is committed."""
     error: str | None
     """What stopped the run; null while it is well."""
     tokenizer: str
@@ -157,6 +174,10 @@ class RunStats(Document):
     """The number of the revision in force; 0 for the mixture that the run began with."""
     next_revision: PlannedRevision | None
     """The next one, which samples to come will be under; null where none was made."""
+    skips: dict[int, int]
+    """How many samples of the order the run passes over, by sample index."""
+    pin: NextLaunch | None
+    """What a restore pinned for the next launch; null where that begins as it asks to."""
     reported: ReportStats | None
     """What a trainer reported last of its losses; null where nothing came since this server took the run up."""
     sources: list[SourceStats]
@@ -204,19 +225,6 @@ class SnapshotInfo(Document):
     sample_index: int
     saved_at: float
     """Unix time, seconds."""
-
-
-class NextLaunch(Document):
-    """Where the next launch starts: at a sample index, or so many samples after it."""
-
-    sample_index: int
-    """Where a trainer that brings a state of its own has to stand."""
-    digest: str
-    """The rolling digest there."""
-    skipped_samples: int
-    """Samples of the order that are jumped over after it."""
-    start_index: int
-    """Its first sample."""
 
 
 class PhaseInfo(Document):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from rich.console import Console
 from rich.table import Table
 
-from tokenloom_server.reports.stats import RunStats, SourceStats
+from tokenloom_server.reports.stats import RunStats, SourceStats, skips_text
 from tokenloom_server.reports.tables import table
 
 
@@ -24,7 +24,7 @@ def print_stats(out: Console, stats: RunStats) -> None:
         current = f"revision {stats.revision}" if stats.revision else "the mixture that the run began with"
         out.print(f"in force: {current}{later} (tokenloom mixture show)")
     out.print(sources_table(stats))
-    for line in _losses(stats), _rows_without_tokens(stats), _skipped(stats):
+    for line in _losses(stats), _rows_without_tokens(stats), _skipped(stats), _pinned(stats):
         if line:
             out.print(line)
     for rank in stats.ranks:
@@ -87,4 +87,13 @@ def _skipped(stats: RunStats) -> str:
         for source in stats.sources
         if source.skipped_samples
     )
-    return f"skipped by restores, and not counted above: {sources}" if sources else ""
+    passed = f"the order passes over {skips_text(stats.skips)}; " if stats.skips else ""
+    return passed + (f"skipped by restores, and not counted above: {sources}" if sources else "")
+
+
+def _pinned(stats: RunStats) -> str:
+    pin = stats.pin
+    if pin is None:
+        return ""
+    skips = "" if pin.skips is None else f"; from then on {skips_text(pin.skips)} are passed over"
+    return f"pinned for the next launch: sample {pin.sample_index:,}{skips}"

@@ -85,20 +85,14 @@ class RunCoordinator(StreamCommands):
     def lead(self, epoch: int, stored: StoredRun, timeline: Timeline, since: float, until: float) -> None:
         """This server leads from now on, at a new epoch; takes up what the ledger has, revisions included."""
         with self._lock:
-            if epoch == self.lease.epoch + 1 and stored.revision_changes < self.revision_changes:
-                # Where another server led meanwhile, that one knew what the ledger had, and has seen to it.
-                self._on_revisions_lost(stored.revision_changes)
+            error = self._loss_under(epoch, stored)
             self.lease = self.lease.taken(epoch, until)
             self.timeline, self._revising_at, self.uid = timeline, None, stored.uid
-            self.revision_changes = stored.revision_changes
+            self.revision_changes, self.pin = stored.revision_changes, stored.pin
             self._wakes.everyone()
             self._drop_generation()
             self._committed = self._committed_at = self._ledger_error = None
             self._committed_state = timeline.initial()
-            # A ledger that lost commits stops all ranks, also under a new lease, until a launch from a trainer's state
-            # has made it right again; that launch may have joined another server.
-            rolled_back = isinstance(self._error, LedgerRolledBack) and not self._ledger_loss.made_right(stored)
-            error = self._error if rolled_back else None
             self._take_up(stored)
             self._error = error
             self._up_since = since if self._up_since is None else min(since, self._up_since)
@@ -176,18 +170,25 @@ class RunCoordinator(StreamCommands):
                 return None
             return active.trained_on(self.clock(), self.timeouts.liveness_s)
 
-    def open_generation(self, uid: str, opening: Opening, start: State, committed: CommittedState) -> None:
-        """Writes an opening, and makes its generation the present one. Raises the ledger's errors."""
+    def open_generation(
+        self, uid: str, opening: Opening, start: State, committed: CommittedState, timeline: Timeline
+    ) -> None:
+        """Writes an opening, with the revision that ``timeline`` may have more, and makes its generation the present
+        one. Raises the ledger's errors."""
         with self._lock:
-            known, epoch = self.revision_changes, self.lease.epoch
+            known_revisions = self.timeline.revisions
+            if timeline.revisions[: len(known_revisions)] != known_revisions:
+                raise NotLeader(f"run {self.name!r} is being taken up anew; join again")
+            revision = next(iter(timeline.revisions[len(known_revisions) :]), None)
             try:
-                self.ledger.execute(Open(uid, self.stream, epoch, opening, committed, known_changes=known))
+                epoch, known = self.lease.epoch, self.revision_changes
+                self.ledger.execute(Open(uid, self.stream, epoch, opening, committed, revision, known_changes=known))
             except LedgerUnavailable as error:
                 self._await_ledger("a generation was opened", error)
                 raise
-            self.uid = uid
+            self.uid, self.timeline, self.pin = uid, timeline, None
+            self.revision_changes += revision is not None
             self._refused.clear()
-            self.timeline = self.timeline.with_clock(start.clock_offset)
             self._committed_state, self._committed_at = start, opening.opened_at
             self._install(opening, start, committed, resumed=False)
 

@@ -81,6 +81,7 @@ class ForkHandler:
         coordinator = self._coordinator
         self._refuse_other_tokens(foreign)
         theirs, same = self._sources(text, foreign)
+        parent = self._parent(foreign.run) if same is not None else None
         if same is None:
             self._refuse_other_batches(foreign)
         ours = {source.source for source in coordinator.order.config.sources}
@@ -96,6 +97,7 @@ class ForkHandler:
             # Those of the run that theirs was forked from are among them.
             left_samples=foreign.sample_index - sum(source.samples for source in kept),
             left_tokens=foreign.total_tokens - clock_offset - sum(source.token_offset for source in kept),
+            skips=parent.skips_after(foreign.sample_index) if parent is not None else [],
         )
         timeline = coordinator.timeline.with_origin(origin).with_clock(clock_offset)
         state = same if same is not None else _transplanted(timeline, origin, theirs)
@@ -136,7 +138,7 @@ class ForkHandler:
         coordinator = self._coordinator
         ours = coordinator.template()
         fields = (foreign.config_digest, foreign.manifest_digest)
-        carries = foreign.revisions or foreign.origin
+        carries = foreign.origin or not all("skips" in content for _, content in foreign.revisions)
         plain = fields == (ours["config_digest"], ours["manifest_digest"]) and not carries
         same = plain and not coordinator.timeline.revisions
         parent = self._parent(foreign.run)
@@ -144,8 +146,9 @@ class ForkHandler:
             state = parent.forward(parent.parse(text))
             theirs = parent.order_at(state.sample_index)
             _refuse_other_documents(theirs, coordinator.order)
-            return foreign.at(state, theirs.record.shape), state if same else None
-        if same:
+            # What was passed over is among what this run begins with.
+            return foreign.at(state, theirs.record.shape), replace(state, skips=()) if same else None
+        if same and not foreign.revisions:
             point = snapshot.parse(text, {**ours, "run": foreign.run}, coordinator.timeline.shape_at)
             state = self._history.forward(point)
             return foreign.at(state, coordinator.timeline.shape_at(state.sample_index, state.clock_offset)), state
@@ -250,7 +253,8 @@ def _transplanted(timeline: Timeline, origin: Origin, foreign: ForeignSnapshot) 
     ``SnapshotInvalid`` naming a file that it lacks."""
     factory = timeline.at(origin.sample_index)
     theirs = {source.spec: source for source in foreign.sources()}
-    left = [source for spec, source in theirs.items() if spec not in factory.record.specs and source.samples]
+    # Also one of which rows were read, and no sample is of this run.
+    left = [own for spec, own in theirs.items() if spec not in factory.record.specs and own.cursor is not None]
     entries = [{**source.model_dump(exclude_unset=True), "left_by": origin.run} for source in left]
     preserved = [*foreign.preserved, *map(canonical, entries)]
     sources: list[SourceState] = []

@@ -5,23 +5,29 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from tokenloom_proto.resume import counts_at
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server.core.state import MAX_COUNTER, Imported, State, digest_hex, jumped_over
+from tokenloom_server.core.state import MAX_COUNTER, Imported, State, digest_hex
 from tokenloom_server.errors import BeyondHorizon, NotFound, SnapshotInvalid
-from tokenloom_server.ledger.records import Opening, StoredRun
+from tokenloom_server.ledger.records import Opening, StoredRevision, StoredRun
 from tokenloom_server.order import foreign_checkpoint, foreign_payload, snapshot, snapshot_encode
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.replay import Replay, beyond_the_end
+from tokenloom_server.order.segments import skip_content
 from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.cursor_check import check_cursors
 from tokenloom_server.run.lineage import covering
+from tokenloom_server.run.pins import PinnedPoint
 from tokenloom_server.run.sizing import batch_plans_of
+
+#: Goes from a state to a sample index, by a timeline.
+Advance = Callable[[State, int, Timeline], State]
 
 #: What ``resume`` may be, beside a snapshot's id.
 LATEST, FRESH = "latest", "fresh"
@@ -40,13 +46,10 @@ class NearestState(NamedTuple):
 
 
 class Pin(NamedTuple):
-    """What a restore pinned for the next launch."""
+    """What a restore pinned for the next launch: where that begins, and the order, perhaps with a revision more."""
 
-    #: The point that the restore named. A trainer that loads a state must load the one of this point.
     point: ResumePoint
-    #: Where the next generation starts: at ``point``, or ``skipped`` samples after it.
-    start: ResumePoint
-    skipped: int
+    timeline: Timeline
 
 
 class History:
@@ -69,58 +72,39 @@ class History:
             return newest[2]
         return snapshot.parse(text, coordinator.template(), coordinator.timeline.shape_at)
 
-    def pin(self, text: str, skip: int, advance: Callable[[State, int], State] | None = None) -> str:
-        """A snapshot as the ledger keeps it until the next opening, with ``skip`` samples after it to jump over.
+    def pin(self, text: str, skip: int = 0, undo: bool = False, advance: Advance | None = None) -> PinnedPoint:
+        """A snapshot as the ledger keeps it until the next opening; ``skip`` samples after it are to be passed over,
+        and with ``undo`` no other than those that it passed.
 
         Goes forward, which proves the point before it is pinned and not when the next job starts; ``advance`` as in
         ``forward``. Raises ``SnapshotInvalid``, and ``BeyondHorizon`` where the data end among those to skip.
         """
-        point = self.parse(text)
-        before = self.forward(point, advance)
+        point, timeline = self.parse(text), self._coordinator.timeline
         if point.digest is None:
             # Of an older payload that only counts samples: what it stands for is known now.
-            text = self.seal(before, point.generation, uid=point.run_uid)
-        if not skip:
-            return text
-        after = (advance or self._advance)(before, before.sample_index + skip)
-        if after.sample_index < before.sample_index + skip:
-            raise BeyondHorizon(
-                f"{skip} samples after sample {before.sample_index} cannot be skipped: the data end at sample "
-                f"{after.sample_index}"
-            )
-        # The pin holds the state after the skip, so that the next opening need not go forward to it.
-        start = self.seal(jumped_over(before, after), point.generation, uid=point.run_uid)
-        revisions = self._revisions_before(after.sample_index)
-        return canonical({"revisions": revisions, "skipped": skip, "snapshot": text, "start": start})
+            text = self.seal(self.forward(point, advance), point.generation, uid=point.run_uid)
+            point = self.parse(text)
+        there = replace(point.base or timeline.initial(), sample_index=point.sample_index)
+        skips = timeline.skips_after(there, skip, undo)
+        changed = [*skips.items()] if skips != timeline.skips else None
+        pin = PinnedPoint(text, point.sample_index, point.digest or "", changed)
+        self.forward(point, advance, self.pinned(pin).timeline)
+        return pin
 
-    def _revisions_before(self, sample_index: int) -> list[list[float]]:
-        """What names the revisions that samples before an index were made under."""
-        return [
-            [revision.number, revision.sample_index, revision.made_at]
-            for revision in self._coordinator.timeline.revisions
-            if revision.sample_index <= sample_index
-        ]
-
-    def pinned(self, pin: str) -> Pin:
-        """What ``pin`` wrote. Raises ``SnapshotInvalid``."""
-        document = json.loads(pin)
-        if "start" not in document:
-            point = self.parse(pin)
-            return Pin(point, point, 0)
-        skip = document["skipped"]
-        point = self.parse(document["snapshot"])
-        if document["revisions"] != json.loads(canonical(self._revisions_before(point.sample_index + skip))):
-            # A revision came or went since: the way there is another one.
-            document = json.loads(self.pin(document["snapshot"], skip))
-        return Pin(point, self.parse(document["start"]), skip)
-
-    def digest_at(self, index: int) -> str:
-        """The rolling digest at a sample index of the present line."""
-        begin = self._foreign_start(self.openings())
-        if begin is not None and begin.sample_index == index:
-            # Its digest is known; and no state before it may be, where the first generation skipped samples.
-            return digest_hex(begin.digest)
-        return digest_hex(self._advance(self.nearest(index).state, index).digest)
+    def pinned(self, pin: PinnedPoint, made_at: float = 0.0) -> Pin:
+        """What a pin means now, for an opening at a Unix time. Raises ``SnapshotInvalid``."""
+        point, timeline = self.parse(pin.snapshot), self._coordinator.timeline
+        if pin.skips is None:
+            return Pin(point, timeline)
+        revision = StoredRevision(
+            number=len(timeline.revisions) + 1,
+            sample_index=point.sample_index,
+            made_at=made_at,
+            author="",
+            reason="a restore",
+            content=canonical(skip_content(dict(pin.skips))),
+        )
+        return Pin(point, timeline.with_revisions((*timeline.revisions, revision)))
 
     def refuse_foreign(self, point: ResumePoint, stored: StoredRun) -> None:
         """Raises ``SnapshotInvalid`` for a state out of another ledger, unless this one never opened the run."""
@@ -146,6 +130,10 @@ class History:
     def order_at(self, sample_index: int) -> PipelineFactory:
         """The order in force at a sample index."""
         return self._coordinator.timeline.at(sample_index)
+
+    def skips_after(self, sample_index: int) -> list[tuple[int, int]]:
+        """(sample index, samples) of what is passed over after a sample index."""
+        return [skip for skip in self._coordinator.timeline.skips.items() if skip[0] > sample_index]
 
     def committed_point(self, stored: StoredRun) -> ResumePoint:
         """Where the ledger stands."""
@@ -255,28 +243,37 @@ class History:
     def openings(self) -> Sequence[Opening]:
         return self._coordinator.ledger.openings(self._coordinator.uid, self._coordinator.stream)
 
-    def forward(self, point: ResumePoint, advance: Callable[[State, int], State] | None = None) -> State:
-        """The state at a resume point. Raises ``SnapshotInvalid`` where going forward gives another digest.
+    def forward(self, point: ResumePoint, advance: Advance | None = None, timeline: Timeline | None = None) -> State:
+        """The state at a resume point, after what is passed over there. Raises ``SnapshotInvalid`` where going forward
+        gives another digest.
 
-        ``advance`` goes from a state to a sample index, in the caller's own way.
+        ``advance`` goes from a state to a sample index, in the caller's own way; ``timeline``: the one to go by, None
+        for the run's.
         """
-        base = point.base or self._coordinator.timeline.with_clock(0).initial()
-        check_cursors(self._coordinator.timeline.with_clock(base.clock_offset), base)
-        state = (advance or self._advance)(base, point.sample_index)
+        timeline = timeline or self._coordinator.timeline
+        base = point.base or timeline.with_clock(0).initial()
+        timeline = timeline.with_clock(base.clock_offset)
+        check_cursors(timeline, base)
+        state = (advance or self._advance)(timeline.settled(base), point.sample_index, timeline)
         if state.sample_index != point.sample_index:
             raise SnapshotInvalid(
                 f"the snapshot is at sample {point.sample_index}, but the data end at sample {state.sample_index}"
             )
         digest = digest_hex(state.digest)
         if (digest, state.total_tokens) != (point.digest or digest, point.total_tokens):
-            after = [each for each in self._revisions_before(point.sample_index) if each[1] >= base.sample_index]
-            reason = "".join(f"without revision {one[0]}, which holds from sample {one[1]} on, " for one in after)
+            # Perhaps it was taken without what is passed over between the two.
+            timeline.check_skips(base, point.sample_index)
+            between = range(base.sample_index, point.sample_index + 1)
+            after = [one for one in timeline.revisions if one.sample_index in between]
+            reason = "".join(
+                f"without revision {one.number}, which holds from sample {one.sample_index} on, " for one in after
+            )
             raise SnapshotInvalid(
                 f"going forward from sample {base.sample_index} to {point.sample_index} gives digest {digest} and "
                 f"{state.total_tokens} tokens, but the snapshot says {point.digest} and {point.total_tokens}: it was "
                 f"made {reason}from other data or by other software"
             )
-        counts = counts_at(json.loads(self._coordinator.timeline.encode(state)), state.sample_index, state.total_tokens)
+        counts = counts_at(json.loads(timeline.encode(state)), state.sample_index, state.total_tokens)
         theirs = counts if point.counts is None else point.counts
         for spec in sorted({*counts, *theirs}):
             if theirs.get(spec) != counts.get(spec):
@@ -314,7 +311,7 @@ class History:
             state = group.state_after(steps - 1) if steps else group.base
             text = self.seal(state, generation.number, group.resume_state)
         elif index == commit.sample_index:
-            state = self._advance(view.timeline.decode(commit.state), index)
+            state = self._advance(view.timeline.decode(commit.state), index, view.timeline)
             text = self.seal(state, generation.number, commit.state)
         else:
             text = self._recomputed(index)
@@ -333,8 +330,9 @@ class History:
         if opening is None:
             raise BeyondHorizon(f"sample {index} lies before the first state that the ledger holds of this run")
         boundary = batch_plans_of(opening).boundary(index)
-        base = self._advance(self._journalled(opening, boundary), boundary)
-        state = self._advance(base, index)
+        timeline = self._coordinator.timeline
+        base = self._advance(self._journalled(opening, boundary), boundary, timeline)
+        state = self._advance(base, index, timeline)
         if state.sample_index != index:
             raise beyond_the_end(index, state.sample_index)
         return self.seal(state, opening.generation, self._coordinator.timeline.encode(base, opening.generation))
@@ -350,8 +348,8 @@ class History:
         journalled = timeline.decode(entry.state)
         return journalled if start.sample_index < journalled.sample_index <= index else start
 
-    def _advance(self, state: State, sample_index: int) -> State:
+    def _advance(self, state: State, sample_index: int, timeline: Timeline) -> State:
         if state.sample_index == sample_index:
             return state
         with self._forward_lock:
-            return Replay(self._coordinator.timeline, state).forward(sample_index)
+            return Replay(timeline, state).forward(sample_index)

@@ -12,10 +12,12 @@ from tokenloom_server.ledger.records import Opening, StoredRun
 from tokenloom_server.order.batch_plans import BatchPlans
 from tokenloom_server.order.position_line import position_lines
 from tokenloom_server.order.snapshot import ResumePoint
+from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.commits import commit_of
 from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.history import History
+from tokenloom_server.run.history import History, Pin
 from tokenloom_server.run.join_call import JoinCall, ResumeChoice, position_of
+from tokenloom_server.run.pins import PinnedPoint
 from tokenloom_server.run.revise import RevisionHandler, brings
 from tokenloom_server.run.sizing import batch_plans_of
 
@@ -62,23 +64,28 @@ class GenerationOpener:
                 return stored.opening
             self._refuse_busy(call)
             # The trainer's state carries its revisions; a ledger that lost some takes them from it.
-            self._revisions.take_over(call.state or stored.pin or "")
-            choice = self.choice_of(call)
-            point, skipped = self._resolve(call, stored)
-            start = self._history.forward(point)
+            pinned = PinnedPoint.read(stored.pin) if stored.pin is not None else None
+            self._revisions.take_over(call.state or (pinned.snapshot if pinned is not None else ""))
+            choice, opened_at = self.choice_of(call), coordinator.wall_clock()
+            pin = self._history.pinned(pinned, opened_at) if pinned is not None else None
+            timeline = pin.timeline if pin is not None else coordinator.timeline
+            point = self._resolve(call, stored, pin)
+            start = self._history.forward(point, timeline=timeline)
+            timeline = timeline.with_clock(start.clock_offset)
             uid = self._adopt(point, stored)
-            opening = self._lay(call, stored, point, skipped, start)
+            opening = self._lay(call, stored, point, timeline, start, opened_at)
             # Noted before the write: where its answer is lost, the same rank asks again.
             self._newest = call.attempt, choice
-            committed = commit_of(coordinator.timeline.with_clock(start.clock_offset), start, opening.start_state)
-            coordinator.open_generation(uid, opening, start, committed)
+            committed = commit_of(timeline, start, opening.start_state)
+            coordinator.open_generation(uid, opening, start, committed, timeline)
         self._log_opening(opening, start, point.notes)
         return opening
 
-    def _lay(self, call: JoinCall, stored: StoredRun, point: ResumePoint, skipped: int, start: State) -> Opening:
+    def _lay(
+        self, call: JoinCall, stored: StoredRun, point: ResumePoint, timeline: Timeline, start: State, opened_at: float
+    ) -> Opening:
         """What is to be written."""
         coordinator = self._coordinator
-        timeline = coordinator.timeline.with_clock(start.clock_offset)
         batch_plans = BatchPlans.lay(
             call.schedule,
             start_index=start.sample_index,
@@ -98,8 +105,7 @@ class GenerationOpener:
             group_micro_steps=batch_plans.plans[0].group_micro_steps,
             start_index=start.sample_index,
             start_state=timeline.encode(start),
-            opened_at=coordinator.wall_clock(),
-            skipped=skipped,
+            opened_at=opened_at,
             parent_run=origin.to_json() if origin is not None else "",
             batch_plans=batch_plans.text,
             process=call.process,
@@ -145,34 +151,31 @@ class GenerationOpener:
         """What rank 0 asked for; None where that is forgotten."""
         if self._newest is not None and self._newest[0] == call.attempt:
             return self._newest[1]
-        if not call.state:
+        if not call.state or opening.skipped:
             return None
         # Opened before a restart of the server: what rank 0 asked for is forgotten, where it led is not.
         start = self._coordinator.timeline.decode(opening.start_state)
-        index, digest = start.sample_index - opening.skipped, digest_hex(start.digest)
-        if opening.skipped:
-            digest = self._history.digest_at(index)
         is_known = self._history.parse(call.state).digest is not None
-        return ResumeChoice.of_state(index, digest if is_known else None)
+        return ResumeChoice.of_state(start.sample_index, digest_hex(start.digest) if is_known else None)
 
-    def _resolve(self, call: JoinCall, stored: StoredRun) -> tuple[ResumePoint, int]:
-        """Where the generation starts, and how many samples it jumps over right before."""
+    def _resolve(self, call: JoinCall, stored: StoredRun, pin: Pin | None) -> ResumePoint:
+        """Where the generation starts."""
         history = self._history
         if call.state and call.resume:
             raise JoinRefused(f"rank {call.rank} brings a loaded state and resume={call.resume!r}: give one of them")
         wanted = history.asked_for(stored, call.state, call.resume)
-        if stored.pin is not None:
-            pinned, start, skipped = history.pinned(stored.pin)
+        if pin is not None:
+            pinned = pin.point
             if wanted is not None and not _same_place(wanted, pinned):
                 raise JoinRefused(
                     f"a restore pinned {position_of(pinned.sample_index, pinned.digest)} as the next resume point, but "
                     f"rank {call.rank} resumes from {position_of(wanted.sample_index, wanted.digest)}: join "
-                    "without a state to take the pin, or restore to the trainer's own state"
+                    "without a state to take the pin, restore to the trainer's own state, or take the pin back "
+                    "(tokenloom restore --cancel)"
                 )
-            return start, skipped
+            return pinned
         if wanted is not None:
-            self._warn_of_skip(wanted, stored.opening)
-            return wanted, 0
+            return wanted
         committed = stored.committed
         if committed is not None and committed.sample_index > 0:
             raise ResumePointNeeded(
@@ -182,17 +185,7 @@ class GenerationOpener:
                 "begins at sample 0 without a checkpoint, and load_state_dict(…) goes on from one. Or say "
                 "resume='latest' (go on at that sample) or resume=<snapshot id>"
             )
-        return history.beginning(), 0
-
-    def _warn_of_skip(self, wanted: ResumePoint, present: Opening | None) -> None:
-        """A skip holds for the launch that began with it: a state from before it brings the skipped samples back."""
-        if present is not None and wanted.sample_index < present.start_index <= wanted.sample_index + present.skipped:
-            _log.warning(
-                "%s: generation %d jumped over the %d samples before sample %d, and this launch, which resumes from "
-                "sample %d, will be given those; to skip them again: tokenloom restore … --sample %d --skip-samples %d",
-                self._coordinator.name, present.generation, present.skipped, present.start_index, wanted.sample_index,
-                wanted.sample_index, present.start_index - wanted.sample_index,
-            )  # fmt: skip
+        return history.beginning()
 
     def _adopt(self, point: ResumePoint, stored: StoredRun) -> str:
         """The run's uid: a trainer's state brings its own to a ledger that never opened the run."""
@@ -212,11 +205,8 @@ class GenerationOpener:
         )  # fmt: skip
         for plan in batch_plans_of(opening).plans[1:]:
             _log.info("%s: %d samples per rank from sample %d on", coordinator.name, plan.batch_size, plan.start_index)
-        if opening.skipped:
-            _log.info(
-                "%s: samples %d to %d are skipped", coordinator.name, opening.start_index - opening.skipped,
-                opening.start_index - 1,
-            )  # fmt: skip
+        for line in coordinator.timeline.skips_from(start):
+            _log.info("%s: %s", coordinator.name, line)
         for revision in coordinator.timeline.revisions:
             if revision.sample_index > start.sample_index:
                 _log.info(

@@ -17,7 +17,7 @@ from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order import revision_content, snapshot
 from tokenloom_server.order.origin import Origin
 from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.history import History
+from tokenloom_server.run.pins import PinnedPoint
 from tokenloom_server.run.views import RunView
 
 _log = logging.getLogger(__name__)
@@ -29,9 +29,8 @@ MAX_REVISIONS = 1000
 class RevisionHandler:
     """Makes and drops the revisions of one run. Thread-safe."""
 
-    def __init__(self, coordinator: RunCoordinator, history: History) -> None:
+    def __init__(self, coordinator: RunCoordinator) -> None:
         self._coordinator = coordinator
-        self._history = history
 
     def revise(self, change: MixtureChange) -> StoredRevision:
         """Makes a change hold from a sample index on; returns once that is durable. One that is only tried is returned
@@ -139,7 +138,7 @@ class RevisionHandler:
         texts = [generation.start_index]
         texts += [one["sample_index"] for one in saved if one["generation"] == generation.number]
         if stored.pin is not None:
-            texts.append(self._history.pinned(stored.pin).start.sample_index)
+            texts.append(PinnedPoint.read(stored.pin).sample_index)
         return 1 + max(texts)
 
     def _write(self, epoch: int, revision: StoredRevision, known_changes: int, closes: int = 0) -> int:
@@ -183,7 +182,7 @@ class RevisionHandler:
                         coordinator.name, brought.sample_index, index,
                     )  # fmt: skip
             missing = [(index, content) for index, content in missing if index <= brought.sample_index]
-        after = timeline.revisions[-1].sample_index if timeline.revisions else 0
+        after = timeline.last_revised
         if stored.opening is not None and stored.committed is not None:
             after = max(after, stored.committed.sample_index)
         if (timeline is coordinator.timeline and not missing) or any(index < after for index, _ in missing):
@@ -225,13 +224,13 @@ def _index_of(run: str, change: MixtureChange, view: RunView, least: int) -> int
             f"run {run!r} has {len(timeline.revisions)} revisions, and a run may have {MAX_REVISIONS}: "
             "put several changes into one, or plan them (a schedule, or phases) in a run forked from here"
         )
-    newest = timeline.revisions[-1] if timeline.revisions else None
+    last = max(timeline.revisions, key=lambda revision: revision.sample_index, default=None)
     wished = change.sample_index
     if change.total_tokens is not None:
         wished = timeline.index_at(change.total_tokens)
-    if wished is not None and newest is not None and wished < newest.sample_index:
+    if wished is not None and last is not None and wished < last.sample_index:
         raise ConfigError(
-            f"revision {newest.number} holds from sample {newest.sample_index} on, and one at sample {wished} "
+            f"revision {last.number} holds from sample {last.sample_index} on, and one at sample {wished} "
             "would come before it: choose a later sample, or drop that one first"
         )
     # A phase with another sequence length ends what a generation produces, but not the data.
@@ -255,10 +254,12 @@ def _droppable(run: str, number: int, view: RunView) -> int:
     revisions, least = view.timeline.revisions, view.generation.first_unproduced
     if not 1 <= number <= len(revisions):
         raise NotFound(f"run {run!r} has {len(revisions)} revisions, and none of number {number}")
-    index = revisions[number - 1].sample_index
+    # Skips may lie before revisions that were made earlier.
+    first = min(revisions[number - 1 :], key=lambda revision: revision.sample_index)
+    index = first.sample_index
     if index < least:
         raise BeyondHorizon(
-            f"revision {number} holds from sample {index} on, and samples before {least} may have been produced "
+            f"revision {first.number} holds from sample {index} on, and samples before {least} may have been produced "
             f"already: undo it by another revision of run {run!r}, or restore to a sample before it first, by more "
             "than the window and a state boundary"
         )

@@ -17,6 +17,7 @@ from tokenloom_server.config.stream import TRAIN
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import LedgerError, LedgerRolledBack, NotLeader, TokenloomError
 from tokenloom_server.ledger.base import Ledger
+from tokenloom_server.ledger.commands import Pin
 from tokenloom_server.ledger.records import CommittedState, Opening, StoredRun
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.steps import StepGroup
@@ -67,6 +68,8 @@ class RunState:
         self.uid = uid
         #: How many changes of the revisions the ledger has acknowledged to this server: every write says so.
         self.revision_changes = 0
+        #: Where the next launch begins, as a ``PinnedPoint``; None where nothing is pinned.
+        self.pin: str | None = None
         self.lease = LeaseState()
         self.stopping = False
         self._active: ActiveGeneration | None = None
@@ -115,6 +118,13 @@ class RunState:
         if stored is None:
             raise LedgerError(f"run {self.name!r} is gone from {self.ledger.description}; restart the server")
         return stored
+
+    def set_pin(self, pin: str | None) -> None:
+        """Writes where the next launch begins; None takes it back. Raises the ledger's errors."""
+        with self.one_change:
+            epoch, known = self.lease.epoch, self.revision_changes
+            self.ledger.execute(Pin(self.uid, self.stream, epoch, pin, known_changes=known))
+            self.pin = pin
 
     def template(self, uid: str = "", generation: int = 0) -> dict[str, Any]:
         """What every snapshot of a generation says beside its position and state."""
@@ -233,17 +243,22 @@ class RunState:
         generation = self._active.generation.number if self._active is not None else self._ledger_loss.generation
         self._ledger_loss = LedgerLoss(generation, known_index, self.revision_changes, self.wall_clock())
 
-    def _on_revisions_lost(self, changes: int) -> None:
-        """The ledger lost revisions while nobody knew whether a write was done: no renewal has found that out."""
+    def _loss_under(self, epoch: int, stored: StoredRun) -> TokenloomError | None:
+        """What the ledger lost, if it did: that stops all ranks, also under a new lease, until a launch from a trainer's
+        state has made it right again; that launch may have joined another server."""
         if isinstance(self._error, LedgerRolledBack):
-            return
+            return None if self._ledger_loss.made_right(stored) else self._error
+        # Where another server led meanwhile, that one knew what the ledger had, and has seen to it.
+        if epoch != self.lease.epoch + 1 or stored.revision_changes >= self.revision_changes:
+            return None
+        # While nobody knew whether a write was done: no renewal has found it out.
         self._note_ledger_loss(self.committed_through)
-        self._stop_for_all(
-            LedgerRolledBack(
-                f"run {self.name!r}: {self.ledger.description} has {changes} changes of its revisions (made or "
-                f"dropped), but had acknowledged {self.revision_changes}. {LedgerRolledBack.remedy}"
-            )
+        error = LedgerRolledBack(
+            f"run {self.name!r}: {self.ledger.description} has {stored.revision_changes} changes of its revisions (made "
+            f"or dropped), but had acknowledged {self.revision_changes}. {LedgerRolledBack.remedy}"
         )
+        self._stop_for_all(error)
+        return error
 
     def _steps_wanted(self) -> int:
         """How many micro-steps to produce now; 0 to wait."""

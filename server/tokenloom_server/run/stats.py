@@ -11,13 +11,14 @@ from dataclasses import replace
 
 from tokenloom_server.core.state import EpochCursor, FileCursor, SourceState, State, WindowCursor, row_cursor
 from tokenloom_server.errors import TokenloomError
-from tokenloom_server.ledger.records import CommittedState, Counters
+from tokenloom_server.ledger.records import CommittedState, Counters, StoredRevision
 from tokenloom_server.mixing.mixer import ALL_EXHAUSTED, target_shares
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.position_line import position_lines
-from tokenloom_server.reports.stats import LedgerStats, PlannedRevision, RankStats, RunStats, SourceStats
+from tokenloom_server.reports.stats import LedgerStats, NextLaunch, PlannedRevision, RankStats, RunStats, SourceStats
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.losses import Losses
+from tokenloom_server.run.pins import PinnedPoint
 from tokenloom_server.run.views import RunView
 from tokenloom_server.sources.scheme import scheme_of
 
@@ -45,14 +46,18 @@ class StatsReader:
         coordinator = self._coordinator
         view = coordinator.view()
         generation, timeline, committed, state = view.generation, view.timeline, view.commit, view.state
-        in_force = sum(revision.sample_index <= committed.sample_index for revision in timeline.revisions)
+        # A skip may lie before revisions that were made earlier.
+        revisions = sorted(timeline.revisions, key=lambda revision: (revision.sample_index, revision.number))
+        in_force = sum(revision.sample_index <= committed.sample_index for revision in revisions)
         reported, losses = self._losses.newest()
         record, config = timeline.at(state.sample_index).record, timeline.at(state.sample_index).config
         engine = record.engine
         # A state knows a source as exhausted once a pick of it failed, and after the last sample there is none.
         ended = generation.end.reason if generation.end is not None else None
         if exhausted := generation.over and ended is not None and ended.startswith(ALL_EXHAUSTED):
-            state = replace(state, sources=tuple(replace(source, exhausted=True) for source in state.sources))
+            dropped = [source.presence == "dropped" for source in config.sources]
+            pairs = zip(state.sources, dropped, strict=True)
+            state = replace(state, sources=tuple(own if gone else replace(own, exhausted=True) for own, gone in pairs))
         return RunStats(
             run=coordinator.name,
             stream=coordinator.stream,
@@ -78,8 +83,10 @@ class StatsReader:
             exhausted=exhausted,
             error=f"{view.error.name}: {view.error}" if view.error is not None else None,
             tokenizer=f"{engine.engine} {engine.version}" if engine is not None else "none: the sources hold ids",
-            revision=in_force,
-            next_revision=_planned(view, in_force),
+            revision=revisions[in_force - 1].number if in_force else 0,
+            next_revision=_planned(view, revisions[in_force:]),
+            skips=timeline.skips,
+            pin=next_launch(coordinator.pin) if coordinator.pin is not None else None,
             reported=reported,
             sources=self.sources(committed, state, view.earlier_commit[1], over=generation.over, losses=losses),
             ranks=_ranks(view),
@@ -241,11 +248,17 @@ def _stores_row_counts(order: PipelineFactory, source: int) -> bool:
     return scheme_of(order.config.sources[source].spec).reader(order.record.shards[source]).stores_row_counts
 
 
-def _planned(view: RunView, in_force: int) -> PlannedRevision | None:
-    """The revision after those in force."""
-    if in_force == len(view.timeline.revisions):
+def next_launch(pin: str) -> NextLaunch:
+    """What a pin says, for people."""
+    _, index, digest, skips = PinnedPoint.read(pin)
+    return NextLaunch(sample_index=index, digest=digest, skips=None if skips is None else dict(skips))
+
+
+def _planned(view: RunView, revisions: Sequence[StoredRevision]) -> PlannedRevision | None:
+    """The first of the revisions after those in force."""
+    if not revisions:
         return None
-    coming = view.timeline.revisions[in_force]
+    coming = revisions[0]
     eta_s = view.seconds_until(coming.sample_index)
     return PlannedRevision(number=coming.number, sample_index=coming.sample_index, eta_s=eta_s)
 

@@ -96,7 +96,7 @@ class RunView(NamedTuple):
         if generation.stands_still and kept is not None:
             first = max(kept, self.commit.sample_index, *(rank.position for rank in generation.ranks))
             first += -first % self.timeline.at(first).config.pick_samples
-        return max(first, *(revision.sample_index for revision in self.timeline.revisions[-1:]), 0)
+        return max(first, self.timeline.last_revised)
 
     def closed_by(self, sample_index: int) -> int:
         """The generation that a revision at a sample index closes, since samples after it may be produced; 0: none."""

@@ -118,6 +118,10 @@ class Remote:
         """Pins where the next generation starts. ``request``: the body, as the route has it."""
         return self._pin(run, "restore", request)
 
+    def cancel_restore(self, run: str) -> NextLaunch:
+        """Takes back what is pinned, and returns it. Also raises ``NotFound``."""
+        return self._read(NextLaunch, self._get(f"{_path(run)}/restore", b"", method="DELETE"))
+
     def fork(self, run: str, **request: str | int | None) -> NextLaunch:
         """Pins where a run that has not begun begins. ``request``: the body, as the route has it."""
         return self._pin(run, "fork", request)

@@ -56,7 +56,7 @@ def training(served: ServedRun, request: wire.JoinRequest) -> wire.JoinResponse:
             )
             for plan in (plans if len(plans) > 1 else ())
         ],
-        skipped_samples=opening.skipped,
+        skips=served.coordinator.timeline.skips_from(joined.start),
     )
 
 

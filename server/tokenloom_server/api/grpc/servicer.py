@@ -82,12 +82,12 @@ class DataLoader:
             text=request.snapshot_json if kind == "snapshot_json" else None,
             skip_samples=request.skip_samples,
             skip_tokens=request.skip_tokens,
+            undo_skip=request.undo_skip,
         )
         return wire.RestoreResponse(
             sample_index=point.sample_index,
             digest=point.digest,
-            skipped_samples=point.skipped_samples,
-            start_index=point.start_index,
+            skips=point.skips or {},
         )
 
     @rpc(Scope.READ, wire.StatsRequest)

@@ -181,8 +181,11 @@ class Content(_Part):
 
     @property
     def left_samples(self) -> int:
-        """Samples before the state that none of its sources gave: those of a forked run's parent alone."""
-        return _count_or_zero((self.forked or {}).get("left_samples"))
+        """Samples before the state that none of its sources gave, those of a forked run's parent alone; less those that
+        have no sample index, since they were passed over."""
+        passed = [_list(skip) for skip in _list(_mapping(self.document.get("resume_state")).get("skips"))]
+        left = (self.forked or {}).get("left_samples")
+        return (_integer(left) or 0) - sum(_count_or_zero(skip[1]) for skip in passed if len(skip) == 3)
 
 
 class _WrittenNode(_Part):
@@ -226,10 +229,13 @@ def read(path: Path, state: DataState, mixture: RunConfig | None = None, sizes: 
     # None where it changed during the run.
     length = tokens // index if index and tokens and not tokens % index else None
     nodes = _nodes(resume, written, sources, mixture)
-    revisions = [_count(_mapping(revision).get("sample_index")) for revision in _list(resume.get("revisions"))]
+    changes = [_mapping(revision) for revision in _list(resume.get("revisions"))]
+    changes = [revision for revision in changes if "skips" not in _mapping(revision.get("content"))]
+    revisions = [_count(revision.get("sample_index")) for revision in changes]
     return Content.model_validate(
         {
             "sample_index": resume.get("sample_index"),
+            "total_tokens": resume.get("total_tokens"),
             **document,
             "file": str(path),
             "where": state.where,

@@ -33,8 +33,10 @@ def _of_nested(content: Content) -> Iterator[str]:
         yield "examples_per_dataset: missing: its loader would count from 0 again; here it follows from child_states"
     for node in content.nodes:
         yield from (f"{node.name}: nothing counts what {own.name} gave" for own in node.children if own.samples is None)
-    samples = sum(child.samples or 0 for child in content.nodes[0].children)
-    if content.sample_index not in (None, samples):
+    samples = sum(child.samples or 0 for node in content.nodes[:1] for child in node.children)
+    if not content.nodes:
+        yield "child_states: found no list of them; expected one, of what each dataset says"
+    elif content.sample_index not in (None, samples):
         yield f"current_example_count: found {content.sample_index}, but its datasets gave {samples}"
 
 
@@ -99,7 +101,7 @@ def _of_sources(content: Content) -> Iterator[str]:
 def _place_fields(content: Content, entry: Mapping[str, Any]) -> tuple[str, ...]:
     """What an entry needs to say where its source stands; at its beginning a snapshot says nothing."""
     if content.kind == OLDER:
-        return ("shard", "row_offset")
+        return ("row_offset",)
     for fields in (("shard", "shard_index", "row_offset"), ("window", "window_row"), ("epoch_rows",)):
         if any(field in entry for field in fields):
             return ("epoch", *fields)

@@ -28,7 +28,7 @@ class DigestPoint:
     tokens: int
     #: Samples by spec; None where not known.
     samples: Mapping[str, int] | None
-    #: Samples before the index that restores jumped over.
+    #: Sample indices before it that releases before 1.0 jumped over.
     skipped: int
     #: Which these are; None where not known.
     skips: tuple[Range, ...] | None
@@ -155,6 +155,7 @@ def _point(state: Mapping[str, Any]) -> DigestPoint:
         tokens=state["total_tokens"],
         samples=None,
         # Restores jump to where a generation begins, and that is a boundary: none lie between the two points.
-        skipped=sum(dataset.get("skipped_samples", 0) for dataset in datasets),
+        skipped=sum(dataset.get("skipped_samples", 0) for dataset in datasets)
+        - sum(samples for _, samples, _ in (state.get("resume_state") or state).get("skips", ())),
         skips=None,
     )

@@ -33,6 +33,9 @@ class RestoreRequest(Model):
     """Samples of the order after that point that are not delivered: a bad range after a loss spike."""
     skip_tokens: SampleIndex = 0
     """The same in tokens, rounded up to whole samples."""
+    undo_skip: bool = False
+    """Whether skips that the state at that point did not pass are taken back: for a state from beyond a skip that was
+    taken without it."""
 
     @model_validator(mode="after")
     def _exactly_one(self) -> RestoreRequest:
@@ -65,7 +68,7 @@ _RESTORE_EXAMPLES = {
     "saved": {"summary": "A saved snapshot", "value": {"snapshot_id": "4096-1f9a3c0d72be"}},
     "index": {"summary": "A sample index", "value": {"sample_index": 4096}},
     "skip": {
-        "summary": "A sample index, and a range after it that is jumped over",
+        "summary": "A sample index, and a range after it that is passed over",
         "value": {"sample_index": 4096, "skip_samples": 512},
     },
     "text": _SNAPSHOT_EXAMPLE,
@@ -84,8 +87,8 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         """Pin where the next generation starts.
 
         Nothing moves until the next trainer opens its generation. One that brings a state of its own must bring this
-        one; another is refused with both named. Samples to skip are jumped over after it, are counted apart, and may
-        take a while: the server goes forward through them.
+        one; another is refused with both named. Samples to skip are passed over after it, by that generation and all
+        that come there later; they are counted apart, and may take a while: the server goes forward through them.
         """
         return backend.runs.get(run).start_points.restore(
             snapshot_id=request.snapshot_id,
@@ -93,7 +96,16 @@ def add_routes(routes: Routes, backend: Backend) -> None:
             text=request.snapshot,
             skip_samples=request.skip_samples,
             skip_tokens=request.skip_tokens,
+            undo_skip=request.undo_skip,
         )
+
+    @routes.add("DELETE", "/v1/runs/{run}/restore", Scope.CONTROL, errors=(404, 409, 422, 500, 503), tags=["snapshots"])
+    def cancel_restore(run: RunName) -> NextLaunch:
+        """Take back what is pinned, and return it.
+
+        The next generation starts where its trainer asks to. Where nothing is pinned, the answer is `NotFound`.
+        """
+        return backend.runs.get(run).start_points.cancel()
 
     @routes.add("POST", "/v1/runs/{run}/fork", Scope.CONTROL, errors=_ERRORS, tags=["snapshots"])
     def fork(run: RunName, request: Annotated[ForkRequest, Body(openapi_examples=_FORK_EXAMPLES)]) -> NextLaunch:

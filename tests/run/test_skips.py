@@ -1,0 +1,107 @@
+"""Skips: a restore passes over samples from a sample index on, and every launch that comes there does so again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from support.corpora import PROSE, mixture
+from support.served import RUN, Place, Sample, Trainer, part, sequence
+from tokenloom_server.api.served_run import ServedRun
+from tokenloom_server.config.mixture_change import MixtureChange
+from tokenloom_server.errors import BeyondHorizon, ConfigError, LimitExceeded, SnapshotInvalid
+from tokenloom_server.ledger.commands import Pin
+
+Made = Callable[..., Place]
+
+
+def without(samples: list[Sample], *ranges: tuple[int, int]) -> list[Sample]:
+    """What is given where ranges of these are passed over: indices go on without a gap."""
+    return [sample for i, sample in enumerate(samples) if not any(first <= i < end for first, end in ranges)]
+
+
+def test_every_launch_passes_over_the_range_until_a_state_without_it_takes_it_back(made: Made) -> None:
+    place = made(packing="none", sequence_length=16, pad_id=3)
+    served = place.serve()
+    samples = sequence(served)
+    trainer = Trainer(served)
+    trainer.train(10)
+    with pytest.raises(LimitExceeded, match="one restore goes forward through"):
+        served.start_points.restore(sample_index=12, skip_tokens=2**35)
+    early, checkpoint, between, late = map(trainer.state, (12, 20, 24, 36))
+    run, pin = served.coordinator, {"revisions": [], "skipped": 7, "snapshot": checkpoint.decode(), "start": "…"}
+    # As releases of before pinned it; the present generation goes on.
+    run.ledger.execute(Pin(run.uid, run.stream, run.lease.epoch, json.dumps(pin)))
+    assert trainer.take(1) == part(samples, 40, 44)
+    given = without(samples, (20, 27))
+    for state, index, world_size, batch_size in ((checkpoint, 20, 2, 2), (early, 12, 3, 1), (early, 12, 1, 5)):
+        served = place.restart()
+        again = Trainer(served, world_size, batch_size, state=state)
+        assert again.take(9) == part(given, index, index + 9 * world_size * batch_size)
+        assert again.state().decode() == served.history.snapshot(again.index)[0]
+        counts = json.loads(again.state())["counts"].values()
+        assert sum(count["samples"] for count in counts) == again.index
+        assert 0 < sum(count["real_tokens"] for count in counts) < again.index * 16
+    for without_it in (between, late):
+        with pytest.raises(SnapshotInvalid, match=r"at sample 20 this run passes over 7 .* --undo-skip"):
+            Trainer(served, state=without_it)
+        pinned = served.start_points.restore(text=without_it.decode(), undo_skip=True)
+        assert (served.stats.read().pin, pinned.skips) == (pinned, {})
+        assert served.start_points.cancel() == pinned
+    served.start_points.restore(text=between.decode(), undo_skip=True)
+    assert Trainer(place.restart(), 1, 4, state=between).take(2) == part(samples, 24, 32)
+    with pytest.raises(SnapshotInvalid, match=r"at sample 20 this run passes over 0 .* a line that passed over 7"):
+        Trainer(place.runs.get(RUN), state=again.state())
+
+
+def test_an_empty_ledger_takes_skips_from_a_trainers_state(place: Place, served: ServedRun, tmp_path: Path) -> None:
+    given = without(sequence(served), (20, 27), (47, 51))
+    Trainer(served).train(5)
+    for index, skipped in ((20, 7), (40, 4)):
+        served.start_points.restore(sample_index=index, skip_samples=skipped)
+        Trainer(served).take(10)
+    trainer = Trainer(served, 1, 4, resume="fresh")
+    trainer.take(12)
+    for index in (4, 20, 24, 44):
+        place.stop()
+        moved = Trainer(place.serve(tmp_path / f"elsewhere-{index}.db"), 1, 5, state=trainer.state(index))
+        assert moved.train(10) == part(given, index, index + 50)
+
+
+def test_a_fork_inherits_what_its_parent_passes_over(made: Made) -> None:
+    place = made()
+    served = place.serve()
+    samples = sequence(served)
+    Trainer(served).train(10)
+    served.start_points.restore(sample_index=20, skip_samples=7)
+    Trainer(served).take(5)
+    whole = Trainer(served, resume="fresh")
+    whole.take(9)
+    given = without(samples, (20, 27))
+    for name, index in (("before", 12), ("at", 20), ("after", 28)):
+        path = place.path.with_name(f"{name}-{place.path.name}")
+        path.write_text(yaml.safe_dump(mixture(run=name, window_micro_steps=6)))
+        fork = Trainer(place.runs.add(path, None), 1, 2, state=whole.state(index), fork=True)
+        assert fork.take(20) == part(given, index, index + 40), name
+
+
+def test_a_skip_that_was_pinned_before_a_revision_stays_one_of_its_samples(made: Made) -> None:
+    place = made(window_micro_steps=4)
+    served = place.serve()
+    samples = sequence(served)
+    Trainer(served, 1, 1).train_to(8)
+    served.start_points.restore(sample_index=8, skip_samples=60)
+    change = {"reason": "a test", "drop": [PROSE]}
+    index = served.revision_handler.revise(MixtureChange.model_validate(change)).sample_index
+    assert 8 < index < 60
+    taken = Trainer(served, 1, 1).train_to(90).taken()
+    assert {at: taken[at] for at in range(8, index)} == part(without(samples, (8, 68)), 8, index)
+    assert 2 not in {sample.source for at, sample in taken.items() if at >= index}
+    # A revision of a later index than the skip's is not dropped with it, nor is the skip with a revision.
+    with pytest.raises(BeyondHorizon, match="revision 2 holds from sample 8 on"):
+        served.revision_handler.drop(1)
+    with pytest.raises(ConfigError, match=f"revision 1 holds from sample {index} on"):
+        served.revision_handler.revise(MixtureChange.model_validate(change | {"sample_index": index - 1}))
