@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tokenloom_proto.errors import SnapshotInvalid
-from tokenloom_proto.resume import OLDER_KEYS, counts_at, older_payload, real_tokens
+from tokenloom_proto.resume import OLDER_KEYS, Given, counts_at, older_payload, real_tokens
 from tokenloom_proto.seal import CHECKSUM, SNAPSHOT_FORMAT, SNAPSHOT_VERSION, canonical, seal, unseal
 
 #: The one key of ``state_dict()``.
@@ -43,8 +43,8 @@ class Point(NamedTuple):
     total_tokens: int
     digest: str
     base: Base
-    #: What sources gave since that: see ``MicroStep.counts``. Read only when a snapshot is written.
-    counts: bytes = b""
+    #: What sources gave since that, as it travelled; read only when a snapshot is written.
+    counts: Given = (b"", 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,14 +243,13 @@ class Base(_message.Message):
     def __init__(self, sample_index: _Optional[int] = ..., resume_state: _Optional[bytes] = ...) -> None: ...
 
 class MicroStep(_message.Message):
-    __slots__ = ("end_index", "slice", "total_tokens", "digest", "tokens", "label_tokens", "counts", "real_tokens")
+    __slots__ = ("end_index", "slice", "total_tokens", "digest", "tokens", "label_tokens", "real_tokens")
     END_INDEX_FIELD_NUMBER: _ClassVar[int]
     SLICE_FIELD_NUMBER: _ClassVar[int]
     TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LABEL_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    COUNTS_FIELD_NUMBER: _ClassVar[int]
     REAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     end_index: int
     slice: int
@@ -258,24 +257,25 @@ class MicroStep(_message.Message):
     digest: str
     tokens: int
     label_tokens: int
-    counts: bytes
     real_tokens: int
-    def __init__(self, end_index: _Optional[int] = ..., slice: _Optional[int] = ..., total_tokens: _Optional[int] = ..., digest: _Optional[str] = ..., tokens: _Optional[int] = ..., label_tokens: _Optional[int] = ..., counts: _Optional[bytes] = ..., real_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, end_index: _Optional[int] = ..., slice: _Optional[int] = ..., total_tokens: _Optional[int] = ..., digest: _Optional[str] = ..., tokens: _Optional[int] = ..., label_tokens: _Optional[int] = ..., real_tokens: _Optional[int] = ...) -> None: ...
 
 class SourceCounts(_message.Message):
-    __slots__ = ("source_ids", "samples", "padding_tokens", "specs")
+    __slots__ = ("entries", "source_ids", "samples", "padding_tokens", "specs")
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
     SOURCE_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     PADDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPECS_FIELD_NUMBER: _ClassVar[int]
+    entries: _containers.RepeatedScalarFieldContainer[int]
     source_ids: _containers.RepeatedScalarFieldContainer[int]
     samples: _containers.RepeatedScalarFieldContainer[int]
     padding_tokens: _containers.RepeatedScalarFieldContainer[int]
     specs: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, source_ids: _Optional[_Iterable[int]] = ..., samples: _Optional[_Iterable[int]] = ..., padding_tokens: _Optional[_Iterable[int]] = ..., specs: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, entries: _Optional[_Iterable[int]] = ..., source_ids: _Optional[_Iterable[int]] = ..., samples: _Optional[_Iterable[int]] = ..., padding_tokens: _Optional[_Iterable[int]] = ..., specs: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Batches(_message.Message):
-    __slots__ = ("begin_index", "micro_steps", "ids", "source_ids", "document_counts", "document_starts", "base", "buckets")
+    __slots__ = ("begin_index", "micro_steps", "ids", "source_ids", "document_counts", "document_starts", "base", "counts", "buckets")
     BEGIN_INDEX_FIELD_NUMBER: _ClassVar[int]
     MICRO_STEPS_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
@@ -283,6 +283,7 @@ class Batches(_message.Message):
     DOCUMENT_COUNTS_FIELD_NUMBER: _ClassVar[int]
     DOCUMENT_STARTS_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
     begin_index: int
     micro_steps: _containers.RepeatedCompositeFieldContainer[MicroStep]
@@ -291,8 +292,9 @@ class Batches(_message.Message):
     document_counts: _containers.RepeatedScalarFieldContainer[int]
     document_starts: _containers.RepeatedScalarFieldContainer[int]
     base: Base
+    counts: bytes
     buckets: _containers.RepeatedCompositeFieldContainer[Bucket]
-    def __init__(self, begin_index: _Optional[int] = ..., micro_steps: _Optional[_Iterable[_Union[MicroStep, _Mapping]]] = ..., ids: _Optional[bytes] = ..., source_ids: _Optional[_Iterable[int]] = ..., document_counts: _Optional[_Iterable[int]] = ..., document_starts: _Optional[_Iterable[int]] = ..., base: _Optional[_Union[Base, _Mapping]] = ..., buckets: _Optional[_Iterable[_Union[Bucket, _Mapping]]] = ...) -> None: ...
+    def __init__(self, begin_index: _Optional[int] = ..., micro_steps: _Optional[_Iterable[_Union[MicroStep, _Mapping]]] = ..., ids: _Optional[bytes] = ..., source_ids: _Optional[_Iterable[int]] = ..., document_counts: _Optional[_Iterable[int]] = ..., document_starts: _Optional[_Iterable[int]] = ..., base: _Optional[_Union[Base, _Mapping]] = ..., counts: _Optional[bytes] = ..., buckets: _Optional[_Iterable[_Union[Bucket, _Mapping]]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("waiting_for",)

@@ -4,7 +4,9 @@ stream lasts, and what they have given."""
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import islice, zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 from tokenloom_proto.dataloader_pb2 import SourceCounts
@@ -24,6 +26,8 @@ def older_payload(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: state[key] for key in (*OLDER_KEYS, *CLOCK_KEYS) if known and key in state}
 
 
+#: What sources gave since a state boundary: a ``SourceCounts``, and up to how many of its message's micro-steps.
+Given: TypeAlias = tuple[bytes, int]
 #: By spec: samples, tokens and real_tokens.
 Counts: TypeAlias = dict[str, dict[str, int]]
 
@@ -49,20 +53,23 @@ def sources_of(resume_state: str | bytes) -> dict[int, NamedSource]:
     return {entry["id"]: NamedSource(entry["spec"], entry.get("alias") or entry["spec"]) for entry in entries}
 
 
-def counts_at(state: Mapping[str, Any], sample_index: int, total_tokens: int, since: bytes = b"") -> Counts:
+def counts_at(state: Mapping[str, Any], sample_index: int, total_tokens: int, since: Given = (b"", 0)) -> Counts:
     """``counts`` of a snapshot at a sample index: by spec, the samples, tokens and real tokens that each source gave,
     without what a restore jumped over; a source that gave nothing is left out.
 
-    ``state``: the ``resume_state`` at the boundary before; ``since``: of what came after that, a ``SourceCounts``.
+    ``state``: the ``resume_state`` at the boundary before; ``since``: what came after that.
     """
-    new = SourceCounts.FromString(since)
-    padding_tokens = new.padding_tokens or [0] * len(new.samples)
-    added = dict(zip(new.source_ids, zip(new.samples, padding_tokens, strict=True), strict=True))
+    message, steps = since
+    new, samples_of, padding_of = SourceCounts.FromString(message), Counter[int](), Counter[int]()
+    entries = zip_longest(new.source_ids, new.samples, new.padding_tokens, fillvalue=0)
+    for source_id, samples, padding in islice(entries, sum(new.entries[: steps + 1])):
+        samples_of[source_id] += samples
+        padding_of[source_id] += padding
     sample_tokens = (total_tokens - state["total_tokens"]) // max(1, sample_index - state["sample_index"])
     counts: Counts = {}
     known = [entry for entry in state["datasets"] if "unknown" not in entry]
     for source_id, entry in enumerate([*known, *({"spec": spec} for spec in new.specs)]):
-        samples, padding = added.get(source_id, (0, 0))
+        samples, padding = samples_of[source_id], padding_of[source_id]
         tokens = samples * sample_tokens + entry.get("token_offset", 0) - entry.get("skipped_tokens", 0)
         samples += entry.get("samples", 0) - entry.get("skipped_samples", 0)
         padding += entry.get("padding_tokens", 0) - entry.get("skipped_padding_tokens", 0)

@@ -55,13 +55,14 @@ def test_the_bytes_are_the_message_field_by_field(
                     digest=digest_hex(group.marks[step].digest),
                     tokens=16 * 6,
                     label_tokens=(15 if labels == "same" else 16) * 6,
-                    # Since the boundary before the first micro-step.
-                    counts=wire.SourceCounts(source_ids=[0], samples=[6 * (step + 1)]).SerializeToString(),
+                    real_tokens=16 * 6 * (step + 1),
                 )
                 for step in (1, 2, 3)
             ],
             ids=b"".join(group.ids(1, 1, 4)),
             source_ids=[0] * 9,
+            # Of the micro-step before it, and of each of its own.
+            counts=wire.SourceCounts(entries=[1] * 4, source_ids=[0] * 4, samples=[6] * 4).SerializeToString(),
             document_counts=counts,
             document_starts=starts.tolist(),
             base=wire.Base(sample_index=0, resume_state=group.resume_state.encode()) if with_base else None,

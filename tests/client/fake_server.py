@@ -184,6 +184,14 @@ class FakeServer(DataLoaderServicer):
     ) -> wire.Batches:
         script, width = self.script, self.script.length + self.script.shifted
         message = wire.Batches(begin_index=begin, base=base)
+        parts = [given_since(base.sample_index, begin)]
+        parts += [given_since(at, end) for at, end in zip([begin, *ends[:-1]], ends, strict=True)]
+        message.counts = wire.SourceCounts(
+            entries=[2] * len(parts),
+            source_ids=[0, 1] * len(parts),
+            samples=[samples for part in parts for samples in part],
+            specs=SPECS,
+        ).SerializeToString()
         ids = []
         for at, end in zip([begin, *ends[:-1]], ends, strict=True):
             slice_ = (opened.rank + at) % join.world_size
@@ -196,9 +204,6 @@ class FakeServer(DataLoaderServicer):
                 digest=digest_at(end),
                 tokens=samples * script.length,
                 label_tokens=samples * (width - 1),
-                counts=wire.SourceCounts(
-                    source_ids=[0, 1], samples=given_since(base.sample_index, end), specs=SPECS
-                ).SerializeToString(),
             )
             for index in range(at + slice_ * join.batch_size, at + (slice_ + 1) * join.batch_size):
                 real = index < script.end_index

@@ -14,7 +14,7 @@ from support.forks import Forks
 from support.killed import EXAMPLES, kill_and_resume, same_runs, two_runs
 from support.scripts import launch
 from tokenloom import Batch, PeekDataset
-from tokenloom.batch.frame import frame_layout, read_frame, with_counts, without_counts, write_frame
+from tokenloom.batch.frame import frame_layout, read_frame, write_frame
 from tokenloom.integrations.mesh import context_slice
 from torch.distributed.tensor.experimental._attention import _HeadTailLoadBalancer
 
@@ -105,18 +105,6 @@ def test_peers_get_their_leaders_batches_states_and_errors(torch_forks: Forks, t
 def _rows(columns: dict[str, Any]) -> list[Any]:
     assert columns["cu_seqlens"][0] == "torch.int32"
     return [columns[name][1] for name in ("sample_ids", "input_ids", "position_ids")]
-
-
-@pytest.mark.parametrize("counts", [b"", b"\0", b"\xff\0\0", bytes(254), bytes(255), bytes(range(256)) * 9])
-def test_counts_are_handed_on_with_a_batch_in_a_layout_that_seldom_changes(counts: bytes) -> None:
-    batch: Any = {"input_ids": torch.arange(6).reshape(2, 3), "sample_index": 7}
-    framed = with_counts(batch, counts)
-    layout = json.loads(json.dumps(frame_layout(framed)))
-    body = np.empty(layout["bytes"], np.uint8)
-    write_frame(framed, layout, body)
-    found, told = without_counts(read_frame(body, layout))
-    assert told == counts and set(found) == set(batch)
-    assert (layout == frame_layout(with_counts(batch, b"as few"))) == (len(counts) < 256)
 
 
 def test_any_batch_that_a_run_gives_is_handed_on_but_for_bytes() -> None:

@@ -260,6 +260,18 @@ def test_an_opening_tells_what_it_jumped_over_which_run_it_was_forked_from_and_i
             ledger.execute(commands.Open(UID, STREAM, server.epoch, other, commit_at(12)))
 
 
+def test_an_opening_brings_the_revision_that_its_pin_asked_for_in_one_write(server: Server) -> None:
+    server.revise(1, 40)
+    server.ledger.execute(commands.Pin(UID, STREAM, server.epoch, "{}", known_changes=1))
+    skip, opening = revision_of(2, 12, "a restore"), opening_of(2, commit_at(12))
+    late = commands.Open(UID, STREAM, server.epoch, opening, commit_at(12), skip, known_changes=0)
+    with pytest.raises(LedgerError, match="knows of 0 changes of the revisions, the ledger has 1"):
+        server.ledger.execute(late)
+    for _ in range(2):
+        server.ledger.execute(replace(late, known_changes=1))
+        assert (server.run.pin, server.run.opening, server.revisions[1:]) == (None, opening, [skip])
+
+
 def test_a_new_generation_moves_the_ledger_back_and_replaces_all_counters(server: Server) -> None:
     server.commit(40)
     start = commit_at(8, specs=SPECS[1:])

@@ -20,7 +20,7 @@ from support.catalog import spec_of
 from support.corpora import id_rows, mixture, parsed, random_tree, text_rows, write_jsonl, write_parquet, write_txt
 from support.timelines import revised
 from tokenloom_proto.resume import counts_at
-from tokenloom_server.api.grpc.messages import source_counts
+from tokenloom_server.api.grpc.messages import counts_of
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError
@@ -345,7 +345,9 @@ class Broken:
             begin = mark.sample_index
             # What a client writes there, with what the wire carries, is what the server counts.
             base, state = (json.loads(self.timeline.encode(each)) for each in (group.base, group.state_after(step)))
-            written = counts_at(base, mark.sample_index, mark.total_tokens, source_counts(group, step))
+            first = self.rng.randint(0, step)
+            since = counts_of(group, first, self.rng.randint(step + 1, len(group.marks))), step - first + 1
+            written = counts_at(base, mark.sample_index, mark.total_tokens, since)
             assert written == counts_at(state, mark.sample_index, mark.total_tokens)
             if mark.sample_index <= whole.end:
                 taken = Counter(source for source, _ in whole.samples[: mark.sample_index])

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from support.corpora import PROSE, mixture
-from support.served import RUN, Place, Sample, Trainer, part, sequence
+from support.corpora import CODE, PROSE, mixture
+from support.served import RUN, Place, Sample, Trainer, call_of, part, sequence
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.config.mixture_change import MixtureChange
-from tokenloom_server.errors import BeyondHorizon, ConfigError, LimitExceeded, SnapshotInvalid
+from tokenloom_server.errors import BeyondHorizon, ConfigError, JoinRefused, LimitExceeded, SnapshotInvalid
 from tokenloom_server.ledger.commands import Pin
 
 Made = Callable[..., Place]
@@ -105,3 +106,46 @@ def test_a_skip_that_was_pinned_before_a_revision_stays_one_of_its_samples(made:
         served.revision_handler.drop(1)
     with pytest.raises(ConfigError, match=f"revision 1 holds from sample {index} on"):
         served.revision_handler.revise(MixtureChange.model_validate(change | {"sample_index": index - 1}))
+
+
+OLDER = {"spec": CODE, "shard": "data/code-1.parquet", "row_offset": 3, "token_offset": 83}
+
+
+@pytest.mark.parametrize("document", [{"resume_state": {"datasets": [OLDER]}}, {"sample_index": 41}])
+def test_ranks_with_an_older_loaders_checkpoint_agree_after_a_restart_and_may_skip_what_follows_it(
+    place: Place, served: ServedRun, document: dict[str, Any]
+) -> None:
+    older = json.dumps(document).encode()
+    whole = Trainer(served, 1, 1, state=older).train(1000)
+    begin = min(whole)
+    assert served.start_points.restore(text=older.decode(), skip_samples=7).sample_index == begin
+    served.join_handler.join(call_of(0, attempt="b", state=older))
+    served = place.restart()
+    with pytest.raises(JoinRefused, match="load the same checkpoint on every rank"):
+        served.join_handler.join(call_of(1, attempt="b", state=b'{"sample_index": 40}'))
+    with pytest.raises(LimitExceeded, match="one restore goes forward through"):
+        served.start_points.restore(text=older.decode(), skip_tokens=2**35)
+    assert served.join_handler.join(call_of(1, attempt="b", state=older)).opening.start_index == begin
+    rest = Trainer(served, 1, 1, resume="latest").take(1000)
+    assert rest == {index - 7: sample for index, sample in whole.items() if index >= begin + 7}
+
+
+def test_skips_at_one_sample_and_before_one_another(place: Place, served: ServedRun, trainer: Trainer) -> None:
+    samples = sequence(served)
+    trainer.train(20)
+    states = {index: trainer.state(index) for index in (20, 60)}
+    served.start_points.restore(text=states[60].decode(), skip_samples=10)
+    Trainer(served).take(1)
+    served.start_points.restore(text=states[60].decode(), skip_samples=3)
+    twice = Trainer(served)
+    given = without(samples, (60, 73))
+    assert twice.take(3) == part(given, 60, 72)
+    # Before it: its range stays where it lies.
+    served.start_points.restore(text=states[20].decode(), skip_samples=5)
+    given = without(samples, (20, 25), (60, 73))
+    for state in ("", states[20]):
+        served = place.restart()
+        nested = Trainer(served, state=state) if state else Trainer(served)
+        assert nested.train(14) == part(given, 20, 76)
+    assert served.stats.read().skips == {20: 5, 55: 13}
+    assert Trainer(place.restart(), 3, 2, state=nested.state(56)).take(3) == part(given, 56, 74)

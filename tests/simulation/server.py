@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from tokenloom.snapshot import Base, Point
 from tokenloom_proto.seal import canonical
-from tokenloom_server.api.grpc.messages import source_counts
+from tokenloom_server.api.grpc.messages import counts_of
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import Fenced, NotFound, TokenloomError
@@ -46,7 +46,7 @@ class MicroStep(NamedTuple):
     slice: int
     total_tokens: int
     digest: str
-    counts: bytes
+    counts: tuple[bytes, int]
     source_ids: list[int]
     ids: list[bytes]
 
@@ -522,7 +522,7 @@ class Server(Process):
                 slice=group.slice_of(step, rank),
                 total_tokens=group.marks[step].total_tokens,
                 digest=digest_hex(group.marks[step].digest),
-                counts=source_counts(group, step),
+                counts=(counts_of(group, first, last), step - first + 1),
                 source_ids=group.source_ids[rank, step].tolist(),
                 ids=ids[(step - first) * size : (step - first + 1) * size],
             )

@@ -14,7 +14,7 @@ from tokenloom.snapshot import Base, History, Point
 from tokenloom_proto.seal import canonical
 from tokenloom_server.api.auth import OPEN_TO_ALL, Access
 from tokenloom_server.api.grpc import GrpcServer
-from tokenloom_server.api.grpc.messages import source_counts
+from tokenloom_server.api.grpc.messages import counts_of
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.api.service import Runs
 from tokenloom_server.errors import LedgerUnavailable, NotLeader
@@ -137,7 +137,7 @@ class Rank:
                 for i in range(batch)
                 if group.source_ids[rank, step, i] >= 0
             }
-            counts = source_counts(group, step)
+            counts = counts_of(group, message.first, message.last), step - message.first + 1
             point = Point(mark.sample_index, mark.total_tokens, f"{mark.digest:032x}", self.base, counts)
             self.buffer.append(Step(begin, mark.sample_index, samples, point))
             self.received = mark.sample_index

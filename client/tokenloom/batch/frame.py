@@ -63,22 +63,5 @@ def read_frame(block: NDArray[np.uint8], layout: Mapping[str, Any]) -> Batch:
     return cast("Batch", batch | layout["values"])
 
 
-#: What a block's column of a state's ``Point.counts`` is called, and its size at least, so that it seldom changes.
-_COUNTS, _COUNTS_BYTES = "tokenloom_counts", 256
-
-
-def with_counts(batch: Batch, counts: bytes) -> Batch:
-    """The batch with a further column, filled up to a power of two, after a byte that ends the counts."""
-    size = max(_COUNTS_BYTES, 1 << len(counts).bit_length())
-    column = torch.frombuffer(bytearray((counts + b"\xff").ljust(size, b"\0")), dtype=torch.uint8)
-    return cast("Batch", {**batch, _COUNTS: column})
-
-
-def without_counts(batch: Batch) -> tuple[Batch, bytes]:
-    """What was given to ``with_counts``."""
-    columns = cast("dict[str, Any]", batch)
-    return batch, columns.pop(_COUNTS).numpy().tobytes().rstrip(b"\0")[:-1]
-
-
 def _padded(size: int) -> int:
     return -(-size // 8) * 8

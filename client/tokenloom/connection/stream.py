@@ -242,7 +242,7 @@ class Connection:
         if self._transfer is not None:
             assert isinstance(message, Message | RowsMessage)
             message = DeviceSteps(message, self._transfer)
-        digests, counts = [info.digest for info in infos], [info.counts for info in infos]
+        digests, counts = [info.digest for info in infos], zip(repeat(batches.counts), count(1))
         points = map(Point, ends, numbers.total_tokens, digests, repeat(self._base), counts)
         return list(zip(points, repeat(message), count()))
 

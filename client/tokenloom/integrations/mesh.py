@@ -21,7 +21,7 @@ from tokenloom_proto.errors import JoinRefused
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import get_worker_info
 
-from tokenloom.batch.frame import frame_layout, read_frame, with_counts, without_counts
+from tokenloom.batch.frame import frame_layout, read_frame
 from tokenloom.batch.layout import IGNORED, Batch
 from tokenloom.connection.join import RunFacts, Source
 from tokenloom.connection.options import ConnectionOptions
@@ -216,21 +216,22 @@ class GroupDataset(ResumableDataset):
         assert self._batches is not None and self._dataset is not None
         try:
             batch = next(self._batches)
-            point = history.last
-            framed = with_counts(batch, point.counts)
-            layout = frame_layout(framed)
+            layout = frame_layout(batch)
         except StopIteration:
             self._line.send(END, {"reason": self._dataset.end_reason})
             raise
         except Exception as error:
             self._line.send_error(error)
             raise
+        point = history.last
         document: dict[str, Any] = {}
         if layout != self._layout:
             self._layout = document["layout"] = layout
         if point.base is not self._base:
             self._base, document["base"] = point.base, _plain(point.base)
-        self._line.send(BATCH, document, point, framed, layout)
+        if point.counts[1] == 1:
+            document["counts"] = point.counts[0].hex()
+        self._line.send(BATCH, document, point, batch, layout)
         return batch
 
     def _receive(self, history: History) -> Batch:
@@ -243,8 +244,11 @@ class GroupDataset(ResumableDataset):
         if "base" in message.document:
             self._base = _base(message.document["base"])
         assert self._base is not None
-        batch, counts = without_counts(read_frame(message.body, self._layout))
-        history.append(Point(*message.place, self._base, counts))
+        batch = read_frame(message.body, self._layout)
+        counts, steps = history.last.counts
+        if "counts" in message.document:
+            counts, steps = bytes.fromhex(message.document["counts"]), 0
+        history.append(Point(*message.place, self._base, (counts, steps + 1)))
         return batch
 
     # State, reports and the end

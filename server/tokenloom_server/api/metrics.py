@@ -164,9 +164,7 @@ SOURCE_METRICS = (
     RowMetric(
         "tokenloom_source_excluded_rows", "excluded_rows", "Rows of an epoch that the revision in force leaves out."
     ),
-    RowMetric(
-        "tokenloom_source_skipped_tokens_total", "skipped_tokens", "Tokens of the source that restores jumped over."
-    ),
+    RowMetric("tokenloom_source_skipped_tokens_total", "skipped_tokens", "Tokens of the source that were passed over."),
     RowMetric(
         "tokenloom_source_target_share", "target_share", "Share of the tokens that the weights ask for (0 to 1)."
     ),

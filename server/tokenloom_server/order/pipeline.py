@@ -120,6 +120,7 @@ class Pipeline:
             padding_tokens=base.total_tokens - base.real_tokens,
             samples=_objects([self._padding] * plan.group_samples),
             source_ids=np.full(shape, PADDING, np.int32),
+            padding=np.zeros(shape if self._real.varies else 0, np.int32),
         )
 
     def fill(self, group: StepGroup, steps: int) -> None:
@@ -166,7 +167,8 @@ class Pipeline:
         last_partial = [kept] if kept % step_samples else []
         ends = [*range(step_samples, kept + 1, step_samples), *last_partial]
         group.rotations += rotations[: len(ends)]
-        group.count(first_step, first_step + len(ends))
+        if self._real.varies:
+            group.count(first_step, first_step + len(ends))
         for start, end in pairwise([0, *ends]):
             self._digest = _digest_after(self._digest, hashes[start:end], self._powers)
             # A change found after the step's last sample is the next decision's; but none follows a padded one.

@@ -16,6 +16,7 @@ from tokenloom_server.core.state import MAX_COUNTER, SourceState, State
 from tokenloom_server.mixing.mixer import Mixer, MixWeights
 from tokenloom_server.packing.base import Batch, SampleOrigins, SourcePosition
 from tokenloom_server.packing.real_tokens import Boundaries, RealTokens
+from tokenloom_server.packing.samples import Int64s
 
 #: What a padding sample's source is called.
 PADDING = -1
@@ -101,19 +102,19 @@ class StepGroup:
     padding_tokens: int
     samples: npt.NDArray[np.object_]
     source_ids: npt.NDArray[np.int32]
+    #: Of each sample's tokens, those that no document filled, as ``source_ids``; empty where samples are always full.
+    padding: npt.NDArray[np.int32]
     origins: defaultdict[int, list[SampleOrigins]] = field(default_factory=lambda: defaultdict(list))
     dropped_tokens: dict[int, list[int]] = field(default_factory=dict)
     marks: list[StepMark] = field(default_factory=list)
     rotations: list[int] = field(default_factory=list)
     #: Tokens and labels of each micro-step, over all ranks; empty where every sample has as many (``real``).
     counts: list[tuple[int, int]] = field(default_factory=list)
-    #: After each micro-step, since the base: samples by source id and, where samples may be padded, of their tokens
-    #: those that no document filled ([1 or 2, sources], int64).
-    source_counts: list[npt.NDArray[np.int64]] = field(default_factory=list)
     #: The base as canonical JSON, as it was when production began the group: every rank gets this text.
     resume_state: str = ""
-    #: Micro-steps as the wire has them, once somebody made them.
+    #: Micro-steps, and what sources gave up to those of a message, as the wire has them, once somebody made them.
     step_infos: dict[int, bytes] = field(default_factory=dict)
+    message_counts: dict[tuple[int, int], bytes] = field(default_factory=dict)
 
     @property
     def begin(self) -> int:
@@ -137,7 +138,7 @@ class StepGroup:
 
     def forget_after(self, steps: int) -> None:
         """Drops what lies after the first ``steps`` steps: a burst that failed half-way."""
-        del self.marks[steps:], self.rotations[steps:], self.counts[steps:], self.source_counts[steps:]
+        del self.marks[steps:], self.rotations[steps:], self.counts[steps:]
 
     def real_tokens(self, step: int) -> tuple[int, int]:
         """Tokens and labels of a micro-step over all ranks, as ``RealTokens`` says."""
@@ -148,26 +149,33 @@ class StepGroup:
 
     def run_real_tokens(self, step: int) -> int:
         """Of the run up to the end of a micro-step, its total tokens without padding."""
-        return self.marks[step].total_tokens - self.padding_tokens - int(self.source_counts[step][1:].sum())
+        unfilled = int(self.padding[:, : step + 1].sum()) if len(self.padding) else 0
+        return self.marks[step].total_tokens - self.padding_tokens - unfilled
 
     def count(self, first: int, last: int) -> None:
-        """Counts the micro-steps [first, last), whose samples and rotations are there: by source, and real tokens."""
-        steps, length = last - first, self.real.full[0]
-        sources = self.source_ids[:, first:last].swapaxes(0, 1).reshape(-1)
-        before = self.source_counts[-1] if self.source_counts else np.zeros((1, 0), np.int64)
-        width = max(before.shape[1], int(sources.max()) + 1)
-        # What each sample counts for: its micro-step and source, after the slot of the padding samples.
-        slots = sources + 1 + np.repeat(np.arange(steps), len(sources) // steps) * (width + 1)
-        added = [np.bincount(slots, minlength=steps * (width + 1))]
-        if self.real.varies:
-            samples = self.samples.reshape(self.source_ids.shape)[:, first:last].swapaxes(0, 1).reshape(-1)
-            boundaries = self._boundaries(first, last, sources) if self.real.mask_boundaries else None
-            tokens, labels = self.real.of(samples.tolist(), steps, sources == PADDING, boundaries)
-            self.counts += zip(tokens.reshape(steps, -1).sum(1).tolist(), labels, strict=True)
-            added.append(np.bincount(slots, length - tokens, steps * (width + 1)).astype(np.int64))
-        counts = np.array(added).reshape(len(added), steps, width + 1)[:, :, 1:].cumsum(1)
-        counts[:, :, : before.shape[1]] += before[:, None]
-        self.source_counts += list(counts.swapaxes(0, 1))
+        """Counts the real tokens of the micro-steps [first, last), whose samples and rotations are there."""
+        samples = self.samples.reshape(self.source_ids.shape)[:, first:last].swapaxes(0, 1).reshape(-1)
+        sources = self.source_ids[:, first:last].swapaxes(0, 1)
+        boundaries = self._boundaries(first, last, sources.reshape(-1)) if self.real.mask_boundaries else None
+        tokens, labels = self.real.of(samples.tolist(), last - first, sources.reshape(-1) == PADDING, boundaries)
+        self.counts += zip(tokens.reshape(last - first, -1).sum(1).tolist(), labels, strict=True)
+        unfilled = (self.real.full[0] - tokens).reshape(sources.shape) * (sources != PADDING)
+        self.padding[:, first:last] = unfilled.swapaxes(0, 1)
+
+    def source_counts(self, first: int, last: int) -> tuple[Int64s, Int64s, Int64s, Int64s]:
+        """What sources gave in the micro-steps before ``first`` together, and in each from there to ``last``: how
+        many sources that were, their ids, how many samples each gave, and how many of their tokens no document filled
+        (empty where samples are always full)."""
+        sources = self.source_ids[:, :last].swapaxes(0, 1).reshape(last, -1)
+        parts, width = np.maximum(np.arange(last) - first + 1, 0), int(sources.max()) + 2
+        # Padding samples come before the sources of their part.
+        slots = (parts[:, None] * width + sources + 1).ravel()
+        samples = np.bincount(slots, minlength=(last - first + 1) * width).reshape(-1, width)[:, 1:]
+        where, padding = np.nonzero(samples), np.empty(0, np.int64)
+        if len(self.padding):
+            weights = self.padding[:, :last].swapaxes(0, 1).ravel()
+            padding = np.bincount(slots, weights, samples.shape[0] * width).reshape(-1, width)[:, 1:][where]
+        return np.count_nonzero(samples, axis=1), where[1], samples[where], padding.astype(np.int64)
 
     def _boundaries(self, first: int, last: int, sources: npt.NDArray[np.int32]) -> Boundaries:
         """Where documents begin in the samples of the micro-steps [first, last), as ``sources``: by micro-step, rank
@@ -226,8 +234,8 @@ class StepGroup:
     def state_after(self, step: int) -> State:
         """The state after a micro-step."""
         mark = self.marks[step]
-        sources = len(mark.stage.start.sources)
-        counts = (self.source_counts[step][0].tolist() + [0] * sources)[:sources]
+        before = self.source_ids[:, : step + 1]
+        counts = np.bincount(before[before != PADDING], minlength=len(mark.stage.start.sources)).tolist()
         # A source that came within the group had nothing before.
         known = [*self.base.sources, *[SourceState()] * (len(counts) - len(self.base.sources))]
         numbers = [source.number + count for source, count in zip(known, counts, strict=True)]

@@ -40,6 +40,7 @@ def encode_delivery(
         document_starts=starts.tolist(),
         base=wire.Base(sample_index=group.begin, resume_state=group.resume_state.encode()) if with_base else None,
         buckets=_buckets(group, rank, first, last),
+        counts=counts_of(group, first, last),
     ).SerializeToString() + b"".join(_step_info(group, step, rank) for step in range(first, last))
     ids = group.ids(rank, first, last)
     if not ids:
@@ -90,7 +91,6 @@ def _step_info(group: StepGroup, step: int, rank: int) -> bytes:
             digest=digest_hex(mark.digest),
             tokens=tokens,
             label_tokens=label_tokens,
-            counts=source_counts(group, step),
             real_tokens=group.run_real_tokens(step),
         )
         common = group.step_infos[step] = info.SerializeToString()
@@ -99,17 +99,16 @@ def _step_info(group: StepGroup, step: int, rank: int) -> bytes:
     return b"".join((_STEPS_KEY, _varint(len(common) + len(own)), common, own))
 
 
-def source_counts(group: StepGroup, step: int) -> bytes:
-    """``MicroStep.counts`` of a micro-step."""
-    counts, first_new = group.source_counts[step], len(group.base.sources)
-    ids = np.flatnonzero(counts[0])
-    samples, *padding = counts[:, ids].tolist()
-    return wire.SourceCounts(
-        source_ids=ids.tolist(),
-        samples=samples,
-        padding_tokens=padding[0] if padding else (),
-        specs=[source.source for source in group.marks[step].stage.config.sources[first_new:]],
-    ).SerializeToString()
+def counts_of(group: StepGroup, first: int, last: int) -> bytes:
+    """``Batches.counts`` of a message with the micro-steps [first, last), made once for all ranks."""
+    counts = group.message_counts.get((first, last))
+    if counts is None:
+        numbers = [column.tolist() for column in group.source_counts(first, last)]
+        fields = dict(zip(("entries", "source_ids", "samples", "padding_tokens"), numbers, strict=True))
+        new = group.marks[last - 1].stage.config.sources[len(group.base.sources) :]
+        counts = wire.SourceCounts(**fields, specs=[source.source for source in new]).SerializeToString()
+        group.message_counts[first, last] = counts
+    return counts
 
 
 def _buckets(group: StepGroup, rank: int, first: int, last: int) -> Iterator[wire.Bucket]:
