@@ -202,6 +202,7 @@ def test_a_route_answers_who_brings_what_it_asks_for_and_nobody_else(
     needed = SCOPES[method, path]
     for what, (header, scope) in BROUGHT.items():
         service.revise(RUN, MixtureChange(reason="to be dropped"))
+        service.restore(RUN, sample_index=12)
         service.calls = 0
         headers = {"content-type": "application/json"} | ({"authorization": header} if header is not None else {})
         answer = http.request(method, url, headers=headers, **body)

@@ -324,6 +324,7 @@ LUA_MUTANTS = {
     "index": ("revise", "if tonumber(ARGV[4]) < last then return refused(same) end"),
     "attempts": ("open", "if used then return refused(used) end"),
     "slots": ("open", "redis.call('DEL', SLOTS)"),
+    "heard": ("open", ", 'heard_at', ''"),
 }
 
 #: A guard of the rules that refuses nothing.

@@ -27,6 +27,7 @@ from tokenloom_server.order import builder, size_estimates
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.record import estimates_from_json, estimates_to_json
 from tokenloom_server.order.revision_content import revise
+from tokenloom_server.order.segments import measured_ahead
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.planning.planner import Planner
 from tokenloom_server.sources.base import Rows
@@ -305,3 +306,40 @@ def test_a_record_without_strata_goes_by_the_rows_that_were_picked() -> None:
     # Half of the rows is a fifth of the tokens.
     assert SourceTotal(**total, curve=curve).at(**picked) == 6250
     assert SourceTotal(**total, curve=curve).at(1251, 10_008, 500, 8) == 6250
+
+
+@pytest.mark.parametrize("begins_with", [["rising", "falling"], ["rising", "flat"]])
+def test_what_a_later_phase_goes_by_is_measured_once_too(
+    begins_with: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children = {}
+    for i, shape in enumerate(("rising", "falling", "flat")):
+        write(tmp_path / f"{i}.parquet", lengths(shape, 3000, i))
+        children[shape] = {"source": f"parquet:{i}.parquet:ids", "alias": shape}
+    later = {"policy": "balance_remaining", "children": [children["rising"], children["falling"]]}
+    order = corpora.order_of(
+        tmp_path,
+        corpora.mixture(
+            mixture={"policy": "least_consumed", "children": [children[shape] for shape in begins_with]},
+            phases=[{"until_tokens": 16_000}, {"mixture": later}],
+            sequence_length=LENGTH,
+        ),
+    )
+    first = measured_ahead(order)
+    assert [*first.record.phase_estimates] == [f"parquet:{i}.parquet:ids" for i in range(2)]
+    states = gone_through(first, 4096)
+    monkeypatch.setattr(builder, "measure", lambda *_, **__: pytest.fail("measured again"))
+    loaded = builder.load(order.record.config, tmp_path, None, first.record.to_json())
+    assert loaded.record.to_json() == first.record.to_json()
+    # Also where a revision gave a source the number that the phase's would have.
+    write(tmp_path / "3.parquet", lengths("flat", 3000, 3))
+    addition = Addition(child={"source": "parquet:3.parquet:ids"})
+    content = revise(Timeline(loaded), MixtureChange(reason="a test", add=[addition]), 32)
+    revision = StoredRevision(
+        number=1, sample_index=32, made_at=0.0, author="", reason="a test", content=canonical(content)
+    )
+    for timeline in (Timeline(loaded), Timeline(loaded, [revision])):
+        last = timeline.segments[-1].factory.record
+        sizes = {last.specs[i]: one for i, one in last.size_estimates.items()}
+        assert sizes == first.record.phase_estimates
+    assert states == gone_through(loaded, 4096)

@@ -21,6 +21,7 @@ from tokenloom_server.errors import (
     Fenced,
     LedgerError,
     LedgerRolledBack,
+    LedgerUnavailable,
     NotFound,
     NotLeader,
     SnapshotInvalid,
@@ -209,6 +210,44 @@ def test_a_run_stands_still_only_where_it_was_listened_to(made: Callable[..., Pl
     assert served.revision_handler.revise(heavier()).sample_index == trainer.index
 
 
+def test_a_launch_does_not_stand_still_because_the_one_before_it_did(
+    made: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = made(window_micro_steps=40)
+    place.timeouts = Timeouts(liveness_s=60.0)
+    served = place.serve()
+    trainer = Trainer(served)
+    trainer.train(5)
+    trainer.leave()
+    served.leadership.step()  # notes that nobody trains
+    trainer = Trainer(served, state=trainer.state())
+    trainer.train(3)
+    monkeypatch.setattr(served.leadership, "let_go", lambda: None)  # killed, before it noted anything else
+    served = place.restart()
+    generation = served.coordinator.view().generation
+    assert (generation.stands_still, generation.ranks[0].last_heard) == (False, None)
+    served.revision_handler.revise(heavier())
+    trainer.connect(served)
+    trainer.train(1000)
+    assert trainer.taken() == part(sequence(served), 20, trainer.index)
+
+
+def test_a_revision_that_has_to_wait_says_in_the_log_why_it_was_not_made(
+    made: Callable[..., Place], caplog: pytest.LogCaptureFixture
+) -> None:
+    place = made(window_micro_steps=40)
+    Trainer(place.serve()).train(2)
+    place.timeouts = Timeouts(liveness_s=0.2)
+    place.stop()
+    served = place.serve()
+    served.revision_handler.revise_soon(heavier(0.5, sample_index=3))
+    deadline = time.monotonic() + 20
+    while "was not made" not in caplog.text:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert "the revision of the mixture file (a test) was not made: BeyondHorizon: sample 3 may" in caplog.text
+
+
 def test_a_revision_of_a_run_that_stands_still_comes_after_all_that_is_known_to_be_kept(
     made: Callable[..., Place],
 ) -> None:
@@ -229,7 +268,10 @@ def test_a_revision_of_a_run_that_stands_still_comes_after_all_that_is_known_to_
     _, kept = served.snapshots.take(beyond + 4, save=True)
     assert served.mixture.info().first_revisable == beyond + 5
     served.start_points.restore(sample_index=beyond + 6)
-    assert served.revision_handler.revise(heavier()).sample_index == beyond + 7
+    for _ in range(2):  # also where one was taken back, in the generation that it closed
+        assert served.revision_handler.revise(heavier()).sample_index == beyond + 7
+        served.revision_handler.drop(1)
+    served.revision_handler.revise(heavier())
     with pytest.raises(
         SnapshotInvalid, match=f"made without revision 1, which holds from sample {beyond + 7} on, from other"
     ):
@@ -294,6 +336,33 @@ def test_a_ledger_that_lost_a_revision_while_ranks_train_stops_them(made: Callab
     # Generation and commits are all there, but what the ranks have was made under the revision, perhaps.
     with pytest.raises(LedgerRolledBack, match="has 0 changes of its revisions"):
         until_led(lambda: trainer.connect(served))
+
+
+def test_a_ledger_that_lost_a_revision_while_a_write_was_on_its_way_stops_the_ranks(
+    made: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = made(window_micro_steps=4)
+    served = place.serve()
+    trainer = Trainer(served)
+    trainer.train(1)
+    early = trainer.state()
+    served.revision_handler.revise(heavier())
+
+    def fail_over(revision: StoredRevision) -> None:
+        lose_revisions(place)
+        raise LedgerUnavailable("the store failed over")
+
+    monkeypatch.setattr(place.ledger, "meanwhile", fail_over)
+    with pytest.raises(LedgerUnavailable, match="the store failed over"):
+        served.revision_handler.revise(heavier(3))
+    for _ in range(2):  # the lease is taken anew, before anything names what the server knows
+        with pytest.raises(LedgerRolledBack, match=r"has 0 changes of its revisions .* but had acknowledged 1"):
+            until_led(lambda: trainer.connect(served))
+        served.leadership._acquire()
+    trainer = Trainer(served, state=early)
+    trainer.train(1000)
+    assert served.coordinator.view().error is None
+    assert trainer.taken() == part(sequence(served), 4, trainer.index)
 
 
 def test_a_ledger_that_lost_a_revision_takes_it_from_the_trainers_state(made: Callable[..., Place]) -> None:

@@ -46,6 +46,8 @@ def test_every_launch_passes_over_the_range_until_a_state_without_it_takes_it_ba
         counts = json.loads(again.state())["counts"].values()
         assert sum(count["samples"] for count in counts) == again.index
         assert 0 < sum(count["real_tokens"] for count in counts) < again.index * 16
+    with pytest.raises(ConfigError, match="the state at sample 57 passed all skips of the run"):
+        served.start_points.restore(sample_index=again.index, undo_skip=True)
     for without_it in (between, late):
         with pytest.raises(SnapshotInvalid, match=r"at sample 20 this run passes over 7 .* --undo-skip"):
             Trainer(served, state=without_it)

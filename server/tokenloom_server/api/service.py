@@ -24,6 +24,7 @@ from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.mixture_content import as_file
 from tokenloom_server.order.origin import Origin
 from tokenloom_server.order.revision import differences_of_files
+from tokenloom_server.order.segments import measured_ahead
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.reports.stats import NextLaunch
 from tokenloom_server.run.committer import Committer
@@ -101,7 +102,7 @@ class Runs:
         stored = self._ledger.read_run(mixture.run, TRAIN)
         factory = None
         if stored is None:
-            factory = builder.create(mixture, base_dir, index_dir, self._data_roots)
+            factory = measured_ahead(builder.create(mixture, base_dir, index_dir, self._data_roots))
             stored = self._ledger.create_run(mixture.run, TRAIN, uuid.uuid4().hex, factory.record.to_json())
         change = None
         if factory is None or factory.record.to_json() != stored.record:

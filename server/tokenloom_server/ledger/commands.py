@@ -94,7 +94,8 @@ class Adopt(LeaderCommand):
 class Open(LeaderCommand):
     """The opening write: makes ``opening`` the current generation, sets the committed state and all counters to
     ``committed`` (replacing them), removes the pin, records the attempt, forgets the slots of the generation before,
-    journals the start state, appends ``revision`` where the pin asked for one. All or nothing.
+    journals the start state, appends ``revision`` where the pin asked for one; the lease's ``heard_at`` is unknown
+    again. All or nothing.
 
     The same opening again, by the same epoch and while it is the current one, changes nothing (``opened_at`` may
     differ). Raises ``AttemptUsed`` where the attempt id opened a generation before, naming which; ``LedgerError``

@@ -77,7 +77,8 @@ class Lease:
     lapses_at: float
     #: For how long it was granted, seconds.
     lasts_s: float
-    #: When every rank of the present generation was last heard, as its server reported; None where one was not.
+    #: When every rank of the present generation was last heard, as its server reported; 0 where none of them trains
+    #: (each said goodbye, or was silent for longer than the liveness), None where one was not heard yet.
     heard_at: float | None
 
     def left_s(self, now: float) -> float:

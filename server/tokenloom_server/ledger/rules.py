@@ -47,7 +47,7 @@ class Head:
     revision_changes: int = 0
     #: The newest generation that a revision closed.
     closed_generation: int = 0
-    #: ``Acquire``, ``Renew``, ``Release``: None before the first server.
+    #: ``Acquire``, ``Renew``, ``Release``, ``Open``: None before the first server.
     lease: Lease | None = None
     #: ``Revise``: the newest revision, and the one that has the command's number.
     newest_revision: StoredRevision | None = None
@@ -250,6 +250,7 @@ def _open(head: Head, command: commands.Open) -> Refusal | Writes:
     changes += revision is not None
     return Writes(
         run={"generation": opening.generation, "opening_mark": mark, "pin": None, "revision_changes": changes},
+        lease=replace(head.lease, heard_at=None) if head.lease else None,  # what was heard is of the one before
         opening=opening,
         committed=command.committed,
         revision=revision,

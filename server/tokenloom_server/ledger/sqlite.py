@@ -232,7 +232,8 @@ def _items(connection: sqlite3.Connection, run: int, command: Command) -> dict[s
             return {"lease": _first(connection, Lease, run)}
         case commands.Open(opening=opening):
             query = "SELECT generation FROM openings WHERE run = ? AND attempt = ?"
-            return {"attempt_generation": one(query, run, opening.attempt)}
+            lease = _first(connection, Lease, run)
+            return {"lease": lease, "attempt_generation": one(query, run, opening.attempt)}
         case commands.ClaimSlot(rank=rank):
             return {"slot_nonce": one("SELECT nonce FROM slots WHERE run = ? AND rank = ?", run, rank)}
         case commands.SaveSnapshot(snapshot=snapshot):

@@ -24,7 +24,13 @@ from tokenloom_server.errors import ConfigError, TokenizerError
 from tokenloom_server.order.exclusions import Exclusions
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.readers import row_rules
-from tokenloom_server.order.record import RunRecord, end_of_text, estimates_from_json, recorded_fields
+from tokenloom_server.order.record import (
+    RunRecord,
+    end_of_text,
+    estimates_from_json,
+    phase_estimates_from_json,
+    recorded_fields,
+)
 from tokenloom_server.order.resources import RunResources
 from tokenloom_server.order.size_estimates import measure
 from tokenloom_server.sources.base import Content, Source
@@ -109,6 +115,7 @@ def load(
         has_loss_mask=config.masks_loss,
         order_version=version,
         size_estimates=estimates_from_json(recorded),
+        phase_estimates=phase_estimates_from_json(recorded),
     )
     factory = PipelineFactory(loaded, resources)
     if loaded.vocab_size != recorded["vocab_size"]:
@@ -153,8 +160,15 @@ def under(
     file_counts = {
         i: old.earlier_file_counts.get(i, frozenset()) | {len(shards)} for i, shards in enumerate(old.shards)
     }
+    grown = [source.spec for source in new_files.sources]
     record = replace(
-        old, config=config, manifest=manifest, excluded=excluded, size_estimates={}, earlier_file_counts=file_counts
+        old,
+        config=config,
+        manifest=manifest,
+        excluded=excluded,
+        size_estimates={},
+        phase_estimates={spec: one for spec, one in old.phase_estimates.items() if spec not in grown},
+        earlier_file_counts=file_counts,
     )
     factory = before.with_record(record)
     for source, files_before, files in zip(config.sources, old.shards, record.shards, strict=False):
@@ -167,8 +181,10 @@ def under(
     factory.readers.check_masks(len(old.specs))
     _refuse_new_text(factory, old)
     factory.readers.make_buckets()
-    unchanged = {i: one for i, one in old.size_estimates.items() if record.shards[i] == old.shards[i]}
-    return _with_estimates(factory, {**unchanged, **size_estimates})
+    ahead, by_phase = record.phase_estimates, enumerate(record.specs)
+    known = {i: ahead[spec] for i, spec in by_phase if spec in ahead and i in config.measured_sources}
+    known |= {i: one for i, one in old.size_estimates.items() if record.shards[i] == old.shards[i]}
+    return _with_estimates(factory, {**known, **size_estimates})
 
 
 def aside(

@@ -51,7 +51,7 @@ def as_resume_state(state: Any, run: RunConfig | None, sizes: Mapping[int, SizeE
 
     def visit(own: Any, config: NodeConfig | SourceConfig | None, path: str, given: Any, out: Any) -> _Counts:
         fields = own if isinstance(own, Mapping) else {}
-        below = list(zip_longest(*(_list(fields.get(key)) for key in BY_DATASET))) if is_nested(fields) else []
+        below = list(zip_longest(*(listed(fields.get(key)) for key in BY_DATASET))) if is_nested(fields) else []
         children = config.children if isinstance(config, NodeConfig) else []
         if path.count("child_states") > _MOST_LEVELS or (config is not None and len(children) != len(below)):
             raise SnapshotInvalid(
@@ -71,7 +71,7 @@ def as_resume_state(state: Any, run: RunConfig | None, sizes: Mapping[int, SizeE
             counts = {"row_offset": rows, "rows": rows, "samples": examples, "exhausted": out is True}
             datasets.append({**fields, **counts, "id": source, "spec": spec, "place": path})
             return examples, total
-        policy, numbers = "weighted" if _list(fields.get("probabilities")) else None, list[list[Any]]()
+        policy, numbers = "weighted" if listed(fields.get("probabilities")) else None, list[list[Any]]()
         tree.append({"id": len(tree), "alias": path, "policy": policy, "children": numbers})
         nodes.append(counted := [])
         for i, (child, examples, ended, share) in enumerate(below):
@@ -122,5 +122,6 @@ def _sum(counts: Iterable[int | None]) -> int | None:
     return None if None in known else sum(count or 0 for count in known)
 
 
-def _list(value: Any) -> list[Any]:
+def listed(value: Any) -> list[Any]:
+    """A list of what a checkpoint has there; empty where that is no list."""
     return list(value) if isinstance(value, list | tuple) else []

@@ -6,7 +6,7 @@ A ``RunRecord`` is plain data; ``builder`` makes it, ``factory`` makes pipelines
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -54,6 +54,8 @@ class RunRecord:
     excluded: Exclusions = NOTHING_EXCLUDED
     size_estimates: Mapping[int, SizeEstimate] = field(default_factory=dict)
     """By source id, for those sources whose remaining size decides a policy's weights: measured once."""
+    phase_estimates: Mapping[str, SizeEstimate] = field(default_factory=dict)
+    """By spec, for those of which that is so in a later phase alone."""
     earlier_file_counts: Mapping[int, frozenset[int]] = field(default_factory=dict)
     """By source id, how many files it had before more were appended."""
     stream: str = ""
@@ -152,6 +154,7 @@ class RunRecord:
             "vocab_size": self.vocab_size,
             "manifest": json.loads(self.manifest.to_json()),
             **estimates_to_json(self.size_estimates),
+            **estimates_to_json(self.phase_estimates, "phase_estimates"),
         }
         return canonical(fields)
 
@@ -197,24 +200,33 @@ def recorded_fields(record: str, run: str) -> dict[str, Any]:
     return fields
 
 
-def estimates_to_json(estimates: Mapping[int, SizeEstimate]) -> dict[str, dict[str, list[Any]]]:
-    """As a field of a record or of a revision, where there are any: by source id as text, the rows, and the tokens of
-    1,000 rows; and of its curve the rows and the tokens before each edge, where it has one."""
+def estimates_to_json(
+    estimates: Mapping[int, SizeEstimate] | Mapping[str, SizeEstimate], name: str = "size_estimates"
+) -> dict[str, dict[str, list[Any]]]:
+    """As a field of a record or of a revision, where there are any: by source id as text, or by spec, the rows, and the
+    tokens of 1,000 rows; and of its curve the rows and the tokens before each edge, where it has one."""
     by_source = {
         str(source): [one.rows, one.tokens_per_1000_rows, *([one.curve.rows, one.curve.tokens] if one.curve else [])]
         for source, one in estimates.items()
     }
-    return {"size_estimates": by_source} if by_source else {}
+    return {name: by_source} if by_source else {}
 
 
 def estimates_from_json(fields: Mapping[str, Any]) -> dict[int, SizeEstimate]:
     """Reads ``estimates_to_json`` out of a record or a revision, also of order version 1, where there is no curve;
     those from before the first release have another name for it."""
     by_source = fields.get("size_estimates", fields.get("extents", {}))
-    return {
-        int(source): SizeEstimate(rows, per_1000, TokenCurve(*map(tuple, curve)) if curve else None)
-        for source, (rows, per_1000, *curve) in by_source.items()
-    }
+    return {int(source): one for source, one in _estimates(by_source)}
+
+
+def phase_estimates_from_json(fields: Mapping[str, Any]) -> dict[str, SizeEstimate]:
+    """Those of a record that are by spec."""
+    return dict(_estimates(fields.get("phase_estimates", {})))
+
+
+def _estimates(by_source: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, SizeEstimate]]:
+    for source, (rows, per_1000, *curve) in by_source.items():
+        yield source, SizeEstimate(rows, per_1000, TokenCurve(*map(tuple, curve)) if curve else None)
 
 
 def end_of_text(config: RunConfig, definition: TokenizerDefinition | None) -> int | None:

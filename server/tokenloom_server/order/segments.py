@@ -141,6 +141,17 @@ def _grown(before: PipelineFactory, after: PipelineFactory) -> tuple[int, ...]:
     return tuple(i for i, (old, new) in enumerate(pairs) if len(new) > len(old))
 
 
+def measured_ahead(first: PipelineFactory) -> PipelineFactory:
+    """The order of a new run whose record has the sizes of sources that its later phases need to know, too."""
+    by_spec = {
+        segment.factory.record.specs[source]: one
+        for segment in lay(first, (), None, 0)
+        for source, one in segment.factory.record.size_estimates.items()
+        if source not in first.record.size_estimates
+    }
+    return first.with_record(replace(first.record, phase_estimates=by_spec))
+
+
 def lay(
     first: PipelineFactory, revisions: Sequence[StoredRevision], origin: Origin | None, clock_offset: int
 ) -> Iterator[TimelineSegment]:

@@ -75,6 +75,9 @@ class StartPoints:
         skip = skip_samples or self._samples_of(point.sample_index, skip_tokens)
         self._refuse_long_skip(point.sample_index, skip)
         pin = self._past.pin(text, skip, undo_skip)
+        if undo_skip and pin.skips is None:
+            index = point.sample_index
+            raise ConfigError(f"the state at sample {index} passed all skips of the run: name a sample before one")
         for note in point.notes:
             _log.info("%s: %s", run.name, note)
         run.set_pin(pin.text)

@@ -124,7 +124,7 @@ class ActiveGeneration:
 
     def stands_still(self, now: float, liveness_s: float) -> bool:
         """Whether no rank trains on it: each said goodbye, or was silent for so long while it was listened to."""
-        return all(
+        return self.closed or all(
             not slot.connected and (slot.left or now - max(self.since, slot.last_heard or self.since) >= liveness_s)
             for slot in self.generation.slots
         )

@@ -85,6 +85,7 @@ class RunCoordinator(StreamCommands):
     def lead(self, epoch: int, stored: StoredRun, timeline: Timeline, since: float, until: float) -> None:
         """This server leads from now on, at a new epoch; takes up what the ledger has, revisions included."""
         with self._lock:
+            error = self._loss_under(epoch, stored)
             self.lease = self.lease.taken(epoch, until)
             self.timeline, self._revising_at, self.uid = timeline, None, stored.uid
             self.revision_changes, self.pin = stored.revision_changes, stored.pin
@@ -92,10 +93,6 @@ class RunCoordinator(StreamCommands):
             self._drop_generation()
             self._committed = self._committed_at = self._ledger_error = None
             self._committed_state = timeline.initial()
-            # A ledger that lost commits stops all ranks, also under a new lease, until a launch from a trainer's state
-            # has made it right again; that launch may have joined another server.
-            rolled_back = isinstance(self._error, LedgerRolledBack) and not self._ledger_loss.made_right(stored)
-            error = self._error if rolled_back else None
             self._take_up(stored)
             self._error = error
             self._up_since = since if self._up_since is None else min(since, self._up_since)
@@ -116,7 +113,7 @@ class RunCoordinator(StreamCommands):
         active.closed = stored.closed_generation == stored.opening.generation
         if stored.lease is not None and (heard_at := stored.lease.heard_at) is not None:
             silent_s = max(0.0, self.wall_clock() - heard_at)
-            active.generation.slots.all_heard(self.clock() - silent_s, left=not heard_at)
+            active.generation.slots.all_heard(self.clock() - silent_s if heard_at else None)
 
     def extend(self, until: float) -> None:
         """The lease was renewed."""

@@ -9,7 +9,6 @@ monotonic clock, before another one begins; so that ranks are not split between 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 
@@ -141,10 +140,11 @@ class Leadership(threading.Thread):
         view = coordinator.view()
         generation, known_changes = view.generation, coordinator.revision_changes
         known_index = view.commit.sample_index if generation.number else 0
-        # Unix time 0: nobody trains, which a server that takes over could not tell from silence.
-        heard_at = -math.inf if generation.stands_still else generation.heard_at
-        if heard_at is not None:
-            heard_at = max(0.0, coordinator.wall_clock() - (view.now - heard_at))
+        heard_at = generation.heard_at
+        if generation.stands_still:
+            heard_at = 0.0  # a server that takes over could not tell that from silence
+        elif heard_at is not None:
+            heard_at = coordinator.wall_clock() - (view.now - heard_at)
         run, lease = (coordinator.uid, coordinator.stream, coordinator.lease.epoch), (self._holder, self._lease_s)
         try:
             coordinator.ledger.execute(

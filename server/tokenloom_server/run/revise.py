@@ -11,7 +11,7 @@ from dataclasses import replace
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.config.mixture_change import MixtureChange
-from tokenloom_server.errors import BeyondHorizon, ConfigError, LimitExceeded, NotFound, SnapshotInvalid
+from tokenloom_server.errors import BeyondHorizon, ConfigError, LimitExceeded, NotFound, SnapshotInvalid, TokenloomError
 from tokenloom_server.ledger.commands import DropRevisions, Revise
 from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order import revision_content, snapshot
@@ -81,9 +81,20 @@ class RevisionHandler:
             return
         wait_s = coordinator.timeouts.liveness_s
         _log.info("%s: the revision is made in %g s: ranks of the last launch may come back", coordinator.name, wait_s)
-        later = threading.Timer(wait_s, self.revise, (change,))
+        later = threading.Timer(wait_s, self._revise_now, (change,))
         later.daemon = True
         later.start()
+
+    def _revise_now(self, change: MixtureChange) -> None:
+        """``revise``, where nobody waits for the answer but who reads the log."""
+        try:
+            self.revise(change)
+        except TokenloomError as error:
+            _log.error(
+                "%s: the revision of the mixture file (%s) was not made: %s: %s; once that is mended, start the server "
+                "again with --revise",
+                self._coordinator.name, change.reason, error.name, error,
+            )  # fmt: skip
 
     def drop(self, number: int) -> list[StoredRevision]:
         """Drops a revision and all after it, none of which production may have reached; returns them.

@@ -243,6 +243,23 @@ class RunState:
         generation = self._active.generation.number if self._active is not None else self._ledger_loss.generation
         self._ledger_loss = LedgerLoss(generation, known_index, self.revision_changes, self.wall_clock())
 
+    def _loss_under(self, epoch: int, stored: StoredRun) -> TokenloomError | None:
+        """What the ledger lost, if it did: that stops all ranks, also under a new lease, until a launch from a
+        trainer's state has made it right again; that launch may have joined another server."""
+        if isinstance(self._error, LedgerRolledBack):
+            return None if self._ledger_loss.made_right(stored) else self._error
+        # Where another server led meanwhile, that one knew what the ledger had, and has seen to it.
+        if epoch != self.lease.epoch + 1 or stored.revision_changes >= self.revision_changes:
+            return None
+        # While nobody knew whether a write was done: no renewal has found it out.
+        self._note_ledger_loss(self.committed_through)
+        error = LedgerRolledBack(
+            f"run {self.name!r}: {self.ledger.description} has {stored.revision_changes} changes of its revisions "
+            f"(made or dropped), but had acknowledged {self.revision_changes}. {LedgerRolledBack.remedy}"
+        )
+        self._stop_for_all(error)
+        return error
+
     def _steps_wanted(self) -> int:
         """How many micro-steps to produce now; 0 to wait."""
         if self._active is None or self._error is not None:

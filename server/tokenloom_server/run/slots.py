@@ -92,10 +92,10 @@ class Slots:
             if not self._ranks_at_least:
                 self._recount()
 
-    def all_heard(self, at_s: float, left: bool) -> None:
-        """Every rank was last heard at this time, or none trained any more, as the server before this one noted."""
+    def all_heard(self, at_s: float | None) -> None:
+        """Every rank was last heard at this time, or none trains any more (None), as the server before this noted."""
         for slot in self._slots:
-            slot.last_heard, slot.left = at_s, left
+            slot.last_heard, slot.left = at_s, at_s is None
 
     def heard_at(self) -> float | None:
         """When the rank that has been silent longest was heard; None where one was never, or has left."""

@@ -55,9 +55,10 @@ class StatsReader:
         # A state knows a source as exhausted once a pick of it failed, and after the last sample there is none.
         ended = generation.end.reason if generation.end is not None else None
         if exhausted := generation.over and ended is not None and ended.startswith(ALL_EXHAUSTED):
-            dropped = [source.presence == "dropped" for source in config.sources]
-            pairs = zip(state.sources, dropped, strict=True)
-            state = replace(state, sources=tuple(own if gone else replace(own, exhausted=True) for own, gone in pairs))
+            # A source that a revision brings there has no state yet.
+            pairs = zip(state.sources, config.sources, strict=False)
+            out = (own if of.presence == "dropped" else replace(own, exhausted=True) for own, of in pairs)
+            state = replace(state, sources=tuple(out))
         return RunStats(
             run=coordinator.name,
             stream=coordinator.stream,

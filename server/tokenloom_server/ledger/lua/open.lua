@@ -11,7 +11,7 @@ if ARGV[9] ~= '' then
   redis.call('RPUSH', REVISIONS, ARGV[9])
   redis.call('HINCRBY', RUN, 'revision_changes', 1)
 end
-redis.call('HSET', RUN, 'generation', ARGV[3], 'opening_mark', ARGV[5])
+redis.call('HSET', RUN, 'generation', ARGV[3], 'opening_mark', ARGV[5], 'heard_at', '')
 -- Beside the pin, what the opening itself says, which stood here, too, before the first release.
 redis.call('HDEL', RUN, 'pin', 'parent', 'attempt', 'world_size', 'batch_size', 'group_steps', 'group_micro_steps',
   'start_index', 'opened_at')

@@ -15,7 +15,7 @@ from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.mixing.totals import rows_of
-from tokenloom_server.order.nested_state import as_resume_state, is_nested
+from tokenloom_server.order.nested_state import as_resume_state, is_nested, listed
 from tokenloom_server.order.snapshot_v1 import upgraded
 from tokenloom_server.tools.checkpoint.file import DataState
 
@@ -49,10 +49,6 @@ def _text(value: Any) -> str | None:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
-
-
-def _list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else []
 
 
 def _flag(value: Any) -> bool:
@@ -183,7 +179,7 @@ class Content(_Part):
     def left_samples(self) -> int:
         """Samples before the state that none of its sources gave, those of a forked run's parent alone; less those that
         have no sample index, since they were passed over."""
-        passed = [_list(skip) for skip in _list(_mapping(self.document.get("resume_state")).get("skips"))]
+        passed = [listed(skip) for skip in listed(_mapping(self.document.get("resume_state")).get("skips"))]
         left = (self.forked or {}).get("left_samples")
         return (_integer(left) or 0) - sum(_count_or_zero(skip[1]) for skip in passed if len(skip) == 3)
 
@@ -218,7 +214,7 @@ def read(path: Path, state: DataState, mixture: RunConfig | None = None, sizes: 
         document = {**document, "resume_state": upgraded(document["resume_state"], None)}
     nested = is_nested(document)
     resume = as_resume_state(document, mixture, sizes) if nested else _mapping(document.get("resume_state"))
-    entries = [entry for entry in _list(resume.get("datasets")) if isinstance(entry, dict)]
+    entries = [entry for entry in listed(resume.get("datasets")) if isinstance(entry, dict)]
     kind = SNAPSHOT if is_snapshot else NESTED if nested else OLDER if entries else INDEX
     if kind == OLDER and mixture is not None:
         resume = {**resume, "nodes": _summed(entries, mixture, sizes)}
@@ -229,7 +225,7 @@ def read(path: Path, state: DataState, mixture: RunConfig | None = None, sizes: 
     # None where it changed during the run.
     length = tokens // index if index and tokens and not tokens % index else None
     nodes = _nodes(resume, written, sources, mixture)
-    changes = [_mapping(revision) for revision in _list(resume.get("revisions"))]
+    changes = [_mapping(revision) for revision in listed(resume.get("revisions"))]
     changes = [revision for revision in changes if "skips" not in _mapping(revision.get("content"))]
     revisions = [_count(revision.get("sample_index")) for revision in changes]
     return Content.model_validate(
@@ -276,7 +272,7 @@ def _sources(entries: Sequence[Mapping[str, Any]], mixture: RunConfig | None) ->
 def _written_nodes(resume: Mapping[str, Any], mixture: RunConfig | None) -> tuple[_Nodes, str | None]:
     """The nodes of the mixture, and what says them."""
     nodes: _Nodes = {}
-    for written in _list(resume.get("mixture")):
+    for written in listed(resume.get("mixture")):
         with suppress(ValidationError):
             node = _WrittenNode.model_validate(written)
             nodes[node.id] = node
@@ -298,7 +294,7 @@ def _nodes(
     resume: Mapping[str, Any], written: _Nodes, sources: Sequence[Source], mixture: RunConfig | None
 ) -> tuple[Node, ...]:
     """The nodes of the mixture with what the state counts of them; without a mixture, the counters alone."""
-    counted = [_list(children) for children in _list(resume.get("nodes"))]
+    counted = [listed(children) for children in listed(resume.get("nodes"))]
     names = {source.id: source.name for source in mixture.sources} if mixture is not None else {}
     names |= {source.id: source.name for source in sources if source.id is not None}
     nodes = []
@@ -330,7 +326,7 @@ def _child(entry: Sequence[Any], counted: Any, position: int, written: _Nodes, n
         name = written[own].name if own in written else _unnamed(own)
     elif own is not None:
         name = names.get(own, f"source {own}")
-    fields = dict(zip(_WRITTEN, entry[1:], strict=False)) | dict(zip(_COUNTERS, _list(counted), strict=False))
+    fields = dict(zip(_WRITTEN, entry[1:], strict=False)) | dict(zip(_COUNTERS, listed(counted), strict=False))
     return Child.model_validate({**fields, "is_node": bool(is_node), "id": own, "name": name})
 
 

@@ -133,16 +133,14 @@ def _of_folder(path: Path) -> Iterator[DataState]:
             refused.append(f"; {error}")
     # A bare sample_index counts where there is nothing else, of all files, too.
     yield from [state for state in states if state.document.keys() & _MORE] or states
-    if not states and parts:
+    if not states:
         raise SnapshotInvalid(
             f"{path}: its {len(parts)} .distcp files hold no sealed snapshot. What else is in them can only be read by "
             "running the pickles they are made of, which this command does not. If you trust the files, make one of "
             f"them: python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} checkpoint.pt"
-        )
-    if not states:
-        raise SnapshotInvalid(
-            f"{path}: is a folder, but none of torch.distributed.checkpoint (it has no *.distcp), nor has it a file "
-            f"({', '.join(_STATE_FILES)}) with a state of data{''.join(refused[:3])}"
+            if parts
+            else f"{path}: is a folder, but none of torch.distributed.checkpoint (it has no *.distcp), nor has it a "
+            f"file ({', '.join(_STATE_FILES)}) with a state of data{''.join(refused[:3])}"
         )
 
 
