@@ -89,6 +89,21 @@ def test_the_samples_after_a_skip_are_those_of_the_order_so_many_later(folder: P
                 assert given(timeline, timeline.decode(timeline.encode(state)), size, 3) == (samples[index:], end)
 
 
+def test_clock_indices_and_digest_stand_still_while_samples_are_passed_over(folder: Path) -> None:
+    plain = Timeline(order_of(folder))
+    before, after = state_at(plain, 20), state_at(plain, 27)
+    state = state_at(skipping(plain, 20, 7), 20)
+    assert (state.sample_index, state.total_tokens, state.digest) == (20, before.total_tokens, before.digest)
+    assert [source.cursor for source in state.sources] == [source.cursor for source in after.sources]
+    assert state.nodes == after.nodes
+    for was, now, passed in zip(before.sources, after.sources, state.sources, strict=True):
+        counted = (passed.skipped_samples, passed.skipped_rows, passed.skipped_tokens)
+        assert counted == (now.samples - was.samples, now.rows - was.rows, now.tokens - was.tokens)
+    document = json.loads(plain.encode(before)) | {"skips": [[20, 3, 24]]}
+    with pytest.raises(SnapshotInvalid, match="its children have 20 samples, but sample_index is 20, and 3 were pass"):
+        plain.decode(json.dumps(document))
+
+
 def test_a_skip_goes_by_the_config_at_its_sample_across_phases_revisions_and_ends(folder: Path) -> None:
     phases = [{"until_tokens": 200}, {"mixture": {"policy": "sequential", "children": [{"source": WIKI}]}}]
     phased, plain = Timeline(order_of(folder, mixture(phases=phases))), Timeline(order_of(folder))
@@ -125,23 +140,6 @@ def test_two_skips_at_one_sample_add_up_and_one_before_another_leaves_its_range_
     for state, other in ((state_at(plain, 61), once), (state_at(once, 60), plain)):
         with pytest.raises(SnapshotInvalid, match=r"restore to sample 60 or before, or .*restore --undo-skip"):
             other.pipeline(state)
-
-
-def test_clock_indices_and_digest_stand_still_while_samples_are_passed_over(folder: Path) -> None:
-    plain = Timeline(order_of(folder))
-    before, after = state_at(plain, 20), state_at(plain, 27)
-    state = state_at(skipping(plain, 20, 7), 20)
-    assert (state.sample_index, state.total_tokens, state.digest) == (20, before.total_tokens, before.digest)
-    assert [source.cursor for source in state.sources] == [source.cursor for source in after.sources]
-    assert state.nodes == after.nodes
-    for was, now, passed in zip(before.sources, after.sources, state.sources, strict=True):
-        counted = (passed.skipped_samples, passed.skipped_rows, passed.skipped_tokens)
-        assert counted == (now.samples - was.samples, now.rows - was.rows, now.tokens - was.tokens)
-    document = json.loads(plain.encode(before)) | {"skips": [[20, 3, 24]]}
-    with pytest.raises(
-        SnapshotInvalid, match="its children have 20 samples, but sample_index is 20, and 3 were passed"
-    ):
-        plain.decode(json.dumps(document))
 
 
 def test_a_batch_is_passed_over_as_a_whole(folder: Path) -> None:

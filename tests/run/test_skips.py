@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from support.corpora import CODE, PROSE, mixture
-from support.served import RUN, Place, Sample, Trainer, call_of, never, part, sequence
+from support.served import RUN, Place, Sample, Trainer, call_of, part, recount, sequence
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.config.mixture_change import MixtureChange
+from tokenloom_server.core.state import SourceState
 from tokenloom_server.errors import BeyondHorizon, ConfigError, JoinRefused, LimitExceeded, NotFound, SnapshotInvalid
 from tokenloom_server.ledger.commands import Pin
-from tokenloom_server.replay.peek import PeekCall
+from tokenloom_server.order.factory import PipelineFactory
 
 Made = Callable[..., Place]
 
@@ -111,6 +112,55 @@ def test_a_skip_that_was_pinned_before_a_revision_stays_one_of_its_samples(made:
         served.revision_handler.revise(MixtureChange.model_validate(change | {"sample_index": index - 1}))
 
 
+def sources_at(order: PipelineFactory, index: int) -> Sequence[SourceState]:
+    pipeline = order.pipeline(order.initial())
+    pipeline.advance(index)
+    return pipeline.state().sources
+
+
+@pytest.mark.parametrize("end", [10, 61, 174])
+def test_what_is_counted_after_a_skip_is_a_recount_at_every_index(place: Place, served: ServedRun, end: int) -> None:
+    samples, order = sequence(served), served.coordinator.order
+    first = Trainer(served, 1, 1).train_to(175)
+    states = {begin: first.state(begin) for begin in (0, end // 3, end - 1)}
+    for begin, text in states.items():
+        point = served.start_points.restore(text=text.decode(), skip_samples=end - begin, undo_skip=True)
+        assert (point.sample_index, point.skips) == (begin, {begin: end - begin})
+        rest = Trainer(served, 1, 1)
+        given = without(samples, (begin, end))
+        assert rest.train(1000) == part(given, begin, len(given))
+        for index in range(begin, len(given), 5):
+            state = rest.state(index)
+            assert served.history.snapshot(index) == (state.decode(), index)
+            counts = {spec: (of["samples"], of["tokens"]) for spec, of in json.loads(state)["counts"].items()}
+            expected = recount(served, part(given, 0, index))
+            assert counts == {spec: of for spec, of in expected.items() if of[0]}
+        assert place.counters() == recount(served, part(given, 0, len(given)))
+        # Rows, and what was skipped, by the order without a skip.
+        stats, before, after, last = served.stats.read(), *(sources_at(order, index) for index in (begin, end, 175))
+        for source, was, now, all_of_it in zip(stats.sources, before, after, last, strict=True):
+            skipped = now.samples - was.samples, now.rows - was.rows
+            assert (source.skipped_samples, source.skipped_rows) == skipped
+            assert (source.samples + skipped[0], source.rows + skipped[1]) == (all_of_it.samples, all_of_it.rows)
+        assert (stats.total_tokens, stats.skipped_tokens) == (8 * len(given), 8 * (end - begin))
+
+
+def test_ranks_whose_state_stands_at_a_skip_agree_also_after_a_restart(
+    place: Place, served: ServedRun, trainer: Trainer
+) -> None:
+    trainer.train(3)
+    late, early = trainer.state(), trainer.state(4)
+    served.start_points.restore(text=late.decode(), skip_samples=5)
+    served.join_handler.join(call_of(0, attempt="b", state=late))
+    for _ in range(2):
+        with pytest.raises(JoinRefused, match=r"a loaded state at sample 4 .* sample 12 .*same checkpoint on every"):
+            served.join_handler.join(call_of(1, attempt="b", state=early))
+        served = place.restart()
+    joined = served.join_handler.join(call_of(1, attempt="b", state=late))
+    assert joined.opening.start_index == 12
+    assert sum(source.skipped_samples for source in joined.start.sources) == 5
+
+
 OLDER = {"spec": CODE, "shard": "data/code-1.parquet", "row_offset": 3, "token_offset": 83}
 
 
@@ -152,64 +202,6 @@ def test_skips_at_one_sample_and_before_one_another(place: Place, served: Served
         assert nested.train(14) == part(given, 20, 76)
     assert served.stats.read().skips == {20: 5, 55: 13}
     assert Trainer(place.restart(), 3, 2, state=nested.state(56)).take(3) == part(given, 56, 74)
-
-
-def datasets(text: str | bytes) -> Any:
-    return json.loads(text)["resume_state"]["datasets"]
-
-
-def consumed_and_skipped(place: Place) -> dict[str, tuple[int, int, int, int]]:
-    """By spec: samples and rows that the ledger counts, and those that are reported as skipped."""
-    counters = place.committed().counters
-    return {
-        source.spec: (
-            counters[source.spec].samples,
-            counters[source.spec].rows,
-            source.skipped_samples,
-            source.skipped_rows,
-        )
-        for source in place.runs.get(RUN).stats.read().sources
-    }
-
-
-@pytest.mark.parametrize("end", [10, 61, 174])
-def test_any_range_after_any_point_can_be_skipped(place: Place, served: ServedRun, end: int) -> None:
-    samples, order = sequence(served), served.coordinator.order
-    first = Trainer(served, 1, 1)
-    first.train(175)
-    states = {begin: first.state(begin) for begin in (0, end // 3, end - 1)}
-    for begin in states:
-        point = served.start_points.restore(text=states[begin].decode(), skip_samples=end - begin, undo_skip=True)
-        assert (point.sample_index, point.skips) == (begin, {begin: end - begin})
-        rest = Trainer(served, world_size=1, batch_size=1)
-        assert rest.ranks[0].joined.opening.start_index == begin
-        given = without(samples, (begin, end))
-        assert rest.train(1000) == part(given, begin, len(given))
-        counted = []
-        for index in (begin, end, 175):
-            pipeline = order.pipeline(order.initial())
-            pipeline.advance(index)
-            counted.append(pipeline.state().sources)
-        for spec, before, after, last in zip(order.record.specs, *counted, strict=True):
-            skipped = after.samples - before.samples, after.rows - before.rows
-            assert consumed_and_skipped(place)[spec] == (last.samples - skipped[0], last.rows - skipped[1], *skipped)
-        assert served.stats.read().total_tokens == 8 * len(given)
-        # The generation's own snapshots carry it on, whichever index they are at.
-        text, _ = served.history.snapshot(min(begin + 3, len(given)))
-        assert sum(entry.get("skipped_samples", 0) for entry in datasets(text)) == end - begin
-
-
-def test_a_peek_does_not_take_its_states_from_a_line_that_was_left(
-    place: Place, served: ServedRun, trainer: Trainer
-) -> None:
-    trainer.train(10)
-    call = PeekCall(rank=0, world_size=1, batch_size=1, resume="60", state=b"")
-    assert sum(source.skipped_samples for source in served.peeks.join(call, never)[1].sources) == 0
-    place.runs.get(RUN).start_points.restore(sample_index=20, skip_samples=10)
-    Trainer(served).take(1)
-    generation, state = served.peeks.join(call, never)
-    assert (generation, state.sample_index) == (2, 60)
-    assert sum(source.skipped_samples for source in state.sources) == 10
 
 
 def test_a_pin_can_be_taken_back_and_both_are_shown(place: Place, served: ServedRun, trainer: Trainer) -> None:
