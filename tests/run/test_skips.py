@@ -74,6 +74,21 @@ def test_an_empty_ledger_takes_skips_from_a_trainers_state(place: Place, served:
         assert moved.train(10) == part(given, index, index + 50)
 
 
+def test_an_empty_ledger_takes_a_skip_after_a_revision_from_a_trainers_state(
+    place: Place, served: ServedRun, tmp_path: Path
+) -> None:
+    Trainer(served).train(3)
+    change = {"reason": "a test", "set": [{"child": "code", "weight": 0.1}]}
+    revised = served.revision_handler.revise(MixtureChange.model_validate(change)).sample_index
+    Trainer(served, resume="latest").train_to(revised + 20)
+    served.start_points.restore(sample_index=revised + 8, skip_samples=7)
+    trainer = Trainer(served)
+    given = trainer.take(8)
+    place.stop()
+    moved = Trainer(place.serve(tmp_path / "elsewhere.db"), 1, 4, state=trainer.state(revised + 16))
+    assert moved.train(4) == part(given, revised + 16, revised + 32)
+
+
 def test_a_fork_inherits_what_its_parent_passes_over(made: Made) -> None:
     place = made()
     served = place.serve()
