@@ -105,7 +105,7 @@ class ForkHandler:
             skips=parent.skips if parent is not None else foreign.all_skips,
         )
         timeline = coordinator.timeline.with_origin(origin).with_clock(clock_offset)
-        state = same if same is not None else _transplanted(timeline, origin, theirs)
+        state = same if same is not None else replace(_transplanted(timeline, origin, theirs), skips=theirs.skips)
         return replace(origin, state=timeline.encode(state))
 
     def _refuse_other_tokens(self, foreign: ForeignSnapshot) -> None:
@@ -308,5 +308,4 @@ def _transplanted(timeline: Timeline, origin: Origin, foreign: ForeignSnapshot) 
         nodes=forked(factory.config, sources),
         preserved=tuple(preserved),
         clock_offset=timeline.clock_offset,
-        skips=foreign.skips,
     )
