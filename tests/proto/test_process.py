@@ -41,3 +41,15 @@ def test_a_system_without_proc_names_host_and_id_alone(monkeypatch: pytest.Monke
     monkeypatch.setattr(process, "_kernel", lambda: Path("/nowhere").read_text())
     assert identity().count(":") == 1
     assert not is_gone(identity())
+
+
+def test_a_name_that_the_kernel_cuts_within_a_character_is_one() -> None:
+    cut = "тренировка".encode()[:15]
+    script = f"import ctypes; ctypes.CDLL(None).prctl(15, {cut!r}, 0, 0, 0); {_NAMES_ITSELF}"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        name = child.stdout.readline().strip()
+        assert " " in name
+        assert not is_gone(name)
+        child.kill()
+    assert is_gone(name)
