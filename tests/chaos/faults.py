@@ -21,7 +21,7 @@ import redis
 from chaos.checker import skips_by_index
 from chaos.processes import ChaosServer, ServerError
 from chaos.proxy import Direction, Proxy
-from chaos.world import LIVENESS_S, RUN, World
+from chaos.world import BUSY_S, LIVENESS_S, RUN, World
 
 #: A point that is not reached by then is not reached, seconds: what leads there goes on all the time.
 POINT_S = 4.0
@@ -348,12 +348,65 @@ def skip_refused_or_taken_back(world: World, draw: random.Random) -> Iterator[No
     assert stats["pin"] is None, f"{stats['pin']} is pinned, though it was taken back"
 
 
+# Revisions of a run that stands still, over REST, as a user makes them
+
+
+def _revised_standing(world: World, draw: random.Random, point: str, how: str) -> Iterator[None]:
+    """Every rank was killed, or hangs, and is silent for longer than the liveness: a revision holds from where the run
+    stands, and a checkpoint beyond that is none to go on from. It sets a limit that is never reached, so that the
+    checker knows the order after it. Where the server dies in it, or its answer is lost, the revisions that there are
+    then tell what became of it."""
+    old, path = world.job, f"/v1/runs/{RUN}/mixture"
+    assert old is not None
+    hangs = draw.random() < 0.4
+    if hangs:
+        old.may_end_with.add("Fenced")
+        world.signal(signal.SIGSTOP, old)
+    else:
+        world.kill_job()
+    known = [int(each["sample_index"]) for each in world.ask(path, method="GET")["revisions"]]
+    world.pause(BUSY_S + 1.0)
+    server, change = _leader(world), {"child": "docs", "max_tokens": 10**12 + draw.randrange(10**9)}
+    body = {"reason": "chaos", "set": [change]}
+    if how:
+        server.arm(point, how)
+    call = _Call(server, path, body, "PATCH")
+    if how:
+        _await_point(world, server, f"revised-standing-{point}-{how}", how)
+    yield
+    world.wait(lambda: call.over, "the answer to a revision", LIVENESS_S)
+    if call.error is not None and call.error.status not in (0, 503):
+        raise call.error
+    made = [int(each["sample_index"]) for each in world.ask(path, method="GET")["revisions"][len(known) :]]
+    if not made:
+        assert call.error is not None, "a revision was answered, and is not there"
+        made = [int(world.ask(path, body, "PATCH")["sample_index"])]
+    # A step that a rank got, and did not write down, may have been reported; a snapshot keeps a sample more. Revisions
+    # hold in the order of their making.
+    reach = max(old.reach() + old.step + 1, (old.start or 0) + 1, *known)
+    # A rank that hangs keeps its connection: as far as its window goes it may come back.
+    assert hangs or how or made[0] <= reach, f"revisions at {made}, though the run stands at sample {reach} at most"
+    world.changes += made
+    world.relaunch(draw)
+    if hangs:
+        world.zombies.append(old)
+
+
+for _point, _how, _often in (
+    ("", "", 1.2),
+    ("revise-before", "SIGKILL", 0.6),
+    ("revise-after", "SIGKILL", 0.6),
+    ("revise-after", "LOSE", 0.6),
+):
+    fault("all", _often, point=_point, how=_how)(_revised_standing)
+
+
 class _Call(threading.Thread):
     """A REST call that may be broken off."""
 
-    def __init__(self, server: ChaosServer, path: str, body: dict[str, Any]) -> None:
-        super().__init__(name=f"POST {path}", daemon=True)
-        self._server, self._path, self._body = server, path, body
+    def __init__(self, server: ChaosServer, path: str, body: dict[str, Any], method: str = "POST") -> None:
+        super().__init__(name=f"{method} {path}", daemon=True)
+        self._server, self._path, self._body, self._method = server, path, body, method
         self.error: ServerError | None = None
         self.start()
 
@@ -363,7 +416,7 @@ class _Call(threading.Thread):
 
     def run(self) -> None:
         try:
-            self._server.call("POST", self._path, self._body)
+            self._server.call(self._method, self._path, self._body)
         except ServerError as error:
             self.error = error
 

@@ -65,6 +65,8 @@ class Launch:
     state: str
     #: What the run passes over from this launch on: (sample index, samples), in the order in which they were skipped.
     skips: list[list[int]]
+    #: How many of the world's ``changes`` were made before it.
+    changes: int
     #: Errors with which its ranks may end; none while it is the present one.
     may_end_with: set[str] = field(default_factory=set)
 
@@ -155,6 +157,9 @@ class World:
         self.missed: set[str] = set()
         #: What the run passes over: (sample index, samples), in the order in which they were skipped.
         self.skips: list[list[int]] = []
+        #: Sample indices of skips and revisions, in the order of their making: no launch may go on from a state beyond
+        #: one that was taken before it was made.
+        self.changes: list[int] = []
         self._observed_at = 0.0
         self._launched = 0
 
@@ -273,8 +278,8 @@ class World:
         plan = {"attempt": attempt, "world_size": world_size, "batch_size": batch_size, "start": start}
         plan |= {"clock": self.clock, "skips": self.skips}
         (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
-        names, skips = [each.name for each in plans], [*self.skips]
-        launch = Launch(folder, attempt, world_size, batch_size, start, names, prefetch_steps, state, skips)
+        names, skips, changes = [each.name for each in plans], [*self.skips], len(self.changes)
+        launch = Launch(folder, attempt, world_size, batch_size, start, names, prefetch_steps, state, skips, changes)
         order = list(plans)
         draw.shuffle(order)
         self.launches.append(launch)
@@ -297,7 +302,8 @@ class World:
         """From the present launch on the run passes over so many samples at an index."""
         assert self.job is not None
         self.skips.append([index, samples])
-        self.job.skips = [*self.skips]
+        self.changes.append(index)
+        self.job.skips, self.job.changes = [*self.skips], len(self.changes)
         path = self.job.folder / "plan.json"
         plan = json.loads(path.read_text(encoding="utf-8")) | {"skips": self.skips}
         path.write_text(json.dumps(plan), encoding="utf-8")
@@ -359,9 +365,9 @@ class World:
         for launch in reversed(self.launches):
             # Of the job itself, else that which it began with, else of the one before it.
             states = launch.states() or ({_index(launch.state): launch.state} if launch.state else {})
-            # None from beyond a skip that was made since: the run's order is another there.
-            later = [index for index, _ in self.skips[len(launch.skips) :]]
-            states = {end: text for end, text in states.items() if all(end <= index for index in later)}
+            # None from beyond a skip or a revision that was made since: the run's order is another there.
+            least = min(self.changes[launch.changes :], default=None)
+            states = {end: text for end, text in states.items() if least is None or end <= least}
             if states:
                 ends = sorted(states)
                 end = ends[0] if oldest else ends[-1] if draw.random() < 0.7 else draw.choice(ends[-3:])
