@@ -211,6 +211,19 @@ def test_the_revision_in_force_and_the_next_one_are_shown(page: Page, service: M
 
 
 @pytest.mark.browser
+def test_pins_and_skips_are_shown(page: Page, service: MemoryService) -> None:
+    expect(page.get_by_text("The order passes over 12 samples at sample 96.")).to_be_visible()
+    expect(page.get_by_text("for the next launch")).to_have_count(0)
+    pin = {"sample_index": 1280, "digest": "0" * 32, "skips": {96: 12, 1280: 2048}}
+    service.put(run_stats(RUN, skips={}, pin=pin))
+    pinned = "A restore pinned sample 1,280 for the next launch; from then on the order passes over "
+    expect(page.get_by_text(f"{pinned}12 samples at sample 96, 2,048 samples at sample 1,280.")).to_be_visible()
+    expect(page.locator('[data-text="skips"]')).to_be_hidden()
+    service.put(run_stats(RUN, pin=pin | {"skips": {}}))
+    expect(page.get_by_text(f"{pinned}nothing.")).to_be_visible()
+
+
+@pytest.mark.browser
 def test_padding_and_documents_that_were_cut_are_told(page: Page, service: MemoryService) -> None:
     packed = {"padding_tokens": 12, "cut_documents": 7, "lost_tokens": 1234, "fill_rate": 0.994, "cut_rate": 0.012}
     service.put(run_stats(RUN, sources=[source_stats(0, **packed)]))

@@ -9,7 +9,8 @@ Given a folder with the attempts' files, the reference's, and what was seen in t
 3. No sample is missing up to the last. (Where a job goes on at what the ledger has, and not at its own checkpoint, the
    steps are excepted that were in its hands when it was killed: consumed, and not written down.)
 4. The samples of each source are its numbered tokens, in order, none lost, repeated or torn.
-5. Which source comes when is what an undisturbed run of one rank got.
+5. Which source comes when is what an undisturbed run of one rank got. A skip of k samples at sample a leaves out those
+   that would have come as a to a + k: every launch from then on has the order without them, and indices without a gap.
 6. The rolling digest that the dataset gave for each step is that of the tensors; states of all ranks are equal.
 7. Whatever was seen in the ledger: its counters equal the recount up to its index; that index never went back within
    a generation (unless the ledger was made to lose data, and then nobody goes on there), was never beyond what every
@@ -19,6 +20,7 @@ Given a folder with the attempts' files, the reference's, and what was seen in t
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from support.digest import digest_after
 
-from chaos.corpus import SOURCES
+from chaos.corpus import SOURCES, NumberedSource
 from chaos.records import LENGTH, read_records
 
 #: Faults that are listed; one is enough to fail.
@@ -62,7 +64,7 @@ class Findings:
 
 
 class _Order:
-    """The run's samples by index, as far as they are known."""
+    """The samples by their index in the undisturbed run, as far as they are known."""
 
     def __init__(self, size: int) -> None:
         self.sources = np.full(size, -1, np.int16)
@@ -71,6 +73,46 @@ class _Order:
     @property
     def known(self) -> NDArray[np.bool_]:
         return self.sources >= 0
+
+
+class _Line:
+    """The order under skips: which samples of the undisturbed run come when."""
+
+    def __init__(self, expected: _Order, skips: list[list[int]]) -> None:
+        self.places = places_under(skips, len(expected.sources))
+        self.sources = expected.sources[self.places]
+        self.digests = _digests(self.sources, expected.ids[self.places])
+        shape = len(SOURCES), len(self.sources) + 1
+        #: Before each sample, by source: how many samples were consumed, and how many rows ended in them.
+        self.samples, self.rows = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        for number, source in enumerate(SOURCES):
+            mine = expected.sources == number
+            np.cumsum(mine[self.places], out=self.samples[number, 1:])
+            ended = np.diff(_rows_within(source, np.cumsum(mine) * LENGTH), prepend=0)
+            np.cumsum(ended[self.places], out=self.rows[number, 1:])
+
+
+def places_under(skips: Sequence[Sequence[int]], size: int) -> NDArray[np.int64]:
+    """Where each sample stands in an undisturbed run of ``size`` samples, under skips (sample index, samples) in the
+    order in which they were made: each leaves out what would have come at that index."""
+    places = np.arange(size)
+    for index, samples in skips:
+        places = np.delete(places, slice(index, index + samples))
+    return places
+
+
+def skips_by_index(skips: Sequence[Sequence[int]]) -> dict[int, int]:
+    """How many samples are left out at each index under skips, in the order in which they were made."""
+    places = places_under(skips, sum(map(sum, skips)) + 1)
+    left_out = np.diff(places, prepend=-1) - 1
+    return {int(index): int(left_out[index]) for index in np.flatnonzero(left_out)}
+
+
+def _rows_within(source: NumberedSource, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many rows of a source end within so many of its tokens."""
+    ends = np.cumsum([length + 1 for length in source.row_lengths()])
+    epochs, rest = np.divmod(tokens, int(ends[-1]))
+    return np.asarray(epochs * len(ends) + np.searchsorted(ends, rest, side="right"), np.int64)
 
 
 @dataclass
@@ -95,6 +137,11 @@ class _Attempt:
         return int(self.plan.get("clock", 0))
 
     @property
+    def skips(self) -> list[list[int]]:
+        """(sample index, samples) of all that the run passes over from then on, in the order of their making."""
+        return list(self.plan.get("skips", []))
+
+    @property
     def start(self) -> int | None:
         """Where it began; None where nothing came."""
         begins = [int(rank["end"][0]) - self.step for rank in self.ranks if len(rank)]
@@ -106,33 +153,57 @@ def check(folder: Path, final_index: int | None) -> Findings:
     found = Findings()
     attempts = [_read_attempt(path.parent) for path in sorted(folder.glob("attempts/*/plan.json"))]
     reference = _read_attempt(folder / "reference")
-    size = max((int(rank["end"][-1]) for each in [*attempts, reference] for rank in each.ranks if len(rank)), default=0)
+    size = max(
+        (
+            int(rank["end"][-1]) + sum(samples for _, samples in each.skips)
+            for each in [*attempts, reference]
+            for rank in each.ranks
+            if len(rank)
+        ),
+        default=0,
+    )
     expected, order = _Order(size), _Order(size)
-    _take_in(reference, expected, found, counted=False)
+    _take_in(reference, np.arange(size), expected, found, counted=False)
     if not expected.known.all():
         found.fault(f"the reference lacks {int((~expected.known).sum())} of {size} samples; the check needs them all")
         return found
-    excepted = np.zeros(size, bool)
+    lines = _Lines(expected)
+    excepted, needed = np.zeros(size, bool), np.zeros(size, bool)
     for number, attempt in enumerate(attempts):
-        _check_start(attempt, attempts[:number], excepted, found)
-        _take_in(attempt, order, found, counted=True)
-    # Beyond that lies only what some ranks had of a step when they were killed, and no later launch came so far.
-    reach = max((each.start + each.complete * each.step for each in attempts if each.start is not None), default=0)
-    lost = (~order.known & ~excepted)[:reach]
+        places = lines.of(attempt.skips).places
+        _check_start(attempt, attempts[:number], places, excepted, found)
+        _take_in(attempt, places, order, found, counted=True)
+        # Beyond that lies only what some ranks had of a step when they were killed, and no later launch came so far.
+        if attempt.start is not None:
+            needed[places[: attempt.start + attempt.complete * attempt.step]] = True
+    lost = needed & ~order.known & ~excepted
     if lost.any():
         found.fault(f"lost: {int(lost.sum())} samples never came, the first of them sample {int(lost.argmax())}")
     _compare(order, expected, found)
     _check_numbers(expected, found)
-    digests = _digests(expected)
     for attempt in attempts:
-        _check_digests(attempt, digests, found)
+        _check_digests(attempt, lines.of(attempt.skips).digests, found)
         _check_states(folder / "attempts" / attempt.name, attempt, found)
     clock = attempts[0].clock if attempts else 0
-    _check_snapshots(folder / "snapshots.jsonl", digests, clock, found)
-    _check_ledger(folder / "ledger.jsonl", attempts, expected, digests, final_index, found)
+    _check_snapshots(folder / "snapshots.jsonl", lines, clock, found)
+    _check_ledger(folder / "ledger.jsonl", attempts, lines, final_index, found)
     found.attempts, found.distinct = len(attempts), int(order.known.sum())
     found.tokens = found.delivered * LENGTH
     return found
+
+
+class _Lines:
+    """The orders that there were, each made once."""
+
+    def __init__(self, expected: _Order) -> None:
+        self._expected = expected
+        self._lines: dict[str, _Line] = {}
+
+    def of(self, skips: list[list[int]]) -> _Line:
+        name = json.dumps(skips)
+        if name not in self._lines:
+            self._lines[name] = _Line(self._expected, skips)
+        return self._lines[name]
 
 
 def _read_attempt(folder: Path) -> _Attempt:
@@ -141,7 +212,13 @@ def _read_attempt(folder: Path) -> _Attempt:
     return _Attempt(folder.name, plan, ranks)
 
 
-def _check_start(attempt: _Attempt, before: list[_Attempt], excepted: NDArray[np.bool_], found: Findings) -> None:
+def _check_start(
+    attempt: _Attempt,
+    before: list[_Attempt],
+    places: NDArray[np.int64],
+    excepted: NDArray[np.bool_],
+    found: Findings,
+) -> None:
     start = attempt.start
     if start is None:
         return
@@ -156,10 +233,12 @@ def _check_start(attempt: _Attempt, before: list[_Attempt], excepted: NDArray[np
         found.fault(f"{attempt.name}: began at sample {start}, beyond what any launch before it had consumed")
     for reach, other in reaches:
         if reach < start <= reach + other.step:
-            excepted[reach:start] = True
+            excepted[places[reach:start]] = True
 
 
-def _take_in(attempt: _Attempt, order: _Order, found: Findings, *, counted: bool) -> None:
+def _take_in(
+    attempt: _Attempt, order_places: NDArray[np.int64], order: _Order, found: Findings, *, counted: bool
+) -> None:
     """Checks an attempt in itself and against what is known, and adds it to that."""
     start = attempt.start
     if start is None:
@@ -189,13 +268,13 @@ def _take_in(attempt: _Attempt, order: _Order, found: Findings, *, counted: bool
     if attempt.complete and not np.array_equal(np.sort(whole, axis=0), every):
         found.fault(f"{attempt.name}: two ranks were given the same samples of a step, or none was given some")
     for what, records, _ in slices:
-        indices = records["samples"].ravel()
+        indices = order_places[records["samples"].ravel()]
         sources, ids = records["sources"].ravel(), records["ids"].reshape(-1, LENGTH)
         known = order.sources[indices] >= 0
         same = (order.sources[indices] == sources) & (order.ids[indices] == ids).all(axis=1)
         if (known & ~same).any():
             index = int(indices[(known & ~same).argmax()])
-            found.fault(f"{what}: sample {index} is not what it was when it came before")
+            found.fault(f"{what}: sample {index} of the undisturbed run is not what it was when it came before")
         order.sources[indices], order.ids[indices] = sources, ids
         if counted:
             found.delivered += len(indices)
@@ -225,11 +304,11 @@ def _check_numbers(order: _Order, found: Findings) -> None:
         found.fault("there are samples of a source that does not exist")
 
 
-def _digests(order: _Order) -> list[str]:
-    """The rolling digest before each sample, and behind the last."""
+def _digests(sources: NDArray[np.int16], ids: NDArray[np.uint32]) -> list[str]:
+    """The rolling digest before each sample, and after the last."""
     value, found = 0, ["0" * 32]
-    rows = np.ascontiguousarray(order.ids.astype("<u4"))
-    for source, row in zip(order.sources.tolist(), rows, strict=True):
+    rows = np.ascontiguousarray(ids.astype("<u4"))
+    for source, row in zip(sources.tolist(), rows, strict=True):
         value = digest_after(value, source, row.data)
         found.append(f"{value:032x}")
     return found
@@ -261,10 +340,10 @@ def read_states(folder: Path, rank: int) -> dict[int, str]:
     return {line["end"]: line["state"] for line in lines}
 
 
-def _check_snapshots(path: Path, digests: list[str], clock: int, found: Findings) -> None:
+def _check_snapshots(path: Path, lines: _Lines, clock: int, found: Findings) -> None:
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         snapshot = json.loads(line)
-        index = snapshot["sample_index"]
+        index, digests = snapshot["sample_index"], lines.of(snapshot.get("skips", [])).digests
         if index >= len(digests):
             continue
         told, expected = (snapshot["digest"], snapshot["total_tokens"]), (digests[index], clock + index * LENGTH)
@@ -273,14 +352,10 @@ def _check_snapshots(path: Path, digests: list[str], clock: int, found: Findings
 
 
 def _check_ledger(
-    path: Path, attempts: list[_Attempt], order: _Order, digests: list[str], final_index: int | None, found: Findings
+    path: Path, attempts: list[_Attempt], lines: _Lines, final_index: int | None, found: Findings
 ) -> None:
     seen = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     by_name = {attempt.plan["attempt"]: attempt for attempt in attempts}
-    counts = np.zeros((len(SOURCES), len(order.sources) + 1), np.int64)
-    for number in range(len(SOURCES)):
-        np.cumsum(order.sources == number, out=counts[number, 1:])
-    row_ends = [np.cumsum([length + 1 for length in source.row_lengths()]) for source in SOURCES]
     last = {"generation": 0, "sample_index": 0, "epoch": 0}
     nothing = dict(last)
     generations_seen = 0
@@ -312,30 +387,22 @@ def _check_ledger(
         if start is not None and index > start + (had + 1) * attempt.step:
             held = start + had * attempt.step
             found.fault(f"{what}: beyond sample {held}, which is all that every rank of {attempt.name} had by then")
-        if index >= len(digests):
+        line = lines.of(attempt.skips)
+        if index >= len(line.digests):
             found.fault(f"{what}: no trainer was ever given so many samples")
             continue
         if each["total_tokens"] != attempt.clock + index * LENGTH:
             found.fault(f"{what}: {each['total_tokens']} tokens, expected {attempt.clock + index * LENGTH}")
-        _check_counters(each, counts[:, index], row_ends, digests[index], what, found)
+        _check_counters(each, index, line, what, found)
     found.observations = sum("lost" not in each for each in seen)
     if final_index is not None and last["sample_index"] != final_index:
         found.fault(f"in the end the ledger is at sample {last['sample_index']}, but all ranks consumed {final_index}")
 
 
-def _check_counters(
-    each: dict[str, Any],
-    samples: NDArray[np.int64],
-    row_ends: list[NDArray[np.int64]],
-    digest: str,
-    what: str,
-    found: Findings,
-) -> None:
-    if each["digest"] != digest:
-        found.fault(f"{what}: digest {each['digest']}; recounted {digest}")
-    for source, count, ends in zip(SOURCES, samples.tolist(), row_ends, strict=True):
-        epochs, rest = divmod(count * LENGTH, int(ends[-1]))
-        rows = epochs * len(ends) + int(np.searchsorted(ends, rest, side="right"))
+def _check_counters(each: dict[str, Any], index: int, line: _Line, what: str, found: Findings) -> None:
+    if each["digest"] != line.digests[index]:
+        found.fault(f"{what}: digest {each['digest']}; recounted {line.digests[index]}")
+    for source, count, rows in zip(SOURCES, line.samples[:, index].tolist(), line.rows[:, index].tolist(), strict=True):
         recounted = {"samples": count, "rows": rows, "tokens": count * LENGTH}
         if each["counters"].get(source.spec) != recounted:
             found.fault(f"{what}: {source.alias} counts {each['counters'].get(source.spec)}; recounted {recounted}")

@@ -6,6 +6,7 @@ A fault lasts as long as its context is open; several can be open at once where 
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 
 import redis
 
+from chaos.checker import skips_by_index
 from chaos.processes import ChaosServer, ServerError
 from chaos.proxy import Direction, Proxy
 from chaos.world import LIVENESS_S, RUN, World
@@ -184,7 +186,7 @@ def _at_snapshot(world: World, draw: random.Random, point: str, how: str) -> Ite
     def again() -> None:
         # Whatever is left of the first is not in the way.
         world.wait(lambda: call.over, "the answer to a snapshot", LIVENESS_S)
-        world.note_snapshot(world.ask(f"/v1/runs/{RUN}/snapshots", index))
+        world.note_snapshot(world.ask(f"/v1/runs/{RUN}/snapshots", {"sample_index": index}))
 
     world.afterwards.append(again)
 
@@ -253,13 +255,97 @@ def _at_restore(world: World, draw: random.Random, point: str, how: str) -> Iter
     yield
     _heal_point(world, draw, server)
     world.wait(lambda: call.over, "the answer to a restore", LIVENESS_S)
-    world.ask(f"/v1/runs/{RUN}/restore", index)
+    world.ask(f"/v1/runs/{RUN}/restore", {"sample_index": index})
     world.launch(draw, start=index)
 
 
 for _point in _RESTORE_POINTS:
     fault("all", 0.5, point=_point, how="SIGKILL")(_at_restore)
 fault("all", 0.5, point="pin-after", how="LOSE")(_at_restore)
+
+
+# Skips: a restore that passes over samples, over REST, as a user makes it
+
+
+def _skip(world: World, draw: random.Random, point: str, how: str) -> Iterator[None]:
+    """A restore to a checkpoint passes over what comes after it, while the job trains or after it was killed; where its
+    answer is lost, it is asked for again, or not. The next attempt begins there."""
+    server, path = _leader(world), f"/v1/runs/{RUN}/restore"
+    trains = draw.random() < 0.5
+    if not trains:
+        world.kill_job()
+    state, index = world.checkpoint(draw, oldest=draw.random() < 0.3)
+    samples = draw.choice((1, 2, 7, 40, 150))
+    # What the ledger lost can still be given to it.
+    by_state = index < world.history_from or draw.random() < 0.3
+    body = {"snapshot": json.loads(state).get("tokenloom", state)} if by_state else {"sample_index": index}
+    body |= {"skip_samples": samples}
+    if how:
+        server.arm(point, how)
+    call = _Call(server, path, body)
+    if how:
+        _await_point(world, server, f"skip-{point}-{how}", how)
+    yield
+    world.wait(lambda: call.over, "the answer to a restore", LIVENESS_S)
+    if call.error is not None and call.error.status not in (0, 503):
+        raise call.error
+    answered = call.error is None
+    if not answered and draw.random() < 0.5:
+        world.ask(path, body)
+        answered = True
+    if trains:
+        world.kill_job()
+    _begin_at_skip(world, draw, state, index, samples, answered)
+
+
+def _begin_at_skip(world: World, draw: random.Random, state: str, index: int, samples: int, answered: bool) -> None:
+    """The next attempt, with the checkpoint, or by the pin alone. Where no answer came, the server's stats say
+    whether the run skips; the checker holds tensors to that."""
+    after = [*world.skips, [index, samples]]
+    opens = draw.choice(("", "", "open-before", "open-after"))
+    server = _leader(world)
+    if opens:
+        server.arm(opens, "SIGKILL")
+    alone = answered and draw.random() < 0.3
+    # The next attempts may begin with that checkpoint, too.
+    world.launch(draw, state="" if alone else state, start=index).state = state
+    if opens:
+        _await_point(world, server, f"skip-{opens}", "SIGKILL")
+    world.wait_begun()
+    stats = world.ask(f"/v1/runs/{RUN}/stats", method="GET")
+    said = {int(at): count for at, count in stats["skips"].items()}
+    expected = [skips_by_index(after), *([] if answered else [skips_by_index(world.skips)])]
+    assert said in expected and stats["pin"] is None, f"skips are {said}, pin {stats['pin']}; expected {expected}"
+    if said == expected[0]:
+        world.note_skip(index, samples)
+
+
+for _point, _how, _often in (
+    ("", "", 2.0),
+    ("forward", "SIGKILL", 0.4),
+    ("pin-before", "SIGKILL", 0.6),
+    ("pin-after", "SIGKILL", 0.6),
+    ("pin-after", "LOSE", 0.6),
+):
+    fault("all", _often, point=_point, how=_how)(_skip)
+
+
+@fault("all", 0.5)
+def skip_refused_or_taken_back(world: World, draw: random.Random) -> Iterator[None]:
+    """A skip beyond what was produced is refused, and one that is pinned is taken back: the job never notices."""
+    path, job = f"/v1/runs/{RUN}/restore", world.job
+    assert job is not None
+    refused = _Call(_leader(world), path, {"sample_index": job.reach() + 1_000_000, "skip_samples": 7})
+    yield
+    world.wait(lambda: refused.over, "the refusal of a skip", LIVENESS_S)
+    status = refused.error.status if refused.error is not None else 200
+    assert 400 <= status < 500, f"a skip beyond what was produced is answered with {status}"
+    _, index = world.checkpoint(draw, oldest=False)
+    if index >= world.history_from:
+        world.ask(path, {"sample_index": index, "skip_samples": 7})
+        world.ask(path, method="DELETE")
+    stats = world.ask(f"/v1/runs/{RUN}/stats", method="GET")
+    assert stats["pin"] is None, f"{stats['pin']} is pinned, though it was taken back"
 
 
 class _Call(threading.Thread):
@@ -277,7 +363,7 @@ class _Call(threading.Thread):
 
     def run(self) -> None:
         try:
-            self._server.post(self._path, self._body)
+            self._server.call("POST", self._path, self._body)
         except ServerError as error:
             self.error = error
 

@@ -140,13 +140,13 @@ class ChaosServer:
         except OSError:
             return False
 
-    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """Raises ``ServerError``."""
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.rest_port}{path}",
-            json.dumps(body).encode(),
+            json.dumps(body).encode() if body is not None else None,
             {"content-type": "application/json"},
-            method="POST",
+            method=method,
         )
         join_handler = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:

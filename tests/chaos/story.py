@@ -102,7 +102,8 @@ def tell(
         world.check_logs()
     finally:
         world.close()
-    reference(folder, world.mixture, max(launch.reach() for launch in world.launches))
+    skipped = sum(samples for _, samples in world.skips)
+    reference(folder, world.mixture, max(launch.reach() for launch in world.launches) + skipped)
     story.findings = check(folder, story.final_index)
     story.findings.raise_if_wrong()
     story.seconds = time.monotonic() - began

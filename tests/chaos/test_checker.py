@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,43 +13,50 @@ import pytest
 from numpy.typing import NDArray
 from support.digest import digest_after
 
-from chaos.checker import check
+from chaos.checker import check, skips_by_index
 from chaos.corpus import SOURCES
 from chaos.records import LENGTH, record_type
 
 SAMPLES = 240
 #: Launches: (world size, batch size, start, steps by rank); the second begins at a checkpoint before the first's end.
 LAUNCHES = ((2, 3, 0, (20, 21)), (3, 2, 96, (24, 24, 24)))
+#: A third launch passes over these: the samples 60 to 66 of the undisturbed run, then 54 to 56, where it begins again.
+SKIPS = [[60, 7], [54, 3]]
+SKIPPING = (1, 4, 54, (44,))
 
 
-def order() -> tuple[NDArray[np.int16], NDArray[np.uint32]]:
+def order(skipped: Sequence[int] = ()) -> tuple[NDArray[np.int16], NDArray[np.uint32]]:
     """Sources in turn, each with its numbered tokens."""
     sources = np.arange(SAMPLES) % len(SOURCES)
     ids = np.zeros((SAMPLES, LENGTH), np.uint32)
     for number, source in enumerate(SOURCES):
         mine = sources == number
         ids[mine] = np.resize(source.epoch(), mine.sum() * LENGTH).reshape(-1, LENGTH)
-    return sources.astype(np.int16), ids
+    left = np.setdiff1d(np.arange(SAMPLES), skipped)
+    return sources.astype(np.int16)[left], ids[left]
 
 
 class Files:
     """What a supervisor and its trainers would have written, as arrays that a test can spoil before they are."""
 
-    def __init__(self) -> None:
-        sources, ids = order()
+    def __init__(self, skipped: Sequence[int] = ()) -> None:
+        sources, ids = order(skipped)
         self.digests = ["0" * 32]
         value = 0
         for source, row in zip(sources.tolist(), ids, strict=True):
             value = digest_after(value, source, row.tobytes())
             self.digests.append(f"{value:032x}")
         self.sources, self.ids = sources, ids
-        self.launches = {f"{n:04d}": self._launch(*launch) for n, launch in enumerate(LAUNCHES)}
+        self.skips: dict[str, list[list[int]]] = {}
+        if skipped:
+            return
+        self.launches = {f"{n:04d}": self.launch(*launch) for n, launch in enumerate(LAUNCHES)}
         self.starts: list[int | None] = [launch[2] for launch in LAUNCHES]
         self.states = {"0000": [{54: "state"}, {54: "state"}]}
         self.seen = [self.look(1, "0000", index) for index in (0, 60, 120)]
         self.seen += [self.look(2, "0001", index) for index in (96, 150, 240)]
 
-    def _launch(self, world_size: int, batch_size: int, start: int, steps: tuple[int, ...]) -> list[NDArray[np.void]]:
+    def launch(self, world_size: int, batch_size: int, start: int, steps: tuple[int, ...]) -> list[NDArray[np.void]]:
         ranks = []
         for rank, count in enumerate(steps):
             records = np.zeros(count, record_type(batch_size))
@@ -65,7 +72,7 @@ class Files:
 
     def look(self, generation: int, attempt: str, index: int) -> dict[str, Any]:
         """What the ledger shows as soon as it may; a step's time is its number."""
-        world_size, batch_size, start, _ = LAUNCHES[int(attempt)]
+        world_size, batch_size, start, _ = (*LAUNCHES, SKIPPING)[int(attempt)]
         counters = {}
         for number, source in enumerate(SOURCES):
             count = int((self.sources[:index] == number).sum())
@@ -83,7 +90,7 @@ class Files:
         }
 
     def write(self, folder: Path) -> Path:
-        reference = self._launch(1, 8, 0, (SAMPLES // 8,))
+        reference = self.launch(1, 8, 0, (SAMPLES // 8,))
         launches = {f"attempts/{name}": ranks for name, ranks in self.launches.items()} | {"reference": reference}
         starts = [*self.starts, 0]
         for (name, ranks), start in zip(launches.items(), starts, strict=True):
@@ -91,7 +98,7 @@ class Files:
             into.mkdir(parents=True)
             batch_size = ranks[0]["samples"].shape[1]
             plan = {"attempt": into.name, "world_size": len(ranks), "batch_size": batch_size, "start": start}
-            (into / "plan.json").write_text(json.dumps(plan))
+            (into / "plan.json").write_text(json.dumps(plan | {"skips": self.skips.get(into.name, [])}))
             for rank, records in enumerate(ranks):
                 (into / f"rank-{rank}.steps").write_bytes(records.tobytes())
             for rank, states in enumerate(self.states.get(into.name, [])):
@@ -106,6 +113,40 @@ def test_files_that_are_right_pass_and_everything_in_them_is_counted(tmp_path: P
     assert found.wrong == []
     assert (found.attempts, found.distinct, found.observations, found.states) == (2, SAMPLES, 6, 2)
     assert found.delivered == 41 * 3 + 72 * 2
+
+
+def skipping(skipped: Sequence[int]) -> Files:
+    """A third launch is to pass over ``SKIPS``, and the samples ``skipped`` of the undisturbed run do not come."""
+    files, after = Files(), Files(skipped)
+    files.launches["0002"], files.skips["0002"] = [after.launch(*SKIPPING)[0]], SKIPS
+    files.starts.append(SKIPPING[2])
+    files.seen += [after.look(3, "0002", index) for index in (54, 70, 230)]
+    return files
+
+
+def test_a_launch_that_passes_over_samples_is_held_to_the_order_without_them(tmp_path: Path) -> None:
+    found = check(skipping([54, 55, 56, *range(60, 67)]).write(tmp_path), 230)
+    assert (found.wrong, found.distinct) == ([], SAMPLES)
+    assert skips_by_index(SKIPS) == {54: 3, 57: 7}
+
+
+@pytest.mark.parametrize(
+    ("skipped", "message"),
+    [
+        ([*range(60, 70)], "0002, rank 0: sample 57 of the undisturbed run is not what it was"),
+        ([54, 55, 56, *range(61, 68)], "0002, rank 0: sample 67 of the undisturbed run is not what it was"),
+    ],
+)
+def test_a_launch_that_passes_over_other_samples_is_found(skipped: list[int], message: str, tmp_path: Path) -> None:
+    files = skipping(skipped)
+    wrong = check(files.write(tmp_path), 230).wrong
+    assert re.search(message, "\n".join(wrong)), wrong
+
+
+def test_a_ledger_that_counts_what_was_skipped_is_found(tmp_path: Path) -> None:
+    files = skipping([54, 55, 56, *range(60, 67)])
+    files.seen[-1]["counters"][SOURCES[0].spec]["rows"] += 1
+    assert any("code counts" in wrong for wrong in check(files.write(tmp_path), 230).wrong)
 
 
 def test_a_ledger_that_lost_data_may_be_behind_until_the_next_launch(tmp_path: Path) -> None:

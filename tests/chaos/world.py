@@ -63,6 +63,8 @@ class Launch:
     names: list[str]
     prefetch_steps: int
     state: str
+    #: What the run passes over from this launch on: (sample index, samples), in the order in which they were skipped.
+    skips: list[list[int]]
     #: Errors with which its ranks may end; none while it is the present one.
     may_end_with: set[str] = field(default_factory=set)
 
@@ -151,6 +153,8 @@ class World:
         self.clock = random.Random(f"{seed}/clock").choice((0, 1_000_003))
         #: Names of faults that did not strike: another one kept them from it.
         self.missed: set[str] = set()
+        #: What the run passes over: (sample index, samples), in the order in which they were skipped.
+        self.skips: list[list[int]] = []
         self._observed_at = 0.0
         self._launched = 0
 
@@ -267,11 +271,10 @@ class World:
             for rank in range(world_size)
         ]
         plan = {"attempt": attempt, "world_size": world_size, "batch_size": batch_size, "start": start}
-        plan["clock"] = self.clock
+        plan |= {"clock": self.clock, "skips": self.skips}
         (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
-        launch = Launch(
-            folder, attempt, world_size, batch_size, start, [each.name for each in plans], prefetch_steps, state
-        )
+        names, skips = [each.name for each in plans], [*self.skips]
+        launch = Launch(folder, attempt, world_size, batch_size, start, names, prefetch_steps, state, skips)
         order = list(plans)
         draw.shuffle(order)
         self.launches.append(launch)
@@ -288,10 +291,19 @@ class World:
     def note_snapshot(self, found: dict[str, Any]) -> None:
         """For the checker: what a snapshot says of the order."""
         with (self.folder / "snapshots.jsonl").open("a", encoding="utf-8") as log:
-            log.write(json.dumps(found) + "\n")
+            log.write(json.dumps(found | {"skips": self.skips}) + "\n")
 
-    def ask(self, path: str, sample_index: int) -> dict[str, Any]:
-        """A REST call, repeated until the server is there and its ledger, too."""
+    def note_skip(self, index: int, samples: int) -> None:
+        """From the present launch on the run passes over so many samples at an index."""
+        assert self.job is not None
+        self.skips.append([index, samples])
+        self.job.skips = [*self.skips]
+        path = self.job.folder / "plan.json"
+        plan = json.loads(path.read_text(encoding="utf-8")) | {"skips": self.skips}
+        path.write_text(json.dumps(plan), encoding="utf-8")
+
+    def ask(self, path: str, body: dict[str, Any] | None = None, method: str = "POST") -> dict[str, Any]:
+        """A REST call, repeated until the server is there and its ledger, too. Raises ``ServerError``."""
         answers: list[dict[str, Any]] = []
 
         def answered() -> bool:
@@ -299,13 +311,13 @@ class World:
             if leader is None:
                 return False
             try:
-                answers.append(leader.post(path, {"sample_index": sample_index}))
+                answers.append(leader.call(method, path, body))
             except ServerError as error:
                 if error.status not in (0, 503):
                     raise
             return bool(answers)
 
-        self.wait(answered, f"an answer to POST {path}")
+        self.wait(answered, f"an answer to {method} {path}")
         return answers[-1]
 
     def leader(self, seconds: float = LIVENESS_S) -> ChaosServer | None:
@@ -347,6 +359,9 @@ class World:
         for launch in reversed(self.launches):
             # Of the job itself, else that which it began with, else of the one before it.
             states = launch.states() or ({_index(launch.state): launch.state} if launch.state else {})
+            # None from beyond a skip that was made since: the run's order is another there.
+            later = [index for index, _ in self.skips[len(launch.skips) :]]
+            states = {end: text for end, text in states.items() if all(end <= index for index in later)}
             if states:
                 ends = sorted(states)
                 end = ends[0] if oldest else ends[-1] if draw.random() < 0.7 else draw.choice(ends[-3:])

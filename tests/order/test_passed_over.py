@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,21 @@ def test_the_samples_after_a_skip_are_those_of_the_order_so_many_later(folder: P
         for index in {max(0, begin - size), begin, begin + 5 * size}:
             for state in [state_at(timeline, index), *([state_at(plain, index)] if index <= begin else [])]:
                 assert given(timeline, timeline.decode(timeline.encode(state)), size, 3) == (samples[index:], end)
+
+
+def test_clock_indices_and_digest_stand_still_while_samples_are_passed_over(folder: Path) -> None:
+    plain = Timeline(order_of(folder))
+    before, after = state_at(plain, 20), state_at(plain, 27)
+    state = state_at(skipping(plain, 20, 7), 20)
+    assert (state.sample_index, state.total_tokens, state.digest) == (20, before.total_tokens, before.digest)
+    assert [source.cursor for source in state.sources] == [source.cursor for source in after.sources]
+    assert state.nodes == after.nodes
+    for was, now, passed in zip(before.sources, after.sources, state.sources, strict=True):
+        counted = (passed.skipped_samples, passed.skipped_rows, passed.skipped_tokens)
+        assert counted == (now.samples - was.samples, now.rows - was.rows, now.tokens - was.tokens)
+    document = json.loads(plain.encode(before)) | {"skips": [[20, 3, 24]]}
+    with pytest.raises(SnapshotInvalid, match="its children have 20 samples, but sample_index is 20, and 3 were pass"):
+        plain.decode(json.dumps(document))
 
 
 def test_a_skip_goes_by_the_config_at_its_sample_across_phases_revisions_and_ends(folder: Path) -> None:

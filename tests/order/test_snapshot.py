@@ -18,9 +18,11 @@ from tokenloom_server.core.state import (
     ChildState,
     FileCursor,
     RowCounts,
+    Skip,
     SourceState,
     State,
     digest_hex,
+    passed_over,
 )
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.mixing.mixer import node_shape
@@ -77,6 +79,29 @@ def test_a_snapshot_comes_back_as_it_was_written(case: Case) -> None:
                 for spec, source in zip(case.order.record.specs, case.state.sources, strict=True)
             },
         )
+
+
+def test_what_was_skipped_comes_back_and_is_only_written_where_there_is_some(case: Case) -> None:
+    skipped = passed_over(case.base, case.state)
+    text = encode_state(case.order, skipped)
+    assert decode_state(case.order, text) == skipped
+    place = skipped.sample_index, skipped.total_tokens, skipped.digest
+    assert place == (BASE, case.base.total_tokens, case.base.digest)
+    assert skipped.skips == (Skip(BASE, INDEX - BASE, 8 * (INDEX - BASE)),)
+    assert sum(source.skipped_samples for source in skipped.sources) == INDEX - BASE
+    assert sum(source.skipped_tokens for source in skipped.sources) == 8 * (INDEX - BASE)
+    for was, now in zip(case.base.sources, skipped.sources, strict=True):
+        assert (was.samples, was.rows) == (now.samples - now.skipped_samples, now.rows - now.skipped_rows)
+    assert "skipped" not in case.resume_state
+    gave = [was.samples < now.samples for was, now in zip(case.base.sources, case.state.sources, strict=True)]
+    assert ["skipped_samples" in entry for entry in json.loads(text)["datasets"]] == gave
+    # Once more, from there on: both ranges are one skip then.
+    pipeline = case.order.pipeline(skipped)
+    pipeline.advance(5)
+    twice = passed_over(skipped, pipeline.state())
+    assert sum(source.skipped_samples for source in twice.sources) == INDEX - BASE + 5
+    assert twice.skips == (Skip(BASE, INDEX - BASE + 5, 8 * (INDEX - BASE + 5)),)
+    assert decode_state(case.order, encode_state(case.order, twice)) == twice
 
 
 def test_the_text_is_canonical_and_depends_on_no_order_of_keys(case: Case) -> None:

@@ -57,6 +57,19 @@ def shown(peek: Peek, count: int) -> list[bytes]:
     return found
 
 
+def test_a_peek_after_a_skip_shows_what_the_run_gives_there(served: ServedRun, ids: list[bytes]) -> None:
+    Trainer(served, 1, 1).train_to(40)
+    assert sum(source.skipped_samples for source in joined(served, "60").sources) == 0
+    served.start_points.restore(sample_index=20, skip_samples=10)
+    Trainer(served, 1, 1).take(1)
+    for at, passed in ((19, 0), (20, 10), (60, 10)):
+        state = joined(served, str(at))
+        assert (state.sample_index, sum(source.skipped_samples for source in state.sources)) == (at, passed)
+        with served.peeks.open(served.coordinator.uid, at, 1) as peek:
+            peek.progress(at, 3)
+            assert shown(peek, 3) == (ids[:20] + ids[30:])[at : at + 3]
+
+
 def test_what_the_journal_reaches_is_never_too_far_but_the_future_is(
     served: ServedRun, ids: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -476,6 +476,19 @@ def _taken(peek: Peek, count: int) -> list[bytes]:
     return found[:count]
 
 
+def test_samples_after_a_skip_are_told_as_received_and_what_was_passed_over_by_the_line_before(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_groups(monkeypatch)
+    with serving(folder, tmp_path, flat([CODE, PROSE, WIKI], window_micro_steps=4)) as served:
+        before = Trainer(served, 1, 1).train_to(40)
+        served.start_points.restore(sample_index=8, skip_samples=11)
+        after = Trainer(served, 1, 1).train_to(30)
+        told_as_received(served, after, range(8, 30))
+        told_as_received(served, before, range(40), 1)
+        assert served.traces.sample(12, 1, False).status == "rewound"
+
+
 def test_a_generation_whose_revision_was_dropped_since_is_not_told_without_it(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Callable
 
 import pytest
 from support.served import SCHEDULE, Place, Sizes, Trainer
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.core.state import State
-from tokenloom_server.errors import BeyondHorizon
+from tokenloom_server.errors import BeyondHorizon, OrderMismatch
 from tokenloom_server.order.pipeline import Pipeline
 
 
@@ -72,6 +73,19 @@ def test_the_journal_is_bounded_and_loses_no_index(
     assert 1 < entries < 8
     assert size < 6000
     assert place.restart().history.snapshot(100)[0] == trainer.state(100).decode()
+
+
+def test_a_commit_that_going_forward_does_not_meet_is_not_sealed(place: Place, trainer: Trainer) -> None:
+    trainer.train(5)
+    digest = json.loads(trainer.state())["digest"]
+    place.stop()
+    # As other software would have committed it.
+    with sqlite3.connect(place.ledger_path) as connection:
+        connection.execute("UPDATE committed SET digest = ?", ("0" * 32,))
+    connection.close()
+    served = place.serve()
+    with pytest.raises(OrderMismatch, match=rf"sample 20 is committed with digest {'0' * 32}, but .* gives {digest}"):
+        served.history.snapshot(None)
 
 
 def test_a_snapshot_beyond_the_horizon_is_refused_with_the_limits(served: ServedRun) -> None:

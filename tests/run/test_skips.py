@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import yaml
 from support.corpora import CODE, PROSE, mixture
-from support.served import RUN, Place, Sample, Trainer, call_of, part, sequence
+from support.served import RUN, Place, Sample, Trainer, call_of, part, recount, sequence
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.config.mixture_change import MixtureChange
+from tokenloom_server.core.state import SourceState
 from tokenloom_server.errors import BeyondHorizon, ConfigError, JoinRefused, LimitExceeded, SnapshotInvalid
 from tokenloom_server.ledger.commands import Pin
 from tokenloom_server.ledger.records import Opening
+from tokenloom_server.order.factory import PipelineFactory
 
 Made = Callable[..., Place]
 
@@ -109,6 +111,55 @@ def test_a_skip_that_was_pinned_before_a_revision_stays_one_of_its_samples(made:
         served.revision_handler.drop(1)
     with pytest.raises(ConfigError, match=f"revision 1 holds from sample {index} on"):
         served.revision_handler.revise(MixtureChange.model_validate(change | {"sample_index": index - 1}))
+
+
+def sources_at(order: PipelineFactory, index: int) -> Sequence[SourceState]:
+    pipeline = order.pipeline(order.initial())
+    pipeline.advance(index)
+    return pipeline.state().sources
+
+
+@pytest.mark.parametrize("end", [10, 61, 174])
+def test_what_is_counted_after_a_skip_is_a_recount_at_every_index(place: Place, served: ServedRun, end: int) -> None:
+    samples, order = sequence(served), served.coordinator.order
+    first = Trainer(served, 1, 1).train_to(175)
+    states = {begin: first.state(begin) for begin in (0, end // 3, end - 1)}
+    for begin, text in states.items():
+        point = served.start_points.restore(text=text.decode(), skip_samples=end - begin, undo_skip=True)
+        assert (point.sample_index, point.skips) == (begin, {begin: end - begin})
+        rest = Trainer(served, 1, 1)
+        given = without(samples, (begin, end))
+        assert rest.train(1000) == part(given, begin, len(given))
+        for index in range(begin, len(given), 5):
+            state = rest.state(index)
+            assert served.history.snapshot(index) == (state.decode(), index)
+            counts = {spec: (of["samples"], of["tokens"]) for spec, of in json.loads(state)["counts"].items()}
+            expected = recount(served, part(given, 0, index))
+            assert counts == {spec: of for spec, of in expected.items() if of[0]}
+        assert place.counters() == recount(served, part(given, 0, len(given)))
+        # Rows, and what was skipped, by the order without a skip.
+        stats, before, after, last = served.stats.read(), *(sources_at(order, index) for index in (begin, end, 175))
+        for source, was, now, all_of_it in zip(stats.sources, before, after, last, strict=True):
+            skipped = now.samples - was.samples, now.rows - was.rows
+            assert (source.skipped_samples, source.skipped_rows) == skipped
+            assert (source.samples + skipped[0], source.rows + skipped[1]) == (all_of_it.samples, all_of_it.rows)
+        assert (stats.total_tokens, stats.skipped_tokens) == (8 * len(given), 8 * (end - begin))
+
+
+def test_ranks_whose_state_stands_at_a_skip_agree_also_after_a_restart(
+    place: Place, served: ServedRun, trainer: Trainer
+) -> None:
+    trainer.train(3)
+    late, early = trainer.state(), trainer.state(4)
+    served.start_points.restore(text=late.decode(), skip_samples=5)
+    served.join_handler.join(call_of(0, attempt="b", state=late))
+    for _ in range(2):
+        with pytest.raises(JoinRefused, match=r"a loaded state at sample 4 .* sample 12 .*same checkpoint on every"):
+            served.join_handler.join(call_of(1, attempt="b", state=early))
+        served = place.restart()
+    joined = served.join_handler.join(call_of(1, attempt="b", state=late))
+    assert joined.opening.start_index == 12
+    assert sum(source.skipped_samples for source in joined.start.sources) == 5
 
 
 OLDER = {"spec": CODE, "shard": "data/code-1.parquet", "row_offset": 3, "token_offset": 83}

@@ -72,8 +72,7 @@ class StartPoints:
         stored = run.ledger.read_run(run.name, run.stream)
         if stored is not None:
             self._history.refuse_foreign(point, stored)
-        skip = skip_samples or self._samples_of(point.sample_index, skip_tokens)
-        self._refuse_long_skip(point.sample_index, skip)
+        skip = self._whole_samples(point.sample_index, skip_samples, skip_tokens)
         pin = self._past.pin(text, skip, undo_skip)
         if undo_skip and pin.skips is None:
             index = point.sample_index
@@ -114,15 +113,14 @@ class StartPoints:
         _log.info("%s: begins at sample %d, forked (pinned)", run.name, launch.sample_index)
         return launch
 
-    def _samples_of(self, begin: int, tokens: int) -> int:
-        """So many tokens from a sample on, as whole samples; with ``batching``, whole batches."""
+    def _whole_samples(self, begin: int, samples: int, tokens: int) -> int:
+        """So many samples from a sample on, or tokens as whole samples; with ``batching``, whole batches."""
         config = self._coordinator.timeline.at(begin).config
-        return -(-tokens // config.pick_tokens) * config.pick_samples
-
-    def _refuse_long_skip(self, begin: int, skip: int) -> None:
-        tokens = skip * self._coordinator.timeline.at(begin).config.sequence_length
+        samples = samples or -(-tokens // config.pick_tokens) * config.pick_samples
+        tokens = samples * config.sequence_length
         if tokens > MAX_SKIPPED_TOKENS:
             raise LimitExceeded(
-                f"{skip} samples with {tokens} tokens are to be skipped; one restore goes forward through "
+                f"{samples} samples with {tokens} tokens are to be skipped; one restore goes forward through "
                 f"{MAX_SKIPPED_TOKENS} at most"
             )
+        return samples

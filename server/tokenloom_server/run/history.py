@@ -12,7 +12,7 @@ from tokenloom_proto.resume import counts_at
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.core.state import MAX_COUNTER, Imported, State, digest_hex
-from tokenloom_server.errors import BeyondHorizon, NotFound, SnapshotInvalid
+from tokenloom_server.errors import BeyondHorizon, NotFound, OrderMismatch, SnapshotInvalid
 from tokenloom_server.ledger.records import Opening, StoredRevision, StoredRun
 from tokenloom_server.order import foreign_checkpoint, foreign_payload, snapshot, snapshot_encode
 from tokenloom_server.order.factory import PipelineFactory
@@ -199,8 +199,7 @@ class History:
                 )
             return NearestState(timeline.initial(), 0, 0, timeline)
         state = self._journalled(opening, index, timeline)
-        if generation not in (None, openings[-1].generation):
-            assert generation is not None
+        if generation is not None and generation != openings[-1].generation:
             return NearestState(state, opening.generation, self._farthest(generation, timeline), timeline)
         commit = coordinator.view().commit
         if opening is openings[-1] and state.sample_index < commit.sample_index <= index:
@@ -288,7 +287,8 @@ class History:
         """(sealed text, sample index) at a sample index, None for the committed one.
 
         Any index from the oldest that the ledger's journal reaches up to the horizon, micro-step boundary or
-        not. Raises ``BeyondHorizon`` naming the limits.
+        not. Raises ``BeyondHorizon`` naming the limits, and ``OrderMismatch`` where going forward to the commit gives
+        another digest than it has.
         """
         while True:
             view = self._coordinator.view()
@@ -326,6 +326,11 @@ class History:
             text = self.seal(state, generation.number, group.resume_state)
         elif index == commit.sample_index:
             state = self._advance(view.timeline.decode(commit.state), index, view.timeline)
+            if (digest := digest_hex(state.digest)) != commit.digest:
+                raise OrderMismatch(
+                    f"sample {index} is committed with digest {commit.digest}, but going forward to it gives "
+                    f"{digest}: serve the run with the data and the software that it was committed with"
+                )
             text = self.seal(state, generation.number, commit.state)
         else:
             text = self._recomputed(index)
@@ -345,16 +350,15 @@ class History:
             raise BeyondHorizon(f"sample {index} lies before the first state that the ledger holds of this run")
         boundary = batch_plans_of(opening).boundary(index)
         timeline = self._coordinator.timeline
-        base = self._advance(self._journalled(opening, boundary), boundary, timeline)
+        base = self._advance(self._journalled(opening, boundary, timeline), boundary, timeline)
         state = self._advance(base, index, timeline)
         if state.sample_index != index:
             raise beyond_the_end(index, state.sample_index)
-        return self.seal(state, opening.generation, self._coordinator.timeline.encode(base, opening.generation))
+        return self.seal(state, opening.generation, timeline.encode(base, opening.generation))
 
-    def _journalled(self, opening: Opening, index: int, timeline: Timeline | None = None) -> State:
+    def _journalled(self, opening: Opening, index: int, timeline: Timeline) -> State:
         """The newest state at or before a sample index that the ledger's journal has of a generation."""
         coordinator = self._coordinator
-        timeline = timeline or coordinator.timeline
         start = timeline.decode(opening.start_state)
         entry = coordinator.ledger.journal(coordinator.uid, coordinator.stream, opening.generation, index)
         if entry is None:

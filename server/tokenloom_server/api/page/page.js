@@ -172,6 +172,9 @@ class RunView extends View {
     this.text("ledger", stats.ledger.available ? "ledger available" : "ledger away", stats.ledger.backend);
 
     this.text("revision", revisionNote(stats));
+    this.notice("pin", pinNote(stats.pin));
+    const skips = skipsText(stats.skips);
+    this.notice("skips", skips && `The order passes over ${skips}.`);
     this.showMix(stats.sources);
     this.showReported(stats.reported);
     this.showRanks(stats.ranks, stats.world_size * stats.batch_size);
@@ -332,6 +335,18 @@ function revisionNote({ revision, next_revision: next }) {
   if (!next) return now;
   const when = next.eta_s === null ? "" : `, in about ${lasting(next.eta_s)}`;
   return `${now}; revision ${grouped(next.number)} from sample ${grouped(next.sample_index)} on${when}`;
+}
+
+// What the order passes over.
+function skipsText(skips) {
+  return Object.entries(skips).map(([index, samples]) => `${grouped(samples)} samples at sample ${grouped(Number(index))}`).join(", ");
+}
+
+// Where a restore has the next launch begin.
+function pinNote(pin) {
+  if (!pin) return "";
+  const skips = pin.skips === null ? "" : `; from then on the order passes over ${skipsText(pin.skips) || "nothing"}`;
+  return `A restore pinned sample ${grouped(pin.sample_index)} for the next launch${skips}.`;
 }
 
 function example(run, address) {
