@@ -34,3 +34,15 @@ def test_only_what_ended_on_this_machine_is_gone(monkeypatch: pytest.MonkeyPatch
     assert not is_gone(identity())
     monkeypatch.setattr("os.kill", lambda number, signal: (_ for _ in ()).throw(PermissionError()))
     assert not is_gone(name)
+
+
+def test_a_name_that_the_kernel_cuts_within_a_character_is_one() -> None:
+    cut = "тренировка".encode()[:15]
+    script = f"import ctypes; ctypes.CDLL(None).prctl(15, {cut!r}, 0, 0, 0); {_NAMES_ITSELF}"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        name = child.stdout.readline().strip()
+        assert " " in name
+        assert not is_gone(name)
+        child.kill()
+    assert is_gone(name)

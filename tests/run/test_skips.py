@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support.corpora import CODE, PROSE, mixture
+from support.corpora import CODE, DOCS, PROSE, WIKI, flat, mixture
 from support.served import RUN, Place, Sample, Trainer, call_of, part, recount, sequence
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.config.mixture_change import MixtureChange
@@ -20,6 +20,10 @@ from tokenloom_server.ledger.records import Opening
 from tokenloom_server.order.factory import PipelineFactory
 
 Made = Callable[..., Place]
+
+
+#: In turn, until the run's clock says so.
+BUDGET = flat([CODE, DOCS, PROSE, WIKI], "round_robin")["mixture"] | {"max_tokens": 480}
 
 
 def without(samples: list[Sample], *ranges: tuple[int, int]) -> list[Sample]:
@@ -77,21 +81,45 @@ def test_an_empty_ledger_takes_skips_from_a_trainers_state(place: Place, served:
         assert moved.train(10) == part(given, index, index + 50)
 
 
-def test_a_fork_inherits_what_its_parent_passes_over(made: Made) -> None:
-    place = made()
+def test_an_empty_ledger_takes_a_skip_after_a_revision_from_a_trainers_state(
+    place: Place, served: ServedRun, tmp_path: Path
+) -> None:
+    Trainer(served).train(3)
+    change = {"reason": "a test", "set": [{"child": "code", "weight": 0.1}]}
+    revised = served.revision_handler.revise(MixtureChange.model_validate(change)).sample_index
+    Trainer(served, resume="latest").train_to(revised + 20)
+    served.start_points.restore(sample_index=revised + 8, skip_samples=7)
+    trainer = Trainer(served)
+    given = trainer.take(8)
+    place.stop()
+    moved = Trainer(place.serve(tmp_path / "elsewhere.db"), 1, 4, state=trainer.state(revised + 16))
+    assert moved.train(4) == part(given, revised + 16, revised + 32)
+
+
+@pytest.mark.parametrize("fields", [{}, {"mixture": BUDGET}])
+def test_a_fork_inherits_what_its_parent_passes_over(made: Made, fields: dict[str, Any], tmp_path: Path) -> None:
+    place = made(**fields)
     served = place.serve()
-    samples = sequence(served)
-    Trainer(served).train(10)
+    plain = Trainer(served)
+    plain.train(10)
     served.start_points.restore(sample_index=20, skip_samples=7)
     Trainer(served).take(5)
     whole = Trainer(served, resume="fresh")
-    whole.take(9)
-    given = without(samples, (20, 27))
-    for name, index in (("before", 12), ("at", 20), ("after", 28)):
+    given = whole.take(1000)
+    states = {name: trainer.state(index) for name, trainer, index in (("b", whole, 12), ("a", whole, 28))}
+    served.start_points.restore(text=states["b"].decode())
+    # Of a parent that is not served: where a state says itself how all stands there.
+    states |= {"before": Trainer(served).state(12), "at": plain.state(20)}
+    for name, state in states.items():
         path = place.path.with_name(f"{name}-{place.path.name}")
-        path.write_text(yaml.safe_dump(mixture(run=name, window_micro_steps=6)))
-        fork = Trainer(place.runs.add(path, None), 1, 2, state=whole.state(index), fork=True)
-        assert fork.take(20) == part(given, index, index + 40), name
+        path.write_text(yaml.safe_dump(mixture(run=name, window_micro_steps=6, **fields)))
+        fork = Trainer(place.runs.add(path, None), 1, 2, state=state, fork=True)
+        assert fork.take(1000) == {index: given[index] for index in given if index >= min(fork.taken())}, name
+    place.stop()
+    alone = Place(place.path.parent, tmp_path, mixture(run="alone", window_micro_steps=6, **fields))
+    fork = Trainer(alone.serve(), 1, 2, state=states["before"], fork=True)
+    assert fork.take(1000) == {index: given[index] for index in given if index >= 12}
+    alone.stop()
 
 
 def test_a_skip_that_was_pinned_before_a_revision_stays_one_of_its_samples(made: Made) -> None:

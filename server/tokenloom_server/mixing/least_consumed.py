@@ -250,7 +250,8 @@ def _by_length(anchor: _Anchor, shape: NodeShape, children: Children, live: Sequ
     assert children.lengths is not None, "every pick counts alike"
     if len(live) == 1:
         yield from repeat(live[0])
-    lengths, picks = {i: children.lengths[i]() for i in live}, list(children.picks)
+    lengths: dict[int, Iterator[int]] = {}
+    picks = list(children.picks)
     # As in ``_jobs``: when each child's next job is due, and its deadline, in 1 / (pairs × weight) tokens from now.
     pairs = 2 * len(live) - 2
     step, longest = pairs * anchor.live_weight, shape.pick_tokens
@@ -264,14 +265,17 @@ def _by_length(anchor: _Anchor, shape: NodeShape, children: Children, live: Sequ
     def tie_of(child: int) -> int:
         return draw(shape.seed, Purpose.TIE, shape.child_ids[child], picks[child])
 
-    now, added = 0, live
+    def job_of(child: int) -> tuple[int, int, int]:
+        due = 0 if is_equal else -(-begins[child] // units[child]) - longest
+        return due, (begins[child] + window << _DEADLINE_BITS) // units[child], child
+
+    now, jobs = 0, [job_of(i) for i in live]
     #: Jobs that are not due yet, by when they are; and those that are, by deadline. Each with its child.
-    waiting: list[tuple[int, int, int]] = []
-    released: list[tuple[int, int, int]] = []
+    waiting = [job for job in jobs if job[0] > now]
+    released = [(deadline, _UNDRAWN, i) for due, deadline, i in jobs if due <= now]
+    heapq.heapify(waiting)
+    heapq.heapify(released)
     while True:
-        for i in added:
-            due = 0 if is_equal else -(-begins[i] // units[i]) - longest
-            heapq.heappush(waiting, (due, (begins[i] + window << _DEADLINE_BITS) // units[i], i))
         while waiting and waiting[0][0] <= now:
             _, deadline, i = heapq.heappop(waiting)
             heapq.heappush(released, (deadline, _UNDRAWN, i))
@@ -283,6 +287,8 @@ def _by_length(anchor: _Anchor, shape: NodeShape, children: Children, live: Sequ
         deadline, tie, child = heapq.heappop(released)
         while tie == _UNDRAWN and released and released[0][0] == deadline:
             deadline, tie, child = heapq.heappushpop(released, (deadline, tie_of(child), child))
+        if child not in lengths:
+            lengths[child] = children.lengths[child]()
         length = next(lengths[child], None)
         yield child
         if length is None:
@@ -290,7 +296,7 @@ def _by_length(anchor: _Anchor, shape: NodeShape, children: Children, live: Sequ
         now += length
         picks[child] += 1
         begins[child] += step * length
-        added = (child,)
+        heapq.heappush(waiting, job_of(child))
 
 
 def _are_close(present: Sequence[int], others: Sequence[int]) -> bool:

@@ -25,7 +25,7 @@ class Origin:
     left_tokens: int
     #: ``resume_state`` at the sample index, as this run has it; empty where only a snapshot after it tells of it.
     state: str = ""
-    #: (sample index, samples) of what the other run passes over after that, and so this one.
+    #: (sample index, samples) of what the other run passes over, before that and, as this one does, after it.
     skips: Sequence[tuple[int, int]] = ()
 
     def to_json(self) -> str:

@@ -129,7 +129,7 @@ def _state(resume: ResumeStateDocument, shape_at: ShapeAt) -> State:
         tuple(ChildState(samples, tokens, credit, bool(out), *made) for samples, tokens, credit, out, *made in children)
         for children in resume.nodes
     )
-    skips = tuple(map(Skip._make, resume.skips))
+    skips = _skips(resume)
     check_nodes(nodes, sources, resume.sample_index, sum(skip.samples for skip in skips), shape)
     return State(
         sample_index=resume.sample_index,
@@ -142,6 +142,10 @@ def _state(resume: ResumeStateDocument, shape_at: ShapeAt) -> State:
         clock_offset=resume.clock_offset,
         skips=skips,
     )
+
+
+def _skips(resume: ResumeStateDocument) -> tuple[Skip, ...]:
+    return tuple(map(Skip._make, resume.skips))
 
 
 def _preserved(resume: ResumeStateDocument) -> tuple[str, ...]:
@@ -189,6 +193,17 @@ class ForeignSnapshot(SnapshotDocument):
     def revisions(self) -> Sequence[tuple[int, Mapping[str, Any]]]:
         """(sample index, content) of the revisions that it carries."""
         return [(revision.sample_index, revision.content) for revision in self.resume_state.revisions or ()]
+
+    @property
+    def all_skips(self) -> Sequence[tuple[int, int]]:
+        """(sample index, samples) of all that its run passes over."""
+        of_origin: Sequence[tuple[int, int]] = (self.origin or {}).get("skips", ())
+        return next((content["skips"] for _, content in self.revisions if "skips" in content), of_origin)
+
+    @property
+    def skips(self) -> tuple[Skip, ...]:
+        """As in ``State.skips``."""
+        return _skips(self.resume_state)
 
     @property
     def origin(self) -> Mapping[str, Any] | None:

@@ -95,12 +95,17 @@ class ForkHandler:
             total_tokens=foreign.total_tokens,
             digest=foreign.digest,
             # Those of the run that theirs was forked from are among them.
-            left_samples=foreign.sample_index - sum(source.samples for source in kept),
-            left_tokens=foreign.total_tokens - clock_offset - sum(source.token_offset for source in kept),
-            skips=parent.skips_after(foreign.sample_index) if parent is not None else [],
+            left_samples=foreign.sample_index
+            + sum(skip.samples for skip in theirs.skips)
+            - sum(source.samples for source in kept),
+            left_tokens=foreign.total_tokens
+            + sum(skip.tokens for skip in theirs.skips)
+            - clock_offset
+            - sum(source.token_offset for source in kept),
+            skips=parent.skips if parent is not None else foreign.all_skips,
         )
         timeline = coordinator.timeline.with_origin(origin).with_clock(clock_offset)
-        state = same if same is not None else _transplanted(timeline, origin, theirs)
+        state = same if same is not None else replace(_transplanted(timeline, origin, theirs), skips=theirs.skips)
         return replace(origin, state=timeline.encode(state))
 
     def _refuse_other_tokens(self, foreign: ForeignSnapshot) -> None:
@@ -146,11 +151,11 @@ class ForkHandler:
             state = parent.forward(parent.parse(text))
             theirs = parent.order_at(state.sample_index)
             _refuse_other_documents(theirs, coordinator.order)
-            # What was passed over is among what this run begins with.
-            return foreign.at(state, theirs.record.shape), replace(state, skips=()) if same else None
-        if same and not foreign.revisions:
+            return foreign.at(state, theirs.record.shape), state if same else None
+        if same:
             point = snapshot.parse(text, {**ours, "run": foreign.run}, coordinator.timeline.shape_at)
-            state = self._history.forward(point)
+            skipping = self._history.skipping(foreign.all_skips, foreign.sample_index)
+            state = self._history.forward(point, timeline=skipping)
             return foreign.at(state, coordinator.timeline.shape_at(state.sample_index, state.clock_offset)), state
         state_index = foreign.resume_state.sample_index
         if state_index == foreign.sample_index:

@@ -94,18 +94,22 @@ class History:
 
     def pinned(self, pin: PinnedPoint, made_at: float = 0.0) -> Pin:
         """What a pin means now, for an opening at a Unix time. Raises ``SnapshotInvalid``."""
-        point, timeline = self.parse(pin.snapshot), self._coordinator.timeline
-        if pin.skips is None:
-            return Pin(point, timeline)
+        point, skips = self.parse(pin.snapshot), pin.skips
+        timeline = self._coordinator.timeline
+        return Pin(point, timeline if skips is None else self.skipping(skips, point.sample_index, made_at))
+
+    def skipping(self, skips: Sequence[tuple[int, int]], sample_index: int, made_at: float = 0.0) -> Timeline:
+        """The run's timeline where these, and no others, are passed over, by a revision at a sample index."""
+        timeline = self._coordinator.timeline
         revision = StoredRevision(
             number=len(timeline.revisions) + 1,
-            sample_index=point.sample_index,
+            sample_index=sample_index,
             made_at=made_at,
             author="",
             reason="a restore",
-            content=canonical(skip_content(dict(pin.skips))),
+            content=canonical(skip_content(dict(skips))),
         )
-        return Pin(point, timeline.with_revisions((*timeline.revisions, revision)))
+        return timeline.with_revisions((*timeline.revisions, revision))
 
     def refuse_foreign(self, point: ResumePoint, stored: StoredRun) -> None:
         """Raises ``SnapshotInvalid`` for a state out of another ledger, unless this one never opened the run."""
@@ -132,9 +136,10 @@ class History:
         """The order in force at a sample index."""
         return self._coordinator.timeline.at(sample_index)
 
-    def skips_after(self, sample_index: int) -> list[tuple[int, int]]:
-        """(sample index, samples) of what is passed over after a sample index."""
-        return [skip for skip in self._coordinator.timeline.skips.items() if skip[0] > sample_index]
+    @property
+    def skips(self) -> list[tuple[int, int]]:
+        """(sample index, samples) of all that is passed over."""
+        return [*self._coordinator.timeline.skips.items()]
 
     def committed_point(self, stored: StoredRun) -> ResumePoint:
         """Where the ledger stands."""

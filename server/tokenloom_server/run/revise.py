@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from operator import itemgetter
 
 from tokenloom_proto.seal import canonical
 
@@ -171,7 +172,8 @@ class RevisionHandler:
         timeline, epoch = coordinator.timeline, coordinator.lease.epoch
         if stored.opening is None and timeline.origin is None and brought.origin is not None:
             timeline = timeline.with_origin(Origin(**brought.origin))
-        missing = [(index, content) for index, content in brought.revisions if not timeline.holds(index, content)]
+        # In the order of the samples, as a ledger takes them.
+        missing = sorted((one for one in brought.revisions if not timeline.holds(*one)), key=itemgetter(0))
         if stored.opening is not None:
             # What was still to come when the state was saved, and is not here, may have been dropped since.
             for index, _ in missing:
