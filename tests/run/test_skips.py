@@ -16,6 +16,7 @@ from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.core.state import SourceState
 from tokenloom_server.errors import BeyondHorizon, ConfigError, JoinRefused, LimitExceeded, NotFound, SnapshotInvalid
 from tokenloom_server.ledger.commands import Pin
+from tokenloom_server.ledger.records import Opening
 from tokenloom_server.order.factory import PipelineFactory
 
 Made = Callable[..., Place]
@@ -209,6 +210,24 @@ def test_ranks_with_an_older_loaders_checkpoint_agree_after_a_restart_and_may_sk
     assert served.join_handler.join(call_of(1, attempt="b", state=older)).opening.start_index == begin
     rest = Trainer(served, 1, 1, resume="latest").take(1000)
     assert rest == {index - 7: sample for index, sample in whole.items() if index >= begin + 7}
+
+
+def test_a_snapshot_that_is_made_while_a_generation_with_a_skip_is_opened_is_of_one_line(
+    served: ServedRun, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer.train(64)
+    served.start_points.restore(sample_index=2, skip_samples=3)
+    openings = served.history.openings
+
+    def read_before_an_opening() -> Sequence[Opening]:
+        monkeypatch.setattr(served.history, "openings", openings)
+        known = openings()
+        Trainer(served).train(80)
+        return known
+
+    monkeypatch.setattr(served.history, "openings", read_before_an_opening)
+    text, index = served.history.snapshot(58)
+    assert served.history.forward(served.history.parse(text)).sample_index == index == 58
 
 
 def test_skips_at_one_sample_and_before_one_another(place: Place, served: ServedRun, trainer: Trainer) -> None:

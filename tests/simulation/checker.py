@@ -16,7 +16,7 @@ from tokenloom_server.run.delivery import EndOfData
 from tokenloom_server.run.join_call import JoinCall
 from tokenloom_server.run.views import Session
 
-from tests.simulation.corpus import Reference, reference
+from tests.simulation.corpus import Reference, reference, skips_of
 from tests.simulation.scheduler import Violation
 from tests.simulation.server import RUN, STREAM, Accepted, Batches, Server
 
@@ -83,11 +83,14 @@ class Checker:
         run = self._world.store.runs.get((RUN, STREAM))
         if run is None:
             return
+        pinned = self._pin
         if run.pin != self._pin:
             self._pin, self._pinned_at = run.pin, self._world.now
             if run.pin is not None:
                 self._pins.add(self._place(run.pin))
-        if tuple(run.revisions) != self._reference.revisions:
+        if run.generation != self._generation and call == "open":
+            self._look_at_skip(pinned, tuple(run.revisions))
+        elif tuple(run.revisions) != self._reference.revisions:
             self._look_at_revisions(call, tuple(run.revisions))
         if run.committed is None:
             return
@@ -137,6 +140,66 @@ class Checker:
             self.fail(f"{call} changed the order before sample {reach}, which was produced already")
         self._reference = now
         self._look_for_acknowledged()
+
+    def _look_at_skip(self, pin: str | None, revisions: tuple[StoredRevision, ...]) -> None:
+        """A generation was opened: with what its pin passes over, and no other change."""
+        before = self._reference
+        asked = json.loads(pin).get("skips") if pin is not None else None
+        new = revisions[len(before.revisions) :]
+        if revisions[: len(before.revisions)] != before.revisions:
+            self.fail("an opening changed revisions that were there")
+        skips = [skips_of(revision) for revision in new]
+        self._equal("what an opening passes over", skips, [] if asked is None else [dict(asked)])
+        if new:
+            self._world.note("ledger", "skips", *(skips[0] or {}).items())
+            self._acknowledged += new
+
+    def pinned(self, text: str, samples: int, undo: bool, skips: dict[int, int] | None, at_first: Reference) -> None:
+        """A restore pinned a state, after which so many samples more are to be passed over; ``at_first``: what the
+        order was when it began."""
+        before, document = self._reference, json.loads(text)
+        index = document["sample_index"]
+        if self._world.lost or before is not at_first or before.older != self._place(text)[1]:
+            return
+        places, passed = before.places, index + sum(self._passed(text).values()) - before.places[:index].count(-1)
+        if undo:
+            state_skips = self._as_revision(self._passed(text))
+            line = reference(self._world.plan.mixture, (*before.changes, state_skips), before.older)
+            places = [*line.places[:index], *range(passed, passed + len(line))]
+        expected = [*places[:index], *places[index + samples :]]
+        if skips is None:
+            now = before
+        else:
+            now = reference(self._world.plan.mixture, (*before.revisions, self._as_revision(skips)), before.older)
+        both = min(len(expected), len(now))
+        self._equal(f"what is passed over at sample {index}", now.places[:both], expected[:both])
+
+    def not_pinned(self, text: str, undo: bool, error: TokenloomError) -> None:
+        """A restore to a state was refused: rightly only where it is of another line of the run."""
+        if not self._world.lost and not self._is_of_another_line(text):
+            self.fail(f"a restore to a state of this run was refused: {error}")
+
+    def _as_revision(self, skips: dict[int, int]) -> StoredRevision:
+        content = json.dumps({"skips": [*skips.items()]})
+        return StoredRevision(number=0, sample_index=0, made_at=0.0, author="", reason="", content=content)
+
+    def _passed(self, text: str) -> dict[int, int]:
+        """What a state had passed over before its sample index, or at it."""
+        document = json.loads(text)
+        state = document.get("resume_state") or {"sample_index": 0}
+        passed = {index: samples for index, samples, _ in state.get("skips", ())}
+        between = range(state["sample_index"], document["sample_index"])
+        return passed | {index: samples for index, samples in self._skips_in(state).items() if index in between}
+
+    def _skips_in(self, resume_state: dict[str, Any]) -> dict[int, int]:
+        """All that the line passes over on which a state was made."""
+        contents = [entry["content"] for entry in resume_state.get("revisions", ())]
+        return dict(next((content["skips"] for content in contents if "skips" in content), ()))
+
+    @property
+    def reference(self) -> Reference:
+        """What the order is now."""
+        return self._reference
 
     def _look_for_acknowledged(self) -> None:
         for revision in self._acknowledged:
@@ -188,7 +251,7 @@ class Checker:
             allowed.add((0, ""))
         if (start, begun_from) not in allowed:
             self.fail(f"{opening.attempt} asked for one of {sorted(allowed)}, and starts at {start} {begun_from}")
-        self._reference = self._line(begun_from)
+        self._reference = reference(self._world.plan.mixture, tuple(run.revisions), begun_from)
         size = launch.size_at(start, start, self._reference.tokens_at)
         if (opening.world_size, opening.batch_size) != (launch.world_size, size):
             self.fail(f"{opening.attempt} was opened for {opening.world_size} × {opening.batch_size}")
@@ -205,6 +268,7 @@ class Checker:
     def _place(self, text: str) -> _Place:
         """Where a snapshot stands."""
         document = json.loads(text)
+        document = json.loads(document.get("snapshot", text))
         return document["sample_index"], self._older_of(document.get("resume_state") or {})
 
     def lost_data(self) -> None:
@@ -385,9 +449,16 @@ class Checker:
 
     def _is_of_another_line(self, text: str) -> bool:
         """Whether a state was made under other revisions than those that hold there now."""
+        text = json.loads(text).get("snapshot", text)
         found = json.loads(text)
-        resume = found["resume_state"]
-        known = {entry["sample_index"]: entry for entry in resume.get("revisions", [])}
+        resume = found["resume_state"] or {"sample_index": 0}
+        at, passed, ours = found["sample_index"], self._passed(text), self._reference.skips
+        for index in {*passed, *ours}:
+            theirs, here = passed.get(index, 0), ours.get(index, 0)
+            if (index < at and theirs != here) or (index == at and theirs > here):
+                return True
+        changes = [entry for entry in resume.get("revisions", []) if "skips" not in entry["content"]]
+        known = {entry["sample_index"]: entry for entry in changes}
         newest = max((index for index in known if index <= found["sample_index"]), default=None)
         in_force = known[newest] if newest is not None else None
         return in_force != self._reference.in_force(found["sample_index"])

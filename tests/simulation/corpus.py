@@ -7,7 +7,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -214,6 +214,9 @@ class Reference:
         """``older``: the checkpoint of an older data loader that the order begins from, if any."""
         order = order_of(mixture, 2)
         self.revisions = tuple(revisions)
+        #: The same without what is passed over, which is what the newest that tells of it says.
+        self.changes = [revision for revision in revisions if skips_of(revision) is None]
+        skips = self.skips = next((skips for each in reversed(revisions) if (skips := skips_of(each)) is not None), {})
         self.older = older
         self.config = order.config
         self.specs = order.record.specs
@@ -225,7 +228,12 @@ class Reference:
         first = sum(before)
         self.begin = first or document.get("sample_index", 0)
         self._clock_offset = document["total_tokens"] - self.begin * self.length if older else 0
-        timeline = Timeline(order, revisions).with_clock(self._clock_offset)
+        # The plain order has what is passed over, so that later changes lie so much further in it.
+        plain = [
+            replace(change, sample_index=change.sample_index + _passed_before(change.sample_index, skips))
+            for change in self.changes
+        ]
+        timeline = Timeline(order, plain).with_clock(self._clock_offset)
         picks, digest = _picks(timeline, _start(timeline, older))
         streams = [
             _stream(source.spec.location, source.epochs, rows)
@@ -233,19 +241,33 @@ class Reference:
         ]
         ends = [stream.row_ends for stream in streams]
         self._passed, self._before = passed, before
-        given = [0] * len(streams)
+        given, skipped = [0] * len(streams), [Counters(samples=0, rows=0, tokens=0)] * len(streams)
         # Nothing before the first is of this order.
         self.samples = [Sample(-1, b"")] * first
         self.digests = [*([""] * first), f"{digest:032x}"]
-        self.counters = [*([{}] * first), self._count(given, ends)]
-        for source in picks:
+        self.counters = [*([{}] * first), self._count(given, ends, skipped)]
+        #: Of each sample, its place in the plain order; and the samples to pass over before the next one.
+        self.places = [-1] * first
+        left = skips.get(first, 0)
+        for place, source in enumerate(picks):
             at = given[source] * self.length
+            if left:
+                given[source] += 1
+                rows = _rows_taken(ends[source], at + self.length) - _rows_taken(ends[source], at)
+                was = skipped[source]
+                skipped[source] = Counters(
+                    samples=was.samples + 1, rows=was.rows + rows, tokens=was.tokens + self.length
+                )
+                left -= 1
+                continue
             ids = streams[source].tokens[at : at + order.form.width].astype("<u2").tobytes()
             given[source] += 1
             digest = digest_after(digest, source, ids)
             self.samples.append(Sample(source, ids))
             self.digests.append(f"{digest:032x}")
-            self.counters.append(self._count(given, ends))
+            self.counters.append(self._count(given, ends, skipped))
+            self.places.append(place)
+            left = skips.get(len(self.samples), 0)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -256,22 +278,32 @@ class Reference:
 
     def in_force(self, index: int) -> dict[str, Any] | None:
         """The newest revision that holds at a sample index, as a state names it; None where there is none."""
-        found = [revision for revision in self.revisions if revision.sample_index <= index]
+        found = [revision for revision in self.changes if revision.sample_index <= index]
         if not found:
             return None
         return {"content": json.loads(found[-1].content), "sample_index": found[-1].sample_index}
 
-    def _count(self, given: list[int], ends: list[list[int]]) -> dict[str, Counters]:
+    def _count(self, given: list[int], ends: list[list[int]], skipped: list[Counters]) -> dict[str, Counters]:
         return {
             spec: Counters(
-                samples=before + samples,
-                rows=passed + _rows_taken(row_ends, samples * self.length),
-                tokens=(before + samples) * self.length,
+                samples=before + samples - out.samples,
+                rows=passed + _rows_taken(row_ends, samples * self.length) - out.rows,
+                tokens=(before + samples) * self.length - out.tokens,
             )
-            for spec, samples, row_ends, passed, before in zip(
-                self.specs, given, ends, self._passed, self._before, strict=True
+            for spec, samples, row_ends, passed, before, out in zip(
+                self.specs, given, ends, self._passed, self._before, skipped, strict=True
             )
         }
+
+
+def skips_of(revision: StoredRevision) -> dict[int, int] | None:
+    """How many samples are passed over, by sample index, as a revision says; None where it is no skip."""
+    content = json.loads(revision.content)
+    return dict(content["skips"]) if "skips" in content else None
+
+
+def _passed_before(index: int, skips: Mapping[int, int]) -> int:
+    return sum(samples for skip, samples in skips.items() if skip < index)
 
 
 @cache

@@ -14,9 +14,13 @@ from tokenloom_server.order.timeline import Timeline, _Recorded
 from tokenloom_server.run.active_generation import ActiveGeneration
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.generation import Generation
+from tokenloom_server.run.history import History, Pin
 from tokenloom_server.run.lease_state import LeaseState
+from tokenloom_server.run.pins import PinnedPoint
 from tokenloom_server.run.slots import Slot
 from tokenloom_server.run.views import RunView
+
+from tests.simulation.corpus import skips_of
 
 #: Takes the guard out.
 Mutant = Callable[[pytest.MonkeyPatch], None]
@@ -130,6 +134,34 @@ def clock_forgotten_when_leading(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Timeline, "of_state", lambda self, resume_state: self.with_clock(0))
 
 
+def skips_forgotten_when_leading(patch: pytest.MonkeyPatch) -> None:
+    """A server that takes a run up goes on without what a restore passed over."""
+    right = RunCoordinator.lead
+
+    def lead(
+        self: RunCoordinator, epoch: int, stored: StoredRun, timeline: Timeline, since: float, until: float
+    ) -> None:
+        changes = [revision for revision in timeline.revisions if skips_of(revision) is None]
+        right(self, epoch, stored, timeline.with_revisions(changes), since, until)
+
+    patch.setattr(RunCoordinator, "lead", lead)
+
+
+def skips_for_one_launch_alone(patch: pytest.MonkeyPatch) -> None:
+    """An opening that takes a pin writes only where it begins, and not what is passed over from there on."""
+    right = History.pinned
+
+    def pinned(self: History, pin: PinnedPoint, made_at: float = 0.0) -> Pin:
+        return right(self, pin, made_at) if not made_at else right(self, pin._replace(skips=None), made_at)
+
+    patch.setattr(History, "pinned", pinned)
+
+
+def states_of_before_a_skip_taken(patch: pytest.MonkeyPatch) -> None:
+    """A state that did not pass over what the run does is gone on from as if it had, and its digest is believed."""
+    patch.setattr(Timeline, "check_skips", lambda self, state, index: None)
+
+
 MUTANTS: dict[str, Mutant] = {
     mutant.__name__: mutant
     for mutant in (
@@ -148,5 +180,8 @@ MUTANTS: dict[str, Mutant] = {
         revisions_named_as_soon_as_they_are_known,
         clock_of_an_older_checkpoint_ignored,
         clock_forgotten_when_leading,
+        skips_forgotten_when_leading,
+        skips_for_one_launch_alone,
+        states_of_before_a_skip_taken,
     )
 }

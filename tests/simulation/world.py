@@ -43,6 +43,20 @@ THEMES: dict[str, tuple[str, ...]] = {
 }
 #: Beside those of a world's theme, where an older checkpoint is at hand.
 IMPORT_FAULTS = ("kill trainer", "kill trainer", "kill server", "pin", "snapshot")
+#: Where samples are passed over: a theme of its own, whose draws are of its own, too.
+SKIP_FAULTS = (
+    *("skip",) * 4,
+    *(
+        "undo skip",
+        "cancel pin",
+        "kill trainer",
+        "kill trainer",
+        "kill server",
+        "snapshot",
+        "revise",
+        "revise standing",
+    ),
+)
 FAULTS = tuple(sorted({kind for kinds in THEMES.values() for kind in kinds}))
 LEDGER_FAULTS = (
     *("hangs", "hangs after", "busy", "unreachable", "late", "twice", "answer lost", "dies before", "dies after"),
@@ -147,6 +161,19 @@ class World(Scheduler):
                 fault_gap_s=self._imports.choice([0.3, 1.0]),
             )
             self.older = older_checkpoint(mixture, self._imports)
+        # Phases lie by the clock, which a skip does not move: the plain order would have them elsewhere.
+        self._skips = random.Random(f"skips of {seed}")
+        if self._skips.random() < 0.15 and self.plan.mixture != PHASES:
+            self.plan = replace(
+                self.plan,
+                mixture=self.plan.mixture if self.older else self._skips.choice(sorted(MIXTURES)),
+                largest_world=min(self.plan.largest_world, 2),
+                window_micro_steps=min(self.plan.window_micro_steps, 4),
+                start_spread_s=0.5,
+                faults=SKIP_FAULTS,
+                fault_count=self._skips.randint(4, 12),
+                fault_gap_s=self._skips.choice([0.3, 1.0]),
+            )
         self.order, self.record = _order(self.plan.mixture, self.plan.window_micro_steps)
         self.store = Store()
         self.ledger = MemoryLedger(self.store, lambda: self.now)
@@ -159,6 +186,8 @@ class World(Scheduler):
         self.lost = False
         self._copies = [self.store.copy()]
         self._checkpoint: str | None = None
+        #: All that trainers saved.
+        self._checkpoints: list[str] = []
         #: By id.
         self.saved: dict[str, str] = {}
         self._uids = self._lives = 0
@@ -349,6 +378,8 @@ class World(Scheduler):
         launch = self.launches[-1]
         if launch.failed is None and all(rank.alive and not rank.paused for rank in launch.ranks):
             self._checkpoint = launch.checkpoint() or self._checkpoint
+            if self._checkpoint is not None and self._checkpoint not in self._checkpoints[-1:]:
+                self._checkpoints.append(self._checkpoint)
         self.soon(0.5, None, self._save_checkpoint)
 
     # Faults
@@ -465,7 +496,9 @@ class World(Scheduler):
             self.note(server.name, "no snapshot", error.name)
             return None
         except BeyondHorizon as error:
-            self.checker.fail(f"no snapshot at {index}: {error}")
+            if coordinator.view().generation.number == view.generation.number:
+                self.checker.fail(f"no snapshot at {index}: {error}")
+            return None  # another generation began meanwhile, before it
         return text
 
     def _pin(self) -> None:
@@ -485,6 +518,57 @@ class World(Scheduler):
             self.checker.fail(f"its own snapshot is refused: {error}")
         except (LedgerError, NotFound) as error:
             self.note(server.name, "no pin", error.name)
+
+    def _skip(self, undo: bool = False) -> None:
+        server = self._a_server()
+        if server is not None and server.coordinator is not None:
+            self.at(0.0, server, self._ask_for_skip, server, undo)
+
+    def _undo_skip(self) -> None:
+        self._skip(undo=True)
+
+    def _ask_for_skip(self, server: Server, undo: bool) -> None:
+        """An operator has samples passed over after a snapshot or a trainer's checkpoint, or takes back what it did not
+        pass; and begins the job again, mostly."""
+        coordinator = server.coordinator
+        if coordinator is None or server.is_changing():
+            return
+        text: str | None
+        if self._checkpoints and self._skips.random() < 0.6:
+            text = self._skips.choice(self._checkpoints[-12:])
+        else:
+            text = self._make_snapshot(server, False)
+        if text is None or server.is_changing():
+            return
+        samples, reference = self._skips.choice([0, 0, 3] if undo else [1, 2, 5, 20]), self.checker.reference
+        try:
+            pinned = server.served.start_points.restore(text=text, skip_samples=samples, undo_skip=undo)
+        except SnapshotInvalid as error:
+            self.checker.not_pinned(text, undo, error)
+            self.note(server.name, "no skip", error.name, str(error))
+        except (BeyondHorizon, ConfigError, LedgerError, NotFound) as error:
+            self.note(server.name, "no skip", error.name, str(error))
+        else:
+            self.note(server.name, "pinned", pinned.sample_index, samples, undo, pinned.skips)
+            self.checker.pinned(text, samples, undo, pinned.skips, reference)
+            if self._skips.random() < 0.8 and self._next_ask is None:
+                self._next_ask = "", self._skips.choice(["", text])
+                self._kill_trainer()
+
+    def _cancel_pin(self) -> None:
+        server = self._a_server()
+        if server is not None and server.coordinator is not None:
+            self.at(0.0, server, self._ask_to_cancel, server)
+
+    def _ask_to_cancel(self, server: Server) -> None:
+        if server.coordinator is None or server.is_changing():
+            return
+        try:
+            taken_back = server.served.start_points.cancel()
+        except (LedgerError, NotFound) as error:
+            self.note(server.name, "nothing cancelled", error.name)
+        else:
+            self.note(server.name, "cancelled", taken_back.sample_index)
 
     def _revise(self) -> None:
         server = self._a_server()

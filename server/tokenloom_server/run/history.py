@@ -25,6 +25,7 @@ from tokenloom_server.run.cursor_check import check_cursors
 from tokenloom_server.run.lineage import covering
 from tokenloom_server.run.pins import PinnedPoint
 from tokenloom_server.run.sizing import batch_plans_of
+from tokenloom_server.run.views import RunView
 
 #: Goes from a state to a sample index, by a timeline.
 Advance = Callable[[State, int, Timeline], State]
@@ -294,9 +295,22 @@ class History:
         not. Raises ``BeyondHorizon`` naming the limits, and ``OrderMismatch`` where going forward to the commit gives
         another digest than it has.
         """
-        coordinator = self._coordinator
-        view = coordinator.view()
-        generation, commit = view.generation, view.commit
+        while True:
+            view = self._coordinator.view()
+            made: tuple[str, int] | SnapshotInvalid
+            try:
+                made = self._snapshot(view, sample_index)
+            except SnapshotInvalid as error:
+                made = error
+            # An opening may pass over samples before the index: all that the text is made of is of one line.
+            if self._coordinator.view().timeline is not view.timeline:
+                continue
+            if isinstance(made, SnapshotInvalid):
+                raise made
+            return made
+
+    def _snapshot(self, view: RunView, sample_index: int | None) -> tuple[str, int]:
+        coordinator, generation, commit = self._coordinator, view.generation, view.commit
         if not generation.number:
             start = view.timeline.initial()
             if sample_index is not None and sample_index != start.sample_index:
