@@ -59,7 +59,7 @@ def test_ranks_go_on_to_a_revision_that_is_being_written_and_no_further(
             trainer.train(1)
 
     place.ledger.meanwhile = meanwhile  # type: ignore[method-assign]
-    index = served.coordinator.view().first_revisable(None) + later
+    index = served.coordinator.view().first_revisable(None, 0) + later
     assert served.revision_handler.revise(heavier(sample_index=index)).sample_index == index
     trainer.take(20)
     samples = sequence(served)
@@ -89,7 +89,7 @@ def test_a_revision_may_be_taken_back_until_production_reaches_it(made: Callable
     served = made(window_micro_steps=4).serve()
     trainer, handler = Trainer(served), served.revision_handler
     trainer.train(1)
-    least = served.coordinator.view().first_revisable(None)
+    least = served.coordinator.view().first_revisable(None, 0)
     with pytest.raises(BeyondHorizon, match=f"a revision of run 'test' can hold from sample {least} on"):
         handler.revise(heavier(sample_index=least - 1))
     with pytest.raises(ConfigError, match="name one of them, or neither"):
@@ -279,6 +279,21 @@ def test_a_revision_of_a_run_that_stands_still_comes_after_all_that_is_known_to_
         served.history.forward(served.history.parse(trainer.state(beyond + 8)))
     served.start_points.restore(snapshot_id=kept)
     assert Trainer(served).take(4) == part(sequence(served), beyond + 4, beyond + 4 + 16)
+
+
+def test_a_revision_of_a_run_that_trains_comes_after_what_is_pinned(made: Callable[..., Place]) -> None:
+    """Also where that lies beyond the launch that trains now, on the one before it."""
+    served = made(window_micro_steps=4).serve()
+    first = Trainer(served)
+    first.train(20)
+    pinned = first.index
+    second = Trainer(served, resume="fresh", takeover=True)
+    second.train(2)
+    served.start_points.restore(text=first.state().decode())
+    assert served.coordinator.view().generation.first_unproduced < pinned
+    assert served.mixture.info().first_revisable == pinned + 1
+    assert served.revision_handler.revise(heavier()).sample_index == pinned + 1
+    assert Trainer(served, takeover=True).take(4) == part(sequence(served), pinned, pinned + 16)
 
 
 def test_no_rank_comes_back_while_a_revision_closes_its_generation_but_after_it_was_refused(

@@ -126,7 +126,13 @@ class RevisionHandler:
     def _choice_of(self, change: MixtureChange) -> Callable[[RunView], int]:
         """What chooses the sample index of a change, under the run's lock: what the ledger has is read before that."""
         kept = self.kept(self._coordinator.view())
-        return lambda view: _index_of(self._coordinator.name, change, view, view.first_revisable(kept))
+        return lambda view: _index_of(self._coordinator.name, change, view, view.first_revisable(kept, self.after_pin))
+
+    @property
+    def after_pin(self) -> int:
+        """The sample index after the pinned one, whose state does not name a revision before that; 0 without a pin."""
+        pin = self._coordinator.pin
+        return 1 + PinnedPoint.read(pin).sample_index if pin is not None else 0
 
     def kept(self, view: RunView) -> int | None:
         """Of a run that stands still, the sample index after all states that the ledger has as texts: a revision before
@@ -138,8 +144,6 @@ class RevisionHandler:
         saved = [json.loads(one.text) for one in coordinator.ledger.snapshots(stored.uid, stored.stream)]
         texts = [generation.start_index]
         texts += [one["sample_index"] for one in saved if one["generation"] == generation.number]
-        if stored.pin is not None:
-            texts.append(PinnedPoint.read(stored.pin).sample_index)
         return 1 + max(texts)
 
     def _write(self, epoch: int, revision: StoredRevision, known_changes: int, closes: int = 0) -> int:

@@ -89,13 +89,14 @@ class RunView(NamedTuple):
         left, rate = self.timeline.tokens_at(sample_index) - self.commit.total_tokens, self.tokens_per_s
         return round(max(0, left) / rate, 1) if rate > 0 else None
 
-    def first_revisable(self, kept: int | None) -> int:
-        """The first sample index from which on a revision may hold, after the newest one: what is not produced. Where a
-        run stands still, where its commits, its ranks' reports and ``kept`` end (None: unknown)."""
+    def first_revisable(self, kept: int | None, after_pin: int) -> int:
+        """The first sample index from which on a revision may hold, after the newest one and ``after_pin``: what is not
+        produced. Where a run stands still, where its commits, its ranks' reports and ``kept`` end (None: unknown)."""
         generation, first = self.generation, self.generation.first_unproduced
         if generation.stands_still and kept is not None:
             first = max(kept, self.commit.sample_index, *(rank.position for rank in generation.ranks))
-            first += -first % self.timeline.at(first).config.pick_samples
+        first = max(first, after_pin)
+        first += -first % self.timeline.at(first).config.pick_samples
         return max(first, self.timeline.last_revised)
 
     def closed_by(self, sample_index: int) -> int:
