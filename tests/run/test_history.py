@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from support.served import SCHEDULE, Place, Sizes, Trainer
+from support.waiting import wait_for
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import BeyondHorizon, OrderMismatch
@@ -75,7 +76,10 @@ def test_the_journal_is_bounded_and_loses_no_index(
     assert place.restart().history.snapshot(100)[0] == trainer.state(100).decode()
 
 
-def test_a_commit_that_going_forward_does_not_meet_is_not_sealed(place: Place, trainer: Trainer) -> None:
+@pytest.mark.parametrize("produced", [False, True], ids=["at once", "after production stopped"])
+def test_a_commit_that_going_forward_does_not_meet_is_not_sealed(
+    place: Place, trainer: Trainer, produced: bool
+) -> None:
     trainer.train(5)
     digest = json.loads(trainer.state())["digest"]
     place.stop()
@@ -84,6 +88,8 @@ def test_a_commit_that_going_forward_does_not_meet_is_not_sealed(place: Place, t
         connection.execute("UPDATE committed SET digest = ?", ("0" * 32,))
     connection.close()
     served = place.serve()
+    if produced:
+        wait_for(lambda: served.coordinator.view().error, "the order to be found out")
     with pytest.raises(OrderMismatch, match=rf"sample 20 is committed with digest {'0' * 32}, but .* gives {digest}"):
         served.history.snapshot(None)
 
