@@ -311,7 +311,7 @@ def test_each_ranks_shares_are_the_runs(folder: Path) -> None:
     count = 3000
     group = pipeline.begin_group(BatchPlan(start_index=0, world_size=4, batch_size=1, group_micro_steps=count))
     pipeline.fill(group, count)
-    for source, share in enumerate(target_shares(order.config)):
+    for source, share in enumerate(target_shares(order.config, order.initial())):
         for rank in range(4):
             found = float((group.source_ids[rank] == source).mean())
             assert abs(found - share) < 4.5 * (share * (1 - share) / count) ** 0.5

@@ -53,6 +53,8 @@ def encode_state(
             entry["lanes"] = [_encode_lane(lane) for lane in source.lanes]
         if source.skipped_samples:
             entry |= {name: getattr(source, name) for name in SKIPPED}
+        if source.owed:
+            entry["owed"] = f"{source.owed:x}"
         entry |= _counts(source.row_counts)
         if shape.names[i] is not None:
             entry["alias"] = shape.names[i]
