@@ -276,6 +276,21 @@ def test_the_button_takes_a_snapshot_and_links_to_its_exact_bytes(
 
 
 @pytest.mark.browser
+def test_shares_in_force_as_expected_and_of_the_last_window_are_told_apart(page: Page, service: MemoryService) -> None:
+    figures = {"target_share": 0.2, "expected_share": 0.4, "actual_share": 0.41, "window_share": None}
+    service.put(run_stats(RUN, sources=[source_stats(0, alias="code", **figures)]))
+    row = page.get_by_role("row").filter(has_text="code")
+    expect(row.get_by_role("cell").nth(1)).to_have_text("20.0\u00a0%")
+    expect(row.get_by_role("cell").nth(2)).to_have_text("40.0\u00a0%")
+    expect(row.get_by_role("cell").nth(3)).to_have_text("41.0\u00a0%")
+    # No commit came lately, and that is no share of 0.
+    expect(row.get_by_role("cell").nth(4)).to_have_text("–")
+    expect(row.get_by_role("cell").nth(4)).to_have_attribute("title", "no commit in the last 30 s")
+    # The mark on the bars is where "so far" should be.
+    expect(row.locator(".bar b")).to_have_attribute("style", "left: 80%;")
+
+
+@pytest.mark.browser
 def test_the_plan_of_a_run_is_one_click_away(page: Page) -> None:
     page.get_by_role("link", name="Plan").click()
     page.wait_for_url(f"**/v1/runs/{RUN}/plan.svg")
@@ -426,6 +441,21 @@ def test_where_a_token_is_wanted_the_page_asks_for_it_and_keeps_it_in_the_tab(
     expect(page.get_by_label("Token")).to_be_visible()
     expect(page.get_by_role("heading", name=RUN)).to_be_hidden()
     assert page.evaluate("sessionStorage.length") == 0
+
+
+@pytest.mark.browser
+def test_a_token_in_the_address_is_taken_out_at_once_and_kept_in_the_tab(guarded: tuple[Page, MemoryService]) -> None:
+    page, _ = guarded
+    url = page.url
+    # First in a tab that is open, then as somebody follows the link of the server's log.
+    for leave in (url, "about:blank"):
+        page.goto(leave)
+        page.goto(f"{url}#token={READ}")
+        expect(page.get_by_role("heading", name=RUN)).to_be_visible()
+        expect(page).to_have_url(url)
+        assert page.evaluate("[Object.values(sessionStorage), Object.values(localStorage)]") == [[READ], []]
+        page.get_by_role("button", name="Forget the token").click()
+        expect(page.get_by_label("Token")).to_be_visible()
 
 
 @pytest.mark.browser

@@ -16,9 +16,9 @@ from tokenloom_server.core.hashing import Purpose, draw
 from tokenloom_server.core.state import ChildState
 from tokenloom_server.mixing.least_consumed import LeastConsumedChooser
 from tokenloom_server.mixing.mixer import Mixer, initial_nodes, target_shares
-from tokenloom_server.order.pipeline import initial_state
 from tokenloom_server.mixing.node import NOTHING
 from tokenloom_server.mixing.weights import MAX_SUM, integer_weights
+from tokenloom_server.order.pipeline import initial_state
 
 LENGTH = 8
 

@@ -14,8 +14,8 @@ from support.corpora import flat, parsed, random_presences, random_tree
 from support.mixing import Walk, config_of, node
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.mixing.mixer import initial_nodes, node_shape, target_shares
-from tokenloom_server.order.pipeline import initial_state
 from tokenloom_server.mixing.node import NOTHING
+from tokenloom_server.order.pipeline import initial_state
 
 LENGTH = 8
 

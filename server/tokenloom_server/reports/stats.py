@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from tokenloom_server.reports.document import Document
 from tokenloom_server.reports.receipt import RevisionInfo
@@ -18,7 +18,8 @@ class SourceStats(Document):
     alias: str
     """The short name; the spec where the mixture file gives none."""
     target_share: float
-    """Share of the next tokens that the weights in force ask for (0 to 1); 0 once the source gives nothing more."""
+    """Share of the next tokens that the weights in force ask for (0 to 1); 0 once the source gives nothing more. Which
+    tokens shares are of, the run's ``count`` says."""
     expected_share: float
     """Share of the run's tokens so far that the weights asked for, each while it was in force (0 to 1); 0 before the
     first."""
@@ -148,6 +149,9 @@ class RunStats(Document):
     world_size: int
     batch_size: int
     sequence_length: int
+    count: Literal["real", "positions"]
+    """What the shares of sources count: real tokens, those of documents, where samples are padded and the run balances
+    these; else positions, ``sequence_length`` for each sample."""
     sample_index: int
     """Committed."""
     produced_index: int

@@ -36,11 +36,11 @@ from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.active_generation import ActiveGeneration
 from tokenloom_server.run.join_call import ResumeChoice
 from tokenloom_server.run.stream_commands import StreamCommands
-from tokenloom_server.run.views import CommitTask, ProductionTask, RunView
+from tokenloom_server.run.views import CommitTask, ProductionTask, RecentCommit, RunView
 
 _log = logging.getLogger(__name__)
 
-#: Commits are remembered this far apart, seconds, for rates and window shares.
+#: Commits before the newest are remembered this far apart, seconds, for rates and window shares.
 RECENT_EVERY_S = 0.25
 #: Refused attempts that are remembered, so that waiting ranks hear why.
 _REMEMBERED_REFUSALS = 64
@@ -369,8 +369,10 @@ class RunCoordinator(StreamCommands):
             task.active.generation.set_committed(task.steps)
             self._committed, self._committed_state, self._committed_at = commit, state, self.wall_clock()
             now = self.clock()
-            if now - self._recent[-1][0] >= RECENT_EVERY_S:
-                self._recent.append((now, commit))
+            if len(self._recent) > 1 and now - self._recent[-2].time < RECENT_EVERY_S:
+                self._recent.pop()
+            consumed = task.timeline.at(commit.sample_index).config.consumed(state)
+            self._recent.append(RecentCommit(now, commit.total_tokens, consumed))
             self._wakes.changed.notify_all()
             self._wake_producer()
 

@@ -8,8 +8,17 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import zip_longest
 
-from tokenloom_server.core.state import EpochCursor, FileCursor, SourceState, State, WindowCursor, row_cursor
+from tokenloom_server.core.state import (
+    SHARE_UNIT,
+    EpochCursor,
+    FileCursor,
+    SourceState,
+    State,
+    WindowCursor,
+    row_cursor,
+)
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.ledger.records import CommittedState, Counters, StoredRevision
 from tokenloom_server.mixing.mixer import ALL_EXHAUSTED, target_shares
@@ -19,7 +28,7 @@ from tokenloom_server.reports.stats import LedgerStats, NextLaunch, PlannedRevis
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.losses import Losses
 from tokenloom_server.run.pins import PinnedPoint
-from tokenloom_server.run.views import RunView
+from tokenloom_server.run.views import RecentCommit, RunView
 from tokenloom_server.sources.scheme import scheme_of
 
 _log = logging.getLogger(__name__)
@@ -71,6 +80,7 @@ class StatsReader:
             world_size=generation.world_size,
             batch_size=generation.batch_size,
             sequence_length=config.sequence_length,
+            count=config.balance_count,
             sample_index=committed.sample_index,
             produced_index=max(generation.produced_index, committed.sample_index),
             digest=committed.digest,
@@ -89,7 +99,7 @@ class StatsReader:
             skips=timeline.skips,
             pin=next_launch(coordinator.pin) if coordinator.pin is not None else None,
             reported=reported,
-            sources=self.sources(committed, state, view.earlier_commit[1], over=generation.over, losses=losses),
+            sources=self.sources(committed, state, view.earlier_commit, over=generation.over, losses=losses),
             ranks=_ranks(view),
             ledger=self._ledger(view),
         )
@@ -106,25 +116,28 @@ class StatsReader:
         self,
         committed: CommittedState,
         state: State,
-        earlier: CommittedState | None = None,
+        earlier: RecentCommit | None = None,
         *,
         over: bool = False,
         losses: Mapping[int, tuple[float, float]] = _NO_LOSSES,
     ) -> list[SourceStats]:
-        """The sources' stats at a commit, of which ``state`` is the state. ``earlier``: where the window begins; with
-        the run, where nothing moved since. ``losses``, by source id: smoothed and last."""
+        """The sources' stats at a commit, of which ``state`` is the state. ``earlier``: where the window begins.
+        ``losses``, by source id: smoothed and last."""
         order = self._coordinator.timeline.at(state.sample_index)
-        specs, now = order.record.specs, committed.counters
-        before = earlier.counters if earlier is not None and earlier.total_tokens < committed.total_tokens else {}
-        asked_for = target_shares(order.config, order.record.size_estimates)
-        so_far, in_window = _shares(specs, now, {}), _shares(specs, now, before)
+        specs, consumed = order.record.specs, order.config.consumed(state)
+        asked = [tokens + own.owed / SHARE_UNIT for tokens, own in zip(consumed, state.sources, strict=True)]
+        in_window: Sequence[float | None] = [None] * len(specs)
+        if earlier is not None and earlier.total_tokens < committed.total_tokens:
+            in_window = _shares(consumed, earlier.consumed)
+        in_force = target_shares(order.config, state, order.record.size_estimates)
+        shares = [*zip(in_force, _shares(asked, ()), _shares(consumed, ()), in_window, strict=True)]
         return [
             self._source(
                 order,
                 i,
                 source,
-                now[specs[i]],
-                (asked_for[i], so_far[i], in_window[i]),
+                committed.counters[specs[i]],
+                shares[i],
                 over,
                 losses.get(i, (None, None)),
             )
@@ -137,11 +150,11 @@ class StatsReader:
         source: int,
         state: SourceState,
         counters: Counters,
-        shares: tuple[float, float, float],
+        shares: tuple[float, float, float, float | None],
         over: bool,
         losses: tuple[float | None, float | None],
     ) -> SourceStats:
-        """``shares``: as the weights ask, so far, and in the window."""
+        """``shares``: in force, as expected so far, so far, and in the window."""
         config, epochs = order.config.sources[source], order.config.epochs[source]
         rows, done = self._rows_of_epoch(order, source, state)
         if rows:
@@ -153,9 +166,10 @@ class StatsReader:
             id=source,
             spec=order.record.specs[source],
             alias=config.name,
-            target_share=shares[0],
-            actual_share=shares[1],
-            window_share=shares[2],
+            target_share=0.0 if state.exhausted else shares[0],
+            expected_share=shares[1],
+            actual_share=shares[2],
+            window_share=shares[3],
             samples=counters.samples,
             rows=counters.rows,
             tokens=counters.tokens,
@@ -279,8 +293,8 @@ def _ranks(view: RunView) -> list[RankStats]:
     ]
 
 
-def _shares(specs: Sequence[str], now: Mapping[str, Counters], before: Mapping[str, Counters]) -> list[float]:
-    """Each source's share of the tokens that were consumed between two commits."""
-    tokens = [now[spec].tokens - (before[spec].tokens if spec in before else 0) for spec in specs]
+def _shares(now: Sequence[float], before: Sequence[float]) -> list[float]:
+    """Each source's share of what was ``consumed`` between two commits; one may be new since the first."""
+    tokens = [own - earlier for own, earlier in zip_longest(now, before, fillvalue=0)]
     total = sum(tokens)
     return [count / total if total > 0 else 0.0 for count in tokens]

@@ -17,7 +17,7 @@ const views = new Map(); // run name → view
 let failures = 0;
 let awaySince = null;
 let wake = () => {};
-// In this tab only, and never in a URL.
+// In this tab only.
 const TOKEN_KEY = "tokenloom-token";
 let token = sessionStorage.getItem(TOKEN_KEY) ?? "";
 
@@ -172,6 +172,7 @@ class RunView extends View {
     this.text("ledger", stats.ledger.available ? "ledger available" : "ledger away", stats.ledger.backend);
 
     this.text("revision", revisionNote(stats));
+    this.text("count", stats.count === "real" ? "shares of real tokens, without padding" : "");
     this.notice("pin", pinNote(stats.pin));
     const skips = skipsText(stats.skips);
     this.notice("skips", skips && `The order passes over ${skips}.`);
@@ -202,7 +203,7 @@ class RunView extends View {
   }
 
   showMix(sources) {
-    const scale = scaleFor(Math.max(...sources.flatMap((s) => [s.target_share, s.actual_share, s.window_share])));
+    const scale = scaleFor(Math.max(...sources.flatMap((s) => [s.expected_share, s.actual_share, s.window_share])));
     this.text("scale", `${scale * 100}\u00a0%`);
     const width = (share) => `${Math.min(1, share / scale) * 100}%`;
     keep(this.slot("sources"), this.sources, sources, (source) => source.id, "source", (row, source) => {
@@ -214,9 +215,11 @@ class RunView extends View {
       row.notice("bad", source.bad_rows ? `${compact(source.bad_rows)} bad rows` : "");
       row.slot("actual").style.width = width(source.actual_share);
       row.slot("window").style.width = width(source.window_share);
-      row.slot("target").style.left = width(source.target_share);
-      for (const name of ["target_share", "actual_share", "window_share"]) {
-        row.text(name, percent(source[name]), `${(source[name] * 100).toFixed(6)} %`);
+      row.slot("expected").style.left = width(source.expected_share);
+      for (const name of ["target_share", "expected_share", "actual_share", "window_share"]) {
+        const share = source[name];
+        if (share === null) row.text(name, dash, "no commit in the last 30 s");
+        else row.text(name, percent(share), `${(share * 100).toFixed(6)} %`);
       }
       this.showLoss(row, source);
       for (const name of ["tokens", "rows", "samples"]) row.number(name, source[name]);
@@ -444,6 +447,14 @@ function keepToken(text) {
   wake();
 }
 
+// The address that a server prints with the token it made: taken out of it at once, so that no history keeps it.
+function takeToken() {
+  const shown = new URLSearchParams(location.hash.slice(1)).get("token");
+  if (!shown) return;
+  history.replaceState(null, "", location.pathname + location.search);
+  keepToken(shown);
+}
+
 function showConnection(error) {
   const away = error !== null;
   const words = away ? "Away" : "Live";
@@ -486,6 +497,8 @@ function entered() {
 }
 
 async function main() {
+  takeToken();
+  window.addEventListener("hashchange", takeToken);
   $("entry").addEventListener("submit", (event) => {
     event.preventDefault();
     const given = $("token").value.trim();
