@@ -32,14 +32,14 @@ class MixWeights(NamedTuple):
     #: Each source's share of the next tokens, in 1/``SHARE_UNIT``.
     shares: tuple[int, ...]
     #: The tokens, as balances count them, that all sources gave since the mixer was made until these came in force,
-    #: and what was asked of each of them till then, in 1/``SHARE_UNIT`` tokens.
+    #: and what was expected of each of them till then, in 1/``SHARE_UNIT`` tokens.
     since: int
-    asked_before: tuple[int, ...]
+    expected: tuple[int, ...]
 
-    def asked_by(self, tokens: int) -> tuple[int, ...]:
-        """What is asked of each source by the time that all gave so many tokens, in 1/``SHARE_UNIT`` tokens."""
+    def expected_after(self, tokens: int) -> tuple[int, ...]:
+        """What is expected of each source once all gave so many tokens, in 1/``SHARE_UNIT`` tokens."""
         more = tokens - self.since
-        return tuple(asked + share * more for asked, share in zip(self.asked_before, self.shares, strict=True))
+        return tuple(before + share * more for before, share in zip(self.expected, self.shares, strict=True))
 
 
 #: How the reason of an end begins that is that of the data.
@@ -160,9 +160,9 @@ class Mixer:
     def decide_one(self, has_sample: Callable[[int], bool]) -> int:
         """Decides and counts one pick, also where the planned source is out: its source id, or ``NOTHING`` at the end
         of data. ``has_sample(source)`` says whether a pick from a source succeeds."""
-        given = self._given()
+        tokens = self._tokens()
         source = self._root.decide_one(has_sample)
-        self._put_in_force(given)
+        self._put_in_force(tokens)
         return source
 
     def states(
@@ -238,7 +238,7 @@ class Mixer:
         """
         self._update([node for node in self._varying if not node.is_over], total_tokens, rows_picked)
         by_source = self._leaps.leap(most, left, total_tokens)
-        self._put_in_force(self._given())
+        self._put_in_force(self._tokens())
         return by_source
 
     @cached_property
@@ -257,13 +257,14 @@ class Mixer:
     def _node_weights(self) -> tuple[NodeWeights, ...]:
         return tuple(node.weights() for node in self._nodes)
 
-    def _given(self) -> int:
+    def _tokens(self) -> int:
         """The tokens, as balances count them, that all sources gave since the mixer was made."""
         return sum(self._root.counters.balances) - self._balance_at_start
 
-    def _put_in_force(self, given: int) -> None:
+    def _put_in_force(self, tokens: int) -> None:
         """The weights that the nodes have now decide all picks after so many tokens."""
-        self.mix_weights = MixWeights(self._node_weights(), self._shares(), given, self.mix_weights.asked_by(given))
+        expected = self.mix_weights.expected_after(tokens)
+        self.mix_weights = MixWeights(self._node_weights(), self._shares(), tokens, expected)
 
     def _shares(self) -> tuple[int, ...]:
         """Each source's share of the next tokens by the weights in force, in 1/``SHARE_UNIT``, rounded down."""
@@ -287,7 +288,7 @@ class Mixer:
         totals = self._totals.by_node(rows_picked) if any(node.policy.estimates for node in nodes) else {}
         for node in nodes:
             node.chooser.update(totals.get(node, ()), total_tokens)
-        self._put_in_force(self._given())
+        self._put_in_force(self._tokens())
 
 
 def node_shape(config: RunConfig, node: NodeConfig) -> NodeShape:

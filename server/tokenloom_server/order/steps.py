@@ -286,16 +286,16 @@ def state_at(
         )
     ]
     balances = [*map(config.balanced, sources)]
-    given = [now - config.balanced(before) for now, before in zip(balances, start.sources, strict=True)]
-    asked = mark.mix_weights.asked_by(sum(given))
+    tokens_since = [now - config.balanced(before) for now, before in zip(balances, start.sources, strict=True)]
+    expected = mark.mix_weights.expected_after(sum(tokens_since))
     return replace(
         start,
         sample_index=mark.sample_index,
         total_tokens=mark.total_tokens,
         digest=mark.digest,
         sources=tuple(
-            replace(source, owed=source.owed + wanted - tokens * SHARE_UNIT)
-            for source, wanted, tokens in zip(sources, asked, given, strict=True)
+            replace(source, owed=source.owed + of_source - tokens * SHARE_UNIT)
+            for source, of_source, tokens in zip(sources, expected, tokens_since, strict=True)
         ),
         nodes=mixer.states(mark.mix_weights, since_start, balances),
     )

@@ -125,12 +125,12 @@ class StatsReader:
         ``losses``, by source id: smoothed and last."""
         order = self._coordinator.timeline.at(state.sample_index)
         specs, consumed = order.record.specs, order.config.consumed(state)
-        asked = [tokens + own.owed / SHARE_UNIT for tokens, own in zip(consumed, state.sources, strict=True)]
+        expected = [tokens + own.owed / SHARE_UNIT for tokens, own in zip(consumed, state.sources, strict=True)]
         in_window: Sequence[float | None] = [None] * len(specs)
         if earlier is not None and earlier.total_tokens < committed.total_tokens:
             in_window = _shares(consumed, earlier.consumed)
         in_force = target_shares(order.config, state, order.record.size_estimates)
-        shares = [*zip(in_force, _shares(asked, ()), _shares(consumed, ()), in_window, strict=True)]
+        shares = [*zip(in_force, _shares(expected, ()), _shares(consumed, ()), in_window, strict=True)]
         return [
             self._source(
                 order,
