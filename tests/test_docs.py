@@ -242,3 +242,9 @@ def test_every_setting_of_the_environment_is_documented() -> None:
     assert {"TOKENLOOM_TOKEN", "TOKENLOOM_TLS_CA", "TOKENLOOM_DATA_ROOTS"} <= variables
     elsewhere = {"TOKENLOOM_LEDGER", "TOKENLOOM_"}
     assert {name for name in variables - elsewhere if f"`{name}`" not in settings} == set()
+
+
+def test_examples_need_no_package_of_the_server() -> None:
+    examples = sorted((ROOT / "examples").rglob("*.py"))
+    assert len(examples) > 8
+    assert not [path.name for path in examples if "tokenloom_server" in path.read_text(encoding="utf-8")]
