@@ -281,11 +281,12 @@ class Connection:
         )
 
     def progress(self, consumed: Point) -> wire.Progress:
-        """How far the trainer is, and how many micro-steps may come beyond that."""
+        """How far the trainer is, how many micro-steps may come beyond that, and how long it waited for data."""
         return wire.Progress(
             consumed_through=consumed.sample_index,
             digest=consumed.digest,
             credit_micro_steps=self.buffer.capacity_steps,
+            waited_s=self.buffer.waited_s,
         )
 
 

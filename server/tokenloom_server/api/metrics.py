@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tokenloom_server.api.service import Runs
+from tokenloom_server.core.wait_reason import WaitReason
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.reports.stats import RunStats
 
@@ -74,6 +75,12 @@ class ReadRow(NamedTuple):
     readable: bool
 
 
+class WaitingRow(NamedTuple):
+    """A run, and whether it waits for a reason."""
+
+    waits: bool
+
+
 SERVER_METRICS = (
     RowMetric("tokenloom_server_info", "", "Always 1; the server's version.", {"version": "version"}),
     RowMetric("tokenloom_ready", "ready", "1 while requests can be served."),
@@ -115,7 +122,6 @@ RUN_METRICS = (
         "Learning rate, as a trainer reported it last; absent where none was.",
     ),
     RowMetric("tokenloom_window_fill", "window_fill", "Produced and not committed; fraction of the window."),
-    RowMetric("tokenloom_waiting", "waiting_for", "1 while production waits for something.", is_flag=True),
     RowMetric("tokenloom_ended", "ended", "1 once the data has ended.", is_flag=True),
     RowMetric("tokenloom_failed", "error", "1 once an error has stopped the run.", is_flag=True),
     RowMetric("tokenloom_ledger_available", "ledger.available", "1 while the ledger can be reached."),
@@ -197,16 +203,30 @@ SOURCE_METRICS = (
     RowMetric("tokenloom_source_info", "", "Always 1; what the source is.", {"source_id": "id", "spec": "spec"}),
 )
 
+WAITING_METRICS = (
+    RowMetric(
+        "tokenloom_waiting",
+        "waits",
+        "1 while production or delivery waits for it. ranks is health: samples are ready, and training sets the pace.",
+    ),
+)
+
 RANK_METRICS = (
     RowMetric("tokenloom_rank_connected", "connected", "1 while the rank is connected."),
     RowMetric("tokenloom_rank_position", "position", "Sample index up to which the rank has consumed."),
     RowMetric("tokenloom_rank_lag_samples", "lag", "Samples that the fastest rank is ahead."),
     RowMetric("tokenloom_rank_last_heard_seconds", "last_heard_s", "Seconds since the last message."),
+    RowMetric(
+        "tokenloom_rank_wait_seconds_total",
+        "waited_s",
+        "Seconds that the rank has waited for data since it joined, as it reports.",
+    ),
 )
 
 #: What the metrics of runs, of sources and of ranks are labelled with.
 RUN_LABELS = ("run", "stream")
 SOURCE_LABELS = (*RUN_LABELS, "source")
+WAITING_LABELS = (*RUN_LABELS, "reason")
 RANK_LABELS = (*RUN_LABELS, "rank")
 
 
@@ -240,6 +260,12 @@ class RunCollector(Collector):
         yield from _families(RUN_METRICS, RUN_LABELS, [_series(run, run) for run in runs])
         sources = [_series(run, source, source.alias) for run in runs for source in run.sources]
         yield from _families(SOURCE_METRICS, SOURCE_LABELS, sources)
+        waits = [
+            _series(run, WaitingRow(run.waiting_reason == reason), reason)
+            for run in runs
+            for reason in get_args(WaitReason)
+        ]
+        yield from _families(WAITING_METRICS, WAITING_LABELS, waits)
         ranks = [_series(run, rank, str(rank.rank)) for run in runs for rank in run.ranks]
         yield from _families(RANK_METRICS, RANK_LABELS, ranks)
 

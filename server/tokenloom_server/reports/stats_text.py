@@ -10,6 +10,9 @@ from rich.table import Table
 from tokenloom_server.reports.stats import RunStats, SourceStats, skips_text
 from tokenloom_server.reports.tables import table
 
+#: Where every rank waits for data at least this part of its time, the data sets the pace.
+SLOW_DATA_SHARE = 0.1
+
 
 def print_stats(out: Console, stats: RunStats) -> None:
     """Where the run stands, a table of its sources, its ranks, and what it waits for."""
@@ -32,8 +35,9 @@ def print_stats(out: Console, stats: RunStats) -> None:
     for rank in stats.ranks:
         heard = "never heard" if rank.last_heard_s is None else f"heard {rank.last_heard_s:.1f} s ago"
         state = "connected" if rank.connected else "away"
-        out.print(f"rank {rank.rank}: {state}, at sample {rank.position:,} (lag {rank.lag:,}), {heard}")
-    for note in (stats.waiting_for and f"waiting for {stats.waiting_for}", stats.ended, stats.error):
+        waited = f", waited {rank.waited_s:,.1f} s for data" if rank.waited_s else ""
+        out.print(f"rank {rank.rank}: {state}, at sample {rank.position:,} (lag {rank.lag:,}), {heard}{waited}")
+    for note in (_pace(stats), stats.ended, stats.error):
         if note:
             out.print(note)
 
@@ -57,6 +61,18 @@ def sources_table(stats: RunStats, *, title: str | None = None, without: Collect
     headings = [heading for heading in cells if heading not in hidden]
     rows = [[cells[heading](source) for heading in headings] for source in stats.sources]
     return table(headings, rows, title=title)
+
+
+def _pace(stats: RunStats) -> str:
+    """Whether training or the data sets the pace, and what is waited for."""
+    share, parts = stats.data_wait_share, []
+    if share is not None and stats.ended is None and stats.error is None:
+        slow = "the data sets the pace" if share >= SLOW_DATA_SHARE else "training sets the pace"
+        parts.append(f"{slow}: ranks waited for data {share:.0%} of the last half a minute")
+    if stats.waiting_for:
+        ready = "samples are ready; " if stats.waiting_reason == "ranks" and stats.ranks else ""
+        parts.append(f"{ready}waiting for {stats.waiting_for}")
+    return "; ".join(parts)
 
 
 def _left(source: SourceStats) -> str:

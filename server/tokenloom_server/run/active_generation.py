@@ -41,6 +41,9 @@ class RankView(NamedTuple):
     position: int
     #: Of its last message, by the coordinator's clock; None where it was never heard.
     last_heard: float | None
+    #: For how long it has waited for data since it joined, seconds; and the part of its last half a minute.
+    waited_s: float
+    wait_share: float | None
 
 
 class GenerationView(NamedTuple):
@@ -100,7 +103,14 @@ class ActiveGeneration:
     def view(self, now: float, liveness_s: float) -> GenerationView:
         generation = self.generation
         ranks = [
-            RankView(slot.rank, slot.connected, generation.index_of(slot.consumed), slot.last_heard)
+            RankView(
+                slot.rank,
+                slot.connected,
+                generation.index_of(slot.consumed),
+                slot.last_heard,
+                slot.waited_s,
+                slot.wait_share,
+            )
             for slot in generation.slots
         ]
         return GenerationView(

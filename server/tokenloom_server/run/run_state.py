@@ -25,6 +25,7 @@ from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run import sizing
 from tokenloom_server.run.active_generation import ActiveGeneration, GenerationView, LedgerLoss
 from tokenloom_server.run.commits import commit_of
+from tokenloom_server.run.delivery import Waiting
 from tokenloom_server.run.generation import Generation
 from tokenloom_server.run.join_call import ResumeChoice
 from tokenloom_server.run.lease_state import LeaseState
@@ -33,6 +34,9 @@ from tokenloom_server.run.views import RecentCommit, RunView
 from tokenloom_server.run.wakes import Wakes
 
 _log = logging.getLogger(__name__)
+
+#: A wait for storage of so long is named, seconds.
+STORAGE_WAIT_S = 2.0
 
 
 class RunState:
@@ -157,7 +161,7 @@ class RunState:
             now=now,
             error=self._error,
             ledger_error=self._ledger_error,
-            waiting_for=self._waiting_for(),
+            waiting=self._waiting(),
             generation=active.view(now, self.timeouts.liveness_s) if active is not None else GenerationView(),
         )
 
@@ -167,15 +171,22 @@ class RunState:
         with self._lock:
             return self._active.point_at(sample_index) if self._active is not None else None
 
-    def _waiting_for(self) -> str:
-        """What production or delivery waits for, for people; empty where it waits for nothing."""
+    def _waiting(self) -> Waiting:
+        """What production or delivery waits for."""
         if not self.leads():
-            return f"the lease: {self.lease.stands_by_for}"
+            return Waiting(f"the lease: {self.lease.stands_by_for}", "lease")
         if self._active is None:
-            return "a trainer"
+            return Waiting("a trainer", "ranks")
         if self._ledger_error is not None:
-            return f"the ledger: {self._ledger_error}"
-        return self._active.waiting_for()
+            return Waiting(f"the ledger: {self._ledger_error}", "ledger")
+        if ranks := self._active.waiting_for():
+            return Waiting(ranks, "ranks")
+        generation = self._active.generation
+        if self._error is not None or not generation.steps_wanted():
+            return Waiting()
+        if storage := self.order.resources.io_stats.longest_wait(STORAGE_WAIT_S):
+            return Waiting(storage, "storage")
+        return Waiting("samples to be read and tokenised", "rows") if generation.starves() else Waiting()
 
     # --- changes that several commands make ----------------------------------------------------------
 

@@ -89,7 +89,11 @@ class StatsReader:
             skipped_tokens=sum(source.skipped_tokens for source in state.sources),
             tokens_per_s=view.tokens_per_s,
             window_fill=min(1.0, generation.held_steps / generation.window_micro_steps),
-            waiting_for=view.waiting_for,
+            waiting_for=view.waiting.waiting_for,
+            waiting_reason=view.waiting.reason,
+            data_wait_share=min(
+                (share for rank in generation.ranks if (share := rank.wait_share) is not None), default=None
+            ),
             ended=ended,
             exhausted=exhausted,
             error=f"{view.error.name}: {view.error}" if view.error is not None else None,
@@ -288,6 +292,8 @@ def _ranks(view: RunView) -> list[RankStats]:
             position=rank.position,
             lag=farthest - rank.position,
             last_heard_s=None if rank.last_heard is None else round(view.now - rank.last_heard, 3),
+            waited_s=round(rank.waited_s, 3),
+            wait_share=rank.wait_share,
         )
         for rank in ranks
     ]
