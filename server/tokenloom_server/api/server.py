@@ -190,7 +190,8 @@ def _refuse_open_door(option: str, address: str, access: Access) -> None:
     if not access.closed:
         raise ConfigError(
             f"{option} {address}: others than this machine reach this address, and there is no token; set "
-            f"{CONTROL_VARIABLE} (make one: openssl rand -hex 32) or --token-file FILE, or listen on 127.0.0.1"
+            f"{CONTROL_VARIABLE} (make one: openssl rand -hex 32) or --token-file FILE, let the server make one with "
+            "--make-token, or listen on 127.0.0.1"
         )
     if access.tls is None:
         _log.warning(
