@@ -11,7 +11,7 @@ _CODES = (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202
 _SURROGATES = range(0xD800, 0xE000)
 #: Each of them, by its number, as the escape that JSON has for it: so escaped JSON is the same JSON.
 ESCAPES = {code: f"\\u{code:04x}" for code in (*_CODES, *_SURROGATES)} | {0x09: "\\t", 0x0A: "\\n", 0x0D: "\\r"}
-_ESCAPES_IN_LINES = {code: escape for code, escape in ESCAPES.items() if code not in (0x09, 0x0A)}
+_ESCAPES_IN_LINES = ESCAPES | {0x09: "\t", 0x0A: "\n"}
 
 
 def escaped(text: str, *, lines: bool = False) -> str:
