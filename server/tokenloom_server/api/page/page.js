@@ -178,6 +178,7 @@ class RunView extends View {
     this.text("ledger", stats.ledger.available ? "ledger available" : "ledger away", stats.ledger.backend);
 
     this.text("revision", revisionNote(stats));
+    this.text("count", stats.count === "real" ? "shares of real tokens, without padding" : "");
     this.notice("pin", pinNote(stats.pin));
     const skips = skipsText(stats.skips);
     this.notice("skips", skips && `The order passes over ${skips}.`);
