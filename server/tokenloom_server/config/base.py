@@ -79,7 +79,7 @@ Epochs = Annotated[float, Field(gt=0, allow_inf_nan=True, strict=False), BeforeV
 MaxTokens = Annotated[int, Field(gt=0, le=2**53 - 1), BeforeValidator(whole_number)]
 PlainText = Annotated[str, AfterValidator(refuse_control_characters)]
 """On one line, without characters that a terminal obeys."""
-Name = Annotated[PlainText, Field(min_length=1)]
+Name = Annotated[PlainText, Field(min_length=1, max_length=256)]
 
 Presence = Literal["live", "paused", "dropped"]
 """Whether a child takes part. Only revisions pause and drop; what was dropped stays in the tree with its counters."""
