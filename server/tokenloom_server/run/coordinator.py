@@ -82,11 +82,14 @@ class RunCoordinator(StreamCommands):
 
     # --- the lease (``leadership``) ----------------------------------------------------------------
 
-    def lead(self, epoch: int, stored: StoredRun, timeline: Timeline, since: float, until: float) -> None:
-        """This server leads from now on, at a new epoch; takes up what the ledger has, revisions included."""
+    def lead(
+        self, epoch: int, stored: StoredRun, timeline: Timeline, since: float, until: float, store: object = None
+    ) -> None:
+        """This server leads from now on, at a new epoch, by a lease in ``store``; takes up what the ledger has,
+        revisions included."""
         with self._lock:
             error = self._loss_under(epoch, stored)
-            self.lease = self.lease.taken(epoch, until)
+            self.lease = self.lease.taken(epoch, until, store)
             self.timeline, self._revising_at, self.uid = timeline, None, stored.uid
             self.revision_changes, self.pin = stored.revision_changes, stored.pin
             self._wakes.everyone()
