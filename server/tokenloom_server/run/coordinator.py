@@ -38,7 +38,7 @@ from tokenloom_server.run.views import CommitTask, ProductionTask, RecentCommit,
 
 _log = logging.getLogger(__name__)
 
-#: Commits are remembered this far apart, seconds, for rates and window shares.
+#: Commits before the newest are remembered this far apart, seconds, for rates and window shares.
 RECENT_EVERY_S = 0.25
 
 
@@ -336,9 +336,10 @@ class RunCoordinator(JoinCommands):
             task.active.generation.set_committed(task.steps)
             self._committed, self._committed_state, self._committed_at = commit, state, self.wall_clock()
             now = self.clock()
-            if now - self._recent[-1].time >= RECENT_EVERY_S:
-                consumed = task.timeline.at(commit.sample_index).config.consumed(state)
-                self._recent.append(RecentCommit(now, commit.total_tokens, consumed))
+            if len(self._recent) > 1 and now - self._recent[-2].time < RECENT_EVERY_S:
+                self._recent.pop()
+            consumed = task.timeline.at(commit.sample_index).config.consumed(state)
+            self._recent.append(RecentCommit(now, commit.total_tokens, consumed))
             self._wakes.changed.notify_all()
             self._wake_producer()
 
