@@ -75,6 +75,11 @@ class GenerationView(NamedTuple):
     closed: bool = False
     ranks: Sequence[RankView] = ()
 
+    @property
+    def data_wait_share(self) -> float | None:
+        """The part of its last half a minute that the rank which waited least for data did; None where none says it."""
+        return min((rank.wait_share for rank in self.ranks if rank.wait_share is not None), default=None)
+
 
 @dataclass(slots=True)
 class ActiveGeneration:
@@ -194,6 +199,11 @@ class ActiveGeneration:
             return f"rank {named} to connect"
         slot = next(generation.slots.laggards())
         return f"rank {slot.rank} to go on from sample {generation.index_of(slot.consumed)}"
+
+    def starves(self) -> bool:
+        """Whether a rank has consumed all that is produced."""
+        generation = self.generation
+        return any(slot.connected and slot.consumed >= generation.produced for slot in generation.slots)
 
     def point_at(self, index: int) -> tuple[StepGroup, int] | None:
         """(group of the boundary before it, how many of its micro-steps lie before it) of a sample index; None where

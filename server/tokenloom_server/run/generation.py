@@ -215,17 +215,9 @@ class Generation:
             self.slots.detach(slot)
 
     def progress(
-        self,
-        rank: int,
-        session: int,
-        consumed_through: int,
-        credit_micro_steps: int,
-        now: float,
-        digest: str = "",
-        waited_s: float = 0.0,
+        self, rank: int, session: int, consumed_through: int, credit_micro_steps: int, now: float, digest: str = ""
     ) -> None:
-        """A rank consumed up to a sample index, where it has the rolling digest ``digest`` (empty: it does not say),
-        and has waited so long for data since it joined.
+        """A rank consumed up to a sample index, where it has the rolling digest ``digest`` (empty: it does not say).
         An older report changes nothing. Raises ``OrderMismatch`` for another digest than was produced."""
         slot = self._current(rank, session)
         step = self.step_at(consumed_through, f"rank {rank}'s consumed_through")
@@ -237,7 +229,6 @@ class Generation:
                 f"{self.index_of(slot.sent)}"
             )
         slot.last_heard = now
-        slot.note_wait(waited_s, now)
         # More than the window can never be in flight, whatever a client asks for.
         slot.credit_micro_steps = min(max(1, credit_micro_steps), self.window_micro_steps)
         self.slots.consume(slot, step)
@@ -271,10 +262,6 @@ class Generation:
         delivery = Delivery(group, first, first + last - slot.sent, with_base)
         self.slots.send(slot, last)
         return delivery
-
-    def starves(self) -> bool:
-        """Whether a rank has consumed all that is produced, and more is to come."""
-        return self.end is None and any(slot.connected and slot.consumed >= self.produced for slot in self.slots)
 
     def consumed_all(self, rank: int) -> bool:
         """Whether a slot consumed all that was produced."""

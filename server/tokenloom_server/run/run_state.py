@@ -188,12 +188,11 @@ class RunState:
             return Waiting(f"the ledger: {self._ledger_error}", "ledger")
         if ranks := self._active.waiting_for():
             return Waiting(ranks, "ranks")
-        generation = self._active.generation
-        if self._error is not None or not generation.steps_wanted():
+        if self._error is not None or not self._active.generation.steps_wanted():
             return Waiting()
         if storage := self.order.resources.io_stats.longest_wait(STORAGE_WAIT_S):
             return Waiting(storage, "storage")
-        return Waiting("samples to be read and tokenised", "rows") if generation.starves() else Waiting()
+        return Waiting("samples to be read and tokenised", "rows") if self._active.starves() else Waiting()
 
     # --- changes that several commands make ----------------------------------------------------------
 

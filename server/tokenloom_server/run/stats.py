@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
 
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import (
     SHARE_UNIT,
     EpochCursor,
@@ -64,10 +65,7 @@ class StatsReader:
         # A state knows a source as exhausted once a pick of it failed, and after the last sample there is none.
         ended = generation.end.reason if generation.end is not None else None
         if exhausted := generation.over and ended is not None and ended.startswith(ALL_EXHAUSTED):
-            # A source that a revision brings there has no state yet.
-            pairs = zip(state.sources, config.sources, strict=False)
-            out = (own if of.presence == "dropped" else replace(own, exhausted=True) for own, of in pairs)
-            state = replace(state, sources=tuple(out))
+            state = _all_exhausted(state, config)
         return RunStats(
             run=coordinator.name,
             stream=coordinator.stream,
@@ -91,9 +89,7 @@ class StatsReader:
             window_fill=min(1.0, generation.held_steps / generation.window_micro_steps),
             waiting_for=view.waiting.waiting_for,
             waiting_reason=view.waiting.reason,
-            data_wait_share=min(
-                (share for rank in generation.ranks if (share := rank.wait_share) is not None), default=None
-            ),
+            data_wait_share=generation.data_wait_share,
             ended=ended,
             exhausted=exhausted,
             error=f"{view.error.name}: {view.error}" if view.error is not None else None,
@@ -265,6 +261,14 @@ class StatsReader:
 def _stores_row_counts(order: PipelineFactory, source: int) -> bool:
     """Whether files say how many rows they have, so that counting reads nothing else of them."""
     return scheme_of(order.config.sources[source].spec).reader(order.record.shards[source]).stores_row_counts
+
+
+def _all_exhausted(state: State, config: RunConfig) -> State:
+    """A state as its sources are once the data ended: each that was not dropped is exhausted."""
+    # A source that a revision brings there has no state yet.
+    pairs = zip(state.sources, config.sources, strict=False)
+    out = (own if of.presence == "dropped" else replace(own, exhausted=True) for own, of in pairs)
+    return replace(state, sources=tuple(out))
 
 
 def next_launch(pin: str) -> NextLaunch:

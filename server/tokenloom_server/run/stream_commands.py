@@ -106,11 +106,12 @@ class StreamCommands(RunState):
             generation = self._current(session).generation
             try:
                 generation.progress(
-                    session.rank, session.number, consumed_through, credit_micro_steps, self.clock(), digest, waited_s
+                    session.rank, session.number, consumed_through, credit_micro_steps, self.clock(), digest
                 )
             except OrderMismatch as error:
                 self._alarm(error)
                 raise
+            generation.slots[session.rank].note_wait(waited_s, self.clock())
             self._wake_committer()
             self._wake_rank(session.rank)
             self._wake_producer()
