@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from html.parser import HTMLParser
 from importlib.resources import files
 
 import httpx
+import numpy as np
 import pytest
+from PIL import Image
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 from support.hostile import TEXTS, is_shown_as_it_is
 from support.memory_service import MemoryService, rank_stats, report_stats, run_losses, run_stats, source_stats
@@ -337,6 +341,32 @@ def test_the_plan_of_a_run_is_one_click_away(page: Page) -> None:
     page.get_by_role("link", name="Plan").click()
     page.wait_for_url(f"**/v1/runs/{RUN}/plan.svg")
     expect(page.get_by_text(f"run {RUN}: ends at 10.2M tokens")).to_be_visible()
+
+
+@pytest.mark.browser
+def test_in_the_dark_the_plan_is_dark(browser: Browser, service: MemoryService, server: RestServer) -> None:
+    brightness = {}
+    for scheme in "light", "dark":
+        context = browser.new_context(color_scheme=scheme, viewport={"width": 1100, "height": 600})  # type: ignore[arg-type]
+        page = context.new_page()
+        page.goto(f"http://{server.address}/v1/runs/{RUN}/plan.svg")
+        picture = np.asarray(Image.open(io.BytesIO(page.screenshot())).convert("L"))
+        # Beside the picture, and in its margin.
+        brightness[scheme] = picture[-5, -5], picture[470, 300]
+        context.close()
+    assert min(brightness["light"]) > 240 and max(brightness["dark"]) < 50
+
+
+@pytest.mark.browser
+def test_a_plan_that_cannot_be_drawn_says_what_to_install_beside_its_link(
+    browser: Browser, service: MemoryService, server: RestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with opened(browser, f"http://{server.address}/", 422) as page:
+        page.get_by_role("link", name="Plan").click()
+        expect(page.get_by_role("alert").filter(has_text="pip install 'tokenloom[plot]'")).to_be_visible()
+        expect(page.get_by_role("status").filter(has_text="Live")).to_be_visible()
+        assert page.url.endswith("/")
 
 
 @pytest.mark.browser

@@ -402,21 +402,33 @@ async function fetchAnswer(url, { method = "GET", body, timeout = REQUEST_TIMEOU
 
 const ask = async (url, options) => (await fetchAnswer(url, options)).json();
 
-// A link of its own carries no token, so the page asks and shows the very bytes that came.
+// A link of its own carries no token, so the page asks and shows the very bytes that came. What may be refused is asked
+// for first also without one, so that the reason stands beside the link.
 async function follow(event) {
   const link = event.target.closest?.("a[data-asks]");
-  if (!link || !token) return;
+  if (!link || !(token || link.dataset.asks)) return;
   event.preventDefault();
+  const answer = link.parentElement.querySelector("[data-answer]");
+  const say = (words) => answer && Object.assign(answer, { textContent: words, hidden: !words });
+  say("One moment …");
   try {
-    const url = URL.createObjectURL(await (await fetchAnswer(link.href)).blob());
-    const download = document.createElement("a");
-    download.href = url;
-    download.download = link.pathname.split("/").pop();
-    download.click();
-    setTimeout(() => URL.revokeObjectURL(url), REQUEST_TIMEOUT_MS);
+    const content = await (await fetchAnswer(link.href, { timeout: SNAPSHOT_TIMEOUT_MS })).blob();
+    say("");
+    if (token) download(content, link.pathname.split("/").pop());
+    else location.assign(link.href);
   } catch (error) {
+    if (answer && error instanceof Refused) return say(error.message);
+    say("");
     showConnection(error);
   }
+}
+
+function download(content, name) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(content);
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), REQUEST_TIMEOUT_MS);
 }
 
 async function poll() {
