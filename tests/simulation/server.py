@@ -415,6 +415,7 @@ class Server(Process):
         server_epoch: int,
         consumed: Point,
         credit_micro_steps: int,
+        number: int,
     ) -> None:
         if self.coordinator is None or not self.reachable:
             stream.end(Unavailable("nobody listens there"))
@@ -424,7 +425,7 @@ class Server(Process):
         try:
             session = self.coordinator.attach(
                 uid, generation, rank, nonce, received.sample_index, committed_through,
-                received.digest, server_epoch, stream.rank.launch.attempt,
+                received.digest, server_epoch, stream.rank.launch.attempt, "", number,
             )  # fmt: skip
             self._world.checker.attached(self, stream.rank, session)
             state.session = session

@@ -46,9 +46,11 @@ class StreamCommands(RunState):
         epoch: int = 0,
         attempt: str = "",
         process: str = "",
+        stream_number: int = 0,
     ) -> Session:
         """Begins a stream. ``epoch`` is the newest server epoch that the client has met. ``received_digest`` and
-        ``attempt`` are checked where they are not empty; ``process`` is the client's, if it says.
+        ``attempt`` are checked where they are not empty; ``process`` is the client's, if it says, and
+        ``stream_number`` rises with each of its streams.
 
         Raises ``NotLeader``, ``Fenced`` for another generation, and what ``Generation.attach`` raises.
         """
@@ -65,7 +67,7 @@ class StreamCommands(RunState):
             active = self._active_for(uid, generation, attempt, committed_through)
             try:
                 number = active.generation.attach(
-                    rank, nonce, received_through, committed_through, self.clock(), received_digest
+                    rank, nonce, received_through, committed_through, self.clock(), received_digest, stream_number
                 )
             except (LedgerRolledBack, OrderMismatch) as error:
                 self._alarm(error)
