@@ -88,7 +88,7 @@ class ActiveGeneration:
     opened_at: float
     #: Rank 0's process, as far as known: one may begin anew without waiting for itself.
     process: str
-    #: Since when ranks are listened to, by the coordinator's clock.
+    #: Since when ranks are listened to without a pause of the server, by the coordinator's clock.
     since: float
     #: Whether ranks may hold more than this server knows: they were another one's, or those of its former life.
     taken_up: bool

@@ -190,6 +190,8 @@ class StreamCommands(RunState):
         after = f"generation {number} (attempt {active.generation.attempt!r}) has taken its place"
         is_present = uid == self.uid and generation == number and attempt in ("", active.generation.attempt)
         if is_present and active.closed:
+            if self._revising_at is not None:
+                raise NotLeader(f"run {self.name!r} is being revised, which may close generation {number}; ask again")
             after = "a revision closed it while nobody trained; restart the training job from its last checkpoint"
         if not is_present or active.closed:
             raise Fenced(f"generation {generation} of run {self.name!r} (attempt {attempt!r}) is over: {after}")
