@@ -316,16 +316,6 @@ def test_a_stream_whose_place_was_taken_hears_so() -> None:
     assert not generation.slots[0].connected
 
 
-def test_a_stream_that_a_newer_one_of_its_process_overtook_does_not_take_its_place() -> None:
-    # 14.16: it displaced the one that the rank reports on, so what was used last was never committed.
-    generation = generation_of()
-    present = generation.attach(0, "nonce-0", 0, 0, 0.0, stream_number=2)
-    with pytest.raises(Fenced, match="a newer stream of rank 0"):
-        generation.attach(0, "nonce-0", 0, 0, 0.0, stream_number=1)
-    generation.progress(0, present, 0, 1, 0.0)
-    assert generation.attach(0, "nonce-0", 0, 0, 0.0, stream_number=3) == present + 1
-
-
 @pytest.mark.parametrize("at", [1, 5, 7, -6, -1])
 def test_a_position_that_no_step_ends_at_is_refused(at: int) -> None:
     generation = generation_of()

@@ -45,9 +45,6 @@ SOUND_STREAM_S = 10.0
 #: How long close() waits for the server to take the last report.
 FLUSH_S = 2.0
 
-#: Numbers for the streams that this process opens: the server tells a newer one from one that was delayed.
-_numbers = count(1)
-
 _STREAM = f"/{wire.DESCRIPTOR.services_by_name['DataLoader'].full_name}/Stream"
 
 
@@ -280,7 +277,7 @@ class Connection:
                 samples=request.samples or 0,
                 world_size=0 if request.samples is None else request.topology.world_size,
                 process=process.identity(),
-                number=next(_numbers),
+                number=time.monotonic_ns() // 1000,
             )
         )
 

@@ -4,9 +4,8 @@
     streams    group → messages         (the caller's threads, one per rank)
     committer  acknowledged → ledger    (``committer``, outside the lock)
 
-One lock guards all that changes (``run_state``), and nobody but the coordinator takes it. The slow things happen
-outside it, with one exception: while an opening is written nothing is sent, so that nothing reaches an older generation
-once the new one is durable.
+One lock guards all that changes (``run_state``), and nobody but the coordinator takes it. Slow things happen outside
+it, but one: nothing is sent while an opening is written, so that nothing reaches an older generation afterwards.
 """
 
 from __future__ import annotations

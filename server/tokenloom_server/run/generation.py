@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from tokenloom_server.core.state import digest_hex
-from tokenloom_server.errors import AttemptUsed, BeyondHorizon, JoinRefused, LedgerRolledBack, OrderMismatch
+from tokenloom_server.errors import AttemptUsed, BeyondHorizon, Fenced, JoinRefused, LedgerRolledBack, OrderMismatch
 from tokenloom_server.order.batch_plans import BatchPlans
 from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.run.delivery import Delivery, EndOfData
@@ -158,21 +158,14 @@ class Generation:
     # --- slots -------------------------------------------------------------------------------------
 
     def attach(
-        self,
-        rank: int,
-        nonce: str,
-        received_through: int,
-        committed_through: int,
-        now: float,
-        digest: str = "",
-        stream_number: int = 0,
+        self, rank: int, nonce: str, received_through: int, committed_through: int, now: float, digest: str = ""
     ) -> int:
-        """A stream of a slot, its process's ``stream_number``th, begins after ``received_through``, where the client
-        has the rolling digest ``digest`` (empty: it does not say); returns its session number.
+        """A stream of a slot begins after ``received_through``, where the client has the rolling digest ``digest``
+        (empty: it does not say); returns its session number.
 
-        Raises ``AttemptUsed`` (another process's slot), ``Fenced`` (the process has opened a newer stream),
-        ``LedgerRolledBack`` (the client saw a later commit than the ledger holds) and ``JoinRefused`` (a position that
-        no micro-step ends at, or that was committed by all and is no longer held).
+        Raises ``AttemptUsed`` (another process's slot), ``LedgerRolledBack`` (the client saw a later
+        commit than the ledger holds) and ``JoinRefused`` (a position that no micro-step ends at, or that was
+        committed by all and is no longer held).
         """
         slot = self._slot(rank, nonce)
         committed_index = self.index_of(self.committed)
@@ -190,7 +183,7 @@ class Generation:
             )
         if digest:
             self.claim(rank, step, digest)
-        self.slots.attach(slot, step, now, stream_number)
+        self.slots.attach(slot, step, now)
         return slot.session
 
     def leave(self, rank: int, session: int) -> None:
@@ -226,7 +219,7 @@ class Generation:
     ) -> None:
         """A rank consumed up to a sample index, where it has the rolling digest ``digest`` (empty: it does not say).
         An older report changes nothing. Raises ``OrderMismatch`` for another digest than was produced."""
-        slot = self.slots.of_stream(rank, session)
+        slot = self._current(rank, session)
         step = self.step_at(consumed_through, f"rank {rank}'s consumed_through")
         if digest:
             self.claim(rank, step, digest)
@@ -253,7 +246,7 @@ class Generation:
 
         Waits for a full message while the rank has something to go on with, unless ``flush``.
         """
-        slot = self.slots.of_stream(rank, session)
+        slot = self._current(rank, session)
         if slot.sent >= self.produced:
             if self.end is None or slot.ended:
                 return None
@@ -397,4 +390,10 @@ class Generation:
                 f"rank {rank} of attempt {self.attempt!r} is another process's: start the job under a new attempt id"
             )
         slot.nonce = nonce
+        return slot
+
+    def _current(self, rank: int, session: int) -> Slot:
+        slot = self.slots[rank]
+        if slot.session != session:
+            raise Fenced(f"a newer stream of rank {rank} has taken this one's place")
         return slot

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tokenloom_server.errors import Fenced
-
 
 @dataclass(slots=True)
 class Slot:
@@ -22,8 +20,6 @@ class Slot:
     rank: int
     nonce: str | None = None
     session: int = 0
-    #: The number that the process gave its present stream.
-    stream_number: int = 0
     connected: bool = False
     sent: int = 0
     consumed: int = 0
@@ -61,20 +57,9 @@ class Slots:
     def __iter__(self) -> Iterator[Slot]:
         return iter(self._slots)
 
-    def of_stream(self, rank: int, session: int) -> Slot:
-        """The slot of its present stream. Raises ``Fenced`` for an earlier one."""
-        slot = self._slots[rank]
-        if slot.session != session:
-            raise _displaced(slot)
-        return slot
-
-    def attach(self, slot: Slot, step: int, now: float, stream_number: int = 0) -> None:
-        """A new stream of the slot begins after a micro-step. Raises ``Fenced`` where its process has opened a newer
-        one, which this was overtaken by."""
-        if stream_number < slot.stream_number:
-            raise _displaced(slot)
+    def attach(self, slot: Slot, step: int, now: float) -> None:
+        """A new stream of the slot begins after a micro-step."""
         slot.session += 1
-        slot.stream_number = stream_number
         slot.connected = True
         slot.sent = step
         slot.consumed = min(slot.consumed, step)
@@ -129,7 +114,3 @@ class Slots:
         streams = [slot.sent for slot in self._slots if slot.connected]
         self.connected = len(streams)
         self.sent_to_one = max(streams, default=-1)
-
-
-def _displaced(slot: Slot) -> Fenced:
-    return Fenced(f"a newer stream of rank {slot.rank} has taken this one's place")

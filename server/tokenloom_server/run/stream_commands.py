@@ -65,13 +65,16 @@ class StreamCommands(RunState):
             self.ledger.execute(ClaimSlot(self.uid, self.stream, active.epoch, generation, rank, nonce))
         with self._lock:
             active = self._active_for(uid, generation, attempt, committed_through)
+            if stream_number < active.stream_numbers.get(nonce, 0):
+                raise Fenced(f"a newer stream of rank {rank} has taken this one's place, which came late")
             try:
                 number = active.generation.attach(
-                    rank, nonce, received_through, committed_through, self.clock(), received_digest, stream_number
+                    rank, nonce, received_through, committed_through, self.clock(), received_digest
                 )
             except (LedgerRolledBack, OrderMismatch) as error:
                 self._alarm(error)
                 raise
+            active.stream_numbers[nonce] = stream_number
             if rank == 0 and process:
                 active.process = process  # which a restarted server did not know
             self._wakes.ranks[rank].notify_all()
