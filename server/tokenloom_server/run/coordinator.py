@@ -44,8 +44,6 @@ RECENT_EVERY_S = 0.25
 class RunCoordinator(JoinCommands):
     """Owns one run of this server. Thread-safe."""
 
-    _workers: tuple[threading.Thread, ...] = ()
-
     def start(self, *workers: threading.Thread) -> None:
         """Starts the run's own threads; ``stop`` ends them."""
         self._workers = workers
@@ -70,9 +68,8 @@ class RunCoordinator(JoinCommands):
         """
         if not self.leads():
             return f"stands by: {self.lease.stands_by_for}"
-        dead = next((worker.name for worker in self._workers if not worker.is_alive()), None)
-        if dead is not None and not self.stopping:
-            return f"its thread {dead} has ended; restart the server, and report its log"
+        if (ended := self._ended_thread()) is not None:
+            return str(ended)
         return f"the ledger is away: {self._ledger_error}" if self._ledger_error is not None else None
 
     # --- the lease (``leadership``) ----------------------------------------------------------------
