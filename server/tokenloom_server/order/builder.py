@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 
@@ -253,6 +254,10 @@ def warnings(record: RunRecord) -> list[str]:
         for source, shards in zip(record.config.sources, record.shards, strict=True)
         if source.shuffle == "none" and record.config.batching is None
     )
+    phases = record.config.phases
+    if phases and phases[0].mixture is not None:
+        unused = "mixture: is never in force, for phases.0 begins with the first token and has one of its own"
+        warned = chain(warned, [f"{unused}; leave that one out, and write at the top what the run begins with"])
     return [text for text in warned if text is not None]
 
 
