@@ -202,6 +202,8 @@ BAD_RULES = [
     (FIM_FIELD, {"rate": 1.5, "ids": {"prefix": 1, "middle": 2, "suffix": 3}}, "fim.rate"),
     ("mixture.children.0.max_bad_rows", 3, "max_bad_rows: is for on_bad_row: skip"),
     ("mixture.children.0.on_bad_row", "ignore", "found 'ignore'"),
+    ("mixture.children.0.on_blank_line", "ignore", "found 'ignore'"),
+    ("mixture.children.0.on_blank_line", "fail", "on_blank_line: is for JSON lines; leave it out of a parquet source"),
 ]
 
 
@@ -273,7 +275,7 @@ def test_a_mixture_that_contains_itself_is_refused() -> None:
         (MINIMAL.replace("epochs: .inf", "weight: .inf"), "mixture.children.1.weight: "),
         (MINIMAL.replace("run: wiki", "run: 2024-01-01"), "run: "),
         ("run: !!python/object/apply:os.system [exit]", "is not YAML"),
-        ("[" * 5000, "nested too deeply"),
+        ("[" * 5000, "line 1: nested deeper than 100 levels"),
     ],
 )
 def test_a_file_that_is_no_mixture_is_refused_by_name(tmp_path: Path, text: str, says: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import resource
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,12 +13,14 @@ from typing import TYPE_CHECKING
 
 from tokenloom_proto.credentials import CONTROL_VARIABLE, is_loopback
 
+from tokenloom_server.api import open_files
 from tokenloom_server.api.auth import OPEN_TO_ALL, Access
 from tokenloom_server.api.grpc import GrpcServer
 from tokenloom_server.api.rest.server import RestServer
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.ledger.base import Ledger
+from tokenloom_server.ledger.boot_clock import boot_id
 from tokenloom_server.ledger.open import open_ledger
 from tokenloom_server.run.timeouts import Timeouts
 
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Files and connections that a server asks to be allowed, at most.
-MAX_OPEN_FILES = 2**17
 #: Line indexes of text files lie in this folder beside the mixture file.
 INDEX_FOLDER = ".tokenloom-index"
 #: How long streams get to end when the server stops, seconds.
@@ -68,14 +67,14 @@ class Server:
         """Raises ``ConfigError`` and what sources, tokeniser and ledger raise; nothing is left open then."""
         for option, address in (("--grpc", options.grpc), ("--rest", options.rest)):
             _refuse_open_door(option, address, options.access)
-        _allow_many_files()
+        self._open_files = open_files.raise_limit()
         self._runs: Runs | None = None
         self._ledger: Ledger | None = None
         self._rest: RestServer | None = None
         self._ready_file: Path | None = None
         # The addresses first: a port that is taken is found before any file is read, and trainers that wait for
         # this server connect while all that it needs is imported and opened.
-        self._grpc = GrpcServer(options.grpc, options.access)
+        self._grpc = GrpcServer(options.grpc, options.access, open_files.grpc_connections(self._open_files))
         try:
             self._bring_up(options)
         except BaseException:
@@ -88,7 +87,6 @@ class Server:
         from tokenloom_server.catalog import open_catalog
 
         ledger = self._ledger = open_ledger(options.ledger, _folder(options))
-        ledger.check()
         runs = self._runs = Runs(
             ledger,
             _holder(self.grpc_address),
@@ -98,6 +96,8 @@ class Server:
             catalog=open_catalog(options.plugins),
         )
         rest.start(runs, grpc_address=self.grpc_address)
+        # A process that waits for a slow ledger is alive, and says so.
+        ledger.check()
         if options.ready_file is not None:
             # What a killed server left there; with the ports in hand, it is not another's.
             _remove_ready(options.ready_file)
@@ -107,6 +107,9 @@ class Server:
             folder = options.base_dir.resolve()
             index_dir = options.index_dir or folder / INDEX_FOLDER
             runs.add_mixture(options.mixture, folder, index_dir, options.revise, where="--dataset-mix")
+        served = map(runs.get, runs.names())
+        sources = sum(len(run.coordinator.order.config.sources) for run in served)
+        open_files.require(self._open_files, sources)
         self._grpc.start(runs)
         if options.ready_file is not None:
             self._ready_file = options.ready_file
@@ -150,15 +153,6 @@ class Server:
             _remove_ready(self._ready_file)
 
 
-def _allow_many_files() -> None:
-    """Each source has a file or two open while it is read, and each rank a connection; many systems' soft limit is
-    1,024, for the sake of programs that use select()."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 def _folder(options: ServeOptions) -> Path:
     """Where a ledger lies that is named without a folder."""
     return options.mixtures[0].resolve().parent if options.mixtures else options.base_dir.resolve()
@@ -167,11 +161,7 @@ def _folder(options: ServeOptions) -> Path:
 def _holder(grpc_address: str) -> str:
     """Who holds a lease: the same for this server and for its restart, which has the same address again only
     because the one before is gone; another after the machine itself was restarted."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()[:8]
-    except OSError:
-        boot = ""
-    return f"{socket.gethostname()} {grpc_address} {boot}".rstrip()
+    return f"{socket.gethostname()} {grpc_address} {boot_id()[:8]}".rstrip()
 
 
 def split_address(option: str, address: str) -> tuple[str, int]:

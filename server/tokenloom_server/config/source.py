@@ -33,6 +33,7 @@ from tokenloom_server.config.catalog import catalog_of
 from tokenloom_server.config.fim import FimConfig
 from tokenloom_server.config.row_rules import Comparison, RowRules, Template
 from tokenloom_server.config.spec import Spec
+from tokenloom_server.core.control_characters import refuse_control_characters
 from tokenloom_server.errors import ConfigError
 
 
@@ -92,6 +93,8 @@ class SourceConfig(Section):
     """Rearranges documents so that a model learns to fill in the middle."""
     on_bad_row: OnBadRow | None = None
     """Overrides the run's ``on_bad_row``."""
+    on_blank_line: OnBadRow = "skip"
+    """Of JSON lines: whether a blank line is left out and counted as a filtered row, or is a bad row."""
     max_bad_rows: RowCount | None = None
     """Overrides the run's ``max_bad_rows``."""
     holdout: Share | None = None
@@ -117,6 +120,8 @@ class SourceConfig(Section):
                 f"template: {self.template!r} does not name the source's column {{{spec.column}}}; put it in, or name "
                 "another column in the source"
             )
+        if self.on_blank_line == "fail" and not spec.scheme.has_blank_lines:
+            raise ValueError(f"on_blank_line: is for JSON lines; leave it out of a {spec.scheme.name} source")
         if self.max_bad_rows is not None and self.on_bad_row == "fail":
             raise ValueError("max_bad_rows: is for on_bad_row: skip; with 'fail' the first bad row is an error")
         default = type(self).model_fields["shuffle_window_rows"].default
@@ -137,11 +142,13 @@ class SourceConfig(Section):
         return RowRules(
             filter=tuple(map(Comparison.parse, self.filter or ())),
             template=None if self.template is None else Template.parse(self.template),
+            skip_blank=self.on_blank_line == "skip",
         )
 
     @field_validator("source")
     @classmethod
     def _normalise(cls, value: str, info: ValidationInfo) -> str:
+        refuse_control_characters(value)
         try:
             return str(catalog_of(info.context).sources.spec(value))
         except ConfigError as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,13 +18,12 @@ from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.order import builder
+from tokenloom_server.prepare.shards import ShardFormat, block_rows
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.files import in_threads
 
 #: Version of the files that a folder of prepared shards has beside these.
 FORMAT = 1
-
-ShardFormat = Literal["arrow", "parquet"]
 
 #: Of a source, what decides when and how often its rows are served, and what is drawn anew each epoch; all else decides
 #: their tokens, and is done with once these lie in shards.
@@ -114,7 +113,9 @@ class Job:
         self.shard_bytes = shard_bytes
         self.threads = threads
         #: Reads each source once, in the order of its files.
-        self.order = builder.create(_reading(config, shuffled), base_dir, index_dir, roots, encoders=threads)
+        self.order = builder.create(
+            reading_once(config, shuffled=shuffled), base_dir, index_dir, roots, encoders=threads
+        )
         named = {source.source: source for _, source in config.named_sources()}
         self.sources: list[Prepared] = []
         self.tasks: list[Task] = []
@@ -140,7 +141,12 @@ class Job:
         children = {child["source"]: child for child in record["config"]["mixture"]["children"]}
         return {
             "format": FORMAT,
-            "shards": {"format": self.form, "bytes": self.shard_bytes, "ids": self.order.record.dtype.name},
+            "shards": {
+                "format": self.form,
+                "bytes": self.shard_bytes,
+                "ids": self.order.record.dtype.name,
+                "block_rows": block_rows(self.form),
+            },
             "tokenizer": record["tokenizer"],
             "special_tokens_in_text": config.special_tokens_in_text,
             "vocab_size": self.order.record.vocab_size,
@@ -204,10 +210,11 @@ class Job:
             yield tuple(ranges), total * rows // reading.rows
 
 
-def _reading(config: RunConfig, shuffled: bool) -> RunConfig:
-    """A config under which every source of every phase is read once, from its first row to its last."""
+def reading_once(config: RunConfig, *, shuffled: bool = False, **of_sources: Any) -> RunConfig:
+    """A config under which every source of every phase is read once, from its first row to its last. ``of_sources``:
+    options that each has beside its own."""
     left_out = set(FIELDS_OF_SERVING if shuffled else FIELDS_OF_SERVING | FIELDS_OF_READING)
-    children = [source.model_dump(exclude=left_out) for _, source in config.named_sources()]
+    children = [source.model_dump(exclude=left_out) | of_sources for _, source in config.named_sources()]
     document = config.model_dump(exclude={"phases"}) | {"mixture": {"policy": "sequential", "children": children}}
     return RunConfig.model_validate(document, context=config.catalog)
 
