@@ -54,8 +54,10 @@ class RunConfig(RunFields):
         return self.sequence_length * self.pick_samples
 
     def counting(self, count: Literal["real", "positions"]) -> Self:
-        """The same run, in which balances count so where the mixture file does not say it."""
-        return self if self.count or self.batching else self.model_copy(update={"count": count})
+        """The same run, in which balances count so where the mixture file does not say it, or it makes no difference:
+        of joined documents."""
+        is_said = self.count is not None and self.packing != "concat"
+        return self if is_said or self.batching else self.model_copy(update={"count": count})
 
     @property
     def balances_real(self) -> bool:

@@ -55,7 +55,7 @@ def create(
 
     Raises ``SourceError``, ``TokenizerError`` and ``ConfigError``, naming the file or field.
     """
-    config = config.counting("positions" if config.order_version == 1 else "real")
+    config = config.counting(config.count or ("positions" if config.order_version == 1 else "real"))
     resources = RunResources(base_dir, index_dir, roots, encoders=encoders)
     check_named(config, resources)
     manifest = build([source.spec for _, source in config.named_sources()], base_dir)
