@@ -206,6 +206,8 @@ class Mixer:
             left = [of.name for of, gone in zip(sources, out, strict=True) if of.presence == "paused" and not gone]
             return f"only paused sources are left: {', '.join(left)}"
         if not root.room():
+            if self._config.ends_with_last_phase():
+                return f"the last phase ends at {self._config.phases[-1].until_tokens:,} tokens"
             return f"the mixture has given its max_tokens of {root.config.max_tokens:,}"
         if all(gone or of.presence == "dropped" for of, gone in zip(sources, out, strict=True)):
             reason = ALL_EXHAUSTED
