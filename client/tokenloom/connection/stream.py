@@ -183,7 +183,7 @@ class Connection:
         except grpc.RpcError as error:
             if self.buffer.closing or retryable(error):
                 return "the server was silent, without even a heartbeat" if self._fell_silent else summary(error)
-            raise failure(error, self._request.address) from error
+            raise failure(error, self._request.address, self._request.topology.rank) from None
         finally:
             writer.over = True
             self.buffer.wake_writer()

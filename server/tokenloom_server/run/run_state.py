@@ -266,6 +266,7 @@ class RunState:
     def _stop_for_all(self, error: TokenloomError, level: int = logging.ERROR) -> None:
         """All ranks get the error, once they have consumed what is produced."""
         _log.log(level, "%s: stopped: %s: %s", self.name, error.name, error)
+        error.of_launch = True
         self._error = error
         self._wakes.everyone()
 

@@ -96,12 +96,18 @@ def readable(message: Any) -> Any:
 
 
 def abort(
-    context: grpc.ServicerContext, status: str, name: str, message: str, retry_for_s: float | None = None
+    context: grpc.ServicerContext,
+    status: str,
+    name: str,
+    message: str,
+    retry_for_s: float | None = None,
+    of_launch: bool = False,
 ) -> NoReturn:
     """Ends a call with an error: the name in the metadata, the message in the details. ``retry_for_s``: for how long
-    trying again makes sense, where the server knows."""
+    trying again makes sense, where the server knows. ``of_launch``: every rank of the launch gets it."""
     retry = () if retry_for_s is None else (("tokenloom-retry-for-s", f"{retry_for_s:.1f}"),)
-    context.set_trailing_metadata((("tokenloom-error", name), *retry))
+    launch = (("tokenloom-of-launch", "1"),) if of_launch else ()
+    context.set_trailing_metadata((("tokenloom-error", name), *retry, *launch))
     context.abort(getattr(grpc.StatusCode, status), message[:_MAX_DETAILS])
     raise AssertionError("unreachable: abort raises")
 
@@ -112,7 +118,7 @@ def errors_as_statuses(context: grpc.ServicerContext) -> Iterator[None]:
     try:
         yield
     except TokenloomError as error:
-        abort(context, error.grpc_status, error.name, str(error), error.retry_for_s)
+        abort(context, error.grpc_status, error.name, str(error), error.retry_for_s, error.of_launch)
     except (GeneratorExit, grpc.RpcError):
         raise
     except Exception as error:
