@@ -75,7 +75,6 @@ def rank_stats(rank: int = 0, **figures: Any) -> RankStats:
             "lag": 0,
             "last_heard_s": 0.2,
             "waited_s": 3.5,
-            "wait_share": 0.02,
         }
         | figures
     )

@@ -82,8 +82,6 @@ class RankStats(Document):
     """Seconds since the rank's last message; null if it was never heard."""
     waited_s: float
     """Seconds that the rank's ``next()`` has waited for data since it joined, as the rank reports."""
-    wait_share: float | None
-    """The part of its last half a minute that this was (0 to 1); null where it has not reported twice."""
 
 
 class LedgerStats(Document):

@@ -14,8 +14,8 @@ from tokenloom_server.reports.tables import table
 #: The columns of the two tables that take the place of one which is too wide.
 _SHARES = ("target", "expected", "actual", "recent", "loss")
 _COUNTERS = ("samples", "rows", "tokens", "epoch", "left")
-#: Wider than any table, characters.
-_WIDEST = 10_000
+#: Lines that are long enough for one table, characters.
+_WIDE = 140
 
 #: Where every rank waits for data at least this part of its time, the data sets the pace.
 SLOW_DATA_SHARE = 0.1
@@ -53,9 +53,8 @@ def print_stats(out: Console, stats: RunStats) -> None:
 def _tables(out: Console, stats: RunStats) -> Iterator[Table]:
     """The table of the sources; where lines are too short for it, one of their shares and one of their counters, in
     short numbers."""
-    whole = sources_table(stats)
-    if out.measure(whole, options=out.options.update(max_width=_WIDEST)).maximum <= out.width:
-        yield whole
+    if out.width >= _WIDE:
+        yield sources_table(stats)
     else:
         yield sources_table(stats, without=_COUNTERS)
         yield sources_table(stats, without=_SHARES, count=short)

@@ -108,15 +108,10 @@ class ActiveGeneration:
     stream_numbers: dict[str, int] = field(default_factory=dict)
 
     def view(self, now: float, liveness_s: float) -> GenerationView:
-        generation = self.generation
+        generation, index_of = self.generation, self.generation.index_of
         ranks = [
             RankView(
-                slot.rank,
-                slot.connected,
-                generation.index_of(slot.consumed),
-                slot.last_heard,
-                slot.waited_s,
-                slot.wait_share,
+                slot.rank, slot.connected, index_of(slot.consumed), slot.last_heard, slot.waited_s, slot.wait_share
             )
             for slot in generation.slots
         ]

@@ -11,15 +11,7 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.core.state import (
-    SHARE_UNIT,
-    EpochCursor,
-    FileCursor,
-    SourceState,
-    State,
-    WindowCursor,
-    row_cursor,
-)
+from tokenloom_server.core.state import EpochCursor, FileCursor, SourceState, State, WindowCursor, row_cursor
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.ledger.records import CommittedState, Counters, StoredRevision
 from tokenloom_server.mixing.mixer import ALL_EXHAUSTED, target_shares
@@ -125,7 +117,7 @@ class StatsReader:
         ``losses``, by source id: smoothed and last."""
         order = self._coordinator.timeline.at(state.sample_index)
         specs, consumed = order.record.specs, order.config.consumed(state)
-        expected = [tokens + own.owed / SHARE_UNIT for tokens, own in zip(consumed, state.sources, strict=True)]
+        expected = [tokens + own.owed_tokens for tokens, own in zip(consumed, state.sources, strict=True)]
         in_window: Sequence[float | None] = [None] * len(specs)
         if earlier is not None and earlier.total_tokens < committed.total_tokens:
             in_window = _shares(consumed, earlier.consumed)
@@ -297,7 +289,6 @@ def _ranks(view: RunView) -> list[RankStats]:
             lag=farthest - rank.position,
             last_heard_s=None if rank.last_heard is None else round(view.now - rank.last_heard, 3),
             waited_s=round(rank.waited_s, 3),
-            wait_share=rank.wait_share,
         )
         for rank in ranks
     ]

@@ -97,12 +97,7 @@ class StreamCommands(RunState):
             session.active.generation.leave(session.rank, session.number)
 
     def progress(
-        self,
-        session: Session,
-        consumed_through: int,
-        credit_micro_steps: int,
-        digest: str = "",
-        waited_s: float = 0.0,
+        self, session: Session, consumed_through: int, credit_micro_steps: int, digest: str = "", waited_s: float = 0.0
     ) -> None:
         """A rank consumed up to a sample index, takes so many micro-steps beyond it, and has waited so long for data.
 

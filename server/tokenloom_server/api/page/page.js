@@ -294,7 +294,7 @@ class RunView extends View {
       row.text("connected", rank.connected ? "connected" : "away");
       row.text("position", grouped(rank.position));
       row.text("lag", grouped(rank.lag), "samples that the fastest rank is ahead").classList.toggle("lagging", rank.lag > step);
-      row.text("waited", lasting(rank.waited_s), rank.wait_share === null ? "since it joined" : `since it joined; ${percent(rank.wait_share)} of its last half a minute`);
+      row.text("waited", lasting(rank.waited_s), "since it joined");
       row.text("last_heard", ago(rank.last_heard_s));
     });
   }
