@@ -18,6 +18,7 @@ from tokenloom_server.errors import BeyondHorizon, ConfigError, JoinRefused, Lim
 from tokenloom_server.ledger.commands import Pin
 from tokenloom_server.ledger.records import Opening
 from tokenloom_server.order.factory import PipelineFactory
+from tokenloom_server.run.pins import PinnedPoint
 
 Made = Callable[..., Place]
 
@@ -53,7 +54,7 @@ def test_every_launch_passes_over_the_range_until_a_state_without_it_takes_it_ba
         counts = json.loads(again.state())["counts"].values()
         assert sum(count["samples"] for count in counts) == again.index
         assert 0 < sum(count["real_tokens"] for count in counts) < again.index * 16
-    with pytest.raises(ConfigError, match="the state at sample 57 passed all skips of the run"):
+    with pytest.raises(ConfigError, match=r"at sample 57 passed all skips of the run \(at samples \[20\]\).* --sample"):
         served.start_points.restore(sample_index=again.index, undo_skip=True)
     for without_it in (between, late):
         with pytest.raises(SnapshotInvalid, match=r"at sample 20 this run passes over 7 .* --undo-skip"):
@@ -249,6 +250,59 @@ def test_skips_at_one_sample_and_before_one_another(place: Place, served: Served
         assert nested.train(14) == part(given, 20, 76)
     assert served.stats.read().skips == {20: 5, 55: 13}
     assert Trainer(place.restart(), 3, 2, state=nested.state(56)).take(3) == part(given, 56, 74)
+
+
+def test_a_restore_that_went_forward_while_a_skip_was_opened_keeps_the_skip(
+    served: ServedRun, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = sequence(served)
+    trainer.train(10)
+    pin = served.history.pin
+
+    def while_another_is_opened(*args: Any) -> PinnedPoint:
+        monkeypatch.setattr(served.history, "pin", pin)
+        pinned = pin(*args)
+        served.start_points.restore(sample_index=20, skip_samples=7)
+        Trainer(served).take(3)
+        return pinned
+
+    monkeypatch.setattr(served.history, "pin", while_another_is_opened)
+    assert served.start_points.restore(sample_index=12, skip_samples=3).skips == {12: 3, 17: 7}
+    assert Trainer(served).take(9) == part(without(samples, (12, 15), (20, 27)), 12, 48)
+
+
+@pytest.mark.parametrize("index", [0, 13, 20])
+def test_a_skip_is_taken_back_at_its_own_sample_also_where_its_launch_began_there(
+    place: Place, served: ServedRun, trainer: Trainer, index: int
+) -> None:
+    samples = sequence(served)
+    trainer.train(10)
+    for skipped in (7, 2):
+        served.start_points.restore(sample_index=index, skip_samples=skipped)
+        again = Trainer(served)
+        again.train(9)
+    for passed in (again.index, index + 1):
+        with pytest.raises(ConfigError, match=rf"state at sample {passed} passed all skips .*at samples \[{index}\]"):
+            served.start_points.restore(sample_index=passed, undo_skip=True)
+    with pytest.raises(ConfigError, match="passed all skips of the run"):
+        served.start_points.restore(text=again.state(index).decode(), undo_skip=True)
+    served = place.restart()
+    assert served.start_points.restore(sample_index=index, undo_skip=True, skip_samples=1).skips == {index: 1}
+    assert served.start_points.restore(sample_index=index, undo_skip=True).skips == {}
+    served = place.restart()
+    assert Trainer(served).take(5) == part(samples, index, index + 20)
+    assert served.stats.read().skips == {}
+
+
+def test_a_skip_at_an_older_loaders_checkpoint_is_taken_back_by_that(place: Place, served: ServedRun) -> None:
+    older = json.dumps({"sample_index": 41}).encode()
+    served.start_points.restore(text=older.decode(), skip_samples=7)
+    taken = Trainer(served, 1, 1).train(20)
+    begin = min(taken)
+    with pytest.raises(BeyondHorizon, match=rf"no state from before the skip at sample {begin}: .*--state"):
+        served.start_points.restore(sample_index=begin, undo_skip=True)
+    assert served.start_points.restore(text=older.decode(), undo_skip=True).skips == {}
+    assert {index: Trainer(served, 1, 1).take(20)[index] for index in (begin + 7,)} == {begin + 7: taken[begin]}
 
 
 def test_a_pin_can_be_taken_back_and_both_are_shown(place: Place, served: ServedRun, trainer: Trainer) -> None:

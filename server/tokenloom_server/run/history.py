@@ -5,24 +5,23 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from tokenloom_proto.resume import counts_at
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.core.state import MAX_COUNTER, Imported, State, digest_hex
-from tokenloom_server.errors import BeyondHorizon, NotFound, OrderMismatch, SnapshotInvalid
+from tokenloom_server.errors import BeyondHorizon, ConfigError, NotFound, OrderMismatch, SnapshotInvalid
 from tokenloom_server.ledger.records import Opening, StoredRevision, StoredRun
 from tokenloom_server.order import foreign_checkpoint, foreign_payload, snapshot, snapshot_encode
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.replay import Replay, beyond_the_end
-from tokenloom_server.order.segments import skip_content
+from tokenloom_server.order.segments import skip_content, skips_after
 from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.cursor_check import check_cursors
-from tokenloom_server.run.lineage import covering
+from tokenloom_server.run.lineage import covering, lineage
 from tokenloom_server.run.pins import PinnedPoint
 from tokenloom_server.run.sizing import batch_plans_of
 from tokenloom_server.run.views import RunView
@@ -78,16 +77,22 @@ class History:
         and with ``undo`` no other than those that it passed.
 
         Goes forward, which proves the point before it is pinned and not when the next job starts; ``advance`` as in
-        ``forward``. Raises ``SnapshotInvalid``, and ``BeyondHorizon`` where the data end among those to skip.
+        ``forward``. Raises ``SnapshotInvalid``, ``BeyondHorizon`` where the data end among those to skip, and
+        ``ConfigError`` where there is nothing to undo.
         """
-        point, timeline = self.parse(text), self._coordinator.timeline
+        point, known = self.parse(text), self._coordinator.timeline.skips
         if point.digest is None:
             # Of an older payload that only counts samples: what it stands for is known now.
-            text = self.seal(self.forward(point, advance), point.generation, uid=point.run_uid)
+            state = self.forward(point, advance, self._before_skip(point.sample_index))
+            text = self.seal(state, point.generation, uid=point.run_uid)
             point = self.parse(text)
-        there = replace(point.base or timeline.initial(), sample_index=point.sample_index)
-        skips = timeline.skips_after(there, skip, undo)
-        changed = [*skips.items()] if skips != timeline.skips else None
+        skips = skips_after(dict(point.passed) if undo else known, point.sample_index, skip)
+        if undo and skips == known:
+            raise ConfigError(
+                f"the state at sample {point.sample_index} passed all skips of the run (at samples {[*known]}): to "
+                "take one back, name its sample by --sample, or a sample or state before it"
+            )
+        changed = [*skips.items()] if skips != known else None
         pin = PinnedPoint(text, point.sample_index, point.digest or "", changed)
         self.forward(point, advance, self.pinned(pin).timeline)
         return pin
@@ -110,6 +115,11 @@ class History:
             content=canonical(skip_content(dict(skips))),
         )
         return timeline.with_revisions((*timeline.revisions, revision))
+
+    def _before_skip(self, sample_index: int) -> Timeline:
+        """The run's timeline where nothing is passed over at a sample index."""
+        others = [skip for skip in self._coordinator.timeline.skips.items() if skip[0] != sample_index]
+        return self.skipping(others, sample_index)
 
     def refuse_foreign(self, point: ResumePoint, stored: StoredRun) -> None:
         """Raises ``SnapshotInvalid`` for a state out of another ledger, unless this one never opened the run."""
@@ -308,6 +318,24 @@ class History:
             if isinstance(made, SnapshotInvalid):
                 raise made
             return made
+
+    def text_to_restore(self, sample_index: int, before_skip: bool) -> str:
+        """The snapshot at a sample index; ``before_skip``: of the state before what the run passes over there. Raises
+        what ``snapshot`` does."""
+        timeline = self._coordinator.timeline
+        if not before_skip or sample_index not in timeline.skips:
+            return self.snapshot(sample_index)[0]
+        for opening in lineage(self.openings()):
+            if opening.start_index > sample_index:
+                continue
+            base = self._journalled(opening, sample_index - 1, timeline)
+            if sample_index not in [skip.sample_index for skip in base.skips]:
+                state = self._advance(base, sample_index, self._before_skip(sample_index))
+                return self.seal(state, opening.generation, timeline.encode(base, opening.generation))
+        raise BeyondHorizon(
+            f"the ledger has no state from before the skip at sample {sample_index}: restore to a trainer's state from "
+            "before it (tokenloom restore --state)"
+        )
 
     def _snapshot(self, view: RunView, sample_index: int | None) -> tuple[str, int]:
         coordinator, generation, commit = self._coordinator, view.generation, view.commit
