@@ -7,7 +7,6 @@ import logging
 from tokenloom_server.errors import ConfigError, LimitExceeded, NotFound
 from tokenloom_server.order.segments import skip_content
 from tokenloom_server.replay.past import Past
-from tokenloom_server.replay.saved_snapshots import SavedSnapshots
 from tokenloom_server.reports.stats import NextLaunch
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.fork import ForkHandler
@@ -27,13 +26,11 @@ class StartPoints:
         self,
         coordinator: RunCoordinator,
         history: History,
-        snapshots: SavedSnapshots,
         past: Past,
         forks: ForkHandler,
     ) -> None:
         self._coordinator = coordinator
         self._history = history
-        self._snapshots = snapshots
         self._past = past
         self._forks = forks
 
@@ -67,7 +64,7 @@ class StartPoints:
         while not is_pinned:
             timeline = run.timeline
             if snapshot_id is not None:
-                text = self._snapshots.text(snapshot_id)
+                text = self._history.saved(snapshot_id)
             elif sample_index is not None:
                 text = self._history.text_to_restore(sample_index, undo_skip)
             assert text is not None
