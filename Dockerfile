@@ -5,7 +5,7 @@
 #
 # docker-compose.yml runs it with its ledger.
 
-FROM python:3.11-slim AS build
+FROM python:3.11.14-slim-bookworm AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
 RUN python -m venv /opt/tokenloom
@@ -20,7 +20,7 @@ COPY proto proto
 COPY server server
 RUN /opt/tokenloom/bin/pip install --no-deps .
 
-FROM python:3.11-slim
+FROM python:3.11.14-slim-bookworm
 ARG VERSION=unreleased
 LABEL org.opencontainers.image.title="tokenloom" \
       org.opencontainers.image.description="A data-loader service for language-model training" \

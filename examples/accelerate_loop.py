@@ -15,9 +15,8 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from tokenloom import RemoteDataset, TokenLRScheduler
+from tokenloom import RemoteDataset, TokenLRScheduler, token_losses
 from tokenloom.integrations.accelerate import TokenloomLoader
-from tokenloom_server.demo.model import GPT
 
 
 def main(options: argparse.Namespace) -> None:
@@ -28,7 +27,7 @@ def main(options: argparse.Namespace) -> None:
     # 1. After the Accelerator. Without a checkpoint from the beginning; a loaded state wins.
     dataset = RemoteDataset(options.url, options.batch_size // options.accumulate, resume="fresh")
     batches = TokenloomLoader(accelerator, dataset)  # 2. in place of a DataLoader, and never through prepare()
-    model = GPT(vocab_size=258, width=32, depth=2)
+    model = torch.nn.Sequential(torch.nn.Embedding(258, 32), torch.nn.Linear(32, 258))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = TokenLRScheduler(optimizer, warmup_tokens=4096, target_tokens=options.samples * 128)
     accelerator.register_for_checkpointing(scheduler)
@@ -41,7 +40,7 @@ def main(options: argparse.Namespace) -> None:
     steps, total = 0, torch.zeros(())
     for batch in batches:
         with accelerator.accumulate(model):
-            loss = model(batch["input_ids"], batch["labels"])
+            loss = token_losses(model(batch["input_ids"]), batch["labels"], shifted=False).mean()
             accelerator.backward(loss)
             scheduler.step(batch["total_tokens"])  # 4. in tokens
             optimizer.step()

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tokenloom import RemoteDataset, TokenLRScheduler
-from tokenloom_server.demo.model import GPT
+from tokenloom import RemoteDataset, TokenLRScheduler, token_losses
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -31,7 +30,7 @@ def main(options: argparse.Namespace) -> None:
 
     # 1. Rank and world size come from torch.distributed.
     dataset = RemoteDataset(options.url, options.batch_size, resume=options.resume)
-    model = GPT(vocab_size=258, width=32, depth=2)
+    model = torch.nn.Sequential(torch.nn.Embedding(258, 32), torch.nn.Linear(32, 258))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = TokenLRScheduler(optimizer, warmup_tokens=4096, target_tokens=options.samples * 128)  # 2. in tokens
 
@@ -46,7 +45,7 @@ def main(options: argparse.Namespace) -> None:
 
     batches = dataset if dataset.sample_index < options.samples else []  # one that is done is not trained further
     for step, batch in enumerate(batches, start=1):
-        loss = replica(batch["input_ids"], batch["labels"])
+        loss = token_losses(replica(batch["input_ids"]), batch["labels"], shifted=False).mean()
         optimizer.zero_grad()
         loss.backward()
         scheduler.step(batch["total_tokens"])

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from tokenloom import RemoteDataset, TokenLRScheduler
-from tokenloom_server.demo.model import GPT
+from tokenloom import RemoteDataset, TokenLRScheduler, token_losses
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
@@ -49,8 +48,8 @@ def main(options: argparse.Namespace) -> None:
 
     # 1. Rank and world size come from torch.distributed.
     dataset = RemoteDataset(options.url, options.batch_size, resume=options.resume)
-    model = GPT(vocab_size=258, width=32, depth=2)
-    for block in model.blocks.layers:
+    model = torch.nn.Sequential(torch.nn.Embedding(258, 32), torch.nn.Linear(32, 258))
+    for block in model:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -64,7 +63,7 @@ def main(options: argparse.Namespace) -> None:
 
     batches = dataset if dataset.sample_index < options.samples else []  # one that is done is not trained further
     for step, batch in enumerate(batches, start=1):
-        loss = model(batch["input_ids"], batch["labels"])
+        loss = token_losses(model(batch["input_ids"]), batch["labels"], shifted=False).mean()
         optimizer.zero_grad()
         loss.backward()
         scheduler.step(batch["total_tokens"])

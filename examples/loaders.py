@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tokenloom import Batch, RemoteDataset, TokenLRScheduler
+from tokenloom import Batch, RemoteDataset, TokenLRScheduler, token_losses
 from tokenloom.integrations.stateful import StatefulLoader
-from tokenloom_server.demo.model import GPT
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -51,7 +50,7 @@ def main(options: argparse.Namespace) -> None:
 
     dataset = RemoteDataset(options.url, options.batch_size, resume=options.resume)
     loader, stateful = loader_of(dataset, options.loader, options.workers)
-    model = GPT(vocab_size=258, width=32, depth=2)
+    model = torch.nn.Sequential(torch.nn.Embedding(258, 32), torch.nn.Linear(32, 258))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = TokenLRScheduler(optimizer, warmup_tokens=4096, target_tokens=options.samples * 128)
 
@@ -65,7 +64,7 @@ def main(options: argparse.Namespace) -> None:
     replica = DistributedDataParallel(model)
 
     for step, batch in enumerate(loader, start=1):
-        loss = replica(batch["input_ids"], batch["labels"])
+        loss = token_losses(replica(batch["input_ids"]), batch["labels"], shifted=False).mean()
         optimizer.zero_grad()
         loss.backward()
         scheduler.step(batch["total_tokens"])

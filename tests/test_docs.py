@@ -13,14 +13,15 @@ import yaml
 from support.catalog import CATALOG, SOURCES
 from tokenloom.connection import reports
 from tokenloom_server import errors
+from tokenloom_server.api import open_files
 from tokenloom_server.api.auth import Scope
 from tokenloom_server.api.grpc import servicer
 from tokenloom_server.api.grpc.auth_interceptor import OPEN_THREADS, PEEK_THREADS, READ_THREADS, REFUSAL_THREADS
 from tokenloom_server.api.grpc.rpc import MAX_REPORT_BYTES, MAX_REQUEST_BYTES, SMALL_REQUEST_BYTES
 from tokenloom_server.api.grpc.server import MAX_CALLS
 from tokenloom_server.api.rest.guard import MAX_BODY_BYTES
+from tokenloom_server.api.rest.listener import MAX_CONNECTIONS
 from tokenloom_server.api.rest.resources.plan import MAX_PLANS
-from tokenloom_server.api.rest.uvicorn_server import MAX_CONNECTIONS
 from tokenloom_server.api.service import MAX_RUNS
 from tokenloom_server.cli import app as command_line
 from tokenloom_server.config import mixture_file as config
@@ -181,6 +182,16 @@ def bounds() -> dict[str, tuple[str, list[str]]]:
             section("limits", "Bounds"),
             [*(f"{bound:,}" for bound in (*counts, MAX_CONNECTIONS)), *map(in_bytes, (*sizes, MAX_REPORT_BYTES))],
         ),
+        "descriptors": (
+            section("limits", "Descriptors"),
+            [
+                f"{open_files.MAX_OPEN_FILES:,} at",
+                f"| {open_files.OWN} |",
+                f"fewer than {open_files.MIN_OPEN_FILES}, or than {open_files.FIXED} and "
+                f"{2 * open_files.FILES_PER_SOURCE} for each source",
+                f"enough for {open_files.grpc_connections(1024)} ranks",
+            ],
+        ),
         "plans": (page("plans"), [*map(in_bytes, plan_sizes), *map(str, plan_counts)]),
         "plans at a time": (page("limits"), [f"| plans at a time over REST | {MAX_PLANS};"]),
         "a curve of losses": (
@@ -242,3 +253,9 @@ def test_every_setting_of_the_environment_is_documented() -> None:
     assert {"TOKENLOOM_TOKEN", "TOKENLOOM_TLS_CA", "TOKENLOOM_DATA_ROOTS"} <= variables
     elsewhere = {"TOKENLOOM_LEDGER", "TOKENLOOM_"}
     assert {name for name in variables - elsewhere if f"`{name}`" not in settings} == set()
+
+
+def test_examples_need_no_package_of_the_server() -> None:
+    examples = sorted((ROOT / "examples").rglob("*.py"))
+    assert len(examples) > 8
+    assert not [path.name for path in examples if "tokenloom_server" in path.read_text(encoding="utf-8")]

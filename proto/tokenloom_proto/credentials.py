@@ -36,9 +36,13 @@ _OTHERS = 0o077
 def find_token(variable: str, environment: Mapping[str, str], file: Path | None = None) -> str | None:
     """The token of ``file``, of the environment's ``variable``, or of the file that ``variable_FILE`` names.
 
-    None where there is none of these. Raises ``ValueError`` where there are two, or one that is no token.
+    None where there is none of these; an empty ``TOKENLOOM_READ_TOKEN`` is none. Raises ``ValueError`` where there are
+    two, or one that is no token.
     """
     text = environment.get(variable)
+    if variable == READ_VARIABLE and not text:
+        # As a file of settings says that nobody only reads; an empty control token would open everything by a slip.
+        text = None
     named = environment.get(f"{variable}_FILE")
     if file is None and named is not None:
         file = Path(named)

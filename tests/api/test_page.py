@@ -429,6 +429,21 @@ def test_where_a_token_is_wanted_the_page_asks_for_it_and_keeps_it_in_the_tab(
 
 
 @pytest.mark.browser
+def test_a_token_in_the_address_is_taken_out_at_once_and_kept_in_the_tab(guarded: tuple[Page, MemoryService]) -> None:
+    page, _ = guarded
+    url = page.url
+    # First in a tab that is open, then as somebody follows the link of the server's log.
+    for leave in (url, "about:blank"):
+        page.goto(leave)
+        page.goto(f"{url}#token={READ}")
+        expect(page.get_by_role("heading", name=RUN)).to_be_visible()
+        expect(page).to_have_url(url)
+        assert page.evaluate("[Object.values(sessionStorage), Object.values(localStorage)]") == [[READ], []]
+        page.get_by_role("button", name="Forget the token").click()
+        expect(page.get_by_label("Token")).to_be_visible()
+
+
+@pytest.mark.browser
 def test_the_token_decides_what_the_page_can_do(guarded: tuple[Page, MemoryService]) -> None:
     page, service = guarded
     enter(page, READ)

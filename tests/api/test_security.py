@@ -24,9 +24,17 @@ from grpc_reflection.v1alpha import reflection_pb2
 from support.corpora import flat, write_txt
 from support.memory_service import MemoryService, run_stats
 from support.served import over_grpc, runs_of
+from support.server_process import CommandLine
 from support.waiting import wait_for
 from tokenloom_proto import dataloader_pb2 as wire
-from tokenloom_proto.credentials import MAX_CHARACTERS, MIN_CHARACTERS, find_token, is_loopback, refuse_plaintext
+from tokenloom_proto.credentials import (
+    MAX_CHARACTERS,
+    MIN_CHARACTERS,
+    find_token,
+    is_loopback,
+    read_token,
+    refuse_plaintext,
+)
 from tokenloom_proto.protocol import VERSION
 from tokenloom_server.api.auth import Access, Scope
 from tokenloom_server.api.grpc import servicer
@@ -36,6 +44,8 @@ from tokenloom_server.api.grpc.server import MAX_CALLS
 from tokenloom_server.api.rest.app import create_app
 from tokenloom_server.api.rest.server import RestServer
 from tokenloom_server.api.service import Runs
+from tokenloom_server.cli.serve import ServerAccess
+from tokenloom_server.cli.token import make_token
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.errors import ConfigError, Forbidden, JoinRefused, LimitExceeded, SnapshotInvalid, Unauthenticated
 from tokenloom_server.order import snapshot, snapshot_document
@@ -101,6 +111,52 @@ def test_what_is_no_token_is_refused_and_never_shown(tmp_path: Path, text: str) 
         with pytest.raises(ConfigError, match="expected a token of 16 to 1024") as caught:
             give()
         assert not text.strip() or text not in str(caught.value)
+
+
+def test_an_empty_read_token_is_none_and_an_empty_control_token_is_refused() -> None:
+    access = Access.find({"TOKENLOOM_TOKEN": CONTROL, "TOKENLOOM_READ_TOKEN": ""})
+    assert access.check(f"Bearer {CONTROL}", Scope.CONTROL) is Scope.CONTROL
+    with pytest.raises(Unauthenticated):
+        access.check("Bearer ", Scope.READ)
+    with pytest.raises(ConfigError, match="TOKENLOOM_TOKEN holds nothing"):
+        Access.find({"TOKENLOOM_TOKEN": "", "TOKENLOOM_READ_TOKEN": ""})
+
+
+def test_a_token_that_the_server_made_is_the_same_after_a_restart_and_one_that_is_set_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TOKENLOOM_TOKEN", raising=False)
+    folder = tmp_path / "index"
+    made, again = (ServerAccess(make_token=True).made_token(folder) for _ in range(2))
+    assert made is not None
+    assert again is not None
+    assert (made.is_new, again.is_new) == (True, False)
+    assert [path.name for path in folder.iterdir()] == ["token"]
+    lines = again.lines("http://0.0.0.0:8080/", "0.0.0.0:50051", RUN)
+    token = read_token(again.file)
+    assert f"http://127.0.0.1:8080/#token={token}" in lines
+    assert f'RemoteDataset("grpc://127.0.0.1:50051/{RUN}"' in lines
+    assert ServerAccess().made_token(folder) is None
+    again.file.chmod(0o644)
+    with pytest.raises(ConfigError, match="has mode 0644"):
+        ServerAccess(make_token=True).access(again)
+    monkeypatch.setenv("TOKENLOOM_TOKEN", CONTROL)
+    assert ServerAccess(make_token=True).made_token(folder) is None
+    assert ServerAccess(make_token=True).access(None).check(f"Bearer {CONTROL}", Scope.CONTROL) is Scope.CONTROL
+
+
+def test_a_token_that_cannot_be_kept_or_is_not_there_is_an_error_that_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TOKENLOOM_TOKEN", raising=False)
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ConfigError, match=r"no token can be kept in '.*/file/below' \(Not a directory\); set TOKENLOOM"
+    ):
+        make_token(tmp_path / "file" / "below")
+    finished = CommandLine(tmp_path)("token", folder=tmp_path)
+    assert finished.status == 2
+    assert "TOKENLOOM_TOKEN is not set, and '.tokenloom-index/token' does not exist" in finished.output
 
 
 def test_a_token_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ import pytest
 import yaml
 from support.ports import free_port
 from support.redis_server import RedisServer
-from support.server_process import server_forks
+from support.server_process import CommandLine, server_forks
+from support.waiting import wait_for
 from tokenloom import ConnectionOptions, RemoteDataset
 from tokenloom_server.cli.options import DATA_ROOTS, MixtureOptions
 from tokenloom_server.config.data_roots import DataRoots
@@ -30,13 +31,11 @@ ROOT = Path(__file__).resolve().parents[2]
 STARTS_WITHIN_S = 30.0
 
 Service = dict[str, Any]
-#: All that has to be set.
-TOKEN = {"TOKENLOOM_TOKEN": "a-token-for-compose-0123456789"}
 
 
 @pytest.fixture(scope="module")
 def compose() -> dict[str, Any]:
-    return _read_compose(TOKEN)
+    return _read_compose({})
 
 
 @pytest.fixture(scope="module")
@@ -60,24 +59,12 @@ def instructions() -> list[tuple[str, str]]:
     return [(name, arguments.strip()) for name, _, arguments in parts]
 
 
-class RequiredVariable(Exception):
-    """What Compose says instead of starting anything."""
-
-
 def _read_compose(environment: dict[str, str]) -> dict[str, Any]:
-    """The file with ``${NAME:-default}`` and ``${NAME:?message}`` replaced, as Compose does it."""
+    """The file with ``${NAME:-default}`` replaced, as Compose does it."""
     lines = (ROOT / "docker-compose.yml").read_text(encoding="utf-8").splitlines()
     text = "\n".join(line for line in lines if not line.lstrip().startswith("#"))
 
-    def value(found: re.Match[str]) -> str:
-        name, kind, rest = found.groups()
-        if environment.get(name):
-            return environment[name]
-        if kind == "?":
-            raise RequiredVariable(name, rest)
-        return rest
-
-    text = re.sub(r"\$\{(\w+):([-?])([^}]*)\}", value, text)
+    text = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda match: environment.get(match[1]) or match[2], text)
     assert "$" not in text
     document: dict[str, Any] = yaml.safe_load(text)
     return document
@@ -99,18 +86,14 @@ def _last(instructions: list[tuple[str, str]], name: str) -> str:
 # --- What the files say ------------------------------------------------------------------------------------------
 
 
-def test_without_a_token_nothing_is_started() -> None:
-    for environment in ({}, {"TOKENLOOM_TOKEN": ""}):
-        with pytest.raises(RequiredVariable, match="openssl rand -hex 32"):
-            _read_compose(environment)
-
-
 def test_the_server_gets_the_tokens_and_nobody_else(compose: dict[str, Any], server: Service) -> None:
     # A name without a value is passed on where it is set.
-    assert server["environment"].items() >= (TOKEN | {"TOKENLOOM_READ_TOKEN": None}).items()
+    assert server["environment"].items() >= {"TOKENLOOM_TOKEN": None, "TOKENLOOM_READ_TOKEN": None}.items()
     assert not any(server["environment"][name] for name in server["environment"] if name.startswith(("HF_", "AWS_")))
     assert "environment" not in compose["services"]["redis"]
-    assert not any(TOKEN["TOKENLOOM_TOKEN"] in argument for argument in server["command"]), "everybody sees a command"
+    # Where none is set, one is made and kept in the volume.
+    assert "--make-token" in server["command"]
+    assert "index:/config/.tokenloom-index" in server["volumes"]
 
 
 def test_ports_are_published_on_loopback_only_since_there_is_no_tls(compose: dict[str, Any]) -> None:
@@ -136,13 +119,14 @@ def test_both_services_run_with_as_little_as_they_need(compose: dict[str, Any]) 
         assert service["security_opt"] == ["no-new-privileges:true"]
         assert service["restart"] == "unless-stopped"
         assert "stop_grace_period" in service
+        assert {"max-size", "max-file"} <= service["logging"]["options"].keys(), "a disk is not filled with logs"
         assert not {"privileged", "cap_add", "devices", "pid", "ipc"} & set(service)
 
 
-def test_the_ledger_is_kept_in_a_named_volume_and_its_image_has_a_major_version(
+def test_the_ledger_is_kept_in_a_named_volume_and_its_image_has_a_full_version(
     compose: dict[str, Any], ledger: Service
 ) -> None:
-    assert re.fullmatch(r"redis:\d+", ledger["image"])
+    assert re.fullmatch(r"redis:\d+\.\d+\.\d+", ledger["image"])
     assert ledger["volumes"] == ["ledger:/data"]
     assert "ledger" in compose["volumes"]
 
@@ -160,7 +144,7 @@ def test_mixture_and_data_are_mounted_read_only_and_never_made_up(server: Servic
 def test_nothing_is_read_outside_of_the_mounted_folder_and_the_urls_that_are_allowed(
     urls: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    environment = _read_compose(TOKEN | {"TOKENLOOM_URL_ROOTS": ":".join(urls)})["services"]["server"]["environment"]
+    environment = _read_compose({"TOKENLOOM_URL_ROOTS": ":".join(urls)})["services"]["server"]["environment"]
     monkeypatch.setenv(DATA_ROOTS, environment[DATA_ROOTS].replace("/config/data", str(tmp_path)))
 
     assert MixtureOptions().roots() == DataRoots.of([str(tmp_path), *urls])
@@ -169,7 +153,7 @@ def test_nothing_is_read_outside_of_the_mounted_folder_and_the_urls_that_are_all
 def test_mixture_and_data_follow_the_environment() -> None:
     environment = {"TOKENLOOM_MIXTURE": "/a/my.yaml", "TOKENLOOM_DATA": "/b", "TOKENLOOM_GRPC_PORT": "1"}
 
-    changed = _read_compose(TOKEN | environment)["services"]["server"]
+    changed = _read_compose(environment)["services"]["server"]
 
     assert {target: bind["source"] for target, bind in _binds(changed).items()} == {
         "/config/mixture.yaml": "/a/my.yaml",
@@ -179,7 +163,8 @@ def test_mixture_and_data_follow_the_environment() -> None:
 
 
 def test_the_image_is_small_and_runs_without_root(instructions: list[tuple[str, str]], server: Service) -> None:
-    assert {arguments.split()[0] for name, arguments in instructions if name == "FROM"} == {"python:3.11-slim"}
+    (base,) = {arguments.split()[0] for name, arguments in instructions if name == "FROM"}
+    assert re.fullmatch(r"python:3\.11\.\d+-slim-\w+", base)
     assert _last(instructions, "USER") == server["user"] == "10001:10001"
     assert json.loads(_last(instructions, "ENTRYPOINT")) == ["tokenloom"]
     assert _last(instructions, "STOPSIGNAL") == "SIGTERM"
@@ -295,9 +280,8 @@ def test_the_servers_command_serves_the_sample_says_whether_it_is_ready_and_ends
     (command,) = entry_points(group="console_scripts", name=json.loads(_last(instructions, "ENTRYPOINT"))[0])
     arguments = [_place(argument, config, compose_redis.port) for argument in server["command"]]
     log = tmp_path / "server.log"
-    process = server_forks().fork(
-        command.value, [*arguments, f"--ready-file={ready}"], output=log, folder=config, environment=TOKEN
-    )
+
+    process = server_forks().fork(command.value, [*arguments, f"--ready-file={ready}"], output=log, folder=config)
     with compose_redis.client() as client:
         try:
             deadline = time.monotonic() + STARTS_WITHIN_S
@@ -306,6 +290,14 @@ def test_the_servers_command_serves_the_sample_says_whether_it_is_ready_and_ends
             assert ready.exists(), log.read_text(encoding="utf-8")
             addresses = json.loads(ready.read_text(encoding="utf-8"))
             port = int(addresses["rest"].rpartition(":")[2])
+            # As docker compose exec runs it.
+            shown = CommandLine(tmp_path)("token", folder=config)
+            token = shown.output.strip()
+            assert (shown.status, len(token)) == (0, 64)
+            assert (config / ".tokenloom-index" / "token").stat().st_mode & 0o777 == 0o600
+            wait_for(lambda: f'RemoteDataset("grpc://{addresses["grpc"]}/sample"' in log.read_text("utf-8"), "the log")
+            for line in (f"http://{addresses['rest']}/#token={token}\n", f"export TOKENLOOM_TOKEN={token}\n"):
+                assert log.read_text(encoding="utf-8").count(line) == 1
             nobody = f"http://127.0.0.1:{free_port()}"
             # A proxy of the environment is not asked.
             assert _health_check(instructions, port, http_proxy=nobody, HTTP_PROXY=nobody, no_proxy="") == 0
@@ -316,7 +308,7 @@ def test_the_servers_command_serves_the_sample_says_whether_it_is_ready_and_ends
                 rank=0,
                 world_size=1,
                 attempt="compose",
-                connection=ConnectionOptions(token=TOKEN["TOKENLOOM_TOKEN"]),
+                connection=ConnectionOptions(token=token),
             )
             with contextlib.closing(dataset):
                 batch = next(iter(dataset))

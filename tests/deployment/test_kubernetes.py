@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -99,8 +100,9 @@ def test_selectors_find_the_pods_that_they_are_for(objects: dict[tuple[str, str]
             assert found(spec["selector"]) == 1, name
         elif kind == "NetworkPolicy":
             assert found(spec["podSelector"]["matchLabels"]) == 1, name
-            for rule in spec["ingress"]:
-                assert all(found(source["podSelector"]["matchLabels"]) == 1 for source in rule["from"]), name
+            # Prometheus is of another namespace, and not of this file.
+            own = [source for rule in spec["ingress"] for source in rule["from"] if "namespaceSelector" not in source]
+            assert all(found(source["podSelector"]["matchLabels"]) == 1 for source in own), name
 
 
 def test_every_port_that_is_named_is_one_of_the_pods(objects: dict[tuple[str, str], Object]) -> None:
@@ -142,11 +144,35 @@ def test_every_volume_is_declared_mounted_and_there(objects: dict[tuple[str, str
 
 
 def test_the_token_comes_from_a_secret_that_is_not_in_the_file(objects: dict[tuple[str, str], Object]) -> None:
+    server = environment(container(pods(objects)["tokenloom"]))
+    assert server["TOKENLOOM_READ_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "tokenloom", "key": "read-token"}
     secret = {"valueFrom": {"secretKeyRef": {"name": "tokenloom", "key": "token"}}}
     for name in ("tokenloom", "trainer"):
         assert environment(container(pods(objects)[name]))["TOKENLOOM_TOKEN"] == {"name": "TOKENLOOM_TOKEN", **secret}
-    assert "kubectl create secret generic tokenloom --from-literal=token=" in MANIFEST.read_text(encoding="utf-8")
+    for text in (MANIFEST.read_text(encoding="utf-8"), (ROOT / "docs/integrations/kubernetes.md").read_text("utf-8")):
+        assert "kubectl create secret generic tokenloom --from-literal=token=" in text
+        assert "--from-literal=read-token=" in text
     assert not any(kind == "Secret" for kind, _ in objects)
+
+
+def test_prometheus_may_scrape_with_the_token_for_reading_and_reaches_nothing_else(
+    objects: dict[tuple[str, str], Object], tmp_path: Path
+) -> None:
+    rules = objects["NetworkPolicy", "tokenloom"]["spec"]["ingress"]
+    (scraping,) = [rule for rule in rules if any("namespaceSelector" in source for source in rule["from"])]
+    assert scraping["ports"] == [{"port": "rest"}]
+    page = (ROOT / "docs" / "integrations" / "kubernetes.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```yaml\n  (scrape_configs:.*?)```", page, re.DOTALL)
+    example = example.replace("\n  ", "\n")
+    (token_file,) = re.findall(r"credentials_file: ([^\s}]+)", example)
+    (tmp_path / "read-token").write_text("a-token-for-reading-0123456789", encoding="utf-8")
+    config = tmp_path / "prometheus.yml"
+    config.write_text(example.replace(token_file, str(tmp_path / "read-token")), encoding="utf-8")
+    (job,) = yaml.safe_load(example)["scrape_configs"]
+    assert job["static_configs"] == [{"targets": ["tokenloom.default.svc:8080"]}]
+    if (promtool := shutil.which("promtool")) is not None:
+        checked = subprocess.run([promtool, "check", "config", config], capture_output=True, text=True, timeout=60)
+        assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 def test_servers_run_with_as_little_as_they_need(objects: dict[tuple[str, str], Object]) -> None:

@@ -81,31 +81,50 @@ def test_the_bandit_is_the_one_of_the_paper_in_numbers_worked_by_hand(mixing: Mo
     # √(ln 2 / (2 t)) is 0.588705, 0.416277, 0.339889 for t = 1, 2, 3; the first is above 1/2.
     assert [mixing.exploration(turn, 2) for turn in range(4)] == pytest.approx([0.5, 0.5, 0.416277, 0.339889], abs=1e-6)
     assert mixing.exploration(1, 1) == 0.0
-    assert mixing.distribution({"a": 0.0, "b": 0.0}, 1) == {"a": 0.5, "b": 0.5}
+    equal = {"a": 0.5, "b": 0.5}
+    assert mixing.distribution(equal, {"a": 0.0, "b": 0.0}, 1) == equal
 
-    turn = mixing.Turn(1, {"a": 0.0, "b": 0.0}, {"a": 0.5, "b": 0.5}, 0, 0)
+    turn = mixing.Turn(1, {"a": 0.0, "b": 0.0}, equal, equal, 0, 0)
     # 0.9 · 0 + 0.1 · 4 / 0.5, and 0.1 · 2 / 0.5
     rewards = mixing.rewarded(turn, {"a": 4.0, "b": 2.0}, 0.9)
     assert rewards == pytest.approx({"a": 0.8, "b": 0.4})
     # (1 − 2 · 0.416277) · e^0.4 / (e^0.4 + e^0.2) + 0.416277 = 0.167446 · 0.549834 + 0.416277
-    shares = mixing.distribution(rewards, 2)
+    shares = mixing.distribution(equal, rewards, 2)
     assert shares == pytest.approx({"a": 0.508344, "b": 0.491656}, abs=2e-6)
 
     # 0.9 · 0.8 + 0.1 · 3.5 / 0.508344, and 0.9 · 0.4 + 0.1 · 2.5 / 0.491656
-    turn = mixing.Turn(2, rewards, shares, 0, 0)
+    turn = mixing.Turn(2, rewards, equal, shares, 0, 0)
     rewards = mixing.rewarded(turn, {"a": 3.5, "b": 2.5}, 0.9)
     assert rewards == pytest.approx({"a": 1.408509, "b": 0.868484}, abs=1e-5)
     # e^(0.416277 · 1.408509) = 1.797383, e^(0.416277 · 0.868484) = 1.435521; 0.320222 · 0.555966 + 0.339889
-    assert mixing.distribution(rewards, 3) == pytest.approx({"a": 0.517921, "b": 0.482079}, abs=1e-5)
+    assert mixing.distribution(equal, rewards, 3) == pytest.approx({"a": 0.517921, "b": 0.482079}, abs=1e-5)
 
     assert mixing.rewarded(turn, {"b": 2.5}, 0.9)["a"] == turn.rewards["a"], "a source without a sample keeps its own"
-    far = mixing.distribution({"a": 1e6, "b": 0.0, "c": 0.0}, 100)
+    third = dict.fromkeys("abc", 1 / 3)
+    far = mixing.distribution(third, {"a": 1e6, "b": 0.0, "c": 0.0}, 100)
     assert sum(far.values()) == pytest.approx(1.0)
     assert min(far.values()) == pytest.approx(mixing.exploration(100, 3))
 
 
+def test_the_bandit_begins_with_the_mixtures_own_weights(mixing: ModuleType) -> None:
+    children = [{"alias": "web", "weight": 6.0}, {"alias": "code", "weight": 3.0}, {"source": "txt:a.txt:text"}]
+    mixture = {"run": "r", "mixture": {"children": children}, "paused": []}
+    weights = mixing.own_weights(mixture)
+    assert weights == pytest.approx({"web": 0.6, "code": 0.3, "txt:a.txt:text": 0.1})
+    for turn in (1, 2, 9, 1000):
+        assert mixing.distribution(weights, dict.fromkeys(weights, 0.0), turn) == pytest.approx(weights)
+    # 3 · √(ln 3 / 300) = 0.181546 of each weight stays, whatever is rewarded.
+    assert mixing.distribution(weights, {"web": 1e6, "code": 0.0, "txt:a.txt:text": 0.0}, 100)["code"] == pytest.approx(
+        0.3 * 0.181546, abs=1e-6
+    )
+    assert mixing.own_weights(mixture | {"paused": ["code"]}) == pytest.approx({"web": 6 / 7, "txt:a.txt:text": 1 / 7})
+    for refused in (children[:1], [*children, {"children": children}], [{"alias": "web", "weight": [1, 2]}] * 2):
+        with pytest.raises(SystemExit, match="does not have two or more sources with plain weights"):
+            mixing.own_weights(mixture | {"mixture": {"children": refused}})
+
+
 def test_the_losses_of_a_turn_are_those_measured_under_its_mixture(mixing: ModuleType) -> None:
-    def curve(**losses: list[tuple[float | None, int]]) -> RunLosses:
+    def curve(**losses: list[tuple[float | None, int]]) -> dict[str, Any]:
         sources = [
             {"id": i, "spec": name, "alias": name, "losses": [x for x, _ in parts], "tokens": [n for _, n in parts]}
             for i, (name, parts) in enumerate(losses.items())
@@ -113,10 +132,10 @@ def test_the_losses_of_a_turn_are_those_measured_under_its_mixture(mixing: Modul
         place = {"sample_index": [10, 20, 30], "total_tokens": [100, 200, 300], "step": [1, 2, 3]}
         others: dict[str, Any] = {"run": "r", "stream": "train", "since": 0.0, "stride": 1, "loss": [None] * 3}
         others["learning_rate"] = [None] * 3
-        return RunLosses.model_validate(place | others | {"sources": sources})
+        return RunLosses.model_validate(place | others | {"sources": sources}).model_dump()
 
     found = curve(a=[(9.0, 50), (1.0, 30), (2.0, 10)], b=[(9.0, 50), (None, 0), (4.0, 10)], late=[(None, 0)] * 3)
-    turn = mixing.Turn(1, {}, {"a": 0.5, "b": 0.5, "late": 0.1}, 10, 100)
+    turn = mixing.Turn(1, {}, {}, {"a": 0.5, "b": 0.5, "late": 0.1}, 10, 100)
     assert mixing.measured(found, turn, 201) is None
     assert mixing.measured(found, turn, 200) == {"a": 1.25, "b": 4.0}
 

@@ -97,6 +97,7 @@ def run_stats(run: str = "wiki-and-code", **figures: Any) -> RunStats:
             "world_size": 2,
             "batch_size": 4,
             "sequence_length": 512,
+            "count": "positions",
             "sample_index": 4096,
             "produced_index": 4160,
             "digest": digest_hex(0x5EED),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import resource
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from tokenloom_proto.credentials import CONTROL_VARIABLE, is_loopback
 
+from tokenloom_server.api import open_files
 from tokenloom_server.api.auth import OPEN_TO_ALL, Access
 from tokenloom_server.api.grpc import GrpcServer
 from tokenloom_server.api.rest.server import RestServer
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Files and connections that a server asks to be allowed, at most.
-MAX_OPEN_FILES = 2**17
 #: Line indexes of text files lie in this folder beside the mixture file.
 INDEX_FOLDER = ".tokenloom-index"
 #: How long streams get to end when the server stops, seconds.
@@ -68,14 +66,14 @@ class Server:
         """Raises ``ConfigError`` and what sources, tokeniser and ledger raise; nothing is left open then."""
         for option, address in (("--grpc", options.grpc), ("--rest", options.rest)):
             _refuse_open_door(option, address, options.access)
-        _allow_many_files()
+        self._open_files = open_files.raise_limit()
         self._runs: Runs | None = None
         self._ledger: Ledger | None = None
         self._rest: RestServer | None = None
         self._ready_file: Path | None = None
         # The addresses first: a port that is taken is found before any file is read, and trainers that wait for
         # this server connect while all that it needs is imported and opened.
-        self._grpc = GrpcServer(options.grpc, options.access)
+        self._grpc = GrpcServer(options.grpc, options.access, open_files.grpc_connections(self._open_files))
         try:
             self._bring_up(options)
         except BaseException:
@@ -107,6 +105,9 @@ class Server:
             folder = options.base_dir.resolve()
             index_dir = options.index_dir or folder / INDEX_FOLDER
             runs.add_mixture(options.mixture, folder, index_dir, options.revise, where="--dataset-mix")
+        served = map(runs.get, runs.names())
+        sources = sum(len(run.coordinator.order.config.sources) for run in served)
+        open_files.require(self._open_files, sources)
         self._grpc.start(runs)
         if options.ready_file is not None:
             self._ready_file = options.ready_file
@@ -150,15 +151,6 @@ class Server:
             _remove_ready(self._ready_file)
 
 
-def _allow_many_files() -> None:
-    """Each source has a file or two open while it is read, and each rank a connection; many systems' soft limit is
-    1,024, for the sake of programs that use select()."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 def _folder(options: ServeOptions) -> Path:
     """Where a ledger lies that is named without a folder."""
     return options.mixtures[0].resolve().parent if options.mixtures else options.base_dir.resolve()
@@ -190,7 +182,8 @@ def _refuse_open_door(option: str, address: str, access: Access) -> None:
     if not access.closed:
         raise ConfigError(
             f"{option} {address}: others than this machine reach this address, and there is no token; set "
-            f"{CONTROL_VARIABLE} (make one: openssl rand -hex 32) or --token-file FILE, or listen on 127.0.0.1"
+            f"{CONTROL_VARIABLE} (make one: openssl rand -hex 32) or --token-file FILE, let the server make one with "
+            "--make-token, or listen on 127.0.0.1"
         )
     if access.tls is None:
         _log.warning(

@@ -19,6 +19,7 @@ from tokenloom_server.cli import (
     restore,
     serve,
     stats,
+    token,
     trace,
     validate,
     verify,
@@ -47,6 +48,7 @@ add_command(app, trace.trace)
 add_command(app, export.export)
 add_command(app, restore.restore)
 add_command(app, fork.fork)
+add_command(app, token.token)
 add_command(app, demo.demo)
 app.add_typer(mixture.app)
 app.add_typer(checkpoint.app)

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from tokenloom_proto.credentials import CONTROL_VARIABLE
 
 from tokenloom_server.cli.common import set_up_logging
 from tokenloom_server.cli.options import MixtureOptions
+from tokenloom_server.cli.token import MadeToken, make_token
 from tokenloom_server.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -111,6 +113,14 @@ class ServerAccess:
             "TOKENLOOM_READ_TOKEN."
         ),
     ] = None
+    make_token: Annotated[
+        bool,
+        typer.Option(
+            "--make-token",
+            help="Where no token is given: make one at the first start, keep it in the folder of indexes (mode 0600) "
+            "and show it once; tokenloom token shows it again.",
+        ),
+    ] = False
     tls_cert: Annotated[
         Path | None, typer.Option(help="The server's certificate chain, PEM: gRPC and REST use TLS.")
     ] = None
@@ -119,13 +129,20 @@ class ServerAccess:
         Path | None, typer.Option(help="A CA, PEM: every client must show a certificate of it (mTLS).")
     ] = None
 
-    def access(self) -> Access:
+    def access(self, made: MadeToken | None) -> Access:
         """The tokens that callers show, and the server's TLS. Raises ``ConfigError``."""
         from tokenloom_server.api.auth import Access
         from tokenloom_server.api.tls import Tls
 
         tls = Tls.load(self.tls_cert, self.tls_key, self.tls_client_ca)
-        return Access.find(os.environ, self.token_file, self.read_token_file, tls)
+        return Access.find(os.environ, made.file if made else self.token_file, self.read_token_file, tls)
+
+    def made_token(self, folder: Path) -> MadeToken | None:
+        """The server's own token, kept in a folder, where it is asked for and no other is given."""
+        variables = (CONTROL_VARIABLE, f"{CONTROL_VARIABLE}_FILE")
+        if not self.make_token or self.token_file is not None or any(name in os.environ for name in variables):
+            return None
+        return make_token(folder)
 
 
 def serve(
@@ -154,7 +171,7 @@ def serve(
         parent_death.hold(parent)
     # numpy's linear algebra starts a thread for each core, with memory of its own; a server multiplies no matrices.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from tokenloom_server.api.server import Server
+    from tokenloom_server.api.server import INDEX_FOLDER, Server
 
     set_up_logging(log_level)
     stopping, serving = threading.Event(), threading.Event()
@@ -167,7 +184,8 @@ def serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    server = Server(_options(mixtures or [], options, access, mixture_options))
+    made = access.made_token(options.index_dir or (mixtures[0].parent if mixtures else Path()) / INDEX_FOLDER)
+    server = Server(_options(mixtures or [], options, access.access(made), mixture_options))
     serving.set()
     # One line, plain, for people and scripts alike.
     print(
@@ -175,6 +193,8 @@ def serve(
         f"{server.page_url} (runs: {', '.join(server.run_names)})",
         flush=True,
     )
+    if made is not None and made.is_new:
+        print(made.lines(server.page_url, server.grpc_address, server.run_names[0]), flush=True)
     # The system may hand a signal to a thread that is not Python's own, and then nothing wakes this one, which has to
     # handle it: so it looks now and then.
     due = time.monotonic() + options.log_positions
@@ -187,7 +207,7 @@ def serve(
 
 
 def _options(
-    mixtures: Sequence[Path], options: ServerOptions, access: ServerAccess, mixture_options: MixtureOptions
+    mixtures: Sequence[Path], options: ServerOptions, access: Access, mixture_options: MixtureOptions
 ) -> ServeOptions:
     """All that the server needs. Raises ``ConfigError``."""
     from tokenloom_server.api.server import ServeOptions
@@ -214,7 +234,7 @@ def _options(
             rank_timeout_s=options.rank_timeout,
             storage_timeout_s=options.storage_timeout,
         ),
-        access=access.access(),
+        access=access,
         data_roots=mixture_options.roots(),
         plugins=mixture_options.plugins(),
     )

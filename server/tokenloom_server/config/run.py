@@ -14,7 +14,7 @@ from tokenloom_server.config.node import NodeConfig, descend, numbered, walk
 from tokenloom_server.config.run_checks import check_run
 from tokenloom_server.config.run_fields import RunFields
 from tokenloom_server.config.source import SourceConfig
-from tokenloom_server.core.state import SourceState
+from tokenloom_server.core.state import SourceState, State
 
 
 class RunConfig(RunFields):
@@ -62,9 +62,21 @@ class RunConfig(RunFields):
         """Whether balances leave out the padding of samples. Of joined documents only a source's last one has any."""
         return self.count == "real" and self.packing != "concat" and self.batching is None
 
+    @property
+    def balance_count(self) -> Literal["real", "positions"]:
+        """What balances and shares count."""
+        return "real" if self.balances_real else "positions"
+
     def balanced(self, source: SourceState) -> int:
         """What balances count of a source."""
         return source.real_tokens if self.balances_real else source.tokens
+
+    def consumed(self, state: State) -> tuple[int, ...]:
+        """What balances count of each source, by id, without what was passed over."""
+        return tuple(
+            source.tokens - source.skipped_tokens - self.balances_real * source.consumed_padding_tokens
+            for source in state.sources
+        )
 
     @cached_property
     def sources(self) -> tuple[SourceConfig, ...]:

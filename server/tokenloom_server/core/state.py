@@ -155,6 +155,11 @@ class SourceState:
         """Its tokens without padding."""
         return self.tokens - self.row_counts.padding_tokens
 
+    @property
+    def consumed_padding_tokens(self) -> int:
+        """Its padding without that of what was passed over."""
+        return self.row_counts.padding_tokens - self.skipped_padding_tokens
+
 
 def begun_again(source: SourceState) -> SourceState:
     """A source in which the row, or the rows packed together, that have begun are read again from their first token."""
@@ -235,8 +240,7 @@ class State:
     @property
     def real_tokens(self) -> int:
         """The total tokens without padding."""
-        padding = (source.row_counts.padding_tokens - source.skipped_padding_tokens for source in self.sources)
-        return self.total_tokens - sum(padding)
+        return self.total_tokens - sum(source.consumed_padding_tokens for source in self.sources)
 
 
 def passed_over(before: State, after: State) -> State:

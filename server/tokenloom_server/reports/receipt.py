@@ -85,7 +85,7 @@ class SourceReport(Document):
     excluded_rows: int
     """Rows of each epoch that revisions take out."""
     share: float
-    """Of the run's tokens (0 to 1)."""
+    """Of the run's tokens, as its balances count them (0 to 1)."""
     target_share: float
     """What the weights ask for while every source lasts (0 to 1)."""
     epochs: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from tokenloom_server.reports.document import Document
 from tokenloom_server.reports.receipt import RevisionInfo
@@ -18,7 +18,8 @@ class SourceStats(Document):
     alias: str
     """The short name; the spec where the mixture file gives none."""
     target_share: float
-    """Share of the run's tokens that the weights ask for while every source lasts (0 to 1)."""
+    """Share of the run's tokens that the weights ask for while every source lasts (0 to 1). Which tokens shares are of,
+    the run's ``count`` says."""
     actual_share: float
     """Share of the run's tokens so far (0 to 1); 0 before the first."""
     window_share: float
@@ -145,6 +146,9 @@ class RunStats(Document):
     world_size: int
     batch_size: int
     sequence_length: int
+    count: Literal["real", "positions"]
+    """What the shares of sources count: real tokens, those of documents, where samples are padded and the run balances
+    these; else positions, ``sequence_length`` for each sample."""
     sample_index: int
     """Committed."""
     produced_index: int

@@ -24,6 +24,8 @@ def print_stats(out: Console, stats: RunStats) -> None:
         current = f"revision {stats.revision}" if stats.revision else "the mixture that the run began with"
         out.print(f"in force: {current}{later} (tokenloom mixture show)")
     out.print(sources_table(stats))
+    if stats.count == "real":
+        out.print("shares are of real tokens, without padding")
     for line in _losses(stats), _rows_without_tokens(stats), _skipped(stats), _pinned(stats):
         if line:
             out.print(line)

@@ -37,7 +37,7 @@ from tokenloom_server.run.active_generation import ActiveGeneration
 from tokenloom_server.run.join_call import ResumeChoice
 from tokenloom_server.run.pins import PinnedPoint
 from tokenloom_server.run.stream_commands import StreamCommands
-from tokenloom_server.run.views import CommitTask, ProductionTask, RunView
+from tokenloom_server.run.views import CommitTask, ProductionTask, RecentCommit, RunView
 
 _log = logging.getLogger(__name__)
 
@@ -371,8 +371,9 @@ class RunCoordinator(StreamCommands):
             task.active.generation.set_committed(task.steps)
             self._committed, self._committed_state, self._committed_at = commit, state, self.wall_clock()
             now = self.clock()
-            if now - self._recent[-1][0] >= RECENT_EVERY_S:
-                self._recent.append((now, commit))
+            if now - self._recent[-1].time >= RECENT_EVERY_S:
+                consumed = task.timeline.at(commit.sample_index).config.consumed(state)
+                self._recent.append(RecentCommit(now, commit.total_tokens, consumed))
             self._wakes.changed.notify_all()
             self._wake_producer()
 

@@ -30,7 +30,7 @@ from tokenloom_server.run.join_call import ResumeChoice
 from tokenloom_server.run.lease_state import LeaseState
 from tokenloom_server.run.pins import PinnedPoint
 from tokenloom_server.run.timeouts import Timeouts
-from tokenloom_server.run.views import RunView
+from tokenloom_server.run.views import RecentCommit, RunView
 from tokenloom_server.run.wakes import Wakes
 
 _log = logging.getLogger(__name__)
@@ -84,8 +84,8 @@ class RunState:
         self._error: TokenloomError | None = None
         self._ledger_error: str | None = None
         self._ledger_loss = LedgerLoss(0, 0, 0, 0.0)
-        # (time, commit) over the last minute or so, for rates and window shares.
-        self._recent: deque[tuple[float, CommittedState]] = deque(maxlen=512)
+        # For rates and window shares.
+        self._recent: deque[RecentCommit] = deque(maxlen=512)
         # What rank 0 of an attempt was refused with, by what it asked for: the same id may be tried again with another
         # resume point. The oldest are forgotten.
         self._refused: dict[tuple[str, ResumeChoice], TokenloomError] = {}
@@ -210,7 +210,8 @@ class RunState:
         self._wakes.set_ranks(len(active.generation.slots))
         self._committed = committed
         self._recent.clear()
-        self._recent.append((now, committed))
+        consumed = self.timeline.at(base.sample_index).config.consumed(base)
+        self._recent.append(RecentCommit(now, committed.total_tokens, consumed))
         self._error = None
         self._wakes.everyone()
         return active

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import zip_longest
 
 from tokenloom_server.core.state import EpochCursor, FileCursor, SourceState, State, WindowCursor, row_cursor
 from tokenloom_server.errors import TokenloomError
@@ -19,7 +20,7 @@ from tokenloom_server.reports.stats import LedgerStats, NextLaunch, PlannedRevis
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.losses import Losses
 from tokenloom_server.run.pins import PinnedPoint
-from tokenloom_server.run.views import RunView
+from tokenloom_server.run.views import RecentCommit, RunView
 from tokenloom_server.sources.scheme import scheme_of
 
 _log = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class StatsReader:
             world_size=generation.world_size,
             batch_size=generation.batch_size,
             sequence_length=config.sequence_length,
+            count=config.balance_count,
             sample_index=committed.sample_index,
             produced_index=max(generation.produced_index, committed.sample_index),
             digest=committed.digest,
@@ -89,7 +91,7 @@ class StatsReader:
             skips=timeline.skips,
             pin=next_launch(view.pin) if view.pin is not None else None,
             reported=reported,
-            sources=self.sources(committed, state, view.earlier_commit[1], over=generation.over, losses=losses),
+            sources=self.sources(committed, state, view.earlier_commit, over=generation.over, losses=losses),
             ranks=_ranks(view),
             ledger=self._ledger(view),
         )
@@ -106,7 +108,7 @@ class StatsReader:
         self,
         committed: CommittedState,
         state: State,
-        earlier: CommittedState | None = None,
+        earlier: RecentCommit | None = None,
         *,
         over: bool = False,
         losses: Mapping[int, tuple[float, float]] = _NO_LOSSES,
@@ -114,16 +116,16 @@ class StatsReader:
         """The sources' stats at a commit, of which ``state`` is the state. ``earlier``: where the window begins; with
         the run, where nothing moved since. ``losses``, by source id: smoothed and last."""
         order = self._coordinator.timeline.at(state.sample_index)
-        specs, now = order.record.specs, committed.counters
-        before = earlier.counters if earlier is not None and earlier.total_tokens < committed.total_tokens else {}
+        specs, consumed = order.record.specs, order.config.consumed(state)
+        before = earlier.consumed if earlier is not None and earlier.total_tokens < committed.total_tokens else ()
         asked_for = target_shares(order.config, order.record.size_estimates)
-        so_far, in_window = _shares(specs, now, {}), _shares(specs, now, before)
+        so_far, in_window = _shares(consumed, ()), _shares(consumed, before)
         return [
             self._source(
                 order,
                 i,
                 source,
-                now[specs[i]],
+                committed.counters[specs[i]],
                 (asked_for[i], so_far[i], in_window[i]),
                 over,
                 losses.get(i, (None, None)),
@@ -279,8 +281,8 @@ def _ranks(view: RunView) -> list[RankStats]:
     ]
 
 
-def _shares(specs: Sequence[str], now: Mapping[str, Counters], before: Mapping[str, Counters]) -> list[float]:
-    """Each source's share of the tokens that were consumed between two commits."""
-    tokens = [now[spec].tokens - (before[spec].tokens if spec in before else 0) for spec in specs]
+def _shares(now: Sequence[int], before: Sequence[int]) -> list[float]:
+    """Each source's share of what was ``consumed`` between two commits; one may be new since the first."""
+    tokens = [own - earlier for own, earlier in zip_longest(now, before, fillvalue=0)]
     total = sum(tokens)
     return [count / total if total > 0 else 0.0 for count in tokens]

@@ -50,6 +50,14 @@ class CommitTask(NamedTuple):
     known_index: int
 
 
+class RecentCommit(NamedTuple):
+    """A commit of the last minute or so: when it was made, and what was ``consumed`` up to it."""
+
+    time: float
+    total_tokens: int
+    consumed: tuple[int, ...]
+
+
 class RunView(NamedTuple):
     """A run at one moment."""
 
@@ -62,8 +70,8 @@ class RunView(NamedTuple):
     state: State
     #: Unix time; None before the first commit.
     committed_at: float | None
-    #: (time, commit) over the last minute or so; and the time now.
-    recent: Sequence[tuple[float, CommittedState]]
+    #: Commits over the last minute or so; and the time now.
+    recent: Sequence[RecentCommit]
     now: float
     #: What stopped the run for all ranks, and why commits wait.
     error: TokenloomError | None
@@ -76,16 +84,17 @@ class RunView(NamedTuple):
     generation: GenerationView
 
     @property
-    def earlier_commit(self) -> tuple[float, CommittedState]:
-        """(time, commit) at which the window of rates begins."""
-        recent = [entry for entry in self.recent if self.now - entry[0] <= LOOK_BACK_S] or self.recent[-1:]
-        return recent[0] if recent else (self.now, self.commit)
+    def earlier_commit(self) -> RecentCommit:
+        """The commit at which the window of rates begins."""
+        recent = [commit for commit in self.recent if self.now - commit.time <= LOOK_BACK_S] or self.recent[-1:]
+        return recent[0] if recent else RecentCommit(self.now, self.commit.total_tokens, ())
 
     @property
     def tokens_per_s(self) -> float:
         """How many tokens were committed in each second lately; 0 where none were."""
-        since, earlier = self.earlier_commit
-        return (self.commit.total_tokens - earlier.total_tokens) / (self.now - since) if self.now > since else 0.0
+        earlier = self.earlier_commit
+        since_s = self.now - earlier.time
+        return (self.commit.total_tokens - earlier.total_tokens) / since_s if since_s > 0 else 0.0
 
     def seconds_until(self, sample_index: int) -> float | None:
         """When a sample index is committed at this rate, seconds from now; None where nothing is committed lately."""

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 #: A connection that is silent for so long is asked for a sign of life, and dropped where none comes within as much
 #: time again, seconds.
 KEEPALIVE_S = 30
+#: A new connection has so long for the handshakes of TLS and HTTP/2, and one without a call is closed after so long,
+#: seconds: the client connects again when it calls.
+HANDSHAKE_S, IDLE_S = 10, 120
 #: Calls at a time, one thread each; gRPC refuses the next one. Room for the largest world twice, since a rank that
 #: reconnects comes before its old stream was seen to be broken, and for those who look on.
 MAX_CALLS = 2 * 4096 + 256
@@ -30,33 +33,22 @@ MAX_CALLS = 2 * 4096 + 256
 class GrpcServer:
     """The gRPC endpoint: the data loader, health and reflection. Holds its address from its constructor on."""
 
-    def __init__(self, address: str, access: Access = OPEN_TO_ALL) -> None:
-        """Binds ``address`` (``host:port``, port 0 for a free one). Raises ``ConfigError`` where that fails."""
+    def __init__(self, address: str, access: Access = OPEN_TO_ALL, max_connections: int = MAX_CALLS) -> None:
+        """Binds ``address`` (``host:port``, port 0 for a free one), for so many connections at a time: the next is
+        closed at once. Raises ``ConfigError`` where that fails."""
         self._access = access
         self._interceptor = AuthInterceptor(access)
-        self._server = grpc.server(
-            ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="grpc"),
-            interceptors=[self._interceptor],
-            maximum_concurrent_rpcs=MAX_CALLS,
-            options=[
-                ("grpc.max_send_message_length", -1),
-                ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
-                # A client whose machine is gone, or that is stopped, would keep its stream, and what waits in it.
-                ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
-                ("grpc.keepalive_timeout_ms", KEEPALIVE_S * 1000),
-                ("grpc.http2.ping_timeout_ms", KEEPALIVE_S * 1000),  # else a minute, whatever the line above says
-                ("grpc.http2.max_pings_without_data", 0),
-                # Clients ping when a call is long silent, such as a Join that waits for rank 0.
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 20_000),
-                ("grpc.keepalive_permit_without_calls", 1),
-                # Two servers on one port would share its connections without a word.
-                ("grpc.so_reuseport", 0),
-            ],
-        )
         self._health: HealthServicer | None = None
         host = address.rpartition(":")[0]
         try:
-            _try_to_listen(address)
+            # gRPC counts for each address by itself; a name such as localhost has two.
+            max_connections //= _try_to_listen(address)
+            self._server = grpc.server(
+                ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="grpc"),
+                interceptors=[self._interceptor],
+                maximum_concurrent_rpcs=MAX_CALLS,
+                options=_options(max_connections),
+            )
             if access.tls is None:
                 port = self._server.add_insecure_port(address)
             else:
@@ -98,15 +90,38 @@ class GrpcServer:
         self._interceptor.close()
 
 
+def _options(max_connections: int) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+        # A client whose machine is gone, or that is stopped, would keep its stream, and what waits in it.
+        ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_S * 1000),
+        ("grpc.http2.ping_timeout_ms", KEEPALIVE_S * 1000),  # else a minute, whatever the line above says
+        ("grpc.http2.max_pings_without_data", 0),
+        # Clients ping when a call is long silent, such as a Join that waits for rank 0.
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 20_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # A stranger who only connects has a file descriptor of the server, without a call or a token.
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_S * 1000),
+        ("grpc.max_connection_idle_ms", IDLE_S * 1000),
+        # Two servers on one port would share its connections without a word.
+        ("grpc.so_reuseport", 0),
+    ]
+
+
 def _credentials(tls: Tls) -> grpc.ServerCredentials:
     return grpc.ssl_server_credentials(
         [(tls.key, tls.certificate)], root_certificates=tls.client_ca, require_client_auth=tls.client_ca is not None
     )
 
 
-def _try_to_listen(address: str) -> None:
-    """Raises ``OSError`` with the reason; gRPC itself knows none, and writes lines of its own to stderr."""
+def _try_to_listen(address: str) -> int:
+    """How many addresses the name has. Raises ``OSError`` with the reason; gRPC itself knows none, and writes lines of
+    its own to stderr."""
     host, _, port = address.rpartition(":")
     addresses = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     for family, _, _, _, socket_address in addresses:
         socket.create_server(socket_address[:2], family=family).close()
+    return len(addresses)

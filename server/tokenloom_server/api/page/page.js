@@ -17,7 +17,7 @@ const views = new Map(); // run name → view
 let failures = 0;
 let awaySince = null;
 let wake = () => {};
-// In this tab only, and never in a URL.
+// In this tab only.
 const TOKEN_KEY = "tokenloom-token";
 let token = sessionStorage.getItem(TOKEN_KEY) ?? "";
 
@@ -172,6 +172,7 @@ class RunView extends View {
     this.text("ledger", stats.ledger.available ? "ledger available" : "ledger away", stats.ledger.backend);
 
     this.text("revision", revisionNote(stats));
+    this.text("count", stats.count === "real" ? "shares of real tokens, without padding" : "");
     this.notice("pin", pinNote(stats.pin));
     const skips = skipsText(stats.skips);
     this.notice("skips", skips && `The order passes over ${skips}.`);
@@ -444,6 +445,14 @@ function keepToken(text) {
   wake();
 }
 
+// The address that a server prints with the token it made: taken out of it at once, so that no history keeps it.
+function takeToken() {
+  const shown = new URLSearchParams(location.hash.slice(1)).get("token");
+  if (!shown) return;
+  history.replaceState(null, "", location.pathname + location.search);
+  keepToken(shown);
+}
+
 function showConnection(error) {
   const away = error !== null;
   const words = away ? "Away" : "Live";
@@ -486,6 +495,8 @@ function entered() {
 }
 
 async function main() {
+  takeToken();
+  window.addEventListener("hashchange", takeToken);
   $("entry").addEventListener("submit", (event) => {
     event.preventDefault();
     const given = $("token").value.trim();

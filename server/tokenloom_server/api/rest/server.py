@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from tokenloom_server.api.auth import OPEN_TO_ALL, Access
-from tokenloom_server.errors import ConfigError
+from tokenloom_server.api.rest.listener import listen
 
 if TYPE_CHECKING:
     from tokenloom_server.api.rest.uvicorn_server import Http
@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 IMPORT_AFTER_S = 2.0
 #: How often the thread looks whether it is to end before that, seconds.
 _TICK_S = 0.1
-#: Connections that may wait to be accepted.
-_BACKLOG = 128
 
 
 class RestServer:
@@ -33,7 +31,7 @@ class RestServer:
     def __init__(self, host: str, port: int, access: Access = OPEN_TO_ALL) -> None:
         """Binds ``host:port``, port 0 for a free one. Raises ``ConfigError`` when that address cannot be had."""
         self._access = access
-        self._listener = _listen(host, port)
+        self._listener = listen(host, port)
         host, port = self._listener.getsockname()[:2]
         #: Where it listens, ``host:port``.
         self.address: str = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -97,24 +95,3 @@ class RestServer:
         ready: list[socket.socket] = []
         while not ready and not self._stopping and time.monotonic() < until:
             ready, _, _ = select.select([self._listener], [], [], _TICK_S)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        if not 0 <= port < 2**16:
-            # Further down, getaddrinfo would take its lower 16 bits.
-            raise OSError(0, f"a port is 0 to {2**16 - 1}")
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        # Where a name has both, IPv4 first: it is what people type and what the line at start shows.
-        family, _, _, _, address = min(addresses, key=lambda entry: entry[0] != socket.AF_INET)
-        listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
-    except OSError as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(
-            f"the REST address {host}:{port} cannot be had ({reason}): stop what listens there, or choose another "
-            "with --rest HOST:PORT (port 0 picks a free one)"
-        ) from None
-    # Connections inherit it. asyncio sets it only where it made the socket, and without it every answer, written
-    # as head and body, waits 40 ms for the peer's delayed acknowledgement of the head.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener

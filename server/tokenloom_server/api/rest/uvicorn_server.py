@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import time
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from tokenloom_server.api.rest.listener import MAX_CONNECTIONS
 from tokenloom_server.api.tls import Tls
 
-#: Connections at once; above it uvicorn answers 503. Times MAX_BODY_BYTES, it bounds the memory for bodies.
-MAX_CONNECTIONS = 128
+#: A connection without a request under way is closed after this time, seconds: since it was accepted, or since its last
+#: answer. However slowly bytes come: a request is under way once its head is complete.
+SILENT_S = 10.0
+#: So long where an answer is still to be read by the other side, seconds.
+UNREAD_S = 60.0
+
+
+class _Connection(H11Protocol):
+    """A connection that knows since when its peer owes something."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+        super().connection_made(transport)
+        self._waits_since = time.monotonic()
+
+    def on_response_complete(self) -> None:
+        self._waits_since = time.monotonic()
+        super().on_response_complete()
+
+    def drop_if_silent(self) -> None:
+        """Closes it where the peer takes longer than it may."""
+        if self.cycle is None or self.cycle.response_complete:
+            allowed_s = UNREAD_S if self.transport.get_write_buffer_size() else SILENT_S
+            if time.monotonic() - self._waits_since > allowed_s:
+                self.transport.abort()
 
 
 class Http(uvicorn.Server):
@@ -21,7 +47,7 @@ class Http(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="asyncio",
-                http="h11",
+                http=_Connection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -29,7 +55,8 @@ class Http(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                limit_concurrency=MAX_CONNECTIONS,
+                # Of requests, whose work may outlast their connections; these are bounded when they are accepted.
+                limit_concurrency=MAX_CONNECTIONS + 1,
             )
         )
         if tls is not None:
@@ -44,6 +71,11 @@ class Http(uvicorn.Server):
         # uvicorn takes whole seconds by its type and any number in fact.
         self.config.timeout_graceful_shutdown = timeout_s  # type: ignore[assignment]
         self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        for connection in list(self.server_state.connections):
+            connection.drop_if_silent()  # type: ignore[union-attr]  # all are ours
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)

@@ -1,0 +1,55 @@
+"""The socket that REST listens on: it bounds connections when they are accepted."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+from tokenloom_server.errors import ConfigError
+
+#: Connections that may wait to be accepted.
+_BACKLOG = 128
+#: Connections at a time; the next is closed when it is accepted. Times MAX_BODY_BYTES, it bounds the memory for bodies.
+MAX_CONNECTIONS = 128
+
+
+class BoundedListener(socket.socket):
+    """A listening socket with at most ``max_connections`` open at a time, also of those that have not sent a byte."""
+
+    def __init__(self, listener: socket.socket, max_connections: int) -> None:
+        """Takes over what ``listener`` holds."""
+        super().__init__(fileno=listener.detach())
+        self._max_connections = max_connections
+        self._accepted: list[socket.socket] = []
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Raises ``BlockingIOError`` where nobody waits, and where somebody did and found no place."""
+        connection, address = super().accept()
+        self._accepted = [each for each in self._accepted if each.fileno() != -1]
+        if len(self._accepted) >= self._max_connections:
+            connection.close()
+            raise BlockingIOError
+        self._accepted.append(connection)
+        return connection, address
+
+
+def listen(host: str, port: int) -> BoundedListener:
+    """At ``host:port``. Raises ``ConfigError`` with the reason where that address cannot be had."""
+    try:
+        if not 0 <= port < 2**16:
+            # Further down, getaddrinfo would take its lower 16 bits.
+            raise OSError(0, f"a port is 0 to {2**16 - 1}")
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        # Where a name has both, IPv4 first: it is what people type and what the line at start shows.
+        family, _, _, _, address = min(addresses, key=lambda entry: entry[0] != socket.AF_INET)
+        listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    except OSError as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"the REST address {host}:{port} cannot be had ({reason}): stop what listens there, or choose another "
+            "with --rest HOST:PORT (port 0 picks a free one)"
+        ) from None
+    # Connections inherit it. asyncio sets it only where it made the socket, and without it every answer, written
+    # as head and body, waits 40 ms for the peer's delayed acknowledgement of the head.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return BoundedListener(listener, MAX_CONNECTIONS)

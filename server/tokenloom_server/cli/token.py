@@ -1,0 +1,82 @@
+"""``tokenloom token``, and the token that a server makes where it is given none."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+from tokenloom_proto.credentials import CONTROL_VARIABLE, find_token, read_token
+
+from tokenloom_server.errors import ConfigError
+
+_FILE_NAME = "token"
+
+
+class MadeToken(NamedTuple):
+    """The token that a server made for itself."""
+
+    file: Path
+    is_new: bool
+
+    def lines(self, page_url: str, grpc_address: str, run: str) -> str:
+        """What people and trainers need, once, at the start that made it."""
+        token = read_token(self.file)
+        # An address that stands for all of this machine's is none to connect to.
+        page, target = (
+            address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]") for address in (page_url, grpc_address)
+        )
+        return (
+            f"made a token, kept in {self.file}; it is shown this once, and again by: tokenloom token\n"
+            f"  the page:   {page}#token={token}\n"
+            f"  a trainer:  export {CONTROL_VARIABLE}={token}\n"
+            f'              RemoteDataset("grpc://{target}/{run}", batch_size=4)'
+        )
+
+
+def make_token(folder: Path) -> MadeToken:
+    """The token in a folder, made there where there is none. Raises ``ConfigError``."""
+    file = folder / _FILE_NAME
+    draft = file.with_name(f".{_FILE_NAME}.{os.getpid()}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        draft.touch(mode=0o600)
+        draft.write_text(f"{secrets.token_hex(32)}\n", encoding="ascii")
+        try:
+            # Whole from the first, and of two servers that make one at once both have the same.
+            os.link(draft, file)
+        except FileExistsError:
+            return MadeToken(file, is_new=False)
+        finally:
+            draft.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"--make-token: no token can be kept in {str(folder)!r} ({error.strerror}); set {CONTROL_VARIABLE}, or "
+            "name a folder that may be written to with --index-dir"
+        ) from None
+    return MadeToken(file, is_new=True)
+
+
+def token(
+    index_dir: Annotated[
+        Path, typer.Option(help="The folder of indexes that the server has.", show_default=True)
+    ] = Path(".tokenloom-index"),
+) -> None:
+    """Print the control token of the server that runs here: the one in TOKENLOOM_TOKEN, or the one that it made.
+
+    In the folder where the server runs: export TOKENLOOM_TOKEN=$(tokenloom token), or with Compose
+    $(docker compose exec server tokenloom token).
+    """
+    file = index_dir / _FILE_NAME
+    try:
+        control = find_token(CONTROL_VARIABLE, os.environ)
+        if control is None and not file.exists():
+            raise ConfigError(
+                f"there is no token here: {CONTROL_VARIABLE} is not set, and {str(file)!r} does not exist; a server "
+                "that is started with --make-token and without a token makes that file"
+            )
+        print(control or read_token(file))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

@@ -1,0 +1,106 @@
+"""What a connection to REST may be without a request: few, and not for long."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import trustme
+from support.memory_service import MemoryService
+from support.waiting import wait_for
+from tokenloom_server.api.auth import Access
+from tokenloom_server.api.rest.server import RestServer
+from tokenloom_server.api.tls import Tls
+
+
+@pytest.fixture
+def server() -> Iterator[RestServer]:
+    server = RestServer("127.0.0.1", 0)
+    server.start(MemoryService())
+    yield server
+    server.stop()
+
+
+SLOW_PARTS = [b"G", b"ET /healthz HTTP/1.1\r\n", b"host: localhost\r\n"]
+
+
+@pytest.mark.parametrize("parts", [[], SLOW_PARTS])
+@pytest.mark.parametrize("asked_before", [False, True])
+def test_a_connection_without_a_whole_request_is_closed(
+    server: RestServer, monkeypatch: pytest.MonkeyPatch, parts: list[bytes], asked_before: bool
+) -> None:
+    monkeypatch.setattr("tokenloom_server.api.rest.uvicorn_server.SILENT_S", 0.4)
+    host, _, port = server.address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        if asked_before:
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += connection.recv(65536)
+        for part in parts:
+            connection.sendall(part)
+            time.sleep(0.1)
+        assert reads_to_the_end(connection) == b""
+
+
+def reads_to_the_end(connection: socket.socket) -> bytes:
+    """What comes until the other side closes, or resets."""
+    answer = b""
+    with contextlib.suppress(ConnectionResetError):
+        while chunk := connection.recv(65536):
+            answer += chunk
+    return answer
+
+
+def test_an_answer_that_is_read_slowly_is_read_to_its_end(server: RestServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenloom_server.api.rest.uvicorn_server.SILENT_S", 0.2)
+    host, _, port = server.address.rpartition(":")
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(10)
+        connection.connect((host, int(port)))
+        connection.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        head = connection.recv(512)
+        time.sleep(0.6)
+        length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        assert len((head + reads_to_the_end(connection)).partition(b"\r\n\r\n")[2]) == length
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_connections_beyond_the_bound_are_closed_when_they_are_accepted(
+    tls: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenloom_server.api.rest.listener.MAX_CONNECTIONS", 4)
+    authority = trustme.CA()
+    pem = authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem
+    pem.write_to_path(tmp_path / "cert.pem")
+    access = Access("a" * 32, tls=Tls.load(tmp_path / "cert.pem", tmp_path / "cert.pem", None) if tls else None)
+    server = RestServer("127.0.0.1", 0, access)
+    server.start(MemoryService())
+    host, _, port = server.address.rpartition(":")
+    try:
+        with contextlib.ExitStack() as opened:
+            silent = [opened.enter_context(socket.create_connection((host, int(port)), 10)) for _ in range(20)]
+            for connection in silent[4:]:
+                assert reads_to_the_end(connection) == b"", "closed by the server"
+            silent[0].close()
+            verify = ssl.create_default_context() if tls else False
+            if tls:
+                authority.configure_trust(verify)
+            with httpx.Client(base_url=server.url, verify=verify, trust_env=False) as client:
+                wait_for(lambda: answers(client), "a place that is free again", 10)
+    finally:
+        server.stop()
+
+
+def answers(client: httpx.Client) -> bool:
+    try:
+        return client.get("/healthz").status_code == 200
+    except httpx.TransportError:
+        return False
