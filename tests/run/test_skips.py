@@ -305,6 +305,19 @@ def test_a_skip_at_an_older_loaders_checkpoint_is_taken_back_by_that(place: Plac
     assert {index: Trainer(served, 1, 1).take(20)[index] for index in (begin + 7,)} == {begin + 7: taken[begin]}
 
 
+@pytest.mark.parametrize(
+    ("request_of", "says"),
+    [
+        ({}, "names one of snapshot id, sample index and snapshot, but 0 are given"),
+        ({"snapshot_id": "a", "sample_index": 1}, "but 2 are given"),
+        ({"sample_index": 1, "skip_samples": 1, "skip_tokens": 8}, "skips 1 samples and 8 tokens: give one of them"),
+    ],
+)
+def test_a_restore_names_one_point_and_one_length(served: ServedRun, request_of: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        served.start_points.restore(**request_of)
+
+
 def test_a_pin_can_be_taken_back_and_both_are_shown(place: Place, served: ServedRun, trainer: Trainer) -> None:
     samples = sequence(served)
     trainer.train(10)

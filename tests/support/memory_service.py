@@ -396,7 +396,8 @@ class MemoryService(Runs):
         undo_skip: bool = False,
     ) -> NextLaunch:
         stats = self.stats(run)
-        assert [snapshot_id, sample_index, text].count(None) == 2, "REST lets exactly one through"
+        if [snapshot_id, sample_index, text].count(None) != 2:
+            raise ConfigError("a restore names one of the three")
         if snapshot_id is not None:
             text = self.saved_snapshot(run, snapshot_id)
         if text is not None:
