@@ -12,6 +12,7 @@ from importlib.resources import files
 import httpx
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+from support.hostile import TEXTS, is_shown_as_it_is
 from support.memory_service import MemoryService, rank_stats, report_stats, run_losses, run_stats, source_stats
 from tokenloom_server.api.auth import Access
 from tokenloom_server.api.page import FILES
@@ -190,6 +191,17 @@ def test_shares_are_shown_and_follow_the_service(page: Page, service: MemoryServ
     assert cell(page, "code", "Samples left") == "–"
     assert cell(page, "prose", "Samples left") == "0"
     expect(page.get_by_text("exhausted", exact=True)).to_have_attribute("title", "311 tokens filled no sample")
+
+
+@pytest.mark.browser
+def test_names_are_shown_and_never_obeyed(page: Page, service: MemoryService) -> None:
+    # What is no pair of surrogates does not travel in JSON's UTF-8.
+    texts = [text.partition("\ud83d")[0] for text in TEXTS]
+    service.put(run_stats(RUN, sources=[source_stats(i, alias=text, spec=text[::-1]) for i, text in enumerate(texts)]))
+    expect(page.locator("table.mix tbody tr")).to_have_count(len(texts))
+    shown = page.locator("table.mix").evaluate("table => table.textContent")
+    assert "\\u001b[2J" in shown and "\\u202egpj.exe" in shown
+    assert is_shown_as_it_is(shown, lines=True)
 
 
 @pytest.mark.browser

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokenloom_server.cli.common import console, set_up_logging
+from tokenloom_server.cli.common import console, print_document, set_up_logging
 from tokenloom_server.cli.options import PANEL, Mixture, MixtureOptions
 from tokenloom_server.errors import ConfigError
 
@@ -57,7 +57,7 @@ def validate(
         out.print(f"warning: the data are too short for one sample: {samples.ended}", style="yellow")
     out.print("valid", style="green")
     if print_file:
-        print(text, end="")
+        print_document(text)
 
 
 def _sources(factory: PipelineFactory) -> Table:

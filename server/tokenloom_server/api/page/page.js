@@ -66,6 +66,11 @@ function points(indices, values) {
   return known.map(place).join(" ");
 }
 
+// A control character, or one that turns the direction of writing, becomes JSON's escape of it; lines stay.
+const CONTROL = /[\0-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]/gu;
+const escaped = (text) =>
+  String(text ?? "").replace(CONTROL, (found) => `\\u${found.codePointAt(0).toString(16).padStart(4, "0")}`);
+
 // Views: the parts of a template, by name
 
 class View {
@@ -85,8 +90,9 @@ class View {
 
   text(name, value, exact) {
     const part = this.texts.get(name);
-    if (part.textContent !== value) part.textContent = value;
-    if (exact !== undefined && part.title !== exact) part.title = exact;
+    const shown = escaped(value);
+    if (part.textContent !== shown) part.textContent = shown;
+    if (exact !== undefined && part.title !== escaped(exact)) part.title = escaped(exact);
     return part;
   }
 
@@ -468,7 +474,7 @@ function showConnection(error) {
   }
   awaySince ??= new Date();
   const since = awaySince.toLocaleTimeString("en-GB");
-  const reason = error instanceof Refused ? `The server cannot answer: ${error.message}` : "The server does not answer.";
+  const reason = error instanceof Refused ? `The server cannot answer: ${escaped(error.message)}` : "The server does not answer.";
   const kept = views.size ? ` The figures are those of ${since}.` : "";
   if ($("away-text").textContent !== reason + kept) $("away-text").textContent = reason + kept;
 }
