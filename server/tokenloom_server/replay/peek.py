@@ -22,7 +22,8 @@ from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.replay.past import Past
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
-from tokenloom_server.run.history import LATEST, History, NearestState
+from tokenloom_server.run.history import LATEST, History
+from tokenloom_server.run.lineage import NearestState
 
 #: The largest micro-step of a peek, bytes.
 MAX_STEP_BYTES = 16 * 2**20
@@ -56,7 +57,7 @@ class Peeks:
         self._lock = threading.Lock()
         self._streams: set[Peek] = set()
 
-    def join(self, call: PeekCall, interrupted: Callable[[], bool]) -> tuple[int, State]:
+    def join(self, call: PeekCall) -> tuple[int, State]:
         """Where a peek starts: as asked for, else where the ledger stands. Goes forward to it.
 
         Returns the generation in whose lineage that lies, 0 for none, and the state there.
@@ -70,12 +71,12 @@ class Peeks:
             index = int(call.resume)
             # Of a run of batches the one that has the sample comes as a whole.
             index -= index % timeline.at(index).config.pick_samples
-            generation, state = past.state_at(index, interrupted)
+            generation, state = past.state_at(index)
         else:
             self._coordinator.require_lead()
             with past.admitted():
                 point = self._point(call)
-                state = self._history.forward(point, partial(past.forward, interrupted=interrupted))
+                state = self._history.forward(point, past.forward)
                 generation = point.generation or self._history.nearest(state.sample_index).generation
                 past.remember(generation, state, timeline)
         return generation, state

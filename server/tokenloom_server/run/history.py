@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from tokenloom_proto.resume import counts_at
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.core.state import MAX_COUNTER, Imported, State, digest_hex
-from tokenloom_server.errors import BeyondHorizon, ConfigError, NotFound, OrderMismatch, SnapshotInvalid
+from tokenloom_server.errors import (
+    BeyondHorizon,
+    ConfigError,
+    LedgerRolledBack,
+    NotFound,
+    OrderMismatch,
+    SnapshotInvalid,
+)
 from tokenloom_server.ledger.records import Opening, StoredRevision, StoredRun
 from tokenloom_server.order import foreign_checkpoint, foreign_payload, snapshot, snapshot_encode
 from tokenloom_server.order.replay import Replay, beyond_the_end
@@ -20,7 +26,7 @@ from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.cursor_check import check_cursors
-from tokenloom_server.run.lineage import covering, lineage
+from tokenloom_server.run.lineage import NearestState, covering, lineage
 from tokenloom_server.run.pins import PinnedPoint
 from tokenloom_server.run.sizing import batch_plans_of
 from tokenloom_server.run.views import RunView
@@ -30,18 +36,6 @@ Advance = Callable[[State, int, Timeline], State]
 
 #: What ``resume`` may be, beside a snapshot's id.
 LATEST, FRESH = "latest", "fresh"
-
-
-class NearestState(NamedTuple):
-    """A state to go forward from to a sample index."""
-
-    state: State
-    #: The one that the state is of; 0 where the ledger has none that far back.
-    generation: int
-    #: Up to there samples were delivered, as far as the ledger can tell, so that any of them may be asked for.
-    reach: int
-    #: The order that the generation saw.
-    timeline: Timeline
 
 
 class History:
@@ -355,7 +349,7 @@ class History:
                 )
             text = self.seal(state, generation.number, commit.state)
         else:
-            text = self._recomputed(index)
+            text = self._recomputed(index, generation.number)
         return text, index
 
     def seal(self, state: State, generation: int, resume_state: str = "", uid: str | None = None) -> str:
@@ -365,9 +359,16 @@ class History:
         there = self.timeline.encode(state, generation)
         return snapshot_encode.compose(template, resume_state or there, there)
 
-    def _recomputed(self, index: int) -> str:
-        """By going forward from the nearest state that the ledger has in the index's lineage."""
-        opening = covering(self.openings(), index)
+    def _recomputed(self, index: int, present: int) -> str:
+        """By going forward from the nearest state that the ledger has in the index's lineage; ``present``: the
+        generation that this server has. Raises ``LedgerRolledBack`` where the ledger has not even that."""
+        openings = self.openings()
+        if present not in (opening.generation for opening in openings):
+            raise LedgerRolledBack(
+                f"run {self._coordinator.name!r} is at generation {present}, but "
+                f"{self._coordinator.ledger.description} has no opening of it: it lost data. {LedgerRolledBack.remedy}"
+            )
+        opening = covering(openings, index)
         if opening is None:
             raise BeyondHorizon(f"sample {index} lies before the first state that the ledger holds of this run")
         boundary = batch_plans_of(opening).boundary(index)
