@@ -144,16 +144,6 @@ class RevisionHandler:
         revise = Revise(coordinator.uid, coordinator.stream, epoch, revision, closes, known_changes=known_changes)
         return coordinator.ledger.execute(revise)
 
-    def adopt(self, text: str | bytes) -> None:
-        """``take_over`` for a ledger that never opened the run, by who does not hold ``one_change``."""
-        coordinator = self._coordinator
-        if brings(coordinator.name, text) is None:
-            return
-        with coordinator.one_change:
-            stored = coordinator.ledger.read_run(coordinator.name, coordinator.stream)
-            if stored is not None and stored.opening is None:
-                self.take_over(text)
-
     def take_over(self, text: str | bytes) -> None:
         """A ledger that is not as far as a snapshot of the run takes over the revisions that the snapshot carries; one
         that never opened it the origin of a fork, too (the caller holds ``one_change``, and nobody trains).
