@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from support.catalog import SOURCES, paths_of, spec_of
 from tokenloom_server.errors import SourceChanged, SourceError
 from tokenloom_server.sources import files, manifest
 from tokenloom_server.sources.manifest import Manifest
+from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.local import LocalFile
 
 GLOB = spec_of("txt:data/*.txt:text")
@@ -149,3 +151,110 @@ def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
     (folder / "data" / "gone.txt").symlink_to("nowhere")
     with pytest.raises(SourceError, match=r"'data/gone\.txt' cannot be read \(No such file"):
         files.shards_of(GLOB, ["data/a.txt", "data/gone.txt"], folder)
+
+
+def large(folder: Path, name: str, size: int) -> Path:
+    path = folder / "large" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(random.Random(name).randbytes(size))
+    return path
+
+
+def edit(path: Path, offset: int, size: int = 1) -> None:
+    """Other bytes at a place, and all else as it was, the time of modification too."""
+    times = path.stat()
+    with path.open("r+b") as file:
+        file.seek(offset)
+        old = file.read(size)
+        file.seek(offset)
+        file.write(bytes(byte ^ 1 for byte in old))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+LARGE = spec_of("txt:large/*.txt:text")
+
+
+def test_every_edit_of_a_file_of_four_mebibytes_is_noticed_by_its_spots(tmp_path: Path) -> None:
+    path = large(tmp_path, "a.txt", 4 << 20)
+    built = manifest.build([LARGE], tmp_path)
+    manifest.verify_spots(built, tmp_path, 60)
+    for offset in range(100_000, (4 << 20) - 100_000, 260_123):
+        edit(path, offset)
+        manifest.verify(built, tmp_path, SOURCES)  # the fingerprint does not see it
+        with pytest.raises(SourceChanged) as caught:
+            manifest.verify_spots(built, tmp_path, 60)
+        assert "'large/a.txt' was changed within" in str(caught.value)
+        assert "found spot digest 64:" in str(caught.value)
+        assert f"recorded {built.sources[0].shards[0].spots}" in str(caught.value)
+        assert "put the file back as it was, or begin a new run" in str(caught.value)
+        edit(path, offset)
+    manifest.verify_spots(built, tmp_path, 60)
+    path.unlink()
+    manifest.verify_spots(built, tmp_path, 60)  # who reads its rows says that
+
+
+def test_of_a_larger_file_spots_lie_everywhere_and_an_edit_of_two_parts_is_noticed(tmp_path: Path) -> None:
+    size = 12 << 20
+    path = large(tmp_path, "a.txt", size)
+    built = manifest.build([LARGE], tmp_path)
+    for part in range(2, 60, 7):
+        edit(path, part * size // 64, 2 * size // 64)
+        with pytest.raises(SourceChanged, match="was changed within"):
+            manifest.verify_spots(built, tmp_path, 60)
+        edit(path, part * size // 64, 2 * size // 64)
+
+
+def test_spots_are_recorded_of_what_the_fingerprint_does_not_see_and_are_no_part_of_the_digest(tmp_path: Path) -> None:
+    large(tmp_path, "a.txt", 1 << 18)
+    large(tmp_path, "b.txt", 1 << 17)
+    built = manifest.build([LARGE], tmp_path)
+    a, b = built.sources[0].shards
+    assert (a.spots[:2], b.spots, b.modified_ns) == ("4:", "", 0)
+    again = Manifest.from_json(built.to_json()).sources[0].shards
+    assert [(each.spots, each.modified_ns) for each in again] == [(each.spots, each.modified_ns) for each in (a, b)]
+    older = Manifest.from_json(built.to_json(spots=False))
+    assert "spots" not in older.to_json()
+    assert older == built
+    edit(tmp_path / "large/a.txt", 1 << 17)
+    manifest.verify_spots(older, tmp_path, 60)  # a record from before there were spots
+    os.utime(tmp_path / "large/a.txt", ns=(1, 1))
+    assert manifest.build([LARGE], tmp_path).digest == older.digest == built.digest
+
+
+def test_spots_are_bounded_in_bytes_and_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(files, "ALL_SPOTS", 8)
+    for count in (1, 5, 8, 30):
+        for i in range(count):
+            large(tmp_path, f"{i}.txt", 1 << 18)
+        (own,) = manifest.build([LARGE], tmp_path).sources
+        taken = [int(shard.spots.partition(":")[0]) for shard in own.shards if shard.spots]
+        assert 0 < sum(taken) <= 8
+        assert max(taken) == max(1, min(4, 8 // count))
+    with caplog.at_level("WARNING"):
+        manifest.verify_spots(manifest.build([LARGE], tmp_path), tmp_path, -1)
+    assert "0 of 8 files were compared" in caplog.text
+
+
+def test_a_file_that_is_written_while_it_is_served_is_a_warning_or_refused_by_its_spots(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, io_stats = large(tmp_path, "a.txt", 1 << 19), IoStats()
+    (shard,) = manifest.build([LARGE], tmp_path).sources[0].shards
+
+    def open_it() -> None:
+        files.open_shard(LARGE, shard, tmp_path, io_stats).close()
+
+    open_it()
+    assert io_stats.warning() == ""
+    os.utime(path, ns=(1, 1))
+    with caplog.at_level("WARNING"):
+        open_it()
+        open_it()
+    assert io_stats.warning().startswith("'large/a.txt' was written or copied since the run began; size, head, end")
+    assert caplog.messages == [io_stats.warning()]
+    edit(path, 1 << 18)
+    os.utime(path, ns=(2, 2))
+    with pytest.raises(SourceChanged, match=r"'large/a\.txt' was changed within"):
+        open_it()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
@@ -30,6 +30,10 @@ class Shard:
     path: str
     size: int
     fingerprint: str
+    spots: str = field(default="", compare=False)
+    """Of a local file whose middle the fingerprint does not see, a digest of ranges of it (``files.spot_digest``)."""
+    modified_ns: int = field(default=0, compare=False)
+    """When that file had been written, nanoseconds."""
 
 
 class BadRow(NamedTuple):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,6 +26,10 @@ from tokenloom_server.storage.urls import is_remote
 #: How much of a file's head, and of its end, goes into its fingerprint.
 FINGERPRINT_BYTES = 64 * 1024
 
+#: So many ranges of a file are in its spot digest at most, and of all files of a run together: 256 MiB.
+SPOTS, ALL_SPOTS = 64, 4096
+SPOT_BYTES = 64 * 1024
+
 #: Threads that stat and read heads: storage latency is what 10,000 files cost, not CPU time.
 FILE_THREADS = 16
 #: The same where each answer takes round trips over a network.
@@ -43,6 +48,48 @@ def fingerprint_of(file: File) -> str:
     digest.update(file.read_at(0, FINGERPRINT_BYTES))
     digest.update(file.read_at(max(0, file.size - FINGERPRINT_BYTES), FINGERPRINT_BYTES))
     return f"{HASH}:{digest.hexdigest()}"
+
+
+def spot_digest(file: File, count: int) -> str:
+    """``COUNT:DIGEST``: an XXH3-128 of so many ranges of 64 KiB, one drawn by a hash in each equal part of the file; of
+    the whole file where the parts are no larger than that."""
+    digest = xxhash.xxh3_128()
+    for i in range(count):
+        begin, end = file.size * i // count, file.size * (i + 1) // count
+        drawn = xxhash.xxh3_64_intdigest(b"%d %d %d" % (file.size, count, i)) % max(1, end - begin - SPOT_BYTES + 1)
+        digest.update(file.read_at(begin + drawn, min(SPOT_BYTES, end - begin)))
+    return f"{count}:{digest.hexdigest()}"
+
+
+def with_spots(shards: Sequence[Shard], base_dir: Path) -> list[Shard]:
+    """The shards of a new run, those with their spot digest that are local and larger than what the fingerprint sees;
+    of very many files some. Raises ``OSError``."""
+    hashed = (i for i, shard in enumerate(shards) if _is_hashed(shard) and not is_remote(shard.path))
+    larger = [i for i in hashed if shards[i].size > 2 * FINGERPRINT_BYTES]
+    larger = larger[:: -(-len(larger) // ALL_SPOTS) or 1]
+    most = min(SPOTS, ALL_SPOTS // max(1, len(larger)))
+
+    def spotted(place: int) -> Shard:
+        shard = shards[place]
+        with LocalFile(base_dir / shard.path, shard.path) as file:
+            digest = spot_digest(file, min(most, -(-shard.size // SPOT_BYTES)))
+            return replace(shard, spots=digest, modified_ns=file.modified_ns)
+
+    by_place = dict(zip(larger, in_threads(spotted, larger), strict=True))
+    return [by_place.get(i, shard) for i, shard in enumerate(shards)]
+
+
+def spots_differ(shard: Shard, file: File) -> str | None:
+    """As ``difference``, of what the fingerprint does not see; None where no spot digest was recorded."""
+    if not shard.spots:
+        return None
+    actual = spot_digest(file, int(shard.spots.partition(":")[0]))
+    if actual == shard.spots:
+        return None
+    return (
+        f"{shard.path!r} was changed within, though size, head and end are as they were: found spot digest {actual}, "
+        f"recorded {shard.spots}"
+    )
 
 
 def shards_of(spec: Spec, paths: Iterable[str], base_dir: Path) -> tuple[Shard, ...]:
@@ -93,7 +140,7 @@ def difference(shard: Shard, base_dir: Path, listed: Entry | None = None) -> str
         if is_remote(shard.path):
             entry = listed or stat(shard.path, repr(shard.path), IoStats())
             fault = _sizes_differ(shard, entry.size) or _signatures_differ(shard, entry)
-            if fault is not None or not shard.fingerprint.startswith(f"{HASH}:"):
+            if fault is not None or not _is_hashed(shard):
                 return fault
         with open_file(shard.path, base_dir) as file:
             return _sizes_differ(shard, file.size) or _fingerprints_differ(shard, fingerprint_of(file))
@@ -177,9 +224,16 @@ def _written_since(shard: Shard, file: LocalFile, io_stats: IoStats) -> str | No
     beginning compares all files."""
     name, modified = str(file.path), file.modified_ns
     # Files in the Hub's cache have another kind of fingerprint, and never change.
-    if not shard.fingerprint.startswith(f"{HASH}:") or io_stats.modified.setdefault(name, modified) == modified:
+    if not _is_hashed(shard) or io_stats.modified.setdefault(name, shard.modified_ns or modified) == modified:
         return None
-    fault = _fingerprints_differ(shard, fingerprint_of(file))
+    fault = _fingerprints_differ(shard, fingerprint_of(file)) or spots_differ(shard, file)
     if fault is None:
         io_stats.modified[name] = modified
+        if shard.modified_ns not in (0, modified):
+            io_stats.note_rewritten(shard.path)
     return fault
+
+
+def _is_hashed(shard: Shard) -> bool:
+    """Whether the fingerprint is made of the file's content."""
+    return shard.fingerprint.startswith(f"{HASH}:")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
 from typing import NamedTuple
+
+_log = logging.getLogger(__name__)
 
 
 class RetryPolicy(NamedTuple):
@@ -54,11 +57,28 @@ class IoStats:
         self.stopped = False
         #: When local files were last written, by path, as far as they were opened: what changes later is noticed.
         self.modified: dict[str, int] = {}
+        #: Of those that were written since the run began, yet have what was recorded of them: the paths.
+        self.rewritten: list[str] = []
         self._lock = threading.Lock()
         self._waits: dict[int, Wait] = {}
         # By the power of two that a read's length lies below.
         self._took: dict[int, deque[float]] = {}
         self._ahead = 0
+
+    def note_rewritten(self, path: str) -> None:
+        """A file was written since the run began, and nothing that was recorded of it differs."""
+        self.rewritten.append(path)
+        _log.warning("%s", self.warning())
+
+    def warning(self) -> str:
+        """What is to be looked at in the run's files, for people; or nothing."""
+        if not self.rewritten:
+            return ""
+        more = f" and {len(self.rewritten) - 1:,} more files were" if self.rewritten[1:] else " was"
+        return (
+            f"{self.rewritten[-1]!r}{more} written or copied since the run began; size, head, end and spots are as "
+            "recorded, all else may differ: tokenloom validate --full compares every byte"
+        )
 
     def stop(self) -> None:
         """Nobody waits any more: the server ends."""
