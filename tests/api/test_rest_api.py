@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from support.hostile import TEXTS, is_shown_as_it_is
 from support.memory_service import MemoryService, run_plan, run_stats
 from support.waiting import wait_for
 from tokenloom_proto.seal import unseal
@@ -751,3 +752,16 @@ def test_ipv6_addresses_are_written_with_brackets() -> None:
         assert httpx.get(f"http://{server.address}/healthz", trust_env=False).status_code == 200
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize("field", ["reason", "author"])
+def test_a_revision_with_control_characters_is_refused_in_an_answer_that_shows_them(
+    http: httpx.Client, field: str
+) -> None:
+    for text in TEXTS:
+        body = json.dumps({"reason": "why", field: text})
+        answer = http.patch(f"/v1/runs/{RUN}/mixture", content=body, headers=JSON)
+        assert answer.status_code == 422, text
+        message = answer.json()["message"]
+        assert message.startswith(f"body.{field}: found ") and "without control characters" in message
+        assert is_shown_as_it_is(message)

@@ -275,7 +275,7 @@ def test_a_mixture_that_contains_itself_is_refused() -> None:
         (MINIMAL.replace("epochs: .inf", "weight: .inf"), "mixture.children.1.weight: "),
         (MINIMAL.replace("run: wiki", "run: 2024-01-01"), "run: "),
         ("run: !!python/object/apply:os.system [exit]", "is not YAML"),
-        ("[" * 5000, "nested too deeply"),
+        ("[" * 5000, "line 1: nested deeper than 100 levels"),
     ],
 )
 def test_a_file_that_is_no_mixture_is_refused_by_name(tmp_path: Path, text: str, says: str) -> None:

@@ -41,6 +41,7 @@ def source_stats(source_id: int = 0, **figures: Any) -> SourceStats:
             "spec": f"parquet:data/source-{source_id}-*.parquet:text",
             "alias": f"source-{source_id}",
             "target_share": 0.5,
+            "expected_share": 0.5,
             "actual_share": 0.5,
             "window_share": 0.5,
             "samples": 2048,
@@ -169,6 +170,7 @@ def run_plan(run: str = "wiki-and-code", **figures: Any) -> RunPlan:
         **{
             "run": run,
             "sequence_length": 512,
+            "count": "positions",
             "labels": "same",
             "last_micro_step": "drop",
             "from_sample_index": 4096,
@@ -232,6 +234,7 @@ def run_report(stats: RunStats, **fields: Any) -> RunReport:
             skipped_tokens=0,
             excluded_rows=0,
             share=source.actual_share,
+            expected_share=source.expected_share,
             target_share=source.target_share,
             epochs=source.epoch,
             unique_tokens=source.tokens,

@@ -7,12 +7,15 @@ import time
 import uuid
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.catalog import open_catalog
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.catalog import Catalog
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.differences import began_with, differences, refuse
+from tokenloom_server.config.faults import explain
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.stream import TRAIN
@@ -111,7 +114,7 @@ class Runs:
         for warning in builder.warnings(factory.record):
             _log.warning("%s: %s", mixture.run, warning)
         streams = Streams.of(factory, mixture, self._ledger)
-        coordinator = RunCoordinator(factory, self._ledger, stored.uid, self._timeouts)
+        coordinator = RunCoordinator(factory, self._ledger, stored.uid, self._timeouts, wall_clock=self._ledger.clock)
         leadership = Leadership(coordinator, self._holder)
         if not self._standby:
             leadership.wait_to_lead()
@@ -153,7 +156,11 @@ class Runs:
                 "by cannot revise it: start it without --standby, or without --revise and with the old file"
             )
         assert revise is not None
-        return factory, MixtureChange(reason=revise, author="tokenloom serve --revise", mixture=as_file(mixture))
+        try:
+            change = MixtureChange(reason=revise, author="tokenloom serve --revise", mixture=as_file(mixture))
+        except ValidationError as error:
+            raise ConfigError(explain(error, "--revise")) from None
+        return factory, change
 
     def _history_of(self, run: str) -> History | None:
         served = self._runs.get(run)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from tokenloom_server.cli.command import command
-from tokenloom_server.cli.common import console, print_json
+from tokenloom_server.cli.common import console, print_document, print_json
 from tokenloom_server.cli.options import ControlAccess, ReadAccess, RunName, Url
 from tokenloom_server.cli.revision import RevisionOptions, parse_number, parse_weight
 
@@ -81,7 +81,7 @@ def show(
     if as_json:
         print_json(info.model_dump())
     elif as_yaml:
-        print(mixture_text.as_yaml(info), end="")
+        print_document(mixture_text.as_yaml(info))
     else:
         mixture_text.print_mixture(console(), info)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from tokenloom_server.cli.common import console, set_up_logging
+from tokenloom_server.cli.common import console, print_document, set_up_logging
 from tokenloom_server.cli.options import Mixture, MixtureOptions
 from tokenloom_server.errors import ConfigError
 
@@ -51,7 +51,7 @@ def plan(
 
         _write(picture, draw(made, form))
     if as_json:
-        print(made.model_dump_json(indent=2))
+        print_document(made.model_dump_json(indent=2))
         return
     from tokenloom_server.planning.report import report
 

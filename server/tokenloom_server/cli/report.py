@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tokenloom_server.cli.common import print_json
+from tokenloom_server.cli.common import print_document, print_json
 from tokenloom_server.cli.options import ReadAccess, Url
 
 
@@ -25,4 +25,4 @@ def report(
     if as_json:
         print_json(document.model_dump())
     else:
-        print(markdown(document), end="")
+        print_document(markdown(document))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokenloom_server.cli.common import console, set_up_logging
+from tokenloom_server.cli.common import console, print_document, set_up_logging
 from tokenloom_server.cli.options import PANEL, Mixture, MixtureOptions
 from tokenloom_server.errors import ConfigError
 
@@ -73,7 +73,7 @@ def validate(
         out.print(f"warning: the data are too short for one sample: {samples.ended}", style="yellow")
     out.print("valid", style="green")
     if print_file:
-        print(text, end="")
+        print_document(text)
 
 
 def _scan(out: Console, run_config: RunConfig, base_dir: Path, roots: DataRoots) -> None:
@@ -122,7 +122,7 @@ def _sources(factory: PipelineFactory) -> Table:
     kind = f"sequence length {config.sequence_length}, {config.packing}"
     if config.batching is not None:
         kind = f"batches of {config.global_batch_size} by {config.batching.bucket_by}"
-    shares = target_shares(config, record.size_estimates)
+    shares = target_shares(config, factory.initial(), record.size_estimates)
     rows = [
         (
             str(i),

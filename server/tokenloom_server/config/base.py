@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
+from tokenloom_server.core.control_characters import refuse_control_characters
+
 
 class Section(BaseModel):
     """One section of the mixture file: frozen, strict, and closed to unknown keys."""
@@ -75,7 +77,9 @@ Weight = Annotated[Annotated[Positive, Tag("number")] | Annotated[Points, Tag("p
 Share = Annotated[float, Field(gt=0, lt=1, strict=False), BeforeValidator(not_bool)]
 Epochs = Annotated[float, Field(gt=0, allow_inf_nan=True, strict=False), BeforeValidator(_not_nan)]
 MaxTokens = Annotated[int, Field(gt=0, le=2**53 - 1), BeforeValidator(whole_number)]
-Name = Annotated[str, Field(min_length=1)]
+PlainText = Annotated[str, AfterValidator(refuse_control_characters)]
+"""On one line, without characters that a terminal obeys."""
+Name = Annotated[PlainText, Field(min_length=1, max_length=256)]
 
 Presence = Literal["live", "paused", "dropped"]
 """Whether a child takes part. Only revisions pause and drop; what was dropped stays in the tree with its counters."""

@@ -6,12 +6,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
+#: Characters of a fault, which quotes what somebody wrote.
+MAX_LINE = 2000
+
 
 def explain(error: ValidationError, where: str, field: str = "") -> str:
     """A line for each fault; ``where`` begins it. ``field``: in which the document stands."""
     begin = f"{where}: " if where else ""
     within = (field,) if field else ()
-    return "\n".join(f"{begin}{_field((*within, *fault['loc']))}{_explain(dict(fault))}" for fault in error.errors())
+    faults = (f"{begin}{_field((*within, *fault['loc']))}{_explain(dict(fault))}" for fault in error.errors())
+    return "\n".join(line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]}…" for line in faults)
 
 
 def _is_tag(part: str | int, before: str | int) -> bool:

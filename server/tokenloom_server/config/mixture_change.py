@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from tokenloom_server.config.base import PlainText
+
 
 class _ChangePart(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
@@ -48,9 +50,9 @@ class Exclusion(_ChangePart):
 class MixtureChange(_ChangePart):
     """What a revision is to change, from when on, and why."""
 
-    reason: Annotated[str, Field(min_length=1, max_length=2000)]
+    reason: Annotated[PlainText, Field(min_length=1, max_length=2000)]
     """For whoever asks later; it stays in the ledger."""
-    author: Annotated[str, Field(max_length=200)] = ""
+    author: Annotated[PlainText, Field(max_length=200)] = ""
     sample_index: Annotated[int, Field(ge=0)] | None = None
     """From this sample on; the first that is possible if neither this nor ``total_tokens`` is given."""
     total_tokens: Annotated[int, Field(ge=0)] | None = None

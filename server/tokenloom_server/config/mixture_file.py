@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,10 @@ from tokenloom_server.config.faults import explain
 from tokenloom_server.config.node import too_small_limits
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.errors import ConfigError
+from tokenloom_server.storage.yaml_bounds import check_yaml
+
+#: Of a mixture file: some 100,000 sources.
+MAX_BYTES = 2**24
 
 
 def load(path: Path, catalog: Catalog) -> RunConfig:
@@ -23,17 +27,22 @@ def load(path: Path, catalog: Catalog) -> RunConfig:
     Raises ``ConfigError`` with one line per fault: file, path of the field, what was found, what was expected.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        text = content.decode("utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a mixture file") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"{path}: has more than {MAX_BYTES:,} bytes; expected a mixture file")
     try:
+        check_yaml(text)
         document = yaml.load(text, Loader=_UniqueKeyLoader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: is not YAML: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{path}: is nested too deeply for a mixture file") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: expected a mapping with run, mixture, …, found {type(document).__name__}")
     return parse(document, where=str(path), catalog=catalog)
@@ -67,14 +76,18 @@ def given_by_the_server(value: object, path: str) -> Iterator[str]:
             yield from given_by_the_server(below, f"{path}{i}.")
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
+class _UniqueKeyLoader(yaml.CSafeLoader):
     """A safe loader that refuses a key named twice, which YAML would silently resolve to the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for i, key in enumerate(keys):
-            if key in keys[:i]:
+        keys = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                break  # which the safe loader refuses
+            if key in keys:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands twice in one mapping", node.value[i][0].start_mark
+                    None, None, f"the key {key!r} stands twice in one mapping", key_node.start_mark
                 )
+            keys.add(key)
         return super().construct_mapping(node, deep)

@@ -14,9 +14,7 @@ from typing import Literal, TypeAlias, cast
 Operator: TypeAlias = Literal["==", "!=", "<", "<=", ">", ">=", "in", "not in"]
 Constant: TypeAlias = str | int | float | bool
 
-_COMPARISON = re.compile(
-    r"\s*(?P<column>.*?)(?:\s*(?P<sign>==|!=|<=|>=|<|>)|\s+(?P<word>not\s+in|in)(?=[\s\[]))\s*(?P<value>.*?)\s*", re.S
-)
+_OPERATOR = re.compile(r"==|!=|<=|>=|<|>|(?<=\s)(?:not\s+in|in)(?=[\s\[])")
 #: What is more than plain text in a template: a doubled brace, or a column in braces.
 _GAPS = re.compile(r"(\{\{|\}\}|\{[^{}]+\})")
 _EXAMPLES = """such as 'score >= 0.5', 'lang == "en"' or 'lang in ["en", "de"]'"""
@@ -34,26 +32,27 @@ class Comparison:
     @classmethod
     def parse(cls, text: str) -> Comparison:
         """Reads ``COLUMN OPERATOR VALUE``; the value is JSON. Raises ``ValueError``."""
-        match = _COMPARISON.fullmatch(text)
-        if match is None or not match["column"]:
+        match = _OPERATOR.search(text)
+        column, written = ("", "") if match is None else (text[: match.start()].strip(), text[match.end() :].strip())
+        if match is None or not column:
             raise ValueError(f"{text!r} is no comparison; expected COLUMN OPERATOR VALUE, {_EXAMPLES}")
-        operator = cast("Operator", match["sign"] or " ".join(match["word"].split()))
+        operator = cast("Operator", " ".join(match[0].split()))
         try:
-            value = json.loads(match["value"], parse_constant=_refuse_constant)
+            value = json.loads(written, parse_constant=_refuse_constant)
         except ValueError:
             raise ValueError(
-                f"{text!r}: {match['value']!r} is no value; expected a number, true, false, a text in double quotes, "
+                f"{text!r}: {written!r} is no value; expected a number, true, false, a text in double quotes, "
                 f"or a list of those, {_EXAMPLES}"
             ) from None
         if isinstance(value, list) is not operator.endswith("in"):
             expected = "a list" if operator.endswith("in") else "one value (a list is for 'in' and 'not in')"
-            raise ValueError(f"{text!r}: found {match['value']} after {operator!r}, expected {expected}")
+            raise ValueError(f"{text!r}: found {written} after {operator!r}, expected {expected}")
         values = tuple(_constant(text, each) for each in (value if isinstance(value, list) else [value]))
         if not values or len({_kind(each) for each in values}) > 1:
             raise ValueError(f"{text!r}: expected a list of numbers, or of texts, with something in it")
         if isinstance(values[0], bool) and operator[0] in "<>":
             raise ValueError(f"{text!r}: true and false have no order; expected == or !=")
-        return cls(match["column"], operator, values)
+        return cls(column, operator, values)
 
     @property
     def kind(self) -> Literal["text", "number", "truth"]:

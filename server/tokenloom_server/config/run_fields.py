@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
-from tokenloom_server.config.base import EndOfText, OnBadRow, RowCount, Section
+from tokenloom_server.config.base import EndOfText, OnBadRow, PlainText, RowCount, Section
 from tokenloom_server.config.batching import BatchingConfig
 from tokenloom_server.config.node import NodeConfig, walk
 from tokenloom_server.config.phase import PhaseConfig
@@ -47,7 +47,7 @@ class RunFields(Section):
     or packed then."""
     global_batch_size: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """With ``batching``: samples of a micro-step, over all ranks."""
-    tokenizer: str | None = None
+    tokenizer: PlainText | None = None
     """A ``tokenizer.json``, a folder with one, or ``bytes``. Not needed where every source holds ids."""
     vocab_size: Annotated[int, Field(ge=2, le=2**32)] | None = None
     """Greatest id + 1, where there is no tokeniser."""

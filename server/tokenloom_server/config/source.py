@@ -33,6 +33,7 @@ from tokenloom_server.config.catalog import catalog_of
 from tokenloom_server.config.fim import FimConfig
 from tokenloom_server.config.row_rules import Comparison, RowRules, Template
 from tokenloom_server.config.spec import Spec
+from tokenloom_server.core.control_characters import refuse_control_characters
 from tokenloom_server.errors import ConfigError
 
 
@@ -147,6 +148,7 @@ class SourceConfig(Section):
     @field_validator("source")
     @classmethod
     def _normalise(cls, value: str, info: ValidationInfo) -> str:
+        refuse_control_characters(value)
         try:
             return str(catalog_of(info.context).sources.spec(value))
         except ConfigError as error:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from tokenloom_proto.batch_schedule import BatchSchedule
 
+from tokenloom_server.core.control_characters import refuse_control_characters
 from tokenloom_server.errors import JoinRefused
 
 #: Each rank's stream has a thread; gRPC has room for so many, and their Joins (``api.grpc.server.MAX_CALLS``).
@@ -131,3 +132,8 @@ def check(call: JoinCall, sample_bytes: int, window_micro_steps: int | None = No
     for field, value in (("attempt", call.attempt), ("nonce", call.nonce)):
         if not 1 <= len(value) <= 256:
             raise JoinRefused(f"{field} has {len(value)} characters; expected 1 to 256")
+    for field, value in (("attempt", call.attempt), ("process", call.process)):
+        try:
+            refuse_control_characters(value)
+        except ValueError as error:
+            raise JoinRefused(f"{field}: {error}") from None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tokenloom_server.config.spec import Spec
+from tokenloom_server.core.control_characters import escaped, refuse_control_characters
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources.files import in_threads
 from tokenloom_server.storage import listing
@@ -69,6 +70,7 @@ def listed_entries(spec: Spec, find: Callable[[Spec, IoStats], Sequence[Entry]])
             f"{where}: no file matches {spec.location!r}; look at its spelling, and whether the server's credentials "
             "may list it"
         )
+    check_names(spec, (entry.path for entry in entries))
     return tuple(entries)
 
 
@@ -81,6 +83,10 @@ def check_names(spec: Spec, paths: Iterable[str]) -> None:
             raise SourceError(
                 f"source {str(spec)!r}: the file name {path!r} is not UTF-8, so a manifest cannot hold it; rename it"
             ) from None
+        try:
+            refuse_control_characters(path)
+        except ValueError as error:
+            raise SourceError(f"source {str(spec)!r}: a file name: {error}, and rename the file") from None
 
 
 def nearest_folder(path: Path) -> str:
@@ -94,7 +100,7 @@ def nearest_folder(path: Path) -> str:
 def listed_names(folder: Path) -> str:
     """For messages: what lies in a folder, the first ``LISTED_NAMES`` of it."""
     try:
-        names = sorted(entry.name + ("/" if entry.is_dir() else "") for entry in folder.iterdir())
+        names = sorted(escaped(entry.name) + ("/" if entry.is_dir() else "") for entry in folder.iterdir())
     except OSError as error:
         return f"it cannot be listed: {error.strerror}"
     if not names:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from tokenloom_proto.seal import canonical
 
+from tokenloom_server.core.control_characters import escaped
 from tokenloom_server.errors import TokenizerError
 
 #: The name of the tokeniser that needs no file: its ids are the bytes of UTF-8.
@@ -23,6 +24,9 @@ _BYTES_BEGIN_OF_TEXT = 257
 #: What a tokeniser's folder holds: the tokeniser, and the names of its end and begin tokens.
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
+
+#: Ids of a tokeniser at most, 4 Mi. Engines hold a table with 16 bytes for each, also for those without a token.
+MAX_VOCABULARY = 2**22
 
 _LISTED_FILES = 12
 _HELP = "Names are never looked up on a hub: download the tokeniser's files, and give their path"
@@ -104,6 +108,11 @@ def find_tokenizer(name: str, base_dir: Path) -> TokenizerDefinition:
     vocabulary: dict[str, int] = reference.get_vocab(with_added_tokens=True)
     if not vocabulary:
         raise TokenizerError(f"tokenizer {name!r}: {path} has an empty vocabulary; train it, or name another")
+    if (greatest := max(vocabulary.values())) >= MAX_VOCABULARY:
+        raise TokenizerError(
+            f"tokenizer {name!r}: {path} has the id {greatest}; expected at most {MAX_VOCABULARY - 1}, since "
+            "engines have room for each id up to the greatest: number its tokens without gaps"
+        )
     # A file of another name may stand beside a config that is not its own.
     named = _named_beside(path, vocabulary) if path.name == TOKENIZER_FILE else {}
     sealed = canonical({key: token.content for key, token in named.items()})
@@ -111,7 +120,7 @@ def find_tokenizer(name: str, base_dir: Path) -> TokenizerDefinition:
         name=name,
         content=content,
         digest=hashlib.sha256(hashlib.sha256(raw).digest() + sealed.encode()).hexdigest(),
-        vocab_size=max(vocabulary.values()) + 1,
+        vocab_size=greatest + 1,
         added_tokens=added,
         end_of_text=named.get("eos_token"),
         begin_of_text=named.get("bos_token"),
@@ -164,7 +173,7 @@ def _tokenizer_json(name: str, base_dir: Path) -> Path:
         return path
     if (path / TOKENIZER_FILE).is_file():
         return path / TOKENIZER_FILE
-    there = sorted(entry.name for entry in path.iterdir())
+    there = sorted(escaped(entry.name) for entry in path.iterdir())
     listed = ", ".join(there[:_LISTED_FILES]) + (", …" if len(there) > _LISTED_FILES else "")
     raise TokenizerError(
         f"tokenizer {name!r}: the folder {path} has no tokenizer.json (found: {listed or 'nothing'}); {_CONVERT}"
@@ -175,7 +184,7 @@ def _parse(name: str, path: Path, raw: bytes) -> tuple[str, dict[str, Any]]:
     try:
         content = raw.decode("utf-8")
         document = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(
             f"tokenizer {name!r}: {path} is not JSON ({error}); expected a tokenizer.json. "
             f"Where it is another format (a sentencepiece or tiktoken model, a vocab.txt), {_CONVERT}"
@@ -203,7 +212,7 @@ def _named_beside(path: Path, vocabulary: dict[str, int]) -> dict[str, NamedToke
         return {}
     try:
         config = json.loads(beside.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TokenizerError(f"{beside}: cannot be read ({error}); expected JSON, mend it or remove it") from None
     named = {}
     for field in ("eos_token", "bos_token"):

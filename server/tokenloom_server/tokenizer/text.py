@@ -7,14 +7,16 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
+from tokenloom_server.core.control_characters import ESCAPES
 from tokenloom_server.errors import TokenizerError
 from tokenloom_server.tokenizer.definition import BYTES_TOKENIZER, find_tokenizer
 
 #: Ids to text. Special tokens are shown; what is no whole character becomes U+FFFD.
 Decode: TypeAlias = Callable[[Sequence[int]], str]
 
-#: Text of the web may hold what a terminal takes for commands: each control character as its picture.
-_PICTURES = {code: 0x2400 + code for code in range(0x20)} | {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+#: Text of the web may hold what a terminal takes for commands: each control character as its picture
+#: where Unicode has one, else as its escape.
+_PICTURES = ESCAPES | {code: 0x2400 + code for code in range(0x20)} | {0x7F: 0x2421}
 _LINES = _PICTURES | {0x09: 0x09, 0x0A: 0x0A}
 
 _BYTES = 256

@@ -66,6 +66,11 @@ function points(indices, values) {
   return known.map(place).join(" ");
 }
 
+// A control character, or one that turns the direction of writing, becomes JSON's escape of it; lines stay.
+const CONTROL = /[\0-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]/gu;
+const escaped = (text) =>
+  String(text ?? "").replace(CONTROL, (found) => `\\u${found.codePointAt(0).toString(16).padStart(4, "0")}`);
+
 // Views: the parts of a template, by name
 
 class View {
@@ -85,8 +90,9 @@ class View {
 
   text(name, value, exact) {
     const part = this.texts.get(name);
-    if (part.textContent !== value) part.textContent = value;
-    if (exact !== undefined && part.title !== exact) part.title = exact;
+    const shown = escaped(value);
+    if (part.textContent !== shown) part.textContent = shown;
+    if (exact !== undefined && part.title !== escaped(exact)) part.title = escaped(exact);
     return part;
   }
 
@@ -203,7 +209,7 @@ class RunView extends View {
   }
 
   showMix(sources) {
-    const scale = scaleFor(Math.max(...sources.flatMap((s) => [s.target_share, s.actual_share, s.window_share])));
+    const scale = scaleFor(Math.max(...sources.flatMap((s) => [s.expected_share, s.actual_share, s.window_share])));
     this.text("scale", `${scale * 100}\u00a0%`);
     const width = (share) => `${Math.min(1, share / scale) * 100}%`;
     keep(this.slot("sources"), this.sources, sources, (source) => source.id, "source", (row, source) => {
@@ -215,9 +221,11 @@ class RunView extends View {
       row.notice("bad", source.bad_rows ? `${compact(source.bad_rows)} bad rows` : "");
       row.slot("actual").style.width = width(source.actual_share);
       row.slot("window").style.width = width(source.window_share);
-      row.slot("target").style.left = width(source.target_share);
-      for (const name of ["target_share", "actual_share", "window_share"]) {
-        row.text(name, percent(source[name]), `${(source[name] * 100).toFixed(6)} %`);
+      row.slot("expected").style.left = width(source.expected_share);
+      for (const name of ["target_share", "expected_share", "actual_share", "window_share"]) {
+        const share = source[name];
+        if (share === null) row.text(name, dash, "no commit in the last 30 s");
+        else row.text(name, percent(share), `${(share * 100).toFixed(6)} %`);
       }
       this.showLoss(row, source);
       for (const name of ["tokens", "rows", "samples"]) row.number(name, source[name]);
@@ -466,7 +474,7 @@ function showConnection(error) {
   }
   awaySince ??= new Date();
   const since = awaySince.toLocaleTimeString("en-GB");
-  const reason = error instanceof Refused ? `The server cannot answer: ${error.message}` : "The server does not answer.";
+  const reason = error instanceof Refused ? `The server cannot answer: ${escaped(error.message)}` : "The server does not answer.";
   const kept = views.size ? ` The figures are those of ${since}.` : "";
   if ($("away-text").textContent !== reason + kept) $("away-text").textContent = reason + kept;
 }

@@ -15,6 +15,8 @@ from typing import Any
 
 import yaml
 
+from tokenloom_server.storage.yaml_bounds import check_yaml
+
 #: Endings that follow that of the content.
 COMPRESSED = ("gz", "zst", "bz2", "xz", "lz4")
 
@@ -92,9 +94,13 @@ def _header(card: str) -> dict[str, Any]:
     if end is None:
         return {}
     try:
-        document = yaml.load("\n".join(lines[1:end]), Loader=yaml.CSafeLoader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        header = "\n".join(lines[1:end])
+        check_yaml(header)
+        document = yaml.load(header, Loader=yaml.CSafeLoader)
+    except yaml.YAMLError as error:
         raise CardError(f"its card's header is no YAML ({type(error).__name__})") from None
+    except ValueError as error:
+        raise CardError(f"its card's header: {error}") from None
     return document if isinstance(document, dict) else {}
 
 

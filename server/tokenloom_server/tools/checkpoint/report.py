@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 from rich.tree import Tree
 
 from tokenloom_server.reports.tables import table
@@ -48,7 +47,7 @@ def show(content: Content, out: Console) -> None:
     if not suspicious:
         out.print("nothing is missing, and all counters add up", style="green")
     for fault in suspicious:
-        out.print(Text(f"suspicious: {fault}", style="yellow"), soft_wrap=True)
+        out.print(f"suspicious: {fault}", style="yellow", soft_wrap=True)
 
 
 def _heading(content: Content) -> Iterator[str]:
@@ -105,9 +104,9 @@ def _tree(content: Content) -> Tree:
             if below is None:
                 tree.add(line)
             else:
-                add(tree.add(line.append(f"; {below.policy or '?'}:")), below)
+                add(tree.add(f"{line}; {below.policy or '?'}:"), below)
 
-    trees = [(node, Tree(Text(f"{node.name}: {node.policy or 'its policy is not known'}"))) for node in top]
+    trees = [(node, Tree(f"{node.name}: {node.policy or 'its policy is not known'}")) for node in top]
     for node, tree in trees:
         add(tree, node)
     if len(trees) == 1:
@@ -118,7 +117,7 @@ def _tree(content: Content) -> Tree:
     return whole
 
 
-def _line(child: Child, chance: Chance, owed: float | None, issued: int) -> Text:
+def _line(child: Child, chance: Chance, owed: float | None, issued: int) -> str:
     parts = [f"{child.name}: {_shown(child.samples)} samples, {_shown(child.tokens)} tokens"]
     if child.samples is not None and issued:
         parts.append(f"{child.samples / issued:.2%} of the node")
@@ -134,7 +133,7 @@ def _line(child: Child, chance: Chance, owed: float | None, issued: int) -> Text
         parts.append("exhausted")
     if child.presence != "live":
         parts.append(child.presence)
-    return Text(", ".join(parts))
+    return ", ".join(parts)
 
 
 def probabilities(content: Content) -> list[dict[str, Any]]:
@@ -169,7 +168,7 @@ def show_probabilities(nodes: Sequence[Mapping[str, Any]], out: Console) -> None
         title = f"{node['name']}: {node['policy'] or 'its policy is not known'}"
         out.print(table(headings, rows, left=("child",), title=title))
     for lack in (lack for node in nodes or [_NO_MIXTURE] for lack in node["missing"]):
-        out.print(Text(f"missing: {lack}", style="yellow"), soft_wrap=True)
+        out.print(f"missing: {lack}", style="yellow", soft_wrap=True)
 
 
 def show_difference(difference: Difference, a: Content, b: Content, out: Console) -> None:
@@ -196,7 +195,7 @@ def show_difference(difference: Difference, a: Content, b: Content, out: Console
     headings = ("source", "samples", "rows", "tokens", "epochs", "from", "to")
     out.print(table(headings, rows, left=("source", "from", "to")))
     for change in difference.mixture:
-        out.print(Text(f"mixture: {change}"), soft_wrap=True)
+        out.print(f"mixture: {change}", soft_wrap=True)
     if not difference.mixture:
         out.print("the mixture is the same")
 
