@@ -59,9 +59,7 @@ def test_a_file_that_was_edited_within_ends_the_ranks_by_its_name(tmp_path: Path
         error = stats_of(server)["error"]
         assert isinstance(error, str)
         assert error.startswith("SourceChanged: source 'txt:edited.txt:text': 'edited.txt' was changed within")
-    path.write_bytes(
-        bytes(data[: len(data) // 2]) + bytes([data[len(data) // 2] ^ 1]) + bytes(data[len(data) // 2 + 1 :])
-    )
+    write(tmp_path)
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     with World(server.url("edited"), 2, 2, state=state) as world:
         world.steps(20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from pathlib import Path
@@ -163,79 +164,50 @@ def large(folder: Path, name: str, size: int) -> Path:
 
 def edit(path: Path, offset: int, size: int = 1) -> None:
     """Other bytes at a place, and all else as it was, the time of modification too."""
-    times = path.stat()
-    with path.open("r+b") as file:
-        file.seek(offset)
-        old = file.read(size)
-        file.seek(offset)
-        file.write(bytes(byte ^ 1 for byte in old))
+    times, data = path.stat(), bytearray(path.read_bytes())
+    data[offset : offset + size] = bytes(byte ^ 1 for byte in data[offset : offset + size])
+    path.write_bytes(data)
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 LARGE = spec_of("txt:large/*.txt:text")
 
 
-def test_every_edit_of_a_file_of_four_mebibytes_is_noticed_by_its_spots(tmp_path: Path) -> None:
-    path = large(tmp_path, "a.txt", 4 << 20)
-    built = manifest.build([LARGE], tmp_path)
-    manifest.verify_spots(built, tmp_path, 60)
-    for offset in range(100_000, (4 << 20) - 100_000, 260_123):
-        edit(path, offset)
-        manifest.verify(built, tmp_path, SOURCES)  # the fingerprint does not see it
-        with pytest.raises(SourceChanged) as caught:
-            manifest.verify_spots(built, tmp_path, 60)
-        assert "'large/a.txt' was changed within" in str(caught.value)
-        assert "found spot digest 64:" in str(caught.value)
-        assert f"recorded {built.sources[0].shards[0].spots}" in str(caught.value)
-        assert "put the file back as it was, or begin a new run" in str(caught.value)
-        edit(path, offset)
-    manifest.verify_spots(built, tmp_path, 60)
-    path.unlink()
-    manifest.verify_spots(built, tmp_path, 60)  # who reads its rows says that
-
-
-def test_of_a_larger_file_spots_lie_everywhere_and_an_edit_of_two_parts_is_noticed(tmp_path: Path) -> None:
-    size = 12 << 20
+@pytest.mark.parametrize(("size", "edited"), [(4 << 20, 1), (12 << 20, 2 * (12 << 20) // 64)])
+def test_an_edit_that_the_fingerprint_does_not_see_is_noticed_by_spots(tmp_path: Path, size: int, edited: int) -> None:
+    # Of four mebibytes every byte is seen, of a larger file whatever is as long as two of its 64 parts.
     path = large(tmp_path, "a.txt", size)
     built = manifest.build([LARGE], tmp_path)
-    for part in range(2, 60, 7):
-        edit(path, part * size // 64, 2 * size // 64)
-        with pytest.raises(SourceChanged, match="was changed within"):
-            manifest.verify_spots(built, tmp_path, 60)
-        edit(path, part * size // 64, 2 * size // 64)
+    for offset in range(100_000, size - 100_000 - edited, size // 11):
+        edit(path, offset, edited)
+        manifest.verify(built, tmp_path, SOURCES)
+        with pytest.raises(SourceChanged) as caught:
+            manifest.verify_spots(built, tmp_path, math.inf)
+        for part in ("'large/a.txt' was changed within", "found spot digest 64:", "put the file back as it was"):
+            assert part in str(caught.value)
+        assert f"recorded {built.sources[0].shards[0].spots}" in str(caught.value)
+        edit(path, offset, edited)
+    manifest.verify_spots(built, tmp_path, math.inf)
 
 
-def test_spots_are_recorded_of_what_the_fingerprint_does_not_see_and_are_no_part_of_the_digest(tmp_path: Path) -> None:
-    large(tmp_path, "a.txt", 1 << 18)
-    large(tmp_path, "b.txt", 1 << 17)
-    built = manifest.build([LARGE], tmp_path)
-    a, b = built.sources[0].shards
-    assert (a.spots[:2], b.spots, b.modified_ns) == ("4:", "", 0)
-    again = Manifest.from_json(built.to_json()).sources[0].shards
-    assert [(each.spots, each.modified_ns) for each in again] == [(each.spots, each.modified_ns) for each in (a, b)]
-    older = Manifest.from_json(built.to_json(spots=False))
-    assert "spots" not in older.to_json()
-    assert older == built
-    edit(tmp_path / "large/a.txt", 1 << 17)
-    manifest.verify_spots(older, tmp_path, 60)  # a record from before there were spots
-    os.utime(tmp_path / "large/a.txt", ns=(1, 1))
-    assert manifest.build([LARGE], tmp_path).digest == older.digest == built.digest
-
-
-def test_spots_are_bounded_in_bytes_and_time(
+def test_spots_are_bounded_recorded_beside_the_fingerprint_and_no_part_of_the_digest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(files, "ALL_SPOTS", 8)
-    for count in (1, 5, 8, 30):
-        for i in range(count):
-            large(tmp_path, f"{i}.txt", 1 << 18)
-        (own,) = manifest.build([LARGE], tmp_path).sources
-        taken = [int(shard.spots.partition(":")[0]) for shard in own.shards if shard.spots]
-        assert 0 < sum(taken) <= 8
-        assert max(taken) == max(1, min(4, 8 // count))
+    monkeypatch.setattr(files, "ALL_SPOTS", 6)
+    for name, size in (("a", 1 << 18), ("b", 1 << 17), ("c", 1 << 19)):
+        large(tmp_path, f"{name}.txt", size)
+    built = manifest.build([LARGE], tmp_path)
+    assert [shard.spots[:2] for shard in built.sources[0].shards] == ["3:", "", "3:"]
+    read = Manifest.from_json(built.to_json()).sources[0].shards
+    assert [shard.spots for shard in read] == [shard.spots for shard in built.sources[0].shards]
     with caplog.at_level("WARNING"):
-        manifest.verify_spots(manifest.build([LARGE], tmp_path), tmp_path, -1)
-    assert "0 of 8 files were compared" in caplog.text
+        manifest.verify_spots(built, tmp_path, -math.inf)
+    assert "time was up before all files were compared with their spots: 'large/a.txt' was not" in caplog.text
+    before_spots = Manifest.from_json(built.to_json(spots=False))
+    edit(tmp_path / "large/a.txt", 1 << 17)
+    manifest.verify_spots(before_spots, tmp_path, math.inf)
+    os.utime(tmp_path / "large/a.txt", ns=(1, 1))
+    assert manifest.build([LARGE], tmp_path).digest == before_spots.digest == built.digest
 
 
 def test_a_file_that_is_written_while_it_is_served_is_a_warning_or_refused_by_its_spots(
@@ -243,22 +215,17 @@ def test_a_file_that_is_written_while_it_is_served_is_a_warning_or_refused_by_it
 ) -> None:
     path, io_stats = large(tmp_path, "a.txt", 1 << 19), IoStats()
     (shard,) = manifest.build([LARGE], tmp_path).sources[0].shards
-
-    def open_it() -> None:
-        files.open_shard(LARGE, shard, tmp_path, io_stats).close()
-
-    open_it()
-    assert io_stats.warning() == ""
-    os.utime(path, ns=(1, 1))
-    with caplog.at_level("WARNING"):
-        open_it()
-        open_it()
-    assert io_stats.warning().startswith("'large/a.txt' was written or copied since the run began; size, head, end")
-    assert caplog.messages == [io_stats.warning()]
+    for modified in (None, 1, None):
+        if modified is not None:
+            os.utime(path, ns=(modified, modified))
+        with caplog.at_level("WARNING"):
+            files.open_shard(LARGE, shard, tmp_path, io_stats).close()
+    assert "'large/a.txt' was written or copied since the run began; what was recorded of it is" in io_stats.warning
+    assert caplog.messages == [io_stats.warning]
     edit(path, 1 << 18)
     os.utime(path, ns=(2, 2))
     with pytest.raises(SourceChanged, match=r"'large/a\.txt' was changed within"):
-        open_it()
+        files.open_shard(LARGE, shard, tmp_path, io_stats)
 
 
 @pytest.mark.parametrize("name", ["\x1b[2J.txt", "a\nforged.txt", "\u202etxt.exe.txt", "\x9b.txt"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 from tokenloom_server.errors import SourceError, TokenizerError, TokenloomError
 from tokenloom_server.order.pipeline import Pipeline
@@ -88,7 +89,7 @@ class Producer(threading.Thread):
         """Beside production: the spots of the files, once for each launch, after its first samples."""
         order = self._coordinator.order
         try:
-            verify_spots(order.record.manifest, order.resources.base_dir, COMPARE_S)
+            verify_spots(order.record.manifest, order.resources.base_dir, time.monotonic() + COMPARE_S)
         except TokenloomError as error:
             self._coordinator.fail(task.active, error)
 

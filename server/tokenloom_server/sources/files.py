@@ -26,7 +26,8 @@ from tokenloom_server.storage.urls import is_remote
 #: How much of a file's head, and of its end, goes into its fingerprint.
 FINGERPRINT_BYTES = 64 * 1024
 
-#: So many ranges of a file are in its spot digest at most, and of all files of a run together: 256 MiB.
+#: So many ranges of a file are in its spot digest at most, and of all files of a run together (256 MiB), unless these
+#: are more: then one of each.
 SPOTS, ALL_SPOTS = 64, 4096
 SPOT_BYTES = 64 * 1024
 
@@ -62,34 +63,31 @@ def spot_digest(file: File, count: int) -> str:
 
 
 def with_spots(shards: Sequence[Shard], base_dir: Path) -> list[Shard]:
-    """The shards of a new run, those with their spot digest that are local and larger than what the fingerprint sees;
-    of very many files some. Raises ``OSError``."""
-    hashed = (i for i, shard in enumerate(shards) if _is_hashed(shard) and not is_remote(shard.path))
-    larger = [i for i in hashed if shards[i].size > 2 * FINGERPRINT_BYTES]
-    larger = larger[:: -(-len(larger) // ALL_SPOTS) or 1]
-    most = min(SPOTS, ALL_SPOTS // max(1, len(larger)))
+    """The shards of a new run, those with their spot digest that are local and larger than what the fingerprint sees.
+    Raises ``OSError``."""
 
-    def spotted(place: int) -> Shard:
-        shard = shards[place]
+    def is_large(shard: Shard) -> bool:
+        return shard.size > 2 * FINGERPRINT_BYTES and _is_hashed(shard) and not is_remote(shard.path)
+
+    most = max(1, min(SPOTS, ALL_SPOTS // max(1, sum(map(is_large, shards)))))
+
+    def spotted(shard: Shard) -> Shard:
+        if not is_large(shard):
+            return shard
         with LocalFile(base_dir / shard.path, shard.path) as file:
             digest = spot_digest(file, min(most, -(-shard.size // SPOT_BYTES)))
             return replace(shard, spots=digest, modified_ns=file.modified_ns)
 
-    by_place = dict(zip(larger, in_threads(spotted, larger), strict=True))
-    return [by_place.get(i, shard) for i, shard in enumerate(shards)]
+    return in_threads(spotted, shards)
 
 
 def spots_differ(shard: Shard, file: File) -> str | None:
     """As ``difference``, of what the fingerprint does not see; None where no spot digest was recorded."""
-    if not shard.spots:
-        return None
-    actual = spot_digest(file, int(shard.spots.partition(":")[0]))
+    actual = spot_digest(file, int(shard.spots.partition(":")[0])) if shard.spots else ""
     if actual == shard.spots:
         return None
-    return (
-        f"{shard.path!r} was changed within, though size, head and end are as they were: found spot digest {actual}, "
-        f"recorded {shard.spots}"
-    )
+    name = f"{shard.path!r} was changed within, though size, head and end are as they were"
+    return f"{name}: found spot digest {actual}, recorded {shard.spots}"
 
 
 def shards_of(spec: Spec, paths: Iterable[str], base_dir: Path) -> tuple[Shard, ...]:
@@ -230,7 +228,7 @@ def _written_since(shard: Shard, file: LocalFile, io_stats: IoStats) -> str | No
     if fault is None:
         io_stats.modified[name] = modified
         if shard.modified_ns not in (0, modified):
-            io_stats.note_rewritten(shard.path)
+            io_stats.warn_of(shard.path)
     return fault
 
 

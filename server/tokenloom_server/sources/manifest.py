@@ -206,14 +206,12 @@ def verify(manifest: Manifest, base_dir: Path, schemes: SourceSchemes, listings:
         raise SourceChanged(f"source {spec!r}: {text}{more}; {REMEDY}")
 
 
-def verify_spots(manifest: Manifest, base_dir: Path, most_s: float) -> None:
-    """Compares the spot digests of local files with what is there now, for so many seconds at most. Raises
-    ``SourceChanged`` naming the first file that differs."""
-    begun = monotonic()
-    shards = [(source.spec, shard) for source in manifest.sources for shard in source.shards if shard.spots]
-    for compared, (spec, shard) in enumerate(shards):
-        if monotonic() - begun > most_s:
-            _log.warning("%d of %d files were compared in %.0f s; the others were not", compared, len(shards), most_s)
+def verify_spots(manifest: Manifest, base_dir: Path, until: float) -> None:
+    """Compares the spot digests of local files with what is there now, no longer than to that time of the monotonic
+    clock. Raises ``SourceChanged`` naming the first file that differs."""
+    for spec, shard in [(source.spec, shard) for source in manifest.sources for shard in source.shards if shard.spots]:
+        if monotonic() > until:
+            _log.warning("time was up before all files were compared with their spots: %r was not", shard.path)
             return
         with suppress(OSError), LocalFile(base_dir / shard.path, shard.path) as file:
             if fault := files.spots_differ(shard, file):

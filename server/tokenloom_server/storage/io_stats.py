@@ -57,28 +57,21 @@ class IoStats:
         self.stopped = False
         #: When local files were last written, by path, as far as they were opened: what changes later is noticed.
         self.modified: dict[str, int] = {}
-        #: Of those that were written since the run began, yet have what was recorded of them: the paths.
-        self.rewritten: list[str] = []
+        #: What is to be looked at in the run's files, for people; or nothing.
+        self.warning = ""
         self._lock = threading.Lock()
         self._waits: dict[int, Wait] = {}
         # By the power of two that a read's length lies below.
         self._took: dict[int, deque[float]] = {}
         self._ahead = 0
 
-    def note_rewritten(self, path: str) -> None:
+    def warn_of(self, path: str) -> None:
         """A file was written since the run began, and nothing that was recorded of it differs."""
-        self.rewritten.append(path)
-        _log.warning("%s", self.warning())
-
-    def warning(self) -> str:
-        """What is to be looked at in the run's files, for people; or nothing."""
-        if not self.rewritten:
-            return ""
-        more = f" and {len(self.rewritten) - 1:,} more files were" if self.rewritten[1:] else " was"
-        return (
-            f"{self.rewritten[-1]!r}{more} written or copied since the run began; size, head, end and spots are as "
-            "recorded, all else may differ: tokenloom validate --full compares every byte"
+        self.warning = (
+            f"{path!r} was written or copied since the run began; what was recorded of it is as it was, all else may "
+            "differ: tokenloom validate --full compares every byte"
         )
+        _log.warning(self.warning)
 
     def stop(self) -> None:
         """Nobody waits any more: the server ends."""

@@ -22,9 +22,8 @@ def compare(
     files = {shard.path: shard.size for each in manifest.sources for shard in each.shards if not is_remote(shard.path)}
 
     def digest(path: str) -> str:
-        found = checksum(base_dir / path)
         on_file(1, 0, files[path])
-        return found
+        return checksum(base_dir / path)
 
     path = base_dir / DIGESTS
     try:
@@ -32,10 +31,9 @@ def compare(
         actual = dict(zip(files, in_threads(digest, files), strict=True))
         if record:
             write_whole(path, json.dumps(actual, indent=1) + "\n")
-            return []
+            recorded = actual
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path}: cannot be compared with ({error}); validate --full --record writes it from the files as they are"
-        ) from None
-    differing = [file for file in files if actual[file] != recorded.get(file)]
-    return [f"{file!r}: found {actual[file]}, recorded {recorded.get(file, 'nothing')}" for file in differing]
+        remedy = "validate --full --record writes it from the files as they are"
+        raise ConfigError(f"{path}: cannot be compared with ({error}); {remedy}") from None
+    pairs = [(file, actual[file], recorded.get(file, "nothing")) for file in files]
+    return [f"{file!r}: found {now}, recorded {then}" for file, now, then in pairs if now != then]
