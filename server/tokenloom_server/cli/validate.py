@@ -101,15 +101,30 @@ def _scan(out: Console, run_config: RunConfig, base_dir: Path, roots: DataRoots)
 
 
 def _compare_all(out: Console, manifest: Manifest, base_dir: Path, *, record: bool) -> None:
-    """Prints the files that are not as recorded. Raises ``typer.Exit`` where there is one."""
-    from tokenloom_server.cli.progress import Progress
-    from tokenloom_server.tools.digests import compare
+    """Prints the local files that are not as recorded; ``record``: records them anew. Raises ``typer.Exit`` where there
+    is one, and ``ConfigError`` where nothing is recorded."""
+    import json
 
-    total = sum(shard.size for source in manifest.sources for shard in source.shards)
-    with Progress(total, "files") as progress:
-        differing = compare(manifest, base_dir, progress.advance, record=record)
-    for text in differing:
-        out.print(f"changed: {text}", soft_wrap=True)
+    from tokenloom_server.cli.progress import Progress
+    from tokenloom_server.prepare.preparer import DIGESTS
+    from tokenloom_server.storage.drafts import checksum, write_whole
+    from tokenloom_server.storage.urls import is_remote
+
+    path, digests = base_dir / DIGESTS, {}
+    if not record and not path.is_file():
+        raise ConfigError(f"{path}: is missing; validate --full --record writes it from the files as they are")
+    files = {shard.path: shard.size for each in manifest.sources for shard in each.shards if not is_remote(shard.path)}
+    with Progress(sum(files.values()), "files") as progress:
+        for file, size in files.items():
+            digests[file] = checksum(base_dir / file)
+            progress.advance(1, 0, size)
+    if record:
+        write_whole(path, json.dumps(digests, indent=1) + "\n")
+    recorded = json.loads(path.read_text(encoding="utf-8"))
+    differing = [file for file in files if recorded.get(file) != digests[file]]
+    for file in differing:
+        text = f"changed: {file!r}: found {digests[file]}, recorded {recorded.get(file, 'nothing')}"
+        out.print(text, soft_wrap=True)
     if differing:
         raise typer.Exit(1)
 

@@ -31,9 +31,8 @@ class Shard:
     size: int
     fingerprint: str
     spots: str = field(default="", compare=False)
-    """Of a local file whose middle the fingerprint does not see, a digest of ranges of it (``files.spot_digest``)."""
-    modified_ns: int = field(default=0, compare=False)
-    """When that file had been written, nanoseconds."""
+    """Of a local file whose middle the fingerprint does not see, ``MODIFIED:COUNT:DIGEST``: when it was last written,
+    nanoseconds, and its ``files.spot_digest``."""
 
 
 class BadRow(NamedTuple):

@@ -26,8 +26,8 @@ from tokenloom_server.storage.urls import is_remote
 #: How much of a file's head, and of its end, goes into its fingerprint.
 FINGERPRINT_BYTES = 64 * 1024
 
-#: So many ranges of a file are in its spot digest at most, and of all files of a run together (256 MiB), unless these
-#: are more: then one of each.
+#: So many ranges of a file are in its spot digest at most, and of all files of a run together (256 MiB); but one of
+#: each.
 SPOTS, ALL_SPOTS = 64, 4096
 SPOT_BYTES = 64 * 1024
 
@@ -52,7 +52,7 @@ def fingerprint_of(file: File) -> str:
 
 
 def spot_digest(file: File, count: int) -> str:
-    """``COUNT:DIGEST``: an XXH3-128 of so many ranges of 64 KiB, one drawn by a hash in each equal part of the file; of
+    """``COUNT:DIGEST``, an XXH3-128 of so many ranges of 64 KiB, one drawn by a hash in each equal part of the file; of
     the whole file where the parts are no larger than that."""
     digest = xxhash.xxh3_128()
     for i in range(count):
@@ -62,32 +62,29 @@ def spot_digest(file: File, count: int) -> str:
     return f"{count}:{digest.hexdigest()}"
 
 
-def with_spots(shards: Sequence[Shard], base_dir: Path) -> list[Shard]:
-    """The shards of a new run, those with their spot digest that are local and larger than what the fingerprint sees.
-    Raises ``OSError``."""
-
-    def is_large(shard: Shard) -> bool:
-        return shard.size > 2 * FINGERPRINT_BYTES and _is_hashed(shard) and not is_remote(shard.path)
-
-    most = max(1, min(SPOTS, ALL_SPOTS // max(1, sum(map(is_large, shards)))))
+def with_spots(shards: Sequence[Shard], base_dir: Path, sources: int) -> tuple[Shard, ...]:
+    """A new run's shards of one of so many sources, those with spots that are local and larger than what the
+    fingerprint sees. Raises ``OSError``."""
+    most = max(1, min(SPOTS, ALL_SPOTS // max(1, len(shards) * sources)))
 
     def spotted(shard: Shard) -> Shard:
-        if not is_large(shard):
+        if shard.size <= 2 * FINGERPRINT_BYTES or not _is_hashed(shard) or is_remote(shard.path):
             return shard
         with LocalFile(base_dir / shard.path, shard.path) as file:
             digest = spot_digest(file, min(most, -(-shard.size // SPOT_BYTES)))
-            return replace(shard, spots=digest, modified_ns=file.modified_ns)
+            return replace(shard, spots=f"{file.modified_ns}:{digest}")
 
-    return in_threads(spotted, shards)
+    return tuple(in_threads(spotted, shards))
 
 
 def spots_differ(shard: Shard, file: File) -> str | None:
-    """As ``difference``, of what the fingerprint does not see; None where no spot digest was recorded."""
-    actual = spot_digest(file, int(shard.spots.partition(":")[0])) if shard.spots else ""
-    if actual == shard.spots:
+    """As ``difference``, of what the fingerprint does not see; None where no spots were recorded."""
+    recorded = shard.spots.partition(":")[2]
+    actual = spot_digest(file, int(recorded.partition(":")[0])) if recorded else ""
+    if actual == recorded:
         return None
     name = f"{shard.path!r} was changed within, though size, head and end are as they were"
-    return f"{name}: found spot digest {actual}, recorded {shard.spots}"
+    return f"{name}: found spot digest {actual}, recorded {recorded}"
 
 
 def shards_of(spec: Spec, paths: Iterable[str], base_dir: Path) -> tuple[Shard, ...]:
@@ -220,14 +217,14 @@ def open_shard(spec: Spec, shard: Shard, base_dir: Path, io_stats: IoStats | Non
 def _written_since(shard: Shard, file: LocalFile, io_stats: IoStats) -> str | None:
     """``difference`` of a file that was written since it was first opened: a run may go on for weeks, and only its
     beginning compares all files."""
-    name, modified = str(file.path), file.modified_ns
+    name, modified, recorded = str(file.path), file.modified_ns, int(shard.spots.partition(":")[0] or 0)
     # Files in the Hub's cache have another kind of fingerprint, and never change.
-    if not _is_hashed(shard) or io_stats.modified.setdefault(name, shard.modified_ns or modified) == modified:
+    if not _is_hashed(shard) or io_stats.modified.setdefault(name, recorded or modified) == modified:
         return None
     fault = _fingerprints_differ(shard, fingerprint_of(file)) or spots_differ(shard, file)
     if fault is None:
         io_stats.modified[name] = modified
-        if shard.modified_ns not in (0, modified):
+        if recorded not in (0, modified):
             io_stats.warn_of(shard.path)
     return fault
 

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -27,9 +26,6 @@ from tokenloom_server.storage.remote import REMEDY, Entry
 from tokenloom_server.storage.urls import is_remote
 
 _log = logging.getLogger(__name__)
-
-#: What a shard has beside its fingerprint.
-_SPOTS = ("spots", "modified_ns")
 
 #: Version of the manifest's JSON form.
 FORMAT = 1
@@ -67,10 +63,9 @@ class Manifest:
         sources = [
             {
                 "spec": source.spec,
-                # Only where there are some: as records were written before.
+                # Spots only where there are some: as records were written before.
                 "shards": [
-                    {key: value for key, value in asdict(shard).items() if key not in _SPOTS or (spots and value)}
-                    for shard in source.shards
+                    {k: v for k, v in asdict(s).items() if k != "spots" or (spots and v)} for s in source.shards
                 ],
             }
             for source in self.sources
@@ -128,10 +123,8 @@ def build(specs: Iterable[Spec], base_dir: Path) -> Manifest:
     finders = {spec.scheme.name: scheme_of(spec).finder() for spec in specs}
     remote = any(spec.is_remote for spec in specs)
     shards = files.in_threads(lambda spec: finders[spec.scheme.name](spec, base_dir), specs, remote=remote)
-    spotted = iter(files.with_spots([shard for own in shards for shard in own], base_dir))
-    sources = tuple(
-        SourceFiles(str(spec), tuple(islice(spotted, len(own)))) for spec, own in zip(specs, shards, strict=True)
-    )
+    spotted = (files.with_spots(own, base_dir, len(specs)) for own in shards)
+    sources = tuple(SourceFiles(str(spec), own) for spec, own in zip(specs, spotted, strict=True))
     return Manifest(sources, plugins_of(specs))
 
 
