@@ -45,7 +45,7 @@ def print_stats(out: Console, stats: RunStats) -> None:
         state = "connected" if rank.connected else "away"
         waited = f", waited {rank.waited_s:,.1f} s for data" if rank.waited_s else ""
         out.print(f"rank {rank.rank}: {state}, at sample {rank.position:,} (lag {rank.lag:,}), {heard}{waited}")
-    for note in (_pace(stats), stats.ended, stats.error):
+    for note in (_pace(stats), stats.ended, stats.error, stats.warning):
         if note:
             out.print(note)
 
