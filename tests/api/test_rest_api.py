@@ -656,7 +656,7 @@ def test_a_port_in_use_is_refused_with_the_address_and_the_remedy(shared: tuple[
 
 @pytest.mark.parametrize(("host", "port"), [("no-such-host.invalid", 0), ("203.0.113.7", 0), ("127.0.0.1", 65536)])
 def test_an_address_that_cannot_be_had_is_a_config_error(host: str, port: int) -> None:
-    with pytest.raises(errors.ConfigError, match=f"the REST address {host}:{port} cannot be had"):
+    with pytest.raises(errors.ConfigError, match=f"--rest {host}:{port}: this address cannot be had"):
         serve_rest(MemoryService(), host, port)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 from fastapi import FastAPI
@@ -55,12 +57,19 @@ class RestApp(FastAPI):
         return schema
 
 
-def create_app(runs: Runs, *, version: str, grpc_address: str | None = None, access: Access = OPEN_TO_ALL) -> RestApp:
+def create_app(
+    runs: Runs,
+    resources: Sequence[ModuleType] = RESOURCES,
+    *,
+    version: str,
+    grpc_address: str | None = None,
+    access: Access = OPEN_TO_ALL,
+) -> RestApp:
     """The REST interface to ``runs``, with its own metrics registry. ``grpc_address`` is shown to people who have no
     trainer yet."""
     app = RestApp(version)
     backend = Backend(runs, version, grpc_address, access)
-    for resource in RESOURCES:
+    for resource in resources:
         resource.add_routes(app.resource_routes, backend)
     add_error_handlers(app)
     app.add_middleware(Guard, access=access, scope_of=app.resource_routes.scope_of)
