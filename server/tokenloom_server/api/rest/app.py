@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 
 from tokenloom_server.api import page
 from tokenloom_server.api.auth import OPEN_TO_ALL, Access
@@ -24,7 +24,7 @@ from tokenloom_server.api.rest.resources import (
     snapshots,
     trace,
 )
-from tokenloom_server.api.rest.routes import Backend, Routes
+from tokenloom_server.api.rest.routes import Backend, Routes, refuse_unknown_parameters
 from tokenloom_server.api.service import Runs
 
 #: Each has ``add_routes(routes, backend)``. A new resource is its module, and its name here.
@@ -44,6 +44,7 @@ class RestApp(FastAPI):
             docs_url=None,  # both load their scripts from elsewhere, which a cluster without internet cannot
             redoc_url=None,
             redirect_slashes=False,
+            dependencies=[Depends(refuse_unknown_parameters)],
             license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
         )
         self.resource_routes = Routes(self)
