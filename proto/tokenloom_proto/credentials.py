@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from tokenloom_proto.certificate import refuse_expired
+
 #: The variables that hold a token; the same name with ``_FILE`` at its end is the variable that names a file with one.
 CONTROL_VARIABLE = "TOKENLOOM_TOKEN"
 READ_VARIABLE = "TOKENLOOM_READ_TOKEN"
@@ -25,6 +27,9 @@ _USE_TLS = "serve with --tls-cert and --tls-key, and write grpcs:// in place of 
 
 #: Nobody guesses that many characters, and no header has room for a token that is longer than the other bound.
 MIN_CHARACTERS, MAX_CHARACTERS = 16, 1024
+
+#: A private key (PEM) has a few KiB.
+MAX_KEY_BYTES = 2**20
 
 #: What may follow ``Bearer`` (RFC 6750, section 2.1).
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
@@ -55,18 +60,24 @@ def find_token(variable: str, environment: Mapping[str, str], file: Path | None 
 
 def read_token(file: Path) -> str:
     """The token in a file that only its owner may read. Raises ``ValueError`` naming the file."""
+    name = f"the token file {str(file)!r}"
+    return check_token(read_secret(name, file, 2 * MAX_CHARACTERS).decode("utf-8", "replace").strip(), name)
+
+
+def read_secret(name: str, file: Path, size: int = MAX_KEY_BYTES) -> bytes:
+    """The first bytes of a file that only its owner may read. Raises ``ValueError``, which begins with ``name``."""
     try:
         with file.open("rb") as opened:
             mode = os.fstat(opened.fileno()).st_mode & 0o777
-            content = opened.read(2 * MAX_CHARACTERS)
+            content = opened.read(size)
     except OSError as error:
-        raise ValueError(f"the token file {str(file)!r} cannot be read ({error.strerror or error})") from None
+        raise ValueError(f"{name} cannot be read ({error.strerror or error})") from None
     if mode & _OTHERS:
         raise ValueError(
-            f"the token file {str(file)!r} has mode {mode:04o}, so others than its owner may use it; expected 0600: "
-            f"chmod 600 {file}, and replace the token if somebody may have read it"
+            f"{name} has mode {mode:04o}, so others than its owner may use it; expected 0600: chmod 600 {file}, and "
+            "replace the secret if somebody may have read it"
         )
-    return check_token(content.decode("utf-8", "replace").strip(), f"the token file {str(file)!r}")
+    return content
 
 
 def check_token(token: str, where: str) -> str:
@@ -178,7 +189,12 @@ def _read(name: str, file: str | os.PathLike[str] | None, environment: Mapping[s
         file = environment.get(source)
     if file is None:
         return None
+    if name == "key":
+        return read_secret(f"{source}: {str(file)!r}", Path(file))
     try:
-        return Path(file).read_bytes()
+        content = Path(file).read_bytes()
     except OSError as error:
         raise ValueError(f"{source}: {str(file)!r} cannot be read ({error.strerror or error})") from None
+    if name == "cert":
+        refuse_expired(f"{source}: {str(file)!r}", content.decode("utf-8", "replace"))
+    return content

@@ -6,6 +6,9 @@ import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tokenloom_proto.certificate import refuse_expired
+from tokenloom_proto.credentials import read_secret
+
 from tokenloom_server.errors import ConfigError
 
 
@@ -34,7 +37,11 @@ class Tls:
             )
             raise ConfigError(f"{options} without the rest; TLS needs --tls-cert and --tls-key")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        chain, secret = _read("--tls-cert", cert), _read("--tls-key", key)
+        chain = _read("--tls-cert", cert)
+        try:
+            secret = read_secret(f"--tls-key {key}", key)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         try:
             context.load_cert_chain(cert, key, password=_no_passphrase)
         except (ssl.SSLError, ValueError) as error:
@@ -42,6 +49,10 @@ class Tls:
                 f"--tls-cert {cert} and --tls-key {key} are not a certificate (PEM, the server's own first) and its "
                 f"key without a passphrase: {_reason(error)}"
             ) from None
+        try:
+            refuse_expired(f"--tls-cert {cert}", chain.decode("utf-8", "replace"))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         ca = None if client_ca is None else _read("--tls-client-ca", client_ca)
         if ca is not None:
             try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import sqlite3
 import threading
 import time
@@ -12,6 +14,8 @@ from pathlib import Path
 
 from tokenloom_server.errors import ConfigError, LedgerError, LedgerUnavailable
 from tokenloom_server.ledger.shared_filesystem import refuse_shared
+
+_log = logging.getLogger(__name__)
 
 #: How long a call waits for another process's transaction; those take milliseconds.
 BUSY_TIMEOUT_S = 5.0
@@ -88,6 +92,7 @@ class SqliteFile:
             raise ConfigError(f"The ledger {path} is a folder; expected a file. Give another path with --ledger.")
         # Before anything is written there.
         refuse_shared(path)
+        _keep_private(path)
         with self._translated():
             self._connection = sqlite3.connect(
                 path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
@@ -194,6 +199,19 @@ class SqliteFile:
                 f"The ledger {self.path} is damaged or refuses: {error}. Restore it from a copy, or begin an empty "
                 f"one and resume from a trainer's checkpoint."
             ) from error
+
+
+def _keep_private(path: Path) -> None:
+    """Makes the file, its write-ahead log and its index their owner's alone. SQLite gives the latter the file's mode;
+    what is there with a wider one is tightened, and the log says so."""
+    with contextlib.suppress(OSError):  # it is there, or SQLite will say why it cannot be
+        os.close(os.open(path.resolve(), os.O_CREAT | os.O_EXCL, 0o600))
+    for file in (path, *(path.with_name(f"{path.name}-{part}") for part in ("wal", "shm"))):
+        with contextlib.suppress(OSError):
+            mode = file.stat().st_mode & 0o777
+            if mode & 0o077:
+                _log.warning("the ledger's file %s has mode %04o, so others may use it: it is made 0600", file, mode)
+                file.chmod(0o600)
 
 
 def _run(connection: sqlite3.Connection, statements: str) -> None:
