@@ -4,7 +4,8 @@
     python -m benchmarks.shuffle --rows 40000       # less
 
 The corpus is made for it: every token of a document is the document's place in file order, so that a sample says itself
-where it is from. Lengths are log-normal, and one document in a thousand is as long as two hundred samples.
+where it is from. Lengths are log-normal, and one document in a thousand is as long as two hundred samples; in the
+corpus of *short* documents none is longer than a sample. What is *prepared* was written anew by ``tokenloom prepare``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenloom_server.catalog import open_catalog
 from tokenloom_server.config import mixture_file as config
+from tokenloom_server.config.data_roots import DataRoots
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.order import builder
+from tokenloom_server.prepare.job import Job
+from tokenloom_server.prepare.preparer import prepare
 
 from benchmarks import pictures
 from benchmarks.results import FOLDER, Figures, Result, Row, show
@@ -54,6 +59,8 @@ class Way:
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     row_group: int = 1_000
+    short: bool = False
+    prepared: bool = False
 
 
 WINDOWED = {"shuffle": "rows"}
@@ -67,16 +74,24 @@ WAYS = (
     Way("lanes: 16", {"lanes": 16}),
     Way("rows, lanes: 16", WINDOWED | {"lanes": 16}),
     Way("rows, lanes: 16, row groups of 50,000", WINDOWED | {"lanes": 16}, 50_000),
+    Way("rows, prepared", WINDOWED, prepared=True),
+    Way("rows, lanes: 16, prepared", WINDOWED | {"lanes": 16}, prepared=True),
+    Way("short, rows", WINDOWED, short=True),
+    Way("short, rows, prepared", WINDOWED, short=True, prepared=True),
 )
 #: Those that the picture shows.
 DRAWN = ("none", "shards", "rows", "rows, lanes: 16")
 
 
-def corpus(folder: Path, rows: int, row_group: int) -> None:
-    """``rows`` documents in ``FILES`` files below a folder."""
+def corpus(folder: Path, rows: int, row_group: int, *, short: bool = False) -> None:
+    """``rows`` documents in ``FILES`` files below a folder, which is made."""
+    folder.mkdir()
     rng = np.random.default_rng(7)
     lengths = np.maximum(rng.lognormal(np.log(MEAN_TOKENS) - SIGMA**2 / 2, SIGMA, rows).astype(np.int64), 1)
-    lengths[LONG_EVERY // 2 :: LONG_EVERY] = LONG_TOKENS
+    if short:
+        lengths = np.minimum(lengths, SEQUENCE_LENGTH)
+    else:
+        lengths[LONG_EVERY // 2 :: LONG_EVERY] = LONG_TOKENS
     for file in range(FILES):
         first, behind = file * rows // FILES, (file + 1) * rows // FILES
         own = lengths[first:behind]
@@ -86,14 +101,34 @@ def corpus(folder: Path, rows: int, row_group: int) -> None:
         pq.write_table(pa.table({"ids": column}), folder / f"{file}.parquet", row_group_size=row_group)
 
 
-def measured(folder: Path, rows: int, way: Way) -> tuple[Figures, npt.NDArray[np.int64]]:
-    """The figures of one epoch, and of each sample the document that it begins with."""
+def configured(rows: int, source: str, options: dict[str, Any]) -> RunConfig:
+    """A run that reads a corpus once."""
     document = {
         "run": "shuffle", "seed": 7, "vocab_size": rows + 1, "end_of_text_id": rows, "add_eot": False,
         "sequence_length": SEQUENCE_LENGTH,
-        "mixture": {"policy": "sequential", "children": [{"source": "parquet:*.parquet:ids", **way.options}]},
+        "mixture": {"policy": "sequential", "children": [{"source": source, **options}]},
     }  # fmt: skip
-    order = builder.create(config.parse(document, where="the benchmark", catalog=open_catalog()), folder, None)
+    return config.parse(document, where="the benchmark", catalog=open_catalog())
+
+
+def prepared(folder: Path, rows: int) -> None:
+    """Shards of a corpus, in its folder below ``prepared``."""
+    parsed = configured(rows, "parquet:*.parquet:ids", {})
+    job = Job(
+        parsed, folder, folder / "index", DataRoots(),
+        form="arrow", shard_bytes=1 << 27, ids_too=True, shuffled=False, threads=2,
+    )  # fmt: skip
+    prepare(job, folder / "prepared", on_done=lambda *_: None, on_kept=lambda *_: None)
+
+
+def measured(folder: Path, rows: int, way: Way) -> tuple[Figures, npt.NDArray[np.int64]]:
+    """The figures of one epoch, and of each sample the document that it begins with."""
+    spec = "parquet:*.parquet:ids"
+    if way.prepared:
+        if not (folder / "prepared").exists():
+            prepared(folder, rows)
+        spec = f"arrow:{next(folder.glob('prepared/sources/*')).relative_to(folder)}:ids"
+    order = builder.create(configured(rows, spec, way.options), folder, None)
     packer = order.packers()(0, order.initial().sources[0])
     began, cpu = time.perf_counter(), time.process_time()
     first_ms, found = 0.0, []
@@ -139,13 +174,12 @@ def run(rows: int) -> tuple[list[Row], dict[str, npt.NDArray[np.int64]]]:
     found, drawn = [], {}
     count = 0
     with tempfile.TemporaryDirectory(prefix="tokenloom-shuffle-") as folder:
-        for row_group in sorted({way.row_group for way in WAYS}):
-            (Path(folder) / str(row_group)).mkdir()
-            corpus(Path(folder) / str(row_group), rows, row_group)
+        for row_group, short in sorted({(way.row_group, way.short) for way in WAYS}):
+            corpus(Path(folder) / f"{row_group}-{short}", rows, row_group, short=short)
         for way in WAYS:
-            figures, place = measured(Path(folder) / str(way.row_group), rows, way)
+            figures, place = measured(Path(folder) / f"{way.row_group}-{way.short}", rows, way)
             found.append(Row(name=way.name, runs=[figures]))
-            count = len(place)
+            count = max(count, len(place))
             if way.name in DRAWN:
                 drawn[way.name] = place
     found.append(Row(name="drawn at random", runs=[drawn_at_random(count)]))

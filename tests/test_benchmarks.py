@@ -211,6 +211,17 @@ def test_a_table_has_medians_and_says_where_they_are_from(tmp_path: Path) -> Non
     assert len(kept) == 1
 
 
+def test_rows_that_were_prepared_are_shuffled_nearly_as_if_they_were_drawn_at_random(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = next(way for way in shuffle.WAYS if way.name == "short, rows, prepared")
+    monkeypatch.setattr(shuffle, "WAYS", (prepared,))
+    found, _ = shuffle.run(100_000)
+    ours, at_random = (row.median["hundredths in 100 samples"] for row in found)
+    assert at_random == pytest.approx(63.4, abs=0.3)
+    assert ours >= 60
+
+
 def test_what_is_measured_of_shuffles_is_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shuffle, "WAYS", shuffle.WAYS[:3])
     found, drawn = shuffle.run(4_000)

@@ -80,6 +80,7 @@ def test_metrics_come_from_the_fields_that_their_names_say(service: MemoryServic
     assert found["tokenloom_last_commit_age_seconds"][labels(**run)] == 0.4
     assert found["tokenloom_ended"] == {labels(**run): 0, labels(run="code", stream="train"): 1}
     assert found["tokenloom_source_rows_total"][labels(**run, source="prose", generation=3)] == 1311
+    assert found["tokenloom_source_expected_share"][labels(**run, source="prose")] == 0.5
     assert found["tokenloom_source_target_share"][labels(**run, source="prose")] == 0.5
     assert found["tokenloom_loss"] == {labels(**run): 3.25}
     assert found["tokenloom_learning_rate"] == {labels(**run): 6e-4}

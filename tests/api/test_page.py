@@ -263,7 +263,7 @@ def test_losses_stand_beside_the_shares_with_a_curve_for_each_source(page: Page,
     code, prose = page.locator("table.mix tbody polyline").all()
     expect(code).to_have_attribute("points", "0.0,2.0 24.0,20.0 72.0,11.0")
     expect(prose).to_have_attribute("points", "")
-    assert_rows_fit(page, 360, 760, 1080, 1100, 1280)
+    assert_rows_fit(page, 360, 760, 1140, 1141, 1280)
     # More of the curve is shown as it comes; a server that was restarted knows nothing of it.
     service.curves[RUN] = run_losses(RUN, code=[4.0, 2.0])
     service.put(run_stats(RUN, sources=sources, reported=report_stats(sample_index=5000)))
@@ -285,6 +285,21 @@ def test_the_button_takes_a_snapshot_and_links_to_its_exact_bytes(
     expect(page.get_by_role("button", name="Take a snapshot")).to_be_focused()
     url = link.evaluate("link => link.href")
     assert httpx.get(url, trust_env=False).text == service.saved[RUN]["s0-4096"]
+
+
+@pytest.mark.browser
+def test_shares_in_force_as_expected_and_of_the_last_window_are_told_apart(page: Page, service: MemoryService) -> None:
+    figures = {"target_share": 0.2, "expected_share": 0.4, "actual_share": 0.41, "window_share": None}
+    service.put(run_stats(RUN, sources=[source_stats(0, alias="code", **figures)]))
+    row = page.get_by_role("row").filter(has_text="code")
+    expect(row.get_by_role("cell").nth(1)).to_have_text("20.0\u00a0%")
+    expect(row.get_by_role("cell").nth(2)).to_have_text("40.0\u00a0%")
+    expect(row.get_by_role("cell").nth(3)).to_have_text("41.0\u00a0%")
+    # No commit came lately, and that is no share of 0.
+    expect(row.get_by_role("cell").nth(4)).to_have_text("–")
+    expect(row.get_by_role("cell").nth(4)).to_have_attribute("title", "no commit in the last 30 s")
+    # The mark on the bars is where "so far" should be.
+    expect(row.locator(".bar b")).to_have_attribute("style", "left: 80%;")
 
 
 @pytest.mark.browser

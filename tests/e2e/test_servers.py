@@ -15,6 +15,7 @@ from conftest import Corpus, Rpc, StartServer
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import Sample, World
 from support.waiting import wait_for
+from tokenloom_proto.errors import LedgerRolledBack
 
 LEASE = ("--lease", 2)
 
@@ -174,3 +175,70 @@ def test_a_server_that_starts_removes_the_ready_file_of_one_that_was_killed(
     assert server.ready_file.stat().st_mtime_ns > stale
     line = f"tokenloom is ready: gRPC on {server.grpc}, REST and page on http://{server.rest}/ (runs: ready)"
     assert server.log.splitlines().count(line) == 2
+
+
+def test_a_second_server_on_a_new_ledger_file_leads_alone_and_a_launch_from_the_checkpoint_goes_on(
+    corpus: Corpus, sequence: list[Sample], start_server: StartServer
+) -> None:
+    run, ledger = "ledger-deleted", "sqlite:///../deleted.db"
+    mixture = corpus.mixture(run, window_micro_steps=8)
+    first = start_server(mixture, ledger=ledger, flags=LEASE)
+    second = start_server(mixture, ledger=ledger, flags=(*LEASE, "--standby"))
+    second.kill()
+    with World(both(first, second, run), 2, 2, prefetch_steps=2) as world:
+        world.steps(5)
+        state, samples = world.state(), world.receipt.sequence()
+        # So that the second comes first to the new file.
+        first.pause()
+        for file in first.ledger_file.resolve().parent.glob("deleted.db*"):
+            file.unlink()
+        second.start_with(*LEASE)
+        first.unpause()
+        assert [server.get(f"/v1/runs/{run}/stats")["leads"] for server in (first, second)] == [False, True]
+        with pytest.raises(LedgerRolledBack):
+            world.run()
+    with World(both(first, second, run), 4, 1, state=state) as again:
+        again.run()
+        assert samples + again.receipt.sequence(len(samples)) == sequence[: again.sample_index]
+    assert "was deleted, moved or replaced while it was open" in first.log
+
+
+_SKEWED_CLOCK = """
+import sys
+import time
+
+_time = time.time
+
+
+def _skewed():
+    caller = sys._getframe(1).f_globals.get("__name__", "")
+    return _time() + ({skew_s} if caller.startswith("tokenloom_server") else 0)
+
+
+time.time = _skewed
+"""
+
+
+def test_a_standby_whose_wall_clock_is_an_hour_off_takes_no_lease_from_a_server_that_lives(
+    corpus: Corpus, start_server: StartServer, tmp_path: Path
+) -> None:
+    run, ledger = "skewed", "sqlite:///../skewed.db"
+    mixture = corpus.mixture(run, window_micro_steps=8)
+    leader = start_server(mixture, ledger=ledger, flags=LEASE)
+    standbys = []
+    for skew_s in (3600, -3600):
+        folder = tmp_path / f"clock{skew_s}"
+        folder.mkdir()
+        # Python imports it at its start. gRPC keeps the true clock, which its own core has.
+        (folder / "sitecustomize.py").write_text(_SKEWED_CLOCK.format(skew_s=skew_s), encoding="utf-8")
+        environment = {"PYTHONPATH": str(folder)}
+        flags = (*LEASE, "--standby")
+        standbys.append(start_server(mixture, ledger=ledger, flags=flags, options=(), environment=environment))
+    with World(leader.url(run), 2, 2, prefetch_steps=2) as world:
+        deadline = time.monotonic() + 3 * LEASE[1]
+        while time.monotonic() < deadline:
+            world.step()
+            time.sleep(0.1)
+        assert [server.get(f"/v1/runs/{run}/stats")["leads"] for server in (leader, *standbys)] == [True, False, False]
+        epochs = {server.get(f"/v1/runs/{run}/stats")["server_epoch"] for server in (leader, *standbys)}
+        assert epochs == {0, 1}

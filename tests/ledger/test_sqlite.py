@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -15,8 +16,8 @@ from pathlib import Path
 
 import pytest
 from support.ledger_data import commit_at, opening_of, revision_of
-from tokenloom_server.errors import ConfigError, LedgerError, LedgerUnavailable, NotLeader
-from tokenloom_server.ledger import sqlite_file
+from tokenloom_server.errors import ConfigError, LeaseHeld, LedgerError, LedgerRolledBack, LedgerUnavailable, NotLeader
+from tokenloom_server.ledger import boot_clock, sqlite_file
 from tokenloom_server.ledger.commands import Acquire, Commit, Open, Pin, Revise
 from tokenloom_server.ledger.open import open_ledger
 from tokenloom_server.ledger.sqlite import SqliteLedger
@@ -238,7 +239,9 @@ def test_a_file_of_an_older_layout_is_brought_up_to_date(tmp_path: Path, version
     with closing(sqlite3.connect(path)) as connection:
         if version < 3:
             connection.execute("DROP TABLE revisions")
-        connection.execute("ALTER TABLE openings DROP COLUMN process")
+        connection.execute("DROP TABLE boots")
+        if version < 8:
+            connection.execute("ALTER TABLE openings DROP COLUMN process")
         if version < 7:
             connection.execute("ALTER TABLE runs DROP COLUMN closed_generation")
         if version < 6:
@@ -308,3 +311,93 @@ def test_the_files_of_a_ledger_are_their_owners_alone(
     assert f"the ledger's file {path} has mode 0644, so others may use it: it is made 0600" in caplog.text
     again.close()
     ledger.close()
+
+
+def test_the_mode_of_a_file_that_is_no_ledger_stays(tmp_path: Path) -> None:
+    path = tmp_path / "other.db"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE notes (text)")
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="is a SQLite database, but not a ledger"):
+        SqliteLedger(path)
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+@contextmanager
+def _changed(path: Path, how: str) -> Iterator[None]:
+    """The ledger's file is taken away from under those who have it open, and perhaps another one put in its place."""
+    if how == "its log deleted":
+        Path(f"{path}-wal").unlink()
+        yield
+        return
+    for each in path.parent.glob(f"{path.name}*"):
+        each.rename(each.with_name(f"old-{each.name}"))
+    if how == "its folder deleted":
+        shutil.rmtree(path.parent)
+    if how != "replaced":
+        yield
+        return
+    with closing(SqliteLedger(path)) as other:
+        other.create_run("run", "train", "uid-of-another", "{}")
+        yield
+        assert other.read_run("run", "train") is not None
+        assert Path(f"{path}-wal").exists()
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced", "its log deleted", "its folder deleted"])
+def test_a_file_that_was_deleted_or_replaced_while_it_was_open_is_a_ledger_that_lost_data(
+    tmp_path: Path, how: str
+) -> None:
+    path = tmp_path / "folder" / "ledger.db"
+    path.parent.mkdir()
+    with closing(SqliteLedger(path)) as ledger:
+        ledger.create_run("run", "train", "uid", "{}")
+        epoch = ledger.execute(Acquire("uid", "train", "a", 5.0))
+        before = ledger.identity()
+        with _changed(path, how):
+            assert ledger.identity() != before
+            if how == "its folder deleted":
+                for _ in range(2):
+                    with pytest.raises(ConfigError, match=r"folder .* does not exist"):
+                        ledger.execute(Pin("uid", "train", epoch, "here"))
+                path.parent.mkdir()
+            with pytest.raises(LedgerRolledBack, match=r"deleted, moved or replaced .* Bring its data back"):
+                ledger.execute(Pin("uid", "train", epoch, "here"))
+            # From now on it is the file that everybody finds there.
+            stored = ledger.read_run("run", "train")
+            uids = {"replaced": "uid-of-another", "its log deleted": "uid"}
+            assert (stored and stored.uid) == uids.get(how)
+            ledger.create_run("further", "train", "uid-2", "{}")
+        with closing(SqliteLedger(path)) as third:
+            assert third.read_run("further", "train") is not None
+
+
+def test_an_hour_by_which_the_wall_clock_is_set_moves_no_lease_on_one_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wall_clock = time.time
+    with closing(SqliteLedger(tmp_path / "ledger.db")) as ledger:
+        ledger.create_run("run", "train", "uid", "{}")
+        ledger.execute(Acquire("uid", "train", "a", 5.0))
+        for skew_s in (3600, -3600):
+            monkeypatch.setattr(time, "time", lambda skew_s=skew_s: wall_clock() + skew_s)
+            with closing(SqliteLedger(tmp_path / "ledger.db")) as other:
+                assert abs(other.clock() - ledger.clock()) < 0.1
+                with pytest.raises(LeaseHeld, match=r"lasts [45]\.\d s more"):
+                    other.execute(Acquire("uid", "train", "b", 5.0))
+
+
+def test_after_another_start_of_the_machine_the_wall_clock_says_what_time_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wall_clock, boot = time.time, tmp_path / "boot_id"
+    monkeypatch.setattr(boot_clock, "_BOOT_ID", boot)
+    for skew_s in (0, 3600, -3600):
+        boot.write_text(f"boot {skew_s}\n", encoding="ascii")
+        monkeypatch.setattr(time, "time", lambda skew_s=skew_s: wall_clock() + skew_s)
+        with closing(SqliteLedger(tmp_path / "ledger.db")) as ledger:
+            assert abs(ledger.clock() - time.time()) < 1
+    boot.unlink()
+    monkeypatch.setattr(time, "time", lambda: 7.0)
+    with closing(SqliteLedger(tmp_path / "ledger.db")) as ledger:
+        assert ledger.clock() == 7.0

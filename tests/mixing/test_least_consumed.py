@@ -18,6 +18,7 @@ from tokenloom_server.mixing.least_consumed import LeastConsumedChooser
 from tokenloom_server.mixing.mixer import Mixer, initial_nodes, target_shares
 from tokenloom_server.mixing.node import NOTHING
 from tokenloom_server.mixing.weights import MAX_SUM, integer_weights
+from tokenloom_server.order.pipeline import initial_state
 
 LENGTH = 8
 
@@ -249,4 +250,4 @@ def test_one_child_after_another_runs_out_until_nothing_is_left() -> None:
 
 def test_target_shares_follow_the_weights_down_the_tree() -> None:
     config = config_of("least_consumed", 1, node("weighted", 0.1, 0.4, weight=3))
-    assert target_shares(config) == (0.25, 0.15, 0.6)
+    assert target_shares(config, initial_state(config)) == pytest.approx((0.25, 0.15, 0.6))

@@ -15,6 +15,7 @@ from support.mixing import Walk, config_of, node
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.mixing.mixer import initial_nodes, node_shape, target_shares
 from tokenloom_server.mixing.node import NOTHING
+from tokenloom_server.order.pipeline import initial_state
 
 LENGTH = 8
 
@@ -206,7 +207,8 @@ def test_sequential_goes_from_child_to_child(steps: int) -> None:
 
 
 def test_target_shares_follow_the_policies() -> None:
-    assert target_shares(config_of("round_robin", {}, node("sequential", {}, {}))) == (0.5, 0.5, 0.0)
+    config = config_of("round_robin", {}, node("sequential", {}, {}))
+    assert target_shares(config, initial_state(config)) == (0.5, 0.5, 0.0)
 
 
 @pytest.mark.parametrize("policy", ["least_consumed", "weighted", "round_robin"])

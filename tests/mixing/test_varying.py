@@ -23,6 +23,7 @@ from tokenloom_server.mixing.soft_sequential import SoftSequential
 from tokenloom_server.mixing.totals import SourceTotal, rows_of
 from tokenloom_server.mixing.varying import UPDATE_PICKS, Left
 from tokenloom_server.mixing.weights import MAX_SUM
+from tokenloom_server.order.pipeline import initial_state
 
 ESTIMATED = [name for name, policy in policies().items() if policy.estimates]
 
@@ -127,9 +128,9 @@ def test_epochs_and_limits_of_nodes_decide_what_their_sources_have_left() -> Non
     mixer = Mixer(config, initial_nodes(config), {0: SizeEstimate(100, 8000), 1: SizeEstimate(10, 8000)})
     mixer.update_weights(0, 0, lambda _: (0, 0))
     assert [child.total for child in mixer.states(mixer.mix_weights, [0, 0, 0], [0, 0, 0])[0]] == [200, 30, 11]
-    assert target_shares(config, {0: SizeEstimate(100, 8000), 1: SizeEstimate(10, 8000)}) == pytest.approx(
-        (200 / 241, 30 / 241, 11 / 241)
-    )
+    assert target_shares(
+        config, initial_state(config), {0: SizeEstimate(100, 8000), 1: SizeEstimate(10, 8000)}
+    ) == pytest.approx((200 / 241, 30 / 241, 11 / 241))
 
 
 def test_a_schedule_is_linear_between_its_points_and_constant_outside() -> None:

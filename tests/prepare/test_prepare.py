@@ -21,10 +21,10 @@ from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError, SourceError, TokenloomError
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.prepare.job import Job, ShardFormat
+from tokenloom_server.prepare.job import Job
 from tokenloom_server.prepare.journal import Journal
 from tokenloom_server.prepare.preparer import Done, OnRows, prepare
-from tokenloom_server.prepare.shards import ShardWriter
+from tokenloom_server.prepare.shards import ShardFormat, ShardWriter
 from tokenloom_server.sources import lines
 from tokenloom_server.storage.drafts import checksum
 

@@ -30,6 +30,9 @@ class LedgerLink:
         self._world = world
         self._server = server
 
+    def identity(self) -> object:
+        return None
+
     def execute(self, command: Command) -> int:
         return int(self._call(command.verb, self._world.ledger.execute, command))
 

@@ -11,10 +11,13 @@ import datasets
 import pyarrow as pa
 import pyarrow.ipc
 import pytest
+from support.catalog import spec_of
 from support.sources import opened, rows_of, write_table
-from tokenloom_server.errors import SourceError
+from tokenloom_server.errors import SourceChanged, SourceError
 from tokenloom_server.sources.arrow import headers as arrow_headers
+from tokenloom_server.sources.open import open_source
 from tokenloom_server.storage.file import File
+from tokenloom_server.storage.io_stats import IoStats
 
 SPEC = "arrow:saved:input_ids"
 
@@ -154,3 +157,34 @@ def test_damaged_headers_are_refused_and_never_crash(tmp_path: Path) -> None:
             damaged[position] = value
             with contextlib.suppress(ValueError):
                 arrow_headers.scan(InMemory(damaged))
+
+
+@pytest.mark.parametrize(
+    ("block_rows", "options", "blocks"),
+    [
+        (b"3", {}, [0, 3, 6, 8, 11]),
+        # What is decompressed as a whole is one block.
+        (b"3", {"compression": "zstd"}, [0, 8, 11]),
+        *((text, {}, [0, 8, 11]) for text in (b"", b"0", b"-3", b"3.5", b"9" * 400, "\u0663".encode())),
+    ],
+)
+def test_a_file_says_how_many_rows_are_a_block(
+    tmp_path: Path, block_rows: bytes, options: dict[str, Any], blocks: list[int]
+) -> None:
+    table = pa.table({"input_ids": [[i] for i in range(11)]})
+    table = table.replace_schema_metadata({b"tokenloom.block_rows": block_rows})
+    write_table(tmp_path / "saved" / "a.arrow", table, 8, pa.ipc.new_file, **options)
+    source = opened(tmp_path, SPEC)
+    assert source.blocks(0).tolist() == blocks
+    for row in range(12):
+        assert rows_of(source, row) == [[i] for i in range(row, 11)]
+
+
+def test_a_file_that_is_written_anew_is_not_read_by_its_old_mapping(tmp_path: Path) -> None:
+    path = tmp_path / "saved" / "a.arrow"
+    write_table(path, pa.table({"input_ids": [[1], [2]]}), 1, pa.ipc.new_file)
+    source = open_source(spec_of(SPEC), tmp_path, io_stats=IoStats())
+    assert rows_of(source, 1) == [[2]]
+    write_table(path, pa.table({"input_ids": [[1], [3]]}), 1, pa.ipc.new_file)
+    with pytest.raises(SourceChanged, match=r"'saved/a\.arrow' has other content"):
+        rows_of(source, 1)

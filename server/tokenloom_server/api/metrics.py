@@ -166,10 +166,21 @@ SOURCE_METRICS = (
     ),
     RowMetric("tokenloom_source_skipped_tokens_total", "skipped_tokens", "Tokens of the source that were passed over."),
     RowMetric(
-        "tokenloom_source_target_share", "target_share", "Share of the tokens that the weights ask for (0 to 1)."
+        "tokenloom_source_target_share",
+        "target_share",
+        "Share of the next tokens that the weights in force ask for (0 to 1).",
+    ),
+    RowMetric(
+        "tokenloom_source_expected_share",
+        "expected_share",
+        "Share of the tokens so far that the weights asked for, each while it was in force (0 to 1).",
     ),
     RowMetric("tokenloom_source_actual_share", "actual_share", "Share of the tokens so far (0 to 1)."),
-    RowMetric("tokenloom_source_window_share", "window_share", "Share of the tokens of the last 30 s (0 to 1)."),
+    RowMetric(
+        "tokenloom_source_window_share",
+        "window_share",
+        "Share of the tokens committed in the last 30 s (0 to 1); absent where none were.",
+    ),
     RowMetric(
         "tokenloom_source_loss",
         "loss",

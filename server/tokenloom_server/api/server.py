@@ -20,6 +20,7 @@ from tokenloom_server.api.rest.server import RestServer
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.ledger.base import Ledger
+from tokenloom_server.ledger.boot_clock import boot_id
 from tokenloom_server.ledger.open import open_ledger
 from tokenloom_server.run.timeouts import Timeouts
 
@@ -159,11 +160,7 @@ def _folder(options: ServeOptions) -> Path:
 def _holder(grpc_address: str) -> str:
     """Who holds a lease: the same for this server and for its restart, which has the same address again only
     because the one before is gone; another after the machine itself was restarted."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()[:8]
-    except OSError:
-        boot = ""
-    return f"{socket.gethostname()} {grpc_address} {boot}".rstrip()
+    return f"{socket.gethostname()} {grpc_address} {boot_id()[:8]}".rstrip()
 
 
 def split_address(option: str, address: str) -> tuple[str, int]:

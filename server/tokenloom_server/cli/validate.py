@@ -69,7 +69,7 @@ def _sources(factory: PipelineFactory) -> Table:
     kind = f"sequence length {config.sequence_length}, {config.packing}"
     if config.batching is not None:
         kind = f"batches of {config.global_batch_size} by {config.batching.bucket_by}"
-    shares = target_shares(config, record.size_estimates)
+    shares = target_shares(config, factory.initial(), record.size_estimates)
     rows = [
         (
             str(i),

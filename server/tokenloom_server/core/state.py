@@ -16,6 +16,9 @@ ORDER_VERSIONS = (1, ORDER_VERSION)
 #: Counters are refused above this: JSON and Lua readers hold integers in doubles.
 MAX_COUNTER = 2**53 - 1
 
+#: Shares in force, and what a source is owed by them, are whole numbers of this part of one, or of a token.
+SHARE_UNIT = 2**32
+
 #: The rolling digest: D' = (D × MULTIPLIER + h) mod MODULUS for each sample's hash h (0 ≤ h < 2^128).
 #: A polynomial hash (Karp & Rabin, 1987), so that digests of ranges can be combined.
 DIGEST_MODULUS = 2**127 - 1
@@ -139,6 +142,9 @@ class SourceState:
     skipped_padding_tokens: int = 0
     row_counts: RowCounts = _NOTHING_COUNTED
     lanes: tuple[Lane, ...] = ()
+    owed: int = 0
+    """What the shares in force asked of it so far, without what was passed over, less what it gave, as balances count
+    tokens; in 1/``SHARE_UNIT`` tokens. Nothing is decided by it."""
 
     @property
     def epoch(self) -> int:
@@ -259,6 +265,7 @@ def passed_over(before: State, after: State) -> State:
             skipped_padding_tokens=was.skipped_padding_tokens
             + now.row_counts.padding_tokens
             - was.row_counts.padding_tokens,
+            owed=was.owed,
         )
         for was, now in zip(before.sources, after.sources, strict=True)
     ]

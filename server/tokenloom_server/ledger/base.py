@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -26,6 +27,15 @@ class Ledger(ABC):
     @abstractmethod
     def description(self) -> str:
         """For people, without secrets: ``sqlite:///path`` or ``redis://host:port/0``."""
+
+    def identity(self) -> object:
+        """Which store this is: another value once its file was deleted or replaced, and a lease in it counts for
+        nothing. Cheap, since it is asked for before each message."""
+        return None
+
+    def clock(self) -> float:
+        """Unix time in seconds, by the clock of leases where servers can read that."""
+        return time.time()
 
     @abstractmethod
     def check(self) -> None:

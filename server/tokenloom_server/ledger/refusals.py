@@ -38,6 +38,13 @@ def renamed(uid: str, stream: str, actual_uid: str) -> NotLeader:
 _REMEDY = f"The ledger lost what it had acknowledged, so nothing goes on from it. {LedgerRolledBack.remedy}."
 
 
+def replaced(where: object) -> LedgerRolledBack:
+    return LedgerRolledBack(
+        f"The ledger {where} was deleted, moved or replaced while it was open (or its -wal file, which has the newest "
+        f"commits): what is at its path now is another ledger. {_REMEDY}"
+    )
+
+
 def gone(uid: str, stream: str) -> LedgerRolledBack:
     return LedgerRolledBack(f"Run {uid}, stream {stream}, is no longer in the ledger. {_REMEDY}")
 

@@ -7,7 +7,6 @@ processes may share the file; SQLite lets one write at a time, and the epochs de
 from __future__ import annotations
 
 import sqlite3
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -67,14 +66,20 @@ DELETE FROM journal WHERE id IN (
 class SqliteLedger(Ledger):
     """See ``Ledger``."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        """Raises ``ConfigError`` for a file that cannot be a ledger, and ``LedgerUnavailable``."""
-        self._file = SqliteFile(path)
-        self._clock = clock
+    def __init__(self, path: Path, clock: Callable[[], float] | None = None) -> None:
+        """``clock``: see ``SqliteFile``. Raises ``ConfigError`` for a file that cannot be a ledger, and
+        ``LedgerUnavailable``."""
+        self._file = SqliteFile(path, clock)
 
     @property
     def description(self) -> str:
         return f"sqlite:///{self._file.path}"
+
+    def identity(self) -> object:
+        return self._file.identity()
+
+    def clock(self) -> float:
+        return self._file.clock()
 
     def check(self) -> None:
         mode, synchronous = self._file.settings()
@@ -113,7 +118,7 @@ class SqliteLedger(Ledger):
             return 0, None
         fields = dict(row)
         run = fields.pop("id")
-        return run, Head(now=self._clock(), **fields, **_items(connection, run, command))
+        return run, Head(now=self.clock(), **fields, **_items(connection, run, command))
 
     def _create(self, connection: sqlite3.Connection, command: commands.Create) -> None:
         connection.execute(

@@ -8,11 +8,13 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from tokenloom_server.errors import ConfigError, LedgerError, LedgerUnavailable
+from tokenloom_server.ledger import refusals
+from tokenloom_server.ledger.boot_clock import boot_clock
 from tokenloom_server.ledger.shared_filesystem import refuse_shared
 
 _log = logging.getLogger(__name__)
@@ -74,43 +76,72 @@ ALTER TABLE openings RENAME COLUMN ramp TO batch_plans;
     "ALTER TABLE runs ADD COLUMN revision_changes INTEGER NOT NULL DEFAULT 0",
     "ALTER TABLE runs ADD COLUMN closed_generation INTEGER NOT NULL DEFAULT 0",
     "ALTER TABLE openings ADD COLUMN process TEXT NOT NULL DEFAULT ''",
+    "CREATE TABLE boots (id TEXT PRIMARY KEY, unix_s REAL NOT NULL)",
 )
 SCHEMA_VERSION = len(_VERSIONS)
 
 
 class SqliteFile:
-    """One connection to a ledger's file, guarded by a lock: any thread may call."""
+    """One connection to a ledger's file, guarded by a lock: any thread may call. Where another file has taken the path
+    since, or none is there, the connection is opened anew, and whoever finds it gets ``LedgerRolledBack``."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float] | None = None) -> None:
+        """``clock``: Unix time in seconds; where none is given, the one that all servers of this machine share."""
         self.path = path
+        self._log_path = path.with_name(f"{path.name}-wal")
+        self._fixed_clock = clock
         self._lock = threading.Lock()
-        if not path.parent.is_dir():
+        self._closed = False
+        self._reopened = 0
+        #: Which file is open; empty while none is.
+        self._opened: tuple[int, ...] = ()
+        self._open()
+
+    def _open(self) -> None:
+        self._opened = ()
+        if not self.path.parent.is_dir():
             raise ConfigError(
-                f"The ledger's folder {path.parent} does not exist. Create it, or give another path with --ledger."
+                f"The ledger's folder {self.path.parent} does not exist. Create it, or give another path with --ledger."
             )
-        if path.is_dir():
-            raise ConfigError(f"The ledger {path} is a folder; expected a file. Give another path with --ledger.")
+        if self.path.is_dir():
+            raise ConfigError(f"The ledger {self.path} is a folder; expected a file. Give another path with --ledger.")
         # Before anything is written there.
-        refuse_shared(path)
-        _keep_private(path)
+        refuse_shared(self.path)
+        with contextlib.suppress(OSError):  # it is there, or SQLite will say why it cannot be
+            # SQLite gives the write-ahead log and its index the mode of the file.
+            os.close(os.open(self.path.resolve(), os.O_CREAT | os.O_EXCL, 0o600))
         with self._translated():
             self._connection = sqlite3.connect(
-                path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+                self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )
             self._connection.row_factory = sqlite3.Row
         try:
-            with self.reading():
+            with self._transaction("BEGIN"):
                 self._refuse_other_files()
+            _keep_private(self.path.resolve())
             self._write_ahead()
-            with self.writing() as connection:
+            with self._transaction("BEGIN IMMEDIATE") as connection:
                 version = self._refuse_other_files()
                 for statements in _VERSIONS[version:]:
                     _run(connection, statements)
                 connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
                 connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+                self.clock = self._fixed_clock or boot_clock(connection)
+            self._opened = self.identity()
         except BaseException:
             self._connection.close()
             raise
+
+    def identity(self) -> tuple[int, ...]:
+        """Which file is at the path now, and how often that was opened anew: device, inode and whether it has a name,
+        also of its write-ahead log, which holds the newest commits; empty where one is not there."""
+        try:
+            statuses = [path.stat() for path in (self.path, self._log_path)]
+        except OSError:
+            return ()
+        # A file that is mounted by itself keeps its path when it is deleted.
+        numbers = (number for status in statuses for number in (status.st_dev, status.st_ino, status.st_nlink > 0))
+        return (self._reopened, *numbers)
 
     def settings(self) -> tuple[str, int]:
         """(journal mode, synchronous) as they are."""
@@ -121,14 +152,15 @@ class SqliteFile:
 
     def reading(self) -> AbstractContextManager[sqlite3.Connection]:
         """A transaction that sees one moment."""
-        return self._transaction("BEGIN")
+        return self._locked("BEGIN")
 
     def writing(self) -> AbstractContextManager[sqlite3.Connection]:
         """A transaction that is alone from its start, and on the disk when it ends without an exception."""
-        return self._transaction("BEGIN IMMEDIATE")
+        return self._locked("BEGIN IMMEDIATE")
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             self._connection.close()
 
     def _refuse_other_files(self) -> int:
@@ -167,8 +199,20 @@ class SqliteFile:
         self._connection.execute("PRAGMA checkpoint_fullfsync = ON")
 
     @contextmanager
+    def _locked(self, begin: str) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            if not self._closed and (not self._opened or self._opened != self.identity()):
+                # First, since a new file may get the number of the one that nobody has open any more.
+                self._reopened += 1
+                self._connection.close()
+                self._open()
+                raise refusals.replaced(self.path)
+            with self._transaction(begin) as connection:
+                yield connection
+
+    @contextmanager
     def _transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
-        with self._lock, self._translated():
+        with self._translated():
             self._connection.execute(begin)
             try:
                 yield self._connection
@@ -202,10 +246,7 @@ class SqliteFile:
 
 
 def _keep_private(path: Path) -> None:
-    """Makes the file, its write-ahead log and its index their owner's alone. SQLite gives the latter the file's mode;
-    what is there with a wider one is tightened, and the log says so."""
-    with contextlib.suppress(OSError):  # it is there, or SQLite will say why it cannot be
-        os.close(os.open(path.resolve(), os.O_CREAT | os.O_EXCL, 0o600))
+    """Makes a ledger, its write-ahead log and its index their owner's alone where they are not; the log says so."""
     for file in (path, *(path.with_name(f"{path.name}-{part}") for part in ("wal", "shm"))):
         with contextlib.suppress(OSError):
             mode = file.stat().st_mode & 0o777

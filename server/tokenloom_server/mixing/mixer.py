@@ -7,7 +7,6 @@ samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -17,7 +16,7 @@ import numpy.typing as npt
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.size_estimate import SizeEstimate
-from tokenloom_server.core.state import MAX_COUNTER, ChildState
+from tokenloom_server.core.state import MAX_COUNTER, SHARE_UNIT, ChildState, State, tokens_in_row
 from tokenloom_server.mixing.leap import Leaps
 from tokenloom_server.mixing.node import NOTHING, Node, NodeWeights, Picks, RealLengths
 from tokenloom_server.mixing.policy import NodeShape, points_of
@@ -25,8 +24,23 @@ from tokenloom_server.mixing.totals import RowsPicked, Totals
 from tokenloom_server.mixing.varying import UPDATE_PICKS
 from tokenloom_server.mixing.weights import integer_weights
 
-#: The weights of every node, in node-id order.
-MixWeights = tuple[NodeWeights, ...]
+
+class MixWeights(NamedTuple):
+    """The weights of every node, in node-id order, and what follows from them for the sources, by id."""
+
+    nodes: tuple[NodeWeights, ...]
+    #: Each source's share of the next tokens, in 1/``SHARE_UNIT``.
+    shares: tuple[int, ...]
+    #: The tokens, as balances count them, that all sources gave since the mixer was made until these came in force,
+    #: and what was expected of each of them till then, in 1/``SHARE_UNIT`` tokens.
+    since: int
+    expected: tuple[int, ...]
+
+    def expected_after(self, tokens: int) -> tuple[int, ...]:
+        """What is expected of each source once all gave so many tokens, in 1/``SHARE_UNIT`` tokens."""
+        more = tokens - self.since
+        return tuple(before + share * more for before, share in zip(self.expected, self.shares, strict=True))
+
 
 #: How the reason of an end begins that is that of the data.
 ALL_EXHAUSTED = "every source is exhausted"
@@ -96,8 +110,9 @@ class Mixer:
         self._nodes = sorted(self._upwards, key=lambda node: node.id)
         self._varying = [node for node in self._nodes if node.policy.makes_weights]
         self._totals = Totals(config, self._upwards, size_estimates or {})
+        self._balance_at_start = sum(self._root.counters.balances)
         #: What a state has beside the counters, now.
-        self.mix_weights: MixWeights = self._mix_weights()
+        self.mix_weights = MixWeights(self._node_weights(), self._shares(), 0, (0,) * len(config.sources))
 
     def update_weights(self, pick_index: int, total_tokens: int, rows_picked: RowsPicked) -> int:
         """To be called before each decision, with the run's position in picks: makes weights anew where that is due,
@@ -145,8 +160,9 @@ class Mixer:
     def decide_one(self, has_sample: Callable[[int], bool]) -> int:
         """Decides and counts one pick, also where the planned source is out: its source id, or ``NOTHING`` at the end
         of data. ``has_sample(source)`` says whether a pick from a source succeeds."""
+        tokens = self._tokens()
         source = self._root.decide_one(has_sample)
-        self.mix_weights = self._mix_weights()
+        self._put_in_force(tokens)
         return source
 
     def states(
@@ -162,13 +178,13 @@ class Mixer:
                 else (given[child], balances[child])
                 for child in node.children
             ]
-        return tuple(node.states_at(now, below[node]) for node, now in zip(self._nodes, mix_weights, strict=True))
+        return tuple(node.states_at(now, below[node]) for node, now in zip(self._nodes, mix_weights.nodes, strict=True))
 
     def exhausted(self, mix_weights: MixWeights) -> tuple[bool, ...]:
         """Which sources are out under these weights of this mixer, by source id, as their parents have it."""
         by_source = {
             child: out
-            for node, now in zip(self._nodes, mix_weights, strict=True)
+            for node, now in zip(self._nodes, mix_weights.nodes, strict=True)
             for child, out in zip(node.children, now.exhausted, strict=True)
             if not isinstance(child, Node)
         }
@@ -183,20 +199,7 @@ class Mixer:
 
     def shares(self) -> tuple[float, ...]:
         """Each source's share of the next tokens that the weights in force ask for, by source id."""
-        shares: dict[int, Fraction] = {}
-        weights = self.weights()
-
-        def visit(node: Node, share: Fraction) -> None:
-            total = sum(weights[node.id])
-            for child, weight in zip(node.children, weights[node.id], strict=True):
-                own = share * Fraction(weight, total) if total else Fraction(0)
-                if isinstance(child, Node):
-                    visit(child, own)
-                else:
-                    shares[child] = own
-
-        visit(self._root, Fraction(1))
-        return tuple(float(shares[source]) for source in sorted(shares))
+        return tuple(share / SHARE_UNIT for share in self._shares())
 
     def why_over(self) -> str:
         """Why there is no further pick, once one failed."""
@@ -235,7 +238,7 @@ class Mixer:
         """
         self._update([node for node in self._varying if not node.is_over], total_tokens, rows_picked)
         by_source = self._leaps.leap(most, left, total_tokens)
-        self.mix_weights = self._mix_weights()
+        self._put_in_force(self._tokens())
         return by_source
 
     @cached_property
@@ -251,8 +254,32 @@ class Mixer:
         """How many more picks the root's own ``max_tokens`` allow."""
         return self._root.room()
 
-    def _mix_weights(self) -> MixWeights:
+    def _node_weights(self) -> tuple[NodeWeights, ...]:
         return tuple(node.weights() for node in self._nodes)
+
+    def _tokens(self) -> int:
+        """The tokens, as balances count them, that all sources gave since the mixer was made."""
+        return sum(self._root.counters.balances) - self._balance_at_start
+
+    def _put_in_force(self, tokens: int) -> None:
+        """The weights that the nodes have now decide all picks after so many tokens."""
+        expected = self.mix_weights.expected_after(tokens)
+        self.mix_weights = MixWeights(self._node_weights(), self._shares(), tokens, expected)
+
+    def _shares(self) -> tuple[int, ...]:
+        """Each source's share of the next tokens by the weights in force, in 1/``SHARE_UNIT``, rounded down."""
+        shares = [0] * len(self._config.sources)
+        of_node = {self._root: 0 if self._root.is_over else SHARE_UNIT}
+        for node in reversed(self._upwards):
+            # One that is over has its share until the node above finds out, by a pick.
+            weights = node.chooser.weights()
+            share, total = of_node[node], sum(weights) or 1
+            for child, weight in zip(node.children, weights, strict=True):
+                if isinstance(child, Node):
+                    of_node[child] = share * weight // total
+                else:
+                    shares[child] = share * weight // total
+        return tuple(shares)
 
     def _update(self, nodes: Sequence[Node], total_tokens: int, rows_picked: RowsPicked) -> None:
         """Makes the weights of these nodes anew."""
@@ -261,7 +288,7 @@ class Mixer:
         totals = self._totals.by_node(rows_picked) if any(node.policy.estimates for node in nodes) else {}
         for node in nodes:
             node.chooser.update(totals.get(node, ()), total_tokens)
-        self.mix_weights = self._mix_weights()
+        self._put_in_force(self._tokens())
 
 
 def node_shape(config: RunConfig, node: NodeConfig) -> NodeShape:
@@ -284,9 +311,17 @@ def initial_nodes(config: RunConfig) -> tuple[tuple[ChildState, ...], ...]:
     return tuple((ChildState(),) * len(node.children) for node in config.nodes)
 
 
-def target_shares(config: RunConfig, size_estimates: Mapping[int, SizeEstimate] | None = None) -> tuple[float, ...]:
-    """Each source's share of all tokens that the policies ask for at the beginning of the run, by source id.
-    ``size_estimates`` as for the ``Mixer``."""
-    mixer = Mixer(config, initial_nodes(config), size_estimates)
-    mixer.update_weights(0, 0, lambda _: (0, 0))
+def target_shares(
+    config: RunConfig, state: State, size_estimates: Mapping[int, SizeEstimate] | None = None
+) -> tuple[float, ...]:
+    """Each source's share of the tokens that the weights in force at a state ask for, by source id; 0 for one that
+    gives nothing more. ``size_estimates`` as for the ``Mixer``."""
+    mixer = Mixer(config, state.nodes, size_estimates, clock_offset=state.clock_ahead)
+
+    def rows_picked(source: int) -> tuple[int, int]:
+        cursor = state.sources[source].cursor
+        return state.sources[source].rows, tokens_in_row(cursor) if config.packing == "concat" else 0
+
+    # Those that a state has stay, also where the next pick makes others: only what has none yet makes some.
+    mixer.update_weights(1, state.total_tokens, rows_picked)
     return mixer.shares()

@@ -193,6 +193,8 @@ class KnownDataset(_Counters):
     skipped_tokens: int = Field(default=0, ge=0, le=MAX_COUNTER)
     skipped_padding_tokens: int = Field(default=0, ge=0, le=MAX_COUNTER)
     lanes: list[_AnyLane] = Field(default_factory=list)
+    #: Hexadecimal: more than readers hold in a number. States of before do not have it.
+    owed: str = Field(default="0", pattern=r"^-?[0-9a-f]{1,24}$")
 
     @property
     def is_packed(self) -> bool:
@@ -214,6 +216,7 @@ class KnownDataset(_Counters):
             skipped_padding_tokens=self.skipped_padding_tokens,
             row_counts=self.row_counts,
             lanes=tuple(lane_of(entry) for entry in self.lanes),
+            owed=int(self.owed, 16),
         )
 
 

@@ -17,6 +17,7 @@ from tokenloom_server.core.state import (
     Lane,
     PackedCursor,
     RowCounts,
+    SourceState,
     State,
     WindowCursor,
     digest_hex,
@@ -51,9 +52,7 @@ def encode_state(
             entry |= {"exhausted": True, "dropped_tokens": source.dropped_tokens}
         if source.lanes:
             entry["lanes"] = [_encode_lane(lane) for lane in source.lanes]
-        if source.skipped_samples:
-            entry |= {name: getattr(source, name) for name in SKIPPED}
-        entry |= _counts(source.row_counts)
+        entry |= _beside_the_order(source)
         if shape.names[i] is not None:
             entry["alias"] = shape.names[i]
         datasets.append(entry)
@@ -92,6 +91,13 @@ def _place(cursor: Cursor | None) -> dict[str, Any]:
         case EpochCursor(epoch, rows):
             return {"epoch": epoch, "epoch_rows": rows}
     return {}
+
+
+def _beside_the_order(source: SourceState) -> dict[str, Any]:
+    """What decides no sample: counters of what was passed over and of rows, and what the source is owed."""
+    skipped = {name: getattr(source, name) for name in SKIPPED} if source.skipped_samples else {}
+    owed = {"owed": f"{source.owed:x}"} if source.owed else {}
+    return skipped | owed | _counts(source.row_counts)
 
 
 def _counts(row_counts: RowCounts) -> dict[str, int]:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.core.state import MAX_COUNTER, SourceState, State
+from tokenloom_server.core.state import MAX_COUNTER, SHARE_UNIT, SourceState, State
 from tokenloom_server.mixing.mixer import Mixer, MixWeights
 from tokenloom_server.packing.base import Batch, SampleOrigins, SourcePosition
 from tokenloom_server.packing.real_tokens import Boundaries, RealTokens
@@ -285,13 +285,19 @@ def state_at(
             start.sources, since_start, positions, dropped_tokens, exhausted, strict=True
         )
     ]
+    balances = [*map(config.balanced, sources)]
+    tokens_since = [now - config.balanced(before) for now, before in zip(balances, start.sources, strict=True)]
+    expected = mark.mix_weights.expected_after(sum(tokens_since))
     return replace(
         start,
         sample_index=mark.sample_index,
         total_tokens=mark.total_tokens,
         digest=mark.digest,
-        sources=tuple(sources),
-        nodes=mixer.states(mark.mix_weights, since_start, [*map(config.balanced, sources)]),
+        sources=tuple(
+            replace(source, owed=source.owed + of_source - tokens * SHARE_UNIT)
+            for source, of_source, tokens in zip(sources, expected, tokens_since, strict=True)
+        ),
+        nodes=mixer.states(mark.mix_weights, since_start, balances),
     )
 
 

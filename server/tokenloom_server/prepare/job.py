@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,13 +18,12 @@ from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.order import builder
+from tokenloom_server.prepare.shards import ShardFormat, block_rows
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.files import in_threads
 
 #: Version of the files that a folder of prepared shards has beside these.
 FORMAT = 1
-
-ShardFormat = Literal["arrow", "parquet"]
 
 #: Of a source, what decides when and how often its rows are served, and what is drawn anew each epoch; all else decides
 #: their tokens, and is done with once these lie in shards.
@@ -140,7 +139,12 @@ class Job:
         children = {child["source"]: child for child in record["config"]["mixture"]["children"]}
         return {
             "format": FORMAT,
-            "shards": {"format": self.form, "bytes": self.shard_bytes, "ids": self.order.record.dtype.name},
+            "shards": {
+                "format": self.form,
+                "bytes": self.shard_bytes,
+                "ids": self.order.record.dtype.name,
+                "block_rows": block_rows(self.form),
+            },
             "tokenizer": record["tokenizer"],
             "special_tokens_in_text": config.special_tokens_in_text,
             "vocab_size": self.order.record.vocab_size,

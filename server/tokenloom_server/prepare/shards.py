@@ -14,11 +14,17 @@ import pyarrow.parquet as pq
 
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import arrays
+from tokenloom_server.sources.arrow.headers import BLOCK_ROWS
+
+ShardFormat = Literal["arrow", "parquet"]
 
 #: Ids that become one record batch or row group: what opening at any row costs.
 BATCH_IDS = 1 << 20
 #: Rows that do: bounds the offsets of rows that are empty or nearly so.
 BATCH_ROWS = 1 << 16
+#: Rows of a block of an Arrow shard. A window of 65,536 rows has 2,048 of these, from everywhere in the source, while a
+#: batch has as many rows as is fast to write, and to read in order.
+SHUFFLED_ROWS = 32
 #: What the offsets of a list can hold.
 MAX_ROW_IDS = 2**31 - 1 - BATCH_IDS
 #: Bytes of the dictionary of a Parquet column, so that it holds a large vocabulary.
@@ -27,13 +33,20 @@ _DICTIONARY_BYTES = 1 << 22
 COLUMN = "ids"
 
 
+def block_rows(form: ShardFormat) -> int | None:
+    """Rows of a block where a shuffle takes record batches apart; None of Parquet, whose row groups are decoded as a
+    whole."""
+    return SHUFFLED_ROWS if form == "arrow" else None
+
+
 class ShardWriter:
     """Writes one file with the column ``ids``: lists of an unsigned integer type. Not for several threads."""
 
-    def __init__(self, path: Path, dtype: np.dtype[Any], form: Literal["arrow", "parquet"]) -> None:
+    def __init__(self, path: Path, dtype: np.dtype[Any], form: ShardFormat) -> None:
         """Raises ``OSError``."""
         self._dtype = dtype
-        self._schema = pa.schema([pa.field(COLUMN, pa.list_(pa.from_numpy_dtype(dtype)))])
+        metadata = {BLOCK_ROWS: str(rows).encode()} if (rows := block_rows(form)) else None
+        self._schema = pa.schema([pa.field(COLUMN, pa.list_(pa.from_numpy_dtype(dtype)))], metadata)
         self._writer = (
             pa.ipc.new_file(str(path), self._schema)
             if form == "arrow"

@@ -167,6 +167,7 @@ def _source(timeline: Timeline, index: int, figure: SourceStats, state: SourceSt
         skipped_tokens=state.tokens - figure.tokens,
         excluded_rows=record.excluded.count(figure.spec),
         share=figure.actual_share,
+        expected_share=figure.expected_share,
         target_share=figure.target_share,
         epochs=figure.epoch,
         unique_tokens=unique.tokens,

@@ -86,8 +86,10 @@ class SourceReport(Document):
     """Rows of each epoch that revisions take out."""
     share: float
     """Of the run's tokens, as its balances count them (0 to 1)."""
+    expected_share: float
+    """What the weights asked for, each while it was in force (0 to 1)."""
     target_share: float
-    """What the weights ask for while every source lasts (0 to 1)."""
+    """What those in force at the sample index ask for (0 to 1)."""
     epochs: float
     """Passes over the source so far, with the fraction of the present one."""
     unique_tokens: int

@@ -18,12 +18,15 @@ class SourceStats(Document):
     alias: str
     """The short name; the spec where the mixture file gives none."""
     target_share: float
-    """Share of the run's tokens that the weights ask for while every source lasts (0 to 1). Which tokens shares are of,
-    the run's ``count`` says."""
+    """Share of the next tokens that the weights in force ask for (0 to 1); 0 once the source gives nothing more. Which
+    tokens shares are of, the run's ``count`` says."""
+    expected_share: float
+    """Share of the run's tokens so far that the weights asked for, each while it was in force (0 to 1); 0 before the
+    first."""
     actual_share: float
     """Share of the run's tokens so far (0 to 1); 0 before the first."""
-    window_share: float
-    """Share of the tokens in the last window of samples (0 to 1)."""
+    window_share: float | None
+    """Share of the tokens that were committed in the last 30 s (0 to 1); null where none were."""
     samples: int
     rows: int
     """Rows taken to their end."""

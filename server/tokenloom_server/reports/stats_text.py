@@ -43,8 +43,9 @@ def sources_table(stats: RunStats, *, title: str | None = None, without: Collect
     cells: dict[str, Callable[[SourceStats], str]] = {
         "source": lambda source: source.alias,
         "target": lambda source: f"{source.target_share:.2%}",
+        "expected": lambda source: f"{source.expected_share:.2%}",
         "actual": lambda source: f"{source.actual_share:.2%}",
-        "recent": lambda source: f"{source.window_share:.2%}",
+        "recent": lambda source: "–" if source.window_share is None else f"{source.window_share:.2%}",
         "loss": lambda source: "–" if source.loss is None else f"{source.loss:.4f}",
         "samples": lambda source: f"{source.samples:,}",
         "rows": lambda source: f"{source.rows:,}",

@@ -26,7 +26,6 @@ from tokenloom_server.errors import (
     LedgerUnavailable,
     NotLeader,
     OrderMismatch,
-    ServerStopping,
     TokenloomError,
 )
 from tokenloom_server.ledger.commands import ClaimSlot, Open
@@ -34,19 +33,16 @@ from tokenloom_server.ledger.records import CommittedState, Opening, StoredRun
 from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.active_generation import ActiveGeneration
-from tokenloom_server.run.join_call import ResumeChoice
-from tokenloom_server.run.stream_commands import StreamCommands
+from tokenloom_server.run.join_commands import JoinCommands
 from tokenloom_server.run.views import CommitTask, ProductionTask, RecentCommit, RunView
 
 _log = logging.getLogger(__name__)
 
-#: Commits are remembered this far apart, seconds, for rates and window shares.
+#: Commits before the newest are remembered this far apart, seconds, for rates and window shares.
 RECENT_EVERY_S = 0.25
-#: Refused attempts that are remembered, so that waiting ranks hear why.
-_REMEMBERED_REFUSALS = 64
 
 
-class RunCoordinator(StreamCommands):
+class RunCoordinator(JoinCommands):
     """Owns one run of this server. Thread-safe."""
 
     _workers: tuple[threading.Thread, ...] = ()
@@ -82,11 +78,14 @@ class RunCoordinator(StreamCommands):
 
     # --- the lease (``leadership``) ----------------------------------------------------------------
 
-    def lead(self, epoch: int, stored: StoredRun, timeline: Timeline, since: float, until: float) -> None:
-        """This server leads from now on, at a new epoch; takes up what the ledger has, revisions included."""
+    def lead(
+        self, epoch: int, stored: StoredRun, timeline: Timeline, since: float, until: float, store: object = None
+    ) -> None:
+        """This server leads from now on, at a new epoch, by a lease in ``store``; takes up what the ledger has,
+        revisions included."""
         with self._lock:
             error = self._loss_under(epoch, stored)
-            self.lease = self.lease.taken(epoch, until)
+            self.lease = self.lease.taken(epoch, until, store)
             self.timeline, self._revising_at, self.uid = timeline, None, stored.uid
             self.revision_changes, self.pin = stored.revision_changes, stored.pin
             self._wakes.everyone()
@@ -199,38 +198,6 @@ class RunCoordinator(StreamCommands):
             if active is None or active.generation.number != opening.generation:
                 raise NotLeader(f"run {self.name!r} is being taken up anew; join again")
             self._refused.clear()
-
-    def refuse_attempt(self, attempt: str, choice: ResumeChoice, error: TokenloomError) -> None:
-        """Rank 0 of an attempt was refused: the other ranks hear the same."""
-        with self._lock:
-            self._refused[attempt, choice] = error
-            while len(self._refused) > _REMEMBERED_REFUSALS:
-                self._refused.pop(next(iter(self._refused)))
-            self._wakes.changed.notify_all()
-
-    def has_opened(self, attempt: str, choice: ResumeChoice) -> bool:
-        """Whether rank 0 of an attempt opened the present generation. Raises ``ServerStopping``, and what rank 0 was
-        refused with."""
-        with self._lock:
-            if self.stopping:
-                raise ServerStopping("the server is stopping; join again when it is back")
-            refusal = self._refused.get((attempt, choice))
-            if not self._is_open(attempt) and refusal is not None:
-                raise refusal
-            return self._is_open(attempt)
-
-    def await_rank_0(self, attempt: str, choice: ResumeChoice, timeout_s: float) -> None:
-        """Waits, bounded, until rank 0 opened the attempt, was refused, or cannot."""
-
-        def is_decided() -> bool:
-            is_refused = (attempt, choice) in self._refused
-            return self.stopping or not self.leads() or self._is_open(attempt) or is_refused
-
-        with self._lock:
-            self._wakes.changed.wait_for(is_decided, timeout_s)
-
-    def _is_open(self, attempt: str) -> bool:
-        return self._active is not None and self._active.generation.attempt == attempt
 
     def claim_slot(self, generation: int, rank: int, nonce: str) -> None:
         """A rank joined: its slot is this process's. Raises ``AttemptUsed`` and the ledger's errors."""
@@ -369,9 +336,10 @@ class RunCoordinator(StreamCommands):
             task.active.generation.set_committed(task.steps)
             self._committed, self._committed_state, self._committed_at = commit, state, self.wall_clock()
             now = self.clock()
-            if now - self._recent[-1].time >= RECENT_EVERY_S:
-                consumed = task.timeline.at(commit.sample_index).config.consumed(state)
-                self._recent.append(RecentCommit(now, commit.total_tokens, consumed))
+            if len(self._recent) > 1 and now - self._recent[-2].time < RECENT_EVERY_S:
+                self._recent.pop()
+            consumed = task.timeline.at(commit.sample_index).config.consumed(state)
+            self._recent.append(RecentCommit(now, commit.total_tokens, consumed))
             self._wakes.changed.notify_all()
             self._wake_producer()
 

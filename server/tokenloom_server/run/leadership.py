@@ -13,6 +13,7 @@ import threading
 import time
 
 from tokenloom_server.errors import LeaseHeld, LedgerRolledBack, LedgerUnavailable, NotLeader, TokenloomError
+from tokenloom_server.ledger import refusals
 from tokenloom_server.ledger.commands import Acquire, Release, Renew
 from tokenloom_server.order.origin import Origin
 from tokenloom_server.run.coordinator import RunCoordinator
@@ -101,7 +102,7 @@ class Leadership(threading.Thread):
         """Raises ``LeaseHeld``."""
         coordinator = self._coordinator
         name, stream, ledger = coordinator.name, coordinator.stream, coordinator.ledger
-        began = coordinator.clock()
+        began, store = coordinator.clock(), ledger.identity()
         stored = ledger.read_run(name, stream)
         if stored is None:
             # A ledger that came back empty: the run is new to it, and takes its uid from the trainer's state.
@@ -117,7 +118,7 @@ class Leadership(threading.Thread):
             timeline = timeline.with_origin(Origin.from_json(openings[0].parent_run))
         timeline = timeline.with_revisions(ledger.revisions(stored.uid, stream))
         timeline = timeline.of_state(stored.committed.state if stored.committed is not None else "")
-        coordinator.lead(epoch, stored, timeline, began, began + self._lease_s)
+        coordinator.lead(epoch, stored, timeline, began, began + self._lease_s, store)
         self._away_since = None
 
     def _ask(self) -> float:
@@ -147,6 +148,8 @@ class Leadership(threading.Thread):
             heard_at = coordinator.wall_clock() - (view.now - heard_at)
         run, lease = (coordinator.uid, coordinator.stream, coordinator.lease.epoch), (self._holder, self._lease_s)
         try:
+            if not coordinator.has_store():
+                raise refusals.replaced(coordinator.ledger.description)
             coordinator.ledger.execute(
                 Renew(*run, *lease, heard_at, generation.number, known_index, known_changes=known_changes)
             )

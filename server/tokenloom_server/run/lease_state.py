@@ -15,6 +15,8 @@ class LeaseState:
     #: Whether it still has that epoch, as far as it knows.
     held: bool = False
     until: float = -math.inf
+    #: Which store it was taken in (``Ledger.identity``).
+    store: object = None
     #: Whether the lease has to be taken anew because an opening or a revision may have been written.
     awaits_ledger: bool = False
     #: How many times it had to be, so far.
@@ -26,9 +28,9 @@ class LeaseState:
         """Whether this server may send and write."""
         return self.held and now < self.until
 
-    def taken(self, epoch: int, until: float) -> LeaseState:
+    def taken(self, epoch: int, until: float, store: object) -> LeaseState:
         """The ledger gave this server the lease, at a new epoch."""
-        return replace(self, epoch=epoch, held=True, until=until, awaits_ledger=False)
+        return replace(self, epoch=epoch, held=True, until=until, store=store, awaits_ledger=False)
 
     def renewed(self, until: float) -> LeaseState:
         """The ledger extended it."""

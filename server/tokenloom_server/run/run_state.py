@@ -101,16 +101,23 @@ class RunState:
         return committed.sample_index if committed is not None else 0
 
     def leads(self) -> bool:
-        """Whether the lease is this server's by its own clock."""
-        return self.lease.leads(self.clock())
+        """Whether the lease is this server's by its own clock, in the ledger that others find, too."""
+        return self.lease.leads(self.clock()) and self.has_store()
+
+    def has_store(self) -> bool:
+        """Whether the ledger is the one in which the lease was taken: beside a server that finds another one at its
+        path nothing may be sent."""
+        return self.lease.store == self.ledger.identity()
 
     def require_lead(self) -> None:
         """Raises ``NotLeader`` where the lease is not, or perhaps no longer, this server's."""
         if self.leads():
             return
         lease = self.lease
-        reason = "its lease lapsed" if lease.held else "it stands by"
-        raise NotLeader(f"this server does not lead run {self.name!r}: {reason}: {lease.stands_by_for}")
+        reason = f"{'its lease lapsed' if lease.held else 'it stands by'}: {lease.stands_by_for}"
+        if lease.held and not self.has_store():
+            reason = "its ledger was deleted or replaced"
+        raise NotLeader(f"this server does not lead run {self.name!r}: {reason}")
 
     def stored(self) -> StoredRun:
         """What the ledger has of the run, now. Raises ``LedgerError`` where that is gone, and the ledger's errors."""

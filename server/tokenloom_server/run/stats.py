@@ -10,7 +10,15 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
 
-from tokenloom_server.core.state import EpochCursor, FileCursor, SourceState, State, WindowCursor, row_cursor
+from tokenloom_server.core.state import (
+    SHARE_UNIT,
+    EpochCursor,
+    FileCursor,
+    SourceState,
+    State,
+    WindowCursor,
+    row_cursor,
+)
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.ledger.records import CommittedState, Counters, StoredRevision
 from tokenloom_server.mixing.mixer import ALL_EXHAUSTED, target_shares
@@ -113,20 +121,23 @@ class StatsReader:
         over: bool = False,
         losses: Mapping[int, tuple[float, float]] = _NO_LOSSES,
     ) -> list[SourceStats]:
-        """The sources' stats at a commit, of which ``state`` is the state. ``earlier``: where the window begins; with
-        the run, where nothing moved since. ``losses``, by source id: smoothed and last."""
+        """The sources' stats at a commit, of which ``state`` is the state. ``earlier``: where the window begins.
+        ``losses``, by source id: smoothed and last."""
         order = self._coordinator.timeline.at(state.sample_index)
         specs, consumed = order.record.specs, order.config.consumed(state)
-        before = earlier.consumed if earlier is not None and earlier.total_tokens < committed.total_tokens else ()
-        asked_for = target_shares(order.config, order.record.size_estimates)
-        so_far, in_window = _shares(consumed, ()), _shares(consumed, before)
+        expected = [tokens + own.owed / SHARE_UNIT for tokens, own in zip(consumed, state.sources, strict=True)]
+        in_window: Sequence[float | None] = [None] * len(specs)
+        if earlier is not None and earlier.total_tokens < committed.total_tokens:
+            in_window = _shares(consumed, earlier.consumed)
+        in_force = target_shares(order.config, state, order.record.size_estimates)
+        shares = [*zip(in_force, _shares(expected, ()), _shares(consumed, ()), in_window, strict=True)]
         return [
             self._source(
                 order,
                 i,
                 source,
                 committed.counters[specs[i]],
-                (asked_for[i], so_far[i], in_window[i]),
+                shares[i],
                 over,
                 losses.get(i, (None, None)),
             )
@@ -139,11 +150,11 @@ class StatsReader:
         source: int,
         state: SourceState,
         counters: Counters,
-        shares: tuple[float, float, float],
+        shares: tuple[float, float, float, float | None],
         over: bool,
         losses: tuple[float | None, float | None],
     ) -> SourceStats:
-        """``shares``: as the weights ask, so far, and in the window."""
+        """``shares``: in force, as expected so far, so far, and in the window."""
         config, epochs = order.config.sources[source], order.config.epochs[source]
         rows, done = self._rows_of_epoch(order, source, state)
         if rows:
@@ -155,9 +166,10 @@ class StatsReader:
             id=source,
             spec=order.record.specs[source],
             alias=config.name,
-            target_share=shares[0],
-            actual_share=shares[1],
-            window_share=shares[2],
+            target_share=0.0 if state.exhausted else shares[0],
+            expected_share=shares[1],
+            actual_share=shares[2],
+            window_share=shares[3],
             samples=counters.samples,
             rows=counters.rows,
             tokens=counters.tokens,
@@ -281,7 +293,7 @@ def _ranks(view: RunView) -> list[RankStats]:
     ]
 
 
-def _shares(now: Sequence[int], before: Sequence[int]) -> list[float]:
+def _shares(now: Sequence[float], before: Sequence[float]) -> list[float]:
     """Each source's share of what was ``consumed`` between two commits; one may be new since the first."""
     tokens = [own - earlier for own, earlier in zip_longest(now, before, fillvalue=0)]
     total = sum(tokens)

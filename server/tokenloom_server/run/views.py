@@ -82,9 +82,10 @@ class RunView(NamedTuple):
 
     @property
     def earlier_commit(self) -> RecentCommit:
-        """The commit at which the window of rates begins."""
-        recent = [commit for commit in self.recent if self.now - commit.time <= LOOK_BACK_S] or self.recent[-1:]
-        return recent[0] if recent else RecentCommit(self.now, self.commit.total_tokens, ())
+        """The commit at which the window of rates begins: the newest one of then, or the first that is known."""
+        begin, known = self.now - LOOK_BACK_S, RecentCommit(self.now, self.commit.total_tokens, ())
+        earlier = [commit for commit in self.recent if commit.time <= begin][-1:] or self.recent[:1]
+        return earlier[0]._replace(time=max(begin, earlier[0].time)) if earlier else known
 
     @property
     def tokens_per_s(self) -> float:

@@ -209,7 +209,7 @@ class RunView extends View {
   }
 
   showMix(sources) {
-    const scale = scaleFor(Math.max(...sources.flatMap((s) => [s.target_share, s.actual_share, s.window_share])));
+    const scale = scaleFor(Math.max(...sources.flatMap((s) => [s.expected_share, s.actual_share, s.window_share])));
     this.text("scale", `${scale * 100}\u00a0%`);
     const width = (share) => `${Math.min(1, share / scale) * 100}%`;
     keep(this.slot("sources"), this.sources, sources, (source) => source.id, "source", (row, source) => {
@@ -221,9 +221,11 @@ class RunView extends View {
       row.notice("bad", source.bad_rows ? `${compact(source.bad_rows)} bad rows` : "");
       row.slot("actual").style.width = width(source.actual_share);
       row.slot("window").style.width = width(source.window_share);
-      row.slot("target").style.left = width(source.target_share);
-      for (const name of ["target_share", "actual_share", "window_share"]) {
-        row.text(name, percent(source[name]), `${(source[name] * 100).toFixed(6)} %`);
+      row.slot("expected").style.left = width(source.expected_share);
+      for (const name of ["target_share", "expected_share", "actual_share", "window_share"]) {
+        const share = source[name];
+        if (share === null) row.text(name, dash, "no commit in the last 30 s");
+        else row.text(name, percent(share), `${(share * 100).toFixed(6)} %`);
       }
       this.showLoss(row, source);
       for (const name of ["tokens", "rows", "samples"]) row.number(name, source[name]);

@@ -8,15 +8,21 @@ in Python would make arrays of every batch (and decompress them) to tell the sam
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from tokenloom_server.storage.file import File
 
 #: A file (not a stream) begins with this, padded to eight bytes, and then goes on like a stream.
 FILE_MAGIC = b"ARROW1"
+
+#: A key of a file's metadata, its value in decimal digits: of so many rows a block has at most, where a
+#: record batch of a mapped file is shuffled as several. ``prepare`` writes it.
+BLOCK_ROWS = b"tokenloom.block_rows"
 
 _CONTINUATION = 0xFFFFFFFF
 _SCHEMA, _DICTIONARY_BATCH, _RECORD_BATCH = 1, 2, 3
@@ -29,6 +35,15 @@ class Batches(NamedTuple):
     offsets: list[int]
     plain: bool
     """Whether a batch can be read by itself: no dictionaries before it, and nothing compressed."""
+    block_rows: int = 0
+    """Rows of a block at most, 0 for whole batches."""
+
+    def blocks(self) -> npt.NDArray[np.int64]:
+        """[blocks + 1]: the rows with which the blocks of a mapped file begin, and the row count."""
+        if not (self.block_rows and self.plain):
+            return self.ends
+        starts = [np.arange(begin, end, self.block_rows) for begin, end in pairwise(self.ends.tolist())]
+        return np.concatenate([*starts, self.ends[-1:]])
 
 
 def is_file_format(head: bytes | memoryview) -> bool:
@@ -39,6 +54,12 @@ def is_file_format(head: bytes | memoryview) -> bool:
 def is_compressed(file: File) -> bool:
     """Whether the first record batch of a file is. Raises ``ValueError`` when it cannot be reached."""
     return next((header.compressed for _, header in _messages(file) if header.kind == _RECORD_BATCH), False)
+
+
+def block_rows(metadata: Mapping[bytes, bytes]) -> int:
+    """What a file's metadata says of the rows of a block; 0 where it says nothing that is a number."""
+    text = metadata.get(BLOCK_ROWS, b"")
+    return int(text) if len(text) < 10 and text.isdigit() else 0
 
 
 def scan(file: File) -> Batches:

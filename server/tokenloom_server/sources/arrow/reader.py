@@ -20,8 +20,13 @@ from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.sources.selection import Selection
 from tokenloom_server.sources.sharded import ShardedSource
 from tokenloom_server.storage.file import File, Range
+from tokenloom_server.storage.local import LocalFile
+from tokenloom_server.storage.urls import is_remote
 
 _Out = TypeVar("_Out")
+
+#: Files that a source keeps mapped at most: each has a descriptor.
+MAPPED_FILES = 16
 
 
 class ArrowSource(ShardedSource):
@@ -39,20 +44,27 @@ class ArrowSource(ShardedSource):
         """
         super().__init__(request)
         self._batches: dict[int, Batches] = {}
+        #: Mapped files by shard and time of modification: of shuffled blocks the next one of a file is soon wanted.
+        self._mapped: dict[tuple[int, int], ArrowFile] = {}
         self._refuse_empty_files("an Arrow file")
         self._refuse_without_rows(self._has_rows)
 
     def row_count(self, shard: int) -> int:
         if shard not in self._batches:
-            self._check_schema(shard, self._open_arrow(shard, again=True).schema)
-            self._scan(shard)
+            schema = self._open_arrow(shard, again=True).schema
+            self._check_schema(shard, schema)
+            self._scan(shard, schema)
         return int(self._batches[shard].ends[-1])
 
     def blocks(self, shard: int) -> npt.NDArray[np.int64]:
         rows = self.row_count(shard)
         # Other streams are followed from their beginning.
         by_itself = self._batches[shard].plain or self._open_arrow(shard).is_file_format
-        return self._batches[shard].ends if by_itself else np.array([0, rows], np.int64)
+        if not by_itself:
+            return np.array([0, rows], np.int64)
+        # Of a remote file, what is read by itself is a record batch.
+        is_local = not is_remote(self._shards[shard].path)
+        return self._batches[shard].blocks() if is_local else self._batches[shard].ends
 
     def _read(self, shard: int, row: int) -> Iterator[Rows]:
         opened = self._open_arrow(shard)
@@ -60,7 +72,7 @@ class ArrowSource(ShardedSource):
         self._check_schema(shard, schema)
         first_batch, first_row = 0, 0
         if row > 0:
-            ends = self._scan(shard).ends
+            ends = self._scan(shard, schema).ends
             self._check_row(shard, row, int(ends[-1]))
             first_batch = int(np.searchsorted(ends, row, "right")) - 1
             first_row = int(ends[first_batch])
@@ -95,7 +107,8 @@ class ArrowSource(ShardedSource):
         if opened.is_file_format:
             # Of a file, though not of a stream, Arrow copies the fields that are included; that only pays where it
             # spares decompressing the others.
-            is_compressed = self._headers(shard, headers.is_compressed)
+            known = self._batches.get(shard)
+            is_compressed = not (known is not None and known.plain) and self._headers(shard, headers.is_compressed)
             reader = pa.ipc.open_file(opened.stream, options=options) if is_compressed else opened.reader
             for i in range(first, reader.num_record_batches):
                 yield reader.get_batch(i)
@@ -125,9 +138,10 @@ class ArrowSource(ShardedSource):
         finally:
             opened.file.close()
 
-    def _scan(self, shard: int) -> Batches:
+    def _scan(self, shard: int, schema: Any) -> Batches:
         if shard not in self._batches:
-            self._batches[shard] = self._headers(shard, headers.scan)
+            block_rows = headers.block_rows(schema.metadata or {})
+            self._batches[shard] = self._headers(shard, headers.scan)._replace(block_rows=block_rows)
         return self._batches[shard]
 
     def _headers(self, shard: int, read: Callable[[File], _Out]) -> _Out:
@@ -141,10 +155,21 @@ class ArrowSource(ShardedSource):
     def _open_arrow(self, shard: int, *, again: bool = False) -> ArrowFile:
         """``again``: see ``_open``."""
         file = self._open(self._shards[shard], again=again)
+        key = (shard, file.modified_ns) if isinstance(file, LocalFile) else None
+        opened = self._mapped.get(key) if key is not None else None
+        if opened is not None:
+            file.close()
+            return opened
         try:
-            return open_arrow(file)
+            opened = open_arrow(file)
         except (pa.ArrowException, OSError) as error:
             raise self._damaged(shard, error) from None
+        # A stream's reader has a position, so each iterator has its own.
+        if key is not None and opened.is_file_format:
+            if len(self._mapped) >= MAPPED_FILES:
+                self._mapped.clear()
+            self._mapped[key] = opened
+        return opened
 
     def _damaged(self, shard: int, error: Exception, place: str = "") -> TokenloomError:
         return files.unreadable(self._where(self._shards[shard]), "Arrow", error, place)
