@@ -209,7 +209,7 @@ def test_rows_that_gave_no_tokens_are_shown(page: Page, service: MemoryService) 
     expect(page.get_by_text("bad rows")).to_have_count(0)
     service.put(run_stats(RUN, sources=[source_stats(0, bad_rows=1234, filtered_rows=5)]))
     expect(page.get_by_text("1,234 bad rows", exact=True)).to_be_visible()
-    title = "1,311; 1,234 did not decode; 5 did not pass the filter"
+    title = "1,311; 1,234 did not decode; 5 did not pass the filter, or are blank lines"
     assert page.get_by_title(title).inner_text() == "1,311"
 
 

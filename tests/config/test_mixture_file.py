@@ -202,6 +202,8 @@ BAD_RULES = [
     (FIM_FIELD, {"rate": 1.5, "ids": {"prefix": 1, "middle": 2, "suffix": 3}}, "fim.rate"),
     ("mixture.children.0.max_bad_rows", 3, "max_bad_rows: is for on_bad_row: skip"),
     ("mixture.children.0.on_bad_row", "ignore", "found 'ignore'"),
+    ("mixture.children.0.on_blank_line", "ignore", "found 'ignore'"),
+    ("mixture.children.0.on_blank_line", "fail", "on_blank_line: is for JSON lines; leave it out of a parquet source"),
 ]
 
 

@@ -108,10 +108,13 @@ odd_lines = st.sampled_from(
 )
 
 
-def json_rows(data: list[bytes]) -> tuple[list[str], int | None]:
+def json_rows(data: list[bytes], *, skip_blank: bool) -> tuple[list[str], int | None]:
     """The rows before the first line that Python's json or the contract refuses, and that line's number."""
     rows: list[str] = []
     for number, line in enumerate(data, 1):
+        if skip_blank and not line.strip():
+            rows.append("")
+            continue
         try:
             value = json.loads(line.decode())["text"]
             if value is not None and not isinstance(value, str):
@@ -128,18 +131,21 @@ def json_rows(data: list[bytes]) -> tuple[list[str], int | None]:
     st.lists(st.one_of(good_lines, good_lines, good_lines, odd_lines), min_size=1, max_size=12),
     st.booleans(),
     st.sampled_from([16, 100, 1 << 16]),
+    st.booleans(),
 )
-def test_jsonl_rows_and_refused_lines_equal_pythons_json(data: list[bytes], final: bool, block_bytes: int) -> None:
+def test_jsonl_rows_and_refused_lines_equal_pythons_json(
+    data: list[bytes], final: bool, block_bytes: int, skip_blank: bool
+) -> None:
     # A line that holds no value does not tell what the source holds, so the first one does.
     data = [b'{"text":"first"}', *data]
-    expected, bad = json_rows(data)
+    expected, bad = json_rows(data, skip_blank=skip_blank)
     with (
         tempfile.TemporaryDirectory() as folder,
         patch.object(lines, "BLOCK_BYTES", block_bytes),
         patch.object(lines, "STRIDE_BYTES", block_bytes),
     ):
         (Path(folder) / "a.jsonl").write_bytes(b"\n".join(data) + (b"\n" if final or not data[-1] else b""))
-        source = opened(Path(folder), JSONL)
+        source = opened(Path(folder), JSONL, skip_blank=skip_blank)
         for row in range(len(expected) + 1):
             found: list[str] = []
             try:

@@ -33,6 +33,7 @@ from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.packing.fim import FillInMiddle
 from tokenloom_server.packing.tokenized_rows import BAD
 from tokenloom_server.run.fork import _refuse_other_documents
+from tokenloom_server.sources import lines
 from tokenloom_server.tokenizer.crash_records import SuspectRows
 
 EOT = 256  # of the `bytes` tokeniser
@@ -236,6 +237,14 @@ def samples_from(order: PipelineFactory, state: State, count: int = 64) -> Itera
             yield np.frombuffer(ids, order.record.dtype).tolist(), reread(order, group.state_after(step))
 
 
+def end_of(order: PipelineFactory) -> State:
+    """The state at the end, whether its last rows make a sample or not."""
+    pipeline = order.pipeline(order.initial())
+    while pipeline.ended is None:
+        pipeline.advance(1000)
+    return pipeline.state()
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_row_gives_what_it_should_and_each_sample_index_resumes(name: str, tmp_path: Path) -> None:
     case = CASES[name]
@@ -400,6 +409,61 @@ def test_a_run_that_a_bad_row_has_stopped_goes_on_with_skip(tmp_path: Path) -> N
     assert [ids for ids, _ in samples_from(skipping, states[-1])] == [[*b"0123456", EOT]] * 3
 
 
+BLANKS: dict[str, dict[str, Any]] = {
+    "file by file": {},
+    "shuffled": {"shuffle": "rows", "shuffle_window_rows": 16},
+    "lanes": {"lanes": 3},
+    "held out": {"holdout": 0.2},
+    "filtered": {"filter": "score > 0.3"},
+}
+
+
+@pytest.mark.parametrize("options", BLANKS.values(), ids=BLANKS)
+def test_blank_lines_give_nothing_are_counted_and_every_sample_index_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(lines, "STRIDE_BYTES", 256)
+    rows = [row for row in SHARDS[0] if row.text is not None]
+    plain, blanks = tmp_path / "plain", tmp_path / "blanks"
+    for folder in (plain, blanks):
+        (folder / "data").mkdir(parents=True)
+    (plain / "data/a.jsonl").write_bytes(json_lines(rows))
+    written = [line + b"\n" * (i % 3) for i, line in enumerate(json_lines(rows).splitlines(keepends=True))]
+    (blanks / "data/a.jsonl").write_bytes(b"".join(written))
+    case = Case("jsonl", "text", options)
+    order = order_over(blanks, case)
+    whole = list(samples_from(order, order.initial()))
+    for i, (_, state) in enumerate(whole):
+        assert list(samples_from(order, state, 1)) == whole[i + 1 :]
+    end = end_of(order).sources[0]
+    assert end.row_counts.bad_rows == 0 < end.row_counts.filtered_rows
+    if not options.keys() & {"shuffle", "lanes"}:
+        # In file order, they are as if they were not there; but for the numbers of rows.
+        without = order_over(plain, case)
+        assert [ids for ids, _ in samples_from(without, without.initial())] == [ids for ids, _ in whole]
+        plain_end = end_of(without).sources[0]
+        assert isinstance(end.cursor, FileCursor)
+        assert isinstance(plain_end.cursor, FileCursor)
+        blank_before = end.cursor.row - plain_end.cursor.row
+        # Those after the last row that it took may lie before the cursor or after it.
+        least, most = (sum(i % 3 for i in range(plain_end.cursor.row - back)) for back in (1, 0))
+        assert least <= blank_before <= most
+        assert end.row_counts.filtered_rows - plain_end.row_counts.filtered_rows == blank_before
+        assert end.tokens == plain_end.tokens
+
+
+def test_a_blank_line_is_bad_where_the_source_says_so(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.jsonl").write_bytes(b'{"text":"0123456"}\n\n{"text":"0123456"}\n')
+    case = Case("jsonl", "text", {"on_blank_line": "fail"})
+    order = order_over(tmp_path, case, on_bad_row="fail")
+    with pytest.raises(SourceError, match=r"line 2 is blank, .* or set on_blank_line: skip"):
+        list(samples_from(order, order.initial()))
+    skipping = order_over(tmp_path, case)
+    assert end_of(skipping).sources[0].row_counts.bad_rows == 1
+    assert order_digest(skipping.config) == order_digest(order_over(tmp_path, Case("jsonl", "text", {})).config)
+
+
 def test_skipped_rows_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_breaking(tmp_path)
     order = order_over(tmp_path, Case("txt", "text", {"source": "txt:data/a.txt:text"}))
@@ -416,7 +480,8 @@ def test_a_source_of_bad_rows_alone_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "data/a.txt").write_bytes(BAD_TEXT + b"\n" + BAD_TEXT + b"\n")
     order = order_over(tmp_path, Case("txt", "text", {}))
     with pytest.raises(
-        SourceError, match=r"no token in any of its rows; .* \(2 of them are bad, and 0 do not pass the filter"
+        SourceError,
+        match=r"no token in any of its rows; .* \(2 of them are bad, and 0 are left out by the filter or blank",
     ):
         list(samples_from(order, order.initial()))
 

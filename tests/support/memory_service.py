@@ -170,6 +170,7 @@ def run_plan(run: str = "wiki-and-code", **figures: Any) -> RunPlan:
         **{
             "run": run,
             "sequence_length": 512,
+            "count": "positions",
             "labels": "same",
             "last_micro_step": "drop",
             "from_sample_index": 4096,

@@ -134,7 +134,11 @@ SOURCE_METRICS = (
     RowMetric("tokenloom_source_samples_total", "samples", "Samples committed from the source."),
     RowMetric("tokenloom_source_rows_total", "rows", "Rows of the source taken to their end."),
     RowMetric("tokenloom_source_bad_rows_total", "bad_rows", "Rows that did not decode."),
-    RowMetric("tokenloom_source_filtered_rows_total", "filtered_rows", "Rows that did not pass the source's filter."),
+    RowMetric(
+        "tokenloom_source_filtered_rows_total",
+        "filtered_rows",
+        "Rows that did not pass the source's filter, and blank lines.",
+    ),
     RowMetric(
         "tokenloom_source_padding_tokens_total",
         "padding_tokens",

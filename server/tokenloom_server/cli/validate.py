@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,9 +12,13 @@ from tokenloom_server.cli.options import PANEL, Mixture, MixtureOptions
 from tokenloom_server.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
     from rich.table import Table
 
+    from tokenloom_server.config.data_roots import DataRoots
+    from tokenloom_server.config.run import RunConfig
     from tokenloom_server.order.factory import PipelineFactory
 
 
@@ -26,6 +31,14 @@ def validate(
         typer.Option(
             "--print",
             help="Print the mixture file that --dataset-mix stands for; all else goes to standard error.",
+            rich_help_panel=PANEL,
+        ),
+    ] = False,
+    scan: Annotated[
+        bool,
+        typer.Option(
+            "--scan",
+            help="Read every row once, and list the bad ones: 20 of a file, with their count; then the status is 1.",
             rich_help_panel=PANEL,
         ),
     ] = False,
@@ -42,6 +55,8 @@ def validate(
     run_config, text, base_dir = mixture_options.load(mixture)
     if print_file and not text:
         raise ConfigError("--print writes out what --dataset-mix stands for; a mixture file is one already")
+    if scan:
+        _scan(out, run_config, base_dir, mixture_options.roots())
     with console(stderr=True).status("opening sources and tokeniser"):
         factory = builder.create(run_config, base_dir, None, mixture_options.roots())
         samples = factory.pipeline(factory.initial())
@@ -58,6 +73,29 @@ def validate(
     out.print("valid", style="green")
     if print_file:
         print_document(text)
+
+
+def _scan(out: Console, run_config: RunConfig, base_dir: Path, roots: DataRoots) -> None:
+    """Prints the bad rows of all files. Raises ``typer.Exit`` where there is one."""
+    from tokenloom_server.cli.progress import Progress
+    from tokenloom_server.order import builder
+    from tokenloom_server.prepare.job import reading_once
+    from tokenloom_server.tools.scan import scan
+
+    if run_config.batching is not None:
+        raise ConfigError("--scan reads documents, but with batching rows are tensors; leave it out")
+    once = reading_once(run_config, on_bad_row="skip", max_bad_rows=None)
+    order = builder.create(once, base_dir, None, roots, encoders=os.cpu_count() or 1)
+    with Progress(sum(shard.size for shards in order.record.shards for shard in shards), "rows") as progress:
+        files = scan(order, progress.advance)
+    for file in files:
+        more = [f"{file.bad - len(file.reasons):,} more of that file"] if file.bad > len(file.reasons) else []
+        for reason in (*file.reasons, *more):
+            out.print(f"bad row: {reason}", soft_wrap=True)
+    bad, filtered = sum(file.bad for file in files), sum(file.filtered for file in files)
+    out.print(f"{sum(file.rows for file in files):,} rows: {bad:,} bad, {filtered:,} filtered or blank")
+    if bad:
+        raise typer.Exit(1)
 
 
 def _sources(factory: PipelineFactory) -> Table:

@@ -23,7 +23,7 @@ OUTSIDE_THE_ORDER = (
 )
 
 #: Fields of a source that the order does not depend on.
-SOURCE_OUTSIDE_THE_ORDER = ("alias", "on_bad_row", "max_bad_rows", "commit")
+SOURCE_OUTSIDE_THE_ORDER = ("alias", "on_bad_row", "max_bad_rows", "on_blank_line", "commit")
 
 
 def order_fields(run: RunConfig) -> dict[str, Any]:

@@ -126,6 +126,8 @@ class RowRules:
     template: Template | None = None
     skip_bad: bool = False
     """Rows that do not decode are marked among the others (``Rows.bad``); else reading ends at the first."""
+    skip_blank: bool = True
+    """Blank lines of JSON lines are marked as filtered; else they are bad."""
 
     @property
     def plain(self) -> bool:

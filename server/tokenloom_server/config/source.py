@@ -93,6 +93,8 @@ class SourceConfig(Section):
     """Rearranges documents so that a model learns to fill in the middle."""
     on_bad_row: OnBadRow | None = None
     """Overrides the run's ``on_bad_row``."""
+    on_blank_line: OnBadRow = "skip"
+    """Of JSON lines: whether a blank line is left out and counted as a filtered row, or is a bad row."""
     max_bad_rows: RowCount | None = None
     """Overrides the run's ``max_bad_rows``."""
     holdout: Share | None = None
@@ -118,6 +120,8 @@ class SourceConfig(Section):
                 f"template: {self.template!r} does not name the source's column {{{spec.column}}}; put it in, or name "
                 "another column in the source"
             )
+        if self.on_blank_line == "fail" and not spec.scheme.has_blank_lines:
+            raise ValueError(f"on_blank_line: is for JSON lines; leave it out of a {spec.scheme.name} source")
         if self.max_bad_rows is not None and self.on_bad_row == "fail":
             raise ValueError("max_bad_rows: is for on_bad_row: skip; with 'fail' the first bad row is an error")
         default = type(self).model_fields["shuffle_window_rows"].default
@@ -138,6 +142,7 @@ class SourceConfig(Section):
         return RowRules(
             filter=tuple(map(Comparison.parse, self.filter or ())),
             template=None if self.template is None else Template.parse(self.template),
+            skip_blank=self.on_blank_line == "skip",
         )
 
     @field_validator("source")

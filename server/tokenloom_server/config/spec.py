@@ -31,6 +31,10 @@ class SpecScheme(Protocol):
     def has_commits(self) -> bool:
         """Whether a location has commits, of which a run may name the one that it begins with."""
 
+    @property
+    def has_blank_lines(self) -> bool:
+        """Whether a line may be blank, so that ``on_blank_line`` says what becomes of it."""
+
     def write(self, location: str, column: str) -> str:
         """The spec's text after ``scheme:``."""
 

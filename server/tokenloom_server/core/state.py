@@ -95,7 +95,8 @@ def tokens_in_row(cursor: Cursor | None) -> int:
 class RowCounts(NamedTuple):
     """What became of a source's rows and samples beside the tokens that were given, since the run began.
 
-    ``bad_rows`` did not decode, ``filtered_rows`` did not pass the filter; both are part of the source's ``rows``.
+    ``bad_rows`` did not decode, ``filtered_rows`` did not pass the filter or are blank; both are part of the source's
+    ``rows``.
     ``padding_tokens`` are the part of its ``tokens`` that no document filled. ``cut_documents`` do not lie in one
     sample as a whole, though the packing would have had them so; ``lost_tokens`` are those that were cut off.
     """

@@ -13,10 +13,12 @@ from itertools import accumulate
 class TokenCurve:
     """One epoch in strata of consecutive rows. ``rows`` and ``tokens`` are those before the edge of each stratum, from
     0 up to all of them; between two edges rows are of one length. Rows and tokens may be counted over several epochs.
+    ``real``: of the tokens, those of documents, where they are not all.
     """
 
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
+    real: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, strata: Iterable[tuple[int, int | Fraction]]) -> TokenCurve:
@@ -34,10 +36,19 @@ class TokenCurve:
 
     def scaled(self, share: Fraction) -> TokenCurve:
         """The same rows with this share of the tokens."""
-        return TokenCurve(self.rows, tuple(round(total * share) for total in self.tokens))
+        tokens, real = (tuple(round(total * share) for total in edges) for edges in (self.tokens, self.real))
+        return TokenCurve(self.rows, tokens, real)
+
+    def straight(self) -> TokenCurve:
+        """The same epoch in one stratum."""
+        return TokenCurve(*((edges[0], edges[-1]) for edges in (self.rows, self.tokens, self.real) if edges))
 
     def tokens_before(self, row: int) -> int:
         return _between(self.rows, self.tokens, row)
+
+    def real_before(self, token: int) -> int:
+        """The real tokens among so many."""
+        return _between(self.tokens, self.real, token) if self.real else token
 
     def row_at(self, token: int) -> int:
         """The row that a token is of."""

@@ -43,6 +43,9 @@ class RealLengths(Protocol):
     def real_lengths(self) -> Iterator[int]:
         """Of its samples from the next pick on, one after the other; reads them as they are asked for."""
 
+    def real_of(self, picks: int) -> int:
+        """Of its next picks together, which it has."""
+
 
 class Node:
     """``children`` holds a source id for a leaf, else a node."""
@@ -87,6 +90,8 @@ class Node:
             below = [child if isinstance(child, Node) else lengths[child] for child in children]
             self.counters.balances = [of.real_tokens for of in below]
             self.counters.lengths = [of.real_lengths for of in below]
+        #: By source id.
+        self._lengths = lengths
         self.pick_tokens = shape.pick_tokens
         self._leaves = np.array([NOTHING if isinstance(child, Node) else child for child in children], np.int32)
         self.inner = [(i, child) for i, child in enumerate(children) if isinstance(child, Node)]
@@ -252,11 +257,11 @@ class Node:
         counters, child = self.counters, self.children[position]
         counters.picks[position] += picks
         counters.tokens[position] += picks * self.pick_tokens
-        if counters.lengths is not None:
+        if self._lengths is not None:
             counters.balances[position] = (
                 child.real_tokens
                 if isinstance(child, Node)
-                else counters.balances[position] + sum(islice(counters.lengths[position](), picks))
+                else counters.balances[position] + self._lengths[child].real_of(picks)
             )
 
 

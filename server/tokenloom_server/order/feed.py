@@ -75,6 +75,11 @@ class Feed:
             number += len(loaded)
             yield from loaded
 
+    def real_of(self, picks: int) -> int:
+        """See ``RealLengths``."""
+        first = self.picked - self._taken
+        return sum(self._real[first : first + picks])
+
     def rows_picked(self) -> tuple[int, int]:
         """The rows counter, and the tokens taken of a row that is not at its end, after the last picked sample."""
         position = self.position

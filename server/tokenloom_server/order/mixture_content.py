@@ -14,7 +14,7 @@ from tokenloom_server.config.run import RunConfig
 from tokenloom_server.errors import ConfigError
 
 #: What decides no order, and is the mixture file's to say.
-_BAD_ROWS = ("on_bad_row", "max_bad_rows")
+_BAD_ROWS = ("on_bad_row", "max_bad_rows", "on_blank_line")
 
 
 def content_of(config: RunConfig) -> dict[str, Any]:

@@ -204,11 +204,11 @@ def estimates_to_json(
     estimates: Mapping[int, SizeEstimate] | Mapping[str, SizeEstimate], name: str = "size_estimates"
 ) -> dict[str, dict[str, list[Any]]]:
     """As a field of a record or of a revision, where there are any: by source id as text, or by spec, the rows, and the
-    tokens of 1,000 rows; and of its curve the rows and the tokens before each edge, where it has one."""
-    by_source = {
-        str(source): [one.rows, one.tokens_per_1000_rows, *([one.curve.rows, one.curve.tokens] if one.curve else [])]
-        for source, one in estimates.items()
-    }
+    tokens of 1,000 rows; and of its curve the rows, tokens and real tokens before each edge, where it has them."""
+    by_source: dict[str, list[Any]] = {}
+    for source, one in estimates.items():
+        edges = (one.curve.rows, one.curve.tokens, one.curve.real) if one.curve else ()
+        by_source[str(source)] = [one.rows, one.tokens_per_1000_rows, *filter(None, edges)]
     return {name: by_source} if by_source else {}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
@@ -64,24 +64,34 @@ class _Budget(NamedTuple):
         )
 
 
-def _sample_tokens(factory: PipelineFactory, lengths: npt.NDArray[np.int64]) -> int:
-    """Tokens that the samples of consecutive rows count; ``lengths``: the tokens of each row."""
+def _filled(factory: PipelineFactory, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """How many ids of each sample are documents', where samples are padded; ``lengths``: the tokens of each row."""
     config = factory.config
-    if config.packing == "concat":
-        return int(lengths.sum())
     if config.packing == "best_fit":
         window = Window(config.pack_window_rows, config.pack_window_tokens)
-        return config.sequence_length * windowed_samples(lengths, factory.form, window)
-    return config.sequence_length * unpacked_samples(lengths, factory.form, splits=config.long_rows == "split")
+        return windowed_samples(lengths, factory.form, window)
+    return unpacked_samples(lengths, factory.form, splits=config.long_rows == "split")
 
 
-def _scaled(factory: PipelineFactory, tokens: Fraction, lengths: list[npt.NDArray[np.int64]]) -> Fraction:
-    """What the samples of rows with so many tokens count, by those rows whose lengths are known."""
-    every = np.concatenate(lengths)
-    total = int(every.sum())
+def _sample_tokens(factory: PipelineFactory, lengths: npt.NDArray[np.int64]) -> int:
+    """Tokens that the samples of consecutive rows count; ``lengths``: the tokens of each row."""
+    if factory.config.packing == "concat":
+        return int(lengths.sum())
+    return factory.config.sequence_length * len(_filled(factory, lengths))
+
+
+def _real_part(factory: PipelineFactory, lengths: npt.NDArray[np.int64]) -> Fraction:
+    """Of the tokens that the samples of consecutive rows count, the part that is real."""
+    real = int(factory.form.real_tokens(_filled(factory, lengths)).sum())
+    return Fraction(real, max(1, _sample_tokens(factory, lengths)))
+
+
+def _scaled(factory: PipelineFactory, tokens: Fraction, lengths: npt.NDArray[np.int64]) -> Fraction:
+    """What the samples of rows with so many tokens count, by those rows whose ``lengths`` are known."""
+    total = int(lengths.sum())
     if factory.config.packing == "none" or not total:
         return tokens
-    return tokens * Fraction(_sample_tokens(factory, every), total)
+    return tokens * Fraction(_sample_tokens(factory, lengths), total)
 
 
 class _Sample(NamedTuple):
@@ -165,21 +175,31 @@ def _estimate(
     factory: PipelineFactory, source_id: int, samples: list[tuple[_Stratum, _Sample]], rows: int, by_strata: bool
 ) -> SizeEstimate:
     """What so many ``rows`` have; those that were not looked at are as those that were."""
-    parts = [(stratum, sample.all_tokens(factory) * stratum.rows / sample.rows) for stratum, sample in samples]
-    stood_for, tokens = sum(stratum.rows for stratum, _ in parts), sum((own for _, own in parts), Fraction(0))
-    sample_tokens = _scaled(factory, tokens, [sample.lengths for _, sample in samples])
+    config = factory.config
+    parts = [(stratum, sample.all_tokens(factory) * stratum.rows / sample.rows, sample) for stratum, sample in samples]
+    stood_for, tokens = sum(stratum.rows for stratum, _, _ in parts), sum((own for _, own, _ in parts), Fraction(0))
+    every = np.concatenate([sample.lengths for _, sample in samples])
+    sample_tokens = _scaled(factory, tokens, every)
     per_1000 = round(1000 * sample_tokens / stood_for)
     if not by_strata:
         return SizeEstimate(rows, per_1000)
     order = _reading_order(factory, source_id)
     parts.sort(key=lambda part: order.index(part[0].shard) if order else 0)
     scale = sample_tokens / tokens * rows / stood_for if tokens else Fraction(0)
-    row_edges = accumulate((stratum.rows for stratum, _ in parts), initial=0)
-    token_edges = accumulate((own for _, own in parts), initial=Fraction(0))
+    row_edges = accumulate((stratum.rows for stratum, _, _ in parts), initial=0)
+    token_edges = accumulate((own for _, own, _ in parts), initial=Fraction(0))
+    real_edges: Iterable[Fraction] = ()
+    if config.balances_real:
+        # What is packed together is of a window, which may be longer than what was read of a stratum.
+        overall = _real_part(factory, every) if config.packing == "best_fit" else None
+        reals = (own * (overall or _real_part(factory, sample.lengths)) for _, own, sample in parts)
+        real_edges = accumulate(reals, initial=Fraction(0))
     curve = TokenCurve(
-        tuple(edge * rows // stood_for for edge in row_edges), tuple(round(edge * scale) for edge in token_edges)
+        tuple(edge * rows // stood_for for edge in row_edges),
+        tuple(round(edge * scale) for edge in token_edges),
+        tuple(round(edge * scale) for edge in real_edges),
     )
-    return SizeEstimate(rows, per_1000, curve if order else TokenCurve.of([(rows, curve.epoch_tokens)]))
+    return SizeEstimate(rows, per_1000, curve if order else curve.straight())
 
 
 def _reading_order(factory: PipelineFactory, source_id: int) -> Sequence[int]:

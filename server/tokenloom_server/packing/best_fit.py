@@ -208,16 +208,18 @@ def _cursor(
     return PackedCursor(first, done_bins) if done_bins else first
 
 
-def windowed_samples(lengths: Int64s, form: SampleFormat, window: Window) -> int:
-    """How many samples consecutive rows make, of which these are the lengths in tokens."""
-    ends, first, samples = np.cumsum(lengths), 0, 0
+def windowed_samples(lengths: Int64s, form: SampleFormat, window: Window) -> Int64s:
+    """How many ids consecutive rows fill of each sample that they make; ``lengths``: the rows', in tokens."""
+    ends, first, filled = np.cumsum(lengths), 0, [np.zeros(0, np.int64)]
     while first < len(lengths):
         before = int(ends[first - 1]) if first else 0
         end = min(first + window.rows, int(np.searchsorted(ends, before + window.tokens)) + 1)
         full, rest = np.divmod(lengths[first:end], form.width)
-        samples += int(full.sum()) + best_fit(rest[rest > 0], form.width)[1]
+        rest = rest[rest > 0]
+        bin_of_rest, bins = best_fit(rest, form.width)
+        filled += [np.full(int(full.sum()), form.width), np.bincount(bin_of_rest, rest, bins).astype(np.int64)]
         first = end
-    return samples
+    return np.concatenate(filled)
 
 
 class _PackedWindow(NamedTuple):

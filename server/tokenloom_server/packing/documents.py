@@ -304,7 +304,7 @@ class Documents:
         return self._lane[1] > 1 and not self._reading.repeats and epoch > 0 and empty_epochs < EMPTY_EPOCHS
 
     def _without_tokens(self, epoch: int, bad: int, filtered: int) -> str:
-        why = f" ({bad} of them are bad, and {filtered} do not pass the filter)" if bad or filtered else ""
+        why = f" ({bad} of them are bad, and {filtered} are left out by the filter or blank)" if bad or filtered else ""
         lane, lanes = self._lane
         if lanes > 1:
             return (

@@ -13,7 +13,7 @@ from tokenloom_server.packing import fim
 from tokenloom_server.packing.chunks import take_chunks
 from tokenloom_server.packing.samples import Flags, Ids, Int64s, Mask
 
-#: What may become of a row beside tokens: it did not decode, or did not pass the source's filter.
+#: What may become of a row beside tokens: it did not decode, or did not pass the source's filter or is a blank line.
 BAD, FILTERED = 1, 2
 
 #: Tokens and rows of ``reordered`` rows that come at once.

@@ -106,9 +106,12 @@ class UnpackedPacker(FormattedPacker):
         return self._block(samples, first_sample, cursors, starts, np.arange(count + 1), row_counts, filled=filled)
 
 
-def unpacked_samples(lengths: Int64s, form: SampleFormat, *, splits: bool) -> int:
-    """How many samples rows make, of which these are the lengths in tokens."""
-    return int((-(-lengths // form.width)).sum()) if splits else int(np.count_nonzero(lengths))
+def unpacked_samples(lengths: Int64s, form: SampleFormat, *, splits: bool) -> Int64s:
+    """How many ids rows fill of each sample that they make; ``lengths``: the rows', in tokens."""
+    if not splits:
+        return np.minimum(lengths[lengths > 0], form.width)
+    full, rest = np.divmod(lengths, form.width)
+    return np.append(np.full(int(full.sum()), form.width), rest[rest > 0])
 
 
 class _Chunks(NamedTuple):

@@ -115,9 +115,11 @@ class _Simulation:
     def plan(self, start: State) -> RunPlan:
         config, state = self._config, self._state()
         segments = [replace(each, shares=_padded(each.shares, len(self._supplies))) for each in self.segments]
+        segments = [replace(each, shares=each.shares / each.shares.sum()) for each in merged(segments, MAX_SEGMENTS)]
         return RunPlan(
             run=config.run,
             sequence_length=config.sequence_length,
+            count=config.balance_count,
             labels=config.labels,
             last_micro_step=config.last_micro_step,
             from_sample_index=start.sample_index,
@@ -130,7 +132,7 @@ class _Simulation:
             endings=self._endings,
             segments=[
                 PlannedSegment(from_tokens=round(each.begin), until_tokens=round(each.end), shares=each.shares.tolist())
-                for each in merged(segments, MAX_SEGMENTS)
+                for each in segments
             ],
         )
 
@@ -140,18 +142,18 @@ class _Simulation:
             Supply(part.config, source, curve, was)
             for source, (curve, was) in enumerate(zip(part.curves, state.sources, strict=True))
         ]
-        #: Picks by source, left and given since the part began (int64).
+        #: Picks that are left, by source (int64).
         self._left = np.array([supply.picks for supply in self._supplies], np.int64)
-        self._given = np.zeros_like(self._left)
         estimates = {
             source: part.size_estimates.get(source, supply.estimate)
             for source, supply in enumerate(self._supplies)
             if source in part.config.measured_sources
         }
-        self._mixer = Mixer(part.config, state.nodes, estimates, clock_offset=state.clock_ahead)
+        lengths = self._supplies if part.config.balances_real else None
+        self._mixer = Mixer(part.config, state.nodes, estimates, lengths, clock_offset=state.clock_ahead)
         self._mix_weights, self._weights = self._mixer.mix_weights, self._mixer.weights()
         self._known: dict[tuple[int, int], Ending] = self._mixer.endings()
-        self._segment_begin, self._segment_given = self.tokens, self._given.copy()
+        self._begin_segment()
 
     def _decide(self, picks: int) -> int:
         """Decides up to so many picks as the run does it; returns how many there were."""
@@ -197,7 +199,8 @@ class _Simulation:
             yield source, int(self._left[source])
 
     def _count(self, counts: npt.NDArray[np.int64]) -> None:
-        self._given += counts
+        for source in np.flatnonzero(counts).tolist():
+            self._supplies[source].given += int(counts[source])
         # What is read for ever stays as much.
         self._left -= np.where(self._left == MAX_COUNTER, 0, counts)
         picks = int(counts.sum())
@@ -206,16 +209,24 @@ class _Simulation:
 
     def rows_picked(self, source: int) -> tuple[int, int]:
         """See ``Stock``."""
-        return self._supplies[source].rows_picked(int(self._given[source]))
+        return self._supplies[source].rows_picked()
 
     def _cut(self) -> None:
         """Ends a segment here."""
-        picks = self._given - self._segment_given
-        if total := int(picks.sum()):
-            self.segments.append(PlanSegment(float(self._segment_begin), float(self.tokens), picks / total))
-            if len(self.segments) > 4 * MAX_SEGMENTS and len(self.segments[0].shares) == len(picks):
+        tokens = self._balances() - self._segment_balances
+        if length := self.tokens - self._segment_begin:
+            # Of real tokens these are parts of the positions, so that segments that are joined keep what they have.
+            self.segments.append(PlanSegment(float(self._segment_begin), float(self.tokens), tokens / length))
+            if len(self.segments) > 4 * MAX_SEGMENTS and len(self.segments[0].shares) == len(tokens):
                 self.segments = merged(self.segments, MAX_SEGMENTS)
-        self._segment_begin, self._segment_given = self.tokens, self._given.copy()
+        self._begin_segment()
+
+    def _begin_segment(self) -> None:
+        self._segment_begin, self._segment_balances = self.tokens, self._balances()
+
+    def _balances(self) -> npt.NDArray[np.int64]:
+        """What balances count of each source."""
+        return np.array([supply.real_tokens for supply in self._supplies], np.int64)
 
     def _follow_weights(self) -> None:
         """Ends a segment where other weights are in force than in it."""
@@ -237,8 +248,8 @@ class _Simulation:
 
     def _state(self) -> State:
         """Where it stands, as a state of the part that it is in; without what no plan asks for."""
-        size, mixer = self._config.pick_samples, self._mixer
-        since = (self._given * size).tolist()
+        mixer, balances = self._mixer, self._balances().tolist()
+        since = [supply.given * self._config.pick_samples for supply in self._supplies]
         sources = []
         for source, (was, out) in enumerate(zip(self._start.sources, mixer.exhausted(mixer.mix_weights), strict=True)):
             rows, cursor = was.rows, was.cursor
@@ -246,18 +257,22 @@ class _Simulation:
                 rows, tokens_in_row = self.rows_picked(source)
                 cursor = FileCursor(0, 0, 0, tokens_in_row)
             tokens = was.tokens + since[source] * self._config.sequence_length
-            samples = was.samples + since[source]
-            sources.append(replace(was, cursor=cursor, samples=samples, rows=rows, tokens=tokens, exhausted=out))
+            samples, counts = was.samples + since[source], was.row_counts
+            if self._config.balances_real:
+                counts = counts._replace(padding_tokens=tokens - balances[source])
+            now = replace(was, cursor=cursor, samples=samples, rows=rows, tokens=tokens, row_counts=counts)
+            sources.append(replace(now, exhausted=out))
         return replace(
             self._start,
             sample_index=self._index,
             total_tokens=self.tokens,
             sources=tuple(sources),
-            nodes=mixer.states(mixer.mix_weights, since, [source.tokens for source in sources]),
+            nodes=mixer.states(mixer.mix_weights, since, balances),
         )
 
     def _sources(self, state: State) -> Iterator[PlannedSource]:
-        total = self.tokens + sum(skip.tokens for skip in state.skips)
+        balances = self._balances().tolist()
+        total = sum(balances)
         for source, now, supply in zip(self._config.sources, state.sources, self._supplies, strict=True):
             curve, out = supply.curve, self._out_at.get(source.id) if now.exhausted else None
             yield PlannedSource(
@@ -270,7 +285,7 @@ class _Simulation:
                 epochs=None if math.isinf(supply.epochs) else supply.epochs,
                 epochs_read=None if curve is None or not curve.epoch_rows else now.rows / curve.epoch_rows,
                 tokens=now.tokens,
-                share=now.tokens / total if total else 0.0,
+                share=balances[source.id] / total if total else 0.0,
                 exhausted=now.exhausted,
                 exhausted_at_tokens=None if out is None else out.tokens,
                 exhausted_at_sample=None if out is None else out.sample_index,

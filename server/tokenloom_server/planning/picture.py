@@ -55,7 +55,7 @@ def draw(plan: RunPlan, form: Format) -> bytes:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: _tick(tokens)))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_xlabel("tokens of the run")
-    axes.set_ylabel("share of the tokens")
+    axes.set_ylabel("share of the real tokens" if plan.count == "real" else "share of the tokens")
     extent = "ends at" if plan.ends else "up to"
     axes.set_title(_literal(f"run {plan.run}: {extent} {short(plan.until_tokens)} tokens"), loc="left")
     figure.legend(loc="outside right upper", frameon=False, reverse=True, fontsize="small")

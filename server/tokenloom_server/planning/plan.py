@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -30,7 +32,7 @@ class PlannedSource(_Future):
     tokens: int
     """Tokens that it gives."""
     share: float
-    """Its part of the run's tokens (0 to 1)."""
+    """Its part of the run's tokens (0 to 1), as the plan's ``count`` says."""
     exhausted: bool
     """Whether it has no more to give where the plan ends."""
     exhausted_at_tokens: int | None
@@ -55,7 +57,7 @@ class PlannedSegment(_Future):
     from_tokens: int
     until_tokens: int
     shares: list[float]
-    """Each source's mean share of the segment's tokens, by source id."""
+    """Each source's mean share of the segment's tokens, by source id, as the plan's ``count`` says."""
 
 
 class RunPlan(_Future):
@@ -67,6 +69,9 @@ class RunPlan(_Future):
 
     run: str
     sequence_length: int
+    count: Literal["real", "positions"]
+    """What shares count: real tokens, those of documents, where samples are padded and the run balances these; else
+    positions, ``sequence_length`` for each sample, as ``tokens`` everywhere."""
     labels: str
     """Whether labels equal the input ids (`same`), or are the next ids already (`shifted`)."""
     last_micro_step: str

@@ -61,7 +61,8 @@ def _epochs(source: PlannedSource) -> str:
 def _shares(plan: RunPlan) -> Table:
     """A row for each source, a column for each of a few segments."""
     all_of_them = [PlanSegment(p.from_tokens, p.until_tokens, np.array(p.shares)) for p in plan.segments]
-    table = Table(title="shares over the run's tokens")
+    real = "of real tokens " if plan.count == "real" else ""
+    table = Table(title=f"shares {real}over the run's tokens")
     table.add_column("source")
     few = merged(all_of_them, SHOWN_SEGMENTS)
     for segment in few:

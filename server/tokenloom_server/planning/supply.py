@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.size_estimate import SizeEstimate
@@ -16,7 +17,10 @@ class Supply:
 
     def __init__(self, config: RunConfig, source: int, curve: TokenCurve | None, state: SourceState) -> None:
         """``curve``: None for a source that was dropped, which gives nothing."""
-        self.curve = curve
+        self.curve = curve if config.balances_real or curve is None else TokenCurve(curve.rows, curve.tokens)
+        #: Picks that were given since the state.
+        self.given = 0
+        self._balance = config.balanced(state)
         self.epochs = config.epochs[source]
         self._pick_tokens = config.pick_tokens
         # Of samples that are padded, no part of the tokens is a row's.
@@ -43,10 +47,32 @@ class Supply:
         assert self.curve is not None, "a source that was dropped is not measured"
         return SizeEstimate.of(self.curve)
 
-    def rows_picked(self, picks: int) -> tuple[int, int]:
-        """The rows counter, and the tokens of the row that is not at its end, once so many of the picks were given."""
+    @property
+    def real_tokens(self) -> int:
+        """See ``RealLengths``; positions where balances count these."""
+        return self._balance + self._real(self.given) - self._real(0)
+
+    def real_lengths(self) -> Iterator[int]:
+        """See ``RealLengths``."""
+        before = self._real(self.given)
+        for picks in range(self.given + 1, self.picks + 1):
+            after = self._real(picks)
+            yield after - before
+            before = after
+
+    def real_of(self, picks: int) -> int:
+        """See ``RealLengths``."""
+        return self._real(self.given + picks) - self._real(self.given)
+
+    def _real(self, picks: int) -> int:
+        """The real tokens before the end of so many picks, counted as those of the curve."""
+        token = self._begin + picks * self._pick_tokens
+        return token if self.curve is None else self.curve.real_before(token)
+
+    def rows_picked(self) -> tuple[int, int]:
+        """The rows counter, and the tokens of the row that is not at its end, after the last pick."""
         if self.curve is None:
             return 0, 0
-        token = self._begin + picks * self._pick_tokens
+        token = self._begin + self.given * self._pick_tokens
         row = self.curve.row_at(token)
         return row, token - self.curve.tokens_before(row) if self._cuts_rows else 0

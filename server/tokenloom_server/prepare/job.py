@@ -113,7 +113,9 @@ class Job:
         self.shard_bytes = shard_bytes
         self.threads = threads
         #: Reads each source once, in the order of its files.
-        self.order = builder.create(_reading(config, shuffled), base_dir, index_dir, roots, encoders=threads)
+        self.order = builder.create(
+            reading_once(config, shuffled=shuffled), base_dir, index_dir, roots, encoders=threads
+        )
         named = {source.source: source for _, source in config.named_sources()}
         self.sources: list[Prepared] = []
         self.tasks: list[Task] = []
@@ -208,10 +210,11 @@ class Job:
             yield tuple(ranges), total * rows // reading.rows
 
 
-def _reading(config: RunConfig, shuffled: bool) -> RunConfig:
-    """A config under which every source of every phase is read once, from its first row to its last."""
+def reading_once(config: RunConfig, *, shuffled: bool = False, **of_sources: Any) -> RunConfig:
+    """A config under which every source of every phase is read once, from its first row to its last. ``of_sources``:
+    options that each has beside its own."""
     left_out = set(FIELDS_OF_SERVING if shuffled else FIELDS_OF_SERVING | FIELDS_OF_READING)
-    children = [source.model_dump(exclude=left_out) for _, source in config.named_sources()]
+    children = [source.model_dump(exclude=left_out) | of_sources for _, source in config.named_sources()]
     document = config.model_dump(exclude={"phases"}) | {"mixture": {"policy": "sequential", "children": children}}
     return RunConfig.model_validate(document, context=config.catalog)
 

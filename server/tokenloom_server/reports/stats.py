@@ -43,7 +43,7 @@ class SourceStats(Document):
     bad_rows: int
     """Of ``rows``, those that did not decode (``on_bad_row: skip``); like the next four since the run began."""
     filtered_rows: int
-    """Of ``rows``, those that did not pass the source's filter."""
+    """Of ``rows``, those that did not pass the source's filter, and blank lines of JSON lines."""
     padding_tokens: int
     """Of ``tokens``, those that no document fills."""
     cut_documents: int

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from tokenloom_server.errors import SourceError
@@ -58,6 +59,19 @@ class Block(NamedTuple):
         if end < len(self.data):
             end -= self.data[end - 1 : end] == b"\r" and end > start
         return self.data[start:end]
+
+    def empty(self) -> npt.NDArray[np.bool_]:
+        """[lines]: whether a line is nothing but its end."""
+        starts = np.concatenate(([0], self.ends[:-1] + 1))
+        is_return = np.frombuffer(self.data, np.uint8)[starts] == 0x0D
+        return np.asarray(self.ends - starts <= is_return, np.bool_)
+
+    def with_text(self, lines: npt.NDArray[np.bool_], text: bytes) -> Block:
+        """The block with a text at the beginning of some lines."""
+        starts = np.concatenate(([0], self.ends[:-1] + 1))[lines]
+        added = np.tile(np.frombuffer(text, np.uint8), len(starts))
+        data = np.insert(np.frombuffer(self.data, np.uint8), np.repeat(starts, len(text)), added)
+        return Block(self.first_row, data.tobytes(), self.ends + len(text) * np.cumsum(lines))
 
     def cut(self, start: int, stop: int) -> Block:
         """The lines from ``start`` to ``stop`` as a block of their own."""

@@ -88,6 +88,8 @@ class Scheme(ABC):
     """What names of files end with that are read by this scheme where a spec does not name one."""
     may_be_compressed: ClassVar[bool] = False
     """Whether files may end with one of ``CODECS`` beside that, and are decompressed as they are read."""
+    has_blank_lines: ClassVar[bool] = False
+    """Whether a line may be blank, so that ``on_blank_line`` says what becomes of it."""
     by_folder: ClassVar[bool] = False
     """Whether a location is a folder, and not files."""
     refuses_urls: ClassVar[str] = ""

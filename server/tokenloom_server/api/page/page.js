@@ -236,7 +236,7 @@ class RunView extends View {
       }
       const without = [
         source.bad_rows ? `${grouped(source.bad_rows)} did not decode` : "",
-        source.filtered_rows ? `${grouped(source.filtered_rows)} did not pass the filter` : "",
+        source.filtered_rows ? `${grouped(source.filtered_rows)} did not pass the filter, or are blank lines` : "",
         source.excluded_rows ? `${grouped(source.excluded_rows)} of each epoch are left out` : "",
       ].filter(Boolean);
       if (without.length) row.text("rows", compact(source.rows), [grouped(source.rows), ...without].join("; "));

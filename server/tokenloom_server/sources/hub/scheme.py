@@ -21,6 +21,7 @@ class HubScheme(Scheme):
     usage = "hf:ORG/NAME[/CONFIG][@REVISION]:SPLIT:COLUMN"
     reads_any_row = True
     has_commits = True
+    has_blank_lines = True
 
     def __init__(self, file_schemes: Sequence[Scheme]) -> None:
         """``file_schemes``: those that can read a repository's files, the preferred ones first."""

@@ -35,7 +35,7 @@ def columns_of(file: File, path: str) -> dict[str, Content | None]:
     """The keys of the first objects, in the order in which they occur."""
     contents: dict[str, Content | None] = {}
     undecided: set[str] = set()
-    for line in itertools.islice(_lines(file, path), PROBE_LINES):
+    for line in itertools.islice(filter(bytes.strip, _lines(file, path)), PROBE_LINES):
         document = json.loads(line)
         if not isinstance(document, dict):
             raise ValueError("expected a JSON object on each line")
@@ -82,6 +82,8 @@ def probe(request: ReadRequest) -> dict[str, ColumnPath]:
         with request.open(shard) as file:
             for block in blocks_of(file, shard):
                 for i in range(len(block.ends)):
+                    if request.rules.skip_blank and not block.line(i).strip():
+                        continue
                     try:
                         search.look_at(document_of(block, i, where), line_name(block, i, where))
                     except SourceError:
@@ -166,7 +168,7 @@ def document_of(block: Block, i: int, where: str) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise SourceError(not_utf8(block.cut(i, i + 1), where)[0].reason) from None
     if not text.strip():
-        raise SourceError(f"{line} is blank, expected a JSON object; remove the line")
+        raise SourceError(f"{line} is blank, expected a JSON object; remove the line, or set on_blank_line: skip")
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -1,6 +1,7 @@
 """Rows of JSON lines: one object per line, whose COLUMN is a string or a list of integers.
 
-Blocks go through Arrow's JSON reader. It skips blank lines, takes several objects on a line and one
+A blank line is a row that is left out, so that every line keeps its number. Blocks go through Arrow's JSON reader. It
+skips blank lines, takes several objects on a line and one
 over several lines, and does not say which line is at fault; so its result counts only where each line
 provably is one object, and every doubtful line is read again, alone, by Python's ``json``, which
 decides what it means.
@@ -73,7 +74,9 @@ class Decoder:
         yield from parts if len(parts) == 1 else columns.pieces(columns.joined(parts))
 
     def _rows(self, block: Block, where: str) -> Iterator[Rows]:
-        batch = self._fast(block)
+        # Objects in the place of empty lines, so that Arrow takes as many rows as there are lines.
+        blank = block.empty() if self._selection.rules.skip_blank else np.zeros(len(block.ends), np.bool_)
+        batch = self._fast(block.with_text(blank, b"{}") if blank.any() else block)
         count = len(block.ends)
         if batch is None and count > 1:
             # Halving finds the doubtful lines in a few passes, and each is judged on its own, so that
@@ -85,16 +88,25 @@ class Decoder:
         else:
             bad = []
             own = self._columns[self._column].of(batch)
-            for i in arrays.numbers(pc.indices_nonzero(own.is_null())).tolist() if own.null_count else ():
+            nulls = arrays.numbers(pc.indices_nonzero(own.is_null())) if own.null_count else np.zeros(0, np.int64)
+            for i in nulls[~blank[nulls]].tolist():
                 try:
                     self._own(document_of(block, i, where), line_name(block, i, where))
                 except SourceError as error:  # no null, but no such key
                     bad.append(BadRow(i, str(error)))
-            yield from self._selection.rows(batch, block.first_row, where, valid=True, bad=bad)
+            for rows in self._selection.rows(batch, block.first_row, where, valid=True, bad=bad):
+                first = rows.first_row - block.first_row
+                left_out = blank[first : first + len(rows.column)]
+                if left_out.any():
+                    left_out = left_out if rows.filtered is None else left_out | rows.filtered
+                    rows = rows._replace(filtered=left_out)
+                yield rows
 
     def _row(self, block: Block, where: str) -> Rows:
         """A block of one line."""
         line, rules = line_name(block, 0, where), self._selection.rules
+        if rules.skip_blank and not block.line(0).strip():
+            return Rows(block.first_row, self._empty(), (), np.ones(1, np.bool_))
         try:
             document = document_of(block, 0, where)
             values = {name: self._other(document, name, line) for name in rules.filter_columns}

@@ -16,6 +16,7 @@ class JsonlScheme(Scheme):
     usage = "jsonl:GLOB:COLUMN"
     endings = (".jsonl", ".ndjson", ".json")
     may_be_compressed = True
+    has_blank_lines = True
 
     def open(self, request: ReadRequest) -> Source:
         from tokenloom_server.sources.jsonl.reader import open_jsonl
