@@ -28,9 +28,6 @@ _USE_TLS = "serve with --tls-cert and --tls-key, and write grpcs:// in place of 
 #: Nobody guesses that many characters, and no header has room for a token that is longer than the other bound.
 MIN_CHARACTERS, MAX_CHARACTERS = 16, 1024
 
-#: A private key (PEM) has a few KiB.
-MAX_KEY_BYTES = 2**20
-
 #: What may follow ``Bearer`` (RFC 6750, section 2.1).
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 
@@ -64,15 +61,16 @@ def read_token(file: Path) -> str:
     return check_token(read_secret(name, file, 2 * MAX_CHARACTERS).decode("utf-8", "replace").strip(), name)
 
 
-def read_secret(name: str, file: Path, size: int = MAX_KEY_BYTES) -> bytes:
-    """The first bytes of a file that only its owner may read. Raises ``ValueError``, which begins with ``name``."""
+def read_secret(name: str, file: Path, size: int = -1, *, private: bool = True) -> bytes:
+    """The first ``size`` bytes of a file that, where it is ``private``, only its owner may read. Raises ``ValueError``,
+    which begins with ``name``."""
     try:
         with file.open("rb") as opened:
             mode = os.fstat(opened.fileno()).st_mode & 0o777
             content = opened.read(size)
     except OSError as error:
         raise ValueError(f"{name} cannot be read ({error.strerror or error})") from None
-    if mode & _OTHERS:
+    if private and mode & _OTHERS:
         raise ValueError(
             f"{name} has mode {mode:04o}, so others than its owner may use it; expected 0600: chmod 600 {file}, and "
             "replace the secret if somebody may have read it"
@@ -187,14 +185,13 @@ def _read(name: str, file: str | os.PathLike[str] | None, environment: Mapping[s
     source = f"tls_{name}" if file is not None else _TLS_VARIABLES[name]
     if file is None:
         file = environment.get(source)
-    if file is None:
-        return None
-    if name == "key":
-        return read_secret(f"{source}: {str(file)!r}", Path(file))
-    try:
-        content = Path(file).read_bytes()
-    except OSError as error:
-        raise ValueError(f"{source}: {str(file)!r} cannot be read ({error.strerror or error})") from None
-    if name == "cert":
-        refuse_expired(f"{source}: {str(file)!r}", content.decode("utf-8", "replace"))
+    return None if file is None else read_pem(name, f"{source}: {str(file)!r}", Path(file))
+
+
+def read_pem(kind: str, name: str, file: Path) -> bytes:
+    """One of the ``TlsFiles``, by ``kind``: a key is for its owner alone, a certificate not expired. Raises
+    ``ValueError``, which begins with ``name``."""
+    content = read_secret(name, file, private=kind == "key")
+    if kind == "cert":
+        refuse_expired(name, content.decode("utf-8", "replace"))
     return content

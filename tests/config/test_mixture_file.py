@@ -143,7 +143,7 @@ BAD = [
     ("window_micro_steps", 1, ""),
     ("special_tokens_in_text", "ignore", "'text' or 'parse'"),
     ("mixture.children", [{"source": CODE, "commit": "0" * 40}], "is no dataset on the Hub"),
-    ("mixture.children", [{"source": "hf:a/b:train:text", "commit": "main"}], "should match pattern"),
+    ("mixture.children", [{"source": "hf:a/b:train:text", "commit": "main"}], "40 hexadecimal digits"),
     ("mixture.children.0.shuffle", "blocks", "'none', 'shards' or 'rows'"),
     ("mixture.children.0.shuffle", True, "'none', 'shards' or 'rows'"),
     ("mixture.children", [{"source": CODE, "shuffle_window_rows": 100}], "found 100, but shuffle is 'none'"),
@@ -151,7 +151,11 @@ BAD = [
     *[("mixture.children.0.lanes", bad, "") for bad in (0, 65, 1.5, "many", None, True)],
     *[("mixture.children.0.holdout", bad, "") for bad in (0, 1, -0.1, 1.5, "many", True)],
     ("streams", {"validation": {}}, "validation: has no mixture, and no source holds rows out for it"),
-    ("streams", {"a/b": {"mixture": {"policy": "weighted", "children": [{"source": CODE}]}}}, "should match pattern"),
+    (
+        "streams",
+        {"a/b": {"mixture": {"policy": "weighted", "children": [{"source": CODE}]}}},
+        "1 to 64 letters (a to z)",
+    ),
     ("streams", {"v": {"mixture": {"policy": "weighted", "children": []}}}, "at least 1"),
 ]
 
@@ -753,3 +757,61 @@ def test_batching_has_its_own_fields_alone() -> None:
         parsed(changed(put("global_batch_size", 8)))
     with pytest.raises(ConfigError, match=r"children.0.source: the column .\*. is for batching"):
         parsed(changed(put("mixture.children.0.source", "parquet:data/code-*.parquet:*")))
+
+
+def test_faults_of_a_file_have_line_and_column_and_unknown_keys_a_suggestion(tmp_path: Path) -> None:
+    path = tmp_path / "mixture.yaml"
+    path.write_text(
+        """\
+run: my run!
+tokenizer: bytes
+sequense_length: 8
+streams:
+  held out: {mixtur: 1}
+mixture:
+  polcy: least_consumed
+  policy: least_consumed
+  children:
+    - source: "txt:a.txt:text"
+      alais: a
+    - {source: "txt:b.txt:text", weight: [[0, 1], [3, x]], zzz: 3, commit: "12"}
+    - childern: []
+      policy: weighted
+""",
+        encoding="utf-8",
+    )
+    with pytest.raises(ConfigError) as caught:
+        config.load(path, CATALOG)
+    names = "letters (a to z), digits, dots, underscores and hyphens, with a letter or a digit first"
+    assert set(str(caught.value).splitlines()) == {
+        f"{path}: {line}"
+        for line in (
+            f"line 1, column 1: run: expected 1 to 128 {names}; found 'my run!'",
+            "sequence_length: is missing",
+            "line 3, column 1: sequense_length: unknown key; did you mean 'sequence_length'? (found 8)",
+            f"line 5, column 3: streams.held out.[key]: expected 1 to 64 {names}; found 'held out'",
+            "line 5, column 14: streams.held out.mixtur: unknown key; did you mean 'mixture'? (found 1)",
+            "line 7, column 3: mixture.polcy: unknown key; did you mean 'policy'? (found 'least_consumed')",
+            "line 11, column 7: mixture.children.0.alais: unknown key; did you mean 'alias'? (found 'a')",
+            "line 12, column 55: mixture.children.1.weight.1.1: Input should be a valid number, unable to parse string "
+            "as a number; found 'x'",
+            "line 12, column 60: mixture.children.1.zzz: unknown key; check its spelling against docs/mixture-file.md "
+            "(found 3)",
+            "line 12, column 68: mixture.children.1.commit: expected 40 hexadecimal digits, 0 to 9 and a to f; found "
+            "'12'",
+            "line 13, column 7: mixture.children.2.childern: unknown key; did you mean 'children'? (found [])",
+            "line 13, column 7: mixture.children.2.children: is missing",
+        )
+    }
+
+
+def test_every_key_of_a_mixture_file_is_suggested_for_one_with_a_letter_too_many() -> None:
+    sections = [(section, found) for section in (RunConfig, NodeConfig, SourceConfig) for found in section.model_fields]
+    for section, key in sections:
+        if key in ("id", "presence"):
+            continue
+        document = mixture()
+        place = {RunConfig: document, NodeConfig: document["mixture"]}.get(section, document["mixture"]["children"][0])
+        place[f"{key}s"] = 1
+        with pytest.raises(ConfigError, match=rf"{key}s: unknown key; did you mean '{key}'\?"):
+            config.parse(document, where="", catalog=CATALOG)

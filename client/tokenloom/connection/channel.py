@@ -86,11 +86,9 @@ def _expired(error: grpc.RpcError, address: Address) -> str:
     for target in address.targets if "CERTIFICATE_VERIFY_FAILED" in (error.details() or "") else ():
         host, _, port = target.rpartition(":")
         try:
-            pem = ssl.get_server_certificate((host.strip("[]"), int(port)), timeout=_LOOK_S)
-        except OSError:
+            refuse_expired(target, ssl.get_server_certificate((host.strip("[]"), int(port)), timeout=_LOOK_S))
             return ""
-        try:
-            refuse_expired(f"{target}", pem)
+        except OSError:
             return ""
         except ValueError as fault:
             expired = str(fault)

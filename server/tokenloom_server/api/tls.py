@@ -6,8 +6,7 @@ import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tokenloom_proto.certificate import refuse_expired
-from tokenloom_proto.credentials import read_secret
+from tokenloom_proto.credentials import read_pem
 
 from tokenloom_server.errors import ConfigError
 
@@ -37,11 +36,7 @@ class Tls:
             )
             raise ConfigError(f"{options} without the rest; TLS needs --tls-cert and --tls-key")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        chain = _read("--tls-cert", cert)
-        try:
-            secret = read_secret(f"--tls-key {key}", key)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        chain, secret = _read("cert", cert), _read("key", key)
         try:
             context.load_cert_chain(cert, key, password=_no_passphrase)
         except (ssl.SSLError, ValueError) as error:
@@ -49,11 +44,7 @@ class Tls:
                 f"--tls-cert {cert} and --tls-key {key} are not a certificate (PEM, the server's own first) and its "
                 f"key without a passphrase: {_reason(error)}"
             ) from None
-        try:
-            refuse_expired(f"--tls-cert {cert}", chain.decode("utf-8", "replace"))
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        ca = None if client_ca is None else _read("--tls-client-ca", client_ca)
+        ca = None if client_ca is None else _read("client-ca", client_ca)
         if ca is not None:
             try:
                 context.load_verify_locations(cadata=ca.decode("ascii"))
@@ -63,11 +54,11 @@ class Tls:
         return cls(certificate=chain, key=secret, client_ca=ca, context=context)
 
 
-def _read(option: str, file: Path) -> bytes:
+def _read(kind: str, file: Path) -> bytes:
     try:
-        return file.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{option} {file}: cannot be read ({error.strerror or error})") from None
+        return read_pem(kind, f"--tls-{kind} {file}", file)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _no_passphrase() -> str:

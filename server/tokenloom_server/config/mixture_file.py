@@ -45,15 +45,16 @@ def load(path: Path, catalog: Catalog) -> RunConfig:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: expected a mapping with run, mixture, …, found {type(document).__name__}")
-    return parse(document, where=str(path), catalog=catalog)
+    return parse(document, where=str(path), catalog=catalog, text=text)
 
 
-def parse(document: dict[str, Any], *, where: str, catalog: Catalog) -> RunConfig:
-    """Validates a mixture that was read already; ``where`` begins each line of an error. Raises ``ConfigError``."""
+def parse(document: dict[str, Any], *, where: str, catalog: Catalog, text: str = "") -> RunConfig:
+    """Validates a mixture that was read already, of this ``text``; ``where`` begins each line of an error. Raises
+    ``ConfigError``."""
     try:
         config = RunConfig.model_validate(document, context=catalog)
     except ValidationError as error:
-        raise ConfigError(explain(error, where)) from None
+        raise ConfigError(explain(error, where, RunConfig, text=text)) from None
     keys = list(given_by_the_server(document, ""))
     if keys:
         raise ConfigError("\n".join(f"{where}: {key}: unknown key; ids and presence are this server's" for key in keys))
