@@ -16,6 +16,7 @@ from tokenloom_server.core.state import (
     FileCursor,
     Lane,
     PackedCursor,
+    RowCounts,
     SourceState,
     WindowCursor,
     row_cursor,
@@ -80,8 +81,8 @@ def check_lanes(i: int, dataset: KnownDataset, shape: Shape) -> None:
     if len(dataset.lanes) != expected:
         raise SnapshotInvalid(f"{where}lanes has {len(dataset.lanes)} entries, but this run's source has {expected}")
     lanes = [lane_of(entry) for entry in dataset.lanes]
-    for field in ("samples", "rows") if lanes else ():
-        total = sum(getattr(lane, field) for lane in lanes)
+    for field in ("samples", "rows", *RowCounts._fields) if lanes else ():
+        total = sum(getattr(entry, field) for entry in dataset.lanes)
         if total != getattr(dataset, field):
             raise SnapshotInvalid(f"{where}{field} is {getattr(dataset, field)}, but its lanes have {total}")
     if lanes and dataset.cursor not in [lane.cursor for lane in lanes]:
@@ -123,6 +124,17 @@ def check_place(where: str, source: int, standing: KnownDataset | Lane, shape: S
             f"{where}: {field} is {count}, but this run's packing has no such place: restore the mixture file that the "
             "state was made under, or fork a new run from it"
         )
+
+
+def check_row_counts(i: int, dataset: KnownDataset) -> None:
+    """Checks that rows without tokens are some of the source's rows, and padding is some of its tokens."""
+    where = f"resume_state.datasets.{i}: "
+    if dataset.bad_rows + dataset.filtered_rows > dataset.rows:
+        raise SnapshotInvalid(
+            f"{where}bad_rows is {dataset.bad_rows} and filtered_rows {dataset.filtered_rows}, of {dataset.rows} rows"
+        )
+    if dataset.padding_tokens > dataset.token_offset:
+        raise SnapshotInvalid(f"{where}padding_tokens is {dataset.padding_tokens} of {dataset.token_offset} tokens")
 
 
 def check_skipped(i: int, dataset: KnownDataset) -> None:
