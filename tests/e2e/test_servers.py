@@ -74,7 +74,12 @@ def both(first: ServerProcess, second: ServerProcess, run: str) -> str:
 
 @pytest.mark.parametrize("ledger", ["sqlite", "redis"])
 def test_ranks_go_over_to_the_standby_when_their_server_dies(
-    corpus: Corpus, sequence: list[Sample], start_server: StartServer, request: pytest.FixtureRequest, ledger: str
+    corpus: Corpus,
+    sequence: list[Sample],
+    start_server: StartServer,
+    request: pytest.FixtureRequest,
+    caplog: pytest.LogCaptureFixture,
+    ledger: str,
 ) -> None:
     run = "taken-over"
     url = "sqlite:///../shared.db" if ledger == "sqlite" else request.getfixturevalue("redis_url")
@@ -96,6 +101,8 @@ def test_ranks_go_over_to_the_standby_when_their_server_dies(
         assert world.receipt.sequence() == sequence[: world.sample_index]
         assert {rank.generation for rank in world.ranks} == {generation}
         wait_for_commit(leader, run, world.sample_index)
+    # A line of each rank for each of the two servers that went, however often it tried until another one led.
+    assert caplog.text.count("broke, reconnecting") == 4
     assert "leads at server epoch 2" in standby.log
     assert "leads at server epoch 3" in leader.log
     assert "first batch" in standby.log

@@ -165,7 +165,8 @@ class Retry:
     def reset(self) -> None:
         """Starts anew, after something went well."""
         self._delay_s = FIRST_DELAY_S
-        self._tried = 0
+        #: How many delays were asked for since.
+        self.tried = 0
         self._deadline: float | None = None
 
     def remaining_s(self) -> float:
@@ -180,8 +181,8 @@ class Retry:
         remaining_s = self.remaining_s()
         if remaining_s <= 0:
             return None
-        self._tried += 1
-        if self._tried % self._servers:
+        self.tried += 1
+        if self.tried % self._servers:
             return min(FIRST_DELAY_S * random.uniform(0.5, 1.0), remaining_s)
         delay_s = self._delay_s * random.uniform(0.5, 1.0)
         self._delay_s = min(2 * self._delay_s, MAX_DELAY_S)

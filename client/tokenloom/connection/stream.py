@@ -150,12 +150,14 @@ class Connection:
                     f"{self._request.address} gave no stream for {retry.budget_s:g} s (reconnect_timeout_s); "
                     f"the last failure: {broken}"
                 )
-            log.warning("the stream of %s broke, reconnecting in %.1f s: %s", self._request.address, delay_s, broken)
+            # One line for each time that it breaks; while a batch is waited for, the buffer names the last failure.
+            level = logging.WARNING if retry.tried == 1 else logging.DEBUG
+            log.log(level, "the stream of %s broke, reconnecting in %.1f s: %s", self._request.address, delay_s, broken)
             self.buffer.waits_for(f"a new connection ({broken})")
+            self.reconnects += 1
             if self.buffer.pause(delay_s):
                 self._report_once()
                 return
-            self.reconnects += 1
 
     def _report_once(self) -> None:
         """On closing between two streams: one more try to say how far the trainer came."""
@@ -168,8 +170,10 @@ class Connection:
         writer = _Writer(self)
         self.buffer.heard(0, "the stream to open")
         self._fell_silent = False
+        # The server that answered the Join first, since it leads; after a break the next one.
+        channel = self._channels.renew() if self.reconnects else self._channels.current()
         # The generated stub would have protobuf read what comes, and with it copy the ids.
-        method: grpc.StreamStreamMultiCallable[wire.StreamRequest, bytes] = self._channels.renew().stream_stream(
+        method: grpc.StreamStreamMultiCallable[wire.StreamRequest, bytes] = channel.stream_stream(
             _STREAM, request_serializer=wire.StreamRequest.SerializeToString, response_deserializer=None
         )
         call = self._call = method(iter(writer), metadata=self._request.credentials.metadata)
@@ -277,6 +281,7 @@ class Connection:
                 samples=request.samples or 0,
                 world_size=0 if request.samples is None else request.topology.world_size,
                 process=process.identity(),
+                number=time.monotonic_ns() // 1000,
             )
         )
 

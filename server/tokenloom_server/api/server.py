@@ -87,7 +87,6 @@ class Server:
         from tokenloom_server.catalog import open_catalog
 
         ledger = self._ledger = open_ledger(options.ledger, _folder(options))
-        ledger.check()
         runs = self._runs = Runs(
             ledger,
             _holder(self.grpc_address),
@@ -97,6 +96,8 @@ class Server:
             catalog=open_catalog(options.plugins),
         )
         rest.start(runs, grpc_address=self.grpc_address)
+        # A process that waits for a slow ledger is alive, and says so.
+        ledger.check()
         if options.ready_file is not None:
             # What a killed server left there; with the ports in hand, it is not another's.
             _remove_ready(options.ready_file)

@@ -190,12 +190,12 @@ class Runs:
         return sorted(self._runs)
 
     def not_ready(self) -> str | None:
-        """Why requests cannot be served now; None where they can."""
-        for run, served in self._runs.items():
-            reason = served.coordinator.not_ready()
-            if reason is not None:
-                return f"run {run}: {reason}"
-        return None if self._runs else "no run is served yet"
+        """Why no run can be served now; None where one can. What keeps one run from it stands in that run's stats, and
+        is no reason to send the ranks of the others away."""
+        reasons = {name: served.coordinator.not_ready() for name, served in list(self._runs.items())}
+        if None in reasons.values():
+            return None
+        return "; ".join(f"run {name}: {reason}" for name, reason in reasons.items()) or "no run is served yet"
 
     def fork(
         self, run: str, *, parent: str | None = None, sample_index: int | None = None, text: str | None = None

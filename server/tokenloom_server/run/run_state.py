@@ -38,6 +38,8 @@ _log = logging.getLogger(__name__)
 class RunState:
     """See the module."""
 
+    _workers: tuple[threading.Thread, ...] = ()
+
     def __init__(
         self,
         order: PipelineFactory,
@@ -90,6 +92,8 @@ class RunState:
         self._refused: dict[tuple[str, ResumeChoice], TokenloomError] = {}
         # Whether the committer sleeps until a commit is due.
         self._committer_idle = False
+        # When the server ran last, as far as is noted: time in which it was paused is no silence of its ranks.
+        self._ran_at = clock()
         # When this server, or its leading, began: until the first batch went out.
         self._up_since: float | None = None
         self._warn_at = -math.inf
@@ -151,8 +155,16 @@ class RunState:
         with self._lock:
             return self._view()
 
+    def _note_running(self) -> float:
+        """Where the server did not run for a while, its ranks' silence begins anew; returns the time."""
+        now = self.clock()
+        if self._active is not None and now - self._ran_at > 2 * self.timeouts.tick_s:
+            self._active.since = now
+        self._ran_at = now
+        return now
+
     def _view(self) -> RunView:
-        active, now = self._active, self.clock()
+        active, now = self._active, self._note_running()
         return RunView(
             timeline=self.timeline,
             lease=self.lease,
@@ -162,7 +174,7 @@ class RunState:
             committed_at=self._committed_at,
             recent=tuple(self._recent),
             now=now,
-            error=self._error,
+            error=self._error or self._ended_thread(),
             ledger_error=self._ledger_error,
             waiting_for=self._waiting_for(),
             generation=active.view(now, self.timeouts.liveness_s) if active is not None else GenerationView(),
@@ -173,6 +185,13 @@ class RunState:
         generation; None where that is not in memory."""
         with self._lock:
             return self._active.point_at(sample_index) if self._active is not None else None
+
+    def _ended_thread(self) -> TokenloomError | None:
+        """What stands still without an error of its own: a thread of the run that has ended."""
+        name = next((worker.name for worker in self._workers if not worker.is_alive()), None)
+        if name is None or self.stopping:
+            return None
+        return TokenloomError(f"its thread {name} has ended; restart the server, and report its log")
 
     def _waiting_for(self) -> str:
         """What production or delivery waits for, for people; empty where it waits for nothing."""

@@ -31,8 +31,9 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         return Alive(status="alive", version=backend.version)
 
     @routes.add("GET", "/readyz", Scope.OPEN, errors=(503,), tags=["health"])
-    def readyz(request: Request) -> Ready:
+    async def readyz(request: Request) -> Ready:
         """Can requests be served?"""
+        # On the event loop, too: it asks nothing of the ledger.
         reason = backend.runs.not_ready()
         if reason is not None:
             # Whether is for everybody, why is not: it names runs, machines and files.
