@@ -143,7 +143,11 @@ BAD = [
     ("window_micro_steps", 1, ""),
     ("special_tokens_in_text", "ignore", "'text' or 'parse'"),
     ("mixture.children", [{"source": CODE, "commit": "0" * 40}], "is no dataset on the Hub"),
-    ("mixture.children", [{"source": "hf:a/b:train:text", "commit": "main"}], "40 hexadecimal digits"),
+    (
+        "mixture.children",
+        [{"source": "hf:a/b:train:text", "commit": "main"}],
+        "expected text of ^[0-9a-f]{40}$; found 'main'",
+    ),
     ("mixture.children.0.shuffle", "blocks", "'none', 'shards' or 'rows'"),
     ("mixture.children.0.shuffle", True, "'none', 'shards' or 'rows'"),
     ("mixture.children", [{"source": CODE, "shuffle_window_rows": 100}], "found 100, but shuffle is 'none'"),

@@ -96,7 +96,6 @@ mixture:
         **{f"child: {name}": run.replace("FIELD", text) for name, text in child.items()},
         "nothing at all": "",
         "a megabyte of blanks": " " * 2**20,
-        "beyond the bound of bytes": "#" * (2**24 + 1),
     }
 
 

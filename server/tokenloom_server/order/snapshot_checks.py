@@ -126,24 +126,19 @@ def check_place(where: str, source: int, standing: KnownDataset | Lane, shape: S
         )
 
 
-def check_row_counts(i: int, dataset: KnownDataset) -> None:
-    """Checks that rows without tokens are some of the source's rows, and padding is some of its tokens."""
-    where = f"resume_state.datasets.{i}: "
-    if dataset.bad_rows + dataset.filtered_rows > dataset.rows:
-        raise SnapshotInvalid(
-            f"{where}bad_rows is {dataset.bad_rows} and filtered_rows {dataset.filtered_rows}, of {dataset.rows} rows"
-        )
-    if dataset.padding_tokens > dataset.token_offset:
-        raise SnapshotInvalid(f"{where}padding_tokens is {dataset.padding_tokens} of {dataset.token_offset} tokens")
+#: What is a part of another number of a source.
+_PARTS = {"bad_rows": "rows", "filtered_rows": "rows", "padding_tokens": "token_offset"}
 
 
-def check_skipped(i: int, dataset: KnownDataset) -> None:
-    """Checks that what was passed over is a part of all that the source gave; without samples it is nothing."""
-    for skipped, name in zip(SKIPPED, ("samples", "rows", "token_offset", "padding_tokens"), strict=True):
-        part, whole = getattr(dataset, skipped), getattr(dataset, name)
-        if part > whole or (part and not dataset.skipped_samples):
+def check_parts(i: int, dataset: KnownDataset) -> None:
+    """Checks that rows without tokens, padding and what was passed over are a part of all that the source gave; without
+    samples that were passed over the latter is nothing."""
+    skipped = dict(zip(SKIPPED, ("samples", "rows", "token_offset", "padding_tokens"), strict=True))
+    for field, name in (_PARTS | skipped).items():
+        part, whole = getattr(dataset, field), getattr(dataset, name)
+        if part > whole or (field in skipped and part and not dataset.skipped_samples):
             raise SnapshotInvalid(
-                f"resume_state.datasets.{i}: {skipped} is {part}, but it is a part of {name}, which is {whole}, and "
+                f"resume_state.datasets.{i}: {field} is {part}, but it is a part of {name}, which is {whole}, and "
                 f"skipped_samples is {dataset.skipped_samples}"
             )
 

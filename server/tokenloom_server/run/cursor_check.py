@@ -5,16 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenloom_server.core.state import (
-    Cursor,
-    EpochCursor,
-    FileCursor,
-    PackedCursor,
-    State,
-    WindowCursor,
-    row_cursor,
-    tokens_in_row,
-)
+from tokenloom_server.core.state import Cursor, EpochCursor, State, WindowCursor, row_cursor, tokens_in_row
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.timeline import Timeline
@@ -30,23 +21,15 @@ def check_cursors(timeline: Timeline, state: State) -> None:
         cursors = [lane.cursor for lane in source.lanes] or [source.cursor]
         for cursor in cursors:
             _check_cursor(factory, i, cursor, epochs)
-        if epochs is not None and state.imported is None:
-            _check_rows(factory, i, source.rows, cursors)
-
-
-def _check_rows(factory: PipelineFactory, i: int, rows: int, cursors: Sequence[Cursor | None]) -> None:
-    """That a source gave no more rows than the epochs have which it began. Not where that takes an index of files that
-    are not read, or for rows that are packed together, whose window may lie in several epochs."""
-    begun = max((cursor.epoch + 1 for cursor in cursors if cursor is not None), default=0)
-    if factory.config.batching is not None or any(isinstance(cursor, PackedCursor) for cursor in cursors):
-        return
-    of_epoch = factory.readers.known_rows(i)
-    if len(factory.record.shards[i]) == 1 and of_epoch is None:
-        of_epoch = factory.readers.rows_around(i, FileCursor(0, 0, 0))[1]
-    if of_epoch is not None and rows > begun * of_epoch:
-        raise SnapshotInvalid(
-            f"resume_state.datasets.{i}: rows is {rows}, but it began {begun} epochs, of {of_epoch} rows each"
-        )
+        # Rows that are packed together may lie in several epochs.
+        plain = all(cursor is row_cursor(cursor) for cursor in cursors) and factory.config.batching is None
+        if epochs is not None and state.imported is None and plain:
+            begun = max((cursor.epoch + 1 for cursor in cursors if cursor is not None), default=0)
+            rows = factory.readers.counted_rows(i)
+            if rows is not None and source.rows > rows * begun:
+                raise SnapshotInvalid(
+                    f"resume_state.datasets.{i}: rows is {source.rows}, but it began {begun} epochs of {rows} rows"
+                )
 
 
 def _check_cursor(factory: PipelineFactory, i: int, cursor: Cursor | None, epochs: Sequence[float] | None) -> None:
