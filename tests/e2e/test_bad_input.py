@@ -12,7 +12,9 @@ import pytest
 import yaml
 from conftest import Corpus
 from support.ports import free_port
-from support.server_process import CommandLine, Finished, run_module
+from support.server_process import CommandLine, Finished, ServerProcess, run_module
+from tokenloom import ConnectionOptions, RemoteDataset
+from tokenloom.errors import ServerUnavailable
 from tokenloom_server.sources.catalog import BUILT_IN
 
 ADDRESSES = ("--grpc", "127.0.0.1:0", "--rest", "127.0.0.1:0")
@@ -53,6 +55,10 @@ class Files:
         path = self.folder / "mixture.yaml"
         path.write_text(yaml.safe_dump(document | fields), encoding="utf-8")
         return path
+
+
+#: The second has samples that a short file fills.
+PHASES = [{"until_tokens": 64}, {"sequence_length": 6}]
 
 
 @pytest.fixture
@@ -160,11 +166,41 @@ def test_validate_shows_sources_shares_engine_and_vocabulary(corpus: Corpus, tok
     assert not (corpus.folder / "tokenloom.db").exists(), "it left a ledger"
 
 
-def test_validate_warns_where_the_data_do_not_fill_one_sample(files: Files, tokenloom: CommandLine) -> None:
+def test_a_source_that_could_never_fill_a_sample_is_refused(files: Files, tokenloom: CommandLine) -> None:
     files.text("a.txt", "short\n")
-    done = tokenloom("validate", files.mixture("txt:a.txt:text", sequence_length=64))
-    assert done.status == 0
-    assert "too short for one sample" in " ".join(done.output.split())
+    files.text("b.txt", "long enough for one sample of 64 tokens, at a byte each, and a bit\n")
+    both = {"policy": "least_consumed", "children": [{"source": f"txt:{name}.txt:text"} for name in "ab"]}
+    mixture = files.mixture("txt:a.txt:text", sequence_length=64, mixture=both)
+    parts = ("SourceError", "txt:a.txt:text", "has 6 tokens and is read 1 times", "takes 64", "epochs to 11")
+    for command in (("validate", mixture), ("serve", mixture, *ADDRESSES)):
+        assert_refused(tokenloom(*command), *parts)
+    # The shortest sample of the run counts, and an epoch that is whole together with the next.
+    for change in ({"packing": "best_fit"}, {"sequence_length": 6}, {"phases": PHASES, "last_micro_step": "pad"}):
+        fields = {"sequence_length": 64, "mixture": both, **change}
+        done = tokenloom("validate", files.mixture("txt:a.txt:text", **fields))
+        assert done.status == 0, done.output
+    both["children"][0] |= {"epochs": 11}
+    assert tokenloom("validate", files.mixture("txt:a.txt:text", sequence_length=64, mixture=both)).status == 0
+
+
+def test_ports_that_are_mixed_up_are_named_at_once(files: Files, tokenloom: CommandLine, tmp_path: Path) -> None:
+    server = ServerProcess(tmp_path / "server", files.mixture("txt:a.txt:text")).start()
+    try:
+        mixed_up = RemoteDataset(f"grpc://{server.rest}/bad", 1)
+        with mixed_up, pytest.raises(ServerUnavailable, match="does not speak gRPC, such as the REST port of a server"):
+            next(iter(mixed_up))
+        words = "does not speak HTTP/1, such as the gRPC port of a server", "is this the REST address"
+        assert_refused(tokenloom("stats", f"http://{server.grpc}"), "ServerUnreachable", server.grpc, *words)
+    finally:
+        server.kill()
+
+
+def test_a_trainer_asks_whether_the_server_runs_and_counts_down(caplog: pytest.LogCaptureFixture) -> None:
+    options = ConnectionOptions(connect_timeout_s=0.5)
+    missing = RemoteDataset(f"grpc://127.0.0.1:{free_port()}/bad", 1, connection=options)
+    with missing, pytest.raises(ServerUnavailable), caplog.at_level("WARNING", "tokenloom"):
+        next(iter(missing))
+    assert "trying for 0 s more: nothing answers there: is the server running? (" in caplog.text
 
 
 def test_stats_of_no_server_and_of_another_are_refused(tokenloom: CommandLine) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sqlite3
 import subprocess
@@ -13,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.ledger_data import commit_at, opening_of, revision_of
@@ -282,35 +282,20 @@ def test_a_commit_waits_for_another_process_that_writes(tmp_path: Path) -> None:
             assert waiting.result(timeout=10) == 1
 
 
-def modes(path: Path) -> set[int]:
-    files = list(path.parent.glob(f"{path.name}*"))
-    assert len(files) == 3, "the file, its write-ahead log and its index"
-    return {file.stat().st_mode & 0o777 for file in files}
-
-
 @pytest.mark.parametrize("link", [False, True])
-def test_the_files_of_a_ledger_are_their_owners_alone(
-    tmp_path: Path, link: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "ledger" / "tokenloom.db"
+def test_the_files_of_a_ledger_are_their_owners_alone(tmp_path: Path, link: bool, caplog: Any) -> None:
+    path = named = tmp_path / "ledger" / "tokenloom.db"
     path.parent.mkdir()
-    named = tmp_path / "link.db" if link else path
     if link:
+        named = tmp_path / "link.db"
         named.symlink_to(path)
-    before = os.umask(0)
-    try:
-        SqliteLedger(named).close()
-        ledger = SqliteLedger(named)
-    finally:
-        os.umask(before)
-    assert modes(path) == {0o600} and not caplog.records
-    for file in path.parent.iterdir():
-        file.chmod(0o644)
-    again = SqliteLedger(path)
-    assert modes(path) == {0o600}
+    with closing(SqliteLedger(named)):
+        assert [file.stat().st_mode & 0o777 for file in path.parent.iterdir()] == [0o600] * 3 and not caplog.records
+        for file in path.parent.iterdir():
+            file.chmod(0o644)
+        with closing(SqliteLedger(named)):
+            assert [file.stat().st_mode & 0o777 for file in path.parent.iterdir()] == [0o600] * 3
     assert f"the ledger's file {path} has mode 0644, so others may use it: it is made 0600" in caplog.text
-    again.close()
-    ledger.close()
 
 
 def test_the_mode_of_a_file_that_is_no_ledger_stays(tmp_path: Path) -> None:

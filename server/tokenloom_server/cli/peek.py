@@ -57,7 +57,7 @@ def peek(
 def _print_samples(view: PeekView) -> None:
     from rich.table import Table
 
-    from tokenloom_server.tokenizer.text import on_one_line
+    from tokenloom_server.core.control_characters import escaped
 
     out = console()
     out.print(f"{view.run}: {view.committed:,} samples are committed")
@@ -67,13 +67,12 @@ def _print_samples(view: PeekView) -> None:
     of_rows = any(sample.row is not None for sample in view.samples)
     table.add_column("row" if of_rows else "text" if view.decode else "ids", no_wrap=True, overflow="ellipsis", ratio=1)
     for sample in view.samples:
-        begin = on_one_line(sample.text(view.decode, out.width))
+        begin = escaped(sample.text(view.decode, out.width))
         table.add_row(f"{sample.index:,}", sample.source, f"{sample.tokens:,}", f"{sample.documents:,}", begin)
     out.print(table)
 
 
 def _print_texts(view: PeekView) -> None:
-    from tokenloom_server.tokenizer.text import as_lines
 
     out = console()
     for sample in view.samples:
@@ -81,4 +80,4 @@ def _print_texts(view: PeekView) -> None:
             f"sample {sample.index:,}: {sample.source}, {sample.tokens:,} tokens, {sample.documents:,} documents",
             align="left",
         )
-        out.print(as_lines(sample.text(view.decode)), soft_wrap=True)
+        out.print(sample.text(view.decode), soft_wrap=True)

@@ -83,14 +83,8 @@ Name = Annotated[PlainText, Field(min_length=1, max_length=256)]
 
 RUN_NAME = "^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 STREAM_NAME = "^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-COMMIT = "^[0-9a-f]{40}$"
-_OF_NAMES = "letters (a to z), digits, dots, underscores and hyphens, with a letter or a digit first"
-#: What the patterns of fields allow.
-PATTERNS_IN_WORDS = {
-    RUN_NAME: f"1 to 128 {_OF_NAMES}",
-    STREAM_NAME: f"1 to 64 {_OF_NAMES}",
-    COMMIT: "40 hexadecimal digits, 0 to 9 and a to f",
-}
+_LETTERS = "letters (a to z), digits, dots, underscores and hyphens, with a letter or a digit first"
+NAMES_IN_WORDS = {RUN_NAME: f"1 to 128 {_LETTERS}", STREAM_NAME: f"1 to 64 {_LETTERS}"}
 
 Presence = Literal["live", "paused", "dropped"]
 """Whether a child takes part. Only revisions pause and drop; what was dropped stays in the tree with its counters."""

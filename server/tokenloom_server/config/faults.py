@@ -3,14 +3,14 @@ expected."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Any, get_args
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from tokenloom_server.config.base import PATTERNS_IN_WORDS
+from tokenloom_server.config.base import NAMES_IN_WORDS, Section
 
 #: Characters of a fault, which quotes what somebody wrote.
 MAX_LINE = 2000
@@ -18,16 +18,16 @@ MAX_LINE = 2000
 _Path = tuple[str | int, ...]
 
 
-def explain(error: ValidationError, where: str, model: type[BaseModel], field: str = "", text: str = "") -> str:
-    """A line for each fault; ``where`` begins it. ``model``: what the document was read as. ``field``: in which the
-    document stands. ``text``: its YAML, for lines and columns."""
+def explain(error: ValidationError, where: str, field: str = "", text: str = "") -> str:
+    """A line for each fault; ``where`` begins it. ``field``: in which the document stands. ``text``: its YAML, for
+    lines and columns."""
     begin = f"{where}: " if where else ""
     root = yaml.compose(text, Loader=yaml.CSafeLoader) if text else None
     lines = []
     for fault in error.errors():
         path = _path(fault["loc"])
         named = ".".join(map(str, (field, *path) if field else path))
-        line = f"{begin}{_position(root, path)}{named and named + ': '}{_explain(dict(fault), path, model)}"
+        line = f"{begin}{_position(root, path)}{named and named + ': '}{_explain(dict(fault))}"
         lines.append(line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]}…")
     return "\n".join(lines)
 
@@ -57,26 +57,11 @@ def _position(node: Any, path: Sequence[str | int]) -> str:
     return f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
 
 
-def _keys_at(path: _Path, model: type[BaseModel]) -> set[str]:
-    """The keys beside the last one of a path."""
-    models = {model}
-    for part in path[:-1]:
-        fields = [each.model_fields[part] for each in models if isinstance(part, str) and part in each.model_fields]
-        models = {below for field in fields for below in _models_in(field.annotation)} or models
-    return {key for each in models for key in each.model_fields} - {"id", "presence"}
-
-
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for part in get_args(annotation):
-        yield from _models_in(part)
-
-
-def _explain(fault: dict[str, Any], path: _Path, model: type[BaseModel]) -> str:
+def _explain(fault: dict[str, Any]) -> str:
     message = str(fault["msg"]).removeprefix("Value error, ")
     if fault["type"] == "extra_forbidden":
-        close = get_close_matches(str(path[-1]), _keys_at(path, model), 1)
+        known = {key for section in Section.__subclasses__() for key in section.model_fields} - {"id", "presence"}
+        close = get_close_matches(str(fault["loc"][-1]), known, 1)
         hint = f"did you mean {close[0]!r}?" if close else "check its spelling against docs/mixture-file.md"
         return f"unknown key; {hint} (found {fault['input']!r})"
     if fault["type"] == "missing":
@@ -84,5 +69,5 @@ def _explain(fault: dict[str, Any], path: _Path, model: type[BaseModel]) -> str:
     if fault["type"] == "value_error":
         return message
     if fault["type"] == "string_pattern_mismatch":
-        message = f"expected {PATTERNS_IN_WORDS[fault['ctx']['pattern']]}"
+        message = f"expected {NAMES_IN_WORDS.get(fault['ctx']['pattern'], 'text of ' + fault['ctx']['pattern'])}"
     return f"{message}; found {fault['input']!r}"

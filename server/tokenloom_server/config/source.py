@@ -16,7 +16,6 @@ from pydantic import (
 )
 
 from tokenloom_server.config.base import (
-    COMMIT,
     EndOfText,
     Epochs,
     MaxTokens,
@@ -76,7 +75,7 @@ class SourceConfig(Section):
     ``auto`` where the run says true."""
     loss_mask: Name | None = None
     """A column beside the ids: for each of them 0 or 1, whether it counts for the loss."""
-    commit: Annotated[str, Field(pattern=COMMIT)] | None = None
+    commit: Annotated[str, Field(pattern="^[0-9a-f]{40}$")] | None = None
     """Of a dataset on the Hub: where the run begins, its files are those of this commit, although the spec names a
     branch or none. Which files these are stands in the manifest, so this is no part of the order."""
     shuffle: Literal["none", "shards", "rows"] = "none"

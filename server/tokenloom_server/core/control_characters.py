@@ -25,7 +25,7 @@ def refuse_control_characters(text: str, where: str = "", error: type[Exception]
     for i, character in enumerate(text):
         if ord(character) in ESCAPES:
             raise error(
-                f"{where}expected text on one line, without control characters, but character {i + 1} of "
+                f"{where}expected UTF-8 text on one line, without control characters, but character {i + 1} of "
                 f"'{escaped(text[:200])}' is U+{ord(character):04X}: leave it out"
             )
     return text

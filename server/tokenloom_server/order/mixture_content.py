@@ -85,7 +85,7 @@ def parsed(model: type[_Model], document: dict[str, Any], where: str, catalog: C
     try:
         return model.model_validate(document, context=catalog)
     except ValidationError as error:
-        raise ConfigError(explain(error, "", model, where)) from None
+        raise ConfigError(explain(error, "", where)) from None
 
 
 def children_of(config: RunConfig) -> Iterator[Child]:
