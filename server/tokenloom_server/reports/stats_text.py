@@ -33,7 +33,7 @@ def print_stats(out: Console, stats: RunStats) -> None:
         heard = "never heard" if rank.last_heard_s is None else f"heard {rank.last_heard_s:.1f} s ago"
         state = "connected" if rank.connected else "away"
         out.print(f"rank {rank.rank}: {state}, at sample {rank.position:,} (lag {rank.lag:,}), {heard}")
-    for note in (stats.waiting_for and f"waiting for {stats.waiting_for}", stats.ended, stats.error):
+    for note in (stats.waiting_for and f"waiting for {stats.waiting_for}", stats.ended, stats.error, stats.warning):
         if note:
             out.print(note)
 
