@@ -38,7 +38,7 @@ def peek(
     those between the sample_index of the batch before it and its own. Any index works that the ledger's journal
     reaches, and up to 65,536 samples beyond what is committed.
 
-    Text is the run's tokeniser's, control characters as pictures; without a tokeniser, ids are shown.
+    Text is the run's tokeniser's, control characters escaped; without a tokeniser, ids are shown.
     """
     from tokenloom_server.tools.peek import view as viewing
 
@@ -73,7 +73,6 @@ def _print_samples(view: PeekView) -> None:
 
 
 def _print_texts(view: PeekView) -> None:
-
     out = console()
     for sample in view.samples:
         out.rule(

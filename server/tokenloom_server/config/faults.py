@@ -61,7 +61,7 @@ def _explain(fault: dict[str, Any]) -> str:
     message = str(fault["msg"]).removeprefix("Value error, ")
     if fault["type"] == "extra_forbidden":
         known = {key for section in Section.__subclasses__() for key in section.model_fields} - {"id", "presence"}
-        close = get_close_matches(str(fault["loc"][-1]), known, 1)
+        close = get_close_matches(str(fault["loc"][-1]), sorted(known), 1)
         hint = f"did you mean {close[0]!r}?" if close else "check its spelling against docs/mixture-file.md"
         return f"unknown key; {hint} (found {fault['input']!r})"
     if fault["type"] == "missing":
