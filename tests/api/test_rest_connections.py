@@ -82,6 +82,7 @@ def test_connections_beyond_the_bound_are_closed_when_they_are_accepted(
     monkeypatch.setattr("tokenloom_server.api.rest.server.MAX_CONNECTIONS", 4)
     authority = trustme.CA()
     pem = authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem
+    (tmp_path / "cert.pem").touch(0o600)
     pem.write_to_path(tmp_path / "cert.pem")
     access = Access(CONTROL, tls=Tls.load(tmp_path / "cert.pem", tmp_path / "cert.pem", None) if tls else None)
     server = RestServer("127.0.0.1", 0, access)
