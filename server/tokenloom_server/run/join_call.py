@@ -64,6 +64,15 @@ class ResumeChoice(NamedTuple):
         return f"resume={self.resume!r}" if self.resume else "no state"
 
 
+@dataclass(frozen=True, slots=True)
+class RankRefusal:
+    """One rank of an attempt was refused before the attempt was opened."""
+
+    error: JoinRefused
+    #: Ranks that know of it; one that comes again tries anew under the same id.
+    heard_by: set[int]
+
+
 def position_of(sample_index: int, digest: str | None) -> str:
     """A place in the order, for people; two are equal where their texts are."""
     return f"sample {sample_index} ({f'digest {digest}' if digest is not None else 'an older checkpoint'})"

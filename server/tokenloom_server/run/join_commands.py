@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tokenloom_server.errors import ServerStopping, TokenloomError
-from tokenloom_server.run.join_call import ResumeChoice
+from tokenloom_server.errors import JoinRefused, ServerStopping, TokenloomError
+from tokenloom_server.run.join_call import RankRefusal, ResumeChoice
 from tokenloom_server.run.stream_commands import StreamCommands
 
 #: Refused attempts that are remembered, so that waiting ranks hear why.
@@ -12,6 +12,34 @@ _REMEMBERED_REFUSALS = 64
 
 class JoinCommands(StreamCommands):
     """A part of ``RunCoordinator``."""
+
+    def refuse_rank(self, attempt: str, rank: int, error: TokenloomError) -> None:
+        """A rank was refused for good, so that its launch cannot train: the other ranks hear that now, whether they
+        wait, train or are still to join. A rank that has its place already is another process's, and trains on."""
+        refusal = JoinRefused(f"rank {rank} of attempt {attempt!r} was refused, so its launch cannot begin: {error}")
+        with self._lock:
+            if self._active is not None and self._is_open(attempt):
+                slots = self._active.generation.slots
+                if self._error is None and rank < len(slots) and slots[rank].is_free:
+                    self._stop_for_all(refusal)
+                return
+            self._refused_ranks.setdefault(attempt, RankRefusal(refusal, {rank}))
+            while len(self._refused_ranks) > _REMEMBERED_REFUSALS:
+                self._refused_ranks.pop(next(iter(self._refused_ranks)))
+            self._wakes.changed.notify_all()
+
+    def require_unrefused(self, attempt: str, rank: int) -> None:
+        """Raises ``JoinRefused`` where another rank of the attempt was refused."""
+        with self._lock:
+            self._require_unrefused(attempt, rank)
+
+    def _require_unrefused(self, attempt: str, rank: int) -> None:
+        refusal = self._refused_ranks.get(attempt)
+        if refusal is not None and rank in refusal.heard_by:
+            del self._refused_ranks[attempt]
+        elif refusal is not None:
+            refusal.heard_by.add(rank)
+            raise refusal.error
 
     def refuse_attempt(self, attempt: str, choice: ResumeChoice, error: TokenloomError) -> None:
         """Rank 0 of an attempt was refused: the other ranks hear the same."""
@@ -36,7 +64,7 @@ class JoinCommands(StreamCommands):
         """Waits, bounded, until rank 0 opened the attempt, was refused, or cannot."""
 
         def is_decided() -> bool:
-            is_refused = (attempt, choice) in self._refused
+            is_refused = (attempt, choice) in self._refused or attempt in self._refused_ranks
             return self.stopping or not self.leads() or self._is_open(attempt) or is_refused
 
         with self._lock:

@@ -26,7 +26,7 @@ from tokenloom_server.run import sizing
 from tokenloom_server.run.active_generation import ActiveGeneration, GenerationView, LedgerLoss
 from tokenloom_server.run.commits import commit_of
 from tokenloom_server.run.generation import Generation
-from tokenloom_server.run.join_call import ResumeChoice
+from tokenloom_server.run.join_call import RankRefusal, ResumeChoice
 from tokenloom_server.run.lease_state import LeaseState
 from tokenloom_server.run.timeouts import Timeouts
 from tokenloom_server.run.views import RecentCommit, RunView
@@ -90,6 +90,8 @@ class RunState:
         # What rank 0 of an attempt was refused with, by what it asked for: the same id may be tried again with another
         # resume point. The oldest are forgotten.
         self._refused: dict[tuple[str, ResumeChoice], TokenloomError] = {}
+        #: By attempt.
+        self._refused_ranks: dict[str, RankRefusal] = {}
         # Whether the committer sleeps until a commit is due.
         self._committer_idle = False
         # When this server, or its leading, began: until the first batch went out.

@@ -33,6 +33,11 @@ class Slot:
     base_index: int | None = None
     ended: bool = False
 
+    @property
+    def is_free(self) -> bool:
+        """Whether no process was ever heard to have it."""
+        return self.last_heard is None and not self.session and not self.left
+
 
 class Slots:
     """The slots by rank."""

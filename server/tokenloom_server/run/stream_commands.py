@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from tokenloom_server.errors import (
     Fenced,
+    JoinRefused,
     LedgerError,
     LedgerRolledBack,
     NotFound,
@@ -123,7 +124,7 @@ class StreamCommands(RunState):
             while True:
                 if self.stopping:
                     raise ServerStopping("the server is stopping; it goes on where it was when it is back")
-                if isinstance(self._error, LedgerError):
+                if isinstance(self._error, LedgerError | JoinRefused):
                     raise self._error
                 self.require_lead()
                 active = self._current(session)
