@@ -171,7 +171,7 @@ class StreamRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[StreamOpen, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
 
 class StreamOpen(_message.Message):
-    __slots__ = ("run", "stream", "run_uid", "generation", "rank", "nonce", "received_through", "committed_through", "progress", "document_starts", "received_digest", "server_epoch", "peek", "attempt", "batch_size", "process", "samples", "world_size")
+    __slots__ = ("run", "stream", "run_uid", "generation", "rank", "nonce", "received_through", "committed_through", "progress", "document_starts", "received_digest", "server_epoch", "peek", "attempt", "batch_size", "process", "samples", "world_size", "number")
     RUN_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
@@ -190,6 +190,7 @@ class StreamOpen(_message.Message):
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     run: str
     stream: str
     run_uid: str
@@ -208,7 +209,8 @@ class StreamOpen(_message.Message):
     process: str
     samples: int
     world_size: int
-    def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., nonce: _Optional[str] = ..., received_through: _Optional[int] = ..., committed_through: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., document_starts: bool = ..., received_digest: _Optional[str] = ..., server_epoch: _Optional[int] = ..., peek: bool = ..., attempt: _Optional[str] = ..., batch_size: _Optional[int] = ..., process: _Optional[str] = ..., samples: _Optional[int] = ..., world_size: _Optional[int] = ...) -> None: ...
+    number: int
+    def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., nonce: _Optional[str] = ..., received_through: _Optional[int] = ..., committed_through: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., document_starts: bool = ..., received_digest: _Optional[str] = ..., server_epoch: _Optional[int] = ..., peek: bool = ..., attempt: _Optional[str] = ..., batch_size: _Optional[int] = ..., process: _Optional[str] = ..., samples: _Optional[int] = ..., world_size: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("consumed_through", "credit_micro_steps", "digest")

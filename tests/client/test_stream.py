@@ -52,6 +52,8 @@ def test_a_broken_stream_is_reopened_behind_the_last_step_received(
         assert {open_.run_uid for open_ in server.opens} == {RUN_UID}
         assert {open_.generation for open_ in server.opens} == {3}
         assert {open_.nonce for open_ in server.opens} == {server.joins[0].nonce}
+        first, second, third = (open_.number for open_ in server.opens)
+        assert 0 < first < second < third
         assert caplog.text.count("broke, reconnecting") == 2
 
 

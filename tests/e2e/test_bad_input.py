@@ -55,6 +55,10 @@ class Files:
         return path
 
 
+#: The second has samples that a short file fills.
+PHASES = [{"until_tokens": 64}, {"sequence_length": 6}]
+
+
 @pytest.fixture
 def files(tmp_path: Path) -> Files:
     made = Files(tmp_path)
@@ -160,11 +164,21 @@ def test_validate_shows_sources_shares_engine_and_vocabulary(corpus: Corpus, tok
     assert not (corpus.folder / "tokenloom.db").exists(), "it left a ledger"
 
 
-def test_validate_warns_where_the_data_do_not_fill_one_sample(files: Files, tokenloom: CommandLine) -> None:
+def test_a_source_that_could_never_fill_a_sample_is_refused(files: Files, tokenloom: CommandLine) -> None:
     files.text("a.txt", "short\n")
-    done = tokenloom("validate", files.mixture("txt:a.txt:text", sequence_length=64))
-    assert done.status == 0
-    assert "too short for one sample" in " ".join(done.output.split())
+    files.text("b.txt", "long enough for one sample of 64 tokens, at a byte each, and a bit\n")
+    both = {"policy": "least_consumed", "children": [{"source": f"txt:{name}.txt:text"} for name in "ab"]}
+    mixture = files.mixture("txt:a.txt:text", sequence_length=64, mixture=both)
+    parts = ("SourceError", "txt:a.txt:text", "has 6 tokens and is read 1 times", "takes 64", "epochs to 11")
+    for command in (("validate", mixture), ("serve", mixture, *ADDRESSES)):
+        assert_refused(tokenloom(*command), *parts)
+    # The shortest sample of the run counts, and an epoch that is whole together with the next.
+    for change in ({"packing": "best_fit"}, {"sequence_length": 6}, {"phases": PHASES, "last_micro_step": "pad"}):
+        fields = {"sequence_length": 64, "mixture": both, **change}
+        done = tokenloom("validate", files.mixture("txt:a.txt:text", **fields))
+        assert done.status == 0, done.output
+    both["children"][0] |= {"epochs": 11}
+    assert tokenloom("validate", files.mixture("txt:a.txt:text", sequence_length=64, mixture=both)).status == 0
 
 
 def test_stats_of_no_server_and_of_another_are_refused(tokenloom: CommandLine) -> None:

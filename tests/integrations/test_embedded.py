@@ -314,6 +314,16 @@ def test_several_ranks_without_a_process_group_are_told_to_make_one(mixture: Pat
         RemoteDataset(mixture, 4, rank=1, world_size=2, attempt="mine")
 
 
+def test_a_dataset_without_a_server_is_for_one_process_however_that_was_launched(
+    mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As torchrun sets them, with or without a process group.
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"for one process alone, and this is rank 1 of 2: use RemoteDataset"):
+        LocalDataset(mixture, 4)
+
+
 # --- In this process ---------------------------------------------------------------------------------------------
 
 

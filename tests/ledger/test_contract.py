@@ -208,6 +208,25 @@ def test_a_lease_keeps_other_servers_out_until_it_lapses_or_is_released(store: L
     assert run.lease.lasts_s == 1000
 
 
+@pytest.mark.parametrize("released", [False, True])
+def test_that_nobody_trains_holds_on_only_where_the_server_before_let_its_lease_go(
+    store: LedgerStore, released: bool
+) -> None:
+    # 14.13: of one that was killed ranks may have come back since, and a revision fenced them.
+    ledger = store.open()
+    ledger.create_run(NAME, STREAM, UID, "{}")
+    for heard_at in (7.25, 0.0):
+        epoch = ledger.execute(commands.Acquire(UID, STREAM, "one", 1000.0))
+        ledger.execute(commands.Renew(UID, STREAM, epoch, "one", 1000.0, heard_at, 0, 0))
+        if released:
+            ledger.execute(commands.Release(UID, STREAM, epoch))
+        ledger.execute(commands.Acquire(UID, STREAM, "one", 1000.0))
+        run = ledger.read_run(NAME, STREAM)
+        assert run is not None
+        assert run.lease is not None
+        assert run.lease.heard_at == (heard_at if heard_at or released else None)
+
+
 def test_a_lease_that_would_last_longer_than_it_was_granted_for_has_lapsed(
     redis_server: RedisServer, tmp_path: Path
 ) -> None:

@@ -102,7 +102,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if isinstance(epoch, int):
             self.leader, self.epochs[who] = who, epoch
 
-    @rule(leads=LEADS, own=LEADS, lasts=st.booleans(), heard_at=st.sampled_from([None, 1.5]), lag=LAG, known=STEP)
+    @rule(leads=LEADS, own=LEADS, lasts=st.booleans(), heard_at=st.sampled_from([None, 0.0, 1.5]), lag=LAG, known=STEP)
     def renew(self, leads: bool, own: bool, lasts: bool, heard_at: float | None, lag: int, known: int) -> None:
         """``own``: the epoch was not given out a second time."""
         who, epoch = self._server(leads)
@@ -325,6 +325,7 @@ LUA_MUTANTS = {
     "attempts": ("open", "if used then return refused(used) end"),
     "slots": ("open", "redis.call('DEL', SLOTS)"),
     "heard": ("open", ", 'heard_at', ''"),
+    "nobody": ("acquire", "redis.call('HSET', RUN, 'heard_at', '')"),
 }
 
 #: A guard of the rules that refuses nothing.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Iterator
 from itertools import accumulate
+from itertools import count as numbers
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.corpora import flat, order_of, order_under_version_1, parsed, reread, write_txt
+from support.corpora import flat, order_of, order_under_version_1, parsed, random_tree, reread, write_txt
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.order import builder
@@ -82,6 +85,13 @@ def test_a_record_says_what_a_run_counts_and_a_file_that_says_nothing_keeps_it(f
             builder.load(parsed(plain | {"count": other}), folder, None, record)
 
 
+@pytest.mark.parametrize("count", ["real", "positions"])
+def test_where_documents_are_joined_a_file_may_say_either_count(folder: Path, count: str) -> None:
+    record = order_of(folder, document("concat", count=count)).record.to_json()
+    for other in ("real", "positions"):
+        assert builder.load(parsed(document("concat", count=other)), folder, None, record).record.to_json() == record
+
+
 def test_weights_hold_within_one_longest_sample_of_real_tokens_at_every_node(folder: Path) -> None:
     for state in states(order_of(folder, document("none", *NESTED)), 200):
         long, short, mixed = (source.real_tokens for source in state.sources)
@@ -97,6 +107,29 @@ def test_a_group_of_steps_is_what_single_samples_are(folder: Path) -> None:
         for _ in range(100 // jump):
             pipeline.advance(jump)
             assert pipeline.state() == whole[pipeline.sample_index]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_worked_out_ahead_is_what_a_state_goes_on_with(tmp_path: Path, seed: int) -> None:
+    """The choices of a run, and those of a pipeline that is made anew at each of its states, over a random tree."""
+    rng = random.Random(seed)
+
+    def specs() -> Iterator[str]:
+        for name in numbers():
+            lengths = [rng.randint(1, rng.choice([3, 9])) for _ in range(rng.randint(5, 120))]
+            write_txt(tmp_path / f"{name}.txt", ["x" * length for length in lengths])
+            yield f"txt:{name}.txt:text"
+
+    fields = {"packing": rng.choice(["none", "best_fit"]), "sequence_length": 8}
+    order = order_of(tmp_path, flat([], **fields) | {"mixture": random_tree(rng, 4, specs())})
+    ahead, state = order.pipeline(order.initial()), order.initial()
+    while ahead.ended is None:
+        samples = rng.choice([1, 2, 7, 60, 300])
+        ahead.advance(samples)
+        anew = order.pipeline(reread(order, state))
+        anew.advance(samples)
+        state = anew.state()
+        assert ahead.state() == state
 
 
 def test_where_every_sample_is_full_both_counts_give_the_same_order(folder: Path) -> None:

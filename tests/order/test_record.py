@@ -275,6 +275,16 @@ def test_shards_in_file_order_give_a_warning(folder: Path) -> None:
     assert all("shuffl" in text for text in found)
 
 
+def test_a_mixture_that_no_phase_leaves_in_force_gives_a_warning(folder: Path) -> None:
+    own = {"policy": "least_consumed", "children": [{"source": CODE}]}
+    (known,) = {len(builder.warnings(order_of(folder, mixture(phases=phases)).record)) for phases in ([], [{}])}
+    *_, warning = found = builder.warnings(order_of(folder, mixture(phases=[{"mixture": own}])).record)
+    assert len(found) == known + 1
+    assert warning.startswith("mixture: is never in force, for phases.0 begins with the first token")
+    later = [{"until_tokens": 64}, {"mixture": own}]
+    assert len(builder.warnings(order_of(folder, mixture(phases=later)).record)) == known
+
+
 def test_pipelines_of_one_order_are_independent(folder: Path) -> None:
     order = order_of(folder)
     one, other = order.pipeline(order.initial()), order.pipeline(order.initial())

@@ -187,7 +187,7 @@ def test_phases_go_by_the_clock(folder: Path) -> None:
     assert by_clock.tokens_at(begin - 1) < CLOCK + 100 <= by_clock.tokens_at(begin)
     end, why = ended(timeline, state)
     # To the first whole sample at the last phase's end, and the mixture of each phase until then.
-    assert (end.total_tokens - CLOCK, why) == (29 * LENGTH, f"the mixture has given its max_tokens of {CLOCK + 232:,}")
+    assert (end.total_tokens - CLOCK, why) == (29 * LENGTH, f"the last phase ends at {CLOCK + 230:,} tokens")
     given = [now.samples - was.samples for now, was in zip(end.sources, state.sources, strict=True)]
     assert sum(given[:2]) <= begin - state.sample_index == 13
     assert by_clock.index_at(CLOCK + 230) == end.sample_index

@@ -10,7 +10,9 @@ from support.corpora import flat, order_of, write_txt
 from support.served import Place, Trainer
 from tokenloom_server.core.state import State
 from tokenloom_server.order.factory import PipelineFactory
+from tokenloom_server.order.size_estimates import measure
 from tokenloom_server.order.timeline import Timeline
+from tokenloom_server.planning.forecast import Part, forecast
 from tokenloom_server.planning.plan import RunPlan
 from tokenloom_server.planning.planner import Planner
 
@@ -105,6 +107,14 @@ def test_a_plan_ends_where_the_run_does(folder: Path, name: str, packing: str) -
     pipeline.advance(end.sample_index // 3)
     for state in (start, pipeline.state()):
         check(Planner().plan(timeline, state, None), end, 0.005)
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_mean_shares_end_where_the_runs_own_choices_do(folder: Path, name: str) -> None:
+    order = order_of(folder, document(STOPS[name]))
+    curves = [measure(order, source).curve for source in range(len(order.record.specs))]
+    part = Part(config=order.config, curves=curves, size_estimates=order.record.size_estimates)
+    check(forecast([part], order.initial(), exact_picks=0), run_out(order, order.initial()), 0.02)
 
 
 def test_a_served_run_of_11_and_61_tokens_is_planned_as_it_comes(folder: Path, tmp_path: Path) -> None:

@@ -366,7 +366,7 @@ def test_a_stream_goes_on_where_it_broke_and_nowhere_else(folder: Path) -> None:
     call = EvaluationCall(stream="validation", rank=1, world_size=2, batch_size=3, samples=40)
     with serving(folder, held_out()) as (_, runs):
         served = runs.get("test")
-        kept, count = served.evaluations.join(call, never)
+        kept, count = served.evaluations.join(call)
         assert count == 40
         whole = served.evaluations.open(served.coordinator.uid, call, 0, digest_hex(0))
         whole.progress(0, 100)
@@ -397,7 +397,7 @@ def test_the_samples_of_a_server_are_bounded(folder: Path, monkeypatch: pytest.M
         size = served.coordinator.order.form.sample_bytes
         monkeypatch.setattr("tokenloom_server.replay.evaluation.MAX_KEPT_BYTES", 30 * size)
         with pytest.raises(LimitExceeded, match="ask for fewer"):
-            served.evaluations.join(call, never)
+            served.evaluations.join(call)
         assert len(evaluated(url, samples=30)) == 30
 
 

@@ -13,6 +13,7 @@ from support.corpora import CODE, flat, mixture
 from support.served import PATIENCE_S, RUN, Trainer, never, sequence, serving
 from tokenloom_proto.seal import seal, unseal
 from tokenloom_server.api.served_run import ServedRun
+from tokenloom_server.core import caller
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import (
     BeyondHorizon,
@@ -42,7 +43,7 @@ def ids(served: ServedRun) -> list[bytes]:
 
 def joined(served: ServedRun, resume: str = "", **fields: Any) -> State:
     call = PeekCall(**{"rank": 0, "world_size": 1, "batch_size": 1, "resume": resume, "state": b""} | fields)
-    return served.peeks.join(call, never)[1]
+    return served.peeks.join(call)[1]
 
 
 def shown(peek: Peek, count: int) -> list[bytes]:
@@ -192,8 +193,10 @@ def test_all_who_look_hear_that_the_server_stops(served: ServedRun) -> None:
 
 def test_nobody_goes_forward_for_a_client_that_is_gone(served: ServedRun) -> None:
     call = PeekCall(rank=0, world_size=1, batch_size=1, resume="30", state=b"")
+    token = caller.waits.set(lambda: False)
     with pytest.raises(ServerStopping, match="nobody waits"):
-        served.peeks.join(call, lambda: True)
+        served.peeks.join(call)
+    caller.waits.reset(token)
     assert joined(served, "30").sample_index == 30, "its place is free"
 
 

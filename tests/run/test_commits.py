@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sqlite3
 from dataclasses import replace
@@ -13,7 +14,14 @@ from support.served import PATIENCE_S, Place, Trainer, never, part, recount, seq
 from tokenloom_proto.seal import seal
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.core.state import State
-from tokenloom_server.errors import Fenced, LedgerRolledBack, LedgerUnavailable, NotLeader, OrderMismatch
+from tokenloom_server.errors import (
+    AttemptUsed,
+    Fenced,
+    LedgerRolledBack,
+    LedgerUnavailable,
+    NotLeader,
+    OrderMismatch,
+)
 from tokenloom_server.ledger import commands
 from tokenloom_server.ledger.commands import Commit
 from tokenloom_server.ledger.records import StoredRun
@@ -142,6 +150,24 @@ def test_a_client_that_met_a_newer_server_gets_nothing_while_the_ledger_cannot_s
         served.coordinator.attach(rank.joined.uid, 1, 0, rank.call.nonce, rank.consumed, 0, "", 2)
     with pytest.raises(NotLeader, match="served at server epoch 2 already, and this is 1"):
         served.coordinator.require_lead()
+
+
+def test_a_stream_that_a_newer_one_of_its_process_overtook_does_not_take_its_place(
+    served: ServedRun, trainer: Trainer
+) -> None:
+    # 14.16: it displaced the one that the rank reports on, so what was used last was never committed.
+    trainer.train(1)
+    rank, coordinator = trainer.ranks[0], served.coordinator
+    attach = functools.partial(coordinator.attach, rank.joined.uid, 1, 0, rank.call.nonce, rank.consumed, 0)
+    rank.session = attach(stream_number=2)
+    with pytest.raises(Fenced, match="a newer stream of rank 0"):
+        attach(stream_number=1)
+    with pytest.raises(AttemptUsed):  # of another process's number nothing is known
+        coordinator.attach(rank.joined.uid, 1, 0, "another", rank.consumed, 0, stream_number=9)
+    coordinator.progress(rank.session, rank.consumed, 1000)
+    rank.session = attach(stream_number=3)
+    coordinator.progress(rank.session, rank.consumed, 1000)
+    trainer.train(5)
 
 
 def test_of_two_servers_the_older_fails_closed_at_its_next_commit(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from support.served import SCHEDULE, Place, Sizes, Trainer
 from support.waiting import wait_for
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.core.state import State
-from tokenloom_server.errors import BeyondHorizon, OrderMismatch
+from tokenloom_server.errors import BeyondHorizon, LedgerRolledBack, OrderMismatch
 from tokenloom_server.order.pipeline import Pipeline
 
 
@@ -43,6 +44,15 @@ def test_a_snapshot_at_every_index_is_what_a_client_writes_there_before_and_afte
     for index, text in list(written.items())[::3]:
         assert again.history.snapshot(index) == (text.decode(), index)
     assert [again.history.snapshot(index)[0] for index in range(0, 175, 7)] == every
+
+
+def test_a_past_index_of_a_generation_that_the_ledger_lost_is_told_as_its_loss(place: Place, trainer: Trainer) -> None:
+    # 14.16: it was said to lie before the first state of the run.
+    trainer.train(20)
+    with contextlib.closing(sqlite3.connect(place.ledger_path)) as connection, connection:
+        connection.execute("DELETE FROM openings")
+    with pytest.raises(LedgerRolledBack, match=r"is at generation 1, but .* has no opening of it: it lost data"):
+        trainer.ranks[0].served.history.snapshot(8)
 
 
 def test_a_past_index_is_reached_from_the_nearest_journalled_state(

@@ -140,7 +140,7 @@ def test_what_is_past_has_the_clock_of_its_line(place: Place, served: ServedRun)
         assert total(text.encode()) == (index, CLOCK + 7 * LENGTH)
         state = served.past.state_at(begin + 9)[1]
         assert (state.sample_index, state.total_tokens) == (begin + 9, CLOCK + 9 * LENGTH)
-        peek = served.peeks.join(PeekCall(rank=0, world_size=1, batch_size=1, resume=str(begin + 5), state=b""), never)
+        peek = served.peeks.join(PeekCall(rank=0, world_size=1, batch_size=1, resume=str(begin + 5), state=b""))
         assert peek[1].total_tokens == CLOCK + 5 * LENGTH
         assert served.receipts.receipt(begin + 4).total_tokens == CLOCK + 4 * LENGTH
         assert served.receipts.report().total_tokens == CLOCK + 20 * LENGTH
@@ -166,7 +166,7 @@ def test_ranks_that_bring_another_clock_are_refused(served: ServedRun) -> None:
 def test_a_peek_that_is_open_stays_on_its_line(served: ServedRun) -> None:
     Trainer(served, 1, 2).train(10)
     peek = PeekCall(rank=0, world_size=1, batch_size=1, resume="5", state=b"")
-    served.peeks.join(peek, never)
+    served.peeks.join(peek)
     with served.peeks.open(served.coordinator.uid, 5, 1) as stream:
         stream.progress(5, 3)
         before = stream.next(20.0, never)
@@ -176,7 +176,7 @@ def test_a_peek_that_is_open_stays_on_its_line(served: ServedRun) -> None:
     tokens = [mark.total_tokens for delivery in (before, after) for mark in delivery.group.marks]
     assert tokens == [(5 + i + 1) * LENGTH for i in range(len(tokens))]
     # What it remembered is not taken for the line that there is now.
-    assert served.peeks.join(peek, never)[1].total_tokens == CLOCK - 36 * LENGTH
+    assert served.peeks.join(peek)[1].total_tokens == CLOCK - 36 * LENGTH
     with pytest.raises(OrderMismatch), served.peeks.open(served.coordinator.uid, 5, 1, "0" * 31 + "1") as stream:
         stream.progress(5, 3)
         stream.next(20.0, never)

@@ -237,6 +237,7 @@ class Server(Process):
         self.producer, self.committer = Producer(coordinator), Committer(coordinator)
         self.reachable = True
         self._keep_lease()
+        self._tick()
 
     def _make_wakes(self, lock: threading.Lock) -> Wakes:
         self.wakes = SimulatedWakes(lock, self)
@@ -260,6 +261,12 @@ class Server(Process):
         self._hook()
         self._lease_at = self._world.now + pause_s
         self._world.at_time(self._lease_at, self, self._lease_is_due)
+
+    def _tick(self) -> None:
+        """What the thread of the lease does while it waits: the server runs."""
+        assert self.coordinator is not None
+        self.coordinator.view()
+        self._world.at(self._world.plan.timeouts.tick_s, self, self._tick)
 
     def _lease_is_due(self) -> None:
         if self._world.now >= self._lease_at:
@@ -415,6 +422,7 @@ class Server(Process):
         server_epoch: int,
         consumed: Point,
         credit_micro_steps: int,
+        number: int,
     ) -> None:
         if self.coordinator is None or not self.reachable:
             stream.end(Unavailable("nobody listens there"))
@@ -424,7 +432,7 @@ class Server(Process):
         try:
             session = self.coordinator.attach(
                 uid, generation, rank, nonce, received.sample_index, committed_through,
-                received.digest, server_epoch, stream.rank.launch.attempt,
+                received.digest, server_epoch, stream.rank.launch.attempt, "", number,
             )  # fmt: skip
             self._world.checker.attached(self, stream.rank, session)
             state.session = session

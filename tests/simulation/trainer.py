@@ -145,7 +145,7 @@ class Rank(Process):
         self.end: EndOfData | None = None
         #: It has all data, and has left the training loop.
         self.finished = False
-        self._tries = 0
+        self._tries = self._streams = 0
         self._base: Base | None = None
         self._buffer: deque[Point] = deque()
         self._stream: Stream | None = None
@@ -228,10 +228,12 @@ class Rank(Process):
             return
         assert self.joined is not None
         self._stream = Stream(self._world, self, server)
+        self._streams += 1
         self._world.streams.append(self._stream)
         self._stream.up(
             server.open_stream, self.joined.uid, self.joined.opening.generation, self.nonce,
             self._received, self.committed_through, self.server_epoch, self._consumed, self.credit_micro_steps,
+            self._streams,
         )  # fmt: skip
         self._reported, self._reported_at = self.consumed, self._world.now
         self._world.at(SIGN_OF_LIFE_S, self, self._tick, self._stream)

@@ -58,6 +58,10 @@ class Lengths(NamedTuple):
             self.walk.looked_at.append((self.source, number))
             yield self.walk.real[self.source][number]
 
+    def real_of(self, picks: int) -> int:
+        first = self.walk.given[self.source]
+        return sum(self.walk.real[self.source][first : first + picks])
+
 
 class Walk:
     """Picks from a mixer whose sources hold so many samples each, by source id.

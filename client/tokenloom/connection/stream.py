@@ -281,6 +281,7 @@ class Connection:
                 samples=request.samples or 0,
                 world_size=0 if request.samples is None else request.topology.world_size,
                 process=process.identity(),
+                number=time.monotonic_ns() // 1000,
             )
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -45,7 +46,8 @@ class LocalDataset(TrainingDataset):
         if mixture is None:
             raise ValueError(f"a LocalDataset needs no server: give the path of a mixture file (.yaml), not {path!r}")
         (connection or ConnectionOptions()).refuse_credentials(mixture)
-        slot = resolve(str(mixture), stream=TRAIN, timeout_s=ConnectionOptions().connect_timeout_s)
+        # An attempt of its own: there is no other rank to share one with.
+        slot = resolve(str(mixture), stream=TRAIN, timeout_s=0, attempt=uuid.uuid4().hex)
         if slot.world_size > 1:
             raise ValueError(
                 f"a LocalDataset is for one process alone, and this is rank {slot.rank} of {slot.world_size}: use "

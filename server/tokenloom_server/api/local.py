@@ -12,7 +12,8 @@ from tokenloom_server.api.server import INDEX_FOLDER
 from tokenloom_server.api.service import Runs
 from tokenloom_server.catalog import allowed_plugins, open_catalog
 from tokenloom_server.config import mixture_file as config
-from tokenloom_server.ledger.open import FILE_NAME, open_ledger
+from tokenloom_server.ledger.open import FILE_NAME
+from tokenloom_server.ledger.sqlite import SqliteLedger
 
 
 class LocalServer:
@@ -39,12 +40,13 @@ class LocalServer:
         with ExitStack() as opened:
             folder = Path(tempfile.mkdtemp(prefix="tokenloom-"))
             try:
-                ledger = open_ledger(f"sqlite:///{FILE_NAME}", folder)
+                ledger = SqliteLedger(folder / FILE_NAME)
                 opened.callback(ledger.close)
                 ledger.check()
             finally:
                 # Its one connection has it open, and that is enough: nothing stays on disk, however this process ends.
                 shutil.rmtree(folder, ignore_errors=True)
+            ledger.forget_path()
             runs = Runs(ledger)
             opened.callback(runs.stop)
             base = self._mixture.resolve().parent

@@ -54,8 +54,10 @@ class RunConfig(RunFields):
         return self.sequence_length * self.pick_samples
 
     def counting(self, count: Literal["real", "positions"]) -> Self:
-        """The same run, in which balances count so where the mixture file does not say it."""
-        return self if self.count or self.batching else self.model_copy(update={"count": count})
+        """The same run, in which balances count so where the mixture file does not say it, or it makes no difference:
+        of joined documents."""
+        is_said = self.count is not None and self.packing != "concat"
+        return self if is_said or self.batching else self.model_copy(update={"count": count})
 
     @property
     def balances_real(self) -> bool:
@@ -105,6 +107,12 @@ class RunConfig(RunFields):
         ]
         ends = [of.id for of in estimated if of.presence != "dropped" and not math.isinf(self.epochs[of.id])]
         return tuple(sorted(ends))
+
+    def ends_with_last_phase(self, left_tokens: int = 0) -> bool:
+        """Whether the mixture's ``max_tokens`` stand for the end of the last phase, to the next whole sample, and not
+        for what a file says; ``left_tokens``: those that a fork left before it began."""
+        ends, most = self.phases[-1].until_tokens if self.phases else None, self.mixture.max_tokens
+        return ends is not None and most is not None and 0 <= most - max(1, ends - left_tokens) < self.pick_tokens
 
     @cached_property
     def nodes(self) -> tuple[NodeConfig, ...]:

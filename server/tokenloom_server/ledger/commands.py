@@ -50,7 +50,8 @@ class Acquire(Command):
     """Takes the lease for ``lease_s`` seconds and raises the server epoch to a number greater than the ledger's and
     than ``beyond_epoch``: older epochs can no longer write.
 
-    Raises ``LeaseHeld`` while another holder's lease has not lapsed. The same holder's own is taken over at once.
+    Raises ``LeaseHeld`` while another holder's lease has not lapsed. The same holder's own is taken over at once. Where
+    the former was not released, a ``heard_at`` of 0 is unknown again.
     """
 
     holder: str

@@ -202,12 +202,14 @@ def _acquire(head: Head, command: commands.Acquire) -> Refusal | Writes:
     if lease is not None and lease.holder != command.holder and lease.left_s(head.now):
         return refusals.lease_held(command, lease, lease.left_s(head.now))
     epoch = max(head.epoch, command.beyond_epoch) + 1
+    # That nobody trains (0) is the last word of a server that let its lease go; of a killed one ranks may be back.
+    heard_at = lease.heard_at if lease is not None and (lease.heard_at or not lease.lapses_at) else None
     taken = Lease(
         holder=command.holder,
         acquired_at=head.now,
         lapses_at=head.now + command.lease_s,
         lasts_s=command.lease_s,
-        heard_at=None if lease is None else lease.heard_at,
+        heard_at=heard_at,
     )
     return Writes(answer=epoch, run={"epoch": epoch}, lease=taken)
 

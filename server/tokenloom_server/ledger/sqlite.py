@@ -75,6 +75,10 @@ class SqliteLedger(Ledger):
     def description(self) -> str:
         return f"sqlite:///{self._file.path}"
 
+    def forget_path(self) -> None:
+        """See ``SqliteFile``."""
+        self._file.forget_path()
+
     def identity(self) -> object:
         return self._file.identity()
 

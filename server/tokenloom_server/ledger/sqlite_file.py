@@ -89,12 +89,12 @@ class SqliteFile:
         self._lock = threading.Lock()
         self._closed = False
         self._reopened = 0
-        #: Which file is open; empty while none is.
-        self._opened: tuple[int, ...] = ()
+        #: Which file is open; None while none is.
+        self._opened: tuple[int, ...] | None = None
         self._open()
 
     def _open(self) -> None:
-        self._opened = ()
+        self._opened = None
         if not self.path.parent.is_dir():
             raise ConfigError(
                 f"The ledger's folder {self.path.parent} does not exist. Create it, or give another path with --ledger."
@@ -134,6 +134,10 @@ class SqliteFile:
         # A file that is mounted by itself keeps its path when it is deleted.
         numbers = (number for status in statuses for number in (status.st_dev, status.st_ino, status.st_nlink > 0))
         return (self._reopened, *numbers)
+
+    def forget_path(self) -> None:
+        """The file was removed on purpose: the connection has it open, for this process alone."""
+        self._opened = self.identity()
 
     def settings(self) -> tuple[str, int]:
         """(journal mode, synchronous) as they are."""
@@ -193,7 +197,7 @@ class SqliteFile:
     @contextmanager
     def _locked(self, begin: str) -> Iterator[sqlite3.Connection]:
         with self._lock:
-            if not self._closed and (not self._opened or self._opened != self.identity()):
+            if not self._closed and self._opened != self.identity():
                 # First, since a new file may get the number of the one that nobody has open any more.
                 self._reopened += 1
                 self._connection.close()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tokenloom_server.core.state import MAX_COUNTER
-from tokenloom_server.mixing.node import Node
+from tokenloom_server.mixing.node import Node, RealLengths
 from tokenloom_server.mixing.policy import Floats, Span
 
 
@@ -29,9 +29,15 @@ class Leaps:
     """Leaps of a tree. Its counters move as they do in a run, and stay within a pick of the shares; a child goes out
     when its turn comes and it has nothing."""
 
-    def __init__(self, upwards: Sequence[Node]) -> None:
-        """``upwards``: all nodes, children before parents."""
+    def __init__(self, upwards: Sequence[Node], lengths: Sequence[RealLengths] | None) -> None:
+        """``upwards``: all nodes, children before parents; ``lengths`` as for the ``Mixer``."""
         self._upwards = upwards
+        self._lengths = lengths
+        # Where picks differ in length: by source, a part of the picks that it had at first; by node, over how many of
+        # the next picks of each child their mean length is taken, and that.
+        self._least_spans: dict[int, int] = {}
+        self._spans: dict[Node, Floats] = {}
+        self._means: dict[Node, Floats] = {}
         #: What each child did not get of its mean share yet, in parts of a pick.
         self._fractions = {node: np.zeros(len(node.children)) for node in upwards}
 
@@ -43,6 +49,7 @@ class Leaps:
             return {}
         rooms = self._rooms(left)
         most = min(most, root.room(), sum(rooms[root]))
+        self._measure(rooms, run_tokens)
         length, shares, failure = self._length(most, rooms, run_tokens)
         if length > MAX_COUNTER / 2:
             return None
@@ -73,11 +80,37 @@ class Leaps:
                 rooms[node][position] = 0
         return rooms
 
+    def _measure(self, rooms: _Rooms, run_tokens: int) -> None:
+        """Finds the mean lengths of the next picks, where they differ."""
+        if self._lengths is None:
+            return
+        below: dict[int | Node, tuple[float, float]] = {}
+        for node in self._upwards:
+            for child, room in zip(node.children, rooms[node], strict=True):
+                if not isinstance(child, Node):
+                    least = self._least_spans.setdefault(child, max(1, room // 64))
+                    span = min(max(least, room // 8), max(1, room))
+                    below[child] = span, self._lengths[child].real_of(span) / span
+            self._spans[node], self._means[node] = np.array([below[child] for child in node.children]).T
+            shares = 0.0 if node.is_over else self._pick_shares(node, Span(run_tokens, 0.0, 0.0))
+            below[node] = math.inf, float(np.sum(shares * self._means[node])) or 1.0
+
+    def _pick_shares(self, node: Node, span: Span) -> Floats:
+        """The children's mean shares of a node's picks: where those of tokens are balanced, by how long picks are."""
+        shares = node.chooser.mean_shares(span)
+        if node in self._means and node.policy.credit == "owed tokens":
+            shares = shares / self._means[node]
+            shares /= shares.sum()
+        return shares
+
     def _length(self, most: int, rooms: _Rooms, run_tokens: int) -> tuple[float, dict[Node, Floats], _Failure]:
         """How many picks go by the same means, up to ``most``; the shares over these, and what fails after them."""
         rates, shares = self._shares(0.0, run_tokens)
         horizon = min(node.chooser.horizon(run_tokens, rates[node]) for node in shares)
         length = min(float(most), max(1.0, horizon / self._upwards[-1].pick_tokens))
+        for node, spans in self._spans.items():
+            if node in shares:
+                length = max(1.0, min(length, float((spans / np.maximum(shares[node], 1e-300)).min()) / rates[node]))
         while True:
             rates, shares = self._shares(length, run_tokens)
             failure = self._next_failure(rates, shares, rooms)
@@ -94,7 +127,7 @@ class Leaps:
             rate = rates.get(node, 0.0)
             if rate:
                 span = Span(run_tokens, length * node.pick_tokens, length * rate)
-                shares[node] = node.chooser.mean_shares(span)
+                shares[node] = self._pick_shares(node, span)
                 rates |= {child: rate * float(shares[node][position]) for position, child in node.inner}
         return rates, shares
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, repeat
+from itertools import islice, repeat, tee
 from typing import NamedTuple
 
 import numpy as np
@@ -168,10 +168,23 @@ class LeastConsumedChooser(Chooser):
         self._live = [i for i, weight in enumerate(weights) if weight]
         self.forget()
 
+    def forget(self) -> None:
+        super().forget()
+        #: Where picks differ in length, the next choices, worked out as they are asked for; None before the first.
+        self._by_length: Iterator[int] | None = None
+
     def choices(self) -> Iterator[int]:
         if self._children.lengths is None:
             return super().choices()
-        return _by_length(self._mark, self._shape, self._children, self._live)
+        if self._by_length is None:
+            self._by_length = _by_length(self._mark, self._shape, self._children, self._live)
+        self._by_length, choices = tee(self._by_length)
+        return choices
+
+    def taken(self, count: int) -> None:
+        super().taken(count)
+        if self._by_length is not None:
+            next(islice(self._by_length, count, count), None)
 
     def work_out(self, count: int) -> Choices:
         if self._children.lengths is not None:

@@ -104,7 +104,7 @@ class Mixer:
             return self._upwards[-1]
 
         self._config = config
-        self._looks_at_lengths = lengths is not None
+        self._lengths = lengths
         self._root = build(config.mixture)
         self._root.given_before = clock_offset
         self._nodes = sorted(self._upwards, key=lambda node: node.id)
@@ -147,10 +147,6 @@ class Mixer:
     def plan(self, count: int) -> Picks:
         """The source ids of the next ``count`` picks if each source has them (int32, [count]; NOTHING where
         none can be named). Changes nothing."""
-        if self._looks_at_lengths:
-            # Where a node's picks are others than were planned, so are the lengths by which those above it planned.
-            for node in self._upwards:
-                node.chooser.forget()
         return self._root.plan(count)
 
     def take_planned(self, count: int) -> None:
@@ -163,6 +159,7 @@ class Mixer:
         tokens = self._tokens()
         source = self._root.decide_one(has_sample)
         self._put_in_force(tokens)
+        self._forget()
         return source
 
     def states(
@@ -209,6 +206,8 @@ class Mixer:
             left = [of.name for of, gone in zip(sources, out, strict=True) if of.presence == "paused" and not gone]
             return f"only paused sources are left: {', '.join(left)}"
         if not root.room():
+            if self._config.ends_with_last_phase():
+                return f"the last phase ends at {self._config.phases[-1].until_tokens:,} tokens"
             return f"the mixture has given its max_tokens of {root.config.max_tokens:,}"
         if all(gone or of.presence == "dropped" for of, gone in zip(sources, out, strict=True)):
             reason = ALL_EXHAUSTED
@@ -243,7 +242,7 @@ class Mixer:
 
     @cached_property
     def _leaps(self) -> Leaps:
-        return Leaps(self._upwards)
+        return Leaps(self._upwards, self._lengths)
 
     @property
     def is_over(self) -> bool:
@@ -286,9 +285,19 @@ class Mixer:
         if not nodes:
             return
         totals = self._totals.by_node(rows_picked) if any(node.policy.estimates for node in nodes) else {}
+        before = [node.chooser.weights() for node in nodes]
         for node in nodes:
             node.chooser.update(totals.get(node, ()), total_tokens)
         self._put_in_force(self._tokens())
+        if before != [node.chooser.weights() for node in nodes]:
+            self._forget()
+
+    def _forget(self) -> None:
+        """To be called where a node's picks are others than were planned: so are the lengths by which those above it
+        planned."""
+        if self._lengths is not None:
+            for node in self._upwards:
+                node.chooser.forget()
 
 
 def node_shape(config: RunConfig, node: NodeConfig) -> NodeShape:

@@ -103,6 +103,8 @@ class Chooser(ABC):
         self._shape = node.shape
         self._children = node.children
         self._mark = Mark(tuple(child.credit for child in node.states))
+        #: Choices that succeeded since it was made.
+        self._passed = 0
         self.forget()
 
     def forget(self) -> None:
@@ -130,9 +132,11 @@ class Chooser(ABC):
         return self._ahead[self._taken : self._taken + count]
 
     def choices(self) -> Iterator[int]:
-        """The ``upcoming`` ones, one after the other; nothing is counted meanwhile."""
-        for number in count():
-            yield int(self.upcoming(max(_FIRST_AHEAD, 1 << number.bit_length()))[number])
+        """The ``upcoming`` ones, one after the other. Those that are counted meanwhile are among them, and were asked
+        for."""
+        for number in count(self._passed):
+            ahead = number - self._passed
+            yield int(self.upcoming(max(_FIRST_AHEAD, 1 << ahead.bit_length()))[ahead])
 
     def choose(self, retry: int) -> int:
         """The next choice, where ``retry`` children turned out to be out within this pick."""
@@ -141,6 +145,7 @@ class Chooser(ABC):
     def taken(self, count: int) -> None:
         """The next ``count`` choices succeeded. Called after the counters moved."""
         self._taken += count
+        self._passed += count
 
     def lost(self, child: int) -> None:
         """The child is out, and maybe none is live any more. Called after it was marked."""

@@ -55,7 +55,7 @@ def create(
 
     Raises ``SourceError``, ``TokenizerError`` and ``ConfigError``, naming the file or field.
     """
-    config = config.counting("positions" if config.order_version == 1 else "real")
+    config = config.counting(config.count or ("positions" if config.order_version == 1 else "real"))
     resources = RunResources(base_dir, index_dir, roots, encoders=encoders)
     check_named(config, resources)
     manifest = build([source.spec for _, source in config.named_sources()], base_dir)
@@ -248,11 +248,15 @@ def check_named(config: RunConfig, resources: RunResources) -> None:
 
 def warnings(record: RunRecord) -> list[str]:
     """What a user should know about the sources before training."""
-    warned = (
+    warned = [
         order_warning(source.spec, shards)
         for source, shards in zip(record.config.sources, record.shards, strict=True)
         if source.shuffle == "none" and record.config.batching is None
-    )
+    ]
+    phases = record.config.phases
+    if phases and phases[0].mixture is not None:
+        unused = "mixture: is never in force, for phases.0 begins with the first token and has one of its own"
+        warned.append(f"{unused}; leave that one out, and write at the top what the run begins with")
     return [text for text in warned if text is not None]
 
 

@@ -6,8 +6,9 @@ This module makes the samples. Each of those decides on which thread it does so 
 
 from __future__ import annotations
 
+from tokenloom_server.core import caller
 from tokenloom_server.core.state import State
-from tokenloom_server.errors import BeyondHorizon, OrderMismatch, SourceError, TokenizerError
+from tokenloom_server.errors import BeyondHorizon, OrderMismatch, ServerStopping, SourceError, TokenizerError
 from tokenloom_server.order.pipeline import Pipeline
 from tokenloom_server.order.steps import BatchPlan, StepGroup
 from tokenloom_server.order.timeline import Timeline
@@ -62,8 +63,10 @@ class Replay:
 
     def forward(self, index: int) -> State:
         """Goes all the way to a sample index, or as far as the data go; returns the state there. Raises ``SourceError``
-        and ``TokenizerError``."""
+        and ``TokenizerError``, and ``ServerStopping`` where nobody waits for it any more."""
         while self.is_before(index):
+            if caller.has_gone():
+                raise ServerStopping(f"nobody waits any more for sample {index}, and {self.sample_index} is reached")
             self.turn(index)
         return self.state()
 

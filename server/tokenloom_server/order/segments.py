@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenloom_server.config.run import RunConfig
+from tokenloom_server.config.source import SourceConfig
+from tokenloom_server.errors import SourceError
 from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order import builder, exclusions
 from tokenloom_server.order.exclusions import ExclusionFile, Exclusions
@@ -17,8 +20,12 @@ from tokenloom_server.order.origin import Origin
 from tokenloom_server.order.record import estimates_from_json
 from tokenloom_server.order.returning import Returning
 from tokenloom_server.order.revision import merged, without
+from tokenloom_server.order.size_estimates import measure
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.manifest import Manifest, SourceFiles, plugins_from_json
+
+#: A source with more bytes than this for each token of a sample is taken to fill one, and not measured.
+_SMALL_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +149,37 @@ def _grown(before: PipelineFactory, after: PipelineFactory) -> tuple[int, ...]:
 
 
 def measured_ahead(first: PipelineFactory) -> PipelineFactory:
-    """The order of a new run whose record has the sizes of sources that its later phases need to know, too."""
+    """The order of a new run whose record has the sizes of sources that its later phases need to know, too.
+
+    Raises ``SourceError`` for a source that has too few tokens for a single sample in any of them.
+    """
+    factories = [segment.factory for segment in lay(first, (), None, 0)]
     by_spec = {
-        segment.factory.record.specs[source]: one
-        for segment in lay(first, (), None, 0)
-        for source, one in segment.factory.record.size_estimates.items()
+        factory.record.specs[source]: one
+        for factory in factories
+        for source, one in factory.record.size_estimates.items()
         if source not in first.record.size_estimates
     }
+    # The shortest samples of each source come last, and stay.
+    longest_first = sorted(factories, key=lambda factory: -factory.config.sequence_length)
+    sources = {of.source: (one, of) for one in longest_first for of in one.config.sources if of.presence != "dropped"}
+    for factory, source in sources.values():
+        _refuse_unfilled(factory, source)
     return first.with_record(replace(first.record, phase_estimates=by_spec))
+
+
+def _refuse_unfilled(factory: PipelineFactory, source: SourceConfig) -> None:
+    config, epochs = factory.config, factory.config.epochs[source.id]
+    size, length = sum(shard.size for shard in factory.record.shards[source.id]), config.sequence_length
+    if config.packing != "concat" or config.batching is not None or math.isinf(epochs) or size > _SMALL_BYTES * length:
+        return
+    tokens = (factory.record.size_estimates.get(source.id) or measure(factory, source.id)).tokens
+    if 0 < tokens * epochs < length:
+        raise SourceError(
+            f"{source.name}: it has {tokens:,} tokens and is read {epochs:g} times, and a sample takes {length:,} "
+            f"(sequence_length), so it could never give one: set epochs to {math.ceil(length / tokens):,} or "
+            "more, lower sequence_length, or leave the source out"
+        )
 
 
 def lay(

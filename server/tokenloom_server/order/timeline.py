@@ -292,11 +292,7 @@ class Timeline:
         the last one, stand there by themselves."""
         revised = [segment for segment in self._segments if segment.revision is not None]
         config = (revised[-1] if revised else self._segments[0]).config
-        phases, left = config.phases, self.origin.left_tokens if self.origin is not None else 0
-        ends = phases[-1].until_tokens if phases else None
-        most = config.mixture.max_tokens
-        # To the next whole sample (see ``_in_phase``).
-        if ends is not None and most is not None and 0 <= most - max(1, ends - left) < config.pick_tokens:
+        if config.ends_with_last_phase(self.origin.left_tokens if self.origin is not None else 0):
             return validated(config, config.mixture.model_dump() | {"max_tokens": None})
         return config
 

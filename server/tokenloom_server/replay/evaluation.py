@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tokenloom_server.core import caller
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import ConfigError, JoinRefused, LimitExceeded, NotFound, OrderMismatch, ServerStopping
 from tokenloom_server.order.steps import PADDING
@@ -90,7 +91,7 @@ class Evaluations:
         self._bytes = 0
         self._stopping = False
 
-    def join(self, call: EvaluationCall, interrupted: Callable[[], bool]) -> tuple[StreamSamples, int]:
+    def join(self, call: EvaluationCall) -> tuple[StreamSamples, int]:
         """The stream, and how many samples this evaluation has, all of which are made now.
 
         Raises ``JoinRefused``, ``NotFound``, ``LimitExceeded``, ``ServerStopping``, and what making samples raises.
@@ -98,8 +99,8 @@ class Evaluations:
         stream = self._find(call)
         count = call.samples or _more_than_fit(stream)
         try:
-            while not stream.wait_for(count, _LOOK_S, interrupted):
-                if interrupted():
+            while not stream.wait_for(count, _LOOK_S, caller.has_gone):
+                if caller.has_gone():
                     raise ServerStopping("nobody waits any more for this evaluation; ask again")
         except LimitExceeded:
             self._forget(stream)

@@ -11,9 +11,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from functools import partial
 from typing import TypeVar
 
+from tokenloom_server.core import caller
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import BeyondHorizon, ServerStopping, TooManyPeeks
 from tokenloom_server.order.replay import Replay, beyond_the_end
@@ -31,11 +33,6 @@ AHEAD_SAMPLES = 2**16
 KNOWN_STATES = 8 * MAX_PEEKS
 
 _T = TypeVar("_T")
-
-
-def never() -> bool:
-    """Says that a caller was not interrupted: it waits as long as it takes."""
-    return False
 
 
 class Past:
@@ -74,7 +71,7 @@ class Past:
         """Has work done when its turn comes. Raises ``ServerStopping``."""
         with self._lock:
             self._refuse_when_stopping()
-            return self._pool.submit(work)
+            return self._pool.submit(copy_context().run, work)
 
     def turn(self, work: Callable[[], _T]) -> _T:
         """Does work in its turn, and waits for it. Raises ``ServerStopping``, and what the work does."""
@@ -118,16 +115,16 @@ class Past:
         state: State,
         index: int,
         timeline: Timeline,
-        interrupted: Callable[[], bool] = never,
         generation: int | None = None,
+        out_of_time: Callable[[], bool] = lambda: False,
     ) -> State:
         """Goes forward from a state to a sample index; not all the way where the data end.
 
-        ``generation``: the one in whose line that is. How far it came is remembered then, also where it is
-        interrupted: who asks again, or near by, goes on from there.
+        ``generation``: the one in whose line that is. How far it came is remembered then, also where it gives up since
+        the caller has gone, or it is ``out_of_time``: who asks again, or near by, goes on from there.
         """
         replay = Replay(timeline, state)
-        while replay.is_before(index) and not interrupted():
+        while replay.is_before(index) and not (caller.has_gone() or out_of_time()):
             self.turn(partial(replay.turn, index))
         if generation is not None:
             self.remember(generation, replay.state(), timeline)
@@ -137,7 +134,7 @@ class Past:
             )
         return replay.state()
 
-    def state_at(self, index: int, interrupted: Callable[[], bool] = never) -> tuple[int, State]:
+    def state_at(self, index: int) -> tuple[int, State]:
         """The state at a sample index and the generation in whose line it lies.
 
         Raises ``BeyondHorizon``, ``TooManyPeeks`` and the ledger's errors.
@@ -145,7 +142,7 @@ class Past:
         self._coordinator.require_lead()
         with self.admitted():
             nearest = self.nearest(index)
-            state = self.forward(nearest.state, index, nearest.timeline, interrupted, nearest.generation)
+            state = self.forward(nearest.state, index, nearest.timeline, nearest.generation)
             if state.sample_index < index:
                 raise beyond_the_end(index, state.sample_index)
             return nearest.generation, state

@@ -56,7 +56,7 @@ class Peeks:
         self._lock = threading.Lock()
         self._streams: set[Peek] = set()
 
-    def join(self, call: PeekCall, interrupted: Callable[[], bool]) -> tuple[int, State]:
+    def join(self, call: PeekCall) -> tuple[int, State]:
         """Where a peek starts: as asked for, else where the ledger stands. Goes forward to it.
 
         Returns the generation in whose lineage that lies, 0 for none, and the state there.
@@ -70,12 +70,12 @@ class Peeks:
             index = int(call.resume)
             # Of a run of batches the one that has the sample comes as a whole.
             index -= index % timeline.at(index).config.pick_samples
-            generation, state = past.state_at(index, interrupted)
+            generation, state = past.state_at(index)
         else:
             self._coordinator.require_lead()
             with past.admitted():
                 point = self._point(call)
-                state = self._history.forward(point, partial(past.forward, interrupted=interrupted))
+                state = self._history.forward(point, past.forward)
                 generation = point.generation or self._history.nearest(state.sample_index).generation
                 past.remember(generation, state, timeline)
         return generation, state

@@ -191,7 +191,7 @@ class Traces:
             pick = timeline.at(first).config.pick_samples
             begin = first - first % pick
             state = past.forward(
-                nearest.state, begin, timeline, lambda: time.monotonic() > deadline, nearest.generation
+                nearest.state, begin, timeline, nearest.generation, lambda: time.monotonic() > deadline
             )
             replay = Replay(timeline, state)
             traced: dict[int, TracedSample] = {}

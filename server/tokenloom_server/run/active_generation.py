@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tokenloom_server.core.state import State
@@ -88,7 +88,7 @@ class ActiveGeneration:
     opened_at: float
     #: Rank 0's process, as far as known: one may begin anew without waiting for itself.
     process: str
-    #: Since when ranks are listened to, by the coordinator's clock.
+    #: Since when ranks are listened to without a pause of the server, by the coordinator's clock.
     since: float
     #: Whether ranks may hold more than this server knows: they were another one's, or those of its former life.
     taken_up: bool
@@ -96,6 +96,8 @@ class ActiveGeneration:
     closed: bool = False
     #: The micro-step up to which production was last asked for.
     asked_for: int = 0
+    #: By process (nonce), the number that it gave its present stream.
+    stream_numbers: dict[str, int] = field(default_factory=dict)
 
     def view(self, now: float, liveness_s: float) -> GenerationView:
         generation = self.generation

@@ -4,9 +4,8 @@
     streams    group → messages         (the caller's threads, one per rank)
     committer  acknowledged → ledger    (``committer``, outside the lock)
 
-One lock guards all that changes (``run_state``), and nobody but the coordinator takes it. The slow things happen
-outside it, with one exception: while an opening is written nothing is sent, so that nothing reaches an older generation
-once the new one is durable.
+One lock guards all that changes (``run_state``), and nobody but the coordinator takes it. Slow things happen outside
+it, but one: nothing is sent while an opening is written, so that nothing reaches an older generation afterwards.
 """
 
 from __future__ import annotations
@@ -144,9 +143,12 @@ class RunCoordinator(JoinCommands):
 
     def await_lease_work(self, ledger_waits: int, ended: Callable[[], bool], timeout_s: float) -> None:
         """Waits, bounded, until the lease has to be taken anew more often than ``ledger_waits`` times, or until
-        ``ended`` (see ``wake_lease``)."""
+        ``ended`` (see ``wake_lease``). Notes meanwhile that the server runs."""
+        deadline = self.clock() + timeout_s
         with self._lock:
-            self._wakes.lease.wait_for(lambda: ended() or self.lease.ledger_waits != ledger_waits, timeout_s)
+            while not ended() and self.lease.ledger_waits == ledger_waits and (left_s := deadline - self.clock()) > 0:
+                self._note_running()
+                self._wakes.lease.wait(min(left_s, self.timeouts.tick_s))
 
     def wake_lease(self) -> None:
         """Makes ``await_lease_work`` look whether it has ended."""

@@ -12,7 +12,7 @@ from tokenloom_proto.resume import counts_at
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.core.state import MAX_COUNTER, Imported, State, digest_hex
-from tokenloom_server.errors import BeyondHorizon, NotFound, OrderMismatch, SnapshotInvalid
+from tokenloom_server.errors import BeyondHorizon, LedgerRolledBack, NotFound, OrderMismatch, SnapshotInvalid
 from tokenloom_server.ledger.records import Opening, StoredRevision, StoredRun
 from tokenloom_server.order import foreign_checkpoint, foreign_payload, snapshot, snapshot_encode
 from tokenloom_server.order.factory import PipelineFactory
@@ -338,7 +338,7 @@ class History:
                 )
             text = self.seal(state, generation.number, commit.state)
         else:
-            text = self._recomputed(index)
+            text = self._recomputed(index, generation.number)
         return text, index
 
     def seal(self, state: State, generation: int, resume_state: str = "", uid: str | None = None) -> str:
@@ -348,9 +348,16 @@ class History:
         there = self._coordinator.timeline.encode(state, generation)
         return snapshot_encode.compose(template, resume_state or there, there)
 
-    def _recomputed(self, index: int) -> str:
-        """By going forward from the nearest state that the ledger has in the index's lineage."""
-        opening = covering(self.openings(), index)
+    def _recomputed(self, index: int, present: int) -> str:
+        """By going forward from the nearest state that the ledger has in the index's lineage; ``present``: the
+        generation that this server has. Raises ``LedgerRolledBack`` where the ledger has not even that."""
+        openings = self.openings()
+        if present not in (opening.generation for opening in openings):
+            raise LedgerRolledBack(
+                f"run {self._coordinator.name!r} is at generation {present}, but "
+                f"{self._coordinator.ledger.description} has no opening of it: it lost data. {LedgerRolledBack.remedy}"
+            )
+        opening = covering(openings, index)
         if opening is None:
             raise BeyondHorizon(f"sample {index} lies before the first state that the ledger holds of this run")
         boundary = batch_plans_of(opening).boundary(index)

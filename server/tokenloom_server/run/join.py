@@ -12,6 +12,7 @@ from tokenloom_server.errors import (
     LedgerUnavailable,
     NotLeader,
     RunBusy,
+    ServerStopping,
     SnapshotInvalid,
     TokenloomError,
 )
@@ -104,8 +105,8 @@ class JoinHandler:
         """Rank 0's part."""
         try:
             return self._opener.open(call)
-        except (LedgerUnavailable, NotLeader):
-            # Rank 0 tries again, so the others go on waiting for it.
+        except (LedgerUnavailable, NotLeader, ServerStopping):
+            # Rank 0 tries again, perhaps because its call broke off, so the others go on waiting for it.
             raise
         except TokenloomError as error:
             self._refuse_attempt(call, error)

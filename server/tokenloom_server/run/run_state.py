@@ -94,6 +94,8 @@ class RunState:
         self._refused_ranks: dict[str, RankRefusal] = {}
         # Whether the committer sleeps until a commit is due.
         self._committer_idle = False
+        # When the server ran last, as far as is noted: time in which it was paused is no silence of its ranks.
+        self._ran_at = clock()
         # When this server, or its leading, began: until the first batch went out.
         self._up_since: float | None = None
         self._warn_at = -math.inf
@@ -155,8 +157,16 @@ class RunState:
         with self._lock:
             return self._view()
 
+    def _note_running(self) -> float:
+        """Where the server did not run for a while, its ranks' silence begins anew; returns the time."""
+        now = self.clock()
+        if self._active is not None and now - self._ran_at > 2 * self.timeouts.tick_s:
+            self._active.since = now
+        self._ran_at = now
+        return now
+
     def _view(self) -> RunView:
-        active, now = self._active, self.clock()
+        active, now = self._active, self._note_running()
         return RunView(
             timeline=self.timeline,
             lease=self.lease,

@@ -47,9 +47,11 @@ class StreamCommands(RunState):
         epoch: int = 0,
         attempt: str = "",
         process: str = "",
+        stream_number: int = 0,
     ) -> Session:
         """Begins a stream. ``epoch`` is the newest server epoch that the client has met. ``received_digest`` and
-        ``attempt`` are checked where they are not empty; ``process`` is the client's, if it says.
+        ``attempt`` are checked where they are not empty; ``process`` is the client's, if it says, and
+        ``stream_number`` rises with each of its streams.
 
         Raises ``NotLeader``, ``Fenced`` for another generation, and what ``Generation.attach`` raises.
         """
@@ -64,6 +66,8 @@ class StreamCommands(RunState):
             self.ledger.execute(ClaimSlot(self.uid, self.stream, active.epoch, generation, rank, nonce))
         with self._lock:
             active = self._active_for(uid, generation, attempt, committed_through)
+            if stream_number < active.stream_numbers.get(nonce, 0):
+                raise Fenced(f"a newer stream of rank {rank} has taken this one's place, which came late")
             try:
                 number = active.generation.attach(
                     rank, nonce, received_through, committed_through, self.clock(), received_digest
@@ -71,6 +75,7 @@ class StreamCommands(RunState):
             except (LedgerRolledBack, OrderMismatch) as error:
                 self._alarm(error)
                 raise
+            active.stream_numbers[nonce] = stream_number
             if rank == 0 and process:
                 active.process = process  # which a restarted server did not know
             self._wakes.ranks[rank].notify_all()
@@ -189,6 +194,8 @@ class StreamCommands(RunState):
         after = f"generation {number} (attempt {active.generation.attempt!r}) has taken its place"
         is_present = uid == self.uid and generation == number and attempt in ("", active.generation.attempt)
         if is_present and active.closed:
+            if self._revising_at is not None:
+                raise NotLeader(f"run {self.name!r} is being revised, which may close generation {number}; ask again")
             after = "a revision closed it while nobody trained; restart the training job from its last checkpoint"
         if not is_present or active.closed:
             raise Fenced(f"generation {generation} of run {self.name!r} (attempt {attempt!r}) is over: {after}")

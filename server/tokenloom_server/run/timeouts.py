@@ -17,3 +17,8 @@ class Timeouts:
     rank_timeout_s: float = 300.0
     #: After so long a wait for storage: an error.
     storage_timeout_s: float = 300.0
+
+    @property
+    def tick_s(self) -> float:
+        """So often a server notes that it runs: twice as long without that, it was paused."""
+        return max(1.0, self.liveness_s / 4)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import grpc
 from tokenloom_proto.protocol import VERSION, version_of
 
 from tokenloom_server.api.auth import Access, Scope
-from tokenloom_server.api.grpc.rpc import Rpc, abort
+from tokenloom_server.api.grpc.rpc import Rpc, abort, errors_as_statuses, read, readable
 from tokenloom_server.errors import ProtocolError, TokenloomError
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ class AuthInterceptor(grpc.ServerInterceptor):
         except TokenloomError as error:
             return self._refusal(error)
         handler = continuation(handler_call_details)
+        if handler is not None and method in OTHER_RPCS:
+            handler = _refusing_malformed(handler)
         if handler is None or (rpc.trains and held is Scope.CONTROL):
             return handler
         if rpc.trains:
@@ -80,6 +82,24 @@ class AuthInterceptor(grpc.ServerInterceptor):
 
         # Whatever the method is: of a stream of requests nothing is read that is not asked for.
         return _in_pool(grpc.stream_stream_rpc_method_handler(refuse), self._refusals)
+
+
+def _refusing_malformed(handler: _Handler) -> _Handler:
+    """A handler of gRPC's own services, whose messages are read as ours are: gRPC itself logs a trace for a malformed
+    one."""
+    kind = next(kind for kind in _KINDS if getattr(handler, kind) is not None)
+    behavior = getattr(handler, kind)
+
+    @wraps(behavior)
+    def call(messages: Any, context: grpc.ServicerContext, *rest: Any) -> Any:
+        def checked(message: Any) -> Any:
+            with errors_as_statuses(context):
+                return readable(message)
+
+        return behavior(map(checked, messages) if kind.startswith("stream") else checked(messages), context, *rest)
+
+    parse = partial(read, handler.request_deserializer)
+    return handler._replace(request_deserializer=parse, **{kind: call})  # type: ignore[attr-defined,no-any-return]
 
 
 def _in_pool(handler: _Handler, pool: ThreadPoolExecutor) -> _Handler:

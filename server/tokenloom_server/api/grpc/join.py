@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import grpc
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.process import MAX_LENGTH
 from tokenloom_proto.seal import canonical
@@ -60,7 +59,7 @@ def training(served: ServedRun, request: wire.JoinRequest) -> wire.JoinResponse:
     )
 
 
-def peek(served: ServedRun, request: wire.JoinRequest, context: grpc.ServicerContext) -> wire.JoinResponse:
+def peek(served: ServedRun, request: wire.JoinRequest) -> wire.JoinResponse:
     """A reader that takes no part in the run."""
     if request.batch_sizes:
         raise JoinRefused(
@@ -73,7 +72,7 @@ def peek(served: ServedRun, request: wire.JoinRequest, context: grpc.ServicerCon
         resume=request.resume,
         state=request.state_json,
     )
-    generation, state = served.peeks.join(call, lambda: not context.is_active())
+    generation, state = served.peeks.join(call)
     batch_size = served.coordinator.order.config.global_batch_size or request.batch_size
     return _response(
         served.coordinator,
@@ -86,9 +85,9 @@ def peek(served: ServedRun, request: wire.JoinRequest, context: grpc.ServicerCon
     )
 
 
-def evaluation(served: ServedRun, request: wire.JoinRequest, context: grpc.ServicerContext) -> wire.JoinResponse:
+def evaluation(served: ServedRun, request: wire.JoinRequest) -> wire.JoinResponse:
     """A rank that evaluates on a stream beside training."""
-    kept, samples = served.evaluations.join(evaluation_call(request), lambda: not context.is_active())
+    kept, samples = served.evaluations.join(evaluation_call(request))
     return wire.JoinResponse(
         **_layout(kept.factory),
         run_uid=served.coordinator.uid,

@@ -11,9 +11,11 @@ from functools import wraps
 from typing import Any, NoReturn, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from tokenloom_server.api.auth import Scope
-from tokenloom_server.errors import LimitExceeded, TokenloomError
+from tokenloom_server.core import caller
+from tokenloom_server.errors import ConfigError, LimitExceeded, TokenloomError
 
 _log = logging.getLogger(__name__)
 
@@ -53,11 +55,15 @@ def rpc(
         streams = inspect.isgeneratorfunction(method)
 
         def respond(self: Any, message: Any, context: grpc.ServicerContext) -> Any:
-            with _errors_as_statuses(context):
-                return method(self, readable(message), context)
+            token = caller.waits.set(context.is_active)
+            try:
+                with errors_as_statuses(context):
+                    return method(self, readable(message), context)
+            finally:
+                caller.waits.reset(token)
 
         def stream(self: Any, messages: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
-            with _errors_as_statuses(context):
+            with errors_as_statuses(context):
                 yield from method(self, messages, context)
 
         call: Any = wraps(method)(stream if streams else respond)
@@ -101,7 +107,8 @@ def abort(
 
 
 @contextlib.contextmanager
-def _errors_as_statuses(context: grpc.ServicerContext) -> Iterator[None]:
+def errors_as_statuses(context: grpc.ServicerContext) -> Iterator[None]:
+    """Ends a call with what is raised, under its name and status."""
     try:
         yield
     except TokenloomError as error:
@@ -123,9 +130,17 @@ def _parser(rpc: Rpc) -> Callable[[bytes], Any]:
         if len(data) > rpc.max_bytes:
             name = rpc.request.DESCRIPTOR.name
             return LimitExceeded(f"a {name} has {len(data)} bytes; expected at most {rpc.max_bytes}: send less")
-        return rpc.request.FromString(data)
+        return read(rpc.request.FromString, data)
 
     return parse
+
+
+def read(parse: Any, data: bytes) -> Any:
+    """A message, or the error that comes in its place where the bytes are none."""
+    try:
+        return parse(data)
+    except DecodeError as error:
+        return ConfigError(f"the call's message of {len(data)} bytes is not what its method takes: {error}")
 
 
 def _serialised(response: Any) -> bytes:

@@ -35,9 +35,9 @@ class DataLoader:
     @rpc(Scope.READ, wire.JoinRequest, max_bytes=MAX_REQUEST_BYTES, trains=True)
     def Join(self, request: wire.JoinRequest, context: grpc.ServicerContext) -> wire.JoinResponse:  # noqa: N802
         if _evaluates(request):
-            return join.evaluation(self._runs.get(request.run), request, context)
+            return join.evaluation(self._runs.get(request.run), request)
         if request.peek:
-            return join.peek(self._served(request.run, request.stream), request, context)
+            return join.peek(self._served(request.run, request.stream), request)
         self._require_control(context)
         return join.training(self._served(request.run, request.stream), request)
 

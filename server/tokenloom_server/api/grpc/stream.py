@@ -60,6 +60,7 @@ def training(
         opened.server_epoch,
         opened.attempt,
         opened.process,
+        opened.number,
     )
     try:
         yield from _responses(coordinator, _RankStream(coordinator, session), opened, requests, context)

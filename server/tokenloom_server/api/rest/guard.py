@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tokenloom_proto.seal import strict_json
 
 from tokenloom_server.api.auth import Access
 from tokenloom_server.api.auth import Scope as TokenScope
 from tokenloom_server.api.rest.problems import HTTP_ERRORS, SECURITY_HEADERS, problem, quoted
+from tokenloom_server.core import caller
 from tokenloom_server.errors import TokenloomError
 
 #: A snapshot is at most 96 KB; escaped inside JSON it stays far below this.
@@ -27,6 +28,9 @@ BODY_TIMEOUT_S = 10.0
 #: What is read and thrown away of a refused body, so that the sender gets to read the answer.
 LINGER_BYTES = 2**26
 LINGER_S = 2.0
+
+#: A thread asks the event loop whether its client is still there, and waits for the answer so long, seconds.
+LOOK_S = 10.0
 
 
 @dataclass(eq=False)
@@ -86,6 +90,7 @@ class Guard:
         except ClientDisconnect:
             pass
         else:
+            caller.waits.set(_still_connected(Request(scope, receive)))
             await self._app(scope, receive, send_secured)
 
     def _check_sender(self, headers: Headers) -> None:
@@ -169,6 +174,12 @@ async def _read_strict_json(headers: Headers, receive: Receive) -> bytes:
         except (ValueError, RecursionError) as error:
             raise _Refused(422, f"body: not the JSON that is expected: {error}") from None
     return bytes(body)
+
+
+def _still_connected(request: Request) -> Callable[[], bool]:
+    """Whether the client is still there, for the thread in which its route works."""
+    loop = asyncio.get_running_loop()
+    return lambda: not asyncio.run_coroutine_threadsafe(request.is_disconnected(), loop).result(LOOK_S)
 
 
 def _has_body(headers: Headers) -> bool:
