@@ -31,8 +31,9 @@ def print_stats(out: Console, stats: RunStats) -> None:
             out.print(line)
     for rank in stats.ranks:
         heard = "never heard" if rank.last_heard_s is None else f"heard {rank.last_heard_s:.1f} s ago"
-        state = "connected" if rank.connected else "away"
-        out.print(f"rank {rank.rank}: {state}, at sample {rank.position:,} (lag {rank.lag:,}), {heard}")
+        out.print(f"rank {rank.rank}: {rank.state}, at sample {rank.position:,} (lag {rank.lag:,}), {heard}")
+    if stats.opening:
+        out.print("a launch is being opened")
     for note in (stats.waiting_for and f"waiting for {stats.waiting_for}", stats.ended, stats.error):
         if note:
             out.print(note)

@@ -104,7 +104,8 @@ class JoinHandler:
     def _open(self, call: JoinCall) -> Opening:
         """Rank 0's part."""
         try:
-            return self._opener.open(call)
+            with self._coordinator.opening(call.attempt):
+                return self._opener.open(call)
         except (LedgerUnavailable, NotLeader, ServerStopping):
             # Rank 0 tries again, perhaps because its call broke off, so the others go on waiting for it.
             raise

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from tokenloom_server.errors import JoinRefused, ServerStopping, TokenloomError
 from tokenloom_server.run.join_call import RankRefusal, ResumeChoice
 from tokenloom_server.run.stream_commands import StreamCommands
@@ -12,6 +15,17 @@ _REMEMBERED_REFUSALS = 64
 
 class JoinCommands(StreamCommands):
     """A part of ``RunCoordinator``."""
+
+    @contextmanager
+    def opening(self, attempt: str) -> Iterator[None]:
+        """While rank 0 of an attempt opens it: going forward to where it begins may take a while, and stats say so."""
+        with self._lock:
+            self._openings.add(attempt)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._openings.discard(attempt)
 
     def refuse_rank(self, attempt: str, rank: int, error: TokenloomError) -> None:
         """A rank was refused for good, so that its launch cannot train: the other ranks hear that now, whether they

@@ -92,6 +92,8 @@ class RunState:
         self._refused: dict[tuple[str, ResumeChoice], TokenloomError] = {}
         #: By attempt.
         self._refused_ranks: dict[str, RankRefusal] = {}
+        #: Attempts whose rank 0 is at the opening.
+        self._openings: set[str] = set()
         # Whether the committer sleeps until a commit is due.
         self._committer_idle = False
         # When the server ran last, as far as is noted: time in which it was paused is no silence of its ranks.
@@ -179,6 +181,7 @@ class RunState:
             error=self._error or self._ended_thread(),
             ledger_error=self._ledger_error,
             waiting_for=self._waiting_for(),
+            opening=bool(self._openings),
             generation=active.view(now, self.timeouts.liveness_s) if active is not None else GenerationView(),
         )
 
@@ -200,7 +203,7 @@ class RunState:
         if not self.leads():
             return f"the lease: {self.lease.stands_by_for}"
         if self._active is None:
-            return "a trainer"
+            return "the launch that is being opened" if self._openings else "a trainer"
         if self._ledger_error is not None:
             return f"the ledger: {self._ledger_error}"
         return self._active.waiting_for()

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tokenloom_server.core.rank_state import RankState
+
 
 @dataclass(slots=True)
 class Slot:
@@ -32,6 +34,14 @@ class Slot:
     #: Begin of the group whose base the present stream has.
     base_index: int | None = None
     ended: bool = False
+
+    @property
+    def state(self) -> RankState:
+        """Of the rank, in a word."""
+        if self.connected:
+            return "connected"
+        # Without a message of its own it was told by the server before this one that none trains, and not why.
+        return "finished" if self.left and self.last_heard is not None else "away"
 
     @property
     def is_free(self) -> bool:

@@ -90,6 +90,7 @@ class StatsReader:
             tokens_per_s=view.tokens_per_s,
             window_fill=min(1.0, generation.held_steps / generation.window_micro_steps),
             waiting_for=view.waiting_for,
+            opening=view.opening,
             ended=ended,
             exhausted=exhausted,
             error=f"{view.error.name}: {view.error}" if view.error is not None else None,
@@ -284,7 +285,8 @@ def _ranks(view: RunView) -> list[RankStats]:
     return [
         RankStats(
             rank=rank.rank,
-            connected=rank.connected,
+            connected=rank.state == "connected",
+            state=rank.state,
             position=rank.position,
             lag=farthest - rank.position,
             last_heard_s=None if rank.last_heard is None else round(view.now - rank.last_heard, 3),

@@ -77,6 +77,8 @@ class RunView(NamedTuple):
     ledger_error: str | None
     #: What production or delivery waits for, for people; empty where it waits for nothing.
     waiting_for: str
+    #: Whether a launch is being opened.
+    opening: bool
     #: The present one; without a number where there is none.
     generation: GenerationView
 
