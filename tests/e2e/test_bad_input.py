@@ -12,7 +12,9 @@ import pytest
 import yaml
 from conftest import Corpus
 from support.ports import free_port
-from support.server_process import CommandLine, Finished, run_module
+from support.server_process import CommandLine, Finished, ServerProcess, run_module
+from tokenloom import ConnectionOptions, RemoteDataset
+from tokenloom.errors import ServerUnavailable
 from tokenloom_server.sources.catalog import BUILT_IN
 
 ADDRESSES = ("--grpc", "127.0.0.1:0", "--rest", "127.0.0.1:0")
@@ -179,6 +181,26 @@ def test_a_source_that_could_never_fill_a_sample_is_refused(files: Files, tokenl
         assert done.status == 0, done.output
     both["children"][0] |= {"epochs": 11}
     assert tokenloom("validate", files.mixture("txt:a.txt:text", sequence_length=64, mixture=both)).status == 0
+
+
+def test_ports_that_are_mixed_up_are_named_at_once(files: Files, tokenloom: CommandLine, tmp_path: Path) -> None:
+    server = ServerProcess(tmp_path / "server", files.mixture("txt:a.txt:text")).start()
+    try:
+        mixed_up = RemoteDataset(f"grpc://{server.rest}/bad", 1)
+        with mixed_up, pytest.raises(ServerUnavailable, match="does not speak gRPC, such as the REST port of a server"):
+            next(iter(mixed_up))
+        words = "does not speak HTTP/1, such as the gRPC port of a server", "is this the REST address"
+        assert_refused(tokenloom("stats", f"http://{server.grpc}"), "ServerUnreachable", server.grpc, *words)
+    finally:
+        server.kill()
+
+
+def test_a_trainer_asks_whether_the_server_runs_and_counts_down(caplog: pytest.LogCaptureFixture) -> None:
+    options = ConnectionOptions(connect_timeout_s=0.5)
+    missing = RemoteDataset(f"grpc://127.0.0.1:{free_port()}/bad", 1, connection=options)
+    with missing, pytest.raises(ServerUnavailable), caplog.at_level("WARNING", "tokenloom"):
+        next(iter(missing))
+    assert "trying for 0 s more: nothing answers there: is the server running? (" in caplog.text
 
 
 def test_stats_of_no_server_and_of_another_are_refused(tokenloom: CommandLine) -> None:

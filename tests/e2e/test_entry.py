@@ -202,6 +202,9 @@ def test_with_tls_trainers_and_readers_check_the_certificate(
         failing = dataset(url, token=CONTROL, attempt="x", connect_timeout_s=2.0, **options)
         with failing, pytest.raises(ServerUnavailable):
             next(iter(failing))
+    mixed_up = dataset(f"grpcs://{server.rest}/{RUN}", token=CONTROL, attempt="x", tls_ca=authority.file)
+    with mixed_up, pytest.raises(ServerUnavailable, match="does not speak gRPC"):
+        next(iter(mixed_up))
 
     context = ssl.create_default_context(cafile=str(authority.file))
     assert status_over_tls(server, context, "/readyz") == 200

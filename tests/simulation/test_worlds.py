@@ -28,7 +28,7 @@ CAUGHT = {
     "revisions_below_the_horizon": (37, 40),
     "revisions_not_read_when_leading": (37, 44),
     "revisions_not_told_to_the_producer": (40, 92),
-    "revisions_named_as_soon_as_they_are_known": (354, 415),
+    "revisions_named_as_soon_as_they_are_known": (1263, 1328),
     "clock_of_an_older_checkpoint_ignored": (16, 29),
     "clock_forgotten_when_leading": (48, 130),
     "skips_forgotten_when_leading": (29, 98),

@@ -78,6 +78,8 @@ class Channels:
 def retryable(error: grpc.RpcError) -> bool:
     """Whether the same call may succeed later: the server or the network went away."""
     code, details = error.code(), error.details() or ""
+    if _is_http1(error):
+        return False
     # A server that dies mid-call shows as any of these; CANCELLED is its abort when it is not ours.
     broken = code is grpc.StatusCode.INTERNAL and "RST_STREAM" in details
     # gRPC's own words where every place for a call is taken: it gets free, or the budget ends.
@@ -91,6 +93,11 @@ def failure(error: grpc.RpcError, address: Address) -> TokenloomError:
     code, details = error.code(), error.details() or "no details"
     if name := _name(error):
         return named(name, details)
+    if _is_http1(error):
+        return ServerUnavailable(
+            f"{address}: what answers there does not speak gRPC, such as the REST port of a server: give the gRPC "
+            "address that `tokenloom serve` printed"
+        )
     if retryable(error) or code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return ServerUnavailable(f"{address}: {code.name}: {details}")
     if code is grpc.StatusCode.UNIMPLEMENTED:
@@ -100,7 +107,18 @@ def failure(error: grpc.RpcError, address: Address) -> TokenloomError:
 
 def summary(error: grpc.RpcError) -> str:
     """One line for the log."""
-    return f"{_name(error) or error.code().name}: {error.details() or 'no details'}"
+    details = error.details() or "no details"
+    if not _name(error) and "Failed to connect to remote host" in details:
+        return f"nothing answers there: is the server running? ({details.rpartition(': ')[2]})"
+    return f"{_name(error) or error.code().name}: {details}"
+
+
+def _is_http1(error: grpc.RpcError) -> bool:
+    """Whether another server than one of gRPC answered: in gRPC's own words, without TLS and with it. A status of 5xx
+    is a proxy's whose server is away."""
+    details = error.details() or ""
+    other = "http1.x server" in details and "HTTP status 5" not in details
+    return not _name(error) and (other or "missing selected ALPN" in details)
 
 
 def is_named(error: grpc.RpcError) -> bool:

@@ -178,7 +178,8 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
             # A busy run counts down: on one rank.
             if time.monotonic() >= warn_at and (busy_s is None or not request.topology.rank):
                 warn_at = time.monotonic() + WARN_EVERY_S
-                log.warning("cannot join %s yet, trying again: %s", request.address, summary(error))
+                left_s = min(retry.remaining_s(), give_up_at - time.monotonic())
+                log.warning("cannot join %s yet, trying for %.0f s more: %s", request.address, left_s, summary(error))
         time.sleep(delay_s)
 
 

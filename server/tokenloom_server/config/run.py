@@ -64,11 +64,6 @@ class RunConfig(RunFields):
         """Whether balances leave out the padding of samples. Of joined documents only a source's last one has any."""
         return self.count == "real" and self.packing != "concat" and self.batching is None
 
-    @property
-    def balance_count(self) -> Literal["real", "positions"]:
-        """What balances and shares count."""
-        return "real" if self.balances_real else "positions"
-
     def balanced(self, source: SourceState) -> int:
         """What balances count of a source."""
         return source.real_tokens if self.balances_real else source.tokens

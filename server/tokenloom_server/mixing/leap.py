@@ -33,10 +33,7 @@ class Leaps:
         """``upwards``: all nodes, children before parents; ``lengths`` as for the ``Mixer``."""
         self._upwards = upwards
         self._lengths = lengths
-        # Where picks differ in length: by source, a part of the picks that it had at first; by node, over how many of
-        # the next picks of each child their mean length is taken, and that.
-        self._least_spans: dict[int, int] = {}
-        self._spans: dict[Node, Floats] = {}
+        #: Where picks differ in length: by node, the mean length of what each child has left.
         self._means: dict[Node, Floats] = {}
         #: What each child did not get of its mean share yet, in parts of a pick.
         self._fractions = {node: np.zeros(len(node.children)) for node in upwards}
@@ -81,19 +78,17 @@ class Leaps:
         return rooms
 
     def _measure(self, rooms: _Rooms, run_tokens: int) -> None:
-        """Finds the mean lengths of the next picks, where they differ."""
+        """Finds the mean lengths of what is left, where picks differ."""
         if self._lengths is None:
             return
-        below: dict[int | Node, tuple[float, float]] = {}
+        below: dict[int | Node, float] = {}
         for node in self._upwards:
             for child, room in zip(node.children, rooms[node], strict=True):
                 if not isinstance(child, Node):
-                    least = self._least_spans.setdefault(child, max(1, room // 64))
-                    span = min(max(least, room // 8), max(1, room))
-                    below[child] = span, self._lengths[child].real_of(span) / span
-            self._spans[node], self._means[node] = np.array([below[child] for child in node.children]).T
+                    below[child] = max(1, self._lengths[child].real_of(room)) / max(1, room)
+            self._means[node] = np.array([below[child] for child in node.children])
             shares = 0.0 if node.is_over else self._pick_shares(node, Span(run_tokens, 0.0, 0.0))
-            below[node] = math.inf, float(np.sum(shares * self._means[node])) or 1.0
+            below[node] = float(np.sum(shares * self._means[node])) or 1.0
 
     def _pick_shares(self, node: Node, span: Span) -> Floats:
         """The children's mean shares of a node's picks: where those of tokens are balanced, by how long picks are."""
@@ -108,9 +103,6 @@ class Leaps:
         rates, shares = self._shares(0.0, run_tokens)
         horizon = min(node.chooser.horizon(run_tokens, rates[node]) for node in shares)
         length = min(float(most), max(1.0, horizon / self._upwards[-1].pick_tokens))
-        for node, spans in self._spans.items():
-            if node in shares:
-                length = max(1.0, min(length, float((spans / np.maximum(shares[node], 1e-300)).min()) / rates[node]))
         while True:
             rates, shares = self._shares(length, run_tokens)
             failure = self._next_failure(rates, shares, rooms)

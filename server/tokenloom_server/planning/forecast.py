@@ -119,7 +119,7 @@ class _Simulation:
         return RunPlan(
             run=config.run,
             sequence_length=config.sequence_length,
-            count=config.balance_count,
+            count="real" if config.balances_real else "positions",
             labels=config.labels,
             last_micro_step=config.last_micro_step,
             from_sample_index=start.sample_index,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.size_estimate import SizeEstimate
@@ -54,11 +55,7 @@ class Supply:
 
     def real_lengths(self) -> Iterator[int]:
         """See ``RealLengths``."""
-        before = self._real(self.given)
-        for picks in range(self.given + 1, self.picks + 1):
-            after = self._real(picks)
-            yield after - before
-            before = after
+        return (after - before for before, after in pairwise(map(self._real, range(self.given, self.picks + 1))))
 
     def real_of(self, picks: int) -> int:
         """See ``RealLengths``."""

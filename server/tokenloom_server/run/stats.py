@@ -80,7 +80,7 @@ class StatsReader:
             world_size=generation.world_size,
             batch_size=generation.batch_size,
             sequence_length=config.sequence_length,
-            count=config.balance_count,
+            count="real" if config.balances_real else "positions",
             sample_index=committed.sample_index,
             produced_index=max(generation.produced_index, committed.sample_index),
             digest=committed.digest,

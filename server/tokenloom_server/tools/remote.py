@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import ssl
 import urllib.error
@@ -191,10 +192,12 @@ class Remote:
             # What only HTTP has a name for: a request that is wrong, or something that is no Tokenloom server.
             kind = ConfigError if name and error.code < 500 else ServerUnreachable
             raise kind(f"{url}: {error.code}: {message}") from None
-        except (urllib.error.URLError, OSError, ValueError) as error:
+        except (urllib.error.URLError, OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
+            if type(error) is http.client.BadStatusLine:
+                reason = "what answers there does not speak HTTP/1, such as the gRPC port of a server"
             raise ServerUnreachable(
-                f"{url}: no answer ({reason}); give the REST address that `tokenloom serve` printed"
+                f"{url}: no answer ({reason}); is the server running, and is this the REST address that it printed?"
             ) from None
 
 
