@@ -255,7 +255,7 @@ def test_a_rank_that_is_refused_while_rank_0_is_at_the_opening_keeps_it_from_bei
         return forward(*args, **options)
 
     monkeypatch.setattr(History, "forward", refused_meanwhile)
-    with pytest.raises(JoinRefused, match="rank 1 of attempt 'a' was refused"):
+    with pytest.raises(SnapshotInvalid, match="rank 1 of attempt 'a' was refused"):
         served.join_handler.join(call_of(0))
     assert place.stored().opening is None
 

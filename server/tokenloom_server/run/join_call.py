@@ -8,7 +8,7 @@ from typing import NamedTuple
 from tokenloom_proto.batch_schedule import BatchSchedule
 
 from tokenloom_server.core.control_characters import refuse_control_characters
-from tokenloom_server.errors import JoinRefused
+from tokenloom_server.errors import JoinRefused, SnapshotInvalid
 
 #: Each rank's stream has a thread; gRPC has room for so many, and their Joins (``api.grpc.server.MAX_CALLS``).
 MAX_WORLD_SIZE = 4096
@@ -68,7 +68,7 @@ class ResumeChoice(NamedTuple):
 class RankRefusal:
     """One rank of an attempt was refused before the attempt was opened."""
 
-    error: JoinRefused
+    error: JoinRefused | SnapshotInvalid
     #: Ranks that know of it; one that comes again tries anew under the same id.
     heard_by: set[int]
 

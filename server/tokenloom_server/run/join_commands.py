@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tokenloom_server.errors import JoinRefused, ServerStopping, TokenloomError
+from tokenloom_server.errors import JoinRefused, ServerStopping, SnapshotInvalid, TokenloomError
 from tokenloom_server.run.join_call import RankRefusal, ResumeChoice
 from tokenloom_server.run.stream_commands import StreamCommands
 
@@ -27,10 +27,10 @@ class JoinCommands(StreamCommands):
             with self._lock:
                 self._openings.discard(attempt)
 
-    def refuse_rank(self, attempt: str, rank: int, error: TokenloomError) -> None:
+    def refuse_rank(self, attempt: str, rank: int, error: JoinRefused | SnapshotInvalid) -> None:
         """A rank was refused for good, so that its launch cannot train: the other ranks hear that now, whether they
         wait, train or are still to join. A rank that has its place already is another process's, and trains on."""
-        refusal = JoinRefused(f"rank {rank} of attempt {attempt!r} was refused, so its launch cannot begin: {error}")
+        refusal = type(error)(f"rank {rank} of attempt {attempt!r} was refused, so its launch cannot begin: {error}")
         with self._lock:
             if self._active is not None and self._is_open(attempt):
                 slots = self._active.generation.slots
@@ -43,7 +43,7 @@ class JoinCommands(StreamCommands):
             self._wakes.changed.notify_all()
 
     def require_unrefused(self, attempt: str, rank: int) -> None:
-        """Raises ``JoinRefused`` where another rank of the attempt was refused."""
+        """Raises what another rank of the attempt was refused with."""
         with self._lock:
             self._require_unrefused(attempt, rank)
 
