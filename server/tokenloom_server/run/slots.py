@@ -40,7 +40,7 @@ class Slot:
         """Of the rank, in a word."""
         if self.connected:
             return "connected"
-        # Without a message of its own it was told by the server before this one that none trains, and not why.
+        # Without a message of its own: the server before this one noted that none trains, and not why.
         return "finished" if self.left and self.last_heard is not None else "away"
 
     @property
