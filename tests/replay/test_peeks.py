@@ -222,7 +222,7 @@ def test_what_cannot_be_looked_at_is_refused_by_name(served: ServedRun) -> None:
     trainer = Trainer(served, 1, 1).train_to(3)
     forged = seal(unseal(trainer.state()) | {"digest": "1" * 32}).encode()
     for fields, error, says in (
-        ({"resume": "9" * 17}, NotFound, "resume='99999999999999999': run 'test' has no snapshot of that id"),
+        ({"resume": "9" * 17}, NotFound, "run 'test' has no snapshot '99999999999999999' .newest"),
         ({"batch_size": 10**7}, JoinRefused, "a peek's micro-step of 10000000 samples has 160000000 bytes; expected 1"),
         ({"rank": 1, "world_size": 2}, JoinRefused, "rank 1 of 2; expected rank 0 of 1"),
         ({"state": forged}, SnapshotInvalid, "going forward .* gives digest"),

@@ -69,7 +69,7 @@ def test_every_resume_point_gives_exactly_what_follows_it(place: Place, served: 
 
 
 def test_an_unknown_snapshot_id_is_refused_with_those_that_there_are(place: Place, served: ServedRun) -> None:
-    with pytest.raises(NotFound, match=r"resume='9-abc': run 'test' has no snapshot of that id \(newest: none"):
+    with pytest.raises(NotFound, match=r"run 'test' has no snapshot '9-abc' \(newest: none"):
         Trainer(served, resume="9-abc")
     Trainer(served).take(1)
     _, saved = place.runs.get(RUN).snapshots.take(None, save=True)

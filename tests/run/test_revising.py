@@ -59,7 +59,7 @@ def test_ranks_go_on_to_a_revision_that_is_being_written_and_no_further(
             trainer.train(1)
 
     place.ledger.meanwhile = meanwhile  # type: ignore[method-assign]
-    index = served.coordinator.view().first_revisable(None, 0) + later
+    index = served.coordinator.view().first_revisable(None) + later
     assert served.revision_handler.revise(heavier(sample_index=index)).sample_index == index
     trainer.take(20)
     samples = sequence(served)
@@ -89,7 +89,7 @@ def test_a_revision_may_be_taken_back_until_production_reaches_it(made: Callable
     served = made(window_micro_steps=4).serve()
     trainer, handler = Trainer(served), served.revision_handler
     trainer.train(1)
-    least = served.coordinator.view().first_revisable(None, 0)
+    least = served.coordinator.view().first_revisable(None)
     with pytest.raises(BeyondHorizon, match=f"a revision of run 'test' can hold from sample {least} on"):
         handler.revise(heavier(sample_index=least - 1))
     with pytest.raises(ConfigError, match="name one of them, or neither"):

@@ -18,6 +18,7 @@ from tokenloom_server.errors import BeyondHorizon, ConfigError, JoinRefused, Lim
 from tokenloom_server.ledger.commands import Pin
 from tokenloom_server.ledger.records import Opening
 from tokenloom_server.order.factory import PipelineFactory
+from tokenloom_server.run.pins import PinnedPoint
 
 Made = Callable[..., Place]
 
@@ -37,8 +38,8 @@ def test_every_launch_passes_over_the_range_until_a_state_without_it_takes_it_ba
     samples = sequence(served)
     trainer = Trainer(served)
     trainer.train(10)
-    with pytest.raises(LimitExceeded, match="one restore goes forward through"):
-        served.start_points.restore(sample_index=12, skip_tokens=2**35)
+    with pytest.raises(ConfigError, match=r"names one of .*, but 0 are given"):
+        served.start_points.restore()
     early, checkpoint, between, late = map(trainer.state, (12, 20, 24, 36))
     run, pin = served.coordinator, {"revisions": [], "skipped": 7, "snapshot": checkpoint.decode(), "start": "…"}
     # As releases of before pinned it; the present generation goes on.
@@ -53,7 +54,7 @@ def test_every_launch_passes_over_the_range_until_a_state_without_it_takes_it_ba
         counts = json.loads(again.state())["counts"].values()
         assert sum(count["samples"] for count in counts) == again.index
         assert 0 < sum(count["real_tokens"] for count in counts) < again.index * 16
-    with pytest.raises(ConfigError, match="the state at sample 57 passed all skips of the run"):
+    with pytest.raises(ConfigError, match=r"at sample 57 passed all skips of the run \(at samples \[20\]\).* --sample"):
         served.start_points.restore(sample_index=again.index, undo_skip=True)
     for without_it in (between, late):
         with pytest.raises(SnapshotInvalid, match=r"at sample 20 this run passes over 7 .* --undo-skip"):
@@ -210,6 +211,7 @@ def test_ranks_with_an_older_loaders_checkpoint_agree_after_a_restart_and_may_sk
     assert served.join_handler.join(call_of(1, attempt="b", state=older)).opening.start_index == begin
     rest = Trainer(served, 1, 1, resume="latest").take(1000)
     assert rest == {index - 7: sample for index, sample in whole.items() if index >= begin + 7}
+    assert served.start_points.restore(text=older.decode(), undo_skip=True).skips == {}
 
 
 def test_a_snapshot_that_is_made_while_a_generation_with_a_skip_is_opened_is_of_one_line(
@@ -249,6 +251,42 @@ def test_skips_at_one_sample_and_before_one_another(place: Place, served: Served
         assert nested.train(14) == part(given, 20, 76)
     assert served.stats.read().skips == {20: 5, 55: 13}
     assert Trainer(place.restart(), 3, 2, state=nested.state(56)).take(3) == part(given, 56, 74)
+
+
+def test_a_restore_that_went_forward_while_a_skip_was_opened_keeps_the_skip(
+    served: ServedRun, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = sequence(served)
+    trainer.train(10)
+    pin = served.history.pin
+
+    def while_another_is_opened(*args: Any) -> PinnedPoint:
+        monkeypatch.setattr(served.history, "pin", pin)
+        pinned = pin(*args)
+        served.start_points.restore(sample_index=20, skip_samples=7)
+        Trainer(served).take(3)
+        return pinned
+
+    monkeypatch.setattr(served.history, "pin", while_another_is_opened)
+    assert served.start_points.restore(sample_index=12, skip_samples=3).skips == {12: 3, 17: 7}
+    assert Trainer(served).take(9) == part(without(samples, (12, 15), (20, 27)), 12, 48)
+
+
+@pytest.mark.parametrize("index", [0, 13])
+def test_a_skip_is_taken_back_at_its_own_sample(place: Place, served: ServedRun, trainer: Trainer, index: int) -> None:
+    samples = sequence(served)
+    trainer.train(10)
+    for skipped in (7, 2):
+        served.start_points.restore(sample_index=index, skip_samples=skipped)
+        again = Trainer(served)
+        again.train(9)
+    for point in ({"sample_index": index + 1}, {"text": again.state(index).decode()}):
+        with pytest.raises(ConfigError, match=rf"passed all skips of the run \(at samples \[{index}\]\)"):
+            served.start_points.restore(**point, undo_skip=True)
+    served = place.restart()
+    assert served.start_points.restore(sample_index=index, undo_skip=True, skip_samples=1).skips == {index: 1}
+    assert served.start_points.restore(sample_index=index, undo_skip=True).skips == {}
+    assert Trainer(served).take(5) == part(samples, index, index + 20)
 
 
 def test_a_pin_can_be_taken_back_and_both_are_shown(place: Place, served: ServedRun, trainer: Trainer) -> None:

@@ -14,7 +14,7 @@ from tokenloom_server.order.timeline import Timeline, _Recorded
 from tokenloom_server.run.active_generation import ActiveGeneration
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.generation import Generation
-from tokenloom_server.run.history import History, Pin
+from tokenloom_server.run.history import History
 from tokenloom_server.run.lease_state import LeaseState
 from tokenloom_server.run.pins import PinnedPoint
 from tokenloom_server.run.slots import Slot
@@ -151,8 +151,8 @@ def skips_for_one_launch_alone(patch: pytest.MonkeyPatch) -> None:
     """An opening that takes a pin writes only where it begins, and not what is passed over from there on."""
     right = History.pinned
 
-    def pinned(self: History, pin: PinnedPoint, made_at: float = 0.0) -> Pin:
-        return right(self, pin, made_at) if not made_at else right(self, pin._replace(skips=None), made_at)
+    def pinned(self: History, pin: PinnedPoint | None, made_at: float = 0.0) -> Timeline:
+        return right(self, pin, made_at) if not made_at else right(self, None, made_at)
 
     patch.setattr(History, "pinned", pinned)
 

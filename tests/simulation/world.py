@@ -582,7 +582,7 @@ class World(Scheduler):
             return
         asked = {"reason": f"at {self.now:.3f}", **self._change(coordinator.timeline.at(2**40).config)}
         if self.rng.random() < 0.4:
-            asked["sample_index"] = coordinator.view().first_revisable(None, 0) + self.rng.choice([0, 1, 7, 30])
+            asked["sample_index"] = coordinator.view().first_revisable(None) + self.rng.choice([0, 1, 7, 30])
         closed = coordinator.view().generation.closed
         try:
             revision = server.served.revision_handler.revise(MixtureChange.model_validate(asked))

@@ -314,7 +314,8 @@ class MemoryService(Runs):
             losses=owner(read=self.losses),
             plan=partial(self.plan, run),
             receipts=owner(receipt=self.receipt, report=self.report),
-            snapshots=owner(take=self.snapshot, list=self.snapshots, text=self.saved_snapshot),
+            snapshots=owner(take=self.snapshot, list=self.snapshots),
+            history=owner(saved=self.saved_snapshot),
             start_points=owner(restore=self.restore, cancel=self.cancel),
             traces=owner(sample=self.trace_sample, evaluated=self.trace_evaluated, micro_step=self.trace_micro_step),
             mixture=owner(info=self.mixture, revise=self.revise, drop=self.drop_revisions),
@@ -400,7 +401,8 @@ class MemoryService(Runs):
         undo_skip: bool = False,
     ) -> NextLaunch:
         stats = self.stats(run)
-        assert [snapshot_id, sample_index, text].count(None) == 2, "REST lets exactly one through"
+        if [snapshot_id, sample_index, text].count(None) != 2:
+            raise ConfigError("a restore names one of the three")
         if snapshot_id is not None:
             text = self.saved_snapshot(run, snapshot_id)
         if text is not None:

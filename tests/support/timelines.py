@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from tokenloom_proto.seal import canonical
@@ -10,7 +9,7 @@ from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.core.state import State
 from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order.revision_content import revise
-from tokenloom_server.order.segments import skip_content
+from tokenloom_server.order.segments import skip_content, skips_after
 from tokenloom_server.order.timeline import Timeline
 
 
@@ -23,8 +22,8 @@ def revised(timeline: Timeline, sample_index: int, *, state: State | None = None
 def skipping(timeline: Timeline, sample_index: int, samples: int, state: State | None = None) -> Timeline:
     """The timeline under a further revision that passes over samples; ``state``: and of the skips of before over those
     alone that it passed."""
-    there = state or replace(timeline.initial(), sample_index=sample_index)
-    return _revised(timeline, sample_index, skip_content(timeline.skips_after(there, samples, state is not None)))
+    passed = timeline.skips if state is None else {skip.sample_index: skip.samples for skip in state.skips}
+    return _revised(timeline, sample_index, skip_content(skips_after(passed, sample_index, samples)))
 
 
 def _revised(timeline: Timeline, sample_index: int, content: dict[str, Any]) -> Timeline:

@@ -15,12 +15,11 @@ from tokenloom_proto.errors import ProtocolError
 from tokenloom.batch.layout import Batch
 from tokenloom.connection.join import Request
 from tokenloom.connection.options import ConnectionOptions
-from tokenloom.connection.stream import Connection
 from tokenloom.datasets import data_loader
 from tokenloom.datasets.base import ResumableDataset
 from tokenloom.datasets.connected import ConnectedDataset, RunUrl, SlotOf, batches_of
 from tokenloom.errors import EndOfData
-from tokenloom.snapshot import History, Loaded, Older, Point
+from tokenloom.snapshot import History, Loaded, Point
 
 log = logging.getLogger("tokenloom")
 _BEGUN_AGAIN = "run %s: begun again at sample %d (resume='fresh', no state loaded): what was given before comes again"
@@ -86,8 +85,12 @@ class OrderDataset(ConnectedDataset, ResumableDataset):
             request = replace(request, resume="", state=loaded.text, fork=fork is not None)
         connection = self._connect(request)
         start, skips = connection.opening.start, connection.opening.skips
-        if loaded is not None:
-            _check_start(connection, loaded)
+        if loaded is not None and not loaded.leads_to(start):
+            connection.close()
+            raise ProtocolError(
+                f"the loaded state stands at sample index {loaded.sample_index} (digest {loaded.digest}), "
+                f"but the server starts at {start.sample_index} (digest {start.digest})"
+            )
         for line in skips if self.rank == 0 else ():
             log.warning("run %s: %s", self.run, line)
         if request.resume == "fresh" and connection.opening.facts.generation > 1 and self.rank == 0:
@@ -142,14 +145,3 @@ class OrderDataset(ConnectedDataset, ResumableDataset):
     def _request_of_copy(self) -> Request:
         """What the process asks for that goes on where this one stands."""
         return self._request
-
-
-def _check_start(connection: Connection, loaded: Loaded | Older) -> None:
-    """Raises ``ProtocolError`` where the server begins elsewhere than the loaded state says."""
-    start = connection.opening.start
-    if not loaded.leads_to(start):
-        connection.close()
-        raise ProtocolError(
-            f"the loaded state stands at sample index {loaded.sample_index} (digest {loaded.digest}), "
-            f"but the server starts at {start.sample_index} (digest {start.digest})"
-        )

@@ -49,7 +49,7 @@ class ServedRun:
         self.peeks = Peeks(coordinator, self.history, self.past)
         self.evaluations = Evaluations(coordinator, streams)
         self.snapshots = SavedSnapshots(coordinator, self.history)
-        self.start_points = StartPoints(coordinator, self.history, self.snapshots, self.past, self.fork_handler)
+        self.start_points = StartPoints(coordinator, self.history, self.past, self.fork_handler)
         self.mixture = Mixture(coordinator, self.revision_handler)
         self.receipts = Receipts(coordinator, self.history, self.past, self.stats)
         self.traces = Traces(coordinator, self.history, self.past, self.evaluations)

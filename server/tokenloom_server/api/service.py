@@ -81,7 +81,6 @@ class Runs:
 
     def add(self, path: Path, index_dir: Path | None, revise: str | None = None) -> ServedRun:
         """Brings up the run of a mixture file; see ``add_mixture``."""
-        self._refuse_one_too_many(str(path))
         return self.add_mixture(
             config.load(path, self._catalog), path.resolve().parent, index_dir, revise, where=str(path)
         )
@@ -97,7 +96,10 @@ class Runs:
         Raises ``LeaseHeld`` where another server leads it (unless on standby), what ``config.load``, ``builder.create``
         and ``builder.load`` raise, and the ledger's errors.
         """
-        self._refuse_one_too_many(where)
+        if len(self._runs) >= MAX_RUNS:
+            raise LimitExceeded(
+                f"{where}: this server has {len(self._runs)} runs, and one serves at most {MAX_RUNS}; start another"
+            )
         if mixture.run in self._runs:
             raise ConfigError(
                 f"{where}: run {mixture.run!r} is served already, from another file; give each run its own name"
@@ -125,12 +127,6 @@ class Runs:
         if change is not None:
             served.revision_handler.revise_soon(change)
         return served
-
-    def _refuse_one_too_many(self, where: str) -> None:
-        if len(self._runs) >= MAX_RUNS:
-            raise LimitExceeded(
-                f"{where}: this server has {len(self._runs)} runs, and one serves at most {MAX_RUNS}; start another"
-            )
 
     def _load(
         self, mixture: RunConfig, base_dir: Path, index_dir: Path | None, stored: StoredRun, revise: str | None

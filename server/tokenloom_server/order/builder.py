@@ -27,8 +27,8 @@ from tokenloom_server.order.readers import row_rules
 from tokenloom_server.order.record import (
     RunRecord,
     end_of_text,
+    estimates_by_name,
     estimates_from_json,
-    phase_estimates_from_json,
     recorded_fields,
 )
 from tokenloom_server.order.resources import RunResources
@@ -115,7 +115,7 @@ def load(
         has_loss_mask=config.masks_loss,
         order_version=version,
         size_estimates=estimates_from_json(recorded),
-        phase_estimates=phase_estimates_from_json(recorded),
+        phase_estimates=dict(estimates_by_name(recorded.get("phase_estimates", {}))),
     )
     factory = PipelineFactory(loaded, resources)
     if loaded.vocab_size != recorded["vocab_size"]:

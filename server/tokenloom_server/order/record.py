@@ -216,15 +216,11 @@ def estimates_from_json(fields: Mapping[str, Any]) -> dict[int, SizeEstimate]:
     """Reads ``estimates_to_json`` out of a record or a revision, also of order version 1, where there is no curve;
     those from before the first release have another name for it."""
     by_source = fields.get("size_estimates", fields.get("extents", {}))
-    return {int(source): one for source, one in _estimates(by_source)}
+    return {int(source): one for source, one in estimates_by_name(by_source)}
 
 
-def phase_estimates_from_json(fields: Mapping[str, Any]) -> dict[str, SizeEstimate]:
-    """Those of a record that are by spec."""
-    return dict(_estimates(fields.get("phase_estimates", {})))
-
-
-def _estimates(by_source: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, SizeEstimate]]:
+def estimates_by_name(by_source: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, SizeEstimate]]:
+    """Of each source as ``estimates_to_json`` names it: by id as text, or by spec."""
     for source, (rows, per_1000, *curve) in by_source.items():
         yield source, SizeEstimate(rows, per_1000, TokenCurve(*map(tuple, curve)) if curve else None)
 

@@ -52,7 +52,7 @@ def _checked_content(
 ) -> dict[str, Any]:
     factory = timeline.at(sample_index)
     config = _changed_config(timeline, change, sample_index)
-    files = _new_files(factory, config) | _appended_files(factory, change)
+    files = _new_files(factory, config) | dict(_appended(factory, name) for name in change.append_files)
     content = content_of(config)
     if plugins := plugins_of(source.spec for source in config.sources):
         content["plugins"] = plugins_to_json(plugins)
@@ -129,12 +129,8 @@ def _new_files(factory: PipelineFactory, config: RunConfig) -> dict[str, tuple[S
     return {files.spec: files.shards for files in build(new, factory.resources.base_dir).sources} if new else {}
 
 
-def _appended_files(factory: PipelineFactory, change: MixtureChange) -> dict[str, tuple[Shard, ...]]:
-    """All files of the sources that are to have more."""
-    return dict(_appended(factory, name) for name in change.append_files)
-
-
 def _appended(factory: PipelineFactory, name: str) -> tuple[str, tuple[Shard, ...]]:
+    """The spec of a source that is to have more files, and all of them."""
     source = next((source for source in factory.config.sources if name in (source.alias, source.source)), None)
     if source is None:
         names = ", ".join(repr(source.name) for source in factory.config.sources)

@@ -65,6 +65,16 @@ def skip_content(skips: Mapping[int, int]) -> dict[str, Any]:
     return {"skips": [*skips.items()], "changes": changes or ["nothing of the order is passed over any more"]}
 
 
+def skips_after(skips: Mapping[int, int], index: int, samples: int) -> dict[int, int]:
+    """What is passed over where so many samples more are, at a sample index. What lies after it stays with its data, so
+    that it moves by as many samples."""
+    passed = {index: samples} if samples else {}
+    for other, count in skips.items():
+        moved = max(index, other - samples) if other > index else other
+        passed[moved] = passed.get(moved, 0) + count
+    return dict(sorted(passed.items()))
+
+
 def with_skips(segments: Sequence[TimelineSegment], skips: Mapping[int, int]) -> Iterator[TimelineSegment]:
     """The segments of a run, cut where samples are passed over."""
     for segment, after in zip(segments, [*segments[1:], None], strict=True):

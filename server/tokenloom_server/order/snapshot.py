@@ -49,6 +49,8 @@ class ResumePoint:
     generation: int = 0
     #: What the snapshot says that each source has given, by spec; None where it does not say it.
     counts: Mapping[str, Mapping[str, int]] | None = None
+    #: (sample index, samples) of what its line passed over before it.
+    passed: Sequence[tuple[int, int]] = ()
     #: What was made of an older data loader's checkpoint, a line for each spec; empty for a snapshot.
     notes: tuple[str, ...] = ()
 
@@ -78,7 +80,7 @@ def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt) -> 
     if snapshot.resume_state is None:
         if snapshot.sample_index or int(snapshot.digest, 16) or snapshot.total_tokens:
             raise SnapshotInvalid(f"resume_state is missing, and sample_index is {snapshot.sample_index}, not 0")
-        base = None
+        base, passed = None, dict[int, int]()
     else:
         needed = (*_REMEDIES, "run_uid", "generation")
         missing = [field for field in needed if getattr(snapshot, field) is None]
@@ -89,6 +91,8 @@ def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt) -> 
             raise SnapshotInvalid(
                 f"resume_state is at sample {base.sample_index}, beyond sample_index {snapshot.sample_index}"
             )
+        passed = {skip.sample_index: skip.samples for skip in base.skips}
+        passed |= {i: samples for i, samples in snapshot.resume_state.all_skips if i < snapshot.sample_index}
         shape = shape_at(snapshot.sample_index, base.clock_offset)
         check_position("", snapshot.sample_index, snapshot.total_tokens, snapshot.digest, shape)
     return ResumePoint(
@@ -99,6 +103,7 @@ def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt) -> 
         run_uid=snapshot.run_uid,
         generation=snapshot.generation or 0,
         counts=snapshot.counts,
+        passed=[*passed.items()],
     )
 
 
@@ -193,12 +198,6 @@ class ForeignSnapshot(SnapshotDocument):
     def revisions(self) -> Sequence[tuple[int, Mapping[str, Any]]]:
         """(sample index, content) of the revisions that it carries."""
         return [(revision.sample_index, revision.content) for revision in self.resume_state.revisions or ()]
-
-    @property
-    def all_skips(self) -> Sequence[tuple[int, int]]:
-        """(sample index, samples) of all that its run passes over."""
-        of_origin: Sequence[tuple[int, int]] = (self.origin or {}).get("skips", ())
-        return next((content["skips"] for _, content in self.revisions if "skips" in content), of_origin)
 
     @property
     def skips(self) -> tuple[Skip, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
@@ -291,6 +292,12 @@ class ResumeStateDocument(_Strict):
     revisions: list[_Revision] | None = None
     #: Where the run was forked from.
     origin: dict[str, Any] | None = None
+
+    @property
+    def all_skips(self) -> Sequence[tuple[int, int]]:
+        """(sample index, samples) of all that the run passes over."""
+        of_origin: Sequence[tuple[int, int]] = (self.origin or {}).get("skips", ())
+        return next((one.content["skips"] for one in self.revisions or () if "skips" in one.content), of_origin)
 
 
 class SnapshotDocument(_Strict):

@@ -178,17 +178,6 @@ class Timeline:
         so_far = [f"passed over so far: {', '.join(passed)}"] if passed else []
         return (skip_content(ahead)["changes"] if ahead else []) + so_far
 
-    def skips_after(self, state: State, samples: int, undo: bool) -> dict[int, int]:
-        """What is passed over where so many samples more are, at a state; ``undo``: of the others only what that state
-        passed. Those after it stay with their data, so that they move by as many samples."""
-        index = state.sample_index
-        pairs = [*self.skips.items()] if not undo else [skip[:2] for skip in state.skips]
-        skips = {index: samples} if samples else {}
-        for other, count in pairs:
-            moved = max(index, other - samples) if other > index else other
-            skips[moved] = skips.get(moved, 0) + count
-        return dict(sorted(skips.items()))
-
     def _past_skip(self, segment: TimelineSegment, state: State) -> State:
         """A state at a segment's beginning, after the samples that are passed over there."""
         left = segment.skip - sum(skip.samples for skip in state.skips if skip.sample_index == segment.begin)
@@ -254,9 +243,11 @@ class Timeline:
         in_force = [one for one in named if one.begin <= index]
         ahead = [one for one in named if one.begin > index]
         revisions = [{"sample_index": one.begin, "content": one.content} for one in (*in_force[-1:], *ahead)]
-        if self.skips:
+        skips = [*self.skips.items()]
+        if skips:
             revisions.insert(0, {"sample_index": min(self.skips), "content": skip_content(self.skips)})
-        origin = self.origin.described() if self.origin is not None else None
+        # What its parent passed over, and this run does not any more, is not taken back by an empty ledger.
+        origin = replace(self.origin, skips=skips).described() if self.origin is not None else None
         return snapshot_encode.encode_state(state, self.shape_at(index, state.clock_offset), revisions, origin)
 
     def decode(self, resume_state: str) -> State:

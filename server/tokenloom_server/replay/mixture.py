@@ -46,7 +46,7 @@ class Mixture:
                 if segment.phase is not None
             ],
             revisions=[revision_info(timeline, revision, index) for revision in timeline.revisions],
-            first_revisable=view.first_revisable(self._revising.kept(view), self._revising.after_pin),
+            first_revisable=view.first_revisable(self._revising.kept(view)),
         )
 
     def revise(self, change: MixtureChange) -> RevisionInfo:

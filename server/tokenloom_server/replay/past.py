@@ -21,8 +21,8 @@ from tokenloom_server.errors import BeyondHorizon, ServerStopping, TooManyPeeks
 from tokenloom_server.order.replay import Replay, beyond_the_end
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.history import History, NearestState
-from tokenloom_server.run.pins import PinnedPoint
+from tokenloom_server.run.history import History
+from tokenloom_server.run.lineage import NearestState
 
 #: Peeks, traces and the like of a run at once. Each has a pipeline: a block of every source, and a message.
 MAX_PEEKS = 8
@@ -146,10 +146,6 @@ class Past:
             if state.sample_index < index:
                 raise beyond_the_end(index, state.sample_index)
             return nearest.generation, state
-
-    def pin(self, text: str, skip: int = 0, undo: bool = False) -> PinnedPoint:
-        """``History.pin``, in turns with the peeks."""
-        return self._history.pin(text, skip, undo, self.forward)
 
     def stop(self) -> None:
         """Ends all that is under way with ``ServerStopping``."""

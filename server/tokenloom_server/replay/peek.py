@@ -22,7 +22,8 @@ from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.replay.past import Past
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
-from tokenloom_server.run.history import LATEST, History, NearestState
+from tokenloom_server.run.history import LATEST, History
+from tokenloom_server.run.lineage import NearestState
 
 #: The largest micro-step of a peek, bytes.
 MAX_STEP_BYTES = 16 * 2**20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 
-from tokenloom_server.errors import LimitExceeded, NotFound
+from tokenloom_server.errors import LimitExceeded
 from tokenloom_server.ledger.commands import SaveSnapshot
 from tokenloom_server.ledger.records import StoredSnapshot
 from tokenloom_server.reports.stats import SnapshotInfo
@@ -54,13 +54,3 @@ class SavedSnapshots:
             SnapshotInfo(id=entry.id, sample_index=entry.sample_index, saved_at=entry.saved_at)
             for entry in run.ledger.snapshots(run.uid, run.stream)
         ]
-
-    def text(self, snapshot_id: str) -> str:
-        """The sealed text. Raises ``NotFound``."""
-        run = self._coordinator
-        stored = run.ledger.snapshot(run.uid, run.stream, snapshot_id)
-        if stored is None:
-            raise NotFound(
-                f"run {run.name!r} has no snapshot {snapshot_id!r}; GET /v1/runs/{run.name}/snapshots lists them"
-            )
-        return stored.text

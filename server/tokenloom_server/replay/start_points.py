@@ -7,7 +7,6 @@ import logging
 from tokenloom_server.errors import ConfigError, LimitExceeded, NotFound
 from tokenloom_server.order.segments import skip_content
 from tokenloom_server.replay.past import Past
-from tokenloom_server.replay.saved_snapshots import SavedSnapshots
 from tokenloom_server.reports.stats import NextLaunch
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.fork import ForkHandler
@@ -27,13 +26,11 @@ class StartPoints:
         self,
         coordinator: RunCoordinator,
         history: History,
-        snapshots: SavedSnapshots,
         past: Past,
         forks: ForkHandler,
     ) -> None:
         self._coordinator = coordinator
         self._history = history
-        self._snapshots = snapshots
         self._past = past
         self._forks = forks
 
@@ -61,29 +58,30 @@ class StartPoints:
             )
         if skip_samples and skip_tokens:
             raise ConfigError(f"a restore skips {skip_samples} samples and {skip_tokens} tokens: give one of them")
-        if snapshot_id is not None:
-            text = self._snapshots.text(snapshot_id)
-        elif sample_index is not None:
-            text, _ = self._history.snapshot(sample_index)
-        assert text is not None
         run = self._coordinator
         run.require_lead()
-        point = self._history.parse(text)
-        stored = run.ledger.read_run(run.name, run.stream)
-        if stored is not None:
-            self._history.refuse_foreign(point, stored)
-        skip = self._whole_samples(point.sample_index, skip_samples, skip_tokens)
-        pin = self._past.pin(text, skip, undo_skip)
-        if undo_skip and pin.skips is None:
-            index = point.sample_index
-            raise ConfigError(f"the state at sample {index} passed all skips of the run: name a sample before one")
+        is_pinned = False
+        while not is_pinned:
+            timeline = run.timeline
+            if snapshot_id is not None:
+                text = self._history.saved(snapshot_id)
+            elif sample_index is not None:
+                text = self._history.text_to_restore(sample_index, undo_skip)
+            assert text is not None
+            point = self._history.parse(text)
+            stored = run.ledger.read_run(run.name, run.stream)
+            if stored is not None:
+                self._history.refuse_foreign(point, stored)
+            skip = self._whole_samples(point.sample_index, skip_samples, skip_tokens)
+            pin = self._history.pin(text, skip, undo_skip, self._past.forward)
+            # Going forward takes its time: an opening, or a revision, may have changed what the run passes over.
+            is_pinned = run.set_pin(pin, timeline)
         for note in point.notes:
             _log.info("%s: %s", run.name, note)
-        run.set_pin(pin.text)
         _log.info("%s: the next generation starts at sample %d (pinned)", run.name, point.sample_index)
         for change in skip_content(dict(pin.skips))["changes"] if pin.skips is not None else ():
             _log.info("%s: from that generation on, %s", run.name, change)
-        return next_launch(pin.text)
+        return next_launch(pin)
 
     def cancel(self) -> NextLaunch:
         """Takes the pin back, and returns it: the next launch begins where it asks to. Raises ``NotFound`` where there
@@ -107,9 +105,9 @@ class StartPoints:
                 f"run {run.name!r} has begun (generation {stored.opening.generation}), and a fork is a new run: give "
                 "it another name in its mixture file"
             )
-        pin = self._past.pin(self._forks.fork(text))
-        run.set_pin(pin.text)
-        launch = next_launch(pin.text)
+        pin = self._history.pin(self._forks.fork(text), advance=self._past.forward)
+        run.set_pin(pin)
+        launch = next_launch(pin)
         _log.info("%s: begins at sample %d, forked (pinned)", run.name, launch.sample_index)
         return launch
 

@@ -33,6 +33,7 @@ from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.active_generation import ActiveGeneration
 from tokenloom_server.run.join_commands import JoinCommands
+from tokenloom_server.run.pins import PinnedPoint
 from tokenloom_server.run.views import CommitTask, ProductionTask, RecentCommit, RunView
 
 _log = logging.getLogger(__name__)
@@ -83,7 +84,8 @@ class RunCoordinator(JoinCommands):
             error = self._loss_under(epoch, stored)
             self.lease = self.lease.taken(epoch, until, store)
             self.timeline, self._revising_at, self.uid = timeline, None, stored.uid
-            self.revision_changes, self.pin = stored.revision_changes, stored.pin
+            self.revision_changes = stored.revision_changes
+            self.pin = PinnedPoint.read(stored.pin) if stored.pin is not None else None
             self._wakes.everyone()
             self._drop_generation()
             self._committed = self._committed_at = self._ledger_error = None

@@ -102,7 +102,7 @@ class ForkHandler:
             + sum(skip.tokens for skip in theirs.skips)
             - clock_offset
             - sum(source.token_offset for source in kept),
-            skips=parent.skips if parent is not None else foreign.all_skips,
+            skips=[*parent.timeline.skips.items()] if parent is not None else foreign.resume_state.all_skips,
         )
         timeline = coordinator.timeline.with_origin(origin).with_clock(clock_offset)
         state = same if same is not None else replace(_transplanted(timeline, origin, theirs), skips=theirs.skips)
@@ -129,7 +129,7 @@ class ForkHandler:
                 f"whether run {foreign.run!r} made its batches as this one does is not known: serve its mixture file "
                 "with this server, too (tokenloom serve A.yaml B.yaml)"
             )
-        theirs = parent.order_at(foreign.sample_index)
+        theirs = parent.timeline.at(foreign.sample_index)
         _refuse_difference(
             theirs,
             ours,
@@ -149,12 +149,12 @@ class ForkHandler:
         parent = self._parent(foreign.run)
         if parent is not None:
             state = parent.forward(parent.parse(text))
-            theirs = parent.order_at(state.sample_index)
+            theirs = parent.timeline.at(state.sample_index)
             _refuse_other_documents(theirs, coordinator.order)
             return foreign.at(state, theirs.record.shape), state if same else None
         if same:
             point = snapshot.parse(text, {**ours, "run": foreign.run}, coordinator.timeline.shape_at)
-            skipping = self._history.skipping(foreign.all_skips, foreign.sample_index)
+            skipping = self._history.skipping(foreign.resume_state.all_skips, foreign.sample_index)
             state = self._history.forward(point, timeline=skipping)
             return foreign.at(state, coordinator.timeline.shape_at(state.sample_index, state.clock_offset)), state
         state_index = foreign.resume_state.sample_index

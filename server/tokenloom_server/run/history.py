@@ -5,24 +5,28 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import NamedTuple
 
 from tokenloom_proto.resume import counts_at
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.core.state import MAX_COUNTER, Imported, State, digest_hex
-from tokenloom_server.errors import BeyondHorizon, LedgerRolledBack, NotFound, OrderMismatch, SnapshotInvalid
+from tokenloom_server.errors import (
+    BeyondHorizon,
+    ConfigError,
+    LedgerRolledBack,
+    NotFound,
+    OrderMismatch,
+    SnapshotInvalid,
+)
 from tokenloom_server.ledger.records import Opening, StoredRevision, StoredRun
 from tokenloom_server.order import foreign_checkpoint, foreign_payload, snapshot, snapshot_encode
-from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.replay import Replay, beyond_the_end
-from tokenloom_server.order.segments import skip_content
+from tokenloom_server.order.segments import skip_content, skips_after
 from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.cursor_check import check_cursors
-from tokenloom_server.run.lineage import covering
+from tokenloom_server.run.lineage import NearestState, covering, lineage
 from tokenloom_server.run.pins import PinnedPoint
 from tokenloom_server.run.sizing import batch_plans_of
 from tokenloom_server.run.views import RunView
@@ -34,25 +38,6 @@ Advance = Callable[[State, int, Timeline], State]
 LATEST, FRESH = "latest", "fresh"
 
 
-class NearestState(NamedTuple):
-    """A state to go forward from to a sample index."""
-
-    state: State
-    #: The one that the state is of; 0 where the ledger has none that far back.
-    generation: int
-    #: Up to there samples were delivered, as far as the ledger can tell, so that any of them may be asked for.
-    reach: int
-    #: The order that the generation saw.
-    timeline: Timeline
-
-
-class Pin(NamedTuple):
-    """What a restore pinned for the next launch: where that begins, and the order, perhaps with a revision more."""
-
-    point: ResumePoint
-    timeline: Timeline
-
-
 class History:
     """Snapshots of one run. Thread-safe; going forward is done by one caller at a time."""
 
@@ -61,6 +46,11 @@ class History:
         self._forward_lock = threading.Lock()
         # The last older checkpoint that was brought, as every rank brings it: its files are looked at once.
         self._imported: tuple[foreign_payload.Payload, Timeline, ResumePoint] | None = None
+
+    @property
+    def timeline(self) -> Timeline:
+        """The run's, as it is now."""
+        return self._coordinator.timeline
 
     def parse(self, text: str | bytes) -> ResumePoint:
         """Reads a snapshot of this run, or an older data loader's payload. Raises ``SnapshotInvalid``."""
@@ -78,29 +68,35 @@ class History:
         and with ``undo`` no other than those that it passed.
 
         Goes forward, which proves the point before it is pinned and not when the next job starts; ``advance`` as in
-        ``forward``. Raises ``SnapshotInvalid``, and ``BeyondHorizon`` where the data end among those to skip.
+        ``forward``. Raises ``SnapshotInvalid``, ``BeyondHorizon`` where the data end among those to skip, and
+        ``ConfigError`` where there is nothing to undo.
         """
-        point, timeline = self.parse(text), self._coordinator.timeline
+        point, known = self.parse(text), self.timeline.skips
         if point.digest is None:
             # Of an older payload that only counts samples: what it stands for is known now.
-            text = self.seal(self.forward(point, advance), point.generation, uid=point.run_uid)
+            state = self.forward(point, advance, self._before_skip(point.sample_index))
+            text = self.seal(state, point.generation, uid=point.run_uid)
             point = self.parse(text)
-        there = replace(point.base or timeline.initial(), sample_index=point.sample_index)
-        skips = timeline.skips_after(there, skip, undo)
-        changed = [*skips.items()] if skips != timeline.skips else None
+        skips = skips_after(dict(point.passed) if undo else known, point.sample_index, skip)
+        if undo and skips == known:
+            raise ConfigError(
+                f"the state at sample {point.sample_index} passed all skips of the run (at samples {[*known]}): to "
+                "take one back, name its sample by --sample, or a sample or state before it"
+            )
+        changed = [*skips.items()] if skips != known else None
         pin = PinnedPoint(text, point.sample_index, point.digest or "", changed)
-        self.forward(point, advance, self.pinned(pin).timeline)
+        self.forward(point, advance, self.pinned(pin))
         return pin
 
-    def pinned(self, pin: PinnedPoint, made_at: float = 0.0) -> Pin:
-        """What a pin means now, for an opening at a Unix time. Raises ``SnapshotInvalid``."""
-        point, skips = self.parse(pin.snapshot), pin.skips
-        timeline = self._coordinator.timeline
-        return Pin(point, timeline if skips is None else self.skipping(skips, point.sample_index, made_at))
+    def pinned(self, pin: PinnedPoint | None, made_at: float = 0.0) -> Timeline:
+        """The timeline of an opening at a Unix time that takes a pin: the run's, perhaps with a revision more."""
+        if pin is None or pin.skips is None:
+            return self.timeline
+        return self.skipping(pin.skips, self.parse(pin.snapshot).sample_index, made_at)
 
     def skipping(self, skips: Sequence[tuple[int, int]], sample_index: int, made_at: float = 0.0) -> Timeline:
         """The run's timeline where these, and no others, are passed over, by a revision at a sample index."""
-        timeline = self._coordinator.timeline
+        timeline = self.timeline
         revision = StoredRevision(
             number=len(timeline.revisions) + 1,
             sample_index=sample_index,
@@ -110,6 +106,11 @@ class History:
             content=canonical(skip_content(dict(skips))),
         )
         return timeline.with_revisions((*timeline.revisions, revision))
+
+    def _before_skip(self, sample_index: int) -> Timeline:
+        """The run's timeline where nothing is passed over at a sample index."""
+        others = [skip for skip in self.timeline.skips.items() if skip[0] != sample_index]
+        return self.skipping(others, sample_index)
 
     def refuse_foreign(self, point: ResumePoint, stored: StoredRun) -> None:
         """Raises ``SnapshotInvalid`` for a state out of another ledger, unless this one never opened the run."""
@@ -123,7 +124,7 @@ class History:
         """Where the run begins: sample 0, or where it was forked from another.
 
         Raises ``NotFound`` where only the ledger that a fork began with knows that."""
-        timeline = self._coordinator.timeline.with_clock(0)
+        timeline = self.timeline.with_clock(0)
         origin = timeline.origin
         if origin is not None and not origin.state:
             raise NotFound(
@@ -132,15 +133,6 @@ class History:
             )
         return ResumePoint.of(timeline.initial())
 
-    def order_at(self, sample_index: int) -> PipelineFactory:
-        """The order in force at a sample index."""
-        return self._coordinator.timeline.at(sample_index)
-
-    @property
-    def skips(self) -> list[tuple[int, int]]:
-        """(sample index, samples) of all that is passed over."""
-        return [*self._coordinator.timeline.skips.items()]
-
     def committed_point(self, stored: StoredRun) -> ResumePoint:
         """Where the ledger stands."""
         assert stored.committed is not None
@@ -148,7 +140,7 @@ class History:
             sample_index=stored.committed.sample_index,
             digest=stored.committed.digest,
             total_tokens=stored.committed.total_tokens,
-            base=self._coordinator.timeline.decode(stored.committed.state),
+            base=self.timeline.decode(stored.committed.state),
             run_uid=stored.uid,
             generation=stored.opening.generation if stored.opening else 0,
         )
@@ -166,18 +158,19 @@ class History:
             return self.beginning()
         if resume == LATEST:
             return self.beginning() if stored.committed is None else self.committed_point(stored)
-        return self._saved_point(stored, resume) if resume else None
+        return self.parse(self.saved(resume)) if resume else None
 
-    def _saved_point(self, stored: StoredRun, snapshot_id: str) -> ResumePoint:
-        coordinator = self._coordinator
-        saved = coordinator.ledger.snapshot(stored.uid, coordinator.stream, snapshot_id)
-        if saved is None:
-            known = [entry.id for entry in coordinator.ledger.snapshots(stored.uid, coordinator.stream)][:5]
+    def saved(self, snapshot_id: str) -> str:
+        """The text of a snapshot that the ledger has. Raises ``NotFound``."""
+        ledger, of_run = self._coordinator.ledger, (self._coordinator.uid, self._coordinator.stream)
+        stored = ledger.snapshot(*of_run, snapshot_id)
+        if stored is None:
+            known = [entry.id for entry in ledger.snapshots(*of_run)][:5]
             raise NotFound(
-                f"resume={snapshot_id!r}: run {stored.name!r} has no snapshot of that id "
-                f"(newest: {known or 'none'}); it may also be 'latest' or 'fresh'"
+                f"run {self._coordinator.name!r} has no snapshot {snapshot_id!r} (newest: {known or 'none'}; GET "
+                f"/v1/runs/{self._coordinator.name}/snapshots lists all); resume may also be 'latest' or 'fresh'"
             )
-        return self.parse(saved.text)
+        return stored.text
 
     def nearest(self, index: int, generation: int | None = None) -> NearestState:
         """The newest state that the ledger has at or before a sample index; the initial one where it has none.
@@ -219,11 +212,11 @@ class History:
 
     def _foreign_start(self, openings: Sequence[Opening]) -> Imported | None:
         """Where the present line began, if from an older data loader's checkpoint."""
-        return self._coordinator.timeline.decode(openings[-1].start_state).imported if openings else None
+        return self.timeline.decode(openings[-1].start_state).imported if openings else None
 
     def timeline_of(self, openings: Sequence[Opening], generation: int | None) -> Timeline:
         """The timeline that a generation had when it ended; that of the run for the present one, or None."""
-        timeline = self._coordinator.timeline
+        timeline = self.timeline
         later = [opening for opening in openings if generation is not None and opening.generation > generation]
         if not later:
             return timeline
@@ -255,7 +248,7 @@ class History:
         ``advance`` goes from a state to a sample index, in the caller's own way; ``timeline``: the one to go by, None
         for the run's.
         """
-        timeline = timeline or self._coordinator.timeline
+        timeline = timeline or self.timeline
         base = point.base or timeline.with_clock(0).initial()
         timeline = timeline.with_clock(base.clock_offset)
         check_cursors(timeline, base)
@@ -309,6 +302,24 @@ class History:
                 raise made
             return made
 
+    def text_to_restore(self, sample_index: int, before_skip: bool) -> str:
+        """The snapshot at a sample index; ``before_skip``: of the state before what the run passes over there. Raises
+        what ``snapshot`` does."""
+        timeline = self.timeline
+        if not before_skip or sample_index not in timeline.skips:
+            return self.snapshot(sample_index)[0]
+        for opening in lineage(self.openings()):
+            if opening.start_index > sample_index:
+                continue
+            base = self._journalled(opening, sample_index - 1, timeline)
+            if sample_index not in [skip.sample_index for skip in base.skips]:
+                state = self._advance(base, sample_index, self._before_skip(sample_index))
+                return self.seal(state, opening.generation, timeline.encode(base, opening.generation))
+        raise BeyondHorizon(
+            f"the ledger has no state from before the skip at sample {sample_index}: restore to a trainer's state from "
+            "before it (tokenloom restore --state)"
+        )
+
     def _snapshot(self, view: RunView, sample_index: int | None) -> tuple[str, int]:
         coordinator, generation, commit = self._coordinator, view.generation, view.commit
         if not generation.number:
@@ -345,7 +356,7 @@ class History:
         """The snapshot at a state; ``resume_state``: where going forward to it begins, if not at itself; ``uid``: of
         the run where it is not this ledger's."""
         template = self._coordinator.template(uid or self._coordinator.uid, generation)
-        there = self._coordinator.timeline.encode(state, generation)
+        there = self.timeline.encode(state, generation)
         return snapshot_encode.compose(template, resume_state or there, there)
 
     def _recomputed(self, index: int, present: int) -> str:
@@ -361,7 +372,7 @@ class History:
         if opening is None:
             raise BeyondHorizon(f"sample {index} lies before the first state that the ledger holds of this run")
         boundary = batch_plans_of(opening).boundary(index)
-        timeline = self._coordinator.timeline
+        timeline = self.timeline
         base = self._advance(self._journalled(opening, boundary, timeline), boundary, timeline)
         state = self._advance(base, index, timeline)
         if state.sample_index != index:

@@ -49,7 +49,6 @@ class JoinHandler:
     ) -> None:
         self._coordinator = coordinator
         self._history = history
-        self._revisions = revisions
         self._forks = forks
         self._opener = GenerationOpener(coordinator, history, revisions)
 
@@ -85,12 +84,8 @@ class JoinHandler:
             coordinator.await_rank_0(call.attempt, self._opener.choice_of(call), left_s)
 
     def _as_own(self, call: JoinCall) -> JoinCall:
-        """A call whose state is one of this run: of a fork it is made from the other run's. What it says of the run's
-        revisions and its origin is taken over by a ledger that never opened the run."""
-        if not call.state:
-            return call
-        if not call.fork:
-            self._revisions.adopt(call.state)
+        """A call whose state is one of this run: of a fork it is made from the other run's."""
+        if not call.state or not call.fork:
             return call
         opening = self._coordinator.stored().opening
         if opening is not None and opening.attempt != call.attempt:

@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
+from tokenloom_server.core.state import State
 from tokenloom_server.errors import NotFound
 from tokenloom_server.ledger.records import Opening
+from tokenloom_server.order.timeline import Timeline
+
+
+class NearestState(NamedTuple):
+    """A state to go forward from to a sample index."""
+
+    state: State
+    #: The one that the state is of; 0 where the ledger has none that far back.
+    generation: int
+    #: Up to there samples were delivered, as far as the ledger can tell, so that any of them may be asked for.
+    reach: int
+    #: The order that the generation saw.
+    timeline: Timeline
 
 
 def lineage(openings: Sequence[Opening], generation: int | None = None) -> Iterator[Opening]:

@@ -15,7 +15,7 @@ from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.commits import commit_of
 from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.history import History, Pin
+from tokenloom_server.run.history import History
 from tokenloom_server.run.join_call import JoinCall, ResumeChoice, position_of
 from tokenloom_server.run.pins import PinnedPoint
 from tokenloom_server.run.revise import RevisionHandler, brings
@@ -64,11 +64,10 @@ class GenerationOpener:
                 return stored.opening
             self._refuse_busy(call)
             # The trainer's state carries its revisions; a ledger that lost some takes them from it.
-            pinned = PinnedPoint.read(stored.pin) if stored.pin is not None else None
-            self._revisions.take_over(call.state or (pinned.snapshot if pinned is not None else ""))
+            pin = PinnedPoint.read(stored.pin) if stored.pin is not None else None
+            self._revisions.take_over(call.state or (pin.snapshot if pin is not None else ""))
             choice, opened_at = self.choice_of(call), coordinator.wall_clock()
-            pin = self._history.pinned(pinned, opened_at) if pinned is not None else None
-            timeline = pin.timeline if pin is not None else coordinator.timeline
+            timeline = self._history.pinned(pin, opened_at)
             point = self._resolve(call, stored, pin)
             start = self._history.forward(point, timeline=timeline)
             timeline = timeline.with_clock(start.clock_offset)
@@ -158,14 +157,14 @@ class GenerationOpener:
         is_known = self._history.parse(call.state).digest is not None
         return ResumeChoice.of_state(start.sample_index, digest_hex(start.digest) if is_known else None)
 
-    def _resolve(self, call: JoinCall, stored: StoredRun, pin: Pin | None) -> ResumePoint:
+    def _resolve(self, call: JoinCall, stored: StoredRun, pin: PinnedPoint | None) -> ResumePoint:
         """Where the generation starts."""
         history = self._history
         if call.state and call.resume:
             raise JoinRefused(f"rank {call.rank} brings a loaded state and resume={call.resume!r}: give one of them")
         wanted = history.asked_for(stored, call.state, call.resume)
         if pin is not None:
-            pinned = pin.point
+            pinned = history.parse(pin.snapshot)
             if wanted is not None and not _same_place(wanted, pinned):
                 raise JoinRefused(
                     f"a restore pinned {position_of(pinned.sample_index, pinned.digest)} as the next resume point, but "

@@ -18,7 +18,6 @@ from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order import revision_content, snapshot
 from tokenloom_server.order.origin import Origin
 from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.pins import PinnedPoint
 from tokenloom_server.run.views import RunView
 
 _log = logging.getLogger(__name__)
@@ -126,13 +125,7 @@ class RevisionHandler:
     def _choice_of(self, change: MixtureChange) -> Callable[[RunView], int]:
         """What chooses the sample index of a change, under the run's lock: what the ledger has is read before that."""
         kept = self.kept(self._coordinator.view())
-        return lambda view: _index_of(self._coordinator.name, change, view, view.first_revisable(kept, self.after_pin))
-
-    @property
-    def after_pin(self) -> int:
-        """The sample index after the pinned one, whose state does not name a revision before that; 0 without a pin."""
-        pin = self._coordinator.pin
-        return 1 + PinnedPoint.read(pin).sample_index if pin is not None else 0
+        return lambda view: _index_of(self._coordinator.name, change, view, view.first_revisable(kept))
 
     def kept(self, view: RunView) -> int | None:
         """Of a run that stands still, the sample index after all states that the ledger has as texts: a revision before
@@ -150,16 +143,6 @@ class RevisionHandler:
         coordinator = self._coordinator
         revise = Revise(coordinator.uid, coordinator.stream, epoch, revision, closes, known_changes=known_changes)
         return coordinator.ledger.execute(revise)
-
-    def adopt(self, text: str | bytes) -> None:
-        """``take_over`` for a ledger that never opened the run, by who does not hold ``one_change``."""
-        coordinator = self._coordinator
-        if brings(coordinator.name, text) is None:
-            return
-        with coordinator.one_change:
-            stored = coordinator.ledger.read_run(coordinator.name, coordinator.stream)
-            if stored is not None and stored.opening is None:
-                self.take_over(text)
 
     def take_over(self, text: str | bytes) -> None:
         """A ledger that is not as far as a snapshot of the run takes over the revisions that the snapshot carries; one

@@ -28,6 +28,7 @@ from tokenloom_server.run.commits import commit_of
 from tokenloom_server.run.generation import Generation
 from tokenloom_server.run.join_call import RankRefusal, ResumeChoice
 from tokenloom_server.run.lease_state import LeaseState
+from tokenloom_server.run.pins import PinnedPoint
 from tokenloom_server.run.timeouts import Timeouts
 from tokenloom_server.run.views import RecentCommit, RunView
 from tokenloom_server.run.wakes import Wakes
@@ -70,8 +71,8 @@ class RunState:
         self.uid = uid
         #: How many changes of the revisions the ledger has acknowledged to this server: every write says so.
         self.revision_changes = 0
-        #: Where the next launch begins, as a ``PinnedPoint``; None where nothing is pinned.
-        self.pin: str | None = None
+        #: Where the next launch begins; None where nothing is pinned.
+        self.pin: PinnedPoint | None = None
         self.lease = LeaseState()
         self.stopping = False
         self._active: ActiveGeneration | None = None
@@ -134,12 +135,16 @@ class RunState:
             raise LedgerError(f"run {self.name!r} is gone from {self.ledger.description}; restart the server")
         return stored
 
-    def set_pin(self, pin: str | None) -> None:
-        """Writes where the next launch begins; None takes it back. Raises the ledger's errors."""
+    def set_pin(self, pin: PinnedPoint | None, timeline: Timeline | None = None) -> bool:
+        """Writes where the next launch begins; None takes it back. Writes nothing, and returns False, where the run has
+        another timeline by now than the pin was worked out for. Raises the ledger's errors."""
         with self.one_change:
-            epoch, known = self.lease.epoch, self.revision_changes
-            self.ledger.execute(Pin(self.uid, self.stream, epoch, pin, known_changes=known))
+            if timeline is not None and timeline is not self.timeline:
+                return False
+            text, epoch, known = pin.text if pin is not None else None, self.lease.epoch, self.revision_changes
+            self.ledger.execute(Pin(self.uid, self.stream, epoch, text, known_changes=known))
             self.pin = pin
+            return True
 
     def template(self, uid: str = "", generation: int = 0) -> dict[str, Any]:
         """What every snapshot of a generation says beside its position and state."""
@@ -182,6 +187,7 @@ class RunState:
             ledger_error=self._ledger_error,
             waiting_for=self._waiting_for(),
             opening=bool(self._openings),
+            pin=self.pin,
             generation=active.view(now, self.timeouts.liveness_s) if active is not None else GenerationView(),
         )
 

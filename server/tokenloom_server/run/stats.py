@@ -98,7 +98,7 @@ class StatsReader:
             revision=revisions[in_force - 1].number if in_force else 0,
             next_revision=_planned(view, revisions[in_force:]),
             skips=timeline.skips,
-            pin=next_launch(coordinator.pin) if coordinator.pin is not None else None,
+            pin=next_launch(view.pin) if view.pin is not None else None,
             reported=reported,
             sources=self.sources(committed, state, view.earlier_commit, over=generation.over, losses=losses),
             ranks=_ranks(view),
@@ -264,10 +264,10 @@ def _stores_row_counts(order: PipelineFactory, source: int) -> bool:
     return scheme_of(order.config.sources[source].spec).reader(order.record.shards[source]).stores_row_counts
 
 
-def next_launch(pin: str) -> NextLaunch:
+def next_launch(pin: PinnedPoint) -> NextLaunch:
     """What a pin says, for people."""
-    _, index, digest, skips = PinnedPoint.read(pin)
-    return NextLaunch(sample_index=index, digest=digest, skips=None if skips is None else dict(skips))
+    skips = None if pin.skips is None else dict(pin.skips)
+    return NextLaunch(sample_index=pin.sample_index, digest=pin.digest, skips=skips)
 
 
 def _planned(view: RunView, revisions: Sequence[StoredRevision]) -> PlannedRevision | None:

@@ -12,6 +12,7 @@ from tokenloom_server.order.steps import BatchPlan, StepGroup
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.active_generation import ActiveGeneration, GenerationView
 from tokenloom_server.run.lease_state import LeaseState
+from tokenloom_server.run.pins import PinnedPoint
 
 #: Rates and window shares look back this far, seconds.
 LOOK_BACK_S = 30.0
@@ -79,6 +80,8 @@ class RunView(NamedTuple):
     waiting_for: str
     #: Whether a launch is being opened.
     opening: bool
+    #: Where the next launch begins, if that is pinned.
+    pin: PinnedPoint | None
     #: The present one; without a number where there is none.
     generation: GenerationView
 
@@ -101,13 +104,15 @@ class RunView(NamedTuple):
         left, rate = self.timeline.tokens_at(sample_index) - self.commit.total_tokens, self.tokens_per_s
         return round(max(0, left) / rate, 1) if rate > 0 else None
 
-    def first_revisable(self, kept: int | None, after_pin: int) -> int:
-        """The first sample index from which on a revision may hold, after the newest one and ``after_pin``: what is not
-        produced. Where a run stands still, where its commits, its ranks' reports and ``kept`` end (None: unknown)."""
+    def first_revisable(self, kept: int | None) -> int:
+        """The first sample index from which on a revision may hold, after the newest one and after what is pinned,
+        whose state does not name it: what is not produced. Where a run stands still, where its commits, its ranks'
+        reports and ``kept`` end (None: unknown)."""
         generation, first = self.generation, self.generation.first_unproduced
         if generation.stands_still and kept is not None:
             first = max(kept, self.commit.sample_index, *(rank.position for rank in generation.ranks))
-        first = max(first, after_pin)
+        if self.pin is not None:
+            first = max(first, self.pin.sample_index + 1)
         first += -first % self.timeline.at(first).config.pick_samples
         return max(first, self.timeline.last_revised)
 

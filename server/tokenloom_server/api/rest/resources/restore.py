@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import Body
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
 from tokenloom_server.api.auth import Scope
 from tokenloom_server.api.rest.models import Model, RunName, SampleIndex
@@ -36,17 +36,6 @@ class RestoreRequest(Model):
     undo_skip: bool = False
     """Whether skips that the state at that point did not pass are taken back: for a state from beyond a skip that was
     taken without it."""
-
-    @model_validator(mode="after")
-    def _exactly_one(self) -> RestoreRequest:
-        points = sorted(self.model_dump(exclude_none=True, include=set(_POINTS)))
-        if len(points) != 1:
-            raise ValueError(
-                f"exactly one of snapshot_id, sample_index and snapshot, but {' and '.join(points) or 'none'} was given"
-            )
-        if self.skip_samples and self.skip_tokens:
-            raise ValueError("at most one of skip_samples and skip_tokens, but both were given")
-        return self
 
 
 class ForkRequest(Model):

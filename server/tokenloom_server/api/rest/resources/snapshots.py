@@ -85,4 +85,4 @@ def add_routes(routes: Routes, backend: Backend) -> None:
 
         The sealed text itself, unchanged: its checksum covers these bytes.
         """
-        return Response(runs.get(run).snapshots.text(snapshot_id), media_type="application/json")
+        return Response(runs.get(run).history.saved(snapshot_id), media_type="application/json")
