@@ -194,6 +194,15 @@ def test_shares_are_shown_and_follow_the_service(page: Page, service: MemoryServ
 
 
 @pytest.mark.browser
+def test_a_warning_is_shown_while_the_run_goes_on(page: Page, service: MemoryService) -> None:
+    warning = "'a.txt' was written or copied since the run began"
+    service.put(run_stats(RUN, warning=warning))
+    expect(page.get_by_text(warning)).to_be_visible()
+    service.put(run_stats(RUN))
+    expect(page.get_by_text(warning)).to_be_hidden()
+
+
+@pytest.mark.browser
 def test_names_are_shown_and_never_obeyed(page: Page, service: MemoryService) -> None:
     # What is no pair of surrogates does not travel in JSON's UTF-8.
     texts = [text.partition("\ud83d")[0] for text in TEXTS]

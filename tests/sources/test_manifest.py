@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from support.hostile import is_shown_as_it_is
 from tokenloom_server.errors import SourceChanged, SourceError
 from tokenloom_server.sources import files, manifest
 from tokenloom_server.sources.manifest import Manifest
+from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.local import LocalFile
 
 GLOB = spec_of("txt:data/*.txt:text")
@@ -150,6 +153,80 @@ def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
     (folder / "data" / "gone.txt").symlink_to("nowhere")
     with pytest.raises(SourceError, match=r"'data/gone\.txt' cannot be read \(No such file"):
         files.shards_of(GLOB, ["data/a.txt", "data/gone.txt"], folder)
+
+
+def large(folder: Path, name: str, size: int) -> Path:
+    path = folder / "large" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(random.Random(name).randbytes(size))
+    return path
+
+
+def edit(path: Path, offset: int, size: int = 1) -> None:
+    """Other bytes at a place, and all else as it was, the time of modification too."""
+    times, data = path.stat(), bytearray(path.read_bytes())
+    data[offset : offset + size] = bytes(byte ^ 1 for byte in data[offset : offset + size])
+    path.write_bytes(data)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+LARGE = spec_of("txt:large/*.txt:text")
+
+
+@pytest.mark.parametrize(("size", "edited"), [(4 << 20, 1), (12 << 20, 2 * (12 << 20) // 64)])
+def test_an_edit_that_the_fingerprint_does_not_see_is_noticed_by_spots(tmp_path: Path, size: int, edited: int) -> None:
+    # Of four mebibytes every byte is seen, of a larger file whatever is as long as two of its 64 parts.
+    path = large(tmp_path, "a.txt", size)
+    built = manifest.build([LARGE], tmp_path)
+    for offset in range(100_000, size - 100_000 - edited, size // 11):
+        edit(path, offset, edited)
+        manifest.verify(built, tmp_path, SOURCES)
+        with pytest.raises(SourceChanged) as caught:
+            manifest.verify_spots(built, tmp_path, math.inf)
+        for part in ("'large/a.txt' was changed within", "found spot digest 64:", "put the file back as it was"):
+            assert part in str(caught.value)
+        assert f"recorded {built.sources[0].shards[0].spots.partition(':')[2]}" in str(caught.value)
+        edit(path, offset, edited)
+    manifest.verify_spots(built, tmp_path, math.inf)
+
+
+def test_spots_are_bounded_recorded_beside_the_fingerprint_and_no_part_of_the_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(files, "ALL_SPOTS", 6)
+    for name, size in (("a", 1 << 18), ("b", 1 << 17), ("c", 1 << 19)):
+        large(tmp_path, f"{name}.txt", size)
+    built = manifest.build([LARGE], tmp_path)
+    counts = [shard.spots.partition(":")[2].partition(":")[0] for shard in built.sources[0].shards]
+    assert counts == ["2", "", "2"]  # a third of them is for each file
+    read = Manifest.from_json(built.to_json()).sources[0].shards
+    assert [shard.spots for shard in read] == [shard.spots for shard in built.sources[0].shards]
+    with caplog.at_level("WARNING"):
+        manifest.verify_spots(built, tmp_path, -math.inf)
+    assert "time was up before all files were compared with their spots: 'large/a.txt' was not" in caplog.text
+    before_spots = Manifest.from_json(built.to_json(spots=False))
+    edit(tmp_path / "large/a.txt", 1 << 17)
+    manifest.verify_spots(before_spots, tmp_path, math.inf)
+    os.utime(tmp_path / "large/a.txt", ns=(1, 1))
+    assert manifest.build([LARGE], tmp_path).digest == before_spots.digest == built.digest
+
+
+def test_a_file_that_is_written_while_it_is_served_is_a_warning_or_refused_by_its_spots(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, io_stats = large(tmp_path, "a.txt", 1 << 19), IoStats()
+    (shard,) = manifest.build([LARGE], tmp_path).sources[0].shards
+    for modified in (None, 1, None):
+        if modified is not None:
+            os.utime(path, ns=(modified, modified))
+        with caplog.at_level("WARNING"):
+            files.open_shard(LARGE, shard, tmp_path, io_stats).close()
+    assert "'large/a.txt' was written or copied since the run began; what was recorded of it is" in io_stats.warning
+    assert caplog.messages == [io_stats.warning]
+    edit(path, 1 << 18)
+    os.utime(path, ns=(2, 2))
+    with pytest.raises(SourceChanged, match=r"'large/a\.txt' was changed within"):
+        files.open_shard(LARGE, shard, tmp_path, io_stats)
 
 
 @pytest.mark.parametrize("name", ["\x1b[2J.txt", "a\nforged.txt", "\u202etxt.exe.txt", "\x9b.txt"])

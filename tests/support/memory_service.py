@@ -113,6 +113,7 @@ def run_stats(run: str = "wiki-and-code", **figures: Any) -> RunStats:
             "ended": None,
             "exhausted": False,
             "error": None,
+            "warning": "",
             "tokenizer": "gigatoken 0.10.0",
             "revision": 1,
             "skips": {96: 12},

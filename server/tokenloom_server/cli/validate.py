@@ -20,28 +20,25 @@ if TYPE_CHECKING:
     from tokenloom_server.config.data_roots import DataRoots
     from tokenloom_server.config.run import RunConfig
     from tokenloom_server.order.factory import PipelineFactory
+    from tokenloom_server.sources.manifest import Manifest
+
+
+_HELP = {
+    "print": "Print the mixture file that --dataset-mix stands for; all else goes to standard error.",
+    "scan": "Read every row once, and list the bad ones: 20 of a file, with their count; then the status is 1.",
+    "full": "Compare all of the local files with digests.json beside the mixture file; status 1 where one differs.",
+    "record": "With --full: write digests.json anew, from the files as they are.",
+}
 
 
 def validate(
     mixture: Mixture = None,
     *,
     mixture_options: MixtureOptions,
-    print_file: Annotated[
-        bool,
-        typer.Option(
-            "--print",
-            help="Print the mixture file that --dataset-mix stands for; all else goes to standard error.",
-            rich_help_panel=PANEL,
-        ),
-    ] = False,
-    scan: Annotated[
-        bool,
-        typer.Option(
-            "--scan",
-            help="Read every row once, and list the bad ones: 20 of a file, with their count; then the status is 1.",
-            rich_help_panel=PANEL,
-        ),
-    ] = False,
+    print_file: Annotated[bool, typer.Option("--print", help=_HELP["print"], rich_help_panel=PANEL)] = False,
+    scan: Annotated[bool, typer.Option("--scan", help=_HELP["scan"], rich_help_panel=PANEL)] = False,
+    full: Annotated[bool, typer.Option("--full", help=_HELP["full"], rich_help_panel=PANEL)] = False,
+    record: Annotated[bool, typer.Option("--record", help=_HELP["record"], rich_help_panel=PANEL)] = False,
 ) -> None:
     """Check a mixture, its sources and its tokeniser, without serving anything.
 
@@ -56,6 +53,8 @@ def validate(
     run_config, text, base_dir = mixture_options.load(mixture)
     if print_file and not text:
         raise ConfigError("--print writes out what --dataset-mix stands for; a mixture file is one already")
+    if record and not full:
+        raise ConfigError("--record writes the digests that --full compares with; give both")
     if scan:
         _scan(out, run_config, base_dir, mixture_options.roots())
     with console(stderr=True).status("opening sources and tokeniser"):
@@ -63,6 +62,8 @@ def validate(
         samples = factory.pipeline(factory.initial())
         samples.advance(run_config.pick_samples)
         streams = Streams.checked(factory, run_config)
+    if full:
+        _compare_all(out, factory.record.manifest, base_dir, record=record)
     out.print(_sources(factory))
     _print_reading(out, factory)
     for name in streams.names:
@@ -96,6 +97,35 @@ def _scan(out: Console, run_config: RunConfig, base_dir: Path, roots: DataRoots)
     bad, filtered = sum(file.bad for file in files), sum(file.filtered for file in files)
     out.print(f"{sum(file.rows for file in files):,} rows: {bad:,} bad, {filtered:,} filtered or blank")
     if bad:
+        raise typer.Exit(1)
+
+
+def _compare_all(out: Console, manifest: Manifest, base_dir: Path, *, record: bool) -> None:
+    """Prints the local files that are not as recorded; ``record``: records them anew. Raises ``typer.Exit`` where there
+    is one, and ``ConfigError`` where nothing is recorded."""
+    import json
+
+    from tokenloom_server.cli.progress import Progress
+    from tokenloom_server.prepare.preparer import DIGESTS
+    from tokenloom_server.storage.drafts import checksum, write_whole
+    from tokenloom_server.storage.urls import is_remote
+
+    path, digests = base_dir / DIGESTS, {}
+    if not record and not path.is_file():
+        raise ConfigError(f"{path}: is missing; validate --full --record writes it from the files as they are")
+    files = {shard.path: shard.size for each in manifest.sources for shard in each.shards if not is_remote(shard.path)}
+    with Progress(sum(files.values()), "files") as progress:
+        for file, size in files.items():
+            digests[file] = checksum(base_dir / file)
+            progress.advance(1, 0, size)
+    if record:
+        write_whole(path, json.dumps(digests, indent=1) + "\n")
+    recorded = json.loads(path.read_text(encoding="utf-8"))
+    differing = [file for file in files if recorded.get(file) != digests[file]]
+    for file in differing:
+        text = f"changed: {file!r}: found {digests[file]}, recorded {recorded.get(file, 'nothing')}"
+        out.print(text, soft_wrap=True)
+    if differing:
         raise typer.Exit(1)
 
 

@@ -18,7 +18,7 @@ from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.order import builder
-from tokenloom_server.prepare.shards import ShardFormat, block_rows
+from tokenloom_server.prepare.shards import ShardFormat
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.files import in_threads
 
@@ -141,12 +141,7 @@ class Job:
         children = {child["source"]: child for child in record["config"]["mixture"]["children"]}
         return {
             "format": FORMAT,
-            "shards": {
-                "format": self.form,
-                "bytes": self.shard_bytes,
-                "ids": self.order.record.dtype.name,
-                "block_rows": block_rows(self.form),
-            },
+            "shards": {"format": self.form, "bytes": self.shard_bytes, "ids": self.order.record.dtype.name},
             "tokenizer": record["tokenizer"],
             "special_tokens_in_text": config.special_tokens_in_text,
             "vocab_size": self.order.record.vocab_size,

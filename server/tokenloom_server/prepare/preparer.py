@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 
 MIXTURE = "mixture.yaml"
 MANIFEST = "manifest.json"
+#: Beside a mixture file, of each of its local files the XXH3-128 of all bytes.
+DIGESTS = "digests.json"
 
 #: Called with rows, their tokens and their bytes in the files that they come from; from any thread.
 OnRows = Callable[[int, int, int], None]
@@ -136,6 +138,8 @@ def _finish(job: Job, journal: Journal, kept: int) -> Done:
     folder = journal.folder
     tokenizer = _copy_tokenizer(job, folder)
     write_whole(folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+    digests = {task.name: journal.shard(task).checksum for task in job.tasks}
+    write_whole(folder / DIGESTS, json.dumps(digests, indent=1) + "\n")
     write_whole(folder / MIXTURE, short_form.as_yaml(_mixture(job, tokenizer)))
     return Done(**totals, shards=len(job.tasks), kept=kept, mixture=folder / MIXTURE)
 

@@ -33,19 +33,14 @@ _DICTIONARY_BYTES = 1 << 22
 COLUMN = "ids"
 
 
-def block_rows(form: ShardFormat) -> int | None:
-    """Rows of a block where a shuffle takes record batches apart; None of Parquet, whose row groups are decoded as a
-    whole."""
-    return SHUFFLED_ROWS if form == "arrow" else None
-
-
 class ShardWriter:
     """Writes one file with the column ``ids``: lists of an unsigned integer type. Not for several threads."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], form: ShardFormat) -> None:
         """Raises ``OSError``."""
         self._dtype = dtype
-        metadata = {BLOCK_ROWS: str(rows).encode()} if (rows := block_rows(form)) else None
+        # Of Parquet a row group is decoded as a whole, so there it is the block.
+        metadata = {BLOCK_ROWS: b"%d" % SHUFFLED_ROWS} if form == "arrow" else None
         self._schema = pa.schema([pa.field(COLUMN, pa.list_(pa.from_numpy_dtype(dtype)))], metadata)
         self._writer = (
             pa.ipc.new_file(str(path), self._schema)

@@ -180,6 +180,8 @@ class RunStats(Document):
     """Whether every source is that was not dropped, and the last of their samples is committed."""
     error: str | None
     """What stopped the run; null while it is well."""
+    warning: str
+    """What is to be looked at while the run goes on, such as files that were written since it began; or nothing."""
     tokenizer: str
     """Engine and version."""
     revision: int

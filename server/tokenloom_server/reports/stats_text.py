@@ -34,7 +34,7 @@ def print_stats(out: Console, stats: RunStats) -> None:
         out.print(f"rank {rank.rank}: {rank.state}, at sample {rank.position:,} (lag {rank.lag:,}), {heard}")
     if stats.opening:
         out.print("a launch is being opened")
-    for note in (stats.waiting_for and f"waiting for {stats.waiting_for}", stats.ended, stats.error):
+    for note in (stats.waiting_for and f"waiting for {stats.waiting_for}", stats.ended, stats.error, stats.warning):
         if note:
             out.print(note)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 from tokenloom_server.errors import SourceError, TokenizerError, TokenloomError
 from tokenloom_server.order.pipeline import Pipeline
@@ -12,8 +13,12 @@ from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.active_generation import ActiveGeneration
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.views import ProductionTask
+from tokenloom_server.sources.manifest import verify_spots
 
 _log = logging.getLogger(__name__)
+
+#: How long the files of a run are compared with their spot digests, seconds.
+COMPARE_S = 60.0
 
 
 class Producer(threading.Thread):
@@ -23,6 +28,8 @@ class Producer(threading.Thread):
         super().__init__(name=f"{coordinator.name}-producer", daemon=True)
         self._coordinator = coordinator
         self._active: ActiveGeneration | None = None
+        #: For which the files were compared, or are now.
+        self._compared: ActiveGeneration | None = None
         self._pipeline: Pipeline | None = None
         self._group: StepGroup | None = None
         # What the pipeline follows.
@@ -73,6 +80,18 @@ class Producer(threading.Thread):
             self._give_up(task, SourceError(f"producing samples failed: {type(error).__name__}: {error}"))
         else:
             coordinator.publish(task, group, pipeline.ended, pipeline.dropped_samples)
+            if task.active is not self._compared:
+                self._compared = task.active
+                name = f"{coordinator.name}-files"
+                threading.Thread(target=self._compare_files, args=(task,), name=name, daemon=True).start()
+
+    def _compare_files(self, task: ProductionTask) -> None:
+        """Beside production: the spots of the files, once for each launch, after its first samples."""
+        order = self._coordinator.order
+        try:
+            verify_spots(order.record.manifest, order.resources.base_dir, time.monotonic() + COMPARE_S)
+        except TokenloomError as error:
+            self._coordinator.fail(task.active, error)
 
     def _fill(self, task: ProductionTask, steps: int) -> tuple[Pipeline, StepGroup]:
         """Adds micro-steps to the task's group, on the pipeline under what is in force."""

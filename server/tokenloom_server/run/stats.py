@@ -94,6 +94,7 @@ class StatsReader:
             ended=ended,
             exhausted=exhausted,
             error=f"{view.error.name}: {view.error}" if view.error is not None else None,
+            warning=coordinator.order.resources.io_stats.warning,
             tokenizer=f"{engine.engine} {engine.version}" if engine is not None else "none: the sources hold ids",
             revision=revisions[in_force - 1].number if in_force else 0,
             next_revision=_planned(view, revisions[in_force:]),

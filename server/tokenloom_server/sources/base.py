@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
@@ -30,6 +30,9 @@ class Shard:
     path: str
     size: int
     fingerprint: str
+    spots: str = field(default="", compare=False)
+    """Of a local file whose middle the fingerprint does not see, ``MODIFIED:COUNT:DIGEST``: when it was last written,
+    nanoseconds, and its ``files.spot_digest``."""
 
 
 class BadRow(NamedTuple):

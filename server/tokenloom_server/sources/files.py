@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,6 +26,11 @@ from tokenloom_server.storage.urls import is_remote
 #: How much of a file's head, and of its end, goes into its fingerprint.
 FINGERPRINT_BYTES = 64 * 1024
 
+#: So many ranges of a file are in its spot digest at most, and of all files of a run together (256 MiB); but one of
+#: each.
+SPOTS, ALL_SPOTS = 64, 4096
+SPOT_BYTES = 64 * 1024
+
 #: Threads that stat and read heads: storage latency is what 10,000 files cost, not CPU time.
 FILE_THREADS = 16
 #: The same where each answer takes round trips over a network.
@@ -43,6 +49,42 @@ def fingerprint_of(file: File) -> str:
     digest.update(file.read_at(0, FINGERPRINT_BYTES))
     digest.update(file.read_at(max(0, file.size - FINGERPRINT_BYTES), FINGERPRINT_BYTES))
     return f"{HASH}:{digest.hexdigest()}"
+
+
+def spot_digest(file: File, count: int) -> str:
+    """``COUNT:DIGEST``, an XXH3-128 of so many ranges of 64 KiB, one drawn by a hash in each equal part of the file; of
+    the whole file where the parts are no larger than that."""
+    digest = xxhash.xxh3_128()
+    for i in range(count):
+        begin, end = file.size * i // count, file.size * (i + 1) // count
+        drawn = xxhash.xxh3_64_intdigest(b"%d %d %d" % (file.size, count, i)) % max(1, end - begin - SPOT_BYTES + 1)
+        digest.update(file.read_at(begin + drawn, min(SPOT_BYTES, end - begin)))
+    return f"{count}:{digest.hexdigest()}"
+
+
+def with_spots(shards: Sequence[Shard], base_dir: Path, sources: int) -> tuple[Shard, ...]:
+    """A new run's shards of one of so many sources, those with spots that are local and larger than what the
+    fingerprint sees. Raises ``OSError``."""
+    most = max(1, min(SPOTS, ALL_SPOTS // max(1, len(shards) * sources)))
+
+    def spotted(shard: Shard) -> Shard:
+        if shard.size <= 2 * FINGERPRINT_BYTES or not _is_hashed(shard) or is_remote(shard.path):
+            return shard
+        with LocalFile(base_dir / shard.path, shard.path) as file:
+            digest = spot_digest(file, min(most, -(-shard.size // SPOT_BYTES)))
+            return replace(shard, spots=f"{file.modified_ns}:{digest}")
+
+    return tuple(in_threads(spotted, shards))
+
+
+def spots_differ(shard: Shard, file: File) -> str | None:
+    """As ``difference``, of what the fingerprint does not see; None where no spots were recorded."""
+    recorded = shard.spots.partition(":")[2]
+    actual = spot_digest(file, int(recorded.partition(":")[0])) if recorded else ""
+    if actual == recorded:
+        return None
+    name = f"{shard.path!r} was changed within, though size, head and end are as they were"
+    return f"{name}: found spot digest {actual}, recorded {recorded}"
 
 
 def shards_of(spec: Spec, paths: Iterable[str], base_dir: Path) -> tuple[Shard, ...]:
@@ -93,7 +135,7 @@ def difference(shard: Shard, base_dir: Path, listed: Entry | None = None) -> str
         if is_remote(shard.path):
             entry = listed or stat(shard.path, repr(shard.path), IoStats())
             fault = _sizes_differ(shard, entry.size) or _signatures_differ(shard, entry)
-            if fault is not None or not shard.fingerprint.startswith(f"{HASH}:"):
+            if fault is not None or not _is_hashed(shard):
                 return fault
         with open_file(shard.path, base_dir) as file:
             return _sizes_differ(shard, file.size) or _fingerprints_differ(shard, fingerprint_of(file))
@@ -175,11 +217,18 @@ def open_shard(spec: Spec, shard: Shard, base_dir: Path, io_stats: IoStats | Non
 def _written_since(shard: Shard, file: LocalFile, io_stats: IoStats) -> str | None:
     """``difference`` of a file that was written since it was first opened: a run may go on for weeks, and only its
     beginning compares all files."""
-    name, modified = str(file.path), file.modified_ns
+    name, modified, recorded = str(file.path), file.modified_ns, int(shard.spots.partition(":")[0] or 0)
     # Files in the Hub's cache have another kind of fingerprint, and never change.
-    if not shard.fingerprint.startswith(f"{HASH}:") or io_stats.modified.setdefault(name, modified) == modified:
+    if not _is_hashed(shard) or io_stats.modified.setdefault(name, recorded or modified) == modified:
         return None
-    fault = _fingerprints_differ(shard, fingerprint_of(file))
+    fault = _fingerprints_differ(shard, fingerprint_of(file)) or spots_differ(shard, file)
     if fault is None:
         io_stats.modified[name] = modified
+        if recorded not in (0, modified):
+            io_stats.warn_of(shard.path)
     return fault
+
+
+def _is_hashed(shard: Shard) -> bool:
+    """Whether the fingerprint is made of the file's content."""
+    return shard.fingerprint.startswith(f"{HASH}:")

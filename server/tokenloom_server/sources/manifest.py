@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from tokenloom_proto.seal import canonical
@@ -18,8 +21,11 @@ from tokenloom_server.sources import files
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.scheme import Plugin, scheme_of
 from tokenloom_server.storage.hub.files import HubPath, is_hub
+from tokenloom_server.storage.local import LocalFile
 from tokenloom_server.storage.remote import REMEDY, Entry
 from tokenloom_server.storage.urls import is_remote
+
+_log = logging.getLogger(__name__)
 
 #: Version of the manifest's JSON form.
 FORMAT = 1
@@ -52,12 +58,15 @@ class Manifest:
         known = ", ".join(repr(source.spec) for source in self.sources) or "none"
         raise SourceError(f"the run's manifest has no source {spec!r}; it has {known}")
 
-    def to_json(self) -> str:
-        """The canonical text, which ``from_json`` reads and ``digest`` hashes."""
+    def to_json(self, *, spots: bool = True) -> str:
+        """The canonical text, which ``from_json`` reads; ``digest`` hashes the one without ``spots``."""
         sources = [
             {
                 "spec": source.spec,
-                "shards": [{"path": s.path, "size": s.size, "fingerprint": s.fingerprint} for s in source.shards],
+                # Spots only where there are some: as records were written before.
+                "shards": [
+                    {k: v for k, v in asdict(s).items() if k != "spots" or (spots and v)} for s in source.shards
+                ],
             }
             for source in self.sources
         ]
@@ -77,7 +86,7 @@ class Manifest:
                 tuple(
                     SourceFiles(
                         str(source["spec"]),
-                        tuple(Shard(str(s["path"]), int(s["size"]), str(s["fingerprint"])) for s in source["shards"]),
+                        tuple(Shard(**shard) for shard in source["shards"]),
                     )
                     for source in document["sources"]
                 ),
@@ -93,8 +102,8 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the canonical text."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
+        """SHA-256 of the canonical text: copied files, which have other times of modification, are the same ones."""
+        return hashlib.sha256(self.to_json(spots=False).encode()).hexdigest()
 
 
 def commits_of(shards: Iterable[Shard]) -> Sequence[str]:
@@ -107,14 +116,15 @@ def commits_of(shards: Iterable[Shard]) -> Sequence[str]:
 def build(specs: Iterable[Spec], base_dir: Path) -> Manifest:
     """Freezes the files that the specs match now; relative locations are below ``base_dir``.
 
-    Reads at most 128 KiB of each local file; remote ones are listed. Raises ``SourceError`` when a spec matches
-    nothing.
+    Reads 128 KiB of each local file, and at most 256 MiB of all beside that; remote ones are listed. Raises
+    ``SourceError`` when a spec matches nothing.
     """
     specs = list(specs)
     finders = {spec.scheme.name: scheme_of(spec).finder() for spec in specs}
     remote = any(spec.is_remote for spec in specs)
     shards = files.in_threads(lambda spec: finders[spec.scheme.name](spec, base_dir), specs, remote=remote)
-    sources = tuple(SourceFiles(str(spec), own) for spec, own in zip(specs, shards, strict=True))
+    spotted = (files.with_spots(own, base_dir, len(specs)) for own in shards)
+    sources = tuple(SourceFiles(str(spec), own) for spec, own in zip(specs, spotted, strict=True))
     return Manifest(sources, plugins_of(specs))
 
 
@@ -187,6 +197,18 @@ def verify(manifest: Manifest, base_dir: Path, schemes: SourceSchemes, listings:
         spec, text = changed[0]
         more = f" ({len(changed) - 1} more files differ)" if len(changed) > 1 else ""
         raise SourceChanged(f"source {spec!r}: {text}{more}; {REMEDY}")
+
+
+def verify_spots(manifest: Manifest, base_dir: Path, until: float) -> None:
+    """Compares the spot digests of local files with what is there now, no longer than to that time of the monotonic
+    clock. Raises ``SourceChanged`` naming the first file that differs."""
+    for spec, shard in [(source.spec, shard) for source in manifest.sources for shard in source.shards if shard.spots]:
+        if monotonic() > until:
+            _log.warning("time was up before all files were compared with their spots: %r was not", shard.path)
+            return
+        with suppress(OSError), LocalFile(base_dir / shard.path, shard.path) as file:
+            if fault := files.spots_differ(shard, file):
+                raise SourceChanged(f"source {spec!r}: {fault}; {REMEDY}")
 
 
 def _refuse_other_plugins(manifest: Manifest, schemes: SourceSchemes) -> None:

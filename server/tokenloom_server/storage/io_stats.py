@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
 from typing import NamedTuple
+
+_log = logging.getLogger(__name__)
 
 
 class RetryPolicy(NamedTuple):
@@ -54,11 +57,21 @@ class IoStats:
         self.stopped = False
         #: When local files were last written, by path, as far as they were opened: what changes later is noticed.
         self.modified: dict[str, int] = {}
+        #: What is to be looked at in the run's files, for people; or nothing.
+        self.warning = ""
         self._lock = threading.Lock()
         self._waits: dict[int, Wait] = {}
         # By the power of two that a read's length lies below.
         self._took: dict[int, deque[float]] = {}
         self._ahead = 0
+
+    def warn_of(self, path: str) -> None:
+        """A file was written since the run began, and nothing that was recorded of it differs."""
+        self.warning = (
+            f"{path!r} was written or copied since the run began; what was recorded of it is as it was, all else may "
+            "differ: tokenloom validate --full compares every byte"
+        )
+        _log.warning(self.warning)
 
     def stop(self) -> None:
         """Nobody waits any more: the server ends."""

@@ -209,7 +209,7 @@ class RunView extends View {
     this.text("waiting", stats.waiting_for && begun && !stats.error && !stats.ended ? `production waits for ${stats.waiting_for}` : "");
     this.notice("error", stats.error ? `The run has stopped: ${stats.error}` : "");
     this.notice("ended", stats.ended ? `The data has ended: ${stats.ended}` : "");
-    this.notice("trouble", stats.ledger.available ? "" : `The ledger is away: ${stats.ledger.error ?? "no reason known"}`);
+    this.notice("trouble", stats.ledger.available ? stats.warning : `The ledger is away: ${stats.ledger.error ?? "no reason known"}`);
   }
 
   showMix(sources) {
