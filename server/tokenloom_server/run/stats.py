@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
 
+from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.state import (
     SHARE_UNIT,
     EpochCursor,
@@ -64,10 +65,7 @@ class StatsReader:
         # A state knows a source as exhausted once a pick of it failed, and after the last sample there is none.
         ended = generation.end.reason if generation.end is not None else None
         if exhausted := generation.over and ended is not None and ended.startswith(ALL_EXHAUSTED):
-            # A source that a revision brings there has no state yet.
-            pairs = zip(state.sources, config.sources, strict=False)
-            out = (own if of.presence == "dropped" else replace(own, exhausted=True) for own, of in pairs)
-            state = replace(state, sources=tuple(out))
+            state = _all_exhausted(state, config.sources)
         return RunStats(
             run=coordinator.name,
             stream=coordinator.stream,
@@ -269,6 +267,14 @@ def next_launch(pin: PinnedPoint) -> NextLaunch:
     """What a pin says, for people."""
     skips = None if pin.skips is None else dict(pin.skips)
     return NextLaunch(sample_index=pin.sample_index, digest=pin.digest, skips=skips)
+
+
+def _all_exhausted(state: State, sources: Sequence[SourceConfig]) -> State:
+    """A state with every source of the mixture exhausted."""
+    # A source that a revision brings there has no state yet.
+    pairs = zip(state.sources, sources, strict=False)
+    out = (own if of.presence == "dropped" else replace(own, exhausted=True) for own, of in pairs)
+    return replace(state, sources=tuple(out))
 
 
 def _planned(view: RunView, revisions: Sequence[StoredRevision]) -> PlannedRevision | None:
