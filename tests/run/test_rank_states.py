@@ -40,7 +40,6 @@ def test_a_rank_that_said_goodbye_is_finished_and_one_whose_connection_broke_is_
     assert 'tokenloom_rank_info{rank="1",run="test",state="finished",stream="train"} 1.0' in text
     gone.connect(served)
     assert [rank.state for rank in served.stats.read().ranks] == ["connected", "finished"]
-    assert served.stats.read().waiting_for == "rank 1 to connect"
 
 
 def test_of_a_run_whose_ranks_all_said_goodbye_a_trainer_is_waited_for(served: ServedRun, trainer: Trainer) -> None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
 
-from tokenloom_server.config.source import SourceConfig
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import (
     SHARE_UNIT,
     EpochCursor,
@@ -65,7 +65,7 @@ class StatsReader:
         # A state knows a source as exhausted once a pick of it failed, and after the last sample there is none.
         ended = generation.end.reason if generation.end is not None else None
         if exhausted := generation.over and ended is not None and ended.startswith(ALL_EXHAUSTED):
-            state = _all_exhausted(state, config.sources)
+            state = _all_exhausted(state, config)
         return RunStats(
             run=coordinator.name,
             stream=coordinator.stream,
@@ -263,18 +263,18 @@ def _stores_row_counts(order: PipelineFactory, source: int) -> bool:
     return scheme_of(order.config.sources[source].spec).reader(order.record.shards[source]).stores_row_counts
 
 
+def _all_exhausted(state: State, config: RunConfig) -> State:
+    """A state as its sources are once the data ended: each that was not dropped is exhausted."""
+    # A source that a revision brings there has no state yet.
+    pairs = zip(state.sources, config.sources, strict=False)
+    out = (own if of.presence == "dropped" else replace(own, exhausted=True) for own, of in pairs)
+    return replace(state, sources=tuple(out))
+
+
 def next_launch(pin: PinnedPoint) -> NextLaunch:
     """What a pin says, for people."""
     skips = None if pin.skips is None else dict(pin.skips)
     return NextLaunch(sample_index=pin.sample_index, digest=pin.digest, skips=skips)
-
-
-def _all_exhausted(state: State, sources: Sequence[SourceConfig]) -> State:
-    """A state with every source of the mixture exhausted."""
-    # A source that a revision brings there has no state yet.
-    pairs = zip(state.sources, sources, strict=False)
-    out = (own if of.presence == "dropped" else replace(own, exhausted=True) for own, of in pairs)
-    return replace(state, sources=tuple(out))
 
 
 def _planned(view: RunView, revisions: Sequence[StoredRevision]) -> PlannedRevision | None:
