@@ -67,7 +67,8 @@ def source_stats(source_id: int = 0, **figures: Any) -> SourceStats:
 
 
 def rank_stats(rank: int = 0, **figures: Any) -> RankStats:
-    figures = {"rank": rank, "state": "connected", "position": 4104, "lag": 0, "last_heard_s": 0.2} | figures
+    heard = {"last_heard_s": 0.2, "waited_s": 3.5}
+    figures = {"rank": rank, "state": "connected", "position": 4104, "lag": 0} | heard | figures
     return RankStats(**{"connected": figures["state"] == "connected"} | figures)
 
 
@@ -110,6 +111,8 @@ def run_stats(run: str = "wiki-and-code", **figures: Any) -> RunStats:
             "window_fill": 0.25,
             "waiting_for": "",
             "opening": False,
+            "waiting_reason": None,
+            "data_wait_share": 0.02,
             "ended": None,
             "exhausted": False,
             "error": None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from itertools import cycle
+from textwrap import shorten
 
 import grpc
 from tokenloom_proto.address import Address
@@ -17,6 +18,9 @@ from tokenloom.errors import ServerUnavailable
 FIRST_DELAY_S = 0.1
 #: High enough to spare a server that starts, low enough that training goes on soon after it has.
 MAX_DELAY_S = 5.0
+
+#: Characters of what a rank says that rank 0 says in full.
+SHORT = 120
 
 _OPTIONS: list[tuple[str, int]] = [
     # A proxy meant for the web would sit between the trainer and its data.
@@ -88,9 +92,13 @@ def retryable(error: grpc.RpcError) -> bool:
     return code is grpc.StatusCode.UNAVAILABLE or (not _name(error) and passing)
 
 
-def failure(error: grpc.RpcError, address: Address) -> TokenloomError:
-    """The typed error for a failed call: by the name that the server gave, else by its status."""
+def failure(error: grpc.RpcError, address: Address, rank: int = 0) -> TokenloomError:
+    """The typed error for a failed call: by the name that the server gave, else by its status. What every rank of the
+    launch gets is said in full by rank 0, and shortly by another ``rank``. To be raised ``from None``: gRPC's own
+    traceback tells a user nothing."""
     code, details = error.code(), error.details() or "no details"
+    if rank and _metadata(error, "tokenloom-of-launch") and len(details) > SHORT:
+        details = f"{shorten(details, SHORT, placeholder=' …')} (every rank gets this; rank 0 says it in full)"
     if name := _name(error):
         return named(name, details)
     if _is_http1(error):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from tokenloom_server.core.rank_state import RankState
+from tokenloom_server.core.wait_reason import WaitReason
 from tokenloom_server.reports.document import Document
 from tokenloom_server.reports.receipt import RevisionInfo
 
@@ -82,6 +83,8 @@ class RankStats(Document):
     """Samples that the fastest rank is ahead."""
     last_heard_s: float | None
     """Seconds since the rank's last message; null if it was never heard."""
+    waited_s: float
+    """Seconds that the rank's ``next()`` has waited for data since it joined, as the rank reports."""
 
 
 class LedgerStats(Document):
@@ -174,6 +177,12 @@ class RunStats(Document):
     """What production waits for; empty while it works."""
     opening: bool
     """Whether a launch is being opened, which may take as long as going forward to where it begins."""
+    waiting_reason: WaitReason | None
+    """Which kind of that: ``ranks`` is health, samples are ready and training sets the pace; with ``rows`` these are
+    being read and tokenised, and a rank has nothing left. Null while it waits for nothing."""
+    data_wait_share: float | None
+    """The part of the last half a minute that the rank which waited least for data did (0 to 1): near 0 training sets
+    the pace, near 1 the data does. Null where no rank has reported it."""
     ended: str | None
     """Why the data ended; null while it has not."""
     exhausted: bool

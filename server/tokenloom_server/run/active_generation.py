@@ -42,6 +42,9 @@ class RankView(NamedTuple):
     position: int
     #: Of its last message, by the coordinator's clock; None where it was never heard.
     last_heard: float | None
+    #: For how long it has waited for data since it joined, seconds; and the part of its last half a minute.
+    waited_s: float
+    wait_share: float | None
 
 
 class GenerationView(NamedTuple):
@@ -73,6 +76,11 @@ class GenerationView(NamedTuple):
     closed: bool = False
     ranks: Sequence[RankView] = ()
 
+    @property
+    def data_wait_share(self) -> float | None:
+        """The part of its last half a minute that the rank which waited least for data did; None where none says it."""
+        return min((rank.wait_share for rank in self.ranks if rank.wait_share is not None), default=None)
+
 
 @dataclass(slots=True)
 class ActiveGeneration:
@@ -101,9 +109,9 @@ class ActiveGeneration:
     stream_numbers: dict[str, int] = field(default_factory=dict)
 
     def view(self, now: float, liveness_s: float) -> GenerationView:
-        generation = self.generation
+        generation, index_of = self.generation, self.generation.index_of
         ranks = [
-            RankView(slot.rank, slot.state, generation.index_of(slot.consumed), slot.last_heard)
+            RankView(slot.rank, slot.state, index_of(slot.consumed), slot.last_heard, slot.waited_s, slot.wait_share)
             for slot in generation.slots
         ]
         return GenerationView(
@@ -189,6 +197,11 @@ class ActiveGeneration:
             return f"rank {named} to connect"
         slot = next(generation.slots.laggards())
         return f"rank {slot.rank} to go on from sample {generation.index_of(slot.consumed)}"
+
+    def starves(self) -> bool:
+        """Whether a rank has consumed all that is produced."""
+        generation = self.generation
+        return any(slot.connected and slot.consumed >= generation.produced for slot in generation.slots)
 
     def point_at(self, index: int) -> tuple[StepGroup, int] | None:
         """(group of the boundary before it, how many of its micro-steps lie before it) of a sample index; None where

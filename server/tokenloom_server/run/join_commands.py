@@ -57,6 +57,7 @@ class JoinCommands(StreamCommands):
 
     def refuse_attempt(self, attempt: str, choice: ResumeChoice, error: TokenloomError) -> None:
         """Rank 0 of an attempt was refused: the other ranks hear the same."""
+        error.of_launch = True
         with self._lock:
             self._refused[attempt, choice] = error
             while len(self._refused) > _REMEMBERED_REFUSALS:
