@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tokenloom_server.errors import JoinRefused, ServerStopping, SnapshotInvalid, TokenloomError
-from tokenloom_server.run.join_call import RankRefusal, ResumeChoice
+from tokenloom_server.run.join_call import MAX_NAME, RankRefusal, ResumeChoice
 from tokenloom_server.run.stream_commands import StreamCommands
 
 #: Refused attempts that are remembered, so that waiting ranks hear why.
 _REMEMBERED_REFUSALS = 64
+#: What is remembered of a refusal, characters; a request may make it say much.
+_MAX_TEXT = 4000
 
 
 class JoinCommands(StreamCommands):
@@ -30,14 +32,17 @@ class JoinCommands(StreamCommands):
     def refuse_rank(self, attempt: str, rank: int, error: JoinRefused | SnapshotInvalid) -> None:
         """A rank was refused for good, so that its launch cannot train: the other ranks hear that now, whether they
         wait, train or are still to join. A rank that has its place already is another process's, and trains on."""
-        refusal = type(error)(f"rank {rank} of attempt {attempt!r} was refused, so its launch cannot begin: {error}")
+        refusal = type(error)(
+            f"rank {rank} of attempt {attempt!r} was refused, so its launch cannot begin: {error}"[:_MAX_TEXT]
+        )
         with self._lock:
             if self._active is not None and self._is_open(attempt):
                 slots = self._active.generation.slots
                 if self._error is None and rank < len(slots) and slots[rank].is_free:
                     self._stop_for_all(refusal)
                 return
-            self._refused_ranks.setdefault(attempt, RankRefusal(refusal, {rank}))
+            if len(attempt) <= MAX_NAME:
+                self._refused_ranks.setdefault(attempt, RankRefusal(refusal, {rank}))
             while len(self._refused_ranks) > _REMEMBERED_REFUSALS:
                 self._refused_ranks.pop(next(iter(self._refused_ranks)))
             self._wakes.changed.notify_all()
@@ -53,7 +58,7 @@ class JoinCommands(StreamCommands):
             del self._refused_ranks[attempt]
         elif refusal is not None:
             refusal.heard_by.add(rank)
-            raise refusal.error
+            raise type(refusal.error)(str(refusal.error))  # one that is kept must not keep the calls that raised it
 
     def refuse_attempt(self, attempt: str, choice: ResumeChoice, error: TokenloomError) -> None:
         """Rank 0 of an attempt was refused: the other ranks hear the same."""
