@@ -150,6 +150,37 @@ def test_a_state_names_the_revisions_that_were_accepted_before_its_step_was_prod
 
 
 @pytest.mark.parametrize("restarted", [False, True])
+def test_a_state_names_a_revision_until_another_one_at_its_sample_is_known(
+    made: Callable[..., Place], restarted: bool
+) -> None:
+    # 14.16: what was produced again after a restart named neither of the two, and ranks wrote different states.
+    place = made(window_micro_steps=6)
+    served = place.serve()
+    first = served.revision_handler.revise(heavier(sample_index=200))
+    trainer = Trainer(served)
+    trainer.train(1)
+    trainer.ranks[0].take(4)
+    known_from = served.coordinator.view().generation.first_unproduced
+    second = served.revision_handler.revise(heavier(3, sample_index=200))
+    if restarted:
+        trainer.connect(place.restart())
+    trainer.ranks[1].take(4)
+
+    def named() -> list[Any]:
+        return [one["content"] for one in json.loads(trainer.state())["resume_state"]["revisions"]]
+
+    assert named() == [json.loads(first.content)]
+    old = trainer.state()
+    trainer.train_to(known_from + 4)
+    assert named() == [json.loads(second.content)]
+    served = trainer.ranks[0].served
+    again = Trainer(served, state=old, takeover=True)
+    assert len(served.coordinator.timeline.revisions) == 2
+    again.train(1000)
+    assert again.taken() == part(sequence(served), 20, again.index)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
 def test_a_revision_of_a_run_that_stands_still_holds_from_where_it_stands(
     made: Callable[..., Place], restarted: bool
 ) -> None:

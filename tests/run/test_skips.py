@@ -214,6 +214,20 @@ def test_ranks_with_an_older_loaders_checkpoint_agree_after_a_restart_and_may_sk
     assert served.start_points.restore(text=older.decode(), undo_skip=True).skips == {}
 
 
+def test_an_older_loaders_checkpoint_beyond_a_skip_is_refused_with_a_choice_that_works(served: ServedRun) -> None:
+    # 14.16
+    older = json.dumps({"resume_state": {"datasets": [OLDER]}}).encode()
+    whole = Trainer(served, 1, 1, state=older).train(1000)
+    served.start_points.restore(text=Trainer(served, resume="fresh", takeover=True).state().decode(), skip_samples=3)
+    Trainer(served, takeover=True).train(1)
+    with pytest.raises(
+        SnapshotInvalid, match=rf"at sample 0 .* the state at sample {min(whole)} .* passed over 0: res"
+    ):
+        Trainer(served, 1, 1, state=older, takeover=True)
+    served.start_points.restore(text=older.decode(), undo_skip=True)
+    assert Trainer(served, 1, 1, state=older, takeover=True).train(1000) == whole
+
+
 def test_a_snapshot_that_is_made_while_a_generation_with_a_skip_is_opened_is_of_one_line(
     served: ServedRun, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

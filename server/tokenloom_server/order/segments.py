@@ -46,6 +46,8 @@ class TimelineSegment:
     revision: StoredRevision | None = None
     #: So many samples are passed over before the first.
     skip: int = 0
+    #: What began here before another revision did, and gave no sample: states of before that still name it.
+    replaced: tuple[TimelineSegment, ...] = ()
 
     @property
     def config(self) -> RunConfig:
@@ -223,14 +225,15 @@ def lay(
             returning = tuple(Returning(*one) for one in content.get("returning", ()))
             gone = _gone(gone, segment.config, factory.config)
             grown, phase_here = _grown(segment.factory, factory), None
+            replaced: tuple[TimelineSegment, ...] = ()
             if revision.sample_index > segment.begin:
                 yield segment
             else:
                 # Nothing was given between: what began here before begins together with it.
                 grown, phase_here = tuple(sorted({*grown, *segment.grown})), segment.phase
-                returning = segment.returning + returning
+                returning, replaced = segment.returning + returning, (*segment.replaced, segment)
             segment = TimelineSegment(
-                revision.sample_index, tokens, factory, grown, returning, phase=phase_here, revision=revision
+                revision.sample_index, tokens, factory, grown, returning, phase_here, revision, replaced=replaced
             )
         if end is None:
             yield segment

@@ -239,7 +239,8 @@ class Timeline:
         ``generation``: without those that were accepted after the samples from here on were produced in it, so that
         every server, whenever it is asked, writes one text."""
         index, recorded = state.sample_index, self.with_clock(state.clock_offset)._recorded
-        named = [one for one in recorded if one.is_named(index, generation)]
+        # At one sample index the newest counts.
+        named = {one.begin: one for one in recorded if one.is_named(index, generation)}.values()
         in_force = [one for one in named if one.begin <= index]
         ahead = [one for one in named if one.begin > index]
         revisions = [{"sample_index": one.begin, "content": one.content} for one in (*in_force[-1:], *ahead)]
@@ -259,7 +260,7 @@ class Timeline:
         """The revisions as states carry them: readable without those before, so with all files that the run did not
         begin with."""
         recorded, first_files = [], files_of(self.first)
-        for segment in self._segments:
+        for segment in (each for last in self._segments for each in (*last.replaced, last)):
             if segment.revision is not None:
                 content: dict[str, Any] = json.loads(segment.revision.content)
                 files = files_of(segment.factory)

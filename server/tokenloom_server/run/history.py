@@ -255,7 +255,9 @@ class History:
         state = (advance or self._advance)(timeline.settled(base), point.sample_index, timeline)
         if state.sample_index != point.sample_index:
             raise SnapshotInvalid(
-                f"the snapshot is at sample {point.sample_index}, but the data end at sample {state.sample_index}"
+                f"the state to resume from is at sample {point.sample_index}, but the data end at sample "
+                f"{state.sample_index}: resume from one up to there, or give the run more data first (tokenloom "
+                "mixture set --epochs, or mixture add)"
             )
         digest = digest_hex(state.digest)
         if (digest, state.total_tokens) != (point.digest or digest, point.total_tokens):
