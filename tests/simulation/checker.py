@@ -285,11 +285,12 @@ class Checker:
         """The store went back to what it was: from there on is looked."""
         run = self._world.store.runs.get((RUN, STREAM))
         older = self._older_of(json.loads(run.openings[-1].start_state)) if run is not None and run.openings else ""
-        if older != self._reference.older:
-            # Whoever is at work goes on from where it began until it hears of the loss.
+        now = reference(self._world.plan.mixture, tuple(run.revisions) if run is not None else (), older)
+        if now is not self._reference:
+            # Whoever is at work goes on as before until it hears of the loss.
             for attempt in self._attempts:
                 self._former.setdefault(attempt, self._reference)
-        self._reference = reference(self._world.plan.mixture, tuple(run.revisions) if run is not None else (), older)
+        self._reference = now
         self._acknowledged, self._may_be_gone = [], []
         self._sent = 0
         self._generation = run.generation if run is not None else 0
@@ -305,6 +306,9 @@ class Checker:
 
     def attached(self, server: Server, rank: Rank, session: Session) -> None:
         self._look_at_fence("a stream began", rank, session)
+        assert server.coordinator is not None
+        if self._world.lost and server.coordinator.timeline.revisions == self._reference.revisions:
+            self._former.pop(rank.launch.attempt, None)  # from a server that has what the ledger has since the loss
 
     def sent(self, server: Server, rank: Rank, session: Session, committed_through: int) -> None:
         self._look_at_fence("data were sent", rank, session)
@@ -409,6 +413,12 @@ class Checker:
         if not end.reason:
             self.fail(f"the data end for {rank.name} without a reason")
 
+    def joined_apart(self, launch: Launch) -> None:
+        """Ranks of one launch joined different generations: rightly only where the ledger lost the opening that some of
+        them joined, which are fenced once they hear of it."""
+        if not self._world.lost:
+            self.fail(f"the ranks of {launch.attempt} joined different generations")
+
     def saved(self, launch: Launch, at: int, texts: set[str]) -> None:
         """All ranks' states at a sample index."""
         if len({self._comparable(text) for text in texts}) != 1:
@@ -491,11 +501,15 @@ class Checker:
         if world.lost and name == "SnapshotInvalid" and "run_uid" in text:
             return  # the ledger came back as it was before it took that run's uid
         if name == "SnapshotInvalid":
-            texts = [launch.text, world.saved.get(launch.resume, ""), self._pin or ""]
+            texts = [launch.loaded.text if launch.loaded else "", world.saved.get(launch.resume, ""), self._pin or ""]
             if any(self._is_of_another_line(each) for each in texts if each):
                 return
         if name == "SnapshotInvalid" and launch.older and "the data end at" in text:
             return  # revisions left fewer samples than it has behind it
+        if name == "SnapshotInvalid" and "resume_state" in launch.older and "passed over 0: restore to" in text:
+            begin = self._line(launch.older).begin
+            if any(skip < begin for skip in self._reference.skips):
+                return  # it stands beyond a skip that it knows nothing of
         if name == "Fenced" and superseded:
             return
         if name == "AttemptUsed" and superseded:

@@ -57,6 +57,21 @@ def test_the_command_that_a_failing_world_names_replays_it() -> None:
     assert "seed 5: every promise was kept" in found.stdout, found.stderr
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(6005016, id="an older checkpoint beyond the end of the data is refused"),
+        pytest.param(6007086, id="an older checkpoint beyond a skip is refused"),
+        pytest.param(6005106, id="a rank is killed after its last step, and the server never hears of that"),
+        pytest.param(6006951, id="a launch's second rank joins after the ledger lost what its first one joined"),
+        pytest.param(6008875, id="a group is produced again under a revision that replaces one at its sample"),
+        pytest.param(6010000, id="the ledger loses a revision that is in force"),
+    ],
+)
+def test_worlds_that_were_met_beyond_the_first(seed: int) -> None:
+    World(seed).run()
+
+
 @pytest.mark.parametrize("seed", range(0, WORLDS, WORLDS // 10))
 def test_a_seed_replays_to_the_event(seed: int) -> None:
     worlds = [World(seed), World(seed)]

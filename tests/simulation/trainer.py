@@ -110,6 +110,9 @@ class Launch:
         """The state at the last sample that every rank has behind it; None while there is none."""
         if not all(rank.history is not None for rank in self.ranks):
             return None
+        if len({rank.joined and (rank.joined.uid, rank.joined.opening.generation) for rank in self.ranks}) > 1:
+            self._world.checker.joined_apart(self)
+            return None
         at = self.consumed
         texts = {rank.history.text(at) for rank in self.ranks if rank.history is not None}
         self._world.checker.saved(self, at, texts)
@@ -156,7 +159,8 @@ class Rank(Process):
         self._received = self._consumed = Point(0, 0, 0, "", Base(0, b""))
         self.server_epoch = 0
         self._take_due = self._report_due = False
-        self._said_all = False
+        #: It has closed its side, after all that it used is committed.
+        self.said_all = False
         credit_micro_steps = world.rng.randint(1, 6) if world.plan.few_credits else 4 * world.plan.group_micro_steps
         self.credit_micro_steps = max(credit_micro_steps, launch.accumulate)
 
@@ -248,8 +252,8 @@ class Rank(Process):
             self._after_break()
 
     def _after_break(self) -> None:
-        if not self._said_all or self.committed_through < self.consumed:
-            self._said_all = False
+        if not self.said_all or self.committed_through < self.consumed:
+            self.said_all = False
             self._reconnect()
 
     def _tick(self, stream: Stream) -> None:
@@ -360,8 +364,8 @@ class Rank(Process):
     def _say_all(self) -> None:
         """Closes its side once the data are used and committed."""
         done = self.finished and self.committed_through >= self.consumed
-        if done and not self._said_all and self._stream is not None and self._reported == self.consumed:
-            self._said_all = True
+        if done and not self.said_all and self._stream is not None and self._reported == self.consumed:
+            self.said_all = True
             self._stream.up(self._stream.server.close_stream)
 
 

@@ -225,6 +225,9 @@ class World(Scheduler):
         elif self.checker.committed == launch.consumed:
             self.over = True
         elif self.now > self._completed_at + SETTLED_S:
+            if any(not rank.alive and not rank.said_all for rank in launch.ranks):
+                self.over = True  # it was killed after its last step, perhaps before the server heard of that
+                return
             self.checker.fail(f"{self.checker.committed} is committed {SETTLED_S:.0f} s behind the end")
 
     def finished(self, launch: Launch) -> None:
