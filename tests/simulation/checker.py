@@ -287,7 +287,8 @@ class Checker:
         older = self._older_of(json.loads(run.openings[-1].start_state)) if run is not None and run.openings else ""
         now = reference(self._world.plan.mixture, tuple(run.revisions) if run is not None else (), older)
         if now is not self._reference:
-            # Whoever is at work goes on as before until it hears of the loss.
+            # Whoever is at work goes on as before until it hears of the loss: by a window at most, since a commit has
+            # to be of the order as it is now.
             for attempt in self._attempts:
                 self._former.setdefault(attempt, self._reference)
         self._reference = now
@@ -306,9 +307,11 @@ class Checker:
 
     def attached(self, server: Server, rank: Rank, session: Session) -> None:
         self._look_at_fence("a stream began", rank, session)
+        former, now = self._former.get(rank.launch.attempt), self._reference
         assert server.coordinator is not None
-        if self._world.lost and server.coordinator.timeline.revisions == self._reference.revisions:
-            self._former.pop(rank.launch.attempt, None)  # from a server that has what the ledger has since the loss
+        has_heard = server.coordinator.timeline.revisions == now.revisions
+        if self._world.lost and former is not None and former.older == now.older and has_heard:
+            del self._former[rank.launch.attempt]  # this server goes on by what the ledger has since the loss
 
     def sent(self, server: Server, rank: Rank, session: Session, committed_through: int) -> None:
         self._look_at_fence("data were sent", rank, session)

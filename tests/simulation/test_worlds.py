@@ -66,6 +66,8 @@ def test_the_command_that_a_failing_world_names_replays_it() -> None:
         pytest.param(6006951, id="a launch's second rank joins after the ledger lost what its first one joined"),
         pytest.param(6008875, id="a group is produced again under a revision that replaces one at its sample"),
         pytest.param(6010000, id="the ledger loses a revision that is in force"),
+        pytest.param(6014383, id="a rank writes its state before it hears of that"),
+        pytest.param(9300101, id="the ledger loses an opening from an older checkpoint, and its ranks come again"),
     ],
 )
 def test_worlds_that_were_met_beyond_the_first(seed: int) -> None:
