@@ -99,6 +99,21 @@ def test_links_lead_to_a_file_and_a_heading_of_it(name: str) -> None:
             assert anchor in anchors(PAGES[str(file.relative_to(ROOT))]), target
 
 
+def test_what_the_code_names_of_the_docs_exists() -> None:
+    places = ("server", "client", "proto", "examples", "docker", "Dockerfile", "docker-compose.yml")
+    files = [file for place in places for file in (ROOT / place, *(ROOT / place).rglob("*")) if file.is_file()]
+    named = {
+        (str(file.relative_to(ROOT)), page, anchor)
+        for file in files
+        if file.suffix in ("", ".py", ".js", ".html", ".yaml", ".yml", ".sh")
+        for page, anchor in re.findall(r"\b((?:docs/)[\w/-]+\.md)(?:#([\w-]+))?", file.read_text(encoding="utf-8"))
+    }
+    assert named
+    for file, page, anchor in named:
+        assert page in PAGES, f"{file} names {page}"
+        assert not anchor or anchor in anchors(PAGES[page]), f"{file} names {page}#{anchor}"
+
+
 def test_the_index_leads_to_every_page() -> None:
     linked = {target.partition("#")[0] for target in re.findall(r"\]\(([^)]+)\)", page("README"))}
     pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} - {"README.md"}
@@ -251,7 +266,7 @@ def test_every_setting_of_the_environment_is_documented() -> None:
     sources = [path.read_text(encoding="utf-8") for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     variables = {name for text in sources for name in re.findall(r'"(TOKENLOOM_[A-Z_]+)"', text)}
     assert {"TOKENLOOM_TOKEN", "TOKENLOOM_TLS_CA", "TOKENLOOM_DATA_ROOTS"} <= variables
-    elsewhere = {"TOKENLOOM_LEDGER", "TOKENLOOM_"}
+    elsewhere = {"TOKENLOOM_LEDGER", "TOKENLOOM_HEALTH", "TOKENLOOM_"}
     assert {name for name in variables - elsewhere if f"`{name}`" not in settings} == set()
 
 

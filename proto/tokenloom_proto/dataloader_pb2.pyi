@@ -213,14 +213,16 @@ class StreamOpen(_message.Message):
     def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., nonce: _Optional[str] = ..., received_through: _Optional[int] = ..., committed_through: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., document_starts: bool = ..., received_digest: _Optional[str] = ..., server_epoch: _Optional[int] = ..., peek: bool = ..., attempt: _Optional[str] = ..., batch_size: _Optional[int] = ..., process: _Optional[str] = ..., samples: _Optional[int] = ..., world_size: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("consumed_through", "credit_micro_steps", "digest")
+    __slots__ = ("consumed_through", "credit_micro_steps", "digest", "waited_s")
     CONSUMED_THROUGH_FIELD_NUMBER: _ClassVar[int]
     CREDIT_MICRO_STEPS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
     consumed_through: int
     credit_micro_steps: int
     digest: str
-    def __init__(self, consumed_through: _Optional[int] = ..., credit_micro_steps: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
+    waited_s: float
+    def __init__(self, consumed_through: _Optional[int] = ..., credit_micro_steps: _Optional[int] = ..., digest: _Optional[str] = ..., waited_s: _Optional[float] = ...) -> None: ...
 
 class StreamResponse(_message.Message):
     __slots__ = ("batches", "heartbeat", "end_of_data", "committed_through", "server_epoch")

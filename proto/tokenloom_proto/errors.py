@@ -49,6 +49,8 @@ class TokenloomError(Exception):
     http_status: int = 500
     #: For how long, seconds, trying again makes sense; None where that is not known.
     retry_for_s: float | None = None
+    #: Whether every rank of the launch gets it, so that the others need not repeat what rank 0 says.
+    of_launch = False
 
     def __init_subclass__(cls, *, grpc: str | None = None, http: int | None = None) -> None:
         super().__init_subclass__()
@@ -142,6 +144,8 @@ class JoinRefused(TokenloomError, grpc="FAILED_PRECONDITION", http=409):
 
 class RunBusy(TokenloomError, grpc="UNAVAILABLE", http=409):
     """Every rank of the run's present attempt was heard just now: another launch may not end it by mistake."""
+
+    of_launch = True
 
     def __init__(self, message: str, retry_for_s: float = 0.0) -> None:
         super().__init__(message)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from prometheus_client import REGISTRY
@@ -10,6 +10,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from support.memory_service import MemoryService, rank_stats, report_stats, run_stats, source_stats
 from tokenloom_server.api import metrics
+from tokenloom_server.core.wait_reason import WaitReason
 from tokenloom_server.errors import LedgerUnavailable
 
 #: labels as sorted pairs → value, by sample name.
@@ -49,7 +50,7 @@ def service() -> MemoryService:
             total_tokens=2**53 - 1,
             ended="every source is exhausted",
             sources=[source_stats(0, alias='odd "alias"\n\\'), source_stats(1, epochs=None, remaining_samples=None)],
-            ranks=[rank_stats(0, connected=False, last_heard_s=None)],
+            ranks=[rank_stats(0, state="finished", last_heard_s=None)],
         )
     )
     return service
@@ -85,8 +86,19 @@ def test_metrics_come_from_the_fields_that_their_names_say(service: MemoryServic
     assert found["tokenloom_loss"] == {labels(**run): 3.25}
     assert found["tokenloom_learning_rate"] == {labels(**run): 6e-4}
     assert found["tokenloom_source_loss"] == {labels(**run, source="code"): 2.5}
+    assert found["tokenloom_rank_wait_seconds_total"][labels(**run, rank=1, generation=3)] == 3.5
     assert found["tokenloom_rank_lag_samples"][labels(**run, rank=1)] == 8
     assert found["tokenloom_server_info"] == {labels(version="1.2.3"): 1}
+
+
+def test_what_is_waited_for_is_a_series_for_each_reason() -> None:
+    service = MemoryService()
+    service.put(run_stats("wiki", waiting_for="storage: s3://bucket/a (for 3 s)", waiting_reason="storage"))
+    waits = scrape(service)["tokenloom_waiting"]
+    reasons = {reason: waits[labels(run="wiki", stream="train", reason=reason)] for reason in get_args(WaitReason)}
+    assert reasons == {"ranks": 0, "storage": 1, "ledger": 0, "lease": 0, "rows": 0}
+    service.put(run_stats("wiki"))
+    assert set(scrape(service)["tokenloom_waiting"].values()) == {0}
 
 
 def test_counters_are_counters_and_everything_else_is_a_gauge(service: MemoryService) -> None:
@@ -99,7 +111,7 @@ def test_counters_are_counters_and_everything_else_is_a_gauge(service: MemorySer
 
 
 def test_no_metric_is_exposed_that_the_tables_do_not_list(service: MemoryService) -> None:
-    tables = (metrics.SERVER_METRICS, metrics.READ_METRICS, metrics.RUN_METRICS)
+    tables = (metrics.SERVER_METRICS, metrics.READ_METRICS, metrics.RUN_METRICS, metrics.WAITING_METRICS)
     listed = {metric.name for table in (*tables, metrics.SOURCE_METRICS, metrics.RANK_METRICS) for metric in table}
     exposed = {name for name in scrape(service) if not name.startswith("tokenloom_process_")}
     assert exposed == listed

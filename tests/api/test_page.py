@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from html.parser import HTMLParser
 from importlib.resources import files
 
 import httpx
+import numpy as np
 import pytest
+from PIL import Image
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 from support.hostile import TEXTS, is_shown_as_it_is
 from support.memory_service import MemoryService, rank_stats, report_stats, run_losses, run_stats, source_stats
@@ -312,10 +316,66 @@ def test_shares_in_force_as_expected_and_of_the_last_window_are_told_apart(page:
 
 
 @pytest.mark.browser
+@pytest.mark.parametrize(
+    ("share", "waiting", "state", "words", "note"),
+    [
+        (0.02, ("rank 1 to go on", "ranks"), "good", "Running", "samples are ready; waiting for rank 1 to go on"),
+        (0.63, ("samples to be read", "rows"), "warn", "The data is slow", "waiting for samples to be read"),
+        (0.02, ("storage: s3://a", "storage"), "warn", "Waiting for storage", "waiting for storage: s3://a"),
+        (None, ("", None), "good", "Running", ""),
+    ],
+)
+def test_one_look_tells_slow_gpus_from_slow_data(
+    page: Page,
+    service: MemoryService,
+    share: float | None,
+    waiting: tuple[str, str | None],
+    state: str,
+    words: str,
+    note: str,
+) -> None:
+    service.put(run_stats(RUN, data_wait_share=share, waiting_for=waiting[0], waiting_reason=waiting[1]))
+    pill = page.locator("article .pill")
+    expect(pill).to_have_text(words)
+    expect(pill).to_have_attribute("data-state", state)
+    if share is not None:
+        pace = f"{'the data' if share > 0.5 else 'training'} sets the pace"
+        note = f"{pace}: ranks waited for data {share:.0%} of the last half a minute; {note}".replace("%", "\u00a0%")
+    expect(page.locator("article header .note").first).to_have_text(note)
+    expect(page.get_by_role("row", name="connected").first).to_contain_text("3.5\u00a0s")
+
+
+@pytest.mark.browser
 def test_the_plan_of_a_run_is_one_click_away(page: Page) -> None:
     page.get_by_role("link", name="Plan").click()
     page.wait_for_url(f"**/v1/runs/{RUN}/plan.svg")
     expect(page.get_by_text(f"run {RUN}: ends at 10.2M tokens")).to_be_visible()
+
+
+@pytest.mark.browser
+def test_in_the_dark_the_plan_is_dark(browser: Browser, service: MemoryService, server: RestServer) -> None:
+    brightness = {}
+    for scheme in "light", "dark":
+        context = browser.new_context(color_scheme=scheme, viewport={"width": 1100, "height": 600})  # type: ignore[arg-type]
+        page = context.new_page()
+        page.goto(f"http://{server.address}/v1/runs/{RUN}/plan.svg")
+        picture = np.asarray(Image.open(io.BytesIO(page.screenshot())).convert("L"))
+        # Beside the picture, and in its margin.
+        brightness[scheme] = picture[-5, -5], picture[470, 300]
+        context.close()
+    assert min(brightness["light"]) > 240 and max(brightness["dark"]) < 50
+
+
+@pytest.mark.browser
+def test_a_plan_that_cannot_be_drawn_says_what_to_install_beside_its_link(
+    browser: Browser, service: MemoryService, server: RestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with opened(browser, f"http://{server.address}/", 422) as page:
+        page.get_by_role("link", name="Plan").click()
+        expect(page.get_by_role("alert").filter(has_text="pip install 'tokenloom[plot]'")).to_be_visible()
+        expect(page.get_by_role("status").filter(has_text="Live")).to_be_visible()
+        assert page.url.endswith("/")
 
 
 @pytest.mark.browser
@@ -367,11 +427,15 @@ def test_figures_that_cannot_be_read_are_marked_as_old_with_the_reason(page: Pag
 
 @pytest.mark.browser
 def test_what_is_wrong_with_a_run_is_said_beside_its_name(page: Page, service: MemoryService) -> None:
-    missing = [rank_stats(0), rank_stats(1, connected=False, lag=16)]
+    # Micro-steps have 8 × 2 samples.
+    missing = [rank_stats(0, lag=2 * 16), rank_stats(1, state="away", lag=2 * 16 + 1)]
+    finished = [rank_stats(0, state="finished"), rank_stats(1, state="finished")]
     service.put(run_stats("ledger-away", ledger=LEDGER_AWAY))
     service.put(run_stats("stopped", error="source 'code' changed: restore the file"))
     service.put(run_stats("ended", ended="every source is exhausted"))
-    service.put(run_stats("rank-missing", ranks=missing, waiting_for="rank 1"))
+    service.put(run_stats("rank-missing", ranks=missing, world_size=2, batch_size=8, waiting_for="rank 1"))
+    service.put(run_stats("done", ranks=finished))
+    service.put(run_stats("begins", ranks=[], generation=0, opening=True))
 
     def run(name: str) -> Locator:
         return page.locator("article.run", has=page.get_by_role("heading", name=name))
@@ -383,7 +447,11 @@ def test_what_is_wrong_with_a_run_is_said_beside_its_name(page: Page, service: M
     )
     expect(run("ended").get_by_text("The data has ended: every source is exhausted")).to_be_visible()
     expect(run("rank-missing").get_by_text("1 of 2 ranks connected")).to_be_visible()
-    expect(run("rank-missing").get_by_text("production waits for rank 1")).to_be_visible()
+    expect(run("rank-missing").get_by_text("waiting for rank 1")).to_be_visible()
+    expect(run("rank-missing").locator(".lagging")).to_have_text("33")
+    expect(run("done").get_by_text("All ranks finished")).to_be_visible()
+    expect(run("done").get_by_role("cell", name="finished")).to_have_count(2)
+    expect(run("begins").get_by_text("Is being opened")).to_be_visible()
     expect(run(RUN).get_by_text("Running")).to_be_visible()
 
 

@@ -180,6 +180,30 @@ def test_a_batch_that_does_not_come_is_logged_and_in_the_end_an_error_after_whic
     assert "no batch for 0 s; waiting for: the stream to open" in caplog.text
 
 
+def test_the_server_hears_how_long_next_waited_also_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffer, "TICK_S", 0.05)
+    monkeypatch.setattr(buffer, "SIGN_OF_LIFE_S", 0.1)
+    monkeypatch.setattr(stream, "SIGN_OF_LIFE_S", 0.1)
+    script = Script(on_message=lambda number, begin: "silent" if number == 1 and begin == 4 else None)
+    with serving(script) as (server, url, _), RemoteDataset(url, 1, connection=ahead(4)) as dataset:
+        batches = iter(dataset)
+        for _ in range(4):
+            next(batches)
+            time.sleep(0.1)
+        # Those that were there were not waited for.
+        before = server.progress[-1].waited_s
+        assert before < 0.3
+        waiting = threading.Thread(target=next, args=(batches,), daemon=True)
+        waiting.start()
+        assert eventually(lambda: server.progress[-1].waited_s > before + 0.5)
+        assert dataset._connection is not None
+        dataset._connection.break_stream()
+        waiting.join(10)
+        waited_s = dataset._connection.buffer.waited_s
+        time.sleep(0.2)
+        assert dataset._connection.buffer.waited_s == waited_s > before + 0.5
+
+
 def test_reconnecting_ends_after_its_timeout_with_what_was_buffered_delivered_first() -> None:
     with serving(Script()) as (_, url, server):
         dataset = RemoteDataset(url, 1, connection=ahead(4, reconnect_timeout_s=0.5))

@@ -133,8 +133,14 @@ def test_a_plan_goes_as_far_as_it_is_asked_to() -> None:
     endless = planned(root, {"a": 100, "b": 1000})
     assert (endless.ends, endless.until_sample_index) == (False, 2000 + A_TURN)
     assert "a is read for ever" in endless.reason
-    with pytest.raises(ConfigError, match="say how far it goes, such as 10B"):
-        planned(node("weighted", leaf("a", epochs=math.inf)), {"a": 100})
+
+
+def test_where_nothing_ever_ends_a_plan_goes_as_far_as_the_sources_reach_once() -> None:
+    root = node("weighted", leaf("a", epochs=math.inf), leaf("b", epochs=math.inf, weight=3))
+    plan = planned(root, {"a": 100, "b": 300})
+    assert (plan.ends, plan.until_tokens, len(plan.segments)) == (False, 400 * LENGTH, 1)
+    assert plan.reason == "nothing ends any more: a, b is read for ever; say how many tokens to plan further"
+    assert [source.epochs_read for source in plan.sources] == pytest.approx([1, 1], abs=0.3)
 
 
 def test_a_total_that_the_run_has_already_is_refused() -> None:

@@ -58,3 +58,9 @@ def test_without_matplotlib_it_is_said_what_to_install(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"pip install 'tokenloom\[plot\]'"):
         draw(run_plan(), "svg")
+
+
+def test_in_the_dark_a_picture_is_dark() -> None:
+    svg = draw(run_plan(), "svg").decode()
+    assert "@media (prefers-color-scheme: dark)" in svg
+    ET.fromstring(svg)

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from support.corpora import CODE, WIKI, flat, write_corpus
 from support.served import PATIENCE_S, Place, Rank, Trainer, call_of, never, serving
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.errors import SourceError
 from tokenloom_server.order.pipeline import Pipeline
+from tokenloom_server.reports.stats import RunStats
+from tokenloom_server.reports.stats_text import print_stats
 from tokenloom_server.run.delivery import Waiting
+
+
+def printed(stats: RunStats) -> str:
+    out = io.StringIO()
+    print_stats(Console(file=out, width=200), stats)
+    return out.getvalue()
 
 
 def test_a_group_has_the_more_messages_the_more_its_state_costs(
@@ -46,13 +58,78 @@ def test_each_source_says_where_it_resumes(
 
 def test_a_wait_names_the_rank_that_holds_the_others_back(served: ServedRun) -> None:
     coordinator = served.coordinator
-    assert coordinator.view().waiting_for == "a trainer"
+    assert coordinator.view().waiting == Waiting("a trainer", "ranks")
     first = Rank(served, call_of(0))
     first.take(6)
-    assert coordinator.next_for(first.session, 0.1, never) == Waiting("rank 1 to connect")
+    assert coordinator.next_for(first.session, 0.1, never) == Waiting("rank 1 to connect", "ranks")
     Rank(served, call_of(1)).take(2)
     first.take(2)
-    assert coordinator.next_for(first.session, 0.1, never) == Waiting("rank 1 to go on from sample 8")
+    assert coordinator.next_for(first.session, 0.1, never) == Waiting("rank 1 to go on from sample 8", "ranks")
+
+
+def test_what_a_run_waits_for_has_a_reason(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = place.serve()
+    coordinator, io_stats = served.coordinator, served.coordinator.order.resources.io_stats
+    may_fill, fill = threading.Event(), Pipeline.fill
+
+    def when_allowed(pipeline: Pipeline, *arguments: Any) -> None:
+        may_fill.wait(PATIENCE_S)
+        fill(pipeline, *arguments)
+
+    monkeypatch.setattr(Pipeline, "fill", when_allowed)
+    trainer = Trainer(served)
+    # Its ranks have nothing, and samples are still being made.
+    assert coordinator.next_for(trainer.ranks[0].session, 0.0, never) == Waiting(
+        "samples to be read and tokenised", "rows"
+    )
+    assert served.stats.read().waiting_reason == "rows"
+    with io_stats.waiting("s3://bucket/a.parquet") as wait:
+        assert coordinator.view().waiting.reason == "rows"
+        wait.since -= 3
+        assert coordinator.view().waiting == Waiting("storage: s3://bucket/a.parquet (for 3 s)", "storage")
+    may_fill.set()
+    # Full window, nobody consumes: training sets the pace.
+    deadline = time.monotonic() + PATIENCE_S
+    while served.stats.read().window_fill < 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert served.stats.read().waiting_reason == "ranks"
+    place.ledger.away = True
+    trainer.take(6)
+    assert coordinator.next_for(trainer.ranks[0].session, 0.2, never).reason == "ledger"  # type: ignore[union-attr]
+    place.ledger.away = False
+    # The lease is not this server's for now.
+    coordinator.lease = coordinator.lease.doubted("another server")
+    stats = served.stats.read()
+    assert (stats.waiting_for, stats.waiting_reason) == ("the lease: another server", "lease")
+
+
+def test_ranks_say_how_long_they_waited_for_data(served: ServedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(served.coordinator, "clock", lambda: clock[0])
+    first, second = (Rank(served, call_of(rank)) for rank in range(2))
+    assert served.stats.read().data_wait_share is None
+
+    def report(seconds: float, *waited: float) -> RunStats:
+        clock[0] += seconds
+        for rank, waited_s in zip((first, second), waited, strict=True):
+            served.coordinator.progress(rank.session, rank.consumed, 9, "", waited_s)
+        return served.stats.read()
+
+    report(0, 0, 0)
+    stats = report(10, 9, 1)
+    assert [rank.waited_s for rank in stats.ranks] == [9, 1]
+    # The one that waits least: the other may wait for that one.
+    assert stats.data_wait_share == pytest.approx(0.1)
+    assert "the data sets the pace: ranks waited for data 10% of the last half a minute" in printed(stats)
+    for _ in range(5):
+        stats = report(10, 9, 1)
+    assert stats.data_wait_share == 0
+    assert "training sets the pace: ranks waited for data 0%" in printed(stats)
+    assert "rank 0: connected, at sample 0 (lag 0), heard 0.0 s ago, waited 9.0 s for data" in printed(stats)
+    # A hostile, or an older, client changes nothing.
+    for waited_s in math.nan, math.inf, -5.0, 0.0:
+        stats = report(1, waited_s, waited_s)
+        assert [rank.waited_s for rank in stats.ranks] == [9, 1]
 
 
 def test_a_missing_file_stops_the_run_after_all_that_came_before_it(tmp_path: Path) -> None:

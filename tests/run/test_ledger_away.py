@@ -19,7 +19,7 @@ def test_while_the_ledger_is_away_production_stops_at_the_horizon_and_nothing_is
     place.ledger.away = True
     trainer.take(6)
     message = served.coordinator.next_for(trainer.ranks[0].session, 0.2, never)
-    assert message == Waiting("the ledger: away on purpose")
+    assert message == Waiting("the ledger: away on purpose", "ledger")
     assert place.runs.not_ready() == "run test: the ledger is away: away on purpose"
     place.ledger.away = False
     trainer.train(6)

@@ -173,7 +173,7 @@ def test_a_revision_of_a_run_that_stands_still_holds_from_where_it_stands(
             trainer.connect(served)
         served.stats.read()
         assert served.history.snapshot(None)[1] == trainer.index
-        assert served.coordinator.view().waiting_for == "a trainer"
+        assert served.coordinator.view().waiting.waiting_for == "a trainer"
     # Another change, and one that is taken back, need no further generation.
     served.revision_handler.revise(heavier(3))
     assert [revision.number for revision in served.revision_handler.drop(2)] == [2]

@@ -23,6 +23,7 @@ from support.mutations import IDS, TEXTS, formats
 from support.sources import opened, rows_of, write_table
 from tokenloom_server.config.row_rules import Comparison
 from tokenloom_server.errors import SourceError
+from tokenloom_server.sources.parquet import thrift
 
 #: Of each variant of a format: several hundred of each format.
 MUTATIONS = {"parquet": 100, "arrow": 100, "jsonl": 150, "txt": 200}
@@ -102,6 +103,45 @@ def test_a_column_that_becomes_large_is_read_in_pieces(tmp_path: Path) -> None:
     assert sum(pieces) == 1024
     assert max(pieces) <= 16
     assert pa.default_memory_pool().max_memory() - before < 48 << 20
+
+
+def page_that_claims(path: Path, number: int, **sizes: int) -> None:
+    """Gives a page's header other sizes; as much of its body is overwritten as the header is longer then."""
+    column, data = pq.read_metadata(path).row_group(0).column(0), bytearray(path.read_bytes())
+    position = column.dictionary_page_offset or column.data_page_offset
+    for page in range(number + 1):
+        fields, length = thrift.read_struct(data[position:], 0)
+        if page < number:
+            position += length + fields[3]
+    claimed = (fields[1], sizes.get("size", fields[2]), sizes.get("stored", fields[3]))
+    old, new = (b"".join(b"\x15" + thrift.integer(each) for each in values) for values in (
+        (fields[1], fields[2], fields[3]), claimed
+    ))  # fmt: skip
+    header = new + data[position + len(old) : position + length]
+    data[position : position + len(header)] = header
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "options", [{"use_dictionary": True}, {"use_dictionary": False}, {"data_page_version": "2.0"}], ids=str
+)
+@pytest.mark.parametrize("sizes", [{"size": 2**31 - 1}, {"stored": 2**31 - 1}, {"size": 2**28 + 1}], ids=str)
+def test_a_page_that_says_it_is_huge_is_refused_before_memory_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], sizes: dict[str, int]
+) -> None:
+    path, rows = tmp_path / "a.parquet", [f"row {i} " + "x" * 300 for i in range(3000)]
+    for number, buffer_bytes in ((0, 1 << 20), (1, 1 << 20), (1, 100)):
+        monkeypatch.setattr("tokenloom_server.sources.parquet.reader.BUFFER_BYTES", buffer_bytes)
+        pq.write_table(pa.table({"column": rows, "other": rows}), path, data_page_size=1 << 14, **options)
+        assert read(tmp_path, SPECS["parquet"]) == rows
+        page_that_claims(path, number, **sizes)
+        for name, rules in (("column", {}), ("other", {"filter": (Comparison.parse('column != "x"'),)})):
+            before = pa.default_memory_pool().max_memory()
+            with pytest.raises(
+                SourceError, match=r"a\.parquet' cannot be read in row group 0 \(.*the page at byte \d+"
+            ):
+                read(tmp_path, f"parquet:a.parquet:{name}", skip_bad=True, **rules)
+            assert pa.default_memory_pool().max_memory() - before < 64 << 20
 
 
 @pytest.mark.parametrize("rows", [TEXTS, IDS], ids=["text", "ids"])

@@ -45,8 +45,8 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("integrations",),
     ),
     PROTO: (
-        ("__init__", "address", "batch_schedule", "errors", "process", "seal", "credentials", "dataloader_pb2"),
-        ("dataloader_pb2_grpc", "protocol", "resume"),
+        ("__init__", "address", "batch_schedule", "certificate", "errors", "process", "seal", "dataloader_pb2"),
+        ("credentials", "dataloader_pb2_grpc", "protocol", "resume"),
     ),
 }
 
@@ -57,8 +57,8 @@ ONLY: dict[str, frozenset[str]] = {
     f"{SERVER}.storage": frozenset({"storage", "errors"}),
     f"{SERVER}.config": frozenset({"config", "core", "errors", "storage"}),
     f"{SERVER}.ledger": frozenset({"ledger", "core", "errors"}),
-    f"{SERVER}.run.slots": frozenset(),
-    f"{SERVER}.run.delivery": frozenset({"order.steps"}),
+    f"{SERVER}.run.slots": frozenset({"core"}),
+    f"{SERVER}.run.delivery": frozenset({"core", "order.steps"}),
     f"{SERVER}.run.generation": frozenset(
         {"core", "errors", "order.batch_plans", "order.steps", "run.delivery", "run.sizing", "run.slots"}
     ),

@@ -38,6 +38,7 @@ def metric_names() -> str:
         ((), metrics.SERVER_METRICS),
         (("run",), metrics.READ_METRICS),
         (metrics.RUN_LABELS, metrics.RUN_METRICS),
+        (metrics.WAITING_LABELS, metrics.WAITING_METRICS),
         (metrics.SOURCE_LABELS, metrics.SOURCE_METRICS),
         (metrics.RANK_LABELS, metrics.RANK_METRICS),
     )

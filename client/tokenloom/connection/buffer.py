@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Protocol, TypeAlias
 
-from tokenloom_proto.errors import Fenced
+from tokenloom_proto.errors import Fenced, JoinRefused, SnapshotInvalid
 
 from tokenloom.batch.layout import Batch
 from tokenloom.batch.memory import ArrayPool
@@ -153,7 +153,7 @@ class StepBuffer:
     def fail(self, error: BaseException) -> None:
         """Ends the stream with an error: after the micro-steps received, or instead of them where those are void."""
         with self._lock:
-            if isinstance(error, Fenced):
+            if isinstance(error, Fenced | JoinRefused | SnapshotInvalid):
                 self._steps.clear()
             self._error = error
             self._step_ready.notify_all()
@@ -219,8 +219,7 @@ class StepBuffer:
         """The next micro-step, as soon as ``count`` of them are there, or the data end after it."""
         # Of this process's own time: one that was stopped has not waited.
         waited_s, patience_s = 0.0, PATIENCE_S
-        began = time.perf_counter()
-        with self._lock:
+        with self._lock, self._waits.waiting(self.taken):
             while not (len(self._steps) >= count or self._error or self.end_reason is not None):
                 if self.closing:
                     raise RuntimeError("the RemoteDataset was closed while a batch was waited for")
@@ -243,7 +242,6 @@ class StepBuffer:
                     patience_s += PATIENCE_S
                     log.warning("no batch for %.0f s; waiting for: %s", waited_s, obstacle)
             self._starved = False
-            self._waits.note(self.taken, time.perf_counter() - began)
             if self._error is not None and len(self._steps) < count:
                 raise self._error
             return self._steps[0] if self._steps else None
@@ -261,6 +259,11 @@ class StepBuffer:
             self.closing = True
             for condition in (self._step_ready, self._room, self._report):
                 condition.notify_all()
+
+    @property
+    def waited_s(self) -> float:
+        """For how long ``next()`` has waited for micro-steps since the Join, seconds."""
+        return self._waits.waited_s
 
     def metrics(self, reconnects: int) -> Metrics:
         """The stream's figures; it was opened again ``reconnects`` times. Waits are those since the last call."""

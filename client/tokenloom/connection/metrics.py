@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 
@@ -29,6 +32,26 @@ class Waits:
         self._seen = 0
         self._total_s = self._longest_s = self._last_s = 0.0
         self._last_step = -1
+        #: Of all waits that are over, and when the present one began.
+        self._waited_s = 0.0
+        self._since: float | None = None
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds of all waits until now, that of the present one too."""
+        since = self._since
+        return self._waited_s + (time.perf_counter() - since if since is not None else 0.0)
+
+    @contextmanager
+    def waiting(self, step: int) -> Iterator[None]:
+        """Times what ``next()`` does until a micro-step is there, counted from 0."""
+        self._since = began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._since, seconds = None, time.perf_counter() - began
+            self._waited_s += seconds
+            self.note(step, seconds)
 
     def note(self, step: int, seconds: float) -> None:
         """``next()`` waited for a micro-step, counted from 0; several times where it was interrupted."""

@@ -181,9 +181,9 @@ class Connection:
             for data in call:
                 self._receive(read(data))
         except grpc.RpcError as error:
-            if self.buffer.closing or retryable(error):
+            if self.buffer.closing or retryable(error, self._request.address):
                 return "the server was silent, without even a heartbeat" if self._fell_silent else summary(error)
-            raise failure(error, self._request.address) from error
+            raise failure(error, self._request.address, self._request.topology.rank) from None
         finally:
             writer.over = True
             self.buffer.wake_writer()
@@ -286,11 +286,12 @@ class Connection:
         )
 
     def progress(self, consumed: Point) -> wire.Progress:
-        """How far the trainer is, and how many micro-steps may come beyond that."""
+        """How far the trainer is, how many micro-steps may come beyond that, and how long it waited for data."""
         return wire.Progress(
             consumed_through=consumed.sample_index,
             digest=consumed.digest,
             credit_micro_steps=self.buffer.capacity_steps,
+            waited_s=self.buffer.waited_s,
         )
 
 

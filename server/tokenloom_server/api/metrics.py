@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tokenloom_server.api.service import Runs
+from tokenloom_server.core.wait_reason import WaitReason
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.reports.stats import RunStats
 
@@ -74,6 +75,12 @@ class ReadRow(NamedTuple):
     readable: bool
 
 
+class WaitingRow(NamedTuple):
+    """A run, and whether it waits for a reason."""
+
+    waits: bool
+
+
 SERVER_METRICS = (
     RowMetric("tokenloom_server_info", "", "Always 1; the server's version.", {"version": "version"}),
     RowMetric("tokenloom_ready", "ready", "1 while requests can be served."),
@@ -89,33 +96,17 @@ RUN_METRICS = (
     RowMetric("tokenloom_sample_index", "sample_index", "Committed sample index."),
     RowMetric("tokenloom_produced_index", "produced_index", "Sample index up to which samples are produced."),
     RowMetric("tokenloom_tokens_per_second", "tokens_per_s", "Committed tokens/s over the last seconds."),
-    RowMetric(
-        "tokenloom_generation",
-        "generation",
-        "Number of the present launch: each that opens the run raises it; 0 before the first.",
-    ),
+    RowMetric("tokenloom_generation", "generation", "Number of the present launch; 0 before the first."),
     RowMetric("tokenloom_leads", "leads", "1 while this server has the lease on the run."),
     RowMetric("tokenloom_server_epoch", "server_epoch", "This server's number among those that led."),
     RowMetric("tokenloom_world_size", "world_size", "Ranks of the present generation."),
     RowMetric("tokenloom_batch_size", "batch_size", "Samples per rank and micro-step."),
     RowMetric("tokenloom_sequence_length", "sequence_length", "Tokens per sample."),
-    RowMetric(
-        "tokenloom_revision",
-        "revision",
-        "Number of the mixture's revision in force; 0 for the one that the run began with.",
-    ),
-    RowMetric(
-        "tokenloom_loss",
-        "reported.loss",
-        "Mean loss over all sources, as a trainer reported it last; absent where none was.",
-    ),
-    RowMetric(
-        "tokenloom_learning_rate",
-        "reported.learning_rate",
-        "Learning rate, as a trainer reported it last; absent where none was.",
-    ),
+    RowMetric("tokenloom_revision", "revision", "Number of the mixture's revision in force; 0: as it began."),
+    RowMetric("tokenloom_loss", "reported.loss", "Mean loss over all sources, last reported; absent where none was."),
+    RowMetric("tokenloom_learning_rate", "reported.learning_rate", "Learning rate, last reported; absent before."),
     RowMetric("tokenloom_window_fill", "window_fill", "Produced and not committed; fraction of the window."),
-    RowMetric("tokenloom_waiting", "waiting_for", "1 while production waits for something.", is_flag=True),
+    RowMetric("tokenloom_opening", "opening", "1 while a launch is being opened."),
     RowMetric("tokenloom_ended", "ended", "1 once the data has ended.", is_flag=True),
     RowMetric("tokenloom_failed", "error", "1 once an error has stopped the run.", is_flag=True),
     RowMetric("tokenloom_ledger_available", "ledger.available", "1 while the ledger can be reached."),
@@ -134,62 +125,26 @@ SOURCE_METRICS = (
     RowMetric("tokenloom_source_samples_total", "samples", "Samples committed from the source."),
     RowMetric("tokenloom_source_rows_total", "rows", "Rows of the source taken to their end."),
     RowMetric("tokenloom_source_bad_rows_total", "bad_rows", "Rows that did not decode."),
-    RowMetric(
-        "tokenloom_source_filtered_rows_total",
-        "filtered_rows",
-        "Rows that did not pass the source's filter, and blank lines.",
-    ),
-    RowMetric(
-        "tokenloom_source_padding_tokens_total",
-        "padding_tokens",
-        "Of the source's tokens, those that no document fills.",
-    ),
-    RowMetric(
-        "tokenloom_source_cut_documents_total",
-        "cut_documents",
-        "Documents that do not lie in one sample as a whole, though the packing would have had them so.",
-    ),
-    RowMetric(
-        "tokenloom_source_lost_tokens_total",
-        "lost_tokens",
-        "Tokens of documents that were cut off; with batching, rows that filled no batch of an epoch that ended.",
-    ),
+    RowMetric("tokenloom_source_filtered_rows_total", "filtered_rows", "Rows that did not pass the filter."),
+    RowMetric("tokenloom_source_padding_tokens_total", "padding_tokens", "Tokens that no document fills."),
+    RowMetric("tokenloom_source_cut_documents_total", "cut_documents", "Documents that the packing cut."),
+    RowMetric("tokenloom_source_lost_tokens_total", "lost_tokens", "Tokens (or rows) cut off."),
     RowMetric("tokenloom_source_fill_rate", "fill_rate", "Part of the source's tokens that documents fill (0 to 1)."),
     RowMetric(
-        "tokenloom_source_cut_rate",
-        "cut_rate",
-        "Documents that were cut, for each row (0 to 1); absent where the packing joins and cuts all.",
+        "tokenloom_source_cut_rate", "cut_rate", "Documents cut for each row (0 to 1); absent with packing: concat."
     ),
     RowMetric(
-        "tokenloom_source_dropped_tokens_total",
-        "dropped_tokens",
-        "Tail that filled no sample; known once the source is exhausted.",
+        "tokenloom_source_dropped_tokens_total", "dropped_tokens", "Tail that filled no sample; known at the end."
     ),
-    RowMetric(
-        "tokenloom_source_excluded_rows", "excluded_rows", "Rows of an epoch that the revision in force leaves out."
-    ),
+    RowMetric("tokenloom_source_excluded_rows", "excluded_rows", "Rows of an epoch that revisions leave out."),
     RowMetric("tokenloom_source_skipped_tokens_total", "skipped_tokens", "Tokens of the source that were passed over."),
-    RowMetric(
-        "tokenloom_source_target_share",
-        "target_share",
-        "Share of the next tokens that the weights in force ask for (0 to 1).",
-    ),
-    RowMetric(
-        "tokenloom_source_expected_share",
-        "expected_share",
-        "Share of the tokens so far that the weights asked for, each while it was in force (0 to 1).",
-    ),
+    RowMetric("tokenloom_source_target_share", "target_share", "Share that the weights in force ask for (0 to 1)."),
+    RowMetric("tokenloom_source_expected_share", "expected_share", "Share that they asked for so far (0 to 1)."),
     RowMetric("tokenloom_source_actual_share", "actual_share", "Share of the tokens so far (0 to 1)."),
     RowMetric(
-        "tokenloom_source_window_share",
-        "window_share",
-        "Share of the tokens committed in the last 30 s (0 to 1); absent where none were.",
+        "tokenloom_source_window_share", "window_share", "Share of the last 30 s (0 to 1); absent without commits."
     ),
-    RowMetric(
-        "tokenloom_source_loss",
-        "loss",
-        "Mean loss of the source as trainers report it, smoothed; absent where none was.",
-    ),
+    RowMetric("tokenloom_source_loss", "loss", "Mean loss of the source, smoothed; absent where none was reported."),
     RowMetric("tokenloom_source_epoch", "epoch", "Passes over the source so far."),
     RowMetric("tokenloom_source_epochs_allowed", "epochs", "Passes that are allowed; absent for no limit."),
     RowMetric("tokenloom_source_exhausted", "exhausted", "1 once the source has no more samples."),
@@ -201,16 +156,28 @@ SOURCE_METRICS = (
     RowMetric("tokenloom_source_info", "", "Always 1; what the source is.", {"source_id": "id", "spec": "spec"}),
 )
 
+WAITING_METRICS = (
+    RowMetric("tokenloom_waiting", "waits", "1 while the run waits for it; ranks is health: samples are ready."),
+)
+
 RANK_METRICS = (
     RowMetric("tokenloom_rank_connected", "connected", "1 while the rank is connected."),
+    RowMetric(
+        "tokenloom_rank_info",
+        "",
+        "Always 1; whether the rank is connected, finished (it said goodbye) or away.",
+        {"state": "state"},
+    ),
     RowMetric("tokenloom_rank_position", "position", "Sample index up to which the rank has consumed."),
     RowMetric("tokenloom_rank_lag_samples", "lag", "Samples that the fastest rank is ahead."),
     RowMetric("tokenloom_rank_last_heard_seconds", "last_heard_s", "Seconds since the last message."),
+    RowMetric("tokenloom_rank_wait_seconds_total", "waited_s", "Seconds that it has waited for data since it joined."),
 )
 
 #: What the metrics of runs, of sources and of ranks are labelled with.
 RUN_LABELS = ("run", "stream")
 SOURCE_LABELS = (*RUN_LABELS, "source")
+WAITING_LABELS = (*RUN_LABELS, "reason")
 RANK_LABELS = (*RUN_LABELS, "rank")
 
 
@@ -244,6 +211,12 @@ class RunCollector(Collector):
         yield from _families(RUN_METRICS, RUN_LABELS, [_series(run, run) for run in runs])
         sources = [_series(run, source, source.alias) for run in runs for source in run.sources]
         yield from _families(SOURCE_METRICS, SOURCE_LABELS, sources)
+        waits = [
+            _series(run, WaitingRow(run.waiting_reason == reason), reason)
+            for run in runs
+            for reason in get_args(WaitReason)
+        ]
+        yield from _families(WAITING_METRICS, WAITING_LABELS, waits)
         ranks = [_series(run, rank, str(rank.rank)) for run in runs for rank in run.ranks]
         yield from _families(RANK_METRICS, RANK_LABELS, ranks)
 

@@ -15,13 +15,17 @@ from tokenloom_server.errors import ConfigError
 def plan(
     mixture: Mixture = None,
     tokens: Annotated[
-        str | None, typer.Option(help="Plan up to so many tokens, such as 500M, 10B or 1.5T; to the end if not given.")
+        str | None,
+        typer.Option(
+            help="Plan up to so many tokens, such as 500M, 10B or 1.5T; to the end if not given, and where there is "
+            "none for as many as the sources have once."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     picture: Annotated[
         Path | None,
         typer.Option(
-            help="Draw the shares over the tokens into this file, .svg or .png (pip install 'tokenloom[plot]')."
+            help="Draw the shares over the tokens into this file, .svg or .png (pip install 'tokenloom\\[plot]')."
         ),
     ] = None,
     *,

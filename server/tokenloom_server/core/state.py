@@ -163,6 +163,11 @@ class SourceState:
         return self.tokens - self.row_counts.padding_tokens
 
     @property
+    def owed_tokens(self) -> float:
+        """``owed`` in tokens."""
+        return self.owed / SHARE_UNIT
+
+    @property
     def consumed_padding_tokens(self) -> int:
         """Its padding without that of what was passed over."""
         return self.row_counts.padding_tokens - self.skipped_padding_tokens

@@ -271,6 +271,17 @@ def state_at(
     config, mixer, start = mark.stage
     since_start = [now - before.number for now, before in zip(numbers, start.sources, strict=True)]
     exhausted = mixer.exhausted(mark.mix_weights)
+    # As ``RunConfig.balanced`` counts them.
+    tokens_since = [
+        more * config.sequence_length
+        - (
+            position.row_counts.padding_tokens - before.row_counts.padding_tokens
+            if config.balances_real and more
+            else 0
+        )
+        for before, more, position in zip(start.sources, since_start, positions, strict=True)
+    ]
+    expected = mark.mix_weights.expected_after(sum(tokens_since))
     sources = [
         replace(
             before,
@@ -280,24 +291,19 @@ def state_at(
             tokens=before.tokens + more * config.sequence_length,
             dropped_tokens=dropped if out else 0,
             exhausted=out,
+            owed=before.owed + of_source - tokens * SHARE_UNIT,
         )
-        for before, more, position, dropped, out in zip(
-            start.sources, since_start, positions, dropped_tokens, exhausted, strict=True
+        for before, more, position, dropped, out, of_source, tokens in zip(
+            start.sources, since_start, positions, dropped_tokens, exhausted, expected, tokens_since, strict=True
         )
     ]
-    balances = [*map(config.balanced, sources)]
-    tokens_since = [now - config.balanced(before) for now, before in zip(balances, start.sources, strict=True)]
-    expected = mark.mix_weights.expected_after(sum(tokens_since))
     return replace(
         start,
         sample_index=mark.sample_index,
         total_tokens=mark.total_tokens,
         digest=mark.digest,
-        sources=tuple(
-            replace(source, owed=source.owed + of_source - tokens * SHARE_UNIT)
-            for source, of_source, tokens in zip(sources, expected, tokens_since, strict=True)
-        ),
-        nodes=mixer.states(mark.mix_weights, since_start, balances),
+        sources=tuple(sources),
+        nodes=mixer.states(mark.mix_weights, since_start, [*map(config.balanced, sources)]),
     )
 
 

@@ -50,9 +50,7 @@ def forecast(
     parts: Sequence[Part], state: State, until: int | None = None, *, exact_picks: int = EXACT_PICKS
 ) -> RunPlan:
     """What the run will be from a state on, up to the first sample that reaches ``until`` total tokens or, for None, to
-    its end.
-
-    """
+    its end; where nothing ever ends, for as many tokens as its sources have once."""
     if until is not None and until <= state.total_tokens:
         raise ConfigError(
             f"tokens: {until} tokens are asked for, but the run has {state.total_tokens} already; the number counts "
@@ -67,10 +65,8 @@ def forecast(
     else:
         simulation.go(until)
     if simulation.endless and not simulation.segments:
-        raise ConfigError(
-            "tokens: nothing that the mixture reads ever runs out, so a plan has no end of its own; say how far it "
-            "goes, such as 10B"
-        )
+        # Nothing that the mixture reads ever runs out, so a plan has no end of its own.
+        simulation.go(simulation.tokens + simulation.one_epoch)
     return simulation.plan(state)
 
 
@@ -101,6 +97,12 @@ class _Simulation:
         else:
             self._leap(picks)
         self._cut()
+
+    @property
+    def one_epoch(self) -> int:
+        """Tokens that the sources have once, one pick at least."""
+        tokens = sum(supply.curve.epoch_tokens for supply in self._supplies if supply.curve is not None)
+        return max(tokens, self._config.pick_tokens)
 
     def enter(self, part: Part) -> None:
         """Goes on in the next part, where this one ends."""

@@ -18,6 +18,12 @@ _WIDTH_IN, _HEIGHT_IN, _DPI = 10.0, 5.0, 144
 _OTHERS = "#9aa0a6"
 _FEW_COLOURS, _MANY_COLOURS = "tab10", "tab20"
 
+#: Where the reader's colours are dark, black on white becomes white on black, and hues stay. (Of SVG: a PNG has none.)
+_IN_THE_DARK = (
+    b"<style>@media (prefers-color-scheme: dark) "
+    b"{ :root { color-scheme: dark; filter: invert(0.9) hue-rotate(180deg) } }</style>"
+)
+
 Format = Literal["svg", "png"]
 
 
@@ -64,7 +70,7 @@ def draw(plan: RunPlan, form: Format) -> bytes:
     with matplotlib.rc_context({"svg.hashsalt": "tokenloom", "svg.fonttype": "none"}):
         metadata: dict[str, Any] = {"Date": None} if form == "svg" else {}
         figure.savefig(file, format=form, dpi=_DPI, metadata=metadata)
-    return file.getvalue()
+    return file.getvalue().replace(b"<defs>", _IN_THE_DARK + b"<defs>", 1)
 
 
 def _layers(plan: RunPlan) -> list[tuple[str, list[float]]]:

@@ -215,7 +215,7 @@ class Evaluation:
         self._over = False
         self._news = threading.Condition()
 
-    def progress(self, consumed_through: int, credit_micro_steps: int, digest: str = "") -> None:
+    def progress(self, consumed_through: int, credit_micro_steps: int, digest: str = "", waited_s: float = 0.0) -> None:
         """The client consumed up to a sample index, and takes so many micro-steps beyond it."""
         if consumed_through > self._index:
             raise JoinRefused(

@@ -179,7 +179,7 @@ class Peek:
         self._work: Future[Made] | None = None
         self._worked_at = time.monotonic()
 
-    def progress(self, consumed_through: int, credit_micro_steps: int, digest: str = "") -> None:
+    def progress(self, consumed_through: int, credit_micro_steps: int, digest: str = "", waited_s: float = 0.0) -> None:
         """The client consumed up to a sample index, and takes so many micro-steps beyond it. The first one begins it
         all.
 

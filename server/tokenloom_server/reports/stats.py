@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from tokenloom_server.core.rank_state import RankState
+from tokenloom_server.core.wait_reason import WaitReason
 from tokenloom_server.reports.document import Document
 from tokenloom_server.reports.receipt import RevisionInfo
 
@@ -73,12 +75,16 @@ class RankStats(Document):
 
     rank: int
     connected: bool
+    state: RankState
+    """``finished``: it said goodbye; ``away``: it never came, its connection broke, or another server knew it."""
     position: int
     """Sample index up to which the rank has consumed."""
     lag: int
     """Samples that the fastest rank is ahead."""
     last_heard_s: float | None
     """Seconds since the rank's last message; null if it was never heard."""
+    waited_s: float
+    """Seconds that the rank's ``next()`` has waited for data since it joined, as the rank reports."""
 
 
 class LedgerStats(Document):
@@ -169,6 +175,14 @@ class RunStats(Document):
     """Produced and not yet committed, as a fraction of the window (0 to 1)."""
     waiting_for: str
     """What production waits for; empty while it works."""
+    opening: bool
+    """Whether a launch is being opened, which may take as long as going forward to where it begins."""
+    waiting_reason: WaitReason | None
+    """Which kind of that: ``ranks`` is health, samples are ready and training sets the pace; with ``rows`` these are
+    being read and tokenised, and a rank has nothing left. Null while it waits for nothing."""
+    data_wait_share: float | None
+    """The part of the last half a minute that the rank which waited least for data did (0 to 1): near 0 training sets
+    the pace, near 1 the data does. Null where no rank has reported it."""
     ended: str | None
     """Why the data ended; null while it has not."""
     exhausted: bool

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 
 from rich.console import Console
 from rich.table import Table
 
+from tokenloom_server.core.amounts import short
 from tokenloom_server.reports.stats import RunStats, SourceStats, skips_text
 from tokenloom_server.reports.tables import table
+
+#: The columns of the two tables that take the place of one which is too wide.
+_SHARES = ("target", "expected", "actual", "recent", "loss")
+_COUNTERS = ("samples", "rows", "tokens", "epoch", "left")
+#: Lines that are long enough for one table, characters.
+_WIDE = 140
+
+#: Where every rank waits for data at least this part of its time, the data sets the pace.
+SLOW_DATA_SHARE = 0.1
 
 
 def print_stats(out: Console, stats: RunStats) -> None:
@@ -23,7 +33,8 @@ def print_stats(out: Console, stats: RunStats) -> None:
         later = f"; revision {coming.number} from sample {coming.sample_index:,} on" if coming else ""
         current = f"revision {stats.revision}" if stats.revision else "the mixture that the run began with"
         out.print(f"in force: {current}{later} (tokenloom mixture show)")
-    out.print(sources_table(stats))
+    for part in _tables(out, stats):
+        out.print(part)
     if stats.count == "real":
         out.print("shares are of real tokens, without padding")
     for line in _losses(stats), _rows_without_tokens(stats), _skipped(stats), _pinned(stats):
@@ -31,15 +42,33 @@ def print_stats(out: Console, stats: RunStats) -> None:
             out.print(line)
     for rank in stats.ranks:
         heard = "never heard" if rank.last_heard_s is None else f"heard {rank.last_heard_s:.1f} s ago"
-        state = "connected" if rank.connected else "away"
-        out.print(f"rank {rank.rank}: {state}, at sample {rank.position:,} (lag {rank.lag:,}), {heard}")
-    for note in (stats.waiting_for and f"waiting for {stats.waiting_for}", stats.ended, stats.error, stats.warning):
+        waited = f", waited {rank.waited_s:,.1f} s for data" if rank.waited_s else ""
+        out.print(f"rank {rank.rank}: {rank.state}, at sample {rank.position:,} (lag {rank.lag:,}), {heard}{waited}")
+    if stats.opening:
+        out.print("a launch is being opened")
+    for note in (_pace(stats), stats.ended, stats.error, stats.warning):
         if note:
             out.print(note)
 
 
-def sources_table(stats: RunStats, *, title: str | None = None, without: Collection[str] = ()) -> Table:
-    """The shares and counters of each source; ``without`` some of the columns."""
+def _tables(out: Console, stats: RunStats) -> Iterator[Table]:
+    """The table of the sources; where lines are too short for it, one of their shares and one of their counters, in
+    short numbers."""
+    if out.width >= _WIDE:
+        yield sources_table(stats)
+    else:
+        yield sources_table(stats, without=_COUNTERS)
+        yield sources_table(stats, without=_SHARES, count=short)
+
+
+def sources_table(
+    stats: RunStats,
+    *,
+    title: str | None = None,
+    without: Collection[str] = (),
+    count: Callable[[int], str] = "{:,}".format,
+) -> Table:
+    """The shares and counters of each source; ``without`` some of the columns. ``count`` writes counters."""
     cells: dict[str, Callable[[SourceStats], str]] = {
         "source": lambda source: source.alias,
         "target": lambda source: f"{source.target_share:.2%}",
@@ -47,11 +76,11 @@ def sources_table(stats: RunStats, *, title: str | None = None, without: Collect
         "actual": lambda source: f"{source.actual_share:.2%}",
         "recent": lambda source: "–" if source.window_share is None else f"{source.window_share:.2%}",
         "loss": lambda source: "–" if source.loss is None else f"{source.loss:.4f}",
-        "samples": lambda source: f"{source.samples:,}",
-        "rows": lambda source: f"{source.rows:,}",
-        "tokens": lambda source: f"{source.tokens:,}",
+        "samples": lambda source: count(source.samples),
+        "rows": lambda source: count(source.rows),
+        "tokens": lambda source: count(source.tokens),
         "epoch": lambda source: f"{source.epoch:.2f}",
-        "left": _left,
+        "left": lambda source: _left(source, count),
     }
     hidden = {*without, *(() if stats.reported is not None else ("loss",))}
     headings = [heading for heading in cells if heading not in hidden]
@@ -59,10 +88,22 @@ def sources_table(stats: RunStats, *, title: str | None = None, without: Collect
     return table(headings, rows, title=title)
 
 
-def _left(source: SourceStats) -> str:
+def _pace(stats: RunStats) -> str:
+    """Whether training or the data sets the pace, and what is waited for."""
+    share, parts = stats.data_wait_share, []
+    if share is not None and stats.ended is None and stats.error is None:
+        slow = "the data sets the pace" if share >= SLOW_DATA_SHARE else "training sets the pace"
+        parts.append(f"{slow}: ranks waited for data {share:.0%} of the last half a minute")
+    if stats.waiting_for:
+        ready = "samples are ready; " if stats.waiting_reason == "ranks" and stats.ranks else ""
+        parts.append(f"{ready}waiting for {stats.waiting_for}")
+    return "; ".join(parts)
+
+
+def _left(source: SourceStats, count: Callable[[int], str]) -> str:
     if source.exhausted:
         return "exhausted"
-    return "?" if source.remaining_samples is None else f"{source.remaining_samples:,}"
+    return "?" if source.remaining_samples is None else count(source.remaining_samples)
 
 
 def _losses(stats: RunStats) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tokenloom_server.core.rank_state import RankState
 from tokenloom_server.core.state import State
 from tokenloom_server.ledger.records import StoredRun, date_of
 from tokenloom_server.order.steps import StepGroup
@@ -36,11 +37,14 @@ class RankView(NamedTuple):
     """A rank of the present generation."""
 
     rank: int
-    connected: bool
+    state: RankState
     #: Sample index up to which it has consumed.
     position: int
     #: Of its last message, by the coordinator's clock; None where it was never heard.
     last_heard: float | None
+    #: For how long it has waited for data since it joined, seconds; and the part of its last half a minute.
+    waited_s: float
+    wait_share: float | None
 
 
 class GenerationView(NamedTuple):
@@ -72,6 +76,11 @@ class GenerationView(NamedTuple):
     closed: bool = False
     ranks: Sequence[RankView] = ()
 
+    @property
+    def data_wait_share(self) -> float | None:
+        """The part of its last half a minute that the rank which waited least for data did; None where none says it."""
+        return min((rank.wait_share for rank in self.ranks if rank.wait_share is not None), default=None)
+
 
 @dataclass(slots=True)
 class ActiveGeneration:
@@ -100,9 +109,9 @@ class ActiveGeneration:
     stream_numbers: dict[str, int] = field(default_factory=dict)
 
     def view(self, now: float, liveness_s: float) -> GenerationView:
-        generation = self.generation
+        generation, index_of = self.generation, self.generation.index_of
         ranks = [
-            RankView(slot.rank, slot.connected, generation.index_of(slot.consumed), slot.last_heard)
+            RankView(slot.rank, slot.state, index_of(slot.consumed), slot.last_heard, slot.waited_s, slot.wait_share)
             for slot in generation.slots
         ]
         return GenerationView(
@@ -178,14 +187,21 @@ class ActiveGeneration:
     def waiting_for(self) -> str:
         """Which ranks production waits for; empty where it waits for none."""
         generation = self.generation
-        if generation.end is not None or self.closed or generation.steps_wanted():
-            return "a trainer" if self.closed else ""
+        if self.closed or (generation.end is None and all(slot.state == "finished" for slot in generation.slots)):
+            return "a trainer"
+        if generation.end is not None or generation.steps_wanted():
+            return ""
         absent = [slot.rank for slot in generation.slots if not slot.connected]
         if absent:
             named = ", ".join(map(str, absent[:8])) + (", …" if len(absent) > 8 else "")
             return f"rank {named} to connect"
         slot = next(generation.slots.laggards())
         return f"rank {slot.rank} to go on from sample {generation.index_of(slot.consumed)}"
+
+    def starves(self) -> bool:
+        """Whether a rank has consumed all that is produced."""
+        generation = self.generation
+        return any(slot.connected and slot.consumed >= generation.produced for slot in generation.slots)
 
     def point_at(self, index: int) -> tuple[StepGroup, int] | None:
         """(group of the boundary before it, how many of its micro-steps lie before it) of a sample index; None where

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tokenloom_server.core.wait_reason import WaitReason
 from tokenloom_server.order.steps import StepGroup
 
 
@@ -25,6 +26,7 @@ class EndOfData(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """Nothing to send within the time; what the run waits for, for people."""
+    """Nothing to send within the time; what the run waits for, for people. Empty, and without a reason: for nothing."""
 
-    waiting_for: str
+    waiting_for: str = ""
+    reason: WaitReason | None = None

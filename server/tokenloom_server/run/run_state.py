@@ -25,8 +25,9 @@ from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run import sizing
 from tokenloom_server.run.active_generation import ActiveGeneration, GenerationView, LedgerLoss
 from tokenloom_server.run.commits import commit_of
+from tokenloom_server.run.delivery import Waiting
 from tokenloom_server.run.generation import Generation
-from tokenloom_server.run.join_call import ResumeChoice
+from tokenloom_server.run.join_call import RankRefusal, ResumeChoice
 from tokenloom_server.run.lease_state import LeaseState
 from tokenloom_server.run.pins import PinnedPoint
 from tokenloom_server.run.timeouts import Timeouts
@@ -34,6 +35,9 @@ from tokenloom_server.run.views import RecentCommit, RunView
 from tokenloom_server.run.wakes import Wakes
 
 _log = logging.getLogger(__name__)
+
+#: A wait for storage of so long is named, seconds.
+STORAGE_WAIT_S = 2.0
 
 
 class RunState:
@@ -91,6 +95,10 @@ class RunState:
         # What rank 0 of an attempt was refused with, by what it asked for: the same id may be tried again with another
         # resume point. The oldest are forgotten.
         self._refused: dict[tuple[str, ResumeChoice], TokenloomError] = {}
+        #: By attempt.
+        self._refused_ranks: dict[str, RankRefusal] = {}
+        #: Attempts whose rank 0 is at the opening.
+        self._openings: set[str] = set()
         # Whether the committer sleeps until a commit is due.
         self._committer_idle = False
         # When the server ran last, as far as is noted: time in which it was paused is no silence of its ranks.
@@ -181,7 +189,8 @@ class RunState:
             now=now,
             error=self._error or self._ended_thread(),
             ledger_error=self._ledger_error,
-            waiting_for=self._waiting_for(),
+            waiting=self._waiting(),
+            opening=bool(self._openings),
             pin=self.pin,
             generation=active.view(now, self.timeouts.liveness_s) if active is not None else GenerationView(),
         )
@@ -199,15 +208,21 @@ class RunState:
             return None
         return TokenloomError(f"its thread {name} has ended; restart the server, and report its log")
 
-    def _waiting_for(self) -> str:
-        """What production or delivery waits for, for people; empty where it waits for nothing."""
+    def _waiting(self) -> Waiting:
+        """What production or delivery waits for."""
         if not self.leads():
-            return f"the lease: {self.lease.stands_by_for}"
+            return Waiting(f"the lease: {self.lease.stands_by_for}", "lease")
         if self._active is None:
-            return "a trainer"
+            return Waiting("the launch that is being opened" if self._openings else "a trainer", "ranks")
         if self._ledger_error is not None:
-            return f"the ledger: {self._ledger_error}"
-        return self._active.waiting_for()
+            return Waiting(f"the ledger: {self._ledger_error}", "ledger")
+        if ranks := self._active.waiting_for():
+            return Waiting(ranks, "ranks")
+        if self._error is not None or not self._active.generation.steps_wanted():
+            return Waiting()
+        if storage := self.order.resources.io_stats.longest_wait(STORAGE_WAIT_S):
+            return Waiting(storage, "storage")
+        return Waiting("samples to be read and tokenised", "rows") if self._active.starves() else Waiting()
 
     # --- changes that several commands make ----------------------------------------------------------
 
@@ -262,6 +277,7 @@ class RunState:
     def _stop_for_all(self, error: TokenloomError, level: int = logging.ERROR) -> None:
         """All ranks get the error, once they have consumed what is produced."""
         _log.log(level, "%s: stopped: %s: %s", self.name, error.name, error)
+        error.of_launch = True
         self._error = error
         self._wakes.everyone()
 

@@ -6,8 +6,14 @@ here as they move, so that a micro-step costs the same with 1,000 ranks as with 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from tokenloom_server.core.rank_state import RankState
+
+#: What a rank waited lately is counted over one or two spans of this length, seconds.
+WAIT_SPAN_S = 15.0
 
 
 @dataclass(slots=True)
@@ -32,6 +38,38 @@ class Slot:
     #: Begin of the group whose base the present stream has.
     base_index: int | None = None
     ended: bool = False
+    #: For how long the rank has waited for data since it joined, as it reports, seconds; and (time, seconds) of one or
+    #: two earlier reports, ``WAIT_SPAN_S`` apart.
+    waited_s: float = 0.0
+    earlier_waits: tuple[tuple[float, float], ...] = ()
+
+    def note_wait(self, waited_s: float, now: float) -> None:
+        """The rank reports for how long it has waited for data since it joined."""
+        if self.waited_s < waited_s < math.inf:
+            self.waited_s = waited_s
+        if not self.earlier_waits or now - self.earlier_waits[-1][0] >= WAIT_SPAN_S:
+            self.earlier_waits = (*self.earlier_waits[-1:], (now, self.waited_s))
+
+    @property
+    def wait_share(self) -> float | None:
+        """The part of its last half a minute that it waited for data (0 to 1); None where it has not reported twice."""
+        if not self.earlier_waits or self.last_heard is None or self.last_heard <= self.earlier_waits[0][0]:
+            return None
+        since, before_s = self.earlier_waits[0]
+        return min(1.0, (self.waited_s - before_s) / (self.last_heard - since))
+
+    @property
+    def state(self) -> RankState:
+        """Of the rank, in a word."""
+        if self.connected:
+            return "connected"
+        # Without a message of its own: the server before this one noted that none trains, and not why.
+        return "finished" if self.left and self.last_heard is not None else "away"
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no process was ever heard to have it."""
+        return self.last_heard is None and not self.session and not self.left
 
 
 class Slots:

@@ -10,15 +10,8 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
 
-from tokenloom_server.core.state import (
-    SHARE_UNIT,
-    EpochCursor,
-    FileCursor,
-    SourceState,
-    State,
-    WindowCursor,
-    row_cursor,
-)
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.core.state import EpochCursor, FileCursor, SourceState, State, WindowCursor, row_cursor
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.ledger.records import CommittedState, Counters, StoredRevision
 from tokenloom_server.mixing.mixer import ALL_EXHAUSTED, target_shares
@@ -52,8 +45,7 @@ class StatsReader:
         self._rows_lock = threading.Lock()
 
     def read(self) -> RunStats:
-        coordinator = self._coordinator
-        view = coordinator.view()
+        coordinator, view = self._coordinator, self._coordinator.view()
         generation, timeline, committed, state = view.generation, view.timeline, view.commit, view.state
         # A skip may lie before revisions that were made earlier.
         revisions = sorted(timeline.revisions, key=lambda revision: (revision.sample_index, revision.number))
@@ -64,10 +56,7 @@ class StatsReader:
         # A state knows a source as exhausted once a pick of it failed, and after the last sample there is none.
         ended = generation.end.reason if generation.end is not None else None
         if exhausted := generation.over and ended is not None and ended.startswith(ALL_EXHAUSTED):
-            # A source that a revision brings there has no state yet.
-            pairs = zip(state.sources, config.sources, strict=False)
-            out = (own if of.presence == "dropped" else replace(own, exhausted=True) for own, of in pairs)
-            state = replace(state, sources=tuple(out))
+            state = _all_exhausted(state, config)
         return RunStats(
             run=coordinator.name,
             stream=coordinator.stream,
@@ -89,7 +78,10 @@ class StatsReader:
             skipped_tokens=sum(source.skipped_tokens for source in state.sources),
             tokens_per_s=view.tokens_per_s,
             window_fill=min(1.0, generation.held_steps / generation.window_micro_steps),
-            waiting_for=view.waiting_for,
+            waiting_for=view.waiting.waiting_for,
+            waiting_reason=view.waiting.reason,
+            data_wait_share=generation.data_wait_share,
+            opening=view.opening,
             ended=ended,
             exhausted=exhausted,
             error=f"{view.error.name}: {view.error}" if view.error is not None else None,
@@ -126,7 +118,7 @@ class StatsReader:
         ``losses``, by source id: smoothed and last."""
         order = self._coordinator.timeline.at(state.sample_index)
         specs, consumed = order.record.specs, order.config.consumed(state)
-        expected = [tokens + own.owed / SHARE_UNIT for tokens, own in zip(consumed, state.sources, strict=True)]
+        expected = [tokens + own.owed_tokens for tokens, own in zip(consumed, state.sources, strict=True)]
         in_window: Sequence[float | None] = [None] * len(specs)
         if earlier is not None and earlier.total_tokens < committed.total_tokens:
             in_window = _shares(consumed, earlier.consumed)
@@ -264,6 +256,14 @@ def _stores_row_counts(order: PipelineFactory, source: int) -> bool:
     return scheme_of(order.config.sources[source].spec).reader(order.record.shards[source]).stores_row_counts
 
 
+def _all_exhausted(state: State, config: RunConfig) -> State:
+    """A state as its sources are once the data ended: each that was not dropped is exhausted."""
+    # A source that a revision brings there has no state yet.
+    pairs = zip(state.sources, config.sources, strict=False)
+    out = (own if of.presence == "dropped" else replace(own, exhausted=True) for own, of in pairs)
+    return replace(state, sources=tuple(out))
+
+
 def next_launch(pin: PinnedPoint) -> NextLaunch:
     """What a pin says, for people."""
     skips = None if pin.skips is None else dict(pin.skips)
@@ -285,10 +285,12 @@ def _ranks(view: RunView) -> list[RankStats]:
     return [
         RankStats(
             rank=rank.rank,
-            connected=rank.connected,
+            connected=rank.state == "connected",
+            state=rank.state,
             position=rank.position,
             lag=farthest - rank.position,
             last_heard_s=None if rank.last_heard is None else round(view.now - rank.last_heard, 3),
+            waited_s=round(rank.waited_s, 3),
         )
         for rank in ranks
     ]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from tokenloom_server.errors import (
     Fenced,
+    JoinRefused,
     LedgerError,
     LedgerRolledBack,
     NotFound,
@@ -14,6 +15,7 @@ from tokenloom_server.errors import (
     OrderMismatch,
     RankStalled,
     ServerStopping,
+    SnapshotInvalid,
     StorageError,
     TokenloomError,
 )
@@ -27,8 +29,6 @@ _log = logging.getLogger(__name__)
 
 #: After so long a wait for another rank the log names it, and again after each further, seconds.
 RANK_WARNING_S = 30.0
-#: A wait for storage of so long is named to the ranks, seconds.
-STORAGE_WAIT_S = 2.0
 
 
 class StreamCommands(RunState):
@@ -98,8 +98,10 @@ class StreamCommands(RunState):
         with self._lock:
             session.active.generation.leave(session.rank, session.number)
 
-    def progress(self, session: Session, consumed_through: int, credit_micro_steps: int, digest: str = "") -> None:
-        """A rank consumed up to a sample index, and takes so many micro-steps beyond it.
+    def progress(
+        self, session: Session, consumed_through: int, credit_micro_steps: int, digest: str = "", waited_s: float = 0.0
+    ) -> None:
+        """A rank consumed up to a sample index, takes so many micro-steps beyond it, and has waited so long for data.
 
         Raises ``Fenced`` where the session's generation, or stream, is over."""
         with self._lock:
@@ -111,6 +113,7 @@ class StreamCommands(RunState):
             except OrderMismatch as error:
                 self._alarm(error)
                 raise
+            generation.slots[session.rank].note_wait(waited_s, self.clock())
             self._wake_committer()
             self._wake_rank(session.rank)
             self._wake_producer()
@@ -128,7 +131,7 @@ class StreamCommands(RunState):
             while True:
                 if self.stopping:
                     raise ServerStopping("the server is stopping; it goes on where it was when it is back")
-                if isinstance(self._error, LedgerError):
+                if isinstance(self._error, LedgerError | JoinRefused | SnapshotInvalid):
                     raise self._error
                 self.require_lead()
                 active = self._current(session)
@@ -145,7 +148,8 @@ class StreamCommands(RunState):
                 left_s = deadline - self.clock()
                 if left_s <= 0 or interrupted():
                     self._watch_ranks(session)
-                    return Waiting(self._waiting_for() or self._slow_work(active))
+                    self._watch_storage(active)
+                    return self._waiting()
                 self._wakes.ranks[session.rank].wait(left_s)
 
     def _log_first_batch(self, up_since: float) -> None:
@@ -241,15 +245,12 @@ class StreamCommands(RunState):
 
     # --- what a stream waits for -------------------------------------------------------------------
 
-    def _slow_work(self, active: ActiveGeneration) -> str:
-        """What is at work where nobody waits for anything; for people."""
-        if not active.generation.steps_wanted():
-            return ""
-        io_stats = self.order.resources.io_stats
-        # What cannot be asked for a second time, a mount that hangs, never gives up by itself.
-        if self._error is None and (overdue := io_stats.overdue()):
+    def _watch_storage(self, active: ActiveGeneration) -> None:
+        """Stops the run where storage is waited for too long that cannot be asked a second time: a mount that hangs
+        never gives up by itself."""
+        overdue = active.generation.steps_wanted() and self.order.resources.io_stats.overdue()
+        if self._error is None and overdue:
             self._stop_for_all(StorageError(overdue))
-        return io_stats.longest_wait(STORAGE_WAIT_S) or "samples to be read and tokenised"
 
     def _watch_ranks(self, session: Session) -> None:
         """Names the ranks that hold the others back: in the log, and after ``rank_timeout_s`` as an error for all."""

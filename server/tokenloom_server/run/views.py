@@ -11,6 +11,7 @@ from tokenloom_server.ledger.records import CommittedState
 from tokenloom_server.order.steps import BatchPlan, StepGroup
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.active_generation import ActiveGeneration, GenerationView
+from tokenloom_server.run.delivery import Waiting
 from tokenloom_server.run.lease_state import LeaseState
 from tokenloom_server.run.pins import PinnedPoint
 
@@ -76,8 +77,10 @@ class RunView(NamedTuple):
     #: What stopped the run for all ranks, and why commits wait.
     error: TokenloomError | None
     ledger_error: str | None
-    #: What production or delivery waits for, for people; empty where it waits for nothing.
-    waiting_for: str
+    #: What production or delivery waits for.
+    waiting: Waiting
+    #: Whether a launch is being opened.
+    opening: bool
     #: Where the next launch begins, if that is pinned.
     pin: PinnedPoint | None
     #: The present one; without a number where there is none.

@@ -68,8 +68,9 @@ def with_spots(shards: Sequence[Shard], base_dir: Path, sources: int) -> tuple[S
     most = max(1, min(SPOTS, ALL_SPOTS // max(1, len(shards) * sources)))
 
     def spotted(shard: Shard) -> Shard:
-        if shard.size <= 2 * FINGERPRINT_BYTES or not _is_hashed(shard) or is_remote(shard.path):
-            return shard
+        is_large = shard.size > 2 * FINGERPRINT_BYTES and _is_hashed(shard) and not is_remote(shard.path)
+        if not is_large or not (base_dir / shard.path).is_file():
+            return shard  # a plugin's shards may be something else than files
         with LocalFile(base_dir / shard.path, shard.path) as file:
             digest = spot_digest(file, min(most, -(-shard.size // SPOT_BYTES)))
             return replace(shard, spots=f"{file.modified_ns}:{digest}")

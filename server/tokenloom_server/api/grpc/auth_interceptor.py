@@ -78,7 +78,7 @@ class AuthInterceptor(grpc.ServerInterceptor):
 
     def _refusal(self, error: TokenloomError) -> _Handler:
         def refuse(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-            abort(context, error.grpc_status, error.name, str(error))
+            abort(context, error)
 
         # Whatever the method is: of a stream of requests nothing is read that is not asked for.
         return _in_pool(grpc.stream_stream_rpc_method_handler(refuse), self._refusals)

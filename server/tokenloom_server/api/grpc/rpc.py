@@ -95,14 +95,13 @@ def readable(message: Any) -> Any:
     return message
 
 
-def abort(
-    context: grpc.ServicerContext, status: str, name: str, message: str, retry_for_s: float | None = None
-) -> NoReturn:
-    """Ends a call with an error: the name in the metadata, the message in the details. ``retry_for_s``: for how long
-    trying again makes sense, where the server knows."""
-    retry = () if retry_for_s is None else (("tokenloom-retry-for-s", f"{retry_for_s:.1f}"),)
-    context.set_trailing_metadata((("tokenloom-error", name), *retry))
-    context.abort(getattr(grpc.StatusCode, status), message[:_MAX_DETAILS])
+def abort(context: grpc.ServicerContext, error: TokenloomError, name: str = "") -> NoReturn:
+    """Ends a call with an error: its name (``name`` where it has none of its own) and what else a client may know of
+    it in the metadata, the message in the details."""
+    retry = () if error.retry_for_s is None else (("tokenloom-retry-for-s", f"{error.retry_for_s:.1f}"),)
+    launch = (("tokenloom-of-launch", "1"),) if error.of_launch else ()
+    context.set_trailing_metadata((("tokenloom-error", name or error.name), *retry, *launch))
+    context.abort(getattr(grpc.StatusCode, error.grpc_status), str(error)[:_MAX_DETAILS])
     raise AssertionError("unreachable: abort raises")
 
 
@@ -112,14 +111,14 @@ def errors_as_statuses(context: grpc.ServicerContext) -> Iterator[None]:
     try:
         yield
     except TokenloomError as error:
-        abort(context, error.grpc_status, error.name, str(error), error.retry_for_s)
+        abort(context, error)
     except (GeneratorExit, grpc.RpcError):
         raise
     except Exception as error:
         if not context.is_active():
             return
         _log.exception("a call failed")
-        abort(context, "INTERNAL", "Internal", f"the server failed: {type(error).__name__}: {error}; see its log")
+        abort(context, TokenloomError(f"the server failed: {type(error).__name__}: {error}; see its log"), "Internal")
 
 
 def _parser(rpc: Rpc) -> Callable[[bytes], Any]:

@@ -95,7 +95,7 @@ class StreamSource(Protocol):
 
     def next(self, timeout_s: float, interrupted: Callable[[], bool]) -> Delivery | Slice | EndOfData | Waiting: ...
 
-    def progress(self, consumed_through: int, credit_micro_steps: int, digest: str) -> None: ...
+    def progress(self, consumed_through: int, credit_micro_steps: int, digest: str, waited_s: float) -> None: ...
 
     def wake(self) -> None: ...
 
@@ -120,8 +120,8 @@ class _RankStream(NamedTuple):
     def next(self, timeout_s: float, interrupted: Callable[[], bool]) -> Delivery | EndOfData | Waiting:
         return self.coordinator.next_for(self.session, timeout_s, interrupted)
 
-    def progress(self, consumed_through: int, credit_micro_steps: int, digest: str) -> None:
-        self.coordinator.progress(self.session, consumed_through, credit_micro_steps, digest)
+    def progress(self, consumed_through: int, credit_micro_steps: int, digest: str, waited_s: float) -> None:
+        self.coordinator.progress(self.session, consumed_through, credit_micro_steps, digest, waited_s)
 
     def wake(self) -> None:
         self.coordinator.wake(self.session)
@@ -141,7 +141,7 @@ def _responses(
 ) -> _Responses:
     """What a source gives, until the data end, the client closes its side, or the generation is over."""
     progress, document_starts = opened.progress, opened.document_starts
-    source.progress(progress.consumed_through, progress.credit_micro_steps, progress.digest)
+    source.progress(progress.consumed_through, progress.credit_micro_steps, progress.digest, progress.waited_s)
     reader = _Reader(source, requests)
     reader.start()
     try:
@@ -189,7 +189,9 @@ class _Reader(threading.Thread):
                 if request.WhichOneof("kind") != "progress":
                     raise JoinRefused("a stream is opened once; after StreamOpen it carries Progress")
                 progress = request.progress
-                self._source.progress(progress.consumed_through, progress.credit_micro_steps, progress.digest)
+                self._source.progress(
+                    progress.consumed_through, progress.credit_micro_steps, progress.digest, progress.waited_s
+                )
             self.said_goodbye = not self.stopped
         except TokenloomError as error:
             self.error = error

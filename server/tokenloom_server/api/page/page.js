@@ -10,6 +10,8 @@ const SNAPSHOT_TIMEOUT_MS = 120000; // going forward to a sample index may take 
 const SNAPSHOTS_EVERY = 10; // polls
 const LOSSES_EVERY = 5; // polls
 const SNAPSHOTS_SHOWN = 10;
+const LAG_STEPS = 2; // ranks take their batches when it suits them: only more is worth a look
+const SLOW_DATA_SHARE = 0.1; // where every rank waits for data this part of its time, the data sets the pace
 const RANKS_SHOWN = 16; // beyond twice as many ranks, only those that lag most
 
 const $ = (id) => document.getElementById(id);
@@ -193,16 +195,21 @@ class RunView extends View {
   }
 
   showState(stats, begun, connected) {
+    const away = stats.ranks.filter((rank) => rank.state === "away").length;
     let [state, words] = ["good", "Running"];
     if (stats.error) [state, words] = ["bad", "Stopped"];
     else if (stats.ended) [state, words] = ["wait", "Ended"];
+    else if (stats.opening && connected === 0) [state, words] = ["wait", "Is being opened"];
     else if (!begun) [state, words] = ["wait", "No trainer yet"];
     else if (!stats.ledger.available) [state, words] = ["warn", "Ledger away"];
+    else if (connected === 0 && away === 0) [state, words] = ["wait", "All ranks finished"];
     else if (connected === 0) [state, words] = ["warn", "No rank connected"];
-    else if (connected < stats.world_size) [state, words] = ["warn", `${connected} of ${stats.world_size} ranks connected`];
+    else if (away > 0) [state, words] = ["warn", `${connected} of ${stats.world_size} ranks connected`];
+    else if (stats.waiting_reason === "storage") [state, words] = ["warn", "Waiting for storage"];
+    else if (stats.data_wait_share >= SLOW_DATA_SHARE) [state, words] = ["warn", "The data is slow"];
     this.slot("state").dataset.state = state;
     this.text("state", words);
-    this.text("waiting", stats.waiting_for && begun && !stats.error && !stats.ended ? `production waits for ${stats.waiting_for}` : "");
+    this.text("waiting", begun && !stats.error && !stats.ended ? paceNote(stats) : "");
     this.notice("error", stats.error ? `The run has stopped: ${stats.error}` : "");
     this.notice("ended", stats.ended ? `The data has ended: ${stats.ended}` : "");
     this.notice("trouble", stats.ledger.available ? stats.warning : `The ledger is away: ${stats.ledger.error ?? "no reason known"}`);
@@ -281,16 +288,17 @@ class RunView extends View {
 
   showRanks(ranks, step) {
     const many = ranks.length > 2 * RANKS_SHOWN;
-    const byLag = (a, b) => a.connected - b.connected || b.lag - a.lag || a.rank - b.rank;
+    const byLag = (a, b) => (b.state === "away") - (a.state === "away") || b.lag - a.lag || a.rank - b.rank;
     const shown = many ? [...ranks].sort(byLag).slice(0, RANKS_SHOWN) : ranks;
     this.text("ranks_note", many ? `The ${RANKS_SHOWN} that lag most, of ${grouped(ranks.length)}` : "");
     this.slot("ranks-card").hidden = ranks.length === 0;
     keep(this.slot("ranks"), this.ranks, shown, (rank) => rank.rank, "rank", (row, rank) => {
       row.text("rank", grouped(rank.rank));
-      row.slot("dot").dataset.state = rank.connected ? "good" : "bad";
-      row.text("connected", rank.connected ? "connected" : "away");
+      row.slot("dot").dataset.state = { connected: "good", finished: "wait", away: "bad" }[rank.state];
+      row.text("rank-state", rank.state);
       row.text("position", grouped(rank.position));
-      row.text("lag", grouped(rank.lag), "samples that the fastest rank is ahead").classList.toggle("lagging", rank.lag > step);
+      row.text("lag", grouped(rank.lag), "samples that the fastest rank is ahead").classList.toggle("lagging", rank.lag > LAG_STEPS * step);
+      row.text("waited", lasting(rank.waited_s), "since it joined");
       row.text("last_heard", ago(rank.last_heard_s));
     });
   }
@@ -335,6 +343,17 @@ class RunView extends View {
       if (document.activeElement === document.body) button.focus();
     }
   }
+}
+
+// Whether training or the data sets the pace, and what is waited for.
+function paceNote(stats) {
+  const parts = [];
+  if (stats.data_wait_share !== null) {
+    const pace = stats.data_wait_share >= SLOW_DATA_SHARE ? "the data sets the pace" : "training sets the pace";
+    parts.push(`${pace}: ranks waited for data ${Math.round(stats.data_wait_share * 100)}\u00a0% of the last half a minute`);
+  }
+  if (stats.waiting_for) parts.push(`${stats.waiting_reason === "ranks" ? "samples are ready; " : ""}waiting for ${stats.waiting_for}`);
+  return parts.join("; ");
 }
 
 // Which mixture is in force, where it was ever changed.
@@ -387,21 +406,33 @@ async function fetchAnswer(url, { method = "GET", body, timeout = REQUEST_TIMEOU
 
 const ask = async (url, options) => (await fetchAnswer(url, options)).json();
 
-// A link of its own carries no token, so the page asks and shows the very bytes that came.
+// A link of its own carries no token, so the page asks and shows the very bytes that came. What may be refused is asked
+// for first also without one, so that the reason stands beside the link.
 async function follow(event) {
   const link = event.target.closest?.("a[data-asks]");
-  if (!link || !token) return;
+  if (!link || !(token || link.dataset.asks)) return;
   event.preventDefault();
+  const answer = link.parentElement.querySelector("[data-answer]");
+  const say = (words) => answer && Object.assign(answer, { textContent: words, hidden: !words });
+  say("One moment …");
   try {
-    const url = URL.createObjectURL(await (await fetchAnswer(link.href)).blob());
-    const download = document.createElement("a");
-    download.href = url;
-    download.download = link.pathname.split("/").pop();
-    download.click();
-    setTimeout(() => URL.revokeObjectURL(url), REQUEST_TIMEOUT_MS);
+    const content = await (await fetchAnswer(link.href, { timeout: SNAPSHOT_TIMEOUT_MS })).blob();
+    say("");
+    if (token) download(content, link.pathname.split("/").pop());
+    else location.assign(link.href);
   } catch (error) {
+    if (answer && error instanceof Refused) return say(error.message);
+    say("");
     showConnection(error);
   }
+}
+
+function download(content, name) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(content);
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), REQUEST_TIMEOUT_MS);
 }
 
 async function poll() {

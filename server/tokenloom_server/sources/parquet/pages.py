@@ -6,13 +6,15 @@ own reader is the one to say whether the file is damaged.
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from tokenloom_server.sources.parquet import thrift
+from tokenloom_server.storage.arrow_input import FileStream
 from tokenloom_server.storage.file import File
 
 MAGIC = b"PAR1"
@@ -23,6 +25,10 @@ MAX_FOOTER_BYTES = 16 << 20
 #: Larger pages are left to Arrow, which decodes a part of them at a time.
 MAX_PAGE_BYTES = 16 << 20
 MAX_PAGE_VALUES = 1 << 21
+
+#: Larger pages are refused, as longer lines are: a page is in memory as a whole.
+MOST_PAGE_BYTES = 1 << 28
+MOST_HEADER_BYTES = 1 << 20
 
 #: Bytes that a page's header has at most; statistics of long strings would be longer.
 HEADER_BYTES = 512
@@ -169,6 +175,50 @@ def pages(file: File, chunk: Chunk) -> Iterator[Dictionary | Page]:
         left -= count
         if count:
             yield (_page if kind == DATA_PAGE else _page_v2)(details, chunk.codec, body, size)
+
+
+class CheckedPages(FileStream):
+    """A Parquet file as Arrow reads it. The headers of pages are looked at as they pass by: Arrow asks for as much
+    memory as one says, before it looks whether that much is there."""
+
+    def __init__(self, file: File) -> None:
+        super().__init__(file)
+        #: Of each column chunk that is being read, where its next header begins, and where the chunk ends.
+        self._headers: dict[int, int] = {}
+
+    def expect(self, columns: Iterable[Chunks], group: int) -> None:
+        """The columns' chunks in a row group are read next. One whose footer is unusual is left to Arrow."""
+        self._headers = {}
+        with contextlib.suppress(*FAULTS):
+            for chunk in (next(column.from_group(self._file, group)) for column in columns):
+                self._headers[chunk.start] = chunk.start + chunk.size
+
+    def read(self, length: int = -1) -> bytes | memoryview:
+        """Raises ``ValueError`` and ``KeyError`` for a header of no page, or of one that is too large."""
+        begin, data = self.position, super().read(length)
+        for header, end in list(self._headers.items()):
+            if begin <= header < self.position:
+                del self._headers[header]
+                self._pass(header, end, memoryview(data)[header - begin :])
+        return data
+
+    def _pass(self, position: int, end: int, data: memoryview) -> None:
+        """Looks at the headers within what was read from one on."""
+        after = position + len(data)
+        while position < min(after, end):
+            try:
+                fields, length = thrift.read_struct(data[position - after :], 0)
+            except IndexError:  # it reaches beyond
+                fields, length = thrift.read_struct(self._file.read_at(position, MOST_HEADER_BYTES), 0)
+            size, stored = fields[2], fields[3]
+            if not 0 <= size <= MOST_PAGE_BYTES or not 0 <= stored <= end - position:
+                raise ValueError(
+                    f"the page at byte {position} says that it has {size} bytes, and {stored} in the file, where a "
+                    f"page has at most {MOST_PAGE_BYTES}, and {end - position} are left of its column"
+                )
+            position += length + stored
+        if position < end:
+            self._headers[position] = end
 
 
 def _page(details: dict[int, Any], codec: int, body: memoryview, size: int) -> Page:

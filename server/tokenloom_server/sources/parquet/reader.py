@@ -19,7 +19,7 @@ from tokenloom_server.sources import files
 from tokenloom_server.sources.base import Content, Rows
 from tokenloom_server.sources.parquet import lists as parquet_lists
 from tokenloom_server.sources.parquet import pages as parquet_pages
-from tokenloom_server.sources.parquet.pages import Chunks, Unusual
+from tokenloom_server.sources.parquet.pages import CheckedPages, Chunks, Unusual
 from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.sources.selection import Selection
 from tokenloom_server.sources.sharded import ShardedSource
@@ -71,14 +71,17 @@ class ParquetSource(ShardedSource):
         return self._group_ends[shard]
 
     def _read(self, shard: int, row: int) -> Iterator[Rows]:
-        with self._open_parquet(shard) as (file, parquet):
+        with self._open_parquet(shard) as (file, stream, parquet):
             ends = self._group_ends[shard]
             self._check_row(shard, row, int(ends[-1]))
             chunks = self._chunks(shard, parquet, keep=row > 0)
-            file.plan(self._ranges(file, chunks, int(np.searchsorted(ends, row, "right")) - 1))
-            yield from self._read_groups(parquet, self._lists(file, parquet, chunks), shard, row)
+            file.plan(self._ranges(file, chunks[0], int(np.searchsorted(ends, row, "right")) - 1))
+            expect = partial(stream.expect, chunks)
+            yield from self._read_groups(parquet, expect, self._lists(file, parquet, chunks[0]), shard, row)
 
-    def _read_groups(self, file: Any, lists: _ReadLists | None, shard: int, row: int) -> Iterator[Rows]:
+    def _read_groups(
+        self, file: Any, expect: Callable[[int], None], lists: _ReadLists | None, shard: int, row: int
+    ) -> Iterator[Rows]:
         where = self._where(self._shards[shard])
         selection = Selection.of_schema(self._rules, self._spec.column, file.schema_arrow, where)
         ends = self._group_ends[shard].tolist()
@@ -86,6 +89,7 @@ class ParquetSource(ShardedSource):
         # The first entry is 0, so that entry g is where row group g begins.
         for group in range(bisect.bisect_right(ends, row) - 1, len(ends) - 1):
             first_row, last_row = ends[group], ends[group + 1]
+            expect(group)
             for batch in self._read_group(file, group, size, where, lists, selection):
                 if first_row + len(batch) <= last_row:
                     yield from selection.rows_from(row, batch, first_row, where)
@@ -120,7 +124,7 @@ class ParquetSource(ShardedSource):
                 if done < len(batch):
                     yield batch.slice(done)
                 done -= min(done, len(batch))
-        except (pa.ArrowException, OSError) as error:
+        except parquet_pages.FAULTS as error:
             raise files.refused(where, error) or SourceError(
                 f"{where} cannot be read in row group {group} ({error}); it is damaged: write or copy it again"
             ) from None
@@ -140,13 +144,15 @@ class ParquetSource(ShardedSource):
         except parquet_pages.FAULTS as error:
             _log.debug("%s: nothing is read ahead: %s", file.name, error)
 
-    def _chunks(self, shard: int, parquet: Any, keep: bool) -> Chunks:
-        """The column's chunks; ``keep``: the file's footer is likely to be needed again."""
+    def _chunks(self, shard: int, parquet: Any, keep: bool) -> list[Chunks]:
+        """The chunks of the column, and of others that are read; ``keep``: the file's footer is likely to be needed
+        again."""
         known = self._footers.pop(shard, None)
         if known is None:
             names = [parquet.schema.column(i).path for i in range(len(parquet.schema))]
-            leaves = [i for i, name in enumerate(names) if f"{name}.".startswith(f"{self._spec.column}.")]
-            known = _Footer(parquet.metadata, Chunks(leaves[0] if leaves else 0))
+            read = [f"{column}." for column in self._rules.reads(self._spec.column)]
+            leaves = [i for column in read for i, name in enumerate(names) if f"{name}.".startswith(column)]
+            known = _Footer(parquet.metadata, [Chunks(leaf) for leaf in leaves or [0]])
         if keep:
             self._footers[shard] = known
             held = sum(each.metadata.serialized_size for each in self._footers.values())
@@ -155,21 +161,24 @@ class ParquetSource(ShardedSource):
         return known.chunks
 
     @contextlib.contextmanager
-    def _open_parquet(self, shard: int, *, again: bool = False) -> Iterator[tuple[File, Any]]:
-        """A shard and its ``ParquetFile``, whose schema was checked and whose row groups are known."""
-        with self._open(self._shards[shard], again=again) as file, self._parquet(shard, file) as parquet:
+    def _open_parquet(self, shard: int, *, again: bool = False) -> Iterator[tuple[File, CheckedPages, Any]]:
+        """A shard, what Arrow reads it by, and its ``ParquetFile``, whose schema was checked and whose row groups are
+        known."""
+        file = self._open(self._shards[shard], again=again)
+        stream = CheckedPages(file)
+        with file, self._parquet(shard, stream) as parquet:
             if shard not in self._group_ends:
                 self._check_schema(shard, parquet.schema_arrow)
                 self._group_ends[shard] = _group_ends(parquet.metadata)
-            yield file, parquet
+            yield file, stream, parquet
 
-    def _parquet(self, shard: int, file: File) -> Any:
+    def _parquet(self, shard: int, stream: CheckedPages) -> Any:
         known = self._footers.get(shard)
         try:
             # Without pre_buffer and with a buffer, pages are read as they are decoded: the column chunk
             # of a large row group is never in memory as a whole.
             return pq.ParquetFile(
-                for_arrow(file),
+                stream.for_arrow(),
                 metadata=known.metadata if known is not None else None,
                 pre_buffer=False,
                 buffer_size=BUFFER_BYTES,
@@ -181,7 +190,7 @@ class ParquetSource(ShardedSource):
 
 class _Footer(NamedTuple):
     metadata: Any
-    chunks: Chunks
+    chunks: list[Chunks]
 
 
 def _group_ends(metadata: Any) -> npt.NDArray[np.int64]:

@@ -29,7 +29,7 @@ Tokens = Annotated[
     str | None,
     Query(
         description="Plan up to this total of the run's tokens, such as 2000000, 500M, 10B or 1.5T; to the end if not "
-        "given.",
+        "given, and where there is none for as many as the sources have once.",
         max_length=32,
         examples=["10B"],
     ),
