@@ -35,13 +35,15 @@ RUN groupadd --gid 10001 tokenloom \
     && install -d /config /config/data \
     && install -d -o tokenloom -g tokenloom /config/.tokenloom-index
 COPY --from=build /opt/tokenloom /opt/tokenloom
-ENV PATH=/opt/tokenloom/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+ENV PATH=/opt/tokenloom/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
+    TOKENLOOM_HEALTH=127.0.0.1:8081
 WORKDIR /config
 USER 10001:10001
 EXPOSE 50051 8080
 STOPSIGNAL SIGTERM
-# Proxies are meant for the web, not for this container's own port.
+# Health has a listener of its own, which answers also while others hold all connections of REST. Proxies are meant for
+# the web, not for this container's own port.
 HEALTHCHECK --interval=5s --timeout=5s --start-period=60s --retries=3 \
-    CMD ["python", "-c", "from urllib.request import ProxyHandler, build_opener; build_opener(ProxyHandler({})).open('http://127.0.0.1:8080/readyz', timeout=4)"]
+    CMD ["python", "-c", "from urllib.request import ProxyHandler, build_opener; build_opener(ProxyHandler({})).open('http://127.0.0.1:8081/readyz', timeout=4)"]
 ENTRYPOINT ["tokenloom"]
 CMD ["--help"]

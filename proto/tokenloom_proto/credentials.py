@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from tokenloom_proto.certificate import refuse_expired
+
 #: The variables that hold a token; the same name with ``_FILE`` at its end is the variable that names a file with one.
 CONTROL_VARIABLE = "TOKENLOOM_TOKEN"
 READ_VARIABLE = "TOKENLOOM_READ_TOKEN"
@@ -55,18 +57,25 @@ def find_token(variable: str, environment: Mapping[str, str], file: Path | None 
 
 def read_token(file: Path) -> str:
     """The token in a file that only its owner may read. Raises ``ValueError`` naming the file."""
+    name = f"the token file {str(file)!r}"
+    return check_token(read_secret(name, file, 2 * MAX_CHARACTERS).decode("utf-8", "replace").strip(), name)
+
+
+def read_secret(name: str, file: Path, size: int = -1, *, private: bool = True) -> bytes:
+    """The first ``size`` bytes of a file that, where it is ``private``, only its owner may read. Raises ``ValueError``,
+    which begins with ``name``."""
     try:
         with file.open("rb") as opened:
             mode = os.fstat(opened.fileno()).st_mode & 0o777
-            content = opened.read(2 * MAX_CHARACTERS)
+            content = opened.read(size)
     except OSError as error:
-        raise ValueError(f"the token file {str(file)!r} cannot be read ({error.strerror or error})") from None
-    if mode & _OTHERS:
+        raise ValueError(f"{name} cannot be read ({error.strerror or error})") from None
+    if private and mode & _OTHERS:
         raise ValueError(
-            f"the token file {str(file)!r} has mode {mode:04o}, so others than its owner may use it; expected 0600: "
-            f"chmod 600 {file}, and replace the token if somebody may have read it"
+            f"{name} has mode {mode:04o}, so others than its owner may use it; expected 0600: chmod 600 {file}, and "
+            "replace the secret if somebody may have read it"
         )
-    return check_token(content.decode("utf-8", "replace").strip(), f"the token file {str(file)!r}")
+    return content
 
 
 def check_token(token: str, where: str) -> str:
@@ -176,9 +185,13 @@ def _read(name: str, file: str | os.PathLike[str] | None, environment: Mapping[s
     source = f"tls_{name}" if file is not None else _TLS_VARIABLES[name]
     if file is None:
         file = environment.get(source)
-    if file is None:
-        return None
-    try:
-        return Path(file).read_bytes()
-    except OSError as error:
-        raise ValueError(f"{source}: {str(file)!r} cannot be read ({error.strerror or error})") from None
+    return None if file is None else read_pem(name, f"{source}: {str(file)!r}", Path(file))
+
+
+def read_pem(kind: str, name: str, file: Path) -> bytes:
+    """One of the ``TlsFiles``, by ``kind``: a key is for its owner alone, a certificate not expired. Raises
+    ``ValueError``, which begins with ``name``."""
+    content = read_secret(name, file, private=kind == "key")
+    if kind == "cert":
+        refuse_expired(name, content.decode("utf-8", "replace"))
+    return content

@@ -7,7 +7,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,57 +108,33 @@ def trained(tmp_path: Path) -> Iterator[Trained]:
         yield Trained(runs, address, batches, seal(state | far))
 
 
-def ask_over_grpc(trained: Trained, request: Any, seconds: float) -> None:
+def requests(trained: Trained) -> list[Any]:
+    """Each way to have a server go forward over gRPC."""
+    state = trained.forged.encode()
+    join = {"run": RUN, "world_size": 1, "batch_size": 1, "state_json": state}
+    return [
+        wire.RestoreRequest(run=RUN, snapshot_json=trained.forged),
+        wire.JoinRequest(**join, peek=True),
+        wire.JoinRequest(**join, takeover=True, attempt="b", nonce="n"),
+    ]
+
+
+def ask(trained: Trained, request: Any) -> None:
     """A call that is given up after a while."""
     with grpc.insecure_channel(trained.address) as channel:
-        method = (
-            DataLoaderStub(channel).Restore
-            if isinstance(request, wire.RestoreRequest)
-            else DataLoaderStub(channel).Join
-        )
+        stub = DataLoaderStub(channel)
         with pytest.raises(grpc.RpcError) as caught:
-            method(request, timeout=seconds)
+            (stub.Restore if isinstance(request, wire.RestoreRequest) else stub.Join)(request, timeout=1)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED, caught.value
 
 
-def restore(trained: Trained, seconds: float) -> None:
-    ask_over_grpc(trained, wire.RestoreRequest(run=RUN, snapshot_json=trained.forged), seconds)
-
-
-def peek(trained: Trained, seconds: float) -> None:
-    state = trained.forged.encode()
-    ask_over_grpc(trained, wire.JoinRequest(run=RUN, peek=True, world_size=1, batch_size=1, state_json=state), seconds)
-
-
-def train(trained: Trained, seconds: float) -> None:
-    request = wire.JoinRequest(
-        run=RUN, takeover=True, world_size=1, batch_size=1, attempt="b", nonce="n", state_json=trained.forged.encode()
-    )
-    ask_over_grpc(trained, request, seconds)
-
-
-def restore_over_rest(trained: Trained, seconds: float) -> None:
-    rest = RestServer("127.0.0.1", 0)
-    rest.start(trained.runs)
-    try:
-        url = f"http://{rest.address}"
-        httpx.get(f"{url}/healthz", timeout=20, trust_env=False)
-        with pytest.raises(httpx.TimeoutException):
-            httpx.post(
-                f"{url}/v1/runs/{RUN}/restore", json={"snapshot": trained.forged}, timeout=seconds, trust_env=False
-            )
-    finally:
-        assert rest.stop(), "no request goes on"
-
-
-@pytest.mark.parametrize("ask", [restore, peek, train, restore_over_rest])
-def test_work_that_nobody_waits_for_any_more_ends(
-    trained: Trained, ask: Callable[[Trained, float], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_work_that_nobody_waits_for_any_more_ends(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     turns = count_turns(monkeypatch)
-    ask(trained, 1.0)
-    assert len(turns) > 3, "it was at work"
-    wait_until_idle(turns)
+    for request in requests(trained):
+        turns.clear()
+        ask(trained, request)
+        assert len(turns) > 3, "it was at work"
+        wait_until_idle(turns)
     for _ in range(20):
         next(trained.batches)
     assert trained.runs.get(RUN).start_points.restore(sample_index=10).sample_index == 10
@@ -166,7 +142,7 @@ def test_work_that_nobody_waits_for_any_more_ends(
 
 def test_eight_at_once_end_as_one_does(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     turns = count_turns(monkeypatch)
-    asking = [threading.Thread(target=ask, args=(trained, 1.5)) for ask in (restore, peek) * 4]
+    asking = [threading.Thread(target=ask, args=(trained, request)) for request in requests(trained)[:2] * 4]
     for thread in asking:
         thread.start()
     for _ in range(20):
@@ -174,6 +150,19 @@ def test_eight_at_once_end_as_one_does(trained: Trained, monkeypatch: pytest.Mon
     for thread in asking:
         thread.join(20)
     wait_until_idle(turns)
+
+
+def test_work_ends_when_a_connection_to_rest_is_gone(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = count_turns(monkeypatch)
+    rest = RestServer("127.0.0.1", 0)
+    rest.start(trained.runs)
+    with httpx.Client(base_url=rest.url, trust_env=False, timeout=20) as client:
+        client.get("/healthz")
+        with pytest.raises(httpx.TimeoutException):
+            client.post(f"/v1/runs/{RUN}/restore", json={"snapshot": trained.forged}, timeout=1)
+    assert len(turns) > 3
+    wait_until_idle(turns)
+    assert rest.stop(), "no request goes on"
 
 
 def count_turns(monkeypatch: pytest.MonkeyPatch) -> list[float]:

@@ -298,6 +298,20 @@ def test_the_greatest_sample_index_reaches_the_service(http: httpx.Client) -> No
     assert "beyond the horizon" in problem(answer, 416, "BeyondHorizon")
 
 
+def test_an_unknown_query_parameter_is_refused_with_those_that_are_known(http: httpx.Client) -> None:
+    paths = http.get("/openapi.json").json()["paths"]
+    for path, operations in paths.items():
+        url = path.format(run=RUN, index=1, micro_step=1, number=1, snapshot_id="s0-1")
+        for method, operation in operations.items():
+            answer = http.request(method, url, params={"toknes": "5"}, headers=JSON)
+            message = problem(answer, 422, "InvalidRequest")
+            known = [each["name"] for each in operation.get("parameters", ()) if each["in"] == "query"]
+            assert 'the unknown parameter "toknes"' in message
+            assert (", ".join(known) or "takes none") in message
+    plan = http.get(f"/v1/runs/{RUN}/plan", params={"toknes": "5"})
+    assert problem(plan, 422, "InvalidRequest").endswith("did you mean tokens?")
+
+
 def test_an_unknown_field_is_named(http: httpx.Client) -> None:
     answer = http.post(f"/v1/runs/{RUN}/snapshots", json={"sample_idx": 1})
     assert problem(answer, 422, "InvalidRequest").startswith("body.sample_idx: found a field that is not known")
@@ -639,7 +653,7 @@ def test_a_port_in_use_is_refused_with_the_address_and_the_remedy(shared: tuple[
 
 @pytest.mark.parametrize(("host", "port"), [("no-such-host.invalid", 0), ("203.0.113.7", 0), ("127.0.0.1", 65536)])
 def test_an_address_that_cannot_be_had_is_a_config_error(host: str, port: int) -> None:
-    with pytest.raises(errors.ConfigError, match=f"the REST address {host}:{port} cannot be had"):
+    with pytest.raises(errors.ConfigError, match=f"--rest {host}:{port}: this address cannot be had"):
         serve_rest(MemoryService(), host, port)
 
 

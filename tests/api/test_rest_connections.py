@@ -17,6 +17,9 @@ from support.waiting import wait_for
 from tokenloom_server.api.auth import Access
 from tokenloom_server.api.rest.server import RestServer
 from tokenloom_server.api.tls import Tls
+from tokenloom_server.errors import ConfigError
+
+CONTROL = "a" * 32
 
 
 @pytest.fixture
@@ -76,11 +79,12 @@ def test_an_answer_that_is_read_slowly_is_read_to_its_end(server: RestServer, mo
 def test_connections_beyond_the_bound_are_closed_when_they_are_accepted(
     tls: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenloom_server.api.rest.listener.MAX_CONNECTIONS", 4)
+    monkeypatch.setattr("tokenloom_server.api.rest.server.MAX_CONNECTIONS", 4)
     authority = trustme.CA()
     pem = authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem
+    (tmp_path / "cert.pem").touch(0o600)
     pem.write_to_path(tmp_path / "cert.pem")
-    access = Access("a" * 32, tls=Tls.load(tmp_path / "cert.pem", tmp_path / "cert.pem", None) if tls else None)
+    access = Access(CONTROL, tls=Tls.load(tmp_path / "cert.pem", tmp_path / "cert.pem", None) if tls else None)
     server = RestServer("127.0.0.1", 0, access)
     server.start(MemoryService())
     host, _, port = server.address.rpartition(":")
@@ -104,3 +108,31 @@ def answers(client: httpx.Client) -> bool:
         return client.get("/healthz").status_code == 200
     except httpx.TransportError:
         return False
+
+
+def test_health_answers_by_itself_while_every_connection_of_rest_is_taken() -> None:
+    service = MemoryService(reason="run a: the ledger at redis://10.0.0.1 is away")
+    rest = RestServer("127.0.0.1", 0)
+    health = RestServer("127.0.0.1", 0, Access(CONTROL), only_health=True)
+    for server in (rest, health):
+        server.start(service)
+    host, _, port = rest.address.rpartition(":")
+    try:
+        with contextlib.ExitStack() as opened, httpx.Client(base_url=health.url, trust_env=False) as client:
+            for _ in range(200):
+                opened.enter_context(socket.create_connection((host, int(port)), 10))
+            with httpx.Client(base_url=rest.url, trust_env=False) as full:
+                wait_for(lambda: not answers(full), "REST to be full", 10)
+            assert client.get("/healthz").json()["status"] == "alive"
+            assert client.get("/readyz").status_code == 503
+            assert "10.0.0.1" not in client.get("/readyz").text
+            service.reason = None
+            assert client.get("/readyz").json() == {"status": "ready"}
+            for path in ("/v1/runs", "/metrics", "/"):
+                assert client.get(path).status_code == 401
+                assert client.get(path, headers={"authorization": f"Bearer {CONTROL}"}).status_code == 404
+        with pytest.raises(ConfigError, match=r"--health 127.0.0.1:.*another with --health"):
+            RestServer("127.0.0.1", int(port), only_health=True)
+    finally:
+        rest.stop()
+        health.stop()

@@ -39,6 +39,7 @@ def test_what_is_no_token_is_refused_without_showing_it() -> None:
 
 
 def test_nothing_secret_is_in_a_repr(tmp_path: Path) -> None:
+    (tmp_path / "pem").touch(0o600)
     (tmp_path / "pem").write_bytes(b"-----SECRET-----")
     found = find(tls=True, token=TOKEN, files=TlsFiles(*[tmp_path / "pem"] * 3))
 
@@ -77,6 +78,7 @@ def test_a_dataset_refuses_before_it_contacts_anybody(monkeypatch: pytest.Monkey
 
 def test_files_of_tls_are_those_given_or_the_environments(tmp_path: Path) -> None:
     for name in ("ca", "cert", "key", "other"):
+        (tmp_path / name).touch(0o600)
         (tmp_path / name).write_text(name, encoding="utf-8")
     environment = {f"TOKENLOOM_TLS_{name.upper()}": str(tmp_path / name) for name in ("ca", "cert", "key")}
 

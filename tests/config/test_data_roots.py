@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,24 @@ def test_no_way_leads_out_of_a_root(root: Path, way: str) -> None:
     assert SECRET not in str(caught.value)
 
 
+@pytest.mark.parametrize("place", ["/proc/self/fd/0", "../outside/secret.txt", "sub/*/../../../outside/s*.txt"])
+def test_what_lies_outside_is_refused_as_it_was_written_and_never_looked_at(
+    root: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at: list[str] = []
+    for name in ("stat", "lstat", "readlink", "scandir", "open"):
+        look = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda path, *a, _l=look, **k: (looked_at.append(str(path)), _l(path, *a, **k))[1]
+        )
+    with pytest.raises(ConfigError) as caught:
+        create(root, f"txt:{place}:text")
+
+    assert re.findall(r"'([^']*)'", str(caught.value)) == [place]
+    assert looked_at
+    assert not [path for path in looked_at if "/outside" in path or path.startswith("/proc/self/fd")]
+
+
 def test_nothing_outside_is_listed_in_an_error(root: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         create(root, "txt:../outside/no-such-*.txt:text")
@@ -102,7 +122,7 @@ def test_a_run_that_began_without_roots_is_held_to_them_afterwards(root: Path) -
     config = parsed(flat(["txt:*.txt:text"]))
     record = builder.create(config, root, None).record.to_json()
 
-    with pytest.raises(ConfigError, match=r"source 'txt:\*\.txt:text': 'linked\.txt', which is .* no data root"):
+    with pytest.raises(ConfigError, match=r"source 'txt:\*\.txt:text': 'linked\.txt' lies below no data"):
         builder.load(config, root, None, record, DataRoots.of([root]))
 
 

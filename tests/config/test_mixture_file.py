@@ -143,7 +143,11 @@ BAD = [
     ("window_micro_steps", 1, ""),
     ("special_tokens_in_text", "ignore", "'text' or 'parse'"),
     ("mixture.children", [{"source": CODE, "commit": "0" * 40}], "is no dataset on the Hub"),
-    ("mixture.children", [{"source": "hf:a/b:train:text", "commit": "main"}], "should match pattern"),
+    (
+        "mixture.children",
+        [{"source": "hf:a/b:train:text", "commit": "main"}],
+        "expected text of ^[0-9a-f]{40}$; found 'main'",
+    ),
     ("mixture.children.0.shuffle", "blocks", "'none', 'shards' or 'rows'"),
     ("mixture.children.0.shuffle", True, "'none', 'shards' or 'rows'"),
     ("mixture.children", [{"source": CODE, "shuffle_window_rows": 100}], "found 100, but shuffle is 'none'"),
@@ -151,7 +155,11 @@ BAD = [
     *[("mixture.children.0.lanes", bad, "") for bad in (0, 65, 1.5, "many", None, True)],
     *[("mixture.children.0.holdout", bad, "") for bad in (0, 1, -0.1, 1.5, "many", True)],
     ("streams", {"validation": {}}, "validation: has no mixture, and no source holds rows out for it"),
-    ("streams", {"a/b": {"mixture": {"policy": "weighted", "children": [{"source": CODE}]}}}, "should match pattern"),
+    (
+        "streams",
+        {"a/b": {"mixture": {"policy": "weighted", "children": [{"source": CODE}]}}},
+        "1 to 64 letters (a to z)",
+    ),
     ("streams", {"v": {"mixture": {"policy": "weighted", "children": []}}}, "at least 1"),
 ]
 
@@ -753,3 +761,24 @@ def test_batching_has_its_own_fields_alone() -> None:
         parsed(changed(put("global_batch_size", 8)))
     with pytest.raises(ConfigError, match=r"children.0.source: the column .\*. is for batching"):
         parsed(changed(put("mixture.children.0.source", "parquet:data/code-*.parquet:*")))
+
+
+def test_faults_of_a_file_have_line_and_column_and_unknown_keys_a_suggestion(tmp_path: Path) -> None:
+    path = tmp_path / "mixture.yaml"
+    text = MINIMAL.replace("run: wiki", "run: my run!\nstreams: {held out: {mixtur: 1}}").replace("length", "lenght")
+    path.write_text(f"{text}      alais: b\n    - {{source: 'txt:c.txt:text', weight: [[0, x]], zzz: 3}}\n")
+    with pytest.raises(ConfigError) as caught:
+        config.load(path, CATALOG)
+    names = "letters (a to z), digits, dots, underscores and hyphens, with a letter or a digit first"
+    assert {line.removeprefix(f"{path}: ") for line in str(caught.value).splitlines()} == {
+        f"line 1, column 1: run: expected 1 to 128 {names}; found 'my run!'",
+        f"line 2, column 11: streams.held out.[key]: expected 1 to 64 {names}; found 'held out'",
+        "line 2, column 22: streams.held out.mixtur: unknown key; did you mean 'mixture'? (found 1)",
+        "line 4, column 1: sequence_lenght: unknown key; did you mean 'sequence_length'? (found 8)",
+        "line 11, column 7: mixture.children.1.alais: unknown key; did you mean 'alias'? (found 'b')",
+        "line 12, column 47: mixture.children.2.weight.0.1: Input should be a valid number, unable to parse string as "
+        "a number; found 'x'",
+        "line 12, column 52: mixture.children.2.zzz: unknown key; check its spelling against docs/mixture-file.md "
+        "(found 3)",
+        "sequence_length: is missing",
+    }

@@ -255,19 +255,19 @@ def _health_check(instructions: list[tuple[str, str]], port: int, **environment:
     """Exit status of the image's health check, asked on another port."""
     program, *arguments = json.loads(_last(instructions, "HEALTHCHECK").partition("CMD ")[2])
     assert program == "python"
-    assert sum("127.0.0.1:8080/" in argument for argument in arguments) == 1
-    command = [sys.executable, *(argument.replace(":8080/", f":{port}/") for argument in arguments)]
+    assert sum("127.0.0.1:8081/" in argument for argument in arguments) == 1
+    command = [sys.executable, *(argument.replace(":8081/", f":{port}/") for argument in arguments)]
     return subprocess.run(
         command, env=os.environ | environment, capture_output=True, timeout=30, check=False
     ).returncode
 
 
-def _place(argument: str, config: Path, redis_port: int) -> str:
+def _place(argument: str, config: Path, redis_port: int, health_port: int) -> str:
     """An argument of the server's command, moved from the containers to this machine."""
     moved = argument.replace("/config/", f"{config}/").replace(
         "redis://redis:6379/", f"redis://127.0.0.1:{redis_port}/"
     )
-    return re.sub(r"0\.0\.0\.0:\d+$", "127.0.0.1:0", moved)
+    return re.sub(r"0\.0\.0\.0:\d+$", "127.0.0.1:0", moved.replace("=127.0.0.1:8081", f"=127.0.0.1:{health_port}"))
 
 
 def test_the_servers_command_serves_the_sample_says_whether_it_is_ready_and_ends_on_sigterm(
@@ -278,7 +278,8 @@ def test_the_servers_command_serves_the_sample_says_whether_it_is_ready_and_ends
     for target, bind in _binds(server).items():
         _copy(ROOT / bind["source"], config / Path(target).name)
     (command,) = entry_points(group="console_scripts", name=json.loads(_last(instructions, "ENTRYPOINT"))[0])
-    arguments = [_place(argument, config, compose_redis.port) for argument in server["command"]]
+    port = free_port()
+    arguments = [_place(argument, config, compose_redis.port, port) for argument in server["command"]]
     log = tmp_path / "server.log"
 
     process = server_forks().fork(command.value, [*arguments, f"--ready-file={ready}"], output=log, folder=config)
@@ -289,7 +290,6 @@ def test_the_servers_command_serves_the_sample_says_whether_it_is_ready_and_ends
                 time.sleep(0.02)
             assert ready.exists(), log.read_text(encoding="utf-8")
             addresses = json.loads(ready.read_text(encoding="utf-8"))
-            port = int(addresses["rest"].rpartition(":")[2])
             # As docker compose exec runs it.
             shown = CommandLine(tmp_path)("token", folder=config)
             token = shown.output.strip()

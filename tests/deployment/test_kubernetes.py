@@ -14,6 +14,7 @@ import httpx
 import pytest
 import yaml
 from support.catalog import CATALOG
+from support.ports import free_port
 from support.redis_server import RedisServer
 from support.server_process import MAIN, server_forks
 from tokenloom import ConnectionOptions, RemoteDataset
@@ -111,7 +112,7 @@ def test_every_port_that_is_named_is_one_of_the_pods(objects: dict[tuple[str, st
         for pod in pods(objects).values()
     }
     assert ports == {
-        "tokenloom": {"grpc": 50051, "rest": 8080},
+        "tokenloom": {"grpc": 50051, "rest": 8080, "health": 8081},
         "tokenloom-redis": {"redis": 6379},
         "trainer": {"master": 29500},
     }
@@ -233,7 +234,10 @@ def test_with_redis_away_the_server_is_alive_and_not_ready(
     assert program == "redis-server"
     ledger = RedisServer(tmp_path, arguments).start()
 
+    health_port = free_port()
+
     def here(argument: str) -> str:
+        argument = argument.replace("--health=0.0.0.0:8081", f"--health=127.0.0.1:{health_port}")
         argument = argument.replace("/config/", f"{folder}/").replace("/index", f"{tmp_path}/index")
         argument = argument.replace("redis://tokenloom-redis:6379/", f"redis://127.0.0.1:{ledger.port}/")
         return re.sub(r"0\.0\.0\.0:\d+$", "127.0.0.1:0", argument)
@@ -249,8 +253,8 @@ def test_with_redis_away_the_server_is_alive_and_not_ready(
     )
 
     def status(probe: str) -> int:
-        assert server[probe]["httpGet"]["port"] == "rest"
-        url = f"http://{addresses['rest']}{server[probe]['httpGet']['path']}"
+        assert server[probe]["httpGet"]["port"] == "health"
+        url = f"http://127.0.0.1:{health_port}{server[probe]['httpGet']['path']}"
         try:
             return httpx.get(url, trust_env=False, timeout=server[probe].get("timeoutSeconds", 1)).status_code
         except httpx.TimeoutException:  # a failed probe, as any

@@ -6,9 +6,12 @@ import itertools
 import json
 import ssl
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 import redis
@@ -160,12 +163,13 @@ class Authority:
         self.file = folder / "ca.pem"
         self._ca.cert_pem.write_to_path(self.file)
 
-    def issue(self, *names: str) -> tuple[Path, Path]:
+    def issue(self, *names: str, not_after: datetime | None = None) -> tuple[Path, Path]:
         """(certificate, key) for these names."""
-        issued = self._ca.issue_cert(*names)
+        issued = self._ca.issue_cert(*names, not_before=datetime(2020, 1, 1, tzinfo=UTC), not_after=not_after)
         cert, key = self._folder / f"{names[0]}.pem", self._folder / f"{names[0]}.key"
         issued.cert_chain_pems[0].write_to_path(cert)
         issued.private_key_pem.write_to_path(key)
+        key.chmod(0o600)
         return cert, key
 
 
@@ -262,11 +266,16 @@ def test_files_that_are_no_certificate_are_refused_before_anything_listens(
 ) -> None:
     cert, key = authority.issue("127.0.0.1")
     _, other_key = authority.issue("localhost")
+    expired = authority.issue("localhost.expired", not_after=datetime(2024, 5, 1, 12, tzinfo=UTC))
+    shown = tmp_path / "shown.key"
+    shown.write_bytes(key.read_bytes())
+    shown.chmod(0o640)
     (tmp_path / "junk.pem").write_text("junk", encoding="utf-8")
     locked = tmp_path / "locked.pem"
     under_passphrase = serialization.BestAvailableEncryption(b"a passphrase")
     private = serialization.load_pem_private_key(key.read_bytes(), None)
     pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    locked.touch(0o600)
     locked.write_bytes(private.private_bytes(pem, pkcs8, under_passphrase))
     for arguments, words in (
         (["--tls-cert", cert], "--tls-cert without the rest"),
@@ -275,6 +284,8 @@ def test_files_that_are_no_certificate_are_refused_before_anything_listens(
         (["--tls-cert", tmp_path / "junk.pem", "--tls-key", key], "are not a certificate"),
         (["--tls-cert", cert, "--tls-key", locked], "the key has a passphrase"),
         (["--tls-cert", cert, "--tls-key", tmp_path / "absent"], "cannot be read"),
+        (["--tls-cert", cert, "--tls-key", shown], "has mode 0640, so others than its owner may use it; expected 0600"),
+        (tls_arguments(*expired), "has a certificate that expired at 2024-05-01 12:00:00 UTC: renew it"),
         ([*tls_arguments(cert, key), "--tls-client-ca", tmp_path / "junk.pem"], "holds no certificate"),
     ):
         done = tokenloom("serve", mixture, *arguments, "--grpc", "127.0.0.1:0", "--rest", "127.0.0.1:0")
@@ -282,6 +293,33 @@ def test_files_that_are_no_certificate_are_refused_before_anything_listens(
         assert done.status == 2, message
         assert message.startswith("ConfigError: --tls-"), message
         assert words in message
+
+
+def test_an_expired_certificate_ends_a_trainer_at_once_with_its_end(authority: Authority) -> None:
+    cert, key = authority.issue("127.0.0.1", not_after=datetime(2024, 5, 1, 12, tzinfo=UTC))
+    server = grpc.server(ThreadPoolExecutor(1))
+    shown = grpc.ssl_server_credentials([(key.read_bytes(), cert.read_bytes())])
+    port = server.add_secure_port("127.0.0.1:0", shown)
+    server.start()
+    expired = f"127.0.0.1:{port} has a certificate that expired at 2024-05-01 12:00:00 UTC: renew it"
+    url = f"grpcs://127.0.0.1:{port}/{RUN}"
+    options = {"token": CONTROL, "tls_ca": authority.file}
+    try:
+        # The default of 300 s is beyond the bound of a test.
+        with dataset(url, attempt="x", **options) as failing, pytest.raises(ServerUnavailable, match=expired):
+            next(iter(failing))
+        # As long as another server of the address may come, it is waited for.
+        both = dataset(url.replace(f"/{RUN}", f",127.0.0.1:1/{RUN}"), attempt="y", connect_timeout_s=2.0, **options)
+        with both, pytest.raises(ServerUnavailable, match=r"^(?!.*expired at)"):
+            next(iter(both))
+    finally:
+        server.stop(0)
+    with pytest.raises(ValueError, match=rf"tls_cert: '{cert}' has a certificate that expired at 2024-05-01"):
+        dataset(url, attempt="z", tls_cert=cert, tls_key=key, **options)
+    fresh, shown_key = authority.issue("trainer")
+    shown_key.chmod(0o604)
+    with pytest.raises(ValueError, match=rf"tls_key: '{shown_key}' has mode 0604, .* expected 0600: chmod 600"):
+        dataset(url, attempt="z", tls_cert=fresh, tls_key=shown_key, **options)
 
 
 # What is written down

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.ledger_data import commit_at, opening_of, revision_of
@@ -279,6 +280,32 @@ def test_a_commit_waits_for_another_process_that_writes(tmp_path: Path) -> None:
                 time.sleep(0.01)
             other.execute("ROLLBACK")
             assert waiting.result(timeout=10) == 1
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_the_files_of_a_ledger_are_their_owners_alone(tmp_path: Path, link: bool, caplog: Any) -> None:
+    path = named = tmp_path / "ledger" / "tokenloom.db"
+    path.parent.mkdir()
+    if link:
+        named = tmp_path / "link.db"
+        named.symlink_to(path)
+    with closing(SqliteLedger(named)):
+        assert [file.stat().st_mode & 0o777 for file in path.parent.iterdir()] == [0o600] * 3 and not caplog.records
+        for file in path.parent.iterdir():
+            file.chmod(0o644)
+        with closing(SqliteLedger(named)):
+            assert [file.stat().st_mode & 0o777 for file in path.parent.iterdir()] == [0o600] * 3
+    assert f"the ledger's file {path} has mode 0644, so others may use it: it is made 0600" in caplog.text
+
+
+def test_the_mode_of_a_file_that_is_no_ledger_stays(tmp_path: Path) -> None:
+    path = tmp_path / "other.db"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE notes (text)")
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="is a SQLite database, but not a ledger"):
+        SqliteLedger(path)
+    assert path.stat().st_mode & 0o777 == 0o644
 
 
 @contextmanager

@@ -196,7 +196,6 @@ def test_a_rank_whose_opening_the_ledger_has_lost_is_told_so(place: Place, serve
         served.join_handler.join(call_of(1))
 
 
-@pytest.mark.parametrize("field", ["attempt", "process"])
-def test_names_of_a_launch_that_a_terminal_would_obey_are_refused(served: ServedRun, field: str) -> None:
-    with pytest.raises(JoinRefused, match=f"{field}: expected text on one line, without control characters"):
-        served.join_handler.join(call_of(0, **{field: "a\x1b[2J"}))
+def test_an_attempt_that_a_terminal_would_obey_is_refused(served: ServedRun) -> None:
+    with pytest.raises(JoinRefused, match="attempt: expected UTF-8 text on one line, without control characters"):
+        served.join_handler.join(call_of(0, attempt="a\x1b[2J"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support.corpora import CODE, WIKI, mixture
+from support.corpora import CODE, ROWS, WIKI, mixture
 from support.served import RUN, Place, Trainer, part, sequence
 from tokenloom_proto.seal import canonical, seal, unseal
 from tokenloom_server.api.served_run import ServedRun
@@ -169,6 +169,33 @@ def test_a_cursor_beyond_the_files_is_refused_also_where_there_is_nothing_to_go_
         with pytest.raises(SnapshotInvalid, match=f"resume_state.datasets.0: {field} is {value}"):
             Trainer(served, state=seal(damaged).encode())
     assert place.stored() == before
+
+
+@pytest.mark.parametrize("options", [{"shuffle": "rows", "shuffle_window_rows": 4}, {"lanes": 2}, {}])
+def test_what_a_source_counts_is_held_against_its_files(made: Callable[..., Place], options: dict[str, Any]) -> None:
+    files = ROWS[CODE] if options else ROWS[CODE][:1]
+    children = [{"source": CODE if options else CODE.replace("*", "0"), "epochs": 3, "weight": 9, **options}]
+    served = made(mixture={"policy": "least_consumed", "children": [*children, {"source": WIKI}]}).serve()
+    trainer = Trainer(served)
+    trainer.take(24)
+    state = trainer.state(trainer.index)
+    entry, of_epoch = datasets(state)[0], sum(map(len, files))
+    beyond = of_epoch * (1 + max(lane["epoch"] for lane in entry.get("lanes") or [entry])) + 1
+    for field, value, says in (
+        ("rows", beyond, f"rows is {beyond}, but it began . epochs of {of_epoch} rows"),
+        ("bad_rows", entry["rows"] + 1, f"bad_rows is {entry['rows'] + 1}, but it is a part of rows"),
+        ("padding_tokens", entry["token_offset"] + 1, "padding_tokens is"),
+    ):
+
+        def forge(document: dict[str, Any], field: str = field, value: int = value) -> None:
+            forged = document["resume_state"]["datasets"][0]
+            more = value - forged.get(field, 0)
+            for counted in [forged, *forged.get("lanes", [])[:1]]:
+                counted[field] = counted.get(field, 0) + more
+
+        with pytest.raises(SnapshotInvalid, match=f"resume_state.datasets.0: {says}"):
+            Trainer(served, state=changed(state, forge), takeover=True)
+    Trainer(served, state=state, takeover=True).take(1)
 
 
 def test_a_run_whose_source_was_left_fewer_epochs_than_it_had_begun_is_resumed(made: Callable[..., Place]) -> None:

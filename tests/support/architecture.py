@@ -45,8 +45,8 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("integrations",),
     ),
     PROTO: (
-        ("__init__", "address", "batch_schedule", "errors", "process", "seal", "credentials", "dataloader_pb2"),
-        ("dataloader_pb2_grpc", "protocol", "resume"),
+        ("__init__", "address", "batch_schedule", "certificate", "errors", "process", "seal", "dataloader_pb2"),
+        ("credentials", "dataloader_pb2_grpc", "protocol", "resume"),
     ),
 }
 

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenloom_server.errors import TokenizerError
-from tokenloom_server.tokenizer.text import as_lines, bytes_decoder, load_decoder, on_one_line
+from tokenloom_server.tokenizer.text import bytes_decoder, load_decoder
 
 
 def test_bytes_become_text_again_and_special_ids_their_names() -> None:
@@ -28,9 +28,3 @@ def test_a_tokenizer_json_shows_its_special_tokens() -> None:
 def test_what_tokenizers_cannot_read_is_refused() -> None:
     with pytest.raises(TokenizerError, match="not supported by tokenizers"):
         load_decoder('{"model": {"type": "Unheard"}}')
-
-
-def test_nothing_that_is_shown_can_command_a_terminal() -> None:
-    text = "a\tb\n\x1b[2J\x07\x7f\x9b5n é日"
-    assert on_one_line(text) == "a␉b␊␛[2J␇␡\\u009b5n é日"
-    assert as_lines(text) == "a\tb\n␛[2J␇␡\\u009b5n é日"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import io
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from support.corpora import CODE, DOCS, PROSE, WIKI, mixture, order_of, write_co
 from tokenloom_proto.seal import seal, unseal
 from tokenloom_server.cli import app
 from tokenloom_server.config import mixture_file as config
-from tokenloom_server.errors import SnapshotInvalid
+from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.order import foreign_checkpoint, foreign_payload, snapshot_encode
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.tools.checkpoint import report
@@ -168,6 +170,15 @@ def test_nothing_in_a_file_is_run(text: str, tmp_path: Path, new_format: bool) -
     torch.save(hostile | {"tokenloom": text}, tmp_path / "c.pt", _use_new_zipfile_serialization=new_format)
     assert find(tmp_path / "c.pt").document == unseal(text)
     assert not trap.exists()
+
+
+def test_a_torch_whose_safe_way_is_not_safe_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(OLDER, tmp_path / "c.pt")
+    for version, safe in (("2.5.1+cpu", False), ("1.13", False), ("2.6.0a0", True), ("2.10.0", True)):
+        monkeypatch.setattr(torch, "__version__", version)
+        refused = pytest.raises(ConfigError, match=f"this is torch {re.escape(version)}, .* 2.6")
+        with contextlib.nullcontext() if safe else refused:
+            find(tmp_path / "c.pt")
 
 
 def test_a_large_checkpoint_is_not_read_as_a_whole(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

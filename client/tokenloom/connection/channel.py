@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import ssl
 import time
 from itertools import cycle
 from textwrap import shorten
 
 import grpc
 from tokenloom_proto.address import Address
+from tokenloom_proto.certificate import refuse_expired
 from tokenloom_proto.credentials import Credentials
 from tokenloom_proto.errors import TokenloomError, named
 from tokenloom_proto.protocol import unknown_service
@@ -18,6 +20,8 @@ from tokenloom.errors import ServerUnavailable
 FIRST_DELAY_S = 0.1
 #: High enough to spare a server that starts, low enough that training goes on soon after it has.
 MAX_DELAY_S = 5.0
+#: How long a server may take to show its certificate, where that did not pass.
+_LOOK_S = 5.0
 
 #: Characters of what a rank says that rank 0 says in full.
 SHORT = 120
@@ -79,7 +83,23 @@ class Channels:
             self._channel = None
 
 
-def retryable(error: grpc.RpcError) -> bool:
+def _expired(error: grpc.RpcError, address: Address) -> str:
+    """Which server of an address has an expired certificate, where that is what failed: of all of them the last, for
+    otherwise another may be reached."""
+    expired = ""
+    for target in address.targets if "CERTIFICATE_VERIFY_FAILED" in (error.details() or "") else ():
+        host, _, port = target.rpartition(":")
+        try:
+            refuse_expired(target, ssl.get_server_certificate((host.strip("[]"), int(port)), timeout=_LOOK_S))
+            return ""
+        except OSError:
+            return ""
+        except ValueError as fault:
+            expired = str(fault)
+    return expired
+
+
+def retryable(error: grpc.RpcError, address: Address) -> bool:
     """Whether the same call may succeed later: the server or the network went away."""
     code, details = error.code(), error.details() or ""
     if _is_http1(error):
@@ -89,7 +109,9 @@ def retryable(error: grpc.RpcError) -> bool:
     # gRPC's own words where every place for a call is taken: it gets free, or the budget ends.
     full = code is grpc.StatusCode.RESOURCE_EXHAUSTED and "Concurrent RPC limit" in details
     passing = broken or full or code is grpc.StatusCode.CANCELLED
-    return code is grpc.StatusCode.UNAVAILABLE or (not _name(error) and passing)
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return not _expired(error, address)
+    return not _name(error) and passing
 
 
 def failure(error: grpc.RpcError, address: Address, rank: int = 0) -> TokenloomError:
@@ -106,7 +128,9 @@ def failure(error: grpc.RpcError, address: Address, rank: int = 0) -> TokenloomE
             f"{address}: what answers there does not speak gRPC, such as the REST port of a server: give the gRPC "
             "address that `tokenloom serve` printed"
         )
-    if retryable(error) or code is grpc.StatusCode.DEADLINE_EXCEEDED:
+    if expired := _expired(error, address):
+        return ServerUnavailable(f"{address}: {expired}, and start the server again")
+    if retryable(error, address) or code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return ServerUnavailable(f"{address}: {code.name}: {details}")
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return unknown_service(address, details)

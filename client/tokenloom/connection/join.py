@@ -171,7 +171,8 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
             busy_s = retry_for_s(error)
             if busy_s is not None:
                 give_up_at = min(give_up_at, time.monotonic() + busy_s)
-            if not retryable(error) or delay_s is None or (busy_s is not None and time.monotonic() >= give_up_at):
+            stays_busy = busy_s is not None and time.monotonic() >= give_up_at
+            if stays_busy or delay_s is None or not retryable(error, request.address):
                 # A server's own words tell more than that the last try ran out of time.
                 reason = named_error if named_error is not None and times_out(error) else error
                 raise failure(reason, request.address, request.topology.rank) from None

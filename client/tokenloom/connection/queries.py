@@ -43,6 +43,6 @@ def _ask(request: Request, call: Callable[..., str]) -> dict[str, Any]:
                 return document
             except grpc.RpcError as error:
                 delay_s = retry.next_delay_s()
-                if delay_s is None or not retryable(error):
+                if delay_s is None or not retryable(error, address):
                     raise failure(error, address) from None
         time.sleep(delay_s)

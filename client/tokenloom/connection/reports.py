@@ -93,7 +93,7 @@ class Reporter:
         later = False
         reason = error
         if isinstance(error, grpc.RpcError):
-            later = retryable(error) or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            later = retryable(error, self._request.address) or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             reason = failure(error, self._request.address)
         with self._wakes:
             self._warn(f"{type(reason).__name__}: {reason}")

@@ -181,7 +181,7 @@ class Connection:
             for data in call:
                 self._receive(read(data))
         except grpc.RpcError as error:
-            if self.buffer.closing or retryable(error):
+            if self.buffer.closing or retryable(error, self._request.address):
                 return "the server was silent, without even a heartbeat" if self._fell_silent else summary(error)
             raise failure(error, self._request.address, self._request.topology.rank) from None
         finally:

@@ -1,7 +1,8 @@
 """How many files and connections this process may have open, and who gets them: the system counts both as one.
 
-The limit is raised as far as the system allows. REST and the process itself have a fixed part; of the rest gRPC's
-connections get one half, and the files of sources the other. So who only connects takes nothing that a source needs.
+The limit is raised as far as the system allows. REST, health and the process itself have a fixed part; of the rest
+gRPC's connections get one half, and the files of sources the other. So who only connects takes nothing that a source
+needs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import logging
 import resource
 
 from tokenloom_server.api.grpc.server import MAX_CALLS
-from tokenloom_server.api.rest.listener import MAX_CONNECTIONS
+from tokenloom_server.api.rest.listener import MAX_CONNECTIONS, MAX_HEALTH_CONNECTIONS
 from tokenloom_server.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -20,10 +21,10 @@ MAX_OPEN_FILES = 2**17
 #: With fewer a server does not start.
 MIN_OPEN_FILES = 512
 #: The ledger, the tokeniser's processes, listeners, libraries.
-OWN = 96
+OWN = 64
 #: Two where it is read, two where its past samples are made again.
 FILES_PER_SOURCE = 4
-FIXED = MAX_CONNECTIONS + OWN
+FIXED = MAX_CONNECTIONS + MAX_HEALTH_CONNECTIONS + OWN
 
 
 def raise_limit() -> int:

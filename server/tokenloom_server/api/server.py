@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,8 @@ class ServeOptions:
     ledger: str
     ready_file: Path | None
     index_dir: Path | None
+    health: str | None = None
+    """Where health alone is answered, whoever has all connections of REST."""
     mixture: RunConfig | None = None
     """One more run, of the command line; its paths are below ``base_dir``."""
     base_dir: Path = Path()
@@ -71,6 +74,7 @@ class Server:
         self._runs: Runs | None = None
         self._ledger: Ledger | None = None
         self._rest: RestServer | None = None
+        self._health: RestServer | None = None
         self._ready_file: Path | None = None
         # The addresses first: a port that is taken is found before any file is read, and trainers that wait for
         # this server connect while all that it needs is imported and opened.
@@ -83,6 +87,11 @@ class Server:
 
     def _bring_up(self, options: ServeOptions) -> None:
         rest = self._rest = RestServer(*split_address("--rest", options.rest), options.access)
+        if options.health is not None:
+            # A token that nobody has: why it is not ready, REST says. No TLS: probes have no certificates.
+            nobody = Access(secrets.token_hex())
+            self._health = RestServer(*split_address("--health", options.health), nobody, only_health=True)
+            _log.info("health: %shealthz and %sreadyz", self._health.url, self._health.url)
         from tokenloom_server.api.service import Runs
         from tokenloom_server.catalog import open_catalog
 
@@ -96,6 +105,8 @@ class Server:
             catalog=open_catalog(options.plugins),
         )
         rest.start(runs, grpc_address=self.grpc_address)
+        if self._health is not None:
+            self._health.start(runs)
         # A process that waits for a slow ledger is alive, and says so.
         ledger.check()
         if options.ready_file is not None:
@@ -145,8 +156,9 @@ class Server:
         if self._runs is not None:
             self._runs.stop()
         self._grpc.stop(GRACE_S)
-        if self._rest is not None:
-            self._rest.stop(GRACE_S)
+        for rest in (self._rest, self._health):
+            if rest is not None:
+                rest.stop(GRACE_S)
         if self._ledger is not None:
             self._ledger.close()
         if self._ready_file is not None:

@@ -7,15 +7,12 @@ import time
 import uuid
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.catalog import open_catalog
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.catalog import Catalog
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.differences import began_with, differences, refuse
-from tokenloom_server.config.faults import explain
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.stream import TRAIN
@@ -24,7 +21,7 @@ from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.records import StoredRun
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.mixture_content import as_file
+from tokenloom_server.order.mixture_content import as_file, parsed
 from tokenloom_server.order.origin import Origin
 from tokenloom_server.order.revision import differences_of_files
 from tokenloom_server.order.segments import measured_ahead
@@ -152,11 +149,8 @@ class Runs:
                 "by cannot revise it: start it without --standby, or without --revise and with the old file"
             )
         assert revise is not None
-        try:
-            change = MixtureChange(reason=revise, author="tokenloom serve --revise", mixture=as_file(mixture))
-        except ValidationError as error:
-            raise ConfigError(explain(error, "--revise")) from None
-        return factory, change
+        change = {"reason": revise, "author": "tokenloom serve --revise", "mixture": as_file(mixture)}
+        return factory, parsed(MixtureChange, change, "--revise", self._catalog)
 
     def _history_of(self, run: str) -> History | None:
         served = self._runs.get(run)

@@ -6,6 +6,8 @@ import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tokenloom_proto.credentials import read_pem
+
 from tokenloom_server.errors import ConfigError
 
 
@@ -34,7 +36,7 @@ class Tls:
             )
             raise ConfigError(f"{options} without the rest; TLS needs --tls-cert and --tls-key")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        chain, secret = _read("--tls-cert", cert), _read("--tls-key", key)
+        chain, secret = _read("cert", cert), _read("key", key)
         try:
             context.load_cert_chain(cert, key, password=_no_passphrase)
         except (ssl.SSLError, ValueError) as error:
@@ -42,7 +44,7 @@ class Tls:
                 f"--tls-cert {cert} and --tls-key {key} are not a certificate (PEM, the server's own first) and its "
                 f"key without a passphrase: {_reason(error)}"
             ) from None
-        ca = None if client_ca is None else _read("--tls-client-ca", client_ca)
+        ca = None if client_ca is None else _read("client-ca", client_ca)
         if ca is not None:
             try:
                 context.load_verify_locations(cadata=ca.decode("ascii"))
@@ -52,11 +54,11 @@ class Tls:
         return cls(certificate=chain, key=secret, client_ca=ca, context=context)
 
 
-def _read(option: str, file: Path) -> bytes:
+def _read(kind: str, file: Path) -> bytes:
     try:
-        return file.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{option} {file}: cannot be read ({error.strerror or error})") from None
+        return read_pem(kind, f"--tls-{kind} {file}", file)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _no_passphrase() -> str:

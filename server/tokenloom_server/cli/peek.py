@@ -38,7 +38,7 @@ def peek(
     those between the sample_index of the batch before it and its own. Any index works that the ledger's journal
     reaches, and up to 65,536 samples beyond what is committed.
 
-    Text is the run's tokeniser's, control characters as pictures; without a tokeniser, ids are shown.
+    Text is the run's tokeniser's, control characters escaped; without a tokeniser, ids are shown.
     """
     from tokenloom_server.tools.peek import view as viewing
 
@@ -57,7 +57,7 @@ def peek(
 def _print_samples(view: PeekView) -> None:
     from rich.table import Table
 
-    from tokenloom_server.tokenizer.text import on_one_line
+    from tokenloom_server.core.control_characters import escaped
 
     out = console()
     out.print(f"{view.run}: {view.committed:,} samples are committed")
@@ -67,18 +67,16 @@ def _print_samples(view: PeekView) -> None:
     of_rows = any(sample.row is not None for sample in view.samples)
     table.add_column("row" if of_rows else "text" if view.decode else "ids", no_wrap=True, overflow="ellipsis", ratio=1)
     for sample in view.samples:
-        begin = on_one_line(sample.text(view.decode, out.width))
+        begin = escaped(sample.text(view.decode, out.width))
         table.add_row(f"{sample.index:,}", sample.source, f"{sample.tokens:,}", f"{sample.documents:,}", begin)
     out.print(table)
 
 
 def _print_texts(view: PeekView) -> None:
-    from tokenloom_server.tokenizer.text import as_lines
-
     out = console()
     for sample in view.samples:
         out.rule(
             f"sample {sample.index:,}: {sample.source}, {sample.tokens:,} tokens, {sample.documents:,} documents",
             align="left",
         )
-        out.print(as_lines(sample.text(view.decode)), soft_wrap=True)
+        out.print(sample.text(view.decode), soft_wrap=True)

@@ -37,6 +37,15 @@ class ServerOptions:
     rest: Annotated[str, typer.Option(help="REST API, metrics and the page; port 0 picks a free one.")] = (
         "127.0.0.1:8080"
     )
+    health: Annotated[
+        str | None,
+        typer.Option(
+            help="Also answer /healthz and /readyz at HOST:PORT, by themselves: also while all connections of REST are "
+            "taken. Without a token and TLS; port 0 picks a free one.",
+            metavar="HOST:PORT",
+            envvar="TOKENLOOM_HEALTH",
+        ),
+    ] = None
     ledger: Annotated[
         str,
         typer.Option(
@@ -223,6 +232,7 @@ def _options(
         mixture=mixture.config if mixture is not None else None,
         grpc=options.grpc,
         rest=options.rest,
+        health=options.health,
         ledger=options.ledger,
         ready_file=options.ready_file,
         index_dir=options.index_dir,

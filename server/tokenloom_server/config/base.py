@@ -81,6 +81,11 @@ PlainText = Annotated[str, AfterValidator(refuse_control_characters)]
 """On one line, without characters that a terminal obeys."""
 Name = Annotated[PlainText, Field(min_length=1, max_length=256)]
 
+RUN_NAME = "^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+STREAM_NAME = "^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+_LETTERS = "letters (a to z), digits, dots, underscores and hyphens, with a letter or a digit first"
+NAMES_IN_WORDS = {RUN_NAME: f"1 to 128 {_LETTERS}", STREAM_NAME: f"1 to 64 {_LETTERS}"}
+
 Presence = Literal["live", "paused", "dropped"]
 """Whether a child takes part. Only revisions pause and drop; what was dropped stays in the tree with its counters."""
 OnExhausted = Literal["drop", "stop"]

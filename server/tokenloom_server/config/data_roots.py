@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ class DataRoots:
 
     folders: tuple[Path, ...] = ()
     """With every link resolved."""
+    written: tuple[Path, ...] = ()
+    """The folders as they were named, absolute."""
     urls: tuple[str, ...] = ()
 
     @classmethod
@@ -31,8 +34,9 @@ class DataRoots:
             folder = Path(place)
             if not folder.is_dir():
                 raise ConfigError(f"--data-root {folder}: there is no such folder")
-            folders.append(folder.resolve())
-        return cls(tuple(folders), tuple(urls))
+            folders.append(folder)
+        resolved, written = (folder.resolve() for folder in folders), (_absolute(folder) for folder in folders)
+        return cls(tuple(resolved), tuple(written), tuple(urls))
 
     def check_pattern(self, what: str, base_dir: Path, pattern: str) -> None:
         """Before anything is listed: that the part of a pattern (or path) without wildcards lies below a root.
@@ -45,11 +49,14 @@ class DataRoots:
             return
         parts = Path(pattern).parts
         wild = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+        if self.folders and ".." in parts[wild:]:
+            raise self._outside(what, repr(pattern))
         self.check_paths(what, base_dir, [str(Path(*parts[:wild]))])
 
     def check_paths(self, what: str, base_dir: Path, paths: Iterable[str]) -> None:
-        """That each path, its links resolved, lies below a root. Raises ``ConfigError`` naming the first that does
-        not; ``what`` begins its message."""
+        """That each path lies below a root as it is written, before it is looked at, and also with its links resolved.
+        Raises ``ConfigError`` naming the first that does not, and never where a link leads; ``what`` begins its
+        message."""
         if not self.folders and not self.urls:
             return
         folders: dict[Path, Path] = {}
@@ -60,6 +67,8 @@ class DataRoots:
                     raise self._outside(what, repr(path))
                 continue
             named = base_dir / path
+            if not _is_below(_absolute(named), (*self.folders, *self.written)):
+                raise self._outside(what, repr(path))
             # The files of a source lie in few folders, and to resolve one is a call for each part of its path.
             folder = folders.get(named.parent)
             if folder is None:
@@ -67,13 +76,21 @@ class DataRoots:
             real = folder / named.name
             if named.name in ("", "..") or real.is_symlink():
                 real = real.resolve()
-            if not any(real.is_relative_to(root) for root in self.folders):
-                leads = "" if real == named else f", which is {str(real)!r},"
-                raise self._outside(what, f"{path!r}{leads}")
+            if not _is_below(real, self.folders):
+                raise self._outside(what, repr(path))
 
     def _outside(self, what: str, place: str) -> ConfigError:
-        roots = ", ".join([*map(str, self.folders), *self.urls])
+        roots = ", ".join([*map(str, self.written), *self.urls])
         return ConfigError(
             f"{what}: {place} lies below no data root; expected it below {roots}: move the data there, or allow its "
             "folder with another --data-root"
         )
+
+
+def _absolute(path: Path) -> Path:
+    """Without ``..``, as it is written: no link is followed."""
+    return Path(os.path.abspath(path))  # noqa: PTH100  # Path's own way keeps the dots
+
+
+def _is_below(path: Path, roots: Iterable[Path]) -> bool:
+    return any(path.is_relative_to(root) for root in roots)

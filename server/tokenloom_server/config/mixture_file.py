@@ -17,9 +17,6 @@ from tokenloom_server.config.run import RunConfig
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.storage.yaml_bounds import check_yaml
 
-#: Of a mixture file: some 100,000 sources.
-MAX_BYTES = 2**24
-
 
 def load(path: Path, catalog: Catalog) -> RunConfig:
     """Reads and validates a mixture file.
@@ -27,15 +24,11 @@ def load(path: Path, catalog: Catalog) -> RunConfig:
     Raises ``ConfigError`` with one line per fault: file, path of the field, what was found, what was expected.
     """
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-        text = content.decode("utf-8")
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a mixture file") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})") from None
-    if len(content) > MAX_BYTES:
-        raise ConfigError(f"{path}: has more than {MAX_BYTES:,} bytes; expected a mixture file")
     try:
         check_yaml(text)
         document = yaml.load(text, Loader=_UniqueKeyLoader)
@@ -45,15 +38,16 @@ def load(path: Path, catalog: Catalog) -> RunConfig:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: expected a mapping with run, mixture, …, found {type(document).__name__}")
-    return parse(document, where=str(path), catalog=catalog)
+    return parse(document, where=str(path), catalog=catalog, text=text)
 
 
-def parse(document: dict[str, Any], *, where: str, catalog: Catalog) -> RunConfig:
-    """Validates a mixture that was read already; ``where`` begins each line of an error. Raises ``ConfigError``."""
+def parse(document: dict[str, Any], *, where: str, catalog: Catalog, text: str = "") -> RunConfig:
+    """Validates a mixture that was read already, of this ``text``; ``where`` begins each line of an error. Raises
+    ``ConfigError``."""
     try:
         config = RunConfig.model_validate(document, context=catalog)
     except ValidationError as error:
-        raise ConfigError(explain(error, where)) from None
+        raise ConfigError(explain(error, where, text=text)) from None
     keys = list(given_by_the_server(document, ""))
     if keys:
         raise ConfigError("\n".join(f"{where}: {key}: unknown key; ids and presence are this server's" for key in keys))

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
-from tokenloom_server.config.base import EndOfText, OnBadRow, PlainText, RowCount, Section
+from tokenloom_server.config.base import RUN_NAME, EndOfText, OnBadRow, PlainText, RowCount, Section
 from tokenloom_server.config.batching import BatchingConfig
 from tokenloom_server.config.node import NodeConfig, walk
 from tokenloom_server.config.phase import PhaseConfig
@@ -35,7 +35,7 @@ def _sequence_length(value: object, info: ValidationInfo) -> object:
 class RunFields(Section):
     """One run: what is read, how it is cut into samples, and in which proportions."""
 
-    run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+    run: Annotated[str, Field(pattern=RUN_NAME)]
     """The run's name: what clients ask for and what the ledger's keys carry."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seeds every draw and every tie."""

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from tokenloom_server.config.base import Section
+from tokenloom_server.config.base import STREAM_NAME, Section
 from tokenloom_server.config.node import NodeConfig, numbered
 
 TRAIN = "train"
@@ -14,7 +14,7 @@ TRAIN = "train"
 VALIDATION = "validation"
 """The stream of what sources hold out, which exists wherever one does."""
 
-StreamName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+StreamName = Annotated[str, Field(pattern=STREAM_NAME)]
 
 
 class StreamConfig(Section):

@@ -19,12 +19,13 @@ def escaped(text: str, *, lines: bool = False) -> str:
     return text.translate(_ESCAPES_IN_LINES if lines else ESCAPES)
 
 
-def refuse_control_characters(text: str) -> str:
-    """The text itself. Raises ``ValueError`` naming the first character that may not be shown as it is."""
+def refuse_control_characters(text: str, where: str = "", error: type[Exception] = ValueError) -> str:
+    """The text itself. Raises an ``error`` that begins with ``where`` and names the first character that may not be
+    shown as it is."""
     for i, character in enumerate(text):
         if ord(character) in ESCAPES:
-            raise ValueError(
-                f"expected text on one line, without control characters, but character {i + 1} of "
+            raise error(
+                f"{where}expected UTF-8 text on one line, without control characters, but character {i + 1} of "
                 f"'{escaped(text[:200])}' is U+{ord(character):04X}: leave it out"
             )
     return text

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tokenloom_server.demo.model import GPT
 from tokenloom_server.demo.plan import LEARNING_RATE, LR_FLOOR
 from tokenloom_server.demo.receipts import ReceiptWriter, received
+from tokenloom_server.tools.checkpoint.file import require_safe_torch
 
 log = logging.getLogger("trainer")
 
@@ -103,6 +104,7 @@ def load(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: TokenLRScheduler, dataset: RemoteDataset
 ) -> None:
     """5. And comes back from it, whatever the new number of ranks or batch size."""
+    require_safe_torch(torch.__version__)
     state = torch.load(path, weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import sqlite3
 import threading
 import time
@@ -14,6 +16,8 @@ from tokenloom_server.errors import ConfigError, LedgerError, LedgerUnavailable
 from tokenloom_server.ledger import refusals
 from tokenloom_server.ledger.boot_clock import boot_clock
 from tokenloom_server.ledger.shared_filesystem import refuse_shared
+
+_log = logging.getLogger(__name__)
 
 #: How long a call waits for another process's transaction; those take milliseconds.
 BUSY_TIMEOUT_S = 5.0
@@ -103,6 +107,9 @@ class SqliteFile:
             raise ConfigError(f"The ledger {self.path} is a folder; expected a file. Give another path with --ledger.")
         # Before anything is written there.
         refuse_shared(self.path)
+        with contextlib.suppress(OSError):  # it is there, or SQLite will say why it cannot be
+            # SQLite gives the write-ahead log and its index the mode of the file.
+            os.close(os.open(self.path.resolve(), os.O_CREAT | os.O_EXCL, 0o600))
         with self._translated():
             self._connection = sqlite3.connect(
                 self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
@@ -111,6 +118,7 @@ class SqliteFile:
         try:
             with self._transaction("BEGIN"):
                 self._refuse_other_files()
+            _keep_private(self.path.resolve())
             self._write_ahead()
             with self._transaction("BEGIN IMMEDIATE") as connection:
                 version = self._refuse_other_files()
@@ -239,6 +247,16 @@ class SqliteFile:
                 f"The ledger {self.path} is damaged or refuses: {error}. Restore it from a copy, or begin an empty "
                 f"one and resume from a trainer's checkpoint."
             ) from error
+
+
+def _keep_private(path: Path) -> None:
+    """Makes a ledger, its write-ahead log and its index their owner's alone where they are not; the log says so."""
+    for file in (path, *(path.with_name(f"{path.name}-{part}") for part in ("wal", "shm"))):
+        with contextlib.suppress(OSError):
+            mode = file.stat().st_mode & 0o777
+            if mode & 0o077:
+                _log.warning("the ledger's file %s has mode %04o, so others may use it: it is made 0600", file, mode)
+                file.chmod(0o600)
 
 
 def _run(connection: sqlite3.Connection, statements: str) -> None:

@@ -107,6 +107,13 @@ class SourceReaders:
             layout = self._resources.layouts.peek(self._files(source_id))
         return int(layout.rows.sum()) if layout is not None else None
 
+    def counted_rows(self, source_id: int) -> int | None:
+        """Rows of an epoch, also of a source of one file; None where that takes an index of files that are not read."""
+        known = self.known_rows(source_id)
+        if known is None and len(self._record.shards[source_id]) == 1:
+            return self.reading(source_id, self.open(source_id)).rows_in(0)
+        return known
+
     def rows_around(self, source_id: int, cursor: FileCursor | WindowCursor | EpochCursor) -> tuple[str, int]:
         """The name of the file, window or epoch in which a cursor counts rows, and how many it has. Raises
         ``SourceError``."""

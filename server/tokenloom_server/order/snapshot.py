@@ -19,9 +19,9 @@ from tokenloom_server.order.snapshot_checks import (
     check_lanes,
     check_mixture,
     check_nodes,
+    check_parts,
     check_place,
     check_position,
-    check_skipped,
 )
 from tokenloom_server.order.snapshot_document import (
     KnownDataset,
@@ -180,7 +180,7 @@ def _sources(datasets: Sequence[KnownDataset], shape: Shape) -> tuple[SourceStat
                 f"{where}: token_offset is {dataset.token_offset}, but {dataset.samples} samples of "
                 f"{shape.sample_tokens} tokens have {dataset.samples * shape.sample_tokens}"
             )
-        check_skipped(i, dataset)
+        check_parts(i, dataset)
         check_lanes(i, dataset, shape)
         sources.append(dataset.state)
     return tuple(sources)

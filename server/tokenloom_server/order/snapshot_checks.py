@@ -16,6 +16,7 @@ from tokenloom_server.core.state import (
     FileCursor,
     Lane,
     PackedCursor,
+    RowCounts,
     SourceState,
     WindowCursor,
     row_cursor,
@@ -80,8 +81,8 @@ def check_lanes(i: int, dataset: KnownDataset, shape: Shape) -> None:
     if len(dataset.lanes) != expected:
         raise SnapshotInvalid(f"{where}lanes has {len(dataset.lanes)} entries, but this run's source has {expected}")
     lanes = [lane_of(entry) for entry in dataset.lanes]
-    for field in ("samples", "rows") if lanes else ():
-        total = sum(getattr(lane, field) for lane in lanes)
+    for field in ("samples", "rows", *RowCounts._fields) if lanes else ():
+        total = sum(getattr(entry, field) for entry in dataset.lanes)
         if total != getattr(dataset, field):
             raise SnapshotInvalid(f"{where}{field} is {getattr(dataset, field)}, but its lanes have {total}")
     if lanes and dataset.cursor not in [lane.cursor for lane in lanes]:
@@ -125,13 +126,19 @@ def check_place(where: str, source: int, standing: KnownDataset | Lane, shape: S
         )
 
 
-def check_skipped(i: int, dataset: KnownDataset) -> None:
-    """Checks that what was passed over is a part of all that the source gave; without samples it is nothing."""
-    for skipped, name in zip(SKIPPED, ("samples", "rows", "token_offset", "padding_tokens"), strict=True):
-        part, whole = getattr(dataset, skipped), getattr(dataset, name)
-        if part > whole or (part and not dataset.skipped_samples):
+#: What is a part of another number of a source.
+_PARTS = {"bad_rows": "rows", "filtered_rows": "rows", "padding_tokens": "token_offset"}
+
+
+def check_parts(i: int, dataset: KnownDataset) -> None:
+    """Checks that rows without tokens, padding and what was passed over are a part of all that the source gave; without
+    samples that were passed over the latter is nothing."""
+    skipped = dict(zip(SKIPPED, ("samples", "rows", "token_offset", "padding_tokens"), strict=True))
+    for field, name in (_PARTS | skipped).items():
+        part, whole = getattr(dataset, field), getattr(dataset, name)
+        if part > whole or (field in skipped and part and not dataset.skipped_samples):
             raise SnapshotInvalid(
-                f"resume_state.datasets.{i}: {skipped} is {part}, but it is a part of {name}, which is {whole}, and "
+                f"resume_state.datasets.{i}: {field} is {part}, but it is a part of {name}, which is {whole}, and "
                 f"skipped_samples is {dataset.skipped_samples}"
             )
 

@@ -19,7 +19,6 @@ from itertools import compress
 from pathlib import Path
 from typing import IO, Any
 
-from tokenloom_server.core.control_characters import escaped
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.prepare.job import Job, Task
 from tokenloom_server.sources.files import in_threads
@@ -107,7 +106,7 @@ def refuse_others(folder: Path) -> None:
         return
     # What a call leaves that was killed before it had written what it makes.
     ours = ("journal.jsonl", ".index", ".job.json.draft")
-    others = sorted(escaped(entry.name) for entry in folder.iterdir() if entry.name not in ours)
+    others = sorted(entry.name for entry in folder.iterdir() if entry.name not in ours)
     if others:
         raise ConfigError(
             f"{folder}: holds {', '.join(others[:5])} already, and nothing that was prepared; give an empty folder, or "

@@ -6,7 +6,6 @@ from rich.console import Console
 
 from tokenloom_server.reports.tables import table
 from tokenloom_server.reports.trace import TracedDocument, TracedMicroStep, TracedSample
-from tokenloom_server.tokenizer.text import as_lines
 
 
 def print_trace(out: Console, run: str, trace: TracedSample | TracedMicroStep, text: bool) -> None:
@@ -52,7 +51,7 @@ def _print_sample(out: Console, begin: str, sample: TracedSample, text: bool) ->
     for document in sample.documents:
         position, path, row, epoch, tokens, whole = _row(document)
         out.rule(f"at {position}: {path}, row {row}, epoch {epoch}, tokens {tokens} of {whole}", align="left")
-        shown = as_lines(document.text) if document.text is not None else "the run has no tokeniser"
+        shown = document.text if document.text is not None else "the run has no tokeniser"
         out.print(shown, soft_wrap=True)
 
 

@@ -1,4 +1,5 @@
-"""Checks that the rows which a state's cursors point to exist. Reading would find a missing one only later."""
+"""Checks that the rows which a state's cursors point to exist, and those that it counts. Reading would find a missing
+one only later."""
 
 from __future__ import annotations
 
@@ -17,8 +18,18 @@ def check_cursors(timeline: Timeline, state: State) -> None:
     has_other_epochs = timeline.revisions or timeline.origin is not None
     epochs = None if has_other_epochs else timeline.epochs_until(state.sample_index)
     for i, source in enumerate(state.sources):
-        for cursor in [lane.cursor for lane in source.lanes] or [source.cursor]:
+        cursors = [lane.cursor for lane in source.lanes] or [source.cursor]
+        for cursor in cursors:
             _check_cursor(factory, i, cursor, epochs)
+        # Rows that are packed together may lie in several epochs, and are counted again where a phase begins.
+        one_by_one = factory.config.packing != "best_fit" and factory.config.batching is None
+        if epochs is not None and state.imported is None and one_by_one:
+            begun = max((cursor.epoch + 1 for cursor in cursors if cursor is not None), default=0)
+            rows = factory.readers.counted_rows(i)
+            if rows is not None and source.rows > rows * begun:
+                raise SnapshotInvalid(
+                    f"resume_state.datasets.{i}: rows is {source.rows}, but it began {begun} epochs of {rows} rows"
+                )
 
 
 def _check_cursor(factory: PipelineFactory, i: int, cursor: Cursor | None, epochs: Sequence[float] | None) -> None:

@@ -132,8 +132,4 @@ def check(call: JoinCall, sample_bytes: int, window_micro_steps: int | None = No
     for field, value in (("attempt", call.attempt), ("nonce", call.nonce)):
         if not 1 <= len(value) <= 256:
             raise JoinRefused(f"{field} has {len(value)} characters; expected 1 to 256")
-    for field, value in (("attempt", call.attempt), ("process", call.process)):
-        try:
-            refuse_control_characters(value)
-        except ValueError as error:
-            raise JoinRefused(f"{field}: {error}") from None
+    refuse_control_characters(call.attempt, "attempt: ", JoinRefused)

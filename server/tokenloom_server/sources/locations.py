@@ -77,16 +77,7 @@ def listed_entries(spec: Spec, find: Callable[[Spec, IoStats], Sequence[Entry]])
 def check_names(spec: Spec, paths: Iterable[str]) -> None:
     """Raises ``SourceError`` for a file name that a manifest cannot hold."""
     for path in paths:
-        try:
-            path.encode()
-        except UnicodeEncodeError:
-            raise SourceError(
-                f"source {str(spec)!r}: the file name {path!r} is not UTF-8, so a manifest cannot hold it; rename it"
-            ) from None
-        try:
-            refuse_control_characters(path)
-        except ValueError as error:
-            raise SourceError(f"source {str(spec)!r}: a file name: {error}, and rename the file") from None
+        refuse_control_characters(path, f"source {str(spec)!r}: rename a file: ", SourceError)
 
 
 def nearest_folder(path: Path) -> str:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server.core.control_characters import escaped
 from tokenloom_server.errors import TokenizerError
 
 #: The name of the tokeniser that needs no file: its ids are the bytes of UTF-8.
@@ -173,7 +172,7 @@ def _tokenizer_json(name: str, base_dir: Path) -> Path:
         return path
     if (path / TOKENIZER_FILE).is_file():
         return path / TOKENIZER_FILE
-    there = sorted(escaped(entry.name) for entry in path.iterdir())
+    there = sorted(entry.name for entry in path.iterdir())
     listed = ", ".join(there[:_LISTED_FILES]) + (", …" if len(there) > _LISTED_FILES else "")
     raise TokenizerError(
         f"tokenizer {name!r}: the folder {path} has no tokenizer.json (found: {listed or 'nothing'}); {_CONVERT}"

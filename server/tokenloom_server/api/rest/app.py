@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 
 from tokenloom_server.api import page
 from tokenloom_server.api.auth import OPEN_TO_ALL, Access
@@ -22,7 +24,7 @@ from tokenloom_server.api.rest.resources import (
     snapshots,
     trace,
 )
-from tokenloom_server.api.rest.routes import Backend, Routes
+from tokenloom_server.api.rest.routes import Backend, Routes, refuse_unknown_parameters
 from tokenloom_server.api.service import Runs
 
 #: Each has ``add_routes(routes, backend)``. A new resource is its module, and its name here.
@@ -42,6 +44,7 @@ class RestApp(FastAPI):
             docs_url=None,  # both load their scripts from elsewhere, which a cluster without internet cannot
             redoc_url=None,
             redirect_slashes=False,
+            dependencies=[Depends(refuse_unknown_parameters)],
             license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
         )
         self.resource_routes = Routes(self)
@@ -55,12 +58,19 @@ class RestApp(FastAPI):
         return schema
 
 
-def create_app(runs: Runs, *, version: str, grpc_address: str | None = None, access: Access = OPEN_TO_ALL) -> RestApp:
+def create_app(
+    runs: Runs,
+    resources: Sequence[ModuleType] = RESOURCES,
+    *,
+    version: str,
+    grpc_address: str | None = None,
+    access: Access = OPEN_TO_ALL,
+) -> RestApp:
     """The REST interface to ``runs``, with its own metrics registry. ``grpc_address`` is shown to people who have no
     trainer yet."""
     app = RestApp(version)
     backend = Backend(runs, version, grpc_address, access)
-    for resource in RESOURCES:
+    for resource in resources:
         resource.add_routes(app.resource_routes, backend)
     add_error_handlers(app)
     app.add_middleware(Guard, access=access, scope_of=app.resource_routes.scope_of)

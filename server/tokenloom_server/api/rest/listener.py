@@ -11,6 +11,8 @@ from tokenloom_server.errors import ConfigError
 _BACKLOG = 128
 #: Connections at a time; the next is closed when it is accepted. Times MAX_BODY_BYTES, it bounds the memory for bodies.
 MAX_CONNECTIONS = 128
+#: The same of the listener for health alone.
+MAX_HEALTH_CONNECTIONS = 32
 
 
 class BoundedListener(socket.socket):
@@ -33,8 +35,9 @@ class BoundedListener(socket.socket):
         return connection, address
 
 
-def listen(host: str, port: int) -> BoundedListener:
-    """At ``host:port``. Raises ``ConfigError`` with the reason where that address cannot be had."""
+def listen(option: str, host: str, port: int, max_connections: int) -> BoundedListener:
+    """At ``host:port``, as an option of the command line asks. Raises ``ConfigError`` with the reason where it cannot
+    be had."""
     try:
         if not 0 <= port < 2**16:
             # Further down, getaddrinfo would take its lower 16 bits.
@@ -46,10 +49,10 @@ def listen(host: str, port: int) -> BoundedListener:
     except OSError as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
-            f"the REST address {host}:{port} cannot be had ({reason}): stop what listens there, or choose another "
-            "with --rest HOST:PORT (port 0 picks a free one)"
+            f"{option} {host}:{port}: this address cannot be had ({reason}): stop what listens there, or choose "
+            f"another with {option} HOST:PORT (port 0 picks a free one)"
         ) from None
     # Connections inherit it. asyncio sets it only where it made the socket, and without it every answer, written
     # as head and body, waits 40 ms for the peer's delayed acknowledgement of the head.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return BoundedListener(listener, MAX_CONNECTIONS)
+    return BoundedListener(listener, max_connections)

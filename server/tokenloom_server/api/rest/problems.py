@@ -94,9 +94,9 @@ def _fault_line(fault: dict[str, Any]) -> str:
         return f"{field}: found nothing, but it is required"
     if fault["type"] == "extra_forbidden":
         return f"{field}: found a field that is not known here; /openapi.json lists those that are"
-    expected = str(fault["msg"])
-    for begin in ("Value error, ", "Input should be ", "expected "):
-        expected = expected.removeprefix(begin)
+    expected = (
+        str(fault["msg"]).removeprefix("Value error, ").removeprefix("expected ").removeprefix("Input should be ")
+    )
     return f"{field}: found {quoted(fault['input'])}; expected {expected[:1].lower()}{expected[1:]}"
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
@@ -16,6 +18,7 @@ from starlette.types import Scope as RequestScope
 from tokenloom_server.api.auth import Access, Scope
 from tokenloom_server.api.rest.guard import MAX_BODY_BYTES
 from tokenloom_server.api.rest.models import ErrorBody
+from tokenloom_server.api.rest.problems import quoted
 from tokenloom_server.api.service import Runs
 
 _Endpoint = TypeVar("_Endpoint", bound=Callable[..., Any])
@@ -34,8 +37,19 @@ _MEANINGS = {
     500: "A source, the tokeniser or the server failed.",
     503: "The ledger cannot be reached, another server leads, or this one is starting or stopping.",
 }
-#: What ``Guard`` answers, whatever the route is.
-_OF_EVERY_ROUTE = (403, 421)
+#: What ``Guard`` and ``refuse_unknown_parameters`` answer, whatever the route is.
+_OF_EVERY_ROUTE = (403, 421, 422)
+
+
+async def refuse_unknown_parameters(request: Request) -> None:
+    """Raises ``HTTPException`` where an address has a parameter that its route does not take: a typo would change
+    nothing, and nobody would notice."""
+    known = [field.alias for field in request.scope["route"].dependant.query_params]
+    for name in request.query_params:
+        if name not in known:
+            meant = "".join(f"; did you mean {near}?" for near in get_close_matches(name, known, 1))
+            expected = f"expected one of {', '.join(known)}" if known else "this route takes none"
+            raise HTTPException(422, f"query: found the unknown parameter {quoted(name)}; {expected}{meant}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from tokenloom_server.api.auth import OPEN_TO_ALL, Access
-from tokenloom_server.api.rest.listener import listen
+from tokenloom_server.api.rest.listener import MAX_CONNECTIONS, MAX_HEALTH_CONNECTIONS, listen
 
 if TYPE_CHECKING:
     from tokenloom_server.api.rest.uvicorn_server import Http
@@ -28,10 +28,14 @@ _TICK_S = 0.1
 class RestServer:
     """REST at an address that it holds from its constructor on. ``start`` makes it answer, ``stop`` ends it."""
 
-    def __init__(self, host: str, port: int, access: Access = OPEN_TO_ALL) -> None:
+    def __init__(self, host: str, port: int, access: Access = OPEN_TO_ALL, *, only_health: bool = False) -> None:
         """Binds ``host:port``, port 0 for a free one. Raises ``ConfigError`` when that address cannot be had."""
         self._access = access
-        self._listener = listen(host, port)
+        self._only_health = only_health
+        if only_health:
+            self._listener = listen("--health", host, port, MAX_HEALTH_CONNECTIONS)
+        else:
+            self._listener = listen("--rest", host, port, MAX_CONNECTIONS)
         host, port = self._listener.getsockname()[:2]
         #: Where it listens, ``host:port``.
         self.address: str = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -77,10 +81,14 @@ class RestServer:
                 return
             from importlib.metadata import version
 
-            from tokenloom_server.api.rest.app import create_app
+            from tokenloom_server.api.rest.app import RESOURCES, create_app
+            from tokenloom_server.api.rest.resources import health
             from tokenloom_server.api.rest.uvicorn_server import Http
 
-            app = create_app(runs, version=version("tokenloom"), grpc_address=grpc_address, access=self._access)
+            resources = (health,) if self._only_health else RESOURCES
+            app = create_app(
+                runs, resources, version=version("tokenloom"), grpc_address=grpc_address, access=self._access
+            )
             http = self._http = Http(app, self._access.tls)
             # Whoever stops sets this first and looks at ``_http`` then: one of the two sees the other.
             if not self._stopping:

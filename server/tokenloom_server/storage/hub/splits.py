@@ -97,10 +97,8 @@ def _header(card: str) -> dict[str, Any]:
         header = "\n".join(lines[1:end])
         check_yaml(header)
         document = yaml.load(header, Loader=yaml.CSafeLoader)
-    except yaml.YAMLError as error:
-        raise CardError(f"its card's header is no YAML ({type(error).__name__})") from None
-    except ValueError as error:
-        raise CardError(f"its card's header: {error}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise CardError(f"its card's header is no YAML that is read ({str(error).splitlines()[0]})") from None
     return document if isinstance(document, dict) else {}
 
 

@@ -18,11 +18,13 @@ from typing import Any
 from tokenloom_proto.resume import older_payload
 from tokenloom_proto.seal import CHECKSUM, canonical, unseal
 
-from tokenloom_server.errors import SnapshotInvalid
+from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.order.nested_state import is_nested
 
 #: The one key of a ``state_dict()``.
 KEY = "tokenloom"
+#: The first release of torch whose ``weights_only`` runs nothing that a file says.
+SAFE_TORCH = (2, 6)
 #: How a sealed text begins: its keys are sorted, and none comes before the checksum.
 _SEALED = b'{"checksum":"sha256:'
 #: Of a JSON file, and of a torch checkpoint's structure (its tensors lie beside it), bytes.
@@ -144,6 +146,15 @@ def _of_folder(path: Path) -> Iterator[DataState]:
         )
 
 
+def require_safe_torch(version: str) -> None:
+    """Raises ``ConfigError`` where ``weights_only`` of a torch does not keep what a file holds from being run."""
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < SAFE_TORCH:
+        raise ConfigError(
+            f"this is torch {version}, in which weights_only=True does not keep a checkpoint from running code "
+            "(CVE-2025-32434): install torch 2.6 or later"
+        )
+
+
 def _unpickled(path: Path, *, mapped: bool) -> Iterator[DataState]:
     """What torch's own reader gives, which builds tensors and plain containers and refuses all else."""
     try:
@@ -153,6 +164,7 @@ def _unpickled(path: Path, *, mapped: bool) -> Iterator[DataState]:
             f"{path}: holds no sealed snapshot as plain text, and to look further torch is needed, which is not here: "
             "run this command where the trainer runs"
         ) from None
+    require_safe_torch(torch.__version__)
     try:
         document = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # whatever is wrong with the file: torch has no error of its own for it
