@@ -50,7 +50,7 @@ def service() -> MemoryService:
             total_tokens=2**53 - 1,
             ended="every source is exhausted",
             sources=[source_stats(0, alias='odd "alias"\n\\'), source_stats(1, epochs=None, remaining_samples=None)],
-            ranks=[rank_stats(0, connected=False, last_heard_s=None)],
+            ranks=[rank_stats(0, state="finished", last_heard_s=None)],
         )
     )
     return service

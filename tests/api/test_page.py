@@ -427,11 +427,15 @@ def test_figures_that_cannot_be_read_are_marked_as_old_with_the_reason(page: Pag
 
 @pytest.mark.browser
 def test_what_is_wrong_with_a_run_is_said_beside_its_name(page: Page, service: MemoryService) -> None:
-    missing = [rank_stats(0), rank_stats(1, connected=False, lag=16)]
+    # Micro-steps have 8 × 2 samples.
+    missing = [rank_stats(0, lag=2 * 16), rank_stats(1, state="away", lag=2 * 16 + 1)]
+    finished = [rank_stats(0, state="finished"), rank_stats(1, state="finished")]
     service.put(run_stats("ledger-away", ledger=LEDGER_AWAY))
     service.put(run_stats("stopped", error="source 'code' changed: restore the file"))
     service.put(run_stats("ended", ended="every source is exhausted"))
-    service.put(run_stats("rank-missing", ranks=missing, waiting_for="rank 1"))
+    service.put(run_stats("rank-missing", ranks=missing, world_size=2, batch_size=8, waiting_for="rank 1"))
+    service.put(run_stats("done", ranks=finished))
+    service.put(run_stats("begins", ranks=[], generation=0, opening=True))
 
     def run(name: str) -> Locator:
         return page.locator("article.run", has=page.get_by_role("heading", name=name))
@@ -444,6 +448,10 @@ def test_what_is_wrong_with_a_run_is_said_beside_its_name(page: Page, service: M
     expect(run("ended").get_by_text("The data has ended: every source is exhausted")).to_be_visible()
     expect(run("rank-missing").get_by_text("1 of 2 ranks connected")).to_be_visible()
     expect(run("rank-missing").get_by_text("waiting for rank 1")).to_be_visible()
+    expect(run("rank-missing").locator(".lagging")).to_have_text("33")
+    expect(run("done").get_by_text("All ranks finished")).to_be_visible()
+    expect(run("done").get_by_role("cell", name="finished")).to_have_count(2)
+    expect(run("begins").get_by_text("Is being opened")).to_be_visible()
     expect(run(RUN).get_by_text("Running")).to_be_visible()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from support.server_process import ServerProcess
 from support.trainer import Trainer, World
 from support.waiting import wait_for
 from tokenloom import ConnectionOptions, RankStalled, RemoteDataset, RunBusy
+from tokenloom_proto.errors import JoinRefused
 
 LIVENESS_S = 5.0
 
@@ -128,3 +130,26 @@ def test_a_rank_that_stops_is_named_and_the_others_get_an_error(
     # A new attempt is not kept out by the old one's error.
     with World(server.url("stalled"), 2, 1, resume="latest") as world:
         world.steps(2)
+
+
+def test_one_rank_with_another_batch_size_ends_the_launch_at_once_and_every_rank_says_why(
+    corpus: Corpus, start_server: StartServer
+) -> None:
+    url = start_server(corpus.mixture("unequal", window_micro_steps=4)).url("unequal")
+
+    def end_of(rank: int, batch_size: int, seconds: float) -> str:
+        time.sleep(seconds)
+        with (
+            RemoteDataset(url, batch_size, rank=rank, world_size=3, attempt="unequal") as dataset,
+            pytest.raises(JoinRefused) as refusal,
+        ):
+            for _ in dataset:
+                pass
+        return str(refusal.value)
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(3) as pool:
+        # Rank 0 streams, rank 1 is refused, rank 2 comes last.
+        ends = list(pool.map(end_of, range(3), (2, 3, 2), (0.0, 1.0, 2.0)))
+    assert time.monotonic() - began < 30, "the rank timeout was waited for"
+    assert all("rank 1 has batch size 3, but rank 0 of attempt 'unequal' opened it with 2" in end for end in ends)

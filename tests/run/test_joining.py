@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sqlite3
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import pytest
-from support.served import SCHEDULE, Place, Trainer, call_of
+from support.served import SCHEDULE, Place, Rank, Trainer, call_of
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.errors import (
     AttemptUsed,
@@ -18,7 +19,9 @@ from tokenloom_server.errors import (
     NotFound,
     RunBusy,
     ServerStopping,
+    SnapshotInvalid,
 )
+from tokenloom_server.run.history import History
 from tokenloom_server.run.timeouts import Timeouts
 
 
@@ -199,3 +202,68 @@ def test_a_rank_whose_opening_the_ledger_has_lost_is_told_so(place: Place, serve
 def test_an_attempt_that_a_terminal_would_obey_is_refused(served: ServedRun) -> None:
     with pytest.raises(JoinRefused, match="attempt: expected UTF-8 text on one line, without control characters"):
         served.join_handler.join(call_of(0, attempt="a\x1b[2J"))
+
+
+# --- one rank that is refused ------------------------------------------------------------------------
+
+
+def test_the_ranks_that_stream_already_hear_at_once_that_another_one_was_refused(
+    served: ServedRun, in_thread: Any
+) -> None:
+    first = Rank(served, call_of(0, 3))
+    second = Rank(served, call_of(1, 3))
+    waiting = in_thread(lambda: second.take(100))
+    with pytest.raises(JoinRefused, match="rank 2 has batch size 4, but rank 0 of attempt 'a' opened it with 2"):
+        served.join_handler.join(call_of(2, 3, batch_size=4))
+    says = r"rank 2 of attempt 'a' was refused, so its launch cannot begin: rank 2 has batch size 4, .* with 2$"
+    error = waiting(2.0)
+    assert isinstance(error, JoinRefused) and re.match(says, str(error))
+    with pytest.raises(JoinRefused, match=says):
+        first.take(1)
+    assert str(served.stats.read().error).startswith("JoinRefused: rank 2 of attempt 'a' was refused")
+    assert served.coordinator.not_ready() is None
+    Trainer(served, resume="latest").train(3)
+
+
+def test_a_rank_that_is_refused_before_the_others_join_keeps_the_launch_from_opening(
+    served: ServedRun, in_thread: Any
+) -> None:
+    running = Trainer(served)
+    running.train(1)
+    before = in_thread(lambda: served.join_handler.join(call_of(2, 3, resume="latest")))
+    with pytest.raises(JoinRefused, match="accumulate"):
+        served.join_handler.join(call_of(1, 3, accumulate=10**6, resume="latest"))
+    assert isinstance(before(2.0), JoinRefused)
+    with pytest.raises(JoinRefused, match="rank 1 of attempt 'a' was refused, so its launch cannot begin: accumulate"):
+        served.join_handler.join(call_of(0, 3, resume="latest"))
+    running.train(3)
+    # All of them know: who comes again under the same id tries anew.
+    again = in_thread(lambda: served.join_handler.join(call_of(1, 3, resume="latest")))
+    served.join_handler.join(call_of(0, 3, resume="latest"))
+    assert again().opening.generation == 2
+
+
+def test_a_rank_that_is_refused_while_rank_0_is_at_the_opening_keeps_it_from_being_written(
+    place: Place, served: ServedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = History.forward
+
+    def refused_meanwhile(*args: Any, **options: Any) -> Any:
+        with pytest.raises(SnapshotInvalid):
+            served.join_handler.join(call_of(1, state=b"{"))
+        return forward(*args, **options)
+
+    monkeypatch.setattr(History, "forward", refused_meanwhile)
+    with pytest.raises(SnapshotInvalid, match="rank 1 of attempt 'a' was refused"):
+        served.join_handler.join(call_of(0))
+    assert place.stored().opening is None
+
+
+def test_a_process_that_is_refused_a_place_which_another_one_has_disturbs_nobody(served: ServedRun) -> None:
+    trainer = Trainer(served)
+    trainer.train(1)
+    for rank, world_size in ((0, 2), (1, 2), (2, 3), (7, 2)):
+        with pytest.raises(JoinRefused):
+            served.join_handler.join(call_of(rank, world_size, 4, trainer.attempt, nonce="another"))
+    trainer.train(3)
+    assert served.coordinator.view().error is None

@@ -57,7 +57,7 @@ ONLY: dict[str, frozenset[str]] = {
     f"{SERVER}.storage": frozenset({"storage", "errors"}),
     f"{SERVER}.config": frozenset({"config", "core", "errors", "storage"}),
     f"{SERVER}.ledger": frozenset({"ledger", "core", "errors"}),
-    f"{SERVER}.run.slots": frozenset(),
+    f"{SERVER}.run.slots": frozenset({"core"}),
     f"{SERVER}.run.delivery": frozenset({"core", "order.steps"}),
     f"{SERVER}.run.generation": frozenset(
         {"core", "errors", "order.batch_plans", "order.steps", "run.delivery", "run.sizing", "run.slots"}

@@ -67,17 +67,9 @@ def source_stats(source_id: int = 0, **figures: Any) -> SourceStats:
 
 
 def rank_stats(rank: int = 0, **figures: Any) -> RankStats:
-    return RankStats(
-        **{
-            "rank": rank,
-            "connected": True,
-            "position": 4104,
-            "lag": 0,
-            "last_heard_s": 0.2,
-            "waited_s": 3.5,
-        }
-        | figures
-    )
+    heard = {"last_heard_s": 0.2, "waited_s": 3.5}
+    figures = {"rank": rank, "state": "connected", "position": 4104, "lag": 0} | heard | figures
+    return RankStats(**{"connected": figures["state"] == "connected"} | figures)
 
 
 def report_stats(**figures: Any) -> ReportStats:
@@ -118,6 +110,7 @@ def run_stats(run: str = "wiki-and-code", **figures: Any) -> RunStats:
             "tokens_per_s": 81_234.5,
             "window_fill": 0.25,
             "waiting_for": "",
+            "opening": False,
             "waiting_reason": None,
             "data_wait_share": 0.02,
             "ended": None,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Protocol, TypeAlias
 
-from tokenloom_proto.errors import Fenced
+from tokenloom_proto.errors import Fenced, JoinRefused, SnapshotInvalid
 
 from tokenloom.batch.layout import Batch
 from tokenloom.batch.memory import ArrayPool
@@ -153,7 +153,7 @@ class StepBuffer:
     def fail(self, error: BaseException) -> None:
         """Ends the stream with an error: after the micro-steps received, or instead of them where those are void."""
         with self._lock:
-            if isinstance(error, Fenced):
+            if isinstance(error, Fenced | JoinRefused | SnapshotInvalid):
                 self._steps.clear()
             self._error = error
             self._step_ready.notify_all()

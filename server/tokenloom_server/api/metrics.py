@@ -106,6 +106,7 @@ RUN_METRICS = (
     RowMetric("tokenloom_loss", "reported.loss", "Mean loss over all sources, last reported; absent where none was."),
     RowMetric("tokenloom_learning_rate", "reported.learning_rate", "Learning rate, last reported; absent before."),
     RowMetric("tokenloom_window_fill", "window_fill", "Produced and not committed; fraction of the window."),
+    RowMetric("tokenloom_opening", "opening", "1 while a launch is being opened."),
     RowMetric("tokenloom_ended", "ended", "1 once the data has ended.", is_flag=True),
     RowMetric("tokenloom_failed", "error", "1 once an error has stopped the run.", is_flag=True),
     RowMetric("tokenloom_ledger_available", "ledger.available", "1 while the ledger can be reached."),
@@ -161,6 +162,12 @@ WAITING_METRICS = (
 
 RANK_METRICS = (
     RowMetric("tokenloom_rank_connected", "connected", "1 while the rank is connected."),
+    RowMetric(
+        "tokenloom_rank_info",
+        "",
+        "Always 1; whether the rank is connected, finished (it said goodbye) or away.",
+        {"state": "state"},
+    ),
     RowMetric("tokenloom_rank_position", "position", "Sample index up to which the rank has consumed."),
     RowMetric("tokenloom_rank_lag_samples", "lag", "Samples that the fastest rank is ahead."),
     RowMetric("tokenloom_rank_last_heard_seconds", "last_heard_s", "Seconds since the last message."),

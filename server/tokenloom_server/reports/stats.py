@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from tokenloom_server.core.rank_state import RankState
 from tokenloom_server.core.wait_reason import WaitReason
 from tokenloom_server.reports.document import Document
 from tokenloom_server.reports.receipt import RevisionInfo
@@ -74,6 +75,8 @@ class RankStats(Document):
 
     rank: int
     connected: bool
+    state: RankState
+    """``finished``: it said goodbye; ``away``: it never came, its connection broke, or another server knew it."""
     position: int
     """Sample index up to which the rank has consumed."""
     lag: int
@@ -172,6 +175,8 @@ class RunStats(Document):
     """Produced and not yet committed, as a fraction of the window (0 to 1)."""
     waiting_for: str
     """What production waits for; empty while it works."""
+    opening: bool
+    """Whether a launch is being opened, which may take as long as going forward to where it begins."""
     waiting_reason: WaitReason | None
     """Which kind of that: ``ranks`` is health, samples are ready and training sets the pace; with ``rows`` these are
     being read and tokenised, and a rank has nothing left. Null while it waits for nothing."""

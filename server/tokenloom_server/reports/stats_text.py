@@ -42,9 +42,10 @@ def print_stats(out: Console, stats: RunStats) -> None:
             out.print(line)
     for rank in stats.ranks:
         heard = "never heard" if rank.last_heard_s is None else f"heard {rank.last_heard_s:.1f} s ago"
-        state = "connected" if rank.connected else "away"
         waited = f", waited {rank.waited_s:,.1f} s for data" if rank.waited_s else ""
-        out.print(f"rank {rank.rank}: {state}, at sample {rank.position:,} (lag {rank.lag:,}), {heard}{waited}")
+        out.print(f"rank {rank.rank}: {rank.state}, at sample {rank.position:,} (lag {rank.lag:,}), {heard}{waited}")
+    if stats.opening:
+        out.print("a launch is being opened")
     for note in (_pace(stats), stats.ended, stats.error, stats.warning):
         if note:
             out.print(note)

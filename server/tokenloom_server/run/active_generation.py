@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tokenloom_server.core.rank_state import RankState
 from tokenloom_server.core.state import State
 from tokenloom_server.ledger.records import StoredRun, date_of
 from tokenloom_server.order.steps import StepGroup
@@ -36,7 +37,7 @@ class RankView(NamedTuple):
     """A rank of the present generation."""
 
     rank: int
-    connected: bool
+    state: RankState
     #: Sample index up to which it has consumed.
     position: int
     #: Of its last message, by the coordinator's clock; None where it was never heard.
@@ -110,9 +111,7 @@ class ActiveGeneration:
     def view(self, now: float, liveness_s: float) -> GenerationView:
         generation, index_of = self.generation, self.generation.index_of
         ranks = [
-            RankView(
-                slot.rank, slot.connected, index_of(slot.consumed), slot.last_heard, slot.waited_s, slot.wait_share
-            )
+            RankView(slot.rank, slot.state, index_of(slot.consumed), slot.last_heard, slot.waited_s, slot.wait_share)
             for slot in generation.slots
         ]
         return GenerationView(
@@ -188,8 +187,10 @@ class ActiveGeneration:
     def waiting_for(self) -> str:
         """Which ranks production waits for; empty where it waits for none."""
         generation = self.generation
-        if generation.end is not None or self.closed or generation.steps_wanted():
-            return "a trainer" if self.closed else ""
+        if self.closed or (generation.end is None and all(slot.state == "finished" for slot in generation.slots)):
+            return "a trainer"
+        if generation.end is not None or generation.steps_wanted():
+            return ""
         absent = [slot.rank for slot in generation.slots if not slot.connected]
         if absent:
             named = ", ".join(map(str, absent[:8])) + (", …" if len(absent) > 8 else "")

@@ -174,8 +174,9 @@ class RunCoordinator(JoinCommands):
         self, uid: str, opening: Opening, start: State, committed: CommittedState, timeline: Timeline
     ) -> None:
         """Writes an opening, with the revision that ``timeline`` may have more, and makes its generation the present
-        one. Raises the ledger's errors."""
+        one. Raises what another rank was refused with meanwhile, and the ledger's errors."""
         with self._lock:
+            self._require_unrefused(opening.attempt, 0)
             known_revisions = self.timeline.revisions
             if timeline.revisions[: len(known_revisions)] != known_revisions:
                 raise NotLeader(f"run {self.name!r} is being taken up anew; join again")

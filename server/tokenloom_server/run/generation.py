@@ -332,10 +332,9 @@ class Generation:
         named = []
         for slot in islice(self.slots.laggards(), _NAMED):
             heard = "never heard" if slot.last_heard is None else f"last heard {now - slot.last_heard:.0f} s ago"
-            state = "connected" if slot.connected else "not connected"
             lag = self.index_of(ahead) - self.index_of(slot.consumed)
             named.append(
-                f"rank {slot.rank} ({state}, {heard}, at sample {self.index_of(slot.consumed)}, "
+                f"rank {slot.rank} ({slot.state}, {heard}, at sample {self.index_of(slot.consumed)}, "
                 f"{lag} less than the first)"
             )
         more = sum(1 for _ in self.slots.laggards()) - len(named)

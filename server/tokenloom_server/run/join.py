@@ -13,6 +13,7 @@ from tokenloom_server.errors import (
     NotLeader,
     RunBusy,
     ServerStopping,
+    SnapshotInvalid,
     TokenloomError,
 )
 from tokenloom_server.ledger.records import Opening
@@ -57,10 +58,18 @@ class JoinHandler:
         Raises ``JoinRefused``, ``AttemptUsed``, ``RunBusy``, ``ResumePointNeeded``, ``SnapshotInvalid``, ``NotFound``
         (an unknown snapshot id) and the ledger's errors.
         """
+        try:
+            return self._join(call)
+        except (JoinRefused, SnapshotInvalid) as error:
+            self._coordinator.refuse_rank(call.attempt, call.rank, error)
+            raise
+
+    def _join(self, call: JoinCall) -> Joined:
         coordinator, config = self._coordinator, self._coordinator.order.config
         deadline = coordinator.clock() + RANK_0_WAIT_S
         call = join_call.with_global_batch_size(call, coordinator.name, config.global_batch_size)
         while True:
+            coordinator.require_unrefused(call.attempt, call.rank)
             join_call.check(call, coordinator.timeline.sample_bytes, config.window_micro_steps)
             coordinator.require_lead()
             call = self._as_own(call)
@@ -90,7 +99,8 @@ class JoinHandler:
     def _open(self, call: JoinCall) -> Opening:
         """Rank 0's part."""
         try:
-            return self._opener.open(call)
+            with self._coordinator.opening(call.attempt):
+                return self._opener.open(call)
         except (LedgerUnavailable, NotLeader, ServerStopping):
             # Rank 0 tries again, perhaps because its call broke off, so the others go on waiting for it.
             raise

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from tokenloom_proto.batch_schedule import BatchSchedule
 
 from tokenloom_server.core.control_characters import refuse_control_characters
-from tokenloom_server.errors import JoinRefused
+from tokenloom_server.errors import JoinRefused, SnapshotInvalid
 
 #: Each rank's stream has a thread; gRPC has room for so many, and their Joins (``api.grpc.server.MAX_CALLS``).
 MAX_WORLD_SIZE = 4096
@@ -16,6 +16,8 @@ MAX_WORLD_SIZE = 4096
 MAX_STEP_BYTES = 2**30
 #: The largest optimiser step that it makes room for, bytes.
 MAX_ACCUMULATED_BYTES = 2**33
+#: The longest attempt and nonce, characters.
+MAX_NAME = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,15 @@ class ResumeChoice(NamedTuple):
         if self.position is not None:
             return f"a loaded state at {self.position}"
         return f"resume={self.resume!r}" if self.resume else "no state"
+
+
+@dataclass(frozen=True, slots=True)
+class RankRefusal:
+    """One rank of an attempt was refused before the attempt was opened."""
+
+    error: JoinRefused | SnapshotInvalid
+    #: Ranks that know of it; one that comes again tries anew under the same id.
+    heard_by: set[int]
 
 
 def position_of(sample_index: int, digest: str | None) -> str:
@@ -130,6 +141,6 @@ def check(call: JoinCall, sample_bytes: int, window_micro_steps: int | None = No
             "step: raise window_micro_steps, or leave it out, and restart the server"
         )
     for field, value in (("attempt", call.attempt), ("nonce", call.nonce)):
-        if not 1 <= len(value) <= 256:
-            raise JoinRefused(f"{field} has {len(value)} characters; expected 1 to 256")
+        if not 1 <= len(value) <= MAX_NAME:
+            raise JoinRefused(f"{field} has {len(value)} characters; expected 1 to {MAX_NAME}")
     refuse_control_characters(call.attempt, "attempt: ", JoinRefused)

@@ -2,16 +2,63 @@
 
 from __future__ import annotations
 
-from tokenloom_server.errors import ServerStopping, TokenloomError
-from tokenloom_server.run.join_call import ResumeChoice
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tokenloom_server.errors import JoinRefused, ServerStopping, SnapshotInvalid, TokenloomError
+from tokenloom_server.run.join_call import MAX_NAME, RankRefusal, ResumeChoice
 from tokenloom_server.run.stream_commands import StreamCommands
 
 #: Refused attempts that are remembered, so that waiting ranks hear why.
 _REMEMBERED_REFUSALS = 64
+#: What is remembered of a refusal, characters; a request may make it say much.
+_MAX_TEXT = 4000
 
 
 class JoinCommands(StreamCommands):
     """A part of ``RunCoordinator``."""
+
+    @contextmanager
+    def opening(self, attempt: str) -> Iterator[None]:
+        """While rank 0 of an attempt opens it: going forward to where it begins may take a while, and stats say so."""
+        with self._lock:
+            self._openings.add(attempt)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._openings.discard(attempt)
+
+    def refuse_rank(self, attempt: str, rank: int, error: JoinRefused | SnapshotInvalid) -> None:
+        """A rank was refused for good, so that its launch cannot train: the other ranks hear that now, whether they
+        wait, train or are still to join. A rank that has its place already is another process's, and trains on."""
+        refusal = type(error)(
+            f"rank {rank} of attempt {attempt!r} was refused, so its launch cannot begin: {error}"[:_MAX_TEXT]
+        )
+        with self._lock:
+            if self._active is not None and self._is_open(attempt):
+                slots = self._active.generation.slots
+                if self._error is None and rank < len(slots) and slots[rank].is_free:
+                    self._stop_for_all(refusal)
+                return
+            if len(attempt) <= MAX_NAME:
+                self._refused_ranks.setdefault(attempt, RankRefusal(refusal, {rank}))
+            while len(self._refused_ranks) > _REMEMBERED_REFUSALS:
+                self._refused_ranks.pop(next(iter(self._refused_ranks)))
+            self._wakes.changed.notify_all()
+
+    def require_unrefused(self, attempt: str, rank: int) -> None:
+        """Raises what another rank of the attempt was refused with."""
+        with self._lock:
+            self._require_unrefused(attempt, rank)
+
+    def _require_unrefused(self, attempt: str, rank: int) -> None:
+        refusal = self._refused_ranks.get(attempt)
+        if refusal is not None and rank in refusal.heard_by:
+            del self._refused_ranks[attempt]
+        elif refusal is not None:
+            refusal.heard_by.add(rank)
+            raise type(refusal.error)(str(refusal.error))  # one that is kept must not keep the calls that raised it
 
     def refuse_attempt(self, attempt: str, choice: ResumeChoice, error: TokenloomError) -> None:
         """Rank 0 of an attempt was refused: the other ranks hear the same."""
@@ -37,7 +84,7 @@ class JoinCommands(StreamCommands):
         """Waits, bounded, until rank 0 opened the attempt, was refused, or cannot."""
 
         def is_decided() -> bool:
-            is_refused = (attempt, choice) in self._refused
+            is_refused = (attempt, choice) in self._refused or attempt in self._refused_ranks
             return self.stopping or not self.leads() or self._is_open(attempt) or is_refused
 
         with self._lock:

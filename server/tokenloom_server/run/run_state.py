@@ -27,7 +27,7 @@ from tokenloom_server.run.active_generation import ActiveGeneration, GenerationV
 from tokenloom_server.run.commits import commit_of
 from tokenloom_server.run.delivery import Waiting
 from tokenloom_server.run.generation import Generation
-from tokenloom_server.run.join_call import ResumeChoice
+from tokenloom_server.run.join_call import RankRefusal, ResumeChoice
 from tokenloom_server.run.lease_state import LeaseState
 from tokenloom_server.run.pins import PinnedPoint
 from tokenloom_server.run.timeouts import Timeouts
@@ -95,6 +95,10 @@ class RunState:
         # What rank 0 of an attempt was refused with, by what it asked for: the same id may be tried again with another
         # resume point. The oldest are forgotten.
         self._refused: dict[tuple[str, ResumeChoice], TokenloomError] = {}
+        #: By attempt.
+        self._refused_ranks: dict[str, RankRefusal] = {}
+        #: Attempts whose rank 0 is at the opening.
+        self._openings: set[str] = set()
         # Whether the committer sleeps until a commit is due.
         self._committer_idle = False
         # When the server ran last, as far as is noted: time in which it was paused is no silence of its ranks.
@@ -186,6 +190,7 @@ class RunState:
             error=self._error or self._ended_thread(),
             ledger_error=self._ledger_error,
             waiting=self._waiting(),
+            opening=bool(self._openings),
             pin=self.pin,
             generation=active.view(now, self.timeouts.liveness_s) if active is not None else GenerationView(),
         )
@@ -208,7 +213,7 @@ class RunState:
         if not self.leads():
             return Waiting(f"the lease: {self.lease.stands_by_for}", "lease")
         if self._active is None:
-            return Waiting("a trainer", "ranks")
+            return Waiting("the launch that is being opened" if self._openings else "a trainer", "ranks")
         if self._ledger_error is not None:
             return Waiting(f"the ledger: {self._ledger_error}", "ledger")
         if ranks := self._active.waiting_for():

@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tokenloom_server.core.rank_state import RankState
+
 #: What a rank waited lately is counted over one or two spans of this length, seconds.
 WAIT_SPAN_S = 15.0
 
@@ -55,6 +57,19 @@ class Slot:
             return None
         since, before_s = self.earlier_waits[0]
         return min(1.0, (self.waited_s - before_s) / (self.last_heard - since))
+
+    @property
+    def state(self) -> RankState:
+        """Of the rank, in a word."""
+        if self.connected:
+            return "connected"
+        # Without a message of its own: the server before this one noted that none trains, and not why.
+        return "finished" if self.left and self.last_heard is not None else "away"
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no process was ever heard to have it."""
+        return self.last_heard is None and not self.session and not self.left
 
 
 class Slots:

@@ -45,8 +45,7 @@ class StatsReader:
         self._rows_lock = threading.Lock()
 
     def read(self) -> RunStats:
-        coordinator = self._coordinator
-        view = coordinator.view()
+        coordinator, view = self._coordinator, self._coordinator.view()
         generation, timeline, committed, state = view.generation, view.timeline, view.commit, view.state
         # A skip may lie before revisions that were made earlier.
         revisions = sorted(timeline.revisions, key=lambda revision: (revision.sample_index, revision.number))
@@ -82,6 +81,7 @@ class StatsReader:
             waiting_for=view.waiting.waiting_for,
             waiting_reason=view.waiting.reason,
             data_wait_share=generation.data_wait_share,
+            opening=view.opening,
             ended=ended,
             exhausted=exhausted,
             error=f"{view.error.name}: {view.error}" if view.error is not None else None,
@@ -285,7 +285,8 @@ def _ranks(view: RunView) -> list[RankStats]:
     return [
         RankStats(
             rank=rank.rank,
-            connected=rank.connected,
+            connected=rank.state == "connected",
+            state=rank.state,
             position=rank.position,
             lag=farthest - rank.position,
             last_heard_s=None if rank.last_heard is None else round(view.now - rank.last_heard, 3),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from tokenloom_server.errors import (
     Fenced,
+    JoinRefused,
     LedgerError,
     LedgerRolledBack,
     NotFound,
@@ -14,6 +15,7 @@ from tokenloom_server.errors import (
     OrderMismatch,
     RankStalled,
     ServerStopping,
+    SnapshotInvalid,
     StorageError,
     TokenloomError,
 )
@@ -129,7 +131,7 @@ class StreamCommands(RunState):
             while True:
                 if self.stopping:
                     raise ServerStopping("the server is stopping; it goes on where it was when it is back")
-                if isinstance(self._error, LedgerError):
+                if isinstance(self._error, LedgerError | JoinRefused | SnapshotInvalid):
                     raise self._error
                 self.require_lead()
                 active = self._current(session)

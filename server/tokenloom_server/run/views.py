@@ -79,6 +79,8 @@ class RunView(NamedTuple):
     ledger_error: str | None
     #: What production or delivery waits for.
     waiting: Waiting
+    #: Whether a launch is being opened.
+    opening: bool
     #: Where the next launch begins, if that is pinned.
     pin: PinnedPoint | None
     #: The present one; without a number where there is none.

@@ -10,6 +10,7 @@ const SNAPSHOT_TIMEOUT_MS = 120000; // going forward to a sample index may take 
 const SNAPSHOTS_EVERY = 10; // polls
 const LOSSES_EVERY = 5; // polls
 const SNAPSHOTS_SHOWN = 10;
+const LAG_STEPS = 2; // ranks take their batches when it suits them: only more is worth a look
 const SLOW_DATA_SHARE = 0.1; // where every rank waits for data this part of its time, the data sets the pace
 const RANKS_SHOWN = 16; // beyond twice as many ranks, only those that lag most
 
@@ -194,13 +195,16 @@ class RunView extends View {
   }
 
   showState(stats, begun, connected) {
+    const away = stats.ranks.filter((rank) => rank.state === "away").length;
     let [state, words] = ["good", "Running"];
     if (stats.error) [state, words] = ["bad", "Stopped"];
     else if (stats.ended) [state, words] = ["wait", "Ended"];
+    else if (stats.opening && connected === 0) [state, words] = ["wait", "Is being opened"];
     else if (!begun) [state, words] = ["wait", "No trainer yet"];
     else if (!stats.ledger.available) [state, words] = ["warn", "Ledger away"];
+    else if (connected === 0 && away === 0) [state, words] = ["wait", "All ranks finished"];
     else if (connected === 0) [state, words] = ["warn", "No rank connected"];
-    else if (connected < stats.world_size) [state, words] = ["warn", `${connected} of ${stats.world_size} ranks connected`];
+    else if (away > 0) [state, words] = ["warn", `${connected} of ${stats.world_size} ranks connected`];
     else if (stats.waiting_reason === "storage") [state, words] = ["warn", "Waiting for storage"];
     else if (stats.data_wait_share >= SLOW_DATA_SHARE) [state, words] = ["warn", "The data is slow"];
     this.slot("state").dataset.state = state;
@@ -284,16 +288,16 @@ class RunView extends View {
 
   showRanks(ranks, step) {
     const many = ranks.length > 2 * RANKS_SHOWN;
-    const byLag = (a, b) => a.connected - b.connected || b.lag - a.lag || a.rank - b.rank;
+    const byLag = (a, b) => (b.state === "away") - (a.state === "away") || b.lag - a.lag || a.rank - b.rank;
     const shown = many ? [...ranks].sort(byLag).slice(0, RANKS_SHOWN) : ranks;
     this.text("ranks_note", many ? `The ${RANKS_SHOWN} that lag most, of ${grouped(ranks.length)}` : "");
     this.slot("ranks-card").hidden = ranks.length === 0;
     keep(this.slot("ranks"), this.ranks, shown, (rank) => rank.rank, "rank", (row, rank) => {
       row.text("rank", grouped(rank.rank));
-      row.slot("dot").dataset.state = rank.connected ? "good" : "bad";
-      row.text("connected", rank.connected ? "connected" : "away");
+      row.slot("dot").dataset.state = { connected: "good", finished: "wait", away: "bad" }[rank.state];
+      row.text("rank-state", rank.state);
       row.text("position", grouped(rank.position));
-      row.text("lag", grouped(rank.lag), "samples that the fastest rank is ahead").classList.toggle("lagging", rank.lag > step);
+      row.text("lag", grouped(rank.lag), "samples that the fastest rank is ahead").classList.toggle("lagging", rank.lag > LAG_STEPS * step);
       row.text("waited", lasting(rank.waited_s), "since it joined");
       row.text("last_heard", ago(rank.last_heard_s));
     });
