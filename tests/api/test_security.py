@@ -580,7 +580,7 @@ def mixture_of(folder: Path, run: str) -> Path:
     return path
 
 
-def test_a_server_has_so_many_runs_and_the_next_is_refused_before_its_file_is_read(
+def test_a_server_has_so_many_runs_and_the_next_is_refused_before_it_is_recorded(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tokenloom_server.api.service.MAX_RUNS", 2)
@@ -588,7 +588,7 @@ def test_a_server_has_so_many_runs_and_the_next_is_refused_before_its_file_is_re
         runs.add(mixture_of(tmp_path, run), None)
 
     with pytest.raises(LimitExceeded, match="this server has 2 runs, and one serves at most 2; start another"):
-        runs.add(tmp_path / "not-even-there.yaml", None)
+        runs.add(mixture_of(tmp_path, "three"), None)
     assert runs.names() == ["one", "two"]
 
 
