@@ -56,9 +56,8 @@ class RunState:
         wakes: Callable[[threading.Lock], Wakes] = Wakes,
         lease_clock: Callable[[], float] | None = None,
     ) -> None:
-        """``order`` is what the run's record gives. ``wall_clock`` gives the dates that people read; times that a server
-        leaves to the next one are by the ``lease_clock``, which a wall clock that is set, or a machine that slept, may
-        be far from."""
+        """``order`` is what the run's record gives. ``wall_clock`` gives the dates that people read; times that a
+        server leaves to the next one are by the ``lease_clock``, from which it may be far: it may be set."""
         # These never change.
         self.order = order
         self.name = order.name
