@@ -376,6 +376,23 @@ def test_an_hour_by_which_the_wall_clock_is_set_moves_no_lease_on_one_machine(
                     other.execute(Acquire("uid", "train", "b", 5.0))
 
 
+def test_a_container_whose_monotonic_clock_is_its_own_takes_no_lease_that_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, namespace, monotonic = tmp_path / "ledger.db", tmp_path / "time", time.monotonic
+    namespace.symlink_to("time:[7]")
+    with closing(SqliteLedger(path)) as ledger:
+        ledger.create_run("run", "train", "uid", "{}")
+        ledger.execute(Acquire("uid", "train", "a", 5.0))
+        with monkeypatch.context() as patch:
+            patch.setattr(boot_clock, "_TIME_NAMESPACE", namespace)
+            patch.setattr(time, "monotonic", lambda: monotonic() + 86400)
+            with closing(SqliteLedger(path)) as other, pytest.raises(LeaseHeld, match=r"lasts [45]\.\d s more"):
+                other.execute(Acquire("uid", "train", "b", 5.0))
+        with closing(SqliteLedger(path)) as third:
+            assert third.clock() == pytest.approx(ledger.clock(), abs=0.01)
+
+
 def test_after_another_start_of_the_machine_the_wall_clock_says_what_time_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
