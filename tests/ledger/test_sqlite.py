@@ -315,6 +315,8 @@ def _changed(path: Path, how: str) -> Iterator[None]:
         Path(f"{path}-wal").unlink()
         yield
         return
+    if how == "behind a link":
+        path = path.resolve()
     for each in path.parent.glob(f"{path.name}*"):
         each.rename(each.with_name(f"old-{each.name}"))
     if how == "its folder deleted":
@@ -329,12 +331,14 @@ def _changed(path: Path, how: str) -> Iterator[None]:
         assert Path(f"{path}-wal").exists()
 
 
-@pytest.mark.parametrize("how", ["deleted", "replaced", "its log deleted", "its folder deleted"])
+@pytest.mark.parametrize("how", ["deleted", "behind a link", "replaced", "its log deleted", "its folder deleted"])
 def test_a_file_that_was_deleted_or_replaced_while_it_was_open_is_a_ledger_that_lost_data(
     tmp_path: Path, how: str
 ) -> None:
     path = tmp_path / "folder" / "ledger.db"
     path.parent.mkdir()
+    if how == "behind a link":
+        path.symlink_to(tmp_path / "elsewhere.db")
     with closing(SqliteLedger(path)) as ledger:
         ledger.create_run("run", "train", "uid", "{}")
         epoch = ledger.execute(Acquire("uid", "train", "a", 5.0))
