@@ -75,6 +75,25 @@ def test_an_answer_that_is_read_slowly_is_read_to_its_end(server: RestServer, mo
         assert len((head + reads_to_the_end(connection)).partition(b"\r\n\r\n")[2]) == length
 
 
+def test_a_connection_that_asks_on_and_on_and_reads_nothing_is_closed(
+    server: RestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenloom_server.api.rest.uvicorn_server.UNREAD_S", 0.5)
+    host, _, port = server.address.rpartition(":")
+    request = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    answer_bytes = len(httpx.get(f"{server.url}/openapi.json", trust_env=False).content)
+    # More than what the system itself holds for a peer that does not read.
+    requests = 2**24 // answer_bytes
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(10)
+        connection.connect((host, int(port)))
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(request * requests)
+            time.sleep(2.0)
+        assert len(reads_to_the_end(connection)) < requests * answer_bytes / 2
+
+
 @pytest.mark.parametrize("tls", [False, True])
 def test_connections_beyond_the_bound_are_closed_when_they_are_accepted(
     tls: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

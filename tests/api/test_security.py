@@ -135,6 +135,8 @@ def test_a_token_that_the_server_made_is_the_same_after_a_restart_and_one_that_i
     lines = again.lines("http://0.0.0.0:8080/", "0.0.0.0:50051", RUN)
     token = read_token(again.file)
     assert f"http://127.0.0.1:8080/#token={token}" in lines
+    # Also where that is not the folder beside the present one.
+    assert f"again by: tokenloom token --index-dir {folder.resolve()}\n" in lines
     assert f'RemoteDataset("grpc://127.0.0.1:50051/{RUN}"' in lines
     assert ServerAccess().made_token(folder) is None
     again.file.chmod(0o644)

@@ -166,6 +166,10 @@ def test_validate_shows_sources_shares_engine_and_vocabulary(corpus: Corpus, tok
     assert not (corpus.folder / "tokenloom.db").exists(), "it left a ledger"
 
 
+def _read_often(mixture: dict[str, Any]) -> dict[str, Any]:
+    return mixture | {"children": [child | {"epochs": 11} for child in mixture["children"]]}
+
+
 def test_a_source_that_could_never_fill_a_sample_is_refused(files: Files, tokenloom: CommandLine) -> None:
     files.text("a.txt", "short\n")
     files.text("b.txt", "long enough for one sample of 64 tokens, at a byte each, and a bit\n")
@@ -175,7 +179,14 @@ def test_a_source_that_could_never_fill_a_sample_is_refused(files: Files, tokenl
     for command in (("validate", mixture), ("serve", mixture, *ADDRESSES)):
         assert_refused(tokenloom(*command), *parts)
     # The shortest sample of the run counts, and an epoch that is whole together with the next.
-    for change in ({"packing": "best_fit"}, {"sequence_length": 6}, {"phases": PHASES, "last_micro_step": "pad"}):
+    changes: tuple[dict[str, Any], ...] = (
+        {"packing": "best_fit"},
+        {"tail": "pad"},
+        {"sequence_length": 6},
+        {"phases": PHASES, "last_micro_step": "pad"},
+        {"phases": [{"until_tokens": 64, "mixture": _read_often(both)}, {}]},
+    )
+    for change in changes:
         fields = {"sequence_length": 64, "mixture": both, **change}
         done = tokenloom("validate", files.mixture("txt:a.txt:text", **fields))
         assert done.status == 0, done.output

@@ -315,6 +315,8 @@ def _changed(path: Path, how: str) -> Iterator[None]:
         Path(f"{path}-wal").unlink()
         yield
         return
+    if how == "behind a link":
+        path = path.resolve()
     for each in path.parent.glob(f"{path.name}*"):
         each.rename(each.with_name(f"old-{each.name}"))
     if how == "its folder deleted":
@@ -329,12 +331,14 @@ def _changed(path: Path, how: str) -> Iterator[None]:
         assert Path(f"{path}-wal").exists()
 
 
-@pytest.mark.parametrize("how", ["deleted", "replaced", "its log deleted", "its folder deleted"])
+@pytest.mark.parametrize("how", ["deleted", "behind a link", "replaced", "its log deleted", "its folder deleted"])
 def test_a_file_that_was_deleted_or_replaced_while_it_was_open_is_a_ledger_that_lost_data(
     tmp_path: Path, how: str
 ) -> None:
     path = tmp_path / "folder" / "ledger.db"
     path.parent.mkdir()
+    if how == "behind a link":
+        path.symlink_to(tmp_path / "elsewhere.db")
     with closing(SqliteLedger(path)) as ledger:
         ledger.create_run("run", "train", "uid", "{}")
         epoch = ledger.execute(Acquire("uid", "train", "a", 5.0))
@@ -370,6 +374,23 @@ def test_an_hour_by_which_the_wall_clock_is_set_moves_no_lease_on_one_machine(
                 assert abs(other.clock() - ledger.clock()) < 0.1
                 with pytest.raises(LeaseHeld, match=r"lasts [45]\.\d s more"):
                     other.execute(Acquire("uid", "train", "b", 5.0))
+
+
+def test_a_container_whose_monotonic_clock_is_its_own_takes_no_lease_that_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, namespace, monotonic = tmp_path / "ledger.db", tmp_path / "time", time.monotonic
+    namespace.symlink_to("time:[7]")
+    with closing(SqliteLedger(path)) as ledger:
+        ledger.create_run("run", "train", "uid", "{}")
+        ledger.execute(Acquire("uid", "train", "a", 5.0))
+        with monkeypatch.context() as patch:
+            patch.setattr(boot_clock, "_TIME_NAMESPACE", namespace)
+            patch.setattr(time, "monotonic", lambda: monotonic() + 86400)
+            with closing(SqliteLedger(path)) as other, pytest.raises(LeaseHeld, match=r"lasts [45]\.\d s more"):
+                other.execute(Acquire("uid", "train", "b", 5.0))
+        with closing(SqliteLedger(path)) as third:
+            assert third.clock() == pytest.approx(ledger.clock(), abs=0.01)
 
 
 def test_after_another_start_of_the_machine_the_wall_clock_says_what_time_it_is(

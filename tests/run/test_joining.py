@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 
 import pytest
 from support.served import SCHEDULE, Place, Rank, Trainer, call_of
+from tokenloom import RemoteDataset
+from tokenloom_server.api.grpc import GrpcServer
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.errors import (
     AttemptUsed,
@@ -267,3 +269,19 @@ def test_a_process_that_is_refused_a_place_which_another_one_has_disturbs_nobody
             served.join_handler.join(call_of(rank, world_size, 4, trainer.attempt, nonce="another"))
     trainer.train(3)
     assert served.coordinator.view().error is None
+
+
+def test_more_ranks_than_may_have_connections_are_said_in_the_log(
+    place: Place, served: ServedRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = GrpcServer("127.0.0.1:0", max_connections=3)
+    server.start(place.runs)
+    try:
+        for world_size in (3, 4):
+            assert "connections at a time" not in caplog.text
+            address = f"grpc://{server.address}/{served.coordinator.name}"
+            with RemoteDataset(address, 1, rank=0, world_size=world_size, attempt=f"of {world_size}") as dataset:
+                next(iter(dataset))
+        assert "4 ranks join, and this server may have 3 connections at a time" in caplog.text
+    finally:
+        server.stop(0.1)

@@ -15,6 +15,7 @@ from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.api.service import Runs
 from tokenloom_server.errors import LedgerUnavailable, ServerStopping
 from tokenloom_server.ledger import commands
+from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.run.delivery import EndOfData
 from tokenloom_server.run.sizing import batch_plans_of
 
@@ -151,3 +152,21 @@ def test_streams_of_a_stopping_server_end_with_a_word(served: ServedRun, trainer
     served.coordinator.stop()
     with pytest.raises(ServerStopping):
         trainer.take(1)
+
+
+def test_dates_are_the_wall_clocks_where_that_was_set_or_the_machine_slept_since_the_ledger_was_first_opened(
+    made: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, wall_clock = made(), time.time
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: wall_clock() - 3600)
+        SqliteLedger(place.ledger_path).close()
+    trainer = Trainer(place.serve())
+    trainer.train(3)
+    opening = place.stored().opening
+    assert opening is not None
+    assert abs(time.time() - opening.opened_at) < 60
+    for served in (trainer.ranks[0].served, place.restart()):
+        age_s = served.stats.read().ledger.last_commit_age_s
+        assert age_s is not None
+        assert age_s < 60

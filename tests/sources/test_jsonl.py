@@ -27,6 +27,7 @@ TEXT, IDS = '{"text":"good"}', '{"text":[1,2]}'
 WRONG = [
     (TEXT, "", " is blank, expected a JSON object; remove the line"),
     (TEXT, " \t", " is blank, expected a JSON object"),
+    (TEXT, "\u2003", " is malformed JSON"),
     (TEXT, '{"text":"cut', " is malformed JSON (Unterminated string"),
     (TEXT, TEXT + TEXT, " is malformed JSON (Extra data"),
     (TEXT, '["text"]', " is a list, expected a JSON object"),

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 import yaml
 from support.server_process import CommandLine
 
@@ -47,8 +48,23 @@ def test_a_byte_that_was_changed_anywhere_is_found_by_its_file(tmp_path: Path, t
     assert "changed: 'c.txt': found xxh3:" in done.output
     assert ", recorded nothing" in done.output
     assert "'a.txt'" not in done.output
+    (tmp_path / "a.txt").unlink()
+    done = tokenloom("validate", path, "--full")
+    assert done.status == 1
+    assert "changed: 'a.txt': found nothing, recorded xxh3:" in done.output
     done = tokenloom("validate", path, "--record")
     assert (done.status, "give both" in done.output) == (2, True)
+
+
+@pytest.mark.parametrize("text", ['{"a.txt": "xxh3:', "[1]", "\xff"])
+def test_digests_that_are_none_are_named(tmp_path: Path, tokenloom: CommandLine, text: str) -> None:
+    path = mixture(tmp_path)
+    (tmp_path / "digests.json").write_text(text, encoding="latin-1")
+    done = tokenloom("validate", path, "--full")
+    assert done.status == 2
+    assert "digests.json: " in done.output
+    assert "expected what validate --full --record writes there" in done.output
+    assert "Traceback" not in done.output
 
 
 def test_what_is_prepared_has_its_digests(tmp_path: Path, tokenloom: CommandLine) -> None:

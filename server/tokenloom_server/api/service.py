@@ -113,7 +113,7 @@ class Runs:
         for warning in builder.warnings(factory.record):
             _log.warning("%s: %s", mixture.run, warning)
         streams = Streams.of(factory, mixture, self._ledger)
-        coordinator = RunCoordinator(factory, self._ledger, stored.uid, self._timeouts, wall_clock=self._ledger.clock)
+        coordinator = RunCoordinator(factory, self._ledger, stored.uid, self._timeouts, lease_clock=self._ledger.clock)
         leadership = Leadership(coordinator, self._holder)
         if not self._standby:
             leadership.wait_to_lead()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from tokenloom_proto.credentials import CONTROL_VARIABLE
 from tokenloom_server.cli.common import set_up_logging
 from tokenloom_server.cli.options import MixtureOptions
 from tokenloom_server.cli.token import MadeToken, make_token
+from tokenloom_server.core.control_characters import escaped
 from tokenloom_server.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -226,7 +228,8 @@ def _options(
     if mixture is None and not mixtures:
         raise ConfigError("nothing to serve: name a mixture file, or give --dataset-mix")
     if mixture is not None:
-        logging.getLogger(__name__).info("the mixture of --dataset-mix, as a file:\n%s", mixture.text)
+        logging.getLogger(__name__).info("the mixture of --dataset-mix, as a file:")
+        print(escaped(mixture.text, lines=True), file=sys.stderr, flush=True)
     return ServeOptions(
         mixtures=mixtures,
         mixture=mixture.config if mixture is not None else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -28,8 +29,9 @@ class MadeToken(NamedTuple):
         page, target = (
             address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]") for address in (page_url, grpc_address)
         )
+        folder = shlex.quote(str(self.file.parent.resolve()))
         return (
-            f"made a token, kept in {self.file}; it is shown this once, and again by: tokenloom token\n"
+            f"made a token, shown this once, and again by: tokenloom token --index-dir {folder}\n"
             f"  the page:   {page}#token={token}\n"
             f"  a trainer:  export {CONTROL_VARIABLE}={token}\n"
             f'              RemoteDataset("grpc://{target}/{run}", batch_size=4)'

@@ -118,12 +118,17 @@ def _compare_all(out: Console, manifest: Manifest, base_dir: Path, *, record: bo
         for file, size in files.items():
             digests[file] = checksum(base_dir / file)
             progress.advance(1, 0, size)
-    if record:
-        write_whole(path, json.dumps(digests, indent=1) + "\n")
-    recorded = json.loads(path.read_text(encoding="utf-8"))
-    differing = [file for file in files if recorded.get(file) != digests[file]]
-    for file in differing:
-        text = f"changed: {file!r}: found {digests[file]}, recorded {recorded.get(file, 'nothing')}"
+    try:
+        if record:
+            write_whole(path, json.dumps(digests, indent=1) + "\n")
+        recorded = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: {error}; expected what validate --full --record writes there") from None
+    # A pattern matches what there is. What another mixture of the folder reads is none of its files, and lies there.
+    gone = {file: "nothing" for file in recorded if file not in digests and not (base_dir / file).exists()}
+    differing = {file: digest for file, digest in (digests | gone).items() if recorded.get(file) != digest}
+    for file, digest in differing.items():
+        text = f"changed: {file!r}: found {digest}, recorded {recorded.get(file, 'nothing')}"
         out.print(text, soft_wrap=True)
     if differing:
         raise typer.Exit(1)

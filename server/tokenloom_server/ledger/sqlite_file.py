@@ -88,7 +88,6 @@ class SqliteFile:
     def __init__(self, path: Path, clock: Callable[[], float] | None = None) -> None:
         """``clock``: Unix time in seconds; where none is given, the one that all servers of this machine share."""
         self.path = path
-        self._log_path = path.with_name(f"{path.name}-wal")
         self._fixed_clock = clock
         self._lock = threading.Lock()
         self._closed = False
@@ -107,9 +106,12 @@ class SqliteFile:
             raise ConfigError(f"The ledger {self.path} is a folder; expected a file. Give another path with --ledger.")
         # Before anything is written there.
         refuse_shared(self.path)
+        file = self.path.resolve()
+        # Where the path is a link, SQLite keeps the log beside the file that it leads to.
+        self._log_path = file.with_name(f"{file.name}-wal")
         with contextlib.suppress(OSError):  # it is there, or SQLite will say why it cannot be
             # SQLite gives the write-ahead log and its index the mode of the file.
-            os.close(os.open(self.path.resolve(), os.O_CREAT | os.O_EXCL, 0o600))
+            os.close(os.open(file, os.O_CREAT | os.O_EXCL, 0o600))
         with self._translated():
             self._connection = sqlite3.connect(
                 self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False

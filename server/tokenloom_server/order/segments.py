@@ -20,11 +20,12 @@ from tokenloom_server.order.origin import Origin
 from tokenloom_server.order.record import estimates_from_json
 from tokenloom_server.order.returning import Returning
 from tokenloom_server.order.revision import merged, without
-from tokenloom_server.order.size_estimates import measure
+from tokenloom_server.order.size_estimates import ENCODED_BYTES, measure
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.manifest import Manifest, SourceFiles, plugins_from_json
 
-#: A source with more bytes than this for each token of a sample is taken to fill one, and not measured.
+#: A source with more bytes than this for each token of a sample, or too many to be measured exactly, is taken to fill
+#: one.
 _SMALL_BYTES = 64
 
 
@@ -172,25 +173,33 @@ def measured_ahead(first: PipelineFactory) -> PipelineFactory:
         for source, one in factory.record.size_estimates.items()
         if source not in first.record.size_estimates
     }
-    # The shortest samples of each source come last, and stay.
-    longest_first = sorted(factories, key=lambda factory: -factory.config.sequence_length)
-    sources = {of.source: (one, of) for one in longest_first for of in one.config.sources if of.presence != "dropped"}
-    for factory, source in sources.values():
-        _refuse_unfilled(factory, source)
+    uses: dict[str, list[tuple[PipelineFactory, SourceConfig]]] = {}
+    for factory in factories:
+        for source in factory.config.sources:
+            if source.presence != "dropped":
+                uses.setdefault(source.source, []).append((factory, source))
+    for each in uses.values():
+        _refuse_unfilled(each)
     return first.with_record(replace(first.record, phase_estimates=by_spec))
 
 
-def _refuse_unfilled(factory: PipelineFactory, source: SourceConfig) -> None:
-    config, epochs = factory.config, factory.config.epochs[source.id]
-    size, length = sum(shard.size for shard in factory.record.shards[source.id]), config.sequence_length
-    if config.packing != "concat" or config.batching is not None or math.isinf(epochs) or size > _SMALL_BYTES * length:
+def _refuse_unfilled(uses: Sequence[tuple[PipelineFactory, SourceConfig]]) -> None:
+    """``uses``: of one source, the orders that have it, each with its options there."""
+    factory, source = uses[0]
+    config, size = factory.config, sum(shard.size for shard in factory.record.shards[source.id])
+    # A phase may read it more often, or have shorter samples.
+    length = min(order.config.sequence_length for order, _ in uses)
+    epochs = max(order.config.epochs[own.id] for order, own in uses)
+    makes_any = config.packing != "concat" or config.tail == "pad" or config.batching is not None
+    # Ids that rearranged documents have beside their own are not measured.
+    if makes_any or source.fim is not None or math.isinf(epochs) or size > min(_SMALL_BYTES * length, ENCODED_BYTES):
         return
     tokens = (factory.record.size_estimates.get(source.id) or measure(factory, source.id)).tokens
     if 0 < tokens * epochs < length:
         raise SourceError(
             f"{source.name}: it has {tokens:,} tokens and is read {epochs:g} times, and a sample takes {length:,} "
             f"(sequence_length), so it could never give one: set epochs to {math.ceil(length / tokens):,} or "
-            "more, lower sequence_length, or leave the source out"
+            "more, lower sequence_length, set tail: pad, or leave the source out"
         )
 
 

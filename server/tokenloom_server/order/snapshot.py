@@ -50,7 +50,7 @@ class ResumePoint:
     #: What the snapshot says that each source has given, by spec; None where it does not say it.
     counts: Mapping[str, Mapping[str, int]] | None = None
     #: (sample index, samples) of what its line passed over before it.
-    passed: Sequence[tuple[int, int]] = ()
+    passed: tuple[tuple[int, int], ...] = ()
     #: What was made of an older data loader's checkpoint, a line for each spec; empty for a snapshot.
     notes: tuple[str, ...] = ()
 
@@ -103,7 +103,7 @@ def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt) -> 
         run_uid=snapshot.run_uid,
         generation=snapshot.generation or 0,
         counts=snapshot.counts,
-        passed=[*passed.items()],
+        passed=tuple(passed.items()),
     )
 
 

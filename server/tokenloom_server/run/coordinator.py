@@ -109,7 +109,7 @@ class RunCoordinator(JoinCommands):
         active = self._install(stored.opening, base, stored.committed, resumed=True)
         active.closed = stored.closed_generation == stored.opening.generation
         if stored.lease is not None and (heard_at := stored.lease.heard_at) is not None:
-            silent_s = max(0.0, self.wall_clock() - heard_at)
+            silent_s = max(0.0, self.lease_clock() - heard_at)
             active.generation.slots.all_heard(self.clock() - silent_s if heard_at else None)
 
     def extend(self, until: float) -> None:
@@ -190,7 +190,7 @@ class RunCoordinator(JoinCommands):
             self.uid, self.timeline, self.pin = uid, timeline, None
             self.revision_changes += revision is not None
             self._refused.clear()
-            self._committed_state, self._committed_at = start, opening.opened_at
+            self._committed_state, self._committed_at = start, self.lease_clock()
             self._install(opening, start, committed, resumed=False)
 
     def reopen(self, opening: Opening) -> None:
@@ -336,7 +336,7 @@ class RunCoordinator(JoinCommands):
             if task.active is not self._active:
                 return
             task.active.generation.set_committed(task.steps)
-            self._committed, self._committed_state, self._committed_at = commit, state, self.wall_clock()
+            self._committed, self._committed_state, self._committed_at = commit, state, self.lease_clock()
             now = self.clock()
             if len(self._recent) > 1 and now - self._recent[-2].time < RECENT_EVERY_S:
                 self._recent.pop()

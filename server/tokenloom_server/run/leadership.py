@@ -145,7 +145,7 @@ class Leadership(threading.Thread):
         if generation.stands_still:
             heard_at = 0.0  # a server that takes over could not tell that from silence
         elif heard_at is not None:
-            heard_at = coordinator.wall_clock() - (view.now - heard_at)
+            heard_at = coordinator.lease_clock() - (view.now - heard_at)
         run, lease = (coordinator.uid, coordinator.stream, coordinator.lease.epoch), (self._holder, self._lease_s)
         try:
             if not coordinator.has_store():

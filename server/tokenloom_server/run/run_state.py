@@ -54,8 +54,10 @@ class RunState:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         wakes: Callable[[threading.Lock], Wakes] = Wakes,
+        lease_clock: Callable[[], float] | None = None,
     ) -> None:
-        """``order`` is what the run's record gives."""
+        """``order`` is what the run's record gives. ``wall_clock`` gives the dates that people read; times that a
+        server leaves to the next one are by the ``lease_clock``, from which it may be far: it may be set."""
         # These never change.
         self.order = order
         self.name = order.name
@@ -65,6 +67,7 @@ class RunState:
         order.resources.io_stats.wait_at_most(timeouts.storage_timeout_s)
         self.clock = clock
         self.wall_clock = wall_clock
+        self.lease_clock = lease_clock or wall_clock
         self._lock = threading.Lock()
         self._wakes = wakes(self._lock)
         #: Openings, revisions and forks: one at a time, since each builds on what the one before made.

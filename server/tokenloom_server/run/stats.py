@@ -186,7 +186,7 @@ class StatsReader:
         )
 
     def _ledger(self, view: RunView) -> LedgerStats:
-        age_s = None if view.committed_at is None else self._coordinator.wall_clock() - view.committed_at
+        age_s = None if view.committed_at is None else self._coordinator.lease_clock() - view.committed_at
         return LedgerStats(
             backend=self._coordinator.ledger.description,
             available=view.ledger_error is None,

@@ -69,7 +69,7 @@ class RunView(NamedTuple):
     commit: CommittedState
     #: The state at its sample index; right after a restart that at the state boundary before it.
     state: State
-    #: Unix time; None before the first commit.
+    #: Unix time by the clock of leases; None before the first commit.
     committed_at: float | None
     #: Commits over the last minute or so; and the time now.
     recent: Sequence[RecentCommit]

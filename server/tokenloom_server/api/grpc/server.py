@@ -42,12 +42,12 @@ class GrpcServer:
         host = address.rpartition(":")[0]
         try:
             # gRPC counts for each address by itself; a name such as localhost has two.
-            max_connections //= _try_to_listen(address)
+            self._max_connections = max_connections // _try_to_listen(address)
             self._server = grpc.server(
                 ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="grpc"),
                 interceptors=[self._interceptor],
                 maximum_concurrent_rpcs=MAX_CALLS,
-                options=_options(max_connections),
+                options=_options(self._max_connections),
             )
             if access.tls is None:
                 port = self._server.add_insecure_port(address)
@@ -72,7 +72,7 @@ class GrpcServer:
 
         from tokenloom_server.api.grpc.servicer import SERVICE, DataLoader, rpcs
 
-        self._server.add_generic_rpc_handlers((DataLoader(runs, self._access).handlers(),))
+        self._server.add_generic_rpc_handlers((DataLoader(runs, self._access, self._max_connections).handlers(),))
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         name = SERVICE.full_name

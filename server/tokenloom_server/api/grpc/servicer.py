@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator
 
@@ -16,7 +17,10 @@ from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.api.service import Runs
 from tokenloom_server.config.stream import TRAIN
 from tokenloom_server.errors import ConfigError, JoinRefused, NotFound
+from tokenloom_server.run.join_call import MAX_WORLD_SIZE
 from tokenloom_server.run.losses import Report
+
+_log = logging.getLogger(__name__)
 
 SERVICE = wire.DESCRIPTOR.services_by_name["DataLoader"]
 
@@ -24,9 +28,11 @@ SERVICE = wire.DESCRIPTOR.services_by_name["DataLoader"]
 class DataLoader:
     """Translates between the wire and the runs; decides nothing."""
 
-    def __init__(self, runs: Runs, access: Access) -> None:
+    def __init__(self, runs: Runs, access: Access, max_connections: int = MAX_WORLD_SIZE) -> None:
+        """``max_connections``: how many trainers and others may have at a time."""
         self._runs = runs
         self._access = access
+        self._max_connections = max_connections
 
     def handlers(self) -> grpc.GenericRpcHandler:
         return handlers_of(self, SERVICE.full_name)
@@ -39,6 +45,13 @@ class DataLoader:
         if request.peek:
             return join.peek(self._served(request.run, request.stream), request)
         self._require_control(context)
+        if not request.rank and request.world_size > self._max_connections:
+            # No error: behind a proxy ranks may share connections.
+            _log.warning(
+                "%s: %d ranks join, and this server may have %d connections at a time: the ranks beyond that find "
+                "none; raise its limit of open files (ulimit -n)",
+                request.run, request.world_size, self._max_connections,
+            )  # fmt: skip
         return join.training(self._served(request.run, request.stream), request)
 
     # Control, but to peek and to evaluate.

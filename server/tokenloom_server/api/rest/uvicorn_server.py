@@ -16,7 +16,7 @@ from tokenloom_server.api.tls import Tls
 #: A connection without a request under way is closed after this time, seconds: since it was accepted, or since its last
 #: answer. However slowly bytes come: a request is under way once its head is complete.
 SILENT_S = 10.0
-#: So long where an answer is still to be read by the other side, seconds.
+#: So long where the other side reads nothing of what it asked for, be it that more was asked for meanwhile, seconds.
 UNREAD_S = 60.0
 
 
@@ -31,12 +31,21 @@ class _Connection(H11Protocol):
         self._waits_since = time.monotonic()
         super().on_response_complete()
 
+    def pause_writing(self) -> None:
+        self._unread_since = time.monotonic()
+        super().pause_writing()
+
     def drop_if_silent(self) -> None:
         """Closes it where the peer takes longer than it may."""
-        if self.cycle is None or self.cycle.response_complete:
-            allowed_s = UNREAD_S if self.transport.get_write_buffer_size() else SILENT_S
-            if time.monotonic() - self._waits_since > allowed_s:
-                self.transport.abort()
+        since, allowed_s = self._waits_since, UNREAD_S
+        if self.flow.write_paused:
+            since = self._unread_since
+        elif self.cycle is not None and not self.cycle.response_complete:
+            return
+        elif not self.transport.get_write_buffer_size():
+            allowed_s = SILENT_S
+        if time.monotonic() - since > allowed_s:
+            self.transport.abort()
 
 
 class Http(uvicorn.Server):

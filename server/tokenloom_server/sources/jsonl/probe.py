@@ -167,7 +167,7 @@ def document_of(block: Block, i: int, where: str) -> dict[str, Any]:
         text = block.line(i).decode()
     except UnicodeDecodeError:
         raise SourceError(not_utf8(block.cut(i, i + 1), where)[0].reason) from None
-    if not text.strip():
+    if not block.line(i).strip():
         raise SourceError(f"{line} is blank, expected a JSON object; remove the line, or set on_blank_line: skip")
     try:
         document = json.loads(text)
