@@ -25,7 +25,8 @@ from tokenloom_proto.seal import seal, unseal
 from tokenloom_server.api.grpc import servicer
 from tokenloom_server.api.rest.server import RestServer
 from tokenloom_server.api.service import Runs
-from tokenloom_server.order import replay
+from tokenloom_server.order import replay, timeline
+from tokenloom_server.order.pipeline import Pipeline
 from tokenloom_server.order.replay import Replay
 
 #: A field of each wire type that breaks off, one that no message has, text that is not UTF-8, a length beyond the end.
@@ -138,6 +139,23 @@ def test_work_that_nobody_waits_for_any_more_ends(trained: Trained, monkeypatch:
     for _ in range(20):
         next(trained.batches)
     assert trained.runs.get(RUN).start_points.restore(sample_index=10).sample_index == 10
+
+
+def test_passing_over_samples_ends_with_the_call_that_asked_for_it(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advances: list[float] = []
+    advance = Pipeline.advance
+
+    def counted(pipeline: Pipeline, samples: int) -> None:
+        advances.append(time.monotonic())
+        advance(pipeline, samples)
+
+    monkeypatch.setattr(timeline, "TURN_TOKENS", 2**10)
+    monkeypatch.setattr(Pipeline, "advance", counted)
+    ask(trained, wire.RestoreRequest(run=RUN, sample_index=10, skip_tokens=2**33))
+    assert len(advances) > 3
+    wait_until_idle(advances)
 
 
 def test_eight_at_once_end_as_one_does(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:

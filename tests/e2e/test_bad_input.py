@@ -13,8 +13,9 @@ import yaml
 from conftest import Corpus
 from support.ports import free_port
 from support.server_process import CommandLine, Finished, ServerProcess, run_module
-from tokenloom import ConnectionOptions, RemoteDataset
+from tokenloom import ConnectionOptions, LocalDataset, RemoteDataset
 from tokenloom.errors import ServerUnavailable
+from tokenloom_server.errors import SourceError
 from tokenloom_server.sources.catalog import BUILT_IN
 
 ADDRESSES = ("--grpc", "127.0.0.1:0", "--rest", "127.0.0.1:0")
@@ -172,12 +173,19 @@ def _read_often(mixture: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_source_that_could_never_fill_a_sample_is_refused(files: Files, tokenloom: CommandLine) -> None:
     files.text("a.txt", "short\n")
-    files.text("b.txt", "long enough for one sample of 64 tokens, at a byte each, and a bit\n")
+    files.text("b.txt", "long enough for one sample of 64 tokens, at a byte each, and a bit\n" * 2)
     both = {"policy": "least_consumed", "children": [{"source": f"txt:{name}.txt:text"} for name in "ab"]}
     mixture = files.mixture("txt:a.txt:text", sequence_length=64, mixture=both)
     parts = ("SourceError", "txt:a.txt:text", "has 6 tokens and is read 1 times", "takes 64", "epochs to 11")
-    for command in (("validate", mixture), ("serve", mixture, *ADDRESSES)):
-        assert_refused(tokenloom(*command), *parts)
+    assert_refused(tokenloom("validate", mixture), *parts)
+    with LocalDataset(mixture, 1) as begun, pytest.raises(SourceError, match=parts[2]):
+        next(iter(begun))
+    # What goes on from a state keeps its sources: its order would be another without one of them.
+    with LocalDataset(files.mixture("txt:b.txt:text", sequence_length=64, run="other"), 1) as other:
+        iter(other)
+        state = other.state_dict()
+    with LocalDataset(files.mixture("txt:a.txt:text", sequence_length=64, mixture=both), 1, fork_from=state) as fork:
+        next(iter(fork))
     # The shortest sample of the run counts, and an epoch that is whole together with the next.
     changes: tuple[dict[str, Any], ...] = (
         {"packing": "best_fit"},

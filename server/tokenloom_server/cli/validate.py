@@ -45,7 +45,7 @@ def validate(
     Opens every source, reads its first rows, chooses the tokeniser engine, and makes the first samples.
     """
     from tokenloom_server.order import builder
-    from tokenloom_server.order.segments import measured_ahead
+    from tokenloom_server.order.segments import lay, measured_ahead, refuse_unfilled
     from tokenloom_server.run.streams import Streams
 
     set_up_logging("warning")
@@ -59,6 +59,7 @@ def validate(
         _scan(out, run_config, base_dir, mixture_options.roots())
     with console(stderr=True).status("opening sources and tokeniser"):
         factory = measured_ahead(builder.create(run_config, base_dir, None, mixture_options.roots()))
+        refuse_unfilled(lay(factory, (), None, 0))
         samples = factory.pipeline(factory.initial())
         samples.advance(run_config.pick_samples)
         streams = Streams.checked(factory, run_config)

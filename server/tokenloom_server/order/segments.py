@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -162,10 +162,7 @@ def _grown(before: PipelineFactory, after: PipelineFactory) -> tuple[int, ...]:
 
 
 def measured_ahead(first: PipelineFactory) -> PipelineFactory:
-    """The order of a new run whose record has the sizes of sources that its later phases need to know, too.
-
-    Raises ``SourceError`` for a source that has too few tokens for a single sample in any of them.
-    """
+    """The order of a new run whose record has the sizes of sources that its later phases need to know, too."""
     factories = [segment.factory for segment in lay(first, (), None, 0)]
     by_spec = {
         factory.record.specs[source]: one
@@ -173,14 +170,19 @@ def measured_ahead(first: PipelineFactory) -> PipelineFactory:
         for source, one in factory.record.size_estimates.items()
         if source not in first.record.size_estimates
     }
+    return first.with_record(replace(first.record, phase_estimates=by_spec))
+
+
+def refuse_unfilled(segments: Iterable[TimelineSegment]) -> None:
+    """To be asked before the first sample of a run, not of one that goes on. Raises ``SourceError`` for a source that
+    has too few tokens for a single sample in any of its segments."""
     uses: dict[str, list[tuple[PipelineFactory, SourceConfig]]] = {}
-    for factory in factories:
+    for factory in [segment.factory for segment in segments]:
         for source in factory.config.sources:
             if source.presence != "dropped":
                 uses.setdefault(source.source, []).append((factory, source))
     for each in uses.values():
         _refuse_unfilled(each)
-    return first.with_record(replace(first.record, phase_estimates=by_spec))
 
 
 def _refuse_unfilled(uses: Sequence[tuple[PipelineFactory, SourceConfig]]) -> None:

@@ -11,8 +11,9 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from tokenloom_server.config.run import RunConfig
+from tokenloom_server.core import caller
 from tokenloom_server.core.state import State, passed_over
-from tokenloom_server.errors import BeyondHorizon, SnapshotInvalid
+from tokenloom_server.errors import BeyondHorizon, ServerStopping, SnapshotInvalid
 from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order import snapshot, snapshot_checks, snapshot_encode, state_shape
 from tokenloom_server.order.carry_over import carry
@@ -23,6 +24,9 @@ from tokenloom_server.order.pipeline import Pipeline, Switch
 from tokenloom_server.order.returning import returning
 from tokenloom_server.order.segments import TimelineSegment, files_of, files_to_json, lay, skip_content, with_skips
 from tokenloom_server.packing.base import PackerFactory
+
+#: Between two looks whether the caller still waits, so many tokens are passed over at most.
+TURN_TOKENS = 2**20
 
 
 class _Recorded(NamedTuple):
@@ -183,8 +187,12 @@ class Timeline:
         left = segment.skip - sum(skip.samples for skip in state.skips if skip.sample_index == segment.begin)
         if left <= 0 or state.sample_index != segment.begin:
             return state
-        pipeline = segment.factory.pipeline(state)
-        pipeline.advance(left)
+        pipeline, config = segment.factory.pipeline(state), segment.config
+        turn = max(1, TURN_TOKENS // config.pick_tokens) * config.pick_samples
+        while pipeline.ended is None and (rest := state.sample_index + left - pipeline.sample_index) > 0:
+            if caller.has_gone():
+                raise ServerStopping(f"nobody waits any more for the end of {left} samples that are passed over")
+            pipeline.advance(min(rest, turn))
         if pipeline.ended is not None and pipeline.sample_index < state.sample_index + left:
             raise BeyondHorizon(
                 f"{left} samples cannot be passed over at sample {segment.begin}: the order has "

@@ -11,6 +11,7 @@ from tokenloom_server.ledger.commands import Adopt
 from tokenloom_server.ledger.records import Opening, StoredRun
 from tokenloom_server.order.batch_plans import BatchPlans
 from tokenloom_server.order.position_line import position_lines
+from tokenloom_server.order.segments import refuse_unfilled
 from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.commits import commit_of
@@ -63,6 +64,8 @@ class GenerationOpener:
                 coordinator.reopen(stored.opening)
                 return stored.opening
             self._refuse_busy(call)
+            if stored.opening is None and not call.state:
+                refuse_unfilled(coordinator.timeline.segments)
             # The trainer's state carries its revisions; a ledger that lost some takes them from it.
             pin = PinnedPoint.read(stored.pin) if stored.pin is not None else None
             self._revisions.take_over(call.state or (pin.snapshot if pin is not None else ""))
