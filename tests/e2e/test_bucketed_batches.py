@@ -158,7 +158,7 @@ def test_figures_traces_plans_and_snapshots_know_rows(
     assert sum(source["rows"] for source in stats["sources"]) == rows
     assert stats["sources"][0]["lost_tokens"] == 2 * (37 + 24) - stats["sources"][0]["rows"]
     assert stats["sources"][1]["lost_tokens"] == 29 - stats["sources"][1]["rows"]
-    plan = ask("plan", sample=0)
+    plan = ask("plan")
     assert [source["tokens_per_row"] for source in plan["sources"]] == [1.0, 1.0]
 
     expected = [caption for batch in whole[0] for caption in batch["caption"]]
