@@ -59,6 +59,12 @@ def test_ranks_go_on_to_a_revision_that_is_being_written_and_no_further(
             trainer.train(1)
 
     place.ledger.meanwhile = meanwhile  # type: ignore[method-assign]
+    trainer.settle()
+    active, deadline = served.coordinator._active, time.monotonic() + 20
+    assert active is not None
+    while active.generation.steps_wanted():  # what it may produce once more is committed moves the index
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
     index = served.coordinator.view().first_revisable(None) + later
     assert served.revision_handler.revise(heavier(sample_index=index)).sample_index == index
     trainer.take(20)
