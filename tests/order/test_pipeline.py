@@ -39,6 +39,7 @@ from tokenloom_server.core.state import (
     WindowCursor,
 )
 from tokenloom_server.mixing.mixer import target_shares
+from tokenloom_server.mixing.weights import MAX_SUM
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.steps import PADDING, BatchPlan, StepGroup
 
@@ -532,7 +533,7 @@ def test_a_source_that_was_never_picked_is_untouched(folder: Path) -> None:
     order = order_of(folder, document)
     pipeline = order.pipeline(order.initial())
     pipeline.advance(20)
-    # It is owed a part of the tokens, and nothing is decided by that.
+    # It is owed a part of the tokens, by the least weight that there is, and nothing is decided by that.
     untouched = pipeline.state().sources[1]
     assert untouched == SourceState(owed=untouched.owed)
-    assert untouched.owed / SHARE_UNIT == pytest.approx(20 * order.config.sequence_length * 1e-9, rel=0.1)
+    assert untouched.owed * MAX_SUM == 20 * order.config.sequence_length * SHARE_UNIT

@@ -193,8 +193,9 @@ def _refuse_unfilled(uses: Sequence[tuple[PipelineFactory, SourceConfig]]) -> No
     length = min(order.config.sequence_length for order, _ in uses)
     epochs = max(order.config.epochs[own.id] for order, own in uses)
     makes_any = config.packing != "concat" or config.tail == "pad" or config.batching is not None
-    # Ids that rearranged documents have beside their own are not measured.
-    if makes_any or source.fim is not None or math.isinf(epochs) or size > min(_SMALL_BYTES * length, ENCODED_BYTES):
+    # Ids that rearranged documents have beside their own are not measured; and nobody waits here for remote storage.
+    is_unknown = source.fim is not None or source.spec.is_remote
+    if makes_any or is_unknown or math.isinf(epochs) or size > min(_SMALL_BYTES * length, ENCODED_BYTES):
         return
     tokens = (factory.record.size_estimates.get(source.id) or measure(factory, source.id)).tokens
     if 0 < tokens * epochs < length:
