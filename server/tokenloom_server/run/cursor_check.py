@@ -23,7 +23,8 @@ def check_cursors(timeline: Timeline, state: State) -> None:
             _check_cursor(factory, i, cursor, epochs)
         # Rows that are packed together may lie in several epochs, and are counted again where a phase begins.
         one_by_one = factory.config.packing != "best_fit" and factory.config.batching is None
-        if epochs is not None and state.imported is None and one_by_one:
+        # Nothing is read for a source that gave nothing yet: storage may be away.
+        if source.rows and epochs is not None and state.imported is None and one_by_one:
             begun = max((cursor.epoch + 1 for cursor in cursors if cursor is not None), default=0)
             rows = factory.readers.counted_rows(i)
             if rows is not None and source.rows > rows * begun:
