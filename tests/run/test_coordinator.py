@@ -130,6 +130,10 @@ def test_ranks_say_how_long_they_waited_for_data(served: ServedRun, monkeypatch:
     for waited_s in math.nan, math.inf, -5.0, 0.0:
         stats = report(1, waited_s, waited_s)
         assert [rank.waited_s for rank in stats.ranks] == [9, 1]
+    # Who is gone sets no pace.
+    for rank in (first, second):
+        served.coordinator.detach(rank.session)
+    assert served.stats.read().data_wait_share is None
 
 
 def test_a_missing_file_stops_the_run_after_all_that_came_before_it(tmp_path: Path) -> None:

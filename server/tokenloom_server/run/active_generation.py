@@ -78,8 +78,10 @@ class GenerationView(NamedTuple):
 
     @property
     def data_wait_share(self) -> float | None:
-        """The part of its last half a minute that the rank which waited least for data did; None where none says it."""
-        return min((rank.wait_share for rank in self.ranks if rank.wait_share is not None), default=None)
+        """The part of its last half a minute that the rank which waited least for data did; None where none that is
+        connected says it."""
+        connected = (rank.wait_share for rank in self.ranks if rank.state == "connected")
+        return min((share for share in connected if share is not None), default=None)
 
 
 @dataclass(slots=True)
