@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
-from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, Route, expect, sync_playwright
 from support.hostile import TEXTS, is_shown_as_it_is
 from support.memory_service import MemoryService, rank_stats, report_stats, run_losses, run_stats, source_stats
 from tokenloom_server.api.auth import Access
@@ -545,6 +545,27 @@ def test_a_token_in_the_address_is_taken_out_at_once_and_kept_in_the_tab(guarded
         assert page.evaluate("[Object.values(sessionStorage), Object.values(localStorage)]") == [[READ], []]
         page.get_by_role("button", name="Forget the token").click()
         expect(page.get_by_label("Token")).to_be_visible()
+
+
+@pytest.mark.browser
+def test_a_token_that_comes_while_the_server_is_asked_without_one_is_tried(guarded: tuple[Page, MemoryService]) -> None:
+    page, _ = guarded
+    url = page.url
+    asked: list[Route] = []
+
+    def hold_first(route: Route) -> None:
+        asked.append(route)
+        if len(asked) > 1:
+            route.continue_()
+
+    page.route("**/v1/runs", hold_first)
+    page.reload()
+    while not asked:
+        page.wait_for_timeout(10)
+    page.goto(f"{url}#token={READ}")
+    expect(page).to_have_url(url)
+    asked[0].continue_()
+    expect(page.get_by_role("heading", name=RUN)).to_be_visible()
 
 
 @pytest.mark.browser

@@ -548,6 +548,7 @@ async function main() {
   document.addEventListener("visibilitychange", () => wake());
   for (;;) {
     if (!document.hidden) {
+      const shownToken = token;
       try {
         await poll();
         failures = 0;
@@ -555,6 +556,7 @@ async function main() {
         showEntry(null);
       } catch (error) {
         if (error instanceof NoEntry) {
+          if (token !== shownToken) continue; // another came with the address meanwhile
           showEntry(error);
           await entered();
           continue;
