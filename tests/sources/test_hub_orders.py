@@ -153,13 +153,13 @@ def test_a_run_begins_again_at_its_commit_without_its_record(hub: StandInHub, tm
 
 
 def test_a_run_of_the_hubs_conversion_begins_again_at_its_commit(hub: StandInHub, tmp_path: Path) -> None:
-    repo = hub.repo("org/name")
+    repo, spec = hub.repo("org/name"), "hf:org/name@refs/convert/parquet:train:text"
     repo.commit({"README.md": b"# csv", "train.csv": b"text\na\n"})
     content = {f"default/{split}/000{i}.parquet": parquet(ROWS[i]) for i in range(2) for split in ("train", "trains")}
     commit = repo.commit(content, "refs/convert/parquet")
-    order = create(tmp_path)
+    order = create(tmp_path, spec)
     repo.commit({}, "refs/convert/parquet")
-    document = flat([SPEC])
+    document = flat([spec])
     document["mixture"]["children"][0]["commit"] = commit
     assert builder.create(parsed(document), tmp_path, None).record.to_json() == order.record.to_json()
 
