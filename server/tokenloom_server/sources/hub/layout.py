@@ -7,6 +7,7 @@ network, so that tokens, retries, the cache and working offline are those of ``s
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -25,6 +26,8 @@ from tokenloom_server.errors import SourceError
 from tokenloom_server.storage.hub.client import INSTALL
 from tokenloom_server.storage.hub.repository import Repository
 from tokenloom_server.storage.yaml_bounds import check_yaml
+
+_log = logging.getLogger(__name__)
 
 #: Files of a repository at most: each is a name on disk while splits are looked up.
 MOST_FILES = 100_000
@@ -104,8 +107,15 @@ class Layout:
         )
 
     def _paths(self, absolute: Sequence[str]) -> list[str]:
-        """Below the repository's root; a file that several patterns match is there once."""
-        return list(dict.fromkeys(os.path.relpath(path, self._root) for path in absolute))
+        """Below the repository's root. A file that several patterns match, which `datasets` reads as often, is there
+        once: no row is repeated within an epoch."""
+        paths = list(dict.fromkeys(os.path.relpath(path, self._root) for path in absolute))
+        if len(paths) < len(absolute):
+            _log.warning(
+                "the dataset %s: a split has %d files, which patterns match %d times; each is read once",
+                self._root.name, len(paths), len(absolute),
+            )  # fmt: skip
+        return paths
 
     def _refusal(self, error: Exception) -> LayoutError:
         text = " ".join(str(error).replace(f"{self._root}/", "").replace(str(self._root), "its root").split())

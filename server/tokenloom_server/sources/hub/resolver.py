@@ -181,8 +181,8 @@ class HubResolver:
             options = ", ".join(f"{name}: {value!r}" for name, value in files.row_options.items())
             what = f"with {options} in its card" if options else f"as {alien!r}" if alien else "of several kinds"
             unread = (
-                f"has {len(paths)} files of {files.format} for the split {split!r} ({what}), which no scheme reads; "
-                "expected Parquet, Arrow, JSON lines or text"
+                f"has {len(paths)} files for the split {split!r} that no scheme reads ({what}; to `datasets` they are "
+                f"{files.format}), expected Parquet, Arrow, JSON lines or text"
             )
         return HubSplit(split, _shards(repository, paths), scheme, unread)
 
