@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
-from pydantic_core import core_schema
 
 from tokenloom_server.config import base, source, stream
 from tokenloom_server.config.catalog import Catalog
@@ -24,7 +23,7 @@ _ALSO_READ: dict[Any, JsonSchemaValue] = {
 class _FileSchema(GenerateJsonSchema):
     """Of what is read from a file, which is more than what the models then hold."""
 
-    def function_before_schema(self, schema: core_schema.BeforeValidatorFunctionSchema) -> JsonSchemaValue:
+    def function_before_schema(self, schema: Any) -> JsonSchemaValue:
         held = super().function_before_schema(schema)
         more = _ALSO_READ.get(schema["function"]["function"])
         return held if more is None else {"anyOf": [held, more]}
