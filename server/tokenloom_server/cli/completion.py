@@ -33,11 +33,11 @@ def _asked(context: typer.Context, ask: Callable[[Remote], list[str]]) -> list[s
     from tokenloom_server.tools.remote import Remote
 
     # Where an option's value is completed, the arguments are not taken apart yet.
-    given, arguments = context.params, [*context.args, ""]
-    files = TlsFiles(given.get("tls_ca"), given.get("tls_cert"), given.get("tls_key"))
-    token_file: Path | None = given.get("token_file")
+    options, arguments = context.params, [*context.args, ""]
+    files = TlsFiles(options.get("tls_ca"), options.get("tls_cert"), options.get("tls_key"))
+    token_file: Path | None = options.get("token_file")
     try:
-        return ask(Remote(given.get("url") or arguments[0], os.environ, token_file=token_file, files=files))
+        return ask(Remote(options.get("url") or arguments[0], os.environ, token_file=token_file, files=files))
     except TokenloomError:
         return []
 
