@@ -166,7 +166,7 @@ class MixtureOptions:
     ] = None
     run: Annotated[str | None, _Short("The run's name.", "--run")] = None
     sequence_length: Annotated[int | None, _Short("Tokens per sample.")] = None
-    tokenizer: Annotated[str | None, _Short("A tokenizer.json, a folder with one, or bytes.")] = None
+    tokenizer: Annotated[str | None, _Short("A tokenizer.json, a folder with one, a name on the Hub, or bytes.")] = None
     seed: Annotated[int | None, _Short("Seeds every draw; 0 if not given.")] = None
     policy: Annotated[str | None, _Short("The mixture's policy; least_consumed if not given.")] = None
     vocab_size: Annotated[int | None, _Short("Greatest id + 1, where all hold ids and there is no tokeniser.")] = None

@@ -48,7 +48,8 @@ class RunFields(Section):
     global_batch_size: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """With ``batching``: samples of a micro-step, over all ranks."""
     tokenizer: PlainText | None = None
-    """A ``tokenizer.json``, a folder with one, or ``bytes``. Not needed where every source holds ids."""
+    """A ``tokenizer.json``, a folder with one, a name in the Hub's cache, or ``bytes``. Not needed where every source
+    holds ids."""
     vocab_size: Annotated[int, Field(ge=2, le=2**32)] | None = None
     """Greatest id + 1, where there is no tokeniser."""
     end_of_text_id: Annotated[int, Field(ge=0)] | None = None
