@@ -96,7 +96,7 @@ def test_without_torch_batches_states_and_digests_are_those_that_torch_gets(serv
         *("TokenLRScheduler", "token_losses"),
     ]
     assert "tokenloom.RemoteDataset needs torch" in seen["refused"]["RemoteDataset"]
-    assert "pip install torch" in seen["refused"]["RemoteDataset"]
+    assert "pip install 'tokenloom[torch]'" in seen["refused"]["RemoteDataset"]
     assert seen["run"] == "same"
     with PeekDataset(url, 4, at="fresh", columns=OPTIONAL_COLUMNS) as whole:
         batches = iter(whole)
