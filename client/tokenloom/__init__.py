@@ -74,8 +74,8 @@ if not TYPE_CHECKING:  # which would take any name for one of the package
             if error.name != "torch":
                 raise
             raise ModuleNotFoundError(
-                f"tokenloom.{name} needs torch, which is not installed: pip install 'tokenloom[torch]'. NumpyDataset gives "
-                "the same batches as numpy arrays without it",
+                f"tokenloom.{name} needs torch, which is not installed: pip install 'tokenloom[torch]'. NumpyDataset "
+                "gives the same batches as numpy arrays without it",
                 name="torch",
             ) from None
 
