@@ -145,8 +145,13 @@ class ConnectedDataset(BatchDataset):
         """A copy is another client, also of a slot that nobody has taken yet, and joins by itself."""
         own: dict[str, Any] = {"_server_closer": None, "_connection": None, "_closer": None, "_facts": None}
         if get_spawning_popen() is None:  # a copy in this process, whose Join is no business of this one's
-            own["_joined_in"] = RawValue("q", 0)
+            own["_joined_in"] = None
         return self.__dict__ | own | {"_nonce": uuid.uuid4().hex}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if state["_joined_in"] is None:
+            self._joined_in = RawValue("q", 0)
 
     def _role(self) -> list[str]:
         """What it is in the run; for people, as what follows."""
