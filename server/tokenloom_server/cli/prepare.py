@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -61,17 +60,14 @@ class _ShardOptions:
         int, typer.Option(min=64, max=10_000_000, help="MB of memory that each process of the function may take.")
     ] = 4096
 
-    @contextmanager
-    def open_transform(self) -> Iterator[Transform | None]:
+    def open_transform(self) -> AbstractContextManager[Transform | None]:
         """The function of --transform, until the end. Raises ``ConfigError`` where it cannot be imported."""
         if self.transform is None:
-            yield None
-            return
-        from tokenloom_server.sources.transform import Transform, TransformLimits
+            return nullcontext()
+        from tokenloom_server.sources.transform import Transform
 
-        limits = TransformLimits(self.transform_seconds, self.transform_mb * 1_000_000)
-        with closing(Transform(self.transform, limits)) as transform:
-            yield transform
+        memory_bytes = self.transform_mb * 1_000_000
+        return closing(Transform(self.transform, seconds=self.transform_seconds, memory_bytes=memory_bytes))
 
     def job(self, mixture: Path | None, out: Path, mixture_options: MixtureOptions, transform: Transform | None) -> Job:
         """What is to be prepared into the folder ``out``. Raises ``ConfigError``, and what opening sources raises."""

@@ -44,16 +44,13 @@ def _tokenized(transform: Transform, encoder: Encoder, rows: Rows, file: int, wh
         column = column.take(arrays.from_numbers(np.flatnonzero(passing)))
     try:
         texts = transform.texts(column) if len(column) else column
+        documents = encoder.encode(texts, rows.first_row, file)
     except TransformFailed as error:
         first, last = numbers[error.begin], numbers[error.end - 1]
         failed = f"row {first}" if first == last else f"rows {first} to {last}"
-        raise SourceError(
-            f"{where}: {failed}: {error}; mend the function or the file, and prepare into another folder"
-        ) from None
-    try:
-        documents = encoder.encode(texts, rows.first_row, file)
+        raise SourceError(f"{where}: {failed}: {error}; mend it, and prepare into another folder") from None
     except TokenizerError as error:
-        made = f"in what {transform.name} made of row {numbers[0]} and those after it, counted from there"
+        made = f"what {transform.name} made of row {numbers[0]} and those after it, counted from there"
         raise TokenizerError(f"{where}: {made}: {error}") from None
     empty = len(rows.bad) + filtered
     end = documents.ends[-1] if len(texts) else np.int64(0)

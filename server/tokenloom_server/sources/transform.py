@@ -8,24 +8,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.sources import transform_worker
-from tokenloom_server.sources.transform_worker import BEGIN, CODE, END, ERROR
-
-
-class TransformLimits(NamedTuple):
-    """What a worker may take: seconds for each batch, and bytes of memory (private and writable) in all."""
-
-    seconds: float
-    memory_bytes: int
 
 
 class TransformFailed(Exception):
-    """A batch that the function failed at, and between which of its rows: [begin, end)."""
+    """The function failed at rows [begin, end) of a batch."""
 
     def __init__(self, reason: str, begin: int, end: int) -> None:
         super().__init__(reason)
@@ -36,21 +28,29 @@ class TransformFailed(Exception):
 class Transform:
     """A function by its name ``MODULE:FUNCTION``. Thread-safe: as many batches are at work as threads call it."""
 
-    def __init__(self, name: str, limits: TransformLimits) -> None:
-        """Starts a first worker. Raises ``ConfigError`` where the function cannot be imported."""
+    def __init__(self, name: str, *, seconds: float, memory_bytes: int) -> None:
+        """Starts a first worker. ``seconds``: for each batch; ``memory_bytes``: of each worker, private and writable.
+
+        Raises ``ConfigError`` where the function cannot be imported.
+        """
         self.name = name
-        self._limits = limits
+        self._limits = (str(seconds), str(memory_bytes))
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        first = _Worker(name, limits)
+        first = _Worker(name, *self._limits)
         self._idle.put(first)
         #: ``name``, ``distribution`` and ``version`` (None outside an installed one), and ``digest`` of its source.
-        self.code: Mapping[str, str | None] = first.code
+        self.code = first.code
 
     def texts(self, column: Any) -> Any:
         """The large strings that the function makes of a column of large strings. Raises ``TransformFailed``, and
         ``ConfigError`` where the function's code was changed since the first worker started."""
-        worker = self._worker()
         try:
+            worker = self._idle.get_nowait()
+        except queue.Empty:
+            worker = _Worker(self.name, *self._limits)
+        try:
+            if worker.code != self.code:
+                raise ConfigError(f"transform {self.name}: its code was changed meanwhile; put it back, or begin anew")
             texts = worker.texts(column)
         except BaseException:
             worker.end()
@@ -63,55 +63,38 @@ class Transform:
         while not self._idle.empty():
             self._idle.get().end()
 
-    def _worker(self) -> _Worker:
-        try:
-            return self._idle.get_nowait()
-        except queue.Empty:
-            worker = _Worker(self.name, self._limits)
-        if worker.code != self.code:
-            worker.end()
-            raise ConfigError(f"transform {self.name}: its code was changed meanwhile; put it back, or begin anew")
-        return worker
-
 
 class _Worker:
     """A process that calls the function. For one thread at a time."""
 
-    def __init__(self, name: str, limits: TransformLimits) -> None:
+    def __init__(self, name: str, seconds: str, memory_bytes: str) -> None:
         self._name = name
-        self._limits = limits
-        module, found, function = name.partition(":")
-        if not (module and found and function):
-            raise ConfigError(f"transform {name!r}: expected MODULE:FUNCTION, such as cleaning:without_markup")
-        arguments = (name, str(limits.seconds), str(limits.memory_bytes))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", transform_worker.__name__, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        command = [sys.executable, "-m", transform_worker.__name__, name, seconds, memory_bytes]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
             self._answers = pa.ipc.open_stream(self._process.stdout)
             _, said = self._answer()
-            self._requests = pa.ipc.new_stream(self._process.stdin, self._answers.schema)
-        except (OSError, pa.ArrowException, StopIteration):
-            said = {ERROR: f"its process {self._death(transform_worker.START_S)}"}
-        if ERROR in said:
+        except (pa.ArrowException, StopIteration):
+            said = {"error": self._death()}
+        if "error" in said:
             self.end()
             raise ConfigError(
-                f"transform {name}: cannot be imported ({said[ERROR]}); it is looked for in the current folder, in "
-                "PYTHONPATH and among installed packages"
+                f"transform {name!r}: expected MODULE:FUNCTION that can be imported from the current folder, "
+                f"PYTHONPATH or an installed package ({said['error']})"
             )
-        self.code: Mapping[str, str | None] = json.loads(said[CODE])
+        self.code: Mapping[str, str | None] = said["code"]
+        self._requests = pa.ipc.new_stream(self._process.stdin, self._answers.schema)
 
     def texts(self, column: Any) -> Any:
+        assert self._process.stdin is not None
         try:
             self._requests.write_batch(transform_worker.batch_of(column))
-            assert self._process.stdin is not None
             self._process.stdin.flush()
             answer, said = self._answer()
         except (OSError, pa.ArrowException, StopIteration):
-            death = self._death(self._limits.seconds)
-            raise TransformFailed(f"the process of transform {self._name} {death}", 0, len(column)) from None
-        if ERROR in said:
-            raise TransformFailed(f"transform {self._name} failed: {said[ERROR]}", int(said[BEGIN]), int(said[END]))
+            answer, said = None, {"error": self._death(), "begin": 0, "end": len(column)}
+        if "error" in said:
+            raise TransformFailed(f"transform {self._name} failed: {said['error']}", said["begin"], said["end"])
         return answer.column(0)
 
     def end(self) -> None:
@@ -119,13 +102,12 @@ class _Worker:
         # Also closes the pipes, whatever is left in them.
         self._process.communicate()
 
-    def _answer(self) -> tuple[Any, Mapping[str, str]]:
-        batch, said = self._answers.read_next_batch_with_custom_metadata()
-        return batch, {key.decode(): value.decode() for key, value in (said or {}).items()}
+    def _answer(self) -> tuple[Any, Any]:
+        batch, metadata = self._answers.read_next_batch_with_custom_metadata()
+        return batch, json.loads(metadata[transform_worker.SAID])
 
-    def _death(self, seconds: float) -> str:
+    def _death(self) -> str:
         status = self._process.wait()
         if status == -signal.SIGALRM:
-            return f"took longer than {seconds:g} s"
-        memory = f"; it may take {self._limits.memory_bytes >> 20} MiB"
-        return (f"was ended by signal {-status}" if status < 0 else f"ended with status {status}") + memory
+            return "its process was ended, for it took too long"
+        return f"its process ended with {f'signal {-status}' if status < 0 else f'status {status}'}"

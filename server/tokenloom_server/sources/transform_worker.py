@@ -14,7 +14,6 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -26,12 +25,11 @@ from tokenloom_server.sources import arrays
 
 #: The column of a batch that goes in, and of one that comes back.
 COLUMN = "text"
-#: Keys of an answer's metadata: which code the function is; or its error, and between which rows of the batch.
-CODE, ERROR, BEGIN, END = "code", "error", "begin", "end"
+#: The key of an answer's metadata. Its value is JSON: an object with ``code`` or, where the function failed, with
+#: ``error`` and the rows of the batch, [``begin``, ``end``).
+SAID = "said"
 #: Imports may take so long, seconds.
 START_S = 120.0
-
-Function = Callable[[Any], Any]
 
 
 def batch_of(texts: Any) -> Any:
@@ -50,10 +48,10 @@ def _serve(name: str, seconds: float, memory_bytes: int) -> None:
     nothing = batch_of(arrays.strings([]))
     with pa.ipc.new_stream(out, nothing.schema) as answers:
 
-        def answer(batch: Any, said: Mapping[str, str]) -> None:
+        def answer(batch: Any, **said: Any) -> None:
             # Time that passes between two batches is not the function's.
             signal.setitimer(signal.ITIMER_REAL, 0)
-            answers.write_batch(batch, custom_metadata=said)
+            answers.write_batch(batch, custom_metadata={SAID: json.dumps(said)})
             out.flush()
 
         # The signal ends the process, also within a library's native code, and where nobody waits for it any more.
@@ -61,25 +59,23 @@ def _serve(name: str, seconds: float, memory_bytes: int) -> None:
         try:
             function, code = _load(name)
         except (Exception, SystemExit) as error:
-            answer(nothing, {ERROR: _said(error)})
+            answer(nothing, error=f"{type(error).__name__}: {error}")
             return
-        answer(nothing, {CODE: json.dumps(code)})
-        if not sys.stdin.buffer.peek(1):
-            return
+        answer(nothing, code=code)
         for batch in pa.ipc.open_stream(sys.stdin.buffer):
             signal.setitimer(signal.ITIMER_REAL, seconds)
-            texts, said = nothing, {}
             try:
                 texts = batch_of(_texts(function(batch)))
             except Exception as error:
                 traceback.print_exc()
                 signal.setitimer(signal.ITIMER_REAL, seconds)
                 begin, end, error = _narrowed(function, batch, error)
-                said = {ERROR: _said(error), BEGIN: str(begin), END: str(end)}
-            answer(texts, said)
+                answer(nothing, error=f"{type(error).__name__}: {error}", begin=begin, end=end)
+            else:
+                answer(texts)
 
 
-def _load(name: str) -> tuple[Function, dict[str, str | None]]:
+def _load(name: str) -> tuple[Any, dict[str, str | None]]:
     """The function, and which code it is."""
     module_name, _, function_name = name.partition(":")
     module = importlib.import_module(module_name)
@@ -123,24 +119,16 @@ def _texts(result: Any) -> Any:
     return result.cast(pa.large_string())
 
 
-def _narrowed(function: Function, batch: Any, error: Exception) -> tuple[int, int, Exception]:
-    """The fewest rows [begin, end) of a batch at which the function still fails, by halving, and how."""
-    begin, end = 0, len(batch)
-    while end - begin > 1:
-        middle = (begin + end) // 2
-        for first, last in ((begin, middle), (middle, end)):
-            try:
-                _texts(function(batch.slice(first, last - first)))
-            except Exception as found:
-                begin, end, error = first, last, found
-                break
-        else:
-            break
-    return begin, end, error
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+def _narrowed(function: Any, batch: Any, error: Exception, first: int = 0) -> tuple[int, int, Exception]:
+    """The fewest rows [begin, end) at which the function still fails, by halving, and how; the batch begins at row
+    ``first``."""
+    middle = len(batch) // 2
+    for begin, half in ((0, batch.slice(0, middle)), (middle, batch.slice(middle))) if middle else ():
+        try:
+            _texts(function(half))
+        except Exception as narrower:
+            return _narrowed(function, half, narrower, first + begin)
+    return first, first + len(batch), error
 
 
 if __name__ == "__main__":
