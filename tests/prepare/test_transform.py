@@ -161,7 +161,7 @@ def test_rows_that_are_filtered_or_bad_do_not_reach_the_function(folder: Path) -
         ("dies", r"data/\d\.jsonl: rows \d+ to \d+: transform cleaning:dies failed: its process ended with signal 6"),
         (
             "slow",
-            r"data/\d\.jsonl: rows \d+ to \d+: transform cleaning:slow failed: its process was ended, for it took too long",
+            r"data/\d\.jsonl: rows \d+ to \d+: transform cleaning:slow failed: .* it took too long",
         ),
         ("large", r"data/\d\.jsonl: row \d+: transform cleaning:large failed: MemoryError"),
         ("none", "no row of it has a token"),
