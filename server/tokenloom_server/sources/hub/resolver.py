@@ -177,9 +177,9 @@ class HubResolver:
         scheme = schemes.pop() if len(schemes) == 1 and not files.row_options else None
         unread = ""
         if scheme is None:
-            unknown = next((path for path in paths if reading_scheme(self._schemes, path) is None), "")
+            alien = next((path for path in paths if reading_scheme(self._schemes, path) is None), "")
             options = ", ".join(f"{name}: {value!r}" for name, value in files.row_options.items())
-            reason = f"with {options} in its card" if options else f"as {unknown!r}" if unknown else "of several kinds"
+            reason = f"with {options} in its card" if options else f"as {alien!r}" if alien else "of several kinds"
             unread = (
                 f"has {len(paths)} files for the split {split!r} that no scheme reads ({reason}; to `datasets` they are "
                 f"{files.format}), expected Parquet, Arrow, JSON lines or text"
