@@ -179,9 +179,9 @@ class HubResolver:
         if scheme is None:
             alien = next((path for path in paths if reading_scheme(self._schemes, path) is None), "")
             options = ", ".join(f"{name}: {value!r}" for name, value in files.row_options.items())
-            reason = f"with {options} in its card" if options else f"as {alien!r}" if alien else "of several kinds"
+            fault = f"with {options} in its card" if options else f"as {alien!r}" if alien else "of several kinds"
             unread = (
-                f"has {len(paths)} files for the split {split!r} that no scheme reads ({reason}; to `datasets` they are "
+                f"has {len(paths)} files for the split {split!r} that no scheme reads ({fault}; to `datasets` they are "
                 f"{files.format}), expected Parquet, Arrow, JSON lines or text"
             )
         return HubSplit(split, _shards(repository, paths), scheme, unread)
