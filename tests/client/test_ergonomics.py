@@ -220,7 +220,7 @@ def test_a_join_that_was_interrupted_can_be_made_again(server: ServerProcess) ->
 
 SCRIPT = """
 import torch
-from tokenloom import Batch, EndOfData, RemoteDataset
+from tokenloom import Batch, EndOfData, NumpyDataset, RemoteDataset
 
 def train(dataset: RemoteDataset, model: torch.nn.Module) -> int:
     seen = 0
@@ -242,6 +242,7 @@ def first(dataset: RemoteDataset) -> Batch:
 with RemoteDataset("grpc://127.0.0.1:1/run", 4, accumulate=2, at_end="raise") as dataset:
     first(dataset)["no_such_column"]
 RemoteDataset("grpc://127.0.0.1:1/run", at_end="never")
+reveal_type(next(iter(NumpyDataset("grpc://127.0.0.1:1/run", 4)))["cu_seqlens"])
 """
 
 
@@ -258,9 +259,10 @@ def test_a_users_script_is_checked_strictly_against_the_packages_types(tmp_path:
         check=False,
     )
     lines = [line.partition("train.py:")[2] for line in answer.stdout.splitlines()]
-    assert len(lines) == 3, answer.stdout + answer.stderr
+    assert len(lines) == 4, answer.stdout + answer.stderr
     assert 'Revealed type is "torch._tensor.Tensor"' in lines[0]
     assert 'TypedDict "Batch" has no key "no_such_column"' in lines[1]
     assert "incompatible type \"Literal['never']\"; expected \"Literal['stop', 'raise']\"" in lines[2]
+    assert "numpy.ndarray[" in lines[3]
     for package in (tokenloom, tokenloom_proto):
         assert Path(str(package.__file__)).with_name("py.typed").is_file(), "checkers ignore its types"

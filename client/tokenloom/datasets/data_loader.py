@@ -7,13 +7,6 @@ from types import FrameType
 import torch
 from torch.utils.data import default_collate, get_worker_info
 
-#: What there is to say of a length.
-NO_LENGTH = (
-    "a dataset that is trained on has no len(): the mixture says how long it goes on, and who believed a number "
-    "would stop there. No sampler is needed, since the server shuffles, and gives each rank its part of every step; "
-    "trainers take a number of steps (max_steps), and plan() and TokenBudget tell what the data are enough for"
-)
-
 #: Where torch has what makes a DataLoader's iterators, and hands it what it says.
 _FETCHERS = "torch.utils.data._utils.fetch"
 
