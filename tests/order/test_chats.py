@@ -139,7 +139,9 @@ WRITERS: dict[str, Write] = {
 }
 
 
-def _order(folder: Path, tokenizer: PreTrainedTokenizerFast, template: str, spec: str, **of: Any) -> PipelineFactory:
+def _order(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, template: str | None, spec: str, **of: Any
+) -> PipelineFactory:
     """A run over one source of conversations, with the tokeniser as transformers saves it."""
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder / "tokenizer")
@@ -178,7 +180,7 @@ def test_ids_and_masks_are_those_of_apply_chat_template(
     rows = [{"messages": chat, "tools": TOOLS if i % 2 else None} for i, chat in enumerate(chats)]
     spec = WRITERS[write](tmp_path, rows)
     if write in ("parquet", "arrow"):
-        # What a trainer would hand over: in structures of one type, a key that a message lacks is there without a value.
+        # What a trainer would hand over: in structures of one type, a key that a message lacks is there, without value.
         rows = pa.Table.from_pylist(rows).to_pylist()
 
     read = _read(_order(tmp_path, tokenizer, TEMPLATES[template], spec, chat_tools="tools"))
@@ -259,7 +261,7 @@ def test_a_template_that_cannot_say_what_the_assistants_tokens_are_is_refused_be
 ) -> None:
     spec = _jsonl(tmp_path, [{"messages": chat} for chat in CHATS])
     with pytest.raises(TokenizerError, match=reason):
-        _order(tmp_path, tokenizer, template or None, spec)  # type: ignore[arg-type]
+        _order(tmp_path, tokenizer, template or None, spec)
 
 
 def test_without_generation_blocks_all_tokens_may_count_in_every_packing(

@@ -1,7 +1,7 @@
 """What of a source's rows is read: which of them pass, what text is made of their columns, what becomes of bad ones.
 
-Only what is written here can be said in a mixture file: comparisons with constants, and texts with gaps. There is no
-expression to evaluate, and so no code of a user's on the server.
+Only what is written here can be said in a mixture file: comparisons with constants, texts with gaps, or that the
+tokeniser's chat template is meant. There is no expression to evaluate, and so no code of a user's on the server.
 """
 
 from __future__ import annotations

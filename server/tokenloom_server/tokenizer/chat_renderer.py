@@ -40,7 +40,7 @@ class _Written:
 class _Generation(Extension):
     """``{% generation %} … {% endgeneration %}``: what lies between is the assistant's."""
 
-    tags = {"generation"}  # noqa: RUF012  # Jinja declares it as an attribute of instances
+    tags = frozenset({"generation"})  # type: ignore[assignment]  # Jinja's is a set that it only reads
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
