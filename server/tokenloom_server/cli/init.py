@@ -48,7 +48,7 @@ and, while it serves, the trainer:
 
 @dataclass(frozen=True, slots=True)
 class _Answers:
-    """What ``init`` is told; it finds out the rest, or asks at a terminal."""
+    """Answers that ``init`` need not find out, or ask for at a terminal."""
 
     run: Annotated[str | None, typer.Option(help="The run's name; the folder's if not given.")] = None
     tokenizer: Annotated[
