@@ -86,9 +86,7 @@ def test_what_does_not_show_is_said_with_its_option_and_nothing_is_written(here:
     rows = json.dumps({"id": 1, "text": "a", "content": "b", "score": 0.5}) + "\n"
     (here / "two" / "rows.jsonl").write_text(rows * 2000)
     refused = init("two", "--tokenizer", "bytes", status=2)
-    assert (
-        "of its columns (id, text, content, score), text and content may be meant; give --column rows=NAME" in refused
-    )
+    assert "its columns are id, text, content, score, and text and content may be meant; give --column rows=" in refused
     assert "'score' is no column of text or ids" in init("two", "--tokenizer", "bytes", "--column", "score", status=2)
     assert not Path("mixture.yaml").exists()
     init("two", "--tokenizer", "bytes", "--column", "rows=content", "--sequence-length", "64")
