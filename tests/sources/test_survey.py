@@ -131,8 +131,7 @@ def test_many_files_without_a_series_are_one_source(tmp_path: Path) -> None:
 
 
 def test_files_that_no_pattern_tells_from_others_are_refused_with_these(tmp_path: Path) -> None:
-    for name in ("a/x", "a/y", "b/x"):
-        lines(tmp_path / "data" / f"{name}.json")
-    (tmp_path / "data" / "a" / "notes.json").write_text("{\n}")
-    with pytest.raises(ConfigError, match=r"'data/a/x\.json' and 1 more files .* others: data/a/notes\.json"):
+    for name in ("a/x", "a/y", "a/test", "b/x"):
+        lines(tmp_path / "data" / f"{name}.jsonl")
+    with pytest.raises(ConfigError, match=r"'data/a/x\.jsonl' and 1 more files .* others: data/a/test\.jsonl"):
         looked_at(tmp_path)

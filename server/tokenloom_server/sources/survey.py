@@ -16,7 +16,7 @@ from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.catalog import SourceCatalog
 from tokenloom_server.sources.open import columns_of
-from tokenloom_server.sources.scheme import Scheme
+from tokenloom_server.sources.scheme import Scheme, scheme_of
 
 #: Series of files in one folder that are sources of their own; with more of them the folder is one source.
 MAX_SERIES = 16
@@ -78,12 +78,15 @@ class Survey:
 
         Each folder directly below the first one that holds more than one thing is a source, and each series of files in
         that one, for each scheme and ending. Splits to evaluate on are left out, unless there is nothing else. Raises
-        ``ConfigError`` where files lie so that no pattern tells them apart, and ``OSError``.
+        ``ConfigError`` where it cannot be looked at, and where files lie so that no pattern tells them apart.
         """
-        if (self._base_dir / place).is_file():
-            files = list(self._readable(dirname(place), (), [basename(place)]))
-        else:
-            files = list(self._walk("" if place == "." else place, ()))
+        try:
+            if (self._base_dir / place).is_file():
+                files = list(self._readable(dirname(place), (), [basename(place)]))
+            else:
+                files = list(self._walk("" if place == "." else place, ()))
+        except OSError as error:
+            raise ConfigError(f"{place}: cannot be looked at ({error.strerror}); expected a folder of data") from None
         to_train_on = [file for file in files if not file.is_to_evaluate_on] or files
         self.left_out |= {file.path: "of a split to evaluate on" for file in files if file not in to_train_on}
         depth = len(commonprefix([file.folders for file in to_train_on]))
@@ -118,7 +121,7 @@ class Survey:
                 names.append(entry.name)
         yield from self._readable(folder, folders, names)
 
-    def _readable(self, folder: str, folders: tuple[str, ...], names: Sequence[str]) -> Iterator[_File]:
+    def _readable(self, folder: str, folders: tuple[str, ...], names: Sequence[str]) -> Iterable[_File]:
         """The files of a folder that a scheme reads."""
         data = [name for name in names if not _BESIDE_DATA.fullmatch(name)]
         files = {
@@ -131,20 +134,7 @@ class Survey:
                 self.left_out[join(folder, name)] = "no data that a scheme reads"
             elif not self._size(files[name].path):
                 self.left_out[files[name].path] = "empty"
-                if self._fault(files[name]):
-                    del files[name]
-        for series in _by_series(files.values()):
-            fault = self._fault(max(series, key=lambda file: self._size(file.path)))
-            self.left_out |= {file.path: fault for file in series if fault}
-            yield from () if fault else series
-
-    def _fault(self, file: _File) -> str:
-        """Why a file cannot be read; empty where it can."""
-        try:
-            columns_of(file.scheme, file.path, self._base_dir)
-            return ""
-        except SourceError as error:
-            return str(error)
+        return files.values()
 
     def _size(self, path: str) -> int:
         return (self._base_dir / path).stat().st_size
@@ -161,15 +151,22 @@ class Survey:
                 fault = fault or str(error)
                 continue
             if set(matches) == paths or scheme.by_folder:
-                sizes = {path: self._size(path) for path in matches}
-                columns = columns_of(scheme, next(path for path in matches if sizes[path]), self._base_dir)
-                self.candidates.append(Candidate(spec, len(sizes), sum(sizes.values()), columns))
+                self._take(spec, matches)
                 return
             fault = f"among them lie others: {', '.join(sorted({*matches} - paths)[:3])}"
         raise ConfigError(
             f"{group[0].path!r} and {len(paths) - 1} more files cannot be named by a pattern: {fault}; move what "
             "is not theirs away, or name the folders one by one"
         )
+
+    def _take(self, spec: Spec, paths: Sequence[str]) -> None:
+        sizes = [self._size(path) for path in paths]
+        first = paths[next((i for i, size in enumerate(sizes) if size), 0)]
+        try:
+            columns = columns_of(scheme_of(spec), first, self._base_dir)
+            self.candidates.append(Candidate(spec, len(paths), sum(sizes), columns))
+        except SourceError as error:
+            self.left_out[spec.location] = str(error)
 
 
 def _grouped(files: Iterable[_File], key: Callable[[_File], object]) -> list[list[_File]]:
