@@ -10,10 +10,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenloom
 import tokenloom_proto
+import torch
 from fake_server import Script, ahead, eventually, serving
 from support.server_process import ServerProcess
 from tokenloom import ConnectionOptions, EndOfData, EvaluationDataset, PeekDataset, RemoteDataset
@@ -137,7 +139,7 @@ def test_the_servers_figures_are_a_call_away_before_and_after_the_join(server: S
 def test_a_data_loader_that_would_stack_batches_is_refused_before_it_joins(arguments: dict[str, int]) -> None:
     loader: DataLoader[object] = DataLoader(RemoteDataset(NOBODY, 1), **arguments)  # type: ignore[arg-type]
 
-    with pytest.raises(RuntimeError, match=r"whole batches already.*DataLoader\(dataset, batch_size=None\)"):
+    with pytest.raises(RuntimeError, match=r"whole batches already.*dataset\.dataloader\(\)"):
         iter(loader)
 
 
@@ -147,6 +149,33 @@ def test_a_data_loader_may_do_with_batches_what_it_is_told() -> None:
         assert [next(iter(pairs)), next(iter(pairs))] == [[1, 2], [3, 4]]
         own = DataLoader(dataset, batch_size=None, collate_fn=lambda batch: batch["sample_index"])
         assert next(iter(own)) == 5
+
+
+def test_the_loader_of_a_dataset_gives_its_batches_and_leaves_the_rest_as_it_was() -> None:
+    with serving(Script(end_index=8)) as (_, url, _), RemoteDataset(url, 1) as dataset:
+        drawn = torch.get_rng_state()
+        loader = dataset.dataloader()
+        seen = [batch["sample_index"] for _, batch in zip(range(3), loader, strict=False)]
+        assert (seen, dataset.sample_index) == ([1, 2, 3], 3)
+        assert [type(batch["input_ids"]) for batch in loader] == [torch.Tensor] * 5
+        assert torch.equal(torch.get_rng_state(), drawn)
+        assert (loader.pin_memory, loader.num_workers) == (torch.cuda.is_available(), 0)
+        own = dataset.dataloader(collate_fn=lambda batch: batch["sample_index"], pin_memory=False)
+        assert (list(own), own.pin_memory) == ([], False)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"batch_size": 8}, "batch_size=8: the server makes batches and their order"),
+        ({"sampler": [1]}, r"sampler=\[1\]: the server makes batches and their order"),
+        ({"num_workers": 2}, r"num_workers=2: a worker would have the state.*StatefulLoader\(dataset, num_workers=1\)"),
+    ],
+    ids=["batch_size", "sampler", "workers"],
+)
+def test_a_loader_that_would_be_wrong_is_refused_when_it_is_made(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        RemoteDataset(NOBODY, 1).dataloader(**options)
 
 
 # --- Notebooks ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -305,7 +304,7 @@ def test_a_device_that_cannot_be_used_is_refused_with_the_reason() -> None:
 
 def test_ranks_and_workers_say_where_batches_can_be_made(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = PeekDataset(url, 4)
-    monkeypatch.setattr(dataset, "_request", replace(dataset._request, device=torch.device("cuda")))
+    monkeypatch.setattr(dataset, "_device", torch.device("cuda"))
     loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1)
     with pytest.raises(RuntimeError, match="makes batches in the trainer's process"):
         next(iter(loader))
