@@ -97,6 +97,7 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
     (("redis", "sqlite3"), frozenset({f"{SERVER}.ledger"})),
     (("gigatoken", "awkward"), frozenset({f"{SERVER}.tokenizer"})),
     (("matplotlib",), frozenset({f"{SERVER}.planning.picture"})),
+    (("streaming", "litdata"), frozenset({f"{SERVER}.tools.moving"})),
     (("fsspec",), frozenset({f"{SERVER}.storage"})),
     (("typer",), frozenset({f"{SERVER}.cli"})),
     (("transformers", "trl", "accelerate", "lightning", "torchdata"), frozenset({INTEGRATIONS})),
@@ -145,6 +146,7 @@ NEEDS = {
         {
             *("grpc", "grpc_health", "grpc_reflection", "google", "numpy"),
             *("matplotlib",),  # of the extra for pictures
+            *("streaming", "litdata"),  # for who comes from one of them
             *("awkward", "fastapi", "fsspec", "gigatoken", "prometheus_client", "pyarrow", "pydantic", "redis"),
             *("rich", "starlette", "tokenizers", "torch", "typer", "uvicorn", "xxhash", "yaml"),
         }

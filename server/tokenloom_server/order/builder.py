@@ -74,6 +74,7 @@ def create(
     )
     factory = PipelineFactory(record, resources)
     factory.readers.check_masks()
+    factory.readers.check_seen()
     factory.readers.make_buckets()
     return _with_estimates(factory, {})
 
@@ -179,6 +180,7 @@ def under(
                 "others would make other samples of rows that are under way; add them as a source of their own"
             )
     factory.readers.check_masks(len(old.specs))
+    factory.readers.check_seen(len(old.specs))
     _refuse_new_text(factory, old)
     factory.readers.make_buckets()
     ahead, by_phase = record.phase_estimates, enumerate(record.specs)
@@ -242,6 +244,8 @@ def check_named(config: RunConfig, resources: RunResources) -> None:
     roots, base_dir = resources.roots, resources.base_dir
     for path, source in config.named_sources():
         roots.check_pattern(f"{path}.source", base_dir, source.spec.place)
+        if source.seen is not None:
+            roots.check_paths(f"{path}.seen.file", base_dir, [source.seen.file])
     if config.tokenizer is not None:
         roots.check_paths("tokenizer", base_dir, tokenizer_files(config.tokenizer, base_dir))
 

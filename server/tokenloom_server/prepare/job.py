@@ -107,6 +107,12 @@ class Job:
                 f"run {config.run!r}: batching serves rows that are ready tensors, so there is nothing to tokenise; "
                 "serve it as it is"
             )
+        for path, source in config.named_sources():
+            if source.seen is not None:
+                raise ConfigError(
+                    f"{path}.seen: is of the files as they are, and shards have other rows: leave it out to prepare "
+                    "the source, or serve the source as it is"
+                )
         self.config = config
         self.base_dir = base_dir
         self.form: ShardFormat = form
