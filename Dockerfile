@@ -1,4 +1,4 @@
-# The Tokenloom server. It has no torch: that is for trainers, who install the client.
+# The Tokenloom server, with what draws plans and what reads from the Hub and from object stores.
 #
 #     docker build -t tokenloom .
 #     docker run --rm tokenloom --help
@@ -9,16 +9,11 @@ FROM python:3.11.14-slim-bookworm AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
 RUN python -m venv /opt/tokenloom
-# What changes seldom comes first, so that a change of the source does not install everything again.
-COPY pyproject.toml constraints.txt ./
-COPY docker/server_requirements.py docker/
-RUN python docker/server_requirements.py > /tmp/requirements.txt \
-    && /opt/tokenloom/bin/pip install -c constraints.txt -r /tmp/requirements.txt
-COPY README.md LICENSE ./
+COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY client client
 COPY proto proto
 COPY server server
-RUN /opt/tokenloom/bin/pip install --no-deps .
+RUN /opt/tokenloom/bin/pip install -c constraints.txt '.[server,plot,hf,s3]'
 
 FROM python:3.11.14-slim-bookworm
 ARG VERSION=unreleased

@@ -2,6 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PROTOC := $(VENV)/protoc/bin/python
 PROTO_OUT ?= proto
 JOBS ?= 3
@@ -10,16 +11,24 @@ JOBS ?= 3
 
 install: $(VENV)/.installed
 
-# torch first and alone: pinned, so that no other package's range can pull a CUDA build in.
-$(VENV)/.installed: pyproject.toml constraints.txt
-	@echo "making the environment in $(VENV); once, this takes a few minutes"
+# What a server needs, and torch to train with. It comes first and alone: pinned, so that no other package's range can
+# pull a CUDA build in.
+$(VENV)/.demo: pyproject.toml constraints.txt
+	@echo "making the environment in $(VENV); once, this takes a minute"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server,dev]'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps litdata mosaicml-streaming
+	@$(INSTALL) torch
+	@$(INSTALL) -e '.[server,torch]'
 	@touch $@
 
-demo: install
+# The same environment, with what the tests and the checks use beside.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(MAKE) --no-print-directory $(VENV)/.demo
+	@echo "adding what the tests need to $(VENV); once, this takes a few minutes"
+	@$(INSTALL) -e '.[server,torch,dev]'
+	@$(INSTALL) --no-deps litdata mosaicml-streaming
+	@touch $@
+
+demo: $(VENV)/.demo
 	$(BIN)/tokenloom demo
 
 # Most tests wait for processes, so there are more workers than two cores would keep busy.

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import grpc
@@ -144,15 +145,7 @@ def test_work_that_nobody_waits_for_any_more_ends(trained: Trained, monkeypatch:
 def test_passing_over_samples_ends_with_the_call_that_asked_for_it(
     trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    advances: list[float] = []
-    advance = Pipeline.advance
-
-    def counted(pipeline: Pipeline, samples: int) -> None:
-        advances.append(time.monotonic())
-        advance(pipeline, samples)
-
-    monkeypatch.setattr(timeline, "TURN_TOKENS", 2**10)
-    monkeypatch.setattr(Pipeline, "advance", counted)
+    advances = count_turns(monkeypatch, timeline, Pipeline, "advance")
     ask(trained, wire.RestoreRequest(run=RUN, sample_index=10, skip_tokens=2**33))
     assert len(advances) > 3
     wait_until_idle(advances)
@@ -183,17 +176,19 @@ def test_work_ends_when_a_connection_to_rest_is_gone(trained: Trained, monkeypat
     assert rest.stop(), "no request goes on"
 
 
-def count_turns(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def count_turns(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType = replay, owner: type = Replay, method: str = "turn"
+) -> list[float]:
     """When somebody went a little forward, which they now do in many small turns."""
     turns: list[float] = []
-    turn = Replay.turn
+    turn = getattr(owner, method)
 
-    def counted(replay: Replay, index: int) -> None:
+    def counted(going: object, index: int) -> None:
         turns.append(time.monotonic())
-        turn(replay, index)
+        turn(going, index)
 
-    monkeypatch.setattr(replay, "TURN_TOKENS", 2**10)
-    monkeypatch.setattr(Replay, "turn", counted)
+    monkeypatch.setattr(module, "TURN_TOKENS", 2**10)
+    monkeypatch.setattr(owner, method, counted)
     return turns
 
 

@@ -138,6 +138,7 @@ def test_a_token_that_the_server_made_is_the_same_after_a_restart_and_one_that_i
     # Also where that is not the folder beside the present one.
     assert f"again by: tokenloom token --index-dir {folder.resolve()}\n" in lines
     assert f'RemoteDataset("grpc://127.0.0.1:50051/{RUN}"' in lines
+    assert f'RemoteDataset("grpcs://127.0.0.1:50051/{RUN}"' in again.lines("https://[::]:8080/", "127.0.0.1:50051", RUN)
     assert ServerAccess().made_token(folder) is None
     again.file.chmod(0o644)
     with pytest.raises(ConfigError, match="has mode 0644"):

@@ -45,24 +45,38 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def client_environment(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Search path of ``pip install tokenloom``."""
-    return _environment(installed, _requirements(installed), tmp_path_factory.mktemp("client"))
+    """Search path of ``pip install 'tokenloom[torch]'``: a trainer's."""
+    return _environment(
+        installed, _requirements(installed) + _requirements(installed, "torch"), tmp_path_factory.mktemp("client")
+    )
 
 
 @pytest.fixture(scope="session")
 def server_environment(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Search path of the server's image: what docker/server_requirements.py prints."""
-    command = [sys.executable, str(ROOT / "docker" / "server_requirements.py")]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
-    return _environment(installed, map(Requirement, printed.splitlines()), tmp_path_factory.mktemp("server"))
+    """Search path of the server's image, whose extras the Dockerfile names."""
+    named = re.search(r"\.\[([a-z0-9,]+)\]", (ROOT / "Dockerfile").read_text(encoding="utf-8"))
+    assert named is not None
+    extras = named[1].split(",")
+    assert extras[0] == "server"
+    requirements = _requirements(installed) + _requirements(installed, *extras)
+    return _environment(installed, requirements, tmp_path_factory.mktemp("server"))
 
 
-def _requirements(installed: Path, extra: str = "") -> list[Requirement]:
-    """What the wheel asks for: its base dependencies, or those of an extra alone."""
+def _requirements(installed: Path, *extras: str) -> list[Requirement]:
+    """What the wheel asks for here: its base dependencies, or those of extras alone."""
     (info,) = installed.glob("tokenloom-*.dist-info")
-    every = [Requirement(line) for line in Distribution.at(info).requires or ()]
-    base = [r for r in every if r.marker is None or r.marker.evaluate({"extra": ""})]
-    return [r for r in every if r not in base and r.marker and r.marker.evaluate({"extra": extra})] if extra else base
+    found: dict[str, Requirement] = {}
+    for line in Distribution.at(info).requires or ():
+        need = Requirement(line)
+        of_extra = need.marker is not None and "extra" in str(need.marker)
+        if of_extra != bool(extras) or (
+            need.marker and not any(need.marker.evaluate({"extra": e}) for e in extras or [""])
+        ):
+            continue
+        for own in _requirements(installed, *need.extras) if need.name == "tokenloom" else [need]:
+            own.marker = None
+            found[own.name] = own
+    return list(found.values())
 
 
 def _environment(installed: Path, requirements: Iterable[Requirement], links: Path) -> list[str]:
@@ -151,16 +165,14 @@ def test_the_wheel_carries_types_pages_scripts_and_licence(wheel: Path) -> None:
 
 
 def test_the_base_dependencies_are_the_clients_alone(installed: Path) -> None:
-    assert {requirement.name for requirement in _requirements(installed)} == {
-        *("grpcio", "protobuf", "numpy", "torch", "typing-extensions")
-    }
+    assert {requirement.name for requirement in _requirements(installed)} == {*("grpcio", "protobuf", "numpy")}
 
 
 def test_the_server_extra_names_nothing_that_is_not_used(installed: Path) -> None:
     text = "\n".join(path.read_text(encoding="utf-8") for path in (installed / "tokenloom_server").rglob("*.py"))
     imported = set(re.findall(r"^\s*(?:import|from) (\w+)", text, re.MULTILINE))
 
-    extra = _requirements(installed, extra="server")
+    extra = _requirements(installed, "server")
 
     assert len(extra) > 10
     assert [r.name for r in extra if not _import_names([r]) & imported] == []
@@ -169,7 +181,7 @@ def test_the_server_extra_names_nothing_that_is_not_used(installed: Path) -> Non
 def test_the_client_imports_where_only_the_base_dependencies_are(
     installed: Path, client_environment: list[str]
 ) -> None:
-    servers = _import_names(_requirements(installed, extra="server"))
+    servers = _import_names(_requirements(installed, "server"))
     assert {"fastapi", "pyarrow", "pydantic", "redis", "typer", "yaml"} <= servers
     code = (
         "import importlib.util, json\n"
@@ -189,7 +201,7 @@ def test_the_client_imports_where_only_the_base_dependencies_are(
     path, found, said, has_server = json.loads(result.stdout)
     assert ["pip install 'tokenloom[server]'" in text for text in said] == [True, True]
     assert Path(path).parent.parent == installed
-    assert found == []
+    assert set(found) <= {"fsspec"}  # which torch brings
     assert not has_server
 
 
@@ -221,6 +233,63 @@ def test_every_server_module_imports_without_torch(installed: Path, server_envir
 
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["None", "False"]
+
+
+#: Of what a requirement names, the parts that an environment has not: what trains, and what only tests use.
+NOT_THE_SERVERS = {"torch", "transformers", "datasets", "lightning", "trl", "accelerate", "jax", "playwright", "pandas"}
+
+
+@pytest.mark.parametrize(("extra", "most_bytes"), [("", 110e6), ("server", 400e6)])
+def test_an_environment_is_light(extra: str, most_bytes: float, installed: Path) -> None:
+    requirements = _requirements(installed) + (_requirements(installed, extra) if extra else [])
+
+    found = _closure(requirements)
+
+    assert found.keys() & NOT_THE_SERVERS == set()
+    assert [name for name in found if name.startswith(("nvidia", "triton"))] == []
+    assert sum(file.size or 0 for one in found.values() for file in one.files or ()) < most_bytes
+
+
+#: What a server has imported of its own requirements once it serves: what is not here is imported where it is needed.
+SERVES = {
+    *("google", "grpc", "grpc_health", "grpc_reflection", "numpy", "pyarrow", "pydantic", "typer", "xxhash", "yaml"),
+}
+#: Prints at its end what it has imported; a server that has come so far is asked to end.
+_REPORT = """
+import atexit, json, os, signal, threading, time
+def stop():
+    while not os.path.exists("ready.json"): time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+os.chdir(sys.argv.pop())
+if "serve" in sys.argv: threading.Thread(target=stop, daemon=True).start()
+atexit.register(lambda: print(json.dumps([*{name.partition(".")[0] for name in sys.modules}])))
+"""
+
+
+@pytest.mark.parametrize(("command", "expected"), [("--help", {"pydantic", "rich", "typer"}), ("serve", SERVES)])
+def test_a_command_imports_what_it_needs_and_no_more(
+    command: str, expected: set[str], installed: Path, server_environment: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "lines.txt").write_text("a line\n" * 100, encoding="utf-8")
+    (tmp_path / "mixture.yaml").write_text(
+        "{run: a, seed: 1, tokenizer: bytes, sequence_length: 8, mixture: "
+        "{policy: least_consumed, children: [{source: 'txt:lines.txt:text'}]}}"
+    )
+    options = ["mixture.yaml", "--grpc=127.0.0.1:0", "--rest=127.0.0.1:0", "--ready-file=ready.json"]
+    arguments = [command, *options] if command == "serve" else [command]
+
+    result = _run(server_environment, _REPORT + _entry_point(installed), *arguments, str(tmp_path))
+
+    assert result.returncode == 0, result.stderr
+    imported = set(json.loads(result.stdout.splitlines()[-1]))
+    assert imported & _import_names(_requirements(installed) + _requirements(installed, "server")) == expected
+
+
+def test_the_demonstration_says_that_it_needs_torch(installed: Path, server_environment: list[str]) -> None:
+    result = _run(server_environment, _entry_point(installed), "demo", "--folder", "never-made")
+
+    assert result.returncode == 2
+    assert "pip install 'tokenloom[server,torch]'" in result.stderr
 
 
 def test_the_command_works_in_the_servers_image(installed: Path, server_environment: list[str]) -> None:

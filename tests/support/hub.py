@@ -30,7 +30,7 @@ CONVERSION = "refs/convert/parquet"
 
 @dataclass
 class Repo:
-    """A dataset's repository: what each commit holds, and where its branches are."""
+    """A repository of a dataset, or of a model: what each commit holds, and where its branches are."""
 
     name: str
     private: bool = False
@@ -278,12 +278,16 @@ class _Handler(BaseHTTPRequestHandler):
             if name not in self.server.hub.repos:
                 self.server.hub.repo(name).commit({})
             return self._json({"url": f"{self.server.hub.url}/datasets/{name}"})
+        if path.startswith("api/models/"):
+            return self._api(path.removeprefix("api/models/"), query, body)
         if path.startswith("api/resolve-cache/datasets/"):
             return self._file(*self._split(path.removeprefix("api/resolve-cache/datasets/"), ""), redirect=False)
         if path.startswith("api/datasets/"):
             return self._api(path.removeprefix("api/datasets/"), query, body)
         if path.startswith("datasets/"):
             return self._file(*self._split(path.removeprefix("datasets/"), "resolve/"), redirect=True)
+        if "/resolve/" in path:
+            return self._file(*self._split(path, "resolve/"), redirect=False)  # a model's
         raise _Refused(404, "", "Sorry, we can't find the page you are looking for.")
 
     def _api(self, rest: str, query: dict[str, str], body: bytes) -> _Answer:

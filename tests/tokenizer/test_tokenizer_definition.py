@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tokenloom_server.errors import TokenizerError
+from support.hub import StandInHub, stand_in_hub
+from tokenloom_server.config.data_roots import DataRoots
+from tokenloom_server.errors import ConfigError, TokenizerError
 from tokenloom_server.tokenizer.boundary import begin_of_text_id, end_of_text_id
 from tokenloom_server.tokenizer.definition import AddedToken, TokenizerDefinition, find_tokenizer, id_dtype
+from tokenloom_server.tokenizer.files import tokenizer_file, tokenizer_files
 
 Find = Callable[[str], TokenizerDefinition]
 
@@ -64,8 +70,56 @@ def test_a_folder_and_an_absolute_path_name_the_same_tokeniser(folder: Path, tmp
     assert len(digests) == 1
 
 
-def test_a_missing_path_is_refused_and_never_looked_up_on_a_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandInHub]:
+    with stand_in_hub() as hub:
+        hub.stand_in(monkeypatch, tmp_path / "hf")
+        yield hub
+
+
+def _download(folder: Path, hub: StandInHub, tmp_path: Path, name: str = "org/tiny") -> str:
+    """A model's tokeniser on the Hub, as the command that errors name brings it into the cache; its commit."""
+    files = {"tokenizer.json": (folder / "plain.json").read_bytes(), "tokenizer_config.json": b"{}", "weights.bin": b""}
+    commit = hub.repo(name).commit(files)
+    command = ["download", name, "--include", "tokenizer*", "--include", "chat_template*"]
+    environment = os.environ | hub.environment(tmp_path / "hf")
+    subprocess.run([Path(sys.executable).with_name("hf"), *command], env=environment, check=True, capture_output=True)
+    return commit
+
+
+def test_a_name_on_the_hub_is_read_from_its_cache_at_the_commit_that_was_downloaded(
+    folder: Path, tmp_path: Path, hub: StandInHub
+) -> None:
+    commit, plain = _download(folder, hub, tmp_path), find_tokenizer("plain.json", folder)
+    hub.repos["org/tiny"].commit({"tokenizer.json": b"{}"})
+    hub.forget()
+
+    for name in ("org/tiny", "org/tiny@main", f"org/tiny@{commit}"):
+        assert find_tokenizer(name, tmp_path).digest == plain.digest
+    assert tokenizer_file("org/tiny", tmp_path).parent.name == commit
+    assert hub.requests == []
+
+
+def test_a_path_that_exists_is_meant_before_a_name_on_the_hub(folder: Path, tmp_path: Path, hub: StandInHub) -> None:
+    _download(folder, hub, tmp_path)
+    (tmp_path / "org" / "tiny").mkdir(parents=True)
+    shutil.copy(folder / "lower.json", tmp_path / "org" / "tiny" / "tokenizer.json")
+
+    assert find_tokenizer("org/tiny", tmp_path).digest == find_tokenizer("lower.json", folder).digest
+    assert find_tokenizer("org/tiny@main", tmp_path).digest == find_tokenizer("plain.json", folder).digest
+    assert list(tokenizer_files("org/tiny", tmp_path))[:2] == ["org/tiny", "org/tiny/tokenizer.json"]
+    assert list(tokenizer_files("org/tiny@main", tmp_path)) == ["hf://org/tiny"]
+    DataRoots.of(["hf://org"]).check_paths("tokenizer", tmp_path, tokenizer_files("org/tiny@main", tmp_path))
+    with pytest.raises(ConfigError, match="'hf://org/tiny' lies below no data root"):
+        DataRoots.of([tmp_path]).check_paths("tokenizer", tmp_path, tokenizer_files("org/tiny@main", tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "download"),
+    [("gpt2", "hf download gpt2 --include"), ("org/n-1.5@v2", "hf download org/n-1.5 --revision v2 --include")],
+)
+def test_a_name_that_is_not_in_the_cache_is_refused_with_the_command_that_brings_it_and_nobody_is_asked(
+    tmp_path: Path, hub: StandInHub, monkeypatch: pytest.MonkeyPatch, name: str, download: str
 ) -> None:
     def no_network(*_: Any, **__: Any) -> None:
         raise AssertionError("a network connection was tried")
@@ -73,8 +127,25 @@ def test_a_missing_path_is_refused_and_never_looked_up_on_a_hub(
     monkeypatch.setattr(socket, "getaddrinfo", no_network)
     monkeypatch.setattr(socket.socket, "connect", no_network)
 
-    with pytest.raises(TokenizerError, match=r"openai-community/gpt2 does not exist.*never looked up on a hub"):
-        find_tokenizer("openai-community/gpt2", tmp_path)
+    with pytest.raises(TokenizerError, match=rf"{name} does not exist, and the Hub's cache.*{download} 'tokenizer\*'"):
+        find_tokenizer(name, tmp_path)
+
+
+def test_without_the_library_of_the_hub_a_name_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+
+    with pytest.raises(TokenizerError, match=r"gpt2 does not exist; .* pip install 'tokenloom\[hf\]'"):
+        find_tokenizer("gpt2", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["./gpt2", "/no/such/folder", "a/b/tokenizer.json", "gpt 2"])
+def test_what_can_be_no_name_on_the_hub_is_a_path_that_is_missing(tmp_path: Path, name: str) -> None:
+    with pytest.raises(
+        TokenizerError, match=r"does not exist; expected a tokenizer\.json, a folder with one, a name on"
+    ):
+        find_tokenizer(name, tmp_path)
 
 
 def test_a_folder_without_a_tokenizer_json_lists_what_it_has(tmp_path: Path) -> None:

@@ -6,11 +6,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, SupportsFloat, TextIO
-
-from typing_extensions import Self
+from typing import TYPE_CHECKING, Any, SupportsFloat, TextIO
 
 from tokenloom.clock.token_budget import TokenBudget
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _UNITS = ((1e12, "t"), (1e9, "b"), (1e6, "m"), (1e3, "k"))
 

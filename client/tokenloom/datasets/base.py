@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import IterableDataset
-from typing_extensions import Self
-
-from tokenloom.batch.layout import Batch
 from tokenloom.connection.join import RunFacts, Source, sources_at
 from tokenloom.connection.topology import Topology
 from tokenloom.snapshot import KEY, History, Loaded, Older, Point, Positioned
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 _RUN_UNKNOWN = "only known once the run is joined: call iter() on the dataset first"
 
 
-class BatchDataset(Positioned, IterableDataset[Batch]):
+class BatchDataset(Positioned):
     """Batches of a run, with what is known of that run, and with an end. The base of every dataset."""
 
     _topology: Topology

@@ -18,6 +18,7 @@ from tokenloom_server.cli import (
     prepare,
     report,
     restore,
+    schema,
     serve,
     stats,
     token,
@@ -32,7 +33,6 @@ app = typer.Typer(
     name="tokenloom",
     help="A data loader for language-model training: one server, one canonical order, exact elastic resume.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -51,6 +51,7 @@ add_command(app, restore.restore)
 add_command(app, fork.fork)
 add_command(app, foreign.import_seen, "import")
 add_command(app, token.token)
+add_command(app, schema.schema)
 add_command(app, demo.demo)
 app.add_typer(mixture.app)
 app.add_typer(checkpoint.app)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from tokenloom_server.errors import ConfigError
 
 
 def demo(
@@ -16,6 +19,8 @@ def demo(
     ] = False,
 ) -> None:
     """Run the whole job on text that is on this machine: train, kill everything, resume elsewhere, prove it."""
+    if find_spec("torch") is None:
+        raise ConfigError("the demonstration trains, and torch is not installed: pip install 'tokenloom[server,torch]'")
     from tokenloom_server.demo.main import run_demo
 
     raise typer.Exit(run_demo(folder, steps=steps, keep=keep))

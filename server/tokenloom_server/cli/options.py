@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 import typer
 from typer.models import OptionInfo
 
+from tokenloom_server.cli.completion import complete_run
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 
 if TYPE_CHECKING:
@@ -27,7 +28,11 @@ GrpcUrl = Annotated[
     str,
     typer.Argument(help="What trainers use: grpc://HOST:PORT/RUN, or grpcs:// with TLS.", metavar="URL"),
 ]
-RunName = Annotated[str | None, typer.Option(help="The run; needed where the server has several.")]
+
+RunName = Annotated[
+    str | None,
+    typer.Option(help="The run; needed where the server has several.", autocompletion=complete_run),
+]
 _ControlTokenFile = Annotated[
     Path | None,
     typer.Option(help="A file with the server's control token; mode 0600. Without it: TOKENLOOM_TOKEN."),
@@ -161,7 +166,7 @@ class MixtureOptions:
     ] = None
     run: Annotated[str | None, _Short("The run's name.", "--run")] = None
     sequence_length: Annotated[int | None, _Short("Tokens per sample.")] = None
-    tokenizer: Annotated[str | None, _Short("A tokenizer.json, a folder with one, or bytes.")] = None
+    tokenizer: Annotated[str | None, _Short("A tokenizer.json, a folder with one, a name on the Hub, or bytes.")] = None
     seed: Annotated[int | None, _Short("Seeds every draw; 0 if not given.")] = None
     policy: Annotated[str | None, _Short("The mixture's policy; least_consumed if not given.")] = None
     vocab_size: Annotated[int | None, _Short("Greatest id + 1, where all hold ids and there is no tokeniser.")] = None

@@ -29,12 +29,13 @@ class MadeToken(NamedTuple):
         page, target = (
             address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]") for address in (page_url, grpc_address)
         )
+        scheme = "grpcs" if page.startswith("https:") else "grpc"
         folder = shlex.quote(str(self.file.parent.resolve()))
         return (
             f"made a token, shown this once, and again by: tokenloom token --index-dir {folder}\n"
             f"  the page:   {page}#token={token}\n"
             f"  a trainer:  export {CONTROL_VARIABLE}={token}\n"
-            f'              RemoteDataset("grpc://{target}/{run}", batch_size=4)'
+            f'              RemoteDataset("{scheme}://{target}/{run}", batch_size=4)'
         )
 
 

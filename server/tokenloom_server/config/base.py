@@ -38,7 +38,8 @@ def whole_number(value: object) -> object:
     return value
 
 
-def _not_nan(value: object) -> object:
+def epochs_number(value: object) -> object:
+    """Reads ``inf`` beside ``.inf``, and refuses what is no number of epochs."""
     if isinstance(value, bool) or (isinstance(value, float) and math.isnan(value)):
         raise ValueError(f"epochs is a number above 0 or .inf, but this is {value!r}")
     return math.inf if value == "inf" else value
@@ -75,7 +76,7 @@ Points = Annotated[list[_Point], Field(min_length=1), AfterValidator(_ascending)
 """Of a ``schedule``: ``[total tokens of the run, weight]``, ascending."""
 Weight = Annotated[Annotated[Positive, Tag("number")] | Annotated[Points, Tag("points")], Discriminator(_weight_kind)]
 Share = Annotated[float, Field(gt=0, lt=1, strict=False), BeforeValidator(not_bool)]
-Epochs = Annotated[float, Field(gt=0, allow_inf_nan=True, strict=False), BeforeValidator(_not_nan)]
+Epochs = Annotated[float, Field(gt=0, allow_inf_nan=True, strict=False), BeforeValidator(epochs_number)]
 MaxTokens = Annotated[int, Field(gt=0, le=2**53 - 1), BeforeValidator(whole_number)]
 PlainText = Annotated[str, AfterValidator(refuse_control_characters)]
 """On one line, without characters that a terminal obeys."""

@@ -17,6 +17,9 @@ from tokenloom_server.config.run import RunConfig
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.storage.yaml_bounds import check_yaml
 
+#: What stands in the tree of a run, and in no file.
+GIVEN_BY_THE_SERVER = ("id", "presence")
+
 
 def load(path: Path, catalog: Catalog) -> RunConfig:
     """Reads and validates a mixture file.
@@ -62,7 +65,7 @@ def parse(document: dict[str, Any], *, where: str, catalog: Catalog, text: str =
 def given_by_the_server(value: object, path: str) -> Iterator[str]:
     """The paths of the keys of a document that only this server writes."""
     if isinstance(value, dict):
-        yield from (f"{path}{key}" for key in ("id", "presence") if key in value)
+        yield from (f"{path}{key}" for key in GIVEN_BY_THE_SERVER if key in value)
         for key, below in value.items():
             yield from given_by_the_server(below, f"{path}{key}.")
     elif isinstance(value, list):

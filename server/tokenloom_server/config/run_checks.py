@@ -86,8 +86,8 @@ def _check_mixture(mixture: NodeConfig, path: str) -> None:
 def _check_ids(run: RunFields) -> None:
     if run.tokenizer is None and (run.vocab_size is None or run.end_of_text_id is None):
         raise ValueError(
-            "tokenizer: expected a tokenizer.json, a folder with one, or 'bytes'; where every source holds ids, "
-            "give vocab_size and end_of_text_id instead"
+            "tokenizer: expected a tokenizer.json, a folder with one, a name on the Hub, or 'bytes'; where every "
+            "source holds ids, give vocab_size and end_of_text_id instead"
         )
     for field in ("end_of_text_id", "begin_of_text_id", "pad_id"):
         value = getattr(run, field)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
-from tokenloom_server.config.base import RUN_NAME, EndOfText, OnBadRow, PlainText, RowCount, Section
+from tokenloom_server.config.base import RUN_NAME, EndOfText, OnBadRow, PlainText, RowCount, Section, not_bool
 from tokenloom_server.config.batching import BatchingConfig
 from tokenloom_server.config.node import NodeConfig, walk
 from tokenloom_server.config.phase import PhaseConfig
@@ -39,7 +39,7 @@ class RunFields(Section):
     """The run's name: what clients ask for and what the ledger's keys carry."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seeds every draw and every tie."""
-    order_version: Literal[1, 2] | None = None
+    order_version: Annotated[Literal[1, 2], BeforeValidator(not_bool)] | None = None
     """The order version of a new run; the newest if not given. 1 is for states of a run that began under it and whose
     ledger is gone: a run that the ledger has goes on under its own."""
     batching: BatchingConfig | None = None
@@ -48,7 +48,8 @@ class RunFields(Section):
     global_batch_size: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """With ``batching``: samples of a micro-step, over all ranks."""
     tokenizer: PlainText | None = None
-    """A ``tokenizer.json``, a folder with one, or ``bytes``. Not needed where every source holds ids."""
+    """A ``tokenizer.json``, a folder with one, a name in the Hub's cache, or ``bytes``. Not needed where every source
+    holds ids."""
     vocab_size: Annotated[int, Field(ge=2, le=2**32)] | None = None
     """Greatest id + 1, where there is no tokeniser."""
     end_of_text_id: Annotated[int, Field(ge=0)] | None = None

@@ -38,7 +38,8 @@ from tokenloom_server.core.control_characters import refuse_control_characters
 from tokenloom_server.errors import ConfigError
 
 
-def _comparisons(value: object) -> object:
+def comparisons(value: object) -> object:
+    """Reads one comparison as a list of one."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"expected a comparison such as 'score >= 0.5', or a list of them, but this is {value!r}")
@@ -86,7 +87,7 @@ class SourceConfig(Section):
     """Rows of a window of ``shuffle: rows``."""
     lanes: Annotated[int, Field(ge=1, le=64), BeforeValidator(whole_number)] = 1
     """Reads the source at so many places in turn, sample by sample: each lane has a part of every epoch's rows."""
-    filter: Annotated[list[str], BeforeValidator(_comparisons), Field(min_length=1)] | None = None
+    filter: Annotated[list[str], BeforeValidator(comparisons), Field(min_length=1)] | None = None
     """Comparisons such as ``score >= 0.5``; only rows for which all hold give tokens."""
     template: Annotated[str, AfterValidator(_checked_template)] | None = None
     """The text of a row, made of its columns: ``{title}\\n\\n{text}``."""

@@ -30,11 +30,12 @@ class StreamConfig(Section):
         return self
 
 
-def _empty_as_mapping(value: object) -> object:
+def empty_as_mapping(value: object) -> object:
+    """Reads ``validation:`` alone as a stream without fields."""
     return {} if value is None else value
 
 
-Streams = dict[StreamName, Annotated[StreamConfig, BeforeValidator(_empty_as_mapping)]]
+Streams = dict[StreamName, Annotated[StreamConfig, BeforeValidator(empty_as_mapping)]]
 
 
 def with_training_on_top(document: dict[str, object]) -> dict[str, object]:

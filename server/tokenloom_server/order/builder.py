@@ -38,7 +38,8 @@ from tokenloom_server.sources.files import in_threads
 from tokenloom_server.sources.manifest import Listings, Manifest, SourceFiles, appeared, build, verify
 from tokenloom_server.sources.scheme import order_warning
 from tokenloom_server.tokenizer.choose import EngineRecord, choose_engine
-from tokenloom_server.tokenizer.definition import TokenizerDefinition, find_tokenizer, tokenizer_files
+from tokenloom_server.tokenizer.definition import TokenizerDefinition, find_tokenizer
+from tokenloom_server.tokenizer.files import tokenizer_files
 
 _log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from tokenloom_server.prepare.journal import Journal, Shard
 from tokenloom_server.prepare.shards import COLUMN, ShardWriter
 from tokenloom_server.sources import short_form
 from tokenloom_server.storage.drafts import checksum, write_whole
-from tokenloom_server.tokenizer.definition import BYTES_TOKENIZER, tokenizer_files
+from tokenloom_server.tokenizer.files import BYTES_TOKENIZER, FILES, TOKENIZER_FILE, tokenizer_file
 
 _log = logging.getLogger(__name__)
 
@@ -91,19 +91,18 @@ def _make_all(job: Job, tasks: Sequence[Task], journal: Journal, on_done: OnRows
 
 def _make(job: Job, task: Task, journal: Journal, on_done: OnRows, stop: threading.Event) -> None:
     with journal.draft(task) as draft:
-        bad = filtered = 0
+        bad = filtered = read = 0
         with ShardWriter(draft, job.order.record.dtype, job.form) as writer:
-            documents = job.order.documents(task.source)
-            for part, row, count in task.ranges:
-                for rows in documents.read_part(part, row, count):
-                    if stop.is_set():
-                        return
-                    writer.add(rows.ids, rows.ends)
-                    if rows.row_status is not None:
-                        filtered += int(np.count_nonzero(rows.row_status == FILTERED))
-                        bad += _bad_rows(job, task, rows, bad)
-                    on_done(len(rows.ends), len(rows.ids), task.bytes * len(rows.ends) // task.rows)
-        if left := task.rows - writer.rows:
+            for rows_read, rows in job.read(task):
+                if stop.is_set():
+                    return
+                writer.add(rows.ids, rows.ends)
+                if rows.row_status is not None:
+                    filtered += int(np.count_nonzero(rows.row_status == FILTERED))
+                    bad += _bad_rows(job, task, rows, bad)
+                read += rows_read
+                on_done(len(rows.ends), len(rows.ids), task.bytes * rows_read // task.rows)
+        if left := task.rows - read:
             raise SourceError(f"{task.name}: {left} of its {task.rows} rows are missing; the files changed meanwhile")
         size = draft.stat().st_size
         journal.add(Shard(task.name, writer.rows, bad, filtered, writer.tokens, size, checksum(draft)), draft)
@@ -177,16 +176,17 @@ def _spec(job: Job, prepared: Prepared) -> str:
 
 def _copy_tokenizer(job: Job, folder: Path) -> str | None:
     """The tokeniser beside the shards, so that the folder can go elsewhere and text still be shown."""
-    name, base_dir = job.config.tokenizer, job.base_dir
+    name = job.config.tokenizer
     if name is None or name == BYTES_TOKENIZER:
         return name
-    named = base_dir / name
-    files = [named] if named.is_file() and named.name != "tokenizer.json" else []
-    files += [path for file in tokenizer_files(name, base_dir) if (path := base_dir / file).is_file()]
+    named = tokenizer_file(name, job.base_dir)
+    # A file of another name may stand beside others that are not its own.
+    beside = FILES if named.name == TOKENIZER_FILE else ()
     (folder / "tokenizer").mkdir(exist_ok=True)
-    for path in files:
-        shutil.copyfile(path, folder / "tokenizer" / path.name)
-    return "tokenizer" if named.is_dir() else f"tokenizer/{named.name}"
+    for path in (named, *(named.with_name(file) for file in beside)):
+        if path.is_file():
+            shutil.copyfile(path, folder / "tokenizer" / path.name)
+    return "tokenizer" if beside else f"tokenizer/{named.name}"
 
 
 def _mixture(job: Job, tokenizer: str | None) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,25 +12,14 @@ import numpy as np
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.errors import TokenizerError
+from tokenloom_server.tokenizer.files import BYTES_TOKENIZER, CONFIG_FILE, CONVERT, TOKENIZER_FILE, tokenizer_file
 
-#: The name of the tokeniser that needs no file: its ids are the bytes of UTF-8.
-BYTES_TOKENIZER = "bytes"
 #: The special tokens of the `bytes` tokeniser; ids 0 to 255 are the bytes of UTF-8.
 _BYTES_END_OF_TEXT = 256
 _BYTES_BEGIN_OF_TEXT = 257
 
-#: What a tokeniser's folder holds: the tokeniser, and the names of its end and begin tokens.
-TOKENIZER_FILE = "tokenizer.json"
-CONFIG_FILE = "tokenizer_config.json"
-
 #: Ids of a tokeniser at most, 4 Mi. Engines hold a table with 16 bytes for each, also for those without a token.
 MAX_VOCABULARY = 2**22
-
-_LISTED_FILES = 12
-_HELP = "Names are never looked up on a hub: download the tokeniser's files, and give their path"
-_CONVERT = (
-    "save it as a tokenizer.json, for example with transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +64,14 @@ class TokenizerDefinition:
 
 
 def find_tokenizer(name: str, base_dir: Path) -> TokenizerDefinition:
-    """Reads the tokeniser that a mixture file names; relative paths begin at ``base_dir``.
+    """Reads the tokeniser that a mixture file names: a path, which begins at ``base_dir``, or a name on the Hub.
 
     Raises ``TokenizerError``, naming the path, what was found and what to do, when there is no
     tokenizer.json, when `tokenizers` cannot read it, or when it encodes at random.
     """
     if name == BYTES_TOKENIZER:
         return _bytes_definition()
-    path = _tokenizer_json(name, base_dir)
+    path = tokenizer_file(name, base_dir)
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -126,15 +114,6 @@ def find_tokenizer(name: str, base_dir: Path) -> TokenizerDefinition:
     )
 
 
-def tokenizer_files(name: str, base_dir: Path) -> Iterator[str]:
-    """What ``find_tokenizer`` may read, the name itself first; nothing is looked at before that was taken."""
-    if name == BYTES_TOKENIZER:
-        return
-    yield name
-    folder = Path(name) if (base_dir / name).is_dir() else Path(name).parent
-    yield from (str(folder / file) for file in (TOKENIZER_FILE, CONFIG_FILE))
-
-
 def id_dtype(vocab_size: int) -> np.dtype[Any]:
     """The narrowest of uint8, uint16 and uint32 that holds every id below ``vocab_size``.
 
@@ -161,24 +140,6 @@ def _bytes_definition() -> TokenizerDefinition:
     )
 
 
-def _tokenizer_json(name: str, base_dir: Path) -> Path:
-    path = base_dir / name
-    if not path.exists():
-        raise TokenizerError(
-            f"tokenizer {name!r}: {path} does not exist; expected a tokenizer.json, a folder with one, "
-            f"or {BYTES_TOKENIZER!r}. {_HELP}"
-        )
-    if not path.is_dir():
-        return path
-    if (path / TOKENIZER_FILE).is_file():
-        return path / TOKENIZER_FILE
-    there = sorted(entry.name for entry in path.iterdir())
-    listed = ", ".join(there[:_LISTED_FILES]) + (", …" if len(there) > _LISTED_FILES else "")
-    raise TokenizerError(
-        f"tokenizer {name!r}: the folder {path} has no tokenizer.json (found: {listed or 'nothing'}); {_CONVERT}"
-    )
-
-
 def _parse(name: str, path: Path, raw: bytes) -> tuple[str, dict[str, Any]]:
     try:
         content = raw.decode("utf-8")
@@ -186,11 +147,11 @@ def _parse(name: str, path: Path, raw: bytes) -> tuple[str, dict[str, Any]]:
     except (ValueError, RecursionError) as error:
         raise TokenizerError(
             f"tokenizer {name!r}: {path} is not JSON ({error}); expected a tokenizer.json. "
-            f"Where it is another format (a sentencepiece or tiktoken model, a vocab.txt), {_CONVERT}"
+            f"Where it is another format (a sentencepiece or tiktoken model, a vocab.txt), {CONVERT}"
         ) from None
     if not isinstance(document, dict) or "model" not in document:
         raise TokenizerError(
-            f"tokenizer {name!r}: {path} is JSON but has no 'model', so it is no tokenizer.json; {_CONVERT}"
+            f"tokenizer {name!r}: {path} is JSON but has no 'model', so it is no tokenizer.json; {CONVERT}"
         )
     return content, document
 

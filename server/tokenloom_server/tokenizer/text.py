@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tokenloom_server.errors import TokenizerError
-from tokenloom_server.tokenizer.definition import BYTES_TOKENIZER, find_tokenizer
+from tokenloom_server.tokenizer.definition import find_tokenizer
+from tokenloom_server.tokenizer.files import BYTES_TOKENIZER
 
 #: Ids to text. Special tokens are shown; what is no whole character becomes U+FFFD.
 Decode: TypeAlias = Callable[[Sequence[int]], str]

@@ -161,8 +161,8 @@ def _unpickled(path: Path, *, mapped: bool) -> Iterator[DataState]:
         import torch
     except ImportError:
         raise SnapshotInvalid(
-            f"{path}: holds no sealed snapshot as plain text, and to look further torch is needed, which is not here: "
-            "run this command where the trainer runs"
+            f"{path}: holds no sealed snapshot as plain text, and to look further torch is needed, which is not "
+            "installed: pip install 'tokenloom[torch]', or run this command where the trainer runs"
         ) from None
     require_safe_torch(torch.__version__)
     try:
