@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 from support.corpora import CODE, ROWS, mixture, order_of, parsed, write_corpus, write_parquet
 from support.timelines import revised
+from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.core.state import SourceState
 from tokenloom_server.errors import ConfigError, SourceChanged
 from tokenloom_server.order.factory import PipelineFactory
@@ -154,4 +155,4 @@ def test_what_cannot_be_beside_it_is_refused(folder: Path) -> None:
         revised(Timeline(order_of(folder, document(seen))), 1, mixture=document(None)["mixture"])
     job = {"form": "parquet", "shard_bytes": 1, "ids_too": True, "shuffled": False, "threads": 1}
     with pytest.raises(ConfigError, match=r"mixture\.children\.0\.seen: is of the files as they are"):
-        Job(parsed(document(seen)), folder, folder, None, **job)  # type: ignore[arg-type]
+        Job(parsed(document(seen)), folder, folder, DataRoots(), **job)  # type: ignore[arg-type]
