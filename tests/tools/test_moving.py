@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from support.corpora import mixture, order_of, write_jsonl
+from support.corpora import mixture, order_of
 from support.mosaic import mosaic, write_mds
 from tokenloom_server.cli import app
 from tokenloom_server.core.state import SourceState
@@ -29,7 +29,6 @@ STATE = {"epoch": 0, "sample_in_epoch": 35, "num_canonical_nodes": 1, "shuffle_s
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("moving")
     write_mds(folder / "mds", {"text": "str"}, [{"text": text} for text in TEXTS], size_limit=500)
-    write_jsonl(folder / "rows.jsonl", TEXTS)
     return folder
 
 
@@ -46,13 +45,13 @@ def invoke(folder: Path, *arguments: str) -> str:
     return result.output
 
 
-def read_here(folder: Path, source: str, spec: str) -> Iterator[tuple[int, int]]:
+def read_here(folder: Path, source: str) -> Iterator[tuple[int, int]]:
     """The epoch and number of each sample that a run gives which has the printed source in its mixture file."""
     (child,) = yaml.safe_load(source)
-    children = [child | {"source": spec, "epochs": 2}]
-    order = order_of(folder, mixture(mixture={"policy": "weighted", "children": children}, packing="none"))
-    for sample in order.spans(0, SourceState(), 10**6):
-        yield from ((span.epoch, span.row) for span in sample if span.begin == 0)
+    children = [child | {"epochs": 2}]
+    fields = {"mixture": {"policy": "weighted", "children": children}, "packing": "none", "sequence_length": 32}
+    for (document,) in order_of(folder, mixture(**fields)).spans(0, SourceState(), 10**6):
+        yield document.epoch, number_of(bytes(document.ids[:-1].tolist()).decode())
 
 
 # --- Mosaic streaming ------------------------------------------------------------------------------------------------
@@ -70,11 +69,11 @@ def test_what_mosaic_streaming_had_not_read_of_its_second_epoch_is_read_here(fol
     rest = [number_of(text) for batch in running for text in batch["text"]]
 
     source = invoke(
-        folder, "mosaic", "state.json", "jsonl:mds:text",
+        folder, "mosaic", "state.json", "mds:mds:text",
         *("--output", "seen.npy", "--argument", "shuffle=true", "--argument", "batch_size=5"),
     )  # fmt: skip
     assert f"# {len(seen)} of 103 samples of the epoch were read, and {len(rest)} are left" in source
-    read = list(read_here(folder, source, "jsonl:rows.jsonl:text"))
+    read = list(read_here(folder, source))
     assert sorted(row for epoch, row in read if epoch == 0) == sorted(rest)
     assert sorted(row for epoch, row in read if epoch == 1) == list(range(SAMPLES))
 
@@ -129,7 +128,7 @@ def test_a_state_that_does_not_say_what_is_left_is_refused(
 ) -> None:
     (folder / "state.json").write_text(json.dumps(STATE | state))
 
-    printed = " ".join(invoke(folder, "mosaic", "state.json", "jsonl:mds:text", "--output", "seen.npy", *more).split())
+    printed = " ".join(invoke(folder, "mosaic", "state.json", "mds:mds:text", "--output", "seen.npy", *more).split())
     assert printed.startswith("ConfigError: ")
     assert re.search(reason, printed), printed
 
@@ -141,13 +140,11 @@ def test_a_library_that_is_not_here_is_named_with_what_to_install(
     monkeypatch.setitem(sys.modules, "streaming.base", None)
 
     assert "pip install mosaicml-streaming" in invoke(
-        folder, "mosaic", "state.json", "jsonl:mds:text", "--output", "seen.npy"
+        folder, "mosaic", "state.json", "mds:mds:text", "--output", "seen.npy"
     )
 
 
 def test_a_state_without_a_field_is_refused_by_its_name(folder: Path) -> None:
     (folder / "state.json").write_text("{}")
 
-    assert "the state has no 'epoch'" in invoke(
-        folder, "mosaic", "state.json", "jsonl:mds:text", "--output", "seen.npy"
-    )
+    assert "the state has no 'epoch'" in invoke(folder, "mosaic", "state.json", "mds:mds:text", "--output", "seen.npy")
