@@ -113,7 +113,7 @@ PURE = tuple(
         *("run.active_generation", "run.commits", "run.delivery", "run.lease_state", "run.join_call", "run.sizing"),
         *("run.views",),
         *("tokenizer.boundary", "tokenizer.check", "tokenizer.choose", "tokenizer.definition", "tokenizer.documents"),
-        *("tokenizer.engine", "tokenizer.files", "tokenizer.masked", "tokenizer.text"),
+        *("tokenizer.engine", "tokenizer.engine_ids", "tokenizer.files", "tokenizer.masked", "tokenizer.text"),
     )
 )
 IMPURE = (
