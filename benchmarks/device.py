@@ -33,8 +33,8 @@ import torch
 from tokenloom import RemoteDataset
 from tokenloom.batch.device import Transfer
 from tokenloom.batch.layout import Layout, StepNumbers
-from tokenloom.batch.memory import ArrayPool
 from tokenloom.batch.packed import Message
+from tokenloom.batch.tensors import TensorMaker
 
 from benchmarks.client_path import CASES, RUN, Case
 from benchmarks.results import Result, Row, show
@@ -121,7 +121,7 @@ def messages_of(layout: Layout) -> list[Message]:
 
 def batches_of(layout: Layout, device: torch.device, way: str) -> tuple[Callable[[int], Batch], Callable[[], int]]:
     """The batch of a step, counted on for ever; and the bytes that crossed since it was last asked."""
-    messages, pool = messages_of(layout), ArrayPool.of(layout)
+    messages, maker = messages_of(layout), TensorMaker(layout)
     crossed = 0
 
     def place(step: int) -> tuple[Message, int]:
@@ -132,7 +132,7 @@ def batches_of(layout: Layout, device: torch.device, way: str) -> tuple[Callable
         transfer = Transfer(device, layout)
 
         def device_batch(step: int) -> Batch:
-            batch = dict(transfer.batch(*place(step)))
+            batch = transfer.batch(*place(step))
             transfer.send(*place(step + 1))
             return batch
 
@@ -147,8 +147,7 @@ def batches_of(layout: Layout, device: torch.device, way: str) -> tuple[Callable
 
     def moved(step: int) -> Batch:
         nonlocal crossed
-        message, number = place(step)
-        batch = dict(message.batch(number, pool))
+        batch = maker.batch(*place(step))
         crossed += sum(value.nbytes for value in batch.values() if isinstance(value, torch.Tensor))
         return move(batch)
 

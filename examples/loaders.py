@@ -6,7 +6,7 @@
 A ``RemoteDataset`` fetches its batches in the background, so it needs no DataLoader. Where a trainer wants one, these
 give the state of the batch trained on (docs/integrations/pytorch.md):
 
-    torch      torch's DataLoader without a worker; the state is the dataset's
+    torch      dataset.dataloader(): torch's DataLoader without a worker; the state is the dataset's
     stateful   tokenloom's StatefulLoader around torch's, with no worker or one
     torchdata  torchdata's StatefulDataLoader, with no worker or one
 """
@@ -24,15 +24,14 @@ import torch.distributed as dist
 from tokenloom import Batch, RemoteDataset, TokenLRScheduler, token_losses
 from tokenloom.integrations.stateful import StatefulLoader
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
 
 def loader_of(dataset: RemoteDataset, name: str, workers: int) -> tuple[Iterable[Batch], Any]:
-    """A loader, and what has its state. ``batch_size=None``: the server makes the batches."""
+    """A loader, and what has its state."""
     if name == "torch":
         if workers:
             raise SystemExit("a worker's state stays in the worker: use --loader stateful")
-        return DataLoader(dataset, batch_size=None), dataset
+        return dataset.dataloader(), dataset
     if name == "stateful":
         loader = StatefulLoader(dataset, num_workers=workers)
         return loader, loader

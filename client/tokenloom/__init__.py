@@ -1,26 +1,33 @@
 """Tokenloom's client: a run's batches on every rank, and a learning-rate schedule by its tokens.
 
-Importing this package starts nothing and contacts nobody.
+Importing this package starts nothing, contacts nobody, and does not import torch: the names that need it do, when they
+are first used.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from tokenloom_proto import errors as _shared_errors
 from tokenloom_proto.errors import *  # noqa: F403
 
-from tokenloom.batch.layout import Batch
-from tokenloom.clock.lr_scheduler import TokenLRScheduler
+from tokenloom.batch.layout import Batch, NumpyBatch
 from tokenloom.clock.token_budget import TokenBudget
 from tokenloom.clock.token_progress import TokenProgress
 from tokenloom.connection.join import Source
 from tokenloom.connection.options import ConnectionOptions
-from tokenloom.datasets.evaluation import EvaluationDataset
-from tokenloom.datasets.local import LocalDataset
-from tokenloom.datasets.peek import PeekDataset
-from tokenloom.datasets.remote import RemoteDataset
+from tokenloom.datasets.arrays import NumpyDataset
 from tokenloom.errors import EndOfData, ServerUnavailable
-from tokenloom.losses.source_loss import MeanLosses, SourceLoss
-from tokenloom.losses.token_losses import token_losses
+
+if TYPE_CHECKING:
+    from tokenloom.clock.lr_scheduler import TokenLRScheduler
+    from tokenloom.datasets.evaluation import EvaluationDataset
+    from tokenloom.datasets.local import LocalDataset
+    from tokenloom.datasets.peek import PeekDataset
+    from tokenloom.datasets.remote import RemoteDataset
+    from tokenloom.losses.source_loss import MeanLosses, SourceLoss
+    from tokenloom.losses.token_losses import token_losses
 
 __all__ = [
     "Batch",
@@ -29,6 +36,8 @@ __all__ = [
     "EvaluationDataset",
     "LocalDataset",
     "MeanLosses",
+    "NumpyBatch",
+    "NumpyDataset",
     "PeekDataset",
     "RemoteDataset",
     "ServerUnavailable",
@@ -40,3 +49,35 @@ __all__ = [
     "token_losses",
     *_shared_errors.__all__,
 ]
+
+#: The names that need torch, and the modules that have them.
+_NEED_TORCH = {
+    "EvaluationDataset": "tokenloom.datasets.evaluation",
+    "LocalDataset": "tokenloom.datasets.local",
+    "MeanLosses": "tokenloom.losses.source_loss",
+    "PeekDataset": "tokenloom.datasets.peek",
+    "RemoteDataset": "tokenloom.datasets.remote",
+    "SourceLoss": "tokenloom.losses.source_loss",
+    "TokenLRScheduler": "tokenloom.clock.lr_scheduler",
+    "token_losses": "tokenloom.losses.token_losses",
+}
+
+if not TYPE_CHECKING:  # which would take any name for one of the package
+
+    def __getattr__(name: str) -> Any:
+        """A name that needs torch. Raises ``ModuleNotFoundError``, which says what to install."""
+        if name not in _NEED_TORCH:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            return getattr(import_module(_NEED_TORCH[name]), name)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise ModuleNotFoundError(
+                f"tokenloom.{name} needs torch, which is not installed: pip install 'tokenloom[torch]'. NumpyDataset "
+                "gives the same batches as numpy arrays without it",
+                name="torch",
+            ) from None
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

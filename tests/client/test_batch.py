@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 from tokenloom.batch.layout import Batch, Layout, StepNumbers, check_columns
-from tokenloom.batch.memory import ArrayPool
 from tokenloom.batch.packed import Message
+from tokenloom.batch.tensors import TensorMaker
 from tokenloom_proto.errors import ProtocolError
 
 
@@ -44,8 +44,8 @@ def make(ids: NDArray[Any], *, sources: list[int], starts: list[list[int]] | Non
         document_counts=[len(each) for each in starts or []],
         document_starts=[start for each in starts or [] for start in each],
     )
-    pool = ArrayPool.of(form)
-    return [message.batch(step, pool) for step in range(count)]
+    maker = TensorMaker(form)
+    return [cast("Batch", maker.batch(message, step)) for step in range(count)]
 
 
 @pytest.mark.parametrize(("id_type", "largest"), [("<u1", 255), ("<u2", 65535), ("<u4", 2**32 - 1)])

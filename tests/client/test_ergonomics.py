@@ -10,10 +10,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenloom
 import tokenloom_proto
+import torch
 from fake_server import Script, ahead, eventually, serving
 from support.server_process import ServerProcess
 from tokenloom import ConnectionOptions, EndOfData, EvaluationDataset, PeekDataset, RemoteDataset
@@ -137,7 +139,7 @@ def test_the_servers_figures_are_a_call_away_before_and_after_the_join(server: S
 def test_a_data_loader_that_would_stack_batches_is_refused_before_it_joins(arguments: dict[str, int]) -> None:
     loader: DataLoader[object] = DataLoader(RemoteDataset(NOBODY, 1), **arguments)  # type: ignore[arg-type]
 
-    with pytest.raises(RuntimeError, match=r"whole batches already.*DataLoader\(dataset, batch_size=None\)"):
+    with pytest.raises(RuntimeError, match=r"whole batches already.*dataset\.dataloader\(\)"):
         iter(loader)
 
 
@@ -147,6 +149,33 @@ def test_a_data_loader_may_do_with_batches_what_it_is_told() -> None:
         assert [next(iter(pairs)), next(iter(pairs))] == [[1, 2], [3, 4]]
         own = DataLoader(dataset, batch_size=None, collate_fn=lambda batch: batch["sample_index"])
         assert next(iter(own)) == 5
+
+
+def test_the_loader_of_a_dataset_gives_its_batches_and_leaves_the_rest_as_it_was() -> None:
+    with serving(Script(end_index=8)) as (_, url, _), RemoteDataset(url, 1) as dataset:
+        drawn = torch.get_rng_state()
+        loader = dataset.dataloader()
+        seen = [batch["sample_index"] for _, batch in zip(range(3), loader, strict=False)]
+        assert (seen, dataset.sample_index) == ([1, 2, 3], 3)
+        assert [type(batch["input_ids"]) for batch in loader] == [torch.Tensor] * 5
+        assert torch.equal(torch.get_rng_state(), drawn)
+        assert (loader.pin_memory, loader.num_workers) == (torch.cuda.is_available(), 0)
+        own = dataset.dataloader(collate_fn=lambda batch: batch["sample_index"], pin_memory=False)
+        assert (list(own), own.pin_memory) == ([], False)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"batch_size": 8}, "batch_size=8: the server makes batches and their order"),
+        ({"sampler": [1]}, r"sampler=\[1\]: the server makes batches and their order"),
+        ({"num_workers": 2}, r"num_workers=2: a worker would have the state.*StatefulLoader\(dataset, num_workers=1\)"),
+    ],
+    ids=["batch_size", "sampler", "workers"],
+)
+def test_a_loader_that_would_be_wrong_is_refused_when_it_is_made(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        RemoteDataset(NOBODY, 1).dataloader(**options)
 
 
 # --- Notebooks ----------------------------------------------------------------------------------------------------
@@ -220,7 +249,7 @@ def test_a_join_that_was_interrupted_can_be_made_again(server: ServerProcess) ->
 
 SCRIPT = """
 import torch
-from tokenloom import Batch, EndOfData, RemoteDataset
+from tokenloom import Batch, EndOfData, NumpyDataset, RemoteDataset
 
 def train(dataset: RemoteDataset, model: torch.nn.Module) -> int:
     seen = 0
@@ -242,6 +271,7 @@ def first(dataset: RemoteDataset) -> Batch:
 with RemoteDataset("grpc://127.0.0.1:1/run", 4, accumulate=2, at_end="raise") as dataset:
     first(dataset)["no_such_column"]
 RemoteDataset("grpc://127.0.0.1:1/run", at_end="never")
+reveal_type(next(iter(NumpyDataset("grpc://127.0.0.1:1/run", 4)))["cu_seqlens"])
 """
 
 
@@ -258,9 +288,10 @@ def test_a_users_script_is_checked_strictly_against_the_packages_types(tmp_path:
         check=False,
     )
     lines = [line.partition("train.py:")[2] for line in answer.stdout.splitlines()]
-    assert len(lines) == 3, answer.stdout + answer.stderr
+    assert len(lines) == 4, answer.stdout + answer.stderr
     assert 'Revealed type is "torch._tensor.Tensor"' in lines[0]
     assert 'TypedDict "Batch" has no key "no_such_column"' in lines[1]
     assert "incompatible type \"Literal['never']\"; expected \"Literal['stop', 'raise']\"" in lines[2]
+    assert "numpy.ndarray[" in lines[3]
     for package in (tokenloom, tokenloom_proto):
         assert Path(str(package.__file__)).with_name("py.typed").is_file(), "checkers ignore its types"

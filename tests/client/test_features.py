@@ -12,6 +12,7 @@ import torch
 from support.features import document, order_of, write_arrow
 from tokenloom.batch.layout import StepNumbers
 from tokenloom.batch.rows import Bucket, Feature, RowsMessage
+from tokenloom.batch.tensors import tensors_of
 from tokenloom_proto.errors import ProtocolError
 from tokenloom_server.order.steps import BatchPlan
 
@@ -82,7 +83,7 @@ def test_a_tensor_comes_out_as_it_was_put_in(tmp_path: Path, dtype: str) -> None
         ],
     )
     for step in range(2):
-        batch = message.batch(step)
+        batch = tensors_of(message.batch(step))
         assert batch["x"].dtype is tensor.dtype
         assert batch["x"].shape == (SIZE, 3, 5)
         expected = tensor[step * SIZE : (step + 1) * SIZE]
@@ -121,7 +122,7 @@ TEXT = Feature("t", "string", ())
 
 def test_texts_of_one_size_need_no_sizes_beside_them() -> None:
     row = np.array([1, 2], "<i2").tobytes() + (3).to_bytes(4, "little") + b"abc"
-    batch = message(row * 2, (X, TEXT)).batch(0)
+    batch = tensors_of(message(row * 2, (X, TEXT)).batch(0))
     assert batch["x"].tolist() == [[1, 2]] * 2
     assert batch["t"] == ["abc", "abc"]
 
@@ -134,7 +135,7 @@ def test_texts_of_one_size_need_no_sizes_beside_them() -> None:
         (b"1234567", (X,), {}, "1 micro-steps have 8 bytes, but 7 came"),
         (b"12345678", (X,), {"sample_bytes": [4, 3]}, "2 rows of 4 bytes or more were expected"),
         (b"12345678", (X,), {"sample_bytes": [8]}, "2 rows of 4 bytes or more were expected"),
-        (b"12345678", (Feature("x", "int17", (2,)),), {}, "is of dtype 'int17', which torch .* does not have"),
+        (b"12345678", (Feature("x", "int17", (2,)),), {}, "is of dtype 'int17', which this client does not know"),
     ],
 )
 def test_a_message_that_does_not_fit_is_refused(data: bytes, features: Any, fields: Any, says: str) -> None:

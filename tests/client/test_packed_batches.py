@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -14,8 +14,8 @@ import torch
 from support.corpora import CODE, DOCS, WIKI, flat, order_of, write_corpus
 from support.messages import message_of
 from tokenloom.batch.layout import IGNORED, OPTIONAL_COLUMNS, Batch, Layout, StepNumbers
-from tokenloom.batch.memory import ArrayPool
 from tokenloom.batch.packed import Message
+from tokenloom.batch.tensors import TensorMaker
 from tokenloom_proto.errors import ProtocolError
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.steps import PADDING, BatchPlan
@@ -49,7 +49,7 @@ def batches(order: PipelineFactory, *asked: str) -> Iterator[tuple[Batch, list[l
     """The batches of a run on one rank, and what each sample is made of; nothing for one of padding."""
     state, layout = order.initial(), layout_of(order, *asked)
     parts = {i: order.spans(i, source, 10_000) for i, source in enumerate(state.sources)}
-    pipeline, pool = order.pipeline(state), ArrayPool.of(layout)
+    pipeline, maker = order.pipeline(state), TensorMaker(layout)
     plan = BatchPlan(start_index=0, world_size=1, batch_size=BATCH, group_micro_steps=2)
     while pipeline.ended is None:
         group = pipeline.begin_group(plan)
@@ -59,7 +59,7 @@ def batches(order: PipelineFactory, *asked: str) -> Iterator[tuple[Batch, list[l
             return
         message = message_of(layout, group)
         for step in range(count):
-            batch = message.batch(step, pool)
+            batch = cast("Batch", maker.batch(message, step))
             yield batch, [next(parts[i]) if i != PADDING else [] for i in batch["source_ids"].tolist()]
 
 

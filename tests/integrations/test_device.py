@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,11 @@ import torch
 import yaml
 from support.server_process import ServerProcess
 from tokenloom import PeekDataset, RemoteDataset
-from tokenloom.batch.device import DeviceSteps, Transfer, resolve
+from tokenloom.batch.device import Transfer, resolve
 from tokenloom.batch.layout import OPTIONAL_COLUMNS, Layout, StepNumbers
-from tokenloom.batch.memory import ArrayPool
 from tokenloom.batch.packed import Message
 from tokenloom.batch.rows import Bucket, Feature, RowsMessage
+from tokenloom.batch.tensors import TensorMaker, tensors_of
 
 GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
@@ -91,11 +91,11 @@ def test_batches_of_all_layouts_equal_those_of_the_cpu(device: str, id_type: str
         for asked in (frozenset(), COLUMNS):
             options = dict(zip(flags, chosen, strict=True))
             layout = Layout(batch_size=SIZE, sequence_length=LENGTH, id_type=id_type, columns=asked, **options)
-            message, pool = message_of(layout, seed=compared), ArrayPool.of(layout)
+            message, maker = message_of(layout, seed=compared), TensorMaker(layout)
             transfer = Transfer(torch.device(device), layout)
             for step in range(STEPS):
-                expected = message.batch(step, pool)
-                assert_equal(dict(transfer.batch(message, step)), dict(expected), device)
+                expected = maker.batch(message, step)
+                assert_equal(transfer.batch(message, step), expected, device)
                 compared += 1
     assert compared == 2 ** len(flags) * 2 * STEPS
 
@@ -113,18 +113,18 @@ def test_ids_cross_as_narrow_as_they_travelled(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_step_that_was_sent_ahead_is_not_sent_again_and_may_be_dropped(device: str) -> None:
     layout = Layout(batch_size=SIZE, sequence_length=LENGTH, id_type="<u2", shifted=True)
-    message, other, pool = message_of(layout), message_of(layout, seed=1), ArrayPool.of(layout)
+    message, other, maker = message_of(layout), message_of(layout, seed=1), TensorMaker(layout)
     transfer = Transfer(torch.device(device), layout)
 
     first = transfer.batch(message, 0)
     transfer.send(message, 1)
     sent = transfer.copied_bytes
-    assert_equal(dict(transfer.batch(message, 1)), dict(message.batch(1, pool)), device)
+    assert_equal(transfer.batch(message, 1), maker.batch(message, 1), device)
     assert transfer.copied_bytes == sent
 
     transfer.send(message, 2)
-    assert_equal(dict(transfer.batch(other, 2)), dict(other.batch(2, pool)), device)
-    assert_equal(dict(first), dict(message.batch(0, pool)), device)
+    assert_equal(transfer.batch(other, 2), maker.batch(other, 2), device)
+    assert_equal(first, maker.batch(message, 0), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -139,7 +139,7 @@ def test_tensors_are_their_holders_alone(device: str) -> None:
             before = tensor._version
             tensor.fill_(7)
             assert tensor._version == before + 1, name
-    assert_equal(dict(later), dict(message.batch(2, ArrayPool.of(layout))), device)
+    assert_equal(later, TensorMaker(layout).batch(message, 2), device)
     assert all(bool((t == 7).all()) for t in batch.values() if isinstance(t, torch.Tensor))
 
 
@@ -177,7 +177,7 @@ def test_rows_in_batches_cross_as_they_are(device: str) -> None:
     )
     transfer = Transfer(torch.device(device), Layout(batch_size=2, sequence_length=1, id_type="<u2", shifted=False))
     for step in range(2):
-        found, expected = dict(transfer.batch(message, step)), message.batch(step)  # type: ignore[arg-type]
+        found, expected = transfer.batch(message, step), tensors_of(message.batch(step))
         assert found["caption"] == [caption] * 2
         assert found["latent"].dtype == torch.bfloat16
         for name in ("image", "latent", "length", "source_ids", "sample_ids"):
@@ -199,7 +199,7 @@ def test_no_memory_is_written_while_the_gpu_still_reads_it() -> None:
         columns=frozenset({"position_ids"}),
     )
     steps = 60
-    message, pool = message_of(layout, steps=steps), ArrayPool.of(layout)
+    message, maker = message_of(layout, steps=steps), TensorMaker(layout)
     transfer, own = Transfer(torch.device("cuda"), layout), torch.cuda.Stream()
     kept = []
     for step in range(steps):
@@ -213,9 +213,9 @@ def test_no_memory_is_written_while_the_gpu_still_reads_it() -> None:
             transfer.send(message, step + 1)
     torch.cuda.synchronize()
     for step, found in enumerate(kept):
-        expected = message.batch(step, pool)
+        expected = maker.batch(message, step)
         for name, tensor in found.items():
-            assert torch.equal(tensor.cpu(), expected[name]), (step, name)  # type: ignore[literal-required]
+            assert torch.equal(tensor.cpu(), expected[name]), (step, name)
 
 
 @pytest.fixture(scope="module")
@@ -268,10 +268,14 @@ def test_what_cannot_be_sent_ahead_costs_no_batch(url: str, monkeypatch: pytest.
     with PeekDataset(url, 4, at="fresh") as dataset:
         expected = list(dataset)
 
-    def out_of_memory(*_: object) -> None:
-        raise MemoryError("no pinned memory")
+    send = Transfer.send
 
-    monkeypatch.setattr(DeviceSteps, "send", out_of_memory)
+    def out_of_memory(self: Transfer, message: Message, step: int) -> None:
+        if sys._getframe(1).f_code.co_name != "batch":
+            raise MemoryError("no pinned memory")
+        send(self, message, step)
+
+    monkeypatch.setattr(Transfer, "send", out_of_memory)
     with PeekDataset(url, 4, at="fresh", device="cpu") as dataset:
         found = list(dataset)
     assert len(found) == len(expected)
@@ -300,7 +304,7 @@ def test_a_device_that_cannot_be_used_is_refused_with_the_reason() -> None:
 
 def test_ranks_and_workers_say_where_batches_can_be_made(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = PeekDataset(url, 4)
-    monkeypatch.setattr(dataset, "_request", replace(dataset._request, device=torch.device("cuda")))
+    monkeypatch.setattr(dataset, "_device", torch.device("cuda"))
     loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1)
     with pytest.raises(RuntimeError, match="makes batches in the trainer's process"):
         next(iter(loader))

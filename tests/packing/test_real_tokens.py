@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,7 +12,7 @@ import pytest
 from support.corpora import CODE, DOCS, PROSE, WIKI, flat, numbers, order_of, write_corpus
 from support.messages import message_of
 from tokenloom.batch.layout import IGNORED, Batch, Layout
-from tokenloom.batch.memory import ArrayPool
+from tokenloom.batch.tensors import TensorMaker
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import Pipeline
 from tokenloom_server.order.steps import PADDING, BatchPlan
@@ -52,7 +52,7 @@ def steps(order: PipelineFactory, pipeline: Pipeline | None = None) -> Iterator[
     """The batches of all ranks, step by step, from what each rank's stream carries. Groups are filled in bursts."""
     layout = layout_of(order)
     pipeline = pipeline or order.pipeline(order.initial())
-    pool = ArrayPool.of(layout)
+    maker = TensorMaker(layout)
     plan = BatchPlan(start_index=pipeline.sample_index, world_size=WORLD, batch_size=BATCH, group_micro_steps=GROUP)
     while pipeline.ended is None:
         group = pipeline.begin_group(plan)
@@ -61,7 +61,7 @@ def steps(order: PipelineFactory, pipeline: Pipeline | None = None) -> Iterator[
         count = len(group.marks)
         messages = [message_of(layout, group, rank) for rank in range(WORLD if count else 0)]
         for step in range(count):
-            yield [message.batch(step, pool) for message in messages]
+            yield [cast("Batch", maker.batch(message, step)) for message in messages]
 
 
 def recount(order: PipelineFactory, batches: list[Batch]) -> tuple[int, int]:

@@ -17,6 +17,8 @@ SPECS = (
     "megatron:a",
     "npy:a",
     "npy:a:int32",
+    "mds:a:b",
+    "mds:s3://a/b:c:uint16",
 )
 
 

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tokenloom.batch.layout import IGNORED, PADDING, Batch, Layout
-from tokenloom.batch.memory import ArrayPool
+from tokenloom.batch.arrays import Steps
+from tokenloom.batch.layout import IGNORED, PADDING, Layout
 from tokenloom.batch.packed import Message, Parts
-from tokenloom.batch.rows import RowsMessage
+from tokenloom.batch.tensors import tensors_of
 
 #: An array on the host, and its type and shape as a tensor.
 _Column: TypeAlias = tuple[NDArray[Any], torch.dtype, tuple[int, ...]]
@@ -63,25 +63,9 @@ def resolve(device: str | torch.device) -> torch.device:
     return resolved
 
 
-class DeviceSteps:
-    """A message whose batches are made on a device."""
-
-    def __init__(self, message: Message | RowsMessage, transfer: Transfer) -> None:
-        self._message = message
-        self._transfer = transfer
-        self.label_tokens = message.label_tokens
-
-    def batch(self, step: int, _: ArrayPool) -> Batch:
-        """The batch of a micro-step, counted from 0 in the message."""
-        return self._transfer.batch(self._message, step)
-
-    def send(self, step: int) -> None:
-        """Begins the copy of a micro-step that is to be asked for next."""
-        self._transfer.send(self._message, step)
-
-
 class Transfer:
-    """Takes micro-steps to a device. For one thread at a time, as ``next()`` is."""
+    """Takes micro-steps to a device: makes the batches of a launch there. For one thread at a time, as ``next()``
+    is."""
 
     def __init__(self, device: torch.device, layout: Layout) -> None:
         """``cuda`` is the current one of this thread."""
@@ -94,7 +78,7 @@ class Transfer:
         self._memory = [_Memory(), _Memory()]
         self._sent: _Sent | None = None
 
-    def send(self, message: Message | RowsMessage, step: int) -> None:
+    def send(self, message: Steps, step: int) -> None:
         """Begins the copy of a step: for the CPU's work only, it waits for nothing of the device's but the copy before
         the last."""
         if self._sent is not None and self._sent.is_of(message, step):
@@ -122,7 +106,7 @@ class Transfer:
         self.copied_bytes += size
         self._sent = _Sent(message, step, memory, places, made_of)
 
-    def batch(self, message: Message | RowsMessage, step: int) -> Batch:
+    def batch(self, message: Steps, step: int) -> dict[str, Any]:
         """The batch of a micro-step, ready for what the current stream does next."""
         self.send(message, step)
         sent, self._sent = self._sent, None
@@ -146,7 +130,7 @@ class Transfer:
                 memory.used = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 memory.used.record(stream)
                 memory.device.record_stream(stream)
-        return batch  # type: ignore[return-value]
+        return batch
 
     def _allocate(self, memory: _Memory, size: int) -> None:
         memory.host = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
@@ -184,23 +168,23 @@ class _Place(NamedTuple):
 class _Sent(NamedTuple):
     """A micro-step whose copy has begun."""
 
-    message: Message | RowsMessage
+    message: Steps
     step: int
     memory: _Memory
     places: dict[str, _Place]
     made_of: Parts | dict[str, Any]
 
-    def is_of(self, message: Message | RowsMessage, step: int) -> bool:
+    def is_of(self, message: Steps, step: int) -> bool:
         return self.message is message and self.step == step
 
 
-def _columns(message: Message | RowsMessage, step: int) -> tuple[dict[str, _Column], Parts | dict[str, Any]]:
+def _columns(message: Steps, step: int) -> tuple[dict[str, _Column], Parts | dict[str, Any]]:
     """What of a micro-step crosses to the device, and the rest of it."""
     if isinstance(message, Message):
         parts = message.parts(step)
         return {name: (own, _SIGNED[own.itemsize], own.shape) for name, own in parts.arrays.items()}, parts
     # Rows travel in the types that they have for torch, some of which numpy does not know.
-    batch = message.batch(step)
+    batch = tensors_of(message.batch(step))
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     return {
         name: (tensor.reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape))

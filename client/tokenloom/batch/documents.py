@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from tokenloom_proto.errors import ProtocolError
 
-from tokenloom.batch.layout import Batch, Layout
+from tokenloom.batch.layout import Layout, NumpyBatch
 from tokenloom.batch.memory import ArrayPool
 
 #: Where tokens begin and end among the ids of each sample; [micro-steps, B] each.
@@ -74,7 +73,7 @@ class DocumentColumns:
         labels: NDArray[np.int64] = self._boundaries[first:last] - step * self._step_size
         return labels
 
-    def add_to(self, batch: Batch, step: int, pool: ArrayPool) -> None:
+    def add_to(self, batch: NumpyBatch, step: int, pool: ArrayPool) -> None:
         """Adds the columns of a micro-step."""
         here = slice(self._bounds[step], self._bounds[step + 1])
         for name, (jumps, slope) in self._jumps.items():
@@ -83,10 +82,10 @@ class DocumentColumns:
             flat.fill(slope)
             flat[self._begins[here]] = jumps[here]
             np.cumsum(flat, out=flat)
-            batch[name] = torch.from_numpy(column)  # type: ignore[literal-required]
+            batch[name] = column  # type: ignore[literal-required]
         if self._has_lengths:
             edges = self._edges(here)
-            batch["cu_seqlens"] = torch.from_numpy(edges)
+            batch["cu_seqlens"] = edges
             batch["max_seqlen"] = int(np.diff(edges).max())
 
     def add_parts(self, arrays: dict[str, NDArray[Any]], numbers: dict[str, int], step: int) -> dict[str, int]:

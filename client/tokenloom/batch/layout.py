@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    import torch
     from typing_extensions import NotRequired
 
 #: The label that losses ignore.
@@ -21,7 +21,27 @@ PADDING = -1
 OPTIONAL_COLUMNS = ("position_ids", "document_ids", "attention_mask", "loss_mask", "cu_seqlens")
 
 
-class Batch(TypedDict):
+class BatchNumbers(TypedDict):
+    """The numbers of a batch: the same on every rank."""
+
+    sample_index: int
+    """End of the micro-step in the run's global order: what ``state_dict(at=)`` takes."""
+    total_tokens: int
+    """Tokens of the whole run after this micro-step: ``sequence_length`` for every sample."""
+    real_tokens: int
+    """Of these, those that are documents': without padding."""
+    global_tokens: int
+    """Its real tokens over all ranks: positions of ``input_ids`` that are not padding."""
+    global_label_tokens: int
+    """Labels that a causal model predicts, over all ranks and all micro-steps of the optimiser step that this batch
+    belongs to (``accumulate``); the same in each of its batches. Those are the labels that are not −100; where labels
+    equal ``input_ids`` (``labels: same``), without each sample's first, which has nothing before it. A sum of losses
+    over these labels, divided by this number and summed over ranks and micro-steps, is the mean over all of them."""
+    max_seqlen: NotRequired[int]
+    """Of this rank alone: tokens of the longest document of ``cu_seqlens``, with which it comes."""
+
+
+class Batch(BatchNumbers):
     """One micro-step of one rank: B samples of L tokens. Tensors are int64 and writable where nothing else is said."""
 
     input_ids: torch.Tensor
@@ -32,19 +52,6 @@ class Batch(TypedDict):
     """[B]; −1 for a padding sample."""
     sample_ids: torch.Tensor
     """[B], indices in the run's global order; −1 for a padding sample."""
-    sample_index: int
-    """End of the micro-step in the run's global order, the same on every rank: what ``state_dict(at=)`` takes."""
-    total_tokens: int
-    """Tokens of the whole run after this micro-step, the same on every rank: ``sequence_length`` for every sample."""
-    real_tokens: int
-    """Of these, those that are documents': without padding, and the same on every rank."""
-    global_tokens: int
-    """Its real tokens over all ranks, the same on each: positions of ``input_ids`` that are not padding."""
-    global_label_tokens: int
-    """Labels that a causal model predicts, over all ranks and all micro-steps of the optimiser step that this batch
-    belongs to (``accumulate``); the same in each of its batches. Those are the labels that are not −100; where labels
-    equal ``input_ids`` (``labels: same``), without each sample's first, which has nothing before it. A sum of losses
-    over these labels, divided by this number and summed over ranks and micro-steps, is the mean over all of them."""
     position_ids: NotRequired[torch.Tensor]
     """[B, L], counted from 0 in each document (and in padding)."""
     document_ids: NotRequired[torch.Tensor]
@@ -56,8 +63,32 @@ class Batch(TypedDict):
     cu_seqlens: NotRequired[torch.Tensor]
     """int32, [documents + 1]: where each document begins among the B · L tokens of the batch, and their end, as
     ``flash_attn_varlen_func`` takes it. A sample's padding counts as a document."""
-    max_seqlen: NotRequired[int]
-    """Tokens of the longest of these; comes with ``cu_seqlens``."""
+
+
+class NumpyBatch(BatchNumbers):
+    """As ``Batch``, with numpy arrays of the same shapes, dtypes and values."""
+
+    input_ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    source_ids: NDArray[np.int64]
+    sample_ids: NDArray[np.int64]
+    position_ids: NotRequired[NDArray[np.int64]]
+    document_ids: NotRequired[NDArray[np.int64]]
+    attention_mask: NotRequired[NDArray[np.int64]]
+    loss_mask: NotRequired[NDArray[np.int64]]
+    cu_seqlens: NotRequired[NDArray[np.int32]]
+
+
+class RawColumn(NamedTuple):
+    """A column of rows before it has a type, which numpy may not know."""
+
+    name: str
+    dtype: str
+    """By its torch name, such as ``bfloat16``."""
+    shape: tuple[int, ...]
+    """[B, …]"""
+    data: NDArray[np.uint8]
+    """[B, bytes of a row]"""
 
 
 def check_columns(columns: Iterable[str]) -> frozenset[str]:

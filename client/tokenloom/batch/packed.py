@@ -1,4 +1,4 @@
-"""From the ids of one message to the tensors of its micro-steps.
+"""From the ids of one message to the arrays of its micro-steps.
 
 A message keeps its ids as they travelled. A micro-step is widened when it is asked for, into memory that the
 caches still hold: what waits takes an eighth of the room or a quarter of it, and is not written to main
@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from tokenloom_proto.errors import ProtocolError
 
 from tokenloom.batch.documents import DocumentColumns, Filled
-from tokenloom.batch.layout import IGNORED, PADDING, Batch, Layout, StepNumbers
+from tokenloom.batch.layout import IGNORED, PADDING, Layout, NumpyBatch, StepNumbers
 from tokenloom.batch.memory import ArrayPool
 
 
@@ -86,11 +85,11 @@ class Message:
                 filled = np.zeros_like(ends), ends
             self._documents = DocumentColumns(layout, count, document_counts, document_starts, filled)
 
-    def batch(self, step: int, pool: ArrayPool) -> Batch:
+    def batch(self, step: int, pool: ArrayPool) -> NumpyBatch:
         """The batch of a micro-step, counted from 0 in the message.
 
-        No tensor is a view of another. Autograd hears of each write, and must not take one into the labels, or
-        into a later micro-step, for one into the ids that it keeps.
+        No array is a view of another. Autograd hears of each write to a tensor over one, and must not take one into
+        the labels, or into a later micro-step, for one into the ids that it keeps.
         """
         layout, ids = self._layout, self._ids[step]
         pool.fit((layout.batch_size, layout.sequence_length))
@@ -102,12 +101,12 @@ class Message:
         sources, samples = self._steps.samples(step, layout.batch_size)
         self._ignore(step, sources, labels)
         batch = cast(
-            "Batch",
+            "NumpyBatch",
             {
-                "input_ids": torch.from_numpy(inputs),
-                "labels": torch.from_numpy(labels),
-                "source_ids": torch.from_numpy(np.array(sources, np.int64)),
-                "sample_ids": torch.from_numpy(samples),
+                "input_ids": inputs,
+                "labels": labels,
+                "source_ids": np.array(sources, np.int64),
+                "sample_ids": samples,
                 **self._steps.of_batch(step),
             },
         )
@@ -116,11 +115,11 @@ class Message:
         if "attention_mask" in layout.columns:
             (attended,) = pool.take(1)
             attended[...] = self._attended(step, sources)
-            batch["attention_mask"] = torch.from_numpy(attended)
+            batch["attention_mask"] = attended
         if "loss_mask" in layout.columns:
             (counted,) = pool.take(1)
             np.not_equal(labels, IGNORED, out=counted, casting="unsafe")
-            batch["loss_mask"] = torch.from_numpy(counted)
+            batch["loss_mask"] = counted
         return batch
 
     def parts(self, step: int) -> Parts:

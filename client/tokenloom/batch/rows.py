@@ -1,4 +1,4 @@
-"""From the bytes of one message to batches of rows: tensors of one shape each, and texts.
+"""From the bytes of one message to batches of rows: columns of one shape each, and texts.
 
 A sample travels as its tensors, one column after the other, and then its texts. A batch's column is copied once,
 from the message into memory of its own.
@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from tokenloom_proto.errors import ProtocolError
 
-from tokenloom.batch.layout import StepNumbers
+from tokenloom.batch.layout import RawColumn, StepNumbers
 
 _TEXTS = ("string", "binary")
 _SIZE_BYTES = 4
@@ -35,7 +33,7 @@ class Feature(NamedTuple):
     @property
     def bytes(self) -> int:
         """Of the part of a sample that has one size."""
-        return _SIZE_BYTES if self.is_text else math.prod(self.shape) * _dtype(self).itemsize
+        return _SIZE_BYTES if self.is_text else math.prod(self.shape) * _item_bytes(self)
 
 
 class Bucket(NamedTuple):
@@ -78,8 +76,8 @@ class RowsMessage:
             raise ProtocolError(f"{count} micro-steps have {self._begins[-1]} bytes, but {len(self._data)} came")
 
     def batch(self, step: int, _: object = None) -> dict[str, Any]:
-        """The batch of a micro-step, counted from 0 in the message: by column a tensor [B, …] or a list, and what each
-        batch has beside them. Raises ``ProtocolError``."""
+        """The batch of a micro-step, counted from 0 in the message: by column a ``RawColumn`` or a list, and what
+        each batch has beside them. Raises ``ProtocolError``."""
         bucket, size = self._buckets[step], self._size
         data = self._data[self._begins[step] : self._begins[step + 1]]
         ends = np.cumsum(bucket.sample_bytes or [len(data) // size] * size).tolist()
@@ -99,7 +97,7 @@ class RowsMessage:
                     row[...] = sample[offset : offset + feature.bytes]
             offset += feature.bytes
             if not feature.is_text:
-                batch[feature.name] = _tensor(part, feature)
+                batch[feature.name] = RawColumn(feature.name, feature.dtype, (size, *feature.shape), part)
                 continue
             sizes = part.view("<u4")[:, 0].tolist()
             texts = [
@@ -111,8 +109,8 @@ class RowsMessage:
             raise ProtocolError(f"rows of {list(map(len, samples))} bytes came, but their columns have {tails}")
         sources, sample_ids = self._steps.samples(step, size)
         return batch | {
-            "source_ids": torch.tensor(sources, dtype=torch.int64),
-            "sample_ids": torch.from_numpy(sample_ids),
+            "source_ids": np.array(sources, np.int64),
+            "sample_ids": sample_ids,
             "dataset_id": bucket.source,
             "bucket": bucket.name,
             **self._steps.of_batch(step),
@@ -136,18 +134,16 @@ class RowsMessage:
         return row_bytes * self._size
 
 
-def _dtype(feature: Feature) -> torch.dtype:
-    dtype = getattr(torch, feature.dtype, None)
-    if not isinstance(dtype, torch.dtype):
+def _item_bytes(feature: Feature) -> int:
+    """Bytes of an item. Raises ``ProtocolError`` for a dtype that nobody knows."""
+    if feature.dtype == "bfloat16":
+        return 2
+    if feature.dtype.startswith("float8"):
+        return 1
+    try:
+        return np.dtype(feature.dtype).itemsize
+    except TypeError:
         raise ProtocolError(
-            f"column {feature.name!r} is of dtype {feature.dtype!r}, which torch {torch.__version__} does not have: "
-            "install a newer torch, or leave the column out of batching.columns"
-        )
-    return dtype
-
-
-def _tensor(part: NDArray[np.uint8], feature: Feature) -> torch.Tensor:
-    shape = (len(part), *feature.shape)
-    if not part.shape[1]:
-        return torch.empty(shape, dtype=_dtype(feature))
-    return torch.from_numpy(part).view(_dtype(feature)).reshape(shape)
+            f"column {feature.name!r} is of dtype {feature.dtype!r}, which this client does not know: install the "
+            "client of the server's version"
+        ) from None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tokenloom_proto.batch_schedule import BatchSchedule, Sizes
 
 if TYPE_CHECKING:
-    from tokenloom.datasets.training import TrainingDataset
+    from tokenloom.datasets.committed import CommittedDataset
 
 log = logging.getLogger("tokenloom")
 
@@ -63,7 +63,7 @@ class TokenBudget:
             )
 
     @classmethod
-    def of(cls, dataset: TrainingDataset, *, parameters: int = 0, factor: float = 0.0) -> TokenBudget:
+    def of(cls, dataset: CommittedDataset, *, parameters: int = 0, factor: float = 0.0) -> TokenBudget:
         """The budget of a dataset's run, from the server's plan: from the run's beginning to the end of its data,
         whatever is consumed already, so it is the same on every rank and after a resume. Samples that fill no last
         micro-step are not counted where they are dropped.

@@ -14,13 +14,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import islice
-from typing import Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from tokenloom_proto.errors import Fenced, JoinRefused, SnapshotInvalid
 
-from tokenloom.batch.layout import Batch
-from tokenloom.batch.memory import ArrayPool
+from tokenloom.batch.arrays import Steps
 from tokenloom.connection.join import Opening, Request
 from tokenloom.connection.metrics import Metrics, Waits
 from tokenloom.errors import ServerUnavailable
@@ -44,17 +44,7 @@ STARVED_S = 0.01
 TICK_S = 1.0
 
 #: Where the trainer stands after a micro-step, and the step's place in its message.
-Step: TypeAlias = tuple[Point, "Steps", int]
-
-
-class Steps(Protocol):
-    """The micro-steps of a message."""
-
-    label_tokens: Sequence[int]
-    """Of each micro-step, over all ranks."""
-
-    def batch(self, step: int, pool: ArrayPool) -> Batch:
-        """The batch of a micro-step, counted from 0 in the message."""
+Step: TypeAlias = tuple[Point, Steps, int]
 
 
 class StepBuffer:
@@ -80,7 +70,7 @@ class StepBuffer:
         self.end_reason: str | None = None
         self.closing = False
         self._steps: deque[Step] = deque()
-        self._pool = ArrayPool.of(opening.layout)
+        self._maker = request.maker(opening.layout)
         self._error: BaseException | None = None
         self._waiting_for = "the connection"
         self._heard_at = time.monotonic()
@@ -179,7 +169,7 @@ class StepBuffer:
 
     # The trainer's side
 
-    def take(self) -> tuple[Batch, Point] | None:
+    def take(self) -> tuple[dict[str, Any], Point] | None:
         """The next batch, and where the trainer stands after it; waits for it, at most ``timeout_s``. None at the end
         of the data."""
         with self._taking:  # else two threads would get the same micro-step
@@ -189,7 +179,7 @@ class StepBuffer:
             if step is None:
                 return None
             point, message, number = step
-            batch = message.batch(number, self._pool)
+            batch = self._maker.batch(message, number)
             if self._accumulate > 1:
                 batch["global_label_tokens"] = self._label_tokens
             # Only now, so that a micro-step whose batch could not be made is not lost.
@@ -205,6 +195,7 @@ class StepBuffer:
             if self._reader_waits:
                 with self._lock:
                     self._room.notify()
+            self._send_following()
             return batch, point
 
     def _begin_optimizer_step(self) -> None:
@@ -222,7 +213,7 @@ class StepBuffer:
         with self._lock, self._waits.waiting(self.taken):
             while not (len(self._steps) >= count or self._error or self.end_reason is not None):
                 if self.closing:
-                    raise RuntimeError("the RemoteDataset was closed while a batch was waited for")
+                    raise RuntimeError("the dataset was closed while a batch was waited for")
                 tick_s = TICK_S if self._starved else STARVED_S
                 if self._step_ready.wait(tick_s):
                     continue
@@ -246,12 +237,12 @@ class StepBuffer:
                 raise self._error
             return self._steps[0] if self._steps else None
 
-    def following(self) -> Step | None:
-        """The micro-step that ``take`` would give next, if it is there; for who prepares it."""
-        try:
-            return self._steps[0]
-        except IndexError:
-            return None
+    def _send_following(self) -> None:
+        """Begins the micro-step that ``take`` would give next, if it is there. What cannot be begun now is tried
+        again, and raised, when it is asked for."""
+        with suppress(Exception):
+            _, message, number = self._steps[0]
+            self._maker.send(message, number)
 
     def close(self) -> None:
         """Lets all parties come to an end."""

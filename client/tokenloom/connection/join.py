@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import grpc
 import numpy as np
-import torch
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto import process
 from tokenloom_proto.address import Address
@@ -21,6 +20,7 @@ from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_proto.errors import ProtocolError
 from tokenloom_proto.resume import counts_at, real_tokens, sources_of
 
+from tokenloom.batch.arrays import ArrayMaker, BatchMaker
 from tokenloom.batch.layout import Layout
 from tokenloom.connection.channel import Retry, failure, is_named, retry_for_s, retryable, summary, times_out
 from tokenloom.connection.options import ConnectionOptions
@@ -57,8 +57,8 @@ class Request:
     samples: int | None = None
     """How many samples of a stream to evaluate on, 0 for all of it. None: the stream is trained on."""
     columns: frozenset[str] = frozenset()
-    device: torch.device | None = None
-    """Where batches are made; None: in ordinary memory, by numpy."""
+    maker: Callable[[Layout], BatchMaker] = ArrayMaker
+    """Makes the batches of a layout, as what the dataset gives: arrays, or tensors, or tensors on a device."""
 
     @property
     def address(self) -> Address:

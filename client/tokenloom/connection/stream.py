@@ -14,11 +14,10 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from itertools import count, repeat
 from operator import lt
-from typing import Any, cast
+from typing import Any
 
 import grpc
 from tokenloom_proto import dataloader_pb2 as wire
@@ -26,11 +25,11 @@ from tokenloom_proto import process
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_proto.errors import ProtocolError
 
-from tokenloom.batch.device import DeviceSteps, Transfer
-from tokenloom.batch.layout import Batch, StepNumbers
+from tokenloom.batch.arrays import Steps
+from tokenloom.batch.layout import StepNumbers
 from tokenloom.batch.packed import Message
 from tokenloom.batch.rows import Bucket, Feature, RowsMessage
-from tokenloom.connection.buffer import SIGN_OF_LIFE_S, Step, StepBuffer, Steps
+from tokenloom.connection.buffer import SIGN_OF_LIFE_S, Step, StepBuffer
 from tokenloom.connection.channel import Channels, Retry, failure, retryable, summary
 from tokenloom.connection.join import Request, base_of, join
 from tokenloom.connection.reports import Reporter
@@ -72,22 +71,13 @@ class Connection:
         self._layouts = [replace(layout, batch_size=plan.batch_size) for plan in plans]
         self._server_epoch = self.opening.server_epoch
         self.buffer = StepBuffer(request, self.opening, self.break_stream)
-        self._transfer = Transfer(request.device, self.opening.layout) if request.device is not None else None
         self._thread = threading.Thread(target=self._run, name="tokenloom-stream", daemon=True)
         self._thread.start()
 
-    def take(self) -> tuple[Batch, Point] | None:
+    def take(self) -> tuple[dict[str, Any], Point] | None:
         """The next batch, and where the trainer stands after it; None at the end of the data. Raises what the
         background thread met."""
-        taken = self.buffer.take()
-        if self._transfer is not None and (following := self.buffer.following()) is not None:
-            _, message, number = following
-            assert isinstance(message, DeviceSteps)
-            # What cannot be sent ahead is tried again, and raised, when that micro-step is asked for: this one is
-            # there.
-            with suppress(Exception):
-                message.send(number)
-        return taken
+        return self.buffer.take()
 
     def report(self, losses: Mapping[int, tuple[float, int]], **numbers: Any) -> None:
         """Sends losses in the background, for monitoring: by source id the mean and the tokens it is of. ``numbers``
@@ -232,9 +222,8 @@ class Connection:
         layout = self._layouts[self.opening.schedule.number_at(batches.begin_index)]
         message: Steps
         if layout.rows:
-            # Its batches have a type of their own; who trains on a run with ``batching`` expects it.
             buckets = [_bucket(bucket) for bucket in batches.buckets]
-            message = cast("Steps", RowsMessage(layout.batch_size, numbers, data=ids, buckets=buckets))
+            message = RowsMessage(layout.batch_size, numbers, data=ids, buckets=buckets)
         else:
             message = Message(
                 layout,
@@ -243,9 +232,6 @@ class Connection:
                 document_counts=batches.document_counts,
                 document_starts=batches.document_starts,
             )
-        if self._transfer is not None:
-            assert isinstance(message, Message | RowsMessage)
-            message = DeviceSteps(message, self._transfer)
         digests, counts = [info.digest for info in infos], zip(repeat(batches.counts), count(1))
         points = map(Point, ends, numbers.total_tokens, numbers.real_tokens, digests, repeat(self._base), counts)
         return list(zip(points, repeat(message), count()))

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import datetime
 import os
+import sys
 import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-import torch.distributed as dist
 
 if TYPE_CHECKING:  # a build of torch may lack it
     from torch.distributed import ProcessGroup
@@ -57,6 +56,8 @@ def resolve(
     members = f"of-{world_size}"
     if rank is None or world_size is None:
         if _is_grouped():
+            import torch.distributed as dist
+
             rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
             if process_group is not None and rank >= 0:
                 members = "-".join(map(str, dist.get_process_group_ranks(process_group)))
@@ -77,6 +78,11 @@ def resolve(
 
 
 def _is_grouped() -> bool:
+    """Whether this process is in a process group. Who has not imported torch is in none, so it is not imported here."""
+    if "torch.distributed" not in sys.modules:
+        return False
+    import torch.distributed as dist
+
     return dist.is_available() and dist.is_initialized()
 
 

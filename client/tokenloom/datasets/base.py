@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import IterableDataset
-
-from tokenloom.batch.layout import Batch
 from tokenloom.connection.join import RunFacts, Source, sources_at
 from tokenloom.connection.topology import Topology
 from tokenloom.snapshot import KEY, History, Loaded, Older, Point, Positioned
@@ -18,7 +15,7 @@ if TYPE_CHECKING:
 _RUN_UNKNOWN = "only known once the run is joined: call iter() on the dataset first"
 
 
-class BatchDataset(Positioned, IterableDataset[Batch]):
+class BatchDataset(Positioned):
     """Batches of a run, with what is known of that run, and with an end. The base of every dataset."""
 
     _topology: Topology

@@ -7,13 +7,13 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.sharedctypes import RawValue
 from typing import Any, TypeAlias
 
-import torch
 from tokenloom_proto.address import Address
 
-from tokenloom.batch.device import resolve
-from tokenloom.batch.layout import Batch, check_columns
+from tokenloom.batch.layout import check_columns
 from tokenloom.connection import queries
 from tokenloom.connection.join import Request
 from tokenloom.connection.metrics import Metrics
@@ -62,7 +62,6 @@ class ConnectedDataset(BatchDataset):
         *,
         stream: str = TRAIN,
         columns: Iterable[str],
-        device: str | torch.device | None,
         **fields: Any,
     ) -> None:
         """``slot_of`` gives this process's slot, as ``topology.resolve`` does; it may wait for other ranks, so all else
@@ -70,15 +69,14 @@ class ConnectedDataset(BatchDataset):
         super().__init__()
         options = connection or ConnectionOptions()
         fields["columns"] = check_columns(columns)
-        fields["device"] = resolve(device) if device is not None else None
         server, self._topology = _find_server(url, options, stream, slot_of)
         #: What a Join asks for, where no state was loaded.
         self._request = Request(server=server, topology=self._topology, stream=stream, options=options, **fields)
         closer = weakref.finalize(self, server.share().release)
         self._server_closer: weakref.finalize[[], ConnectedDataset] | None = closer
-        # In memory that forked and spawned DataLoader workers share, so that the trainer's copy can
-        # tell that a worker's copy has the batches, and with them the state.
-        self._joined_in = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        # The process that joined. In memory that forked and spawned DataLoader workers share, so that the trainer's
+        # copy can tell that a worker's copy has the batches, and with them the state.
+        self._joined_in = RawValue("q", 0)
         self._connection: Connection | None = None
         self._connection_pid: int | None = None
         self._closer: weakref.finalize[[Connection, int], ConnectedDataset] | None = None
@@ -145,8 +143,15 @@ class ConnectedDataset(BatchDataset):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is another client, also of a slot that nobody has taken yet, and joins by itself."""
-        own = {"_server_closer": None, "_connection": None, "_closer": None, "_facts": None}
+        own: dict[str, Any] = {"_server_closer": None, "_connection": None, "_closer": None, "_facts": None}
+        if get_spawning_popen() is None:  # a copy in this process, whose Join is no business of this one's
+            own["_joined_in"] = None
         return self.__dict__ | own | {"_nonce": uuid.uuid4().hex}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if state["_joined_in"] is None:
+            self._joined_in = RawValue("q", 0)
 
     def _role(self) -> list[str]:
         """What it is in the run; for people, as what follows."""
@@ -154,6 +159,13 @@ class ConnectedDataset(BatchDataset):
 
     def _describe(self) -> str:
         """Where it stands, and whether it goes on."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches()
+
+    def _batches(self) -> Iterator[Any]:
+        """What ``iter()`` gives. Contacts the server."""
         raise NotImplementedError
 
     # The connection, and the processes
@@ -171,7 +183,7 @@ class ConnectedDataset(BatchDataset):
 
     def _check_process(self) -> None:
         """Raises ``RuntimeError`` where another process than this one has joined."""
-        if self._connection_pid == os.getpid():  # the usual case, at each batch: far cheaper than asking torch
+        if self._connection_pid == os.getpid():  # the usual case, at each batch: cheap
             return
         if self._connection is not None:
             # Measured: in most forks of a process with an open stream, gRPC crashes or hangs one of the two.
@@ -183,14 +195,14 @@ class ConnectedDataset(BatchDataset):
             )
         if self._joined_elsewhere():
             raise RuntimeError(
-                f"this {type(self).__name__} joined the run in another process ({int(self._joined_in[0])}), and a slot "
+                f"this {type(self).__name__} joined the run in another process ({self._joined_in.value}), and a slot "
                 "is served to one process only: keep a DataLoader's worker (persistent_workers=True), or make a new "
                 "dataset"
             )
 
     def _joined_elsewhere(self) -> bool:
         """Whether another process has the batches. One that this copy was handed over by gave them up."""
-        return int(self._joined_in[0]) not in (0, os.getpid(), self._connection_pid)
+        return self._joined_in.value not in (0, os.getpid(), self._connection_pid)
 
     def _check_state_is_here(self) -> None:
         if self._joined_elsewhere():
@@ -200,7 +212,7 @@ class ConnectedDataset(BatchDataset):
             )
 
 
-def batches_of(next_batch: Callable[[], Batch]) -> Iterator[Batch]:
+def batches_of(next_batch: Callable[[], Any]) -> Iterator[Any]:
     """What ``next_batch`` gives until it raises. An error is raised anew each time that it is met: a generator would
     turn it into an end of the data."""
     return iter(next_batch, None)

@@ -1,21 +1,42 @@
-"""What a ``torch.utils.data.DataLoader`` around a dataset may not do: each finds out early, and says what to write."""
+"""The ``torch.utils.data.DataLoader`` that is right for a dataset, and what others may not do: each finds out early,
+and says what to write."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import FrameType
+from typing import Any
 
 import torch
-from torch.utils.data import default_collate, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
-#: What there is to say of a length.
-NO_LENGTH = (
-    "a dataset that is trained on has no len(): the mixture says how long it goes on, and who believed a number "
-    "would stop there. No sampler is needed, since the server shuffles, and gives each rank its part of every step; "
-    "trainers take a number of steps (max_steps), and plan() and TokenBudget tell what the data are enough for"
-)
-
+#: Options of a DataLoader that are the server's business.
+_OF_THE_SERVER = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order")
 #: Where torch has what makes a DataLoader's iterators, and hands it what it says.
 _FETCHERS = "torch.utils.data._utils.fetch"
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises ``ValueError`` for options of a DataLoader that batches which are made already cannot have."""
+    for name in _OF_THE_SERVER:
+        if name in options:
+            raise ValueError(
+                f"{name}={options[name]!r}: the server makes batches and their order, so leave it out; the samples "
+                "of a batch are the dataset's batch_size"
+            )
+
+
+def loader_of(dataset: IterableDataset[Any], **options: Any) -> DataLoader[Any]:
+    """A DataLoader without a worker, whose batches are those of the dataset."""
+    options = {"collate_fn": unchanged} | options
+    # A generator of its own: each iter() of a loader draws a number, and what the model draws has to be what it was
+    # without a resume.
+    return DataLoader(dataset, batch_size=None, generator=torch.Generator(), **options)
+
+
+def unchanged(batch: Any) -> Any:
+    """A ``collate_fn`` for batches that are tensors already."""
+    return batch
 
 
 def check(device: torch.device | None, caller: FrameType) -> None:
@@ -41,6 +62,6 @@ def check(device: torch.device | None, caller: FrameType) -> None:
     if getattr(fetcher, "auto_collation", False) and getattr(fetcher, "collate_fn", None) is default_collate:
         raise RuntimeError(
             "this DataLoader makes batches (batch_size=1 unless another is given), but this dataset gives whole "
-            "batches already, so tensors would get one dimension more: use DataLoader(dataset, batch_size=None); the "
-            "samples of a rank and step are the dataset's own batch_size"
+            "batches already, so tensors would get one dimension more: use dataset.dataloader(), or batch_size=None; "
+            "the samples of a rank and step are the dataset's own batch_size"
         )

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tokenloom.batch.layout import Batch
 from tokenloom.connection.options import ConnectionOptions, check_count
 from tokenloom.connection.server import RunServer
 from tokenloom.connection.stream import Connection
 from tokenloom.connection.topology import resolve
-from tokenloom.datasets import data_loader
-from tokenloom.datasets.connected import TRAIN, ConnectedDataset, RunUrl, batches_of
+from tokenloom.datasets.connected import TRAIN, RunUrl, batches_of
+from tokenloom.datasets.tensors import TensorBatches
 from tokenloom.job_server.mixture_file import mixture_path
 from tokenloom.snapshot import Point
 
@@ -27,7 +25,7 @@ if TYPE_CHECKING:  # a build of torch may lack it
 log = logging.getLogger("tokenloom")
 
 
-class EvaluationDataset(ConnectedDataset):
+class EvaluationDataset(TensorBatches):
     """A stream of a run to evaluate on, from its beginning at each ``iter()``.
 
     ``url``, ranks, ``columns``, ``device`` and ``connection`` are as for ``RemoteDataset``, whose ``evaluation()``
@@ -78,9 +76,8 @@ class EvaluationDataset(ConnectedDataset):
         #: Known once the server said how many samples there are.
         self._steps: int | None = None
 
-    def __iter__(self) -> Iterator[Batch]:
+    def _batches(self) -> Iterator[Any]:
         """The first samples of the stream, each time."""
-        data_loader.check(self._request.device, sys._getframe(1))
         self._check_process()
         self._check_not_closed()
         if self._closer is not None:
@@ -89,7 +86,7 @@ class EvaluationDataset(ConnectedDataset):
         self._learn_length(connection)
         self._keep(connection)
 
-        def next_batch() -> Batch:
+        def next_batch() -> dict[str, Any]:
             self._check_not_closed()
             taken = connection.take()
             if taken is None:

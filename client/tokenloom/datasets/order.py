@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing.context
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from multiprocessing.context import get_spawning_popen
 from typing import Any, Literal
 
 from tokenloom_proto.errors import ProtocolError
 
-from tokenloom.batch.layout import Batch
 from tokenloom.connection.join import Request
 from tokenloom.connection.options import ConnectionOptions
-from tokenloom.datasets import data_loader
 from tokenloom.datasets.base import ResumableDataset
 from tokenloom.datasets.connected import ConnectedDataset, RunUrl, SlotOf, batches_of
 from tokenloom.errors import EndOfData
 from tokenloom.snapshot import History, Loaded, Point
 
 log = logging.getLogger("tokenloom")
+#: What there is to say of a length.
+NO_LENGTH = (
+    "a dataset that is trained on has no len(): the mixture says how long it goes on, and who believed a number "
+    "would stop there. No sampler is needed, since the server shuffles, and gives each rank its part of every step; "
+    "trainers take a number of steps (max_steps), and plan() and TokenBudget tell what the data are enough for"
+)
 _BEGUN_AGAIN = "run %s: begun again at sample %d (resume='fresh', no state loaded): what was given before comes again"
 
 
@@ -45,9 +48,8 @@ class OrderDataset(ConnectedDataset, ResumableDataset):
         self._start = Loaded.start(self.run, self.stream)
         self._at_end = at_end
 
-    def __iter__(self) -> Iterator[Batch]:
+    def _batches(self) -> Iterator[Any]:
         """Joins the run if that was not done, and goes on after the last batch yielded."""
-        data_loader.check(self._request.device, sys._getframe(1))
         self._check_process()
         if self._connection is None:
             self._check_not_closed()
@@ -55,9 +57,9 @@ class OrderDataset(ConnectedDataset, ResumableDataset):
         return batches_of(self._next)
 
     def __len__(self) -> int:
-        raise TypeError(data_loader.NO_LENGTH)
+        raise TypeError(NO_LENGTH)
 
-    def _next(self) -> Batch:
+    def _next(self) -> dict[str, Any]:
         self._check_process()
         self._check_not_closed()
         assert self._connection is not None and self._history is not None, "the iterator was made by a Join"
@@ -96,7 +98,7 @@ class OrderDataset(ConnectedDataset, ResumableDataset):
         if request.resume == "fresh" and connection.opening.facts.generation > 1 and self.rank == 0:
             log.warning(_BEGUN_AGAIN, self.run, start.sample_index)
         self._keep(connection)
-        self._joined_in[0] = os.getpid()
+        self._joined_in.value = os.getpid()
         # The loaded state may not know of samples that are passed over here: the server's does.
         # And a state of the run that was forked is none of this one, nor is an older data loader's.
         own = self._loaded if isinstance(self._loaded, Loaded) and not skips and not fork else None
@@ -107,7 +109,7 @@ class OrderDataset(ConnectedDataset, ResumableDataset):
             if self._closed:
                 return "closed before it joined"
             if self._joined_elsewhere():
-                return f"joined in process {int(self._joined_in[0])}"
+                return f"joined in process {self._joined_in.value}"
             if isinstance(self._loaded, Loaded):
                 return f"not joined yet, to go on at sample index {self._loaded.sample_index}"
             return "not joined yet"
@@ -121,7 +123,7 @@ class OrderDataset(ConnectedDataset, ResumableDataset):
         state = super().__getstate__()
         if self._connection is None:
             return state
-        if multiprocessing.context.get_spawning_popen() is None:
+        if get_spawning_popen() is None:
             raise RuntimeError(
                 f"a {type(self).__name__} cannot be copied once it has joined the run: both would take the same "
                 "batches; make a new one"

@@ -11,9 +11,10 @@ from tokenloom.connection.options import ConnectionOptions, check_count
 from tokenloom.connection.topology import ALONE
 from tokenloom.datasets.connected import RunUrl
 from tokenloom.datasets.order import OrderDataset
+from tokenloom.datasets.tensors import TensorBatches
 
 
-class PeekDataset(OrderDataset):
+class PeekDataset(TensorBatches, OrderDataset):
     """The batches of a run to look at: it joins nothing, counts nothing and fences nobody, whatever the run is doing.
 
     ``url`` is as for ``RemoteDataset``. The whole order comes, to this process alone, from ``at`` on: a sample index, a

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tokenloom_proto.batch_schedule import Sizes
 from tokenloom_proto.errors import JoinRefused
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from tokenloom.batch.frame import frame_layout, read_frame
 from tokenloom.batch.layout import IGNORED, Batch
@@ -85,7 +85,7 @@ def peers_of(rank: int) -> list[int]:
     return [process for process, other in enumerate(ranks) if int(other) == rank]
 
 
-class GroupDataset(ResumableDataset):
+class GroupDataset(ResumableDataset, IterableDataset[Batch]):
     """A rank's batches on each process of its model-parallel group.
 
     ``rank`` and ``world_size`` are data parallel; ``peers`` are the group's processes by their global ranks, the same

@@ -13,6 +13,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from tokenloom.batch.layout import Batch
+from tokenloom.datasets import data_loader
 from tokenloom.datasets.order import OrderDataset
 from tokenloom.snapshot import KEY, History, Loaded, Older, Point, Positioned
 
@@ -43,19 +44,18 @@ class StatefulLoader(Positioned):
                 f"num_workers must be 0 or 1, as a rank is one slot of the run and each worker would claim it; "
                 f"got {num_workers}"
             )
-        for name in ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order"):
-            if name in options:
-                raise ValueError(
-                    f"{name}={options[name]!r}: the server makes batches and their order, so leave it out; the samples "
-                    "of a batch are the dataset's batch_size"
-                )
+        data_loader.check_options(options)
         if not isinstance(dataset, OrderDataset):
             raise ValueError(
                 f"a {type(dataset).__name__} has no state that a worker could be ahead of: use torch's DataLoader"
             )
         self.dataset = dataset
         self._loader: DataLoader[Any] = DataLoader(
-            _Pointed(dataset, collate_fn), batch_size=None, collate_fn=_as_it_is, num_workers=num_workers, **options
+            _Pointed(dataset, collate_fn),
+            batch_size=None,
+            collate_fn=data_loader.unchanged,
+            num_workers=num_workers,
+            **options,
         )
         self._items: Iterator[Any] | None = None
         self._history: History | None = None
@@ -120,7 +120,3 @@ class _Pointed(IterableDataset[Any]):
         finally:
             if get_worker_info() is not None:
                 self._dataset.close()  # says goodbye: the next launch need not wait for this worker
-
-
-def _as_it_is(item: Any) -> Any:
-    return item

@@ -26,6 +26,7 @@ from tokenloom.batch.layout import Batch
 from tokenloom.clock.lr_scheduler import TokenLRScheduler
 from tokenloom.clock.token_budget import TokenBudget
 from tokenloom.clock.token_progress import TokenProgress
+from tokenloom.datasets import data_loader
 from tokenloom.datasets.connected import ConnectedDataset
 from tokenloom.datasets.training import TrainingDataset
 from tokenloom.integrations.checks import check_accumulate, check_processes
@@ -337,9 +338,7 @@ def _inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _loader(dataset: ConnectedDataset, collate: Callable[[Any], Any]) -> DataLoader[Any]:
-    # A generator of its own: each iter() of a loader draws a number, and what the model draws has to be what it
-    # was without a resume.
-    return DataLoader(_Steps(dataset), batch_size=None, collate_fn=collate, generator=torch.Generator())
+    return data_loader.loader_of(_Steps(dataset), collate_fn=collate)
 
 
 class _Steps(IterableDataset[Batch]):

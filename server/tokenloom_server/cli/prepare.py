@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -15,6 +16,7 @@ from tokenloom_server.cli.options import Mixture, MixtureOptions
 if TYPE_CHECKING:
     from tokenloom_server.prepare.job import Job
     from tokenloom_server.prepare.preparer import Done
+    from tokenloom_server.sources.transform import Transform
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,30 @@ class _ShardOptions:
         int | None, typer.Option(min=1, max=1024, help="Shards that are made at once; as many as cores if not given.")
     ] = None
 
-    def job(self, mixture: Path | None, out: Path, mixture_options: MixtureOptions) -> Job:
+    transform: Annotated[
+        str | None,
+        typer.Option(
+            help="A function of yours that gets batches of texts and gives those to tokenise; see docs/prepare.md.",
+            metavar="MODULE:FUNCTION",
+        ),
+    ] = None
+    transform_seconds: Annotated[
+        float, typer.Option(min=0.01, max=86_400, help="Seconds that the function may take for a batch.")
+    ] = 300.0
+    transform_mb: Annotated[
+        int, typer.Option(min=64, max=10_000_000, help="MB of memory that each process of the function may take.")
+    ] = 4096
+
+    def open_transform(self) -> AbstractContextManager[Transform | None]:
+        """The function of --transform, until the end. Raises ``ConfigError`` where it cannot be imported."""
+        if self.transform is None:
+            return nullcontext()
+        from tokenloom_server.sources.transform import Transform
+
+        memory_bytes = self.transform_mb * 1_000_000
+        return closing(Transform(self.transform, seconds=self.transform_seconds, memory_bytes=memory_bytes))
+
+    def job(self, mixture: Path | None, out: Path, mixture_options: MixtureOptions, transform: Transform | None) -> Job:
         """What is to be prepared into the folder ``out``. Raises ``ConfigError``, and what opening sources raises."""
         from tokenloom_server.prepare.job import Job
 
@@ -59,6 +84,7 @@ class _ShardOptions:
             ids_too=self.ids,
             shuffled=self.shuffle,
             threads=self.threads or os.cpu_count() or 1,
+            transform=transform,
         )
 
 
@@ -88,10 +114,11 @@ def prepare(
     set_up_logging("warning")
     refuse_others(out)
     try:
-        with console(stderr=True).status("opening sources and tokeniser"):
-            job = options.job(mixture, out, mixture_options)
-        with Progress(input_bytes(job), "rows") as progress:
-            done = make(job, out, on_done=progress.advance, on_kept=progress.kept)
+        with options.open_transform() as transform:
+            with console(stderr=True).status("opening sources and tokeniser"):
+                job = options.job(mixture, out, mixture_options, transform)
+            with Progress(input_bytes(job), "rows") as progress:
+                done = make(job, out, on_done=progress.advance, on_kept=progress.kept)
     except KeyboardInterrupt:
         console(stderr=True).print("stopped; the same command goes on after what is done")
         raise typer.Exit(130) from None

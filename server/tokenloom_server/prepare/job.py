@@ -18,9 +18,12 @@ from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.order import builder
+from tokenloom_server.packing.tokenized_rows import TokenizedRows
+from tokenloom_server.prepare import transformed
 from tokenloom_server.prepare.shards import ShardFormat
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.files import in_threads
+from tokenloom_server.sources.transform import Transform
 
 #: Version of the files that a folder of prepared shards has beside these.
 FORMAT = 1
@@ -96,9 +99,10 @@ class Job:
         ids_too: bool,
         shuffled: bool,
         threads: int,
+        transform: Transform | None = None,
     ) -> None:
         """Reads headers and indexes, and chooses the tokeniser's engine. ``shuffled``: rows are written in the order in
-        which their first epoch reads them, not in that of the files.
+        which their first epoch reads them, not in that of the files. ``transform`` makes the texts of the rows of text.
 
         Raises ``ConfigError`` where there is nothing to prepare, ``SourceError`` and ``TokenizerError``.
         """
@@ -107,7 +111,13 @@ class Job:
                 f"run {config.run!r}: batching serves rows that are ready tensors, so there is nothing to tokenise; "
                 "serve it as it is"
             )
+        if transform is not None and shuffled:
+            raise ConfigError(
+                "--transform and --shuffle: rows that become none or many have no place in a drawn order; leave "
+                "--shuffle out, and the new mixture file shuffles the shards"
+            )
         self.config = config
+        self.transform = transform
         self.base_dir = base_dir
         self.form: ShardFormat = form
         self.shard_bytes = shard_bytes
@@ -143,6 +153,7 @@ class Job:
             "format": FORMAT,
             "shards": {"format": self.form, "bytes": self.shard_bytes, "ids": self.order.record.dtype.name},
             "tokenizer": record["tokenizer"],
+            "transform": dict(self.transform.code) if self.transform is not None else None,
             "special_tokens_in_text": config.special_tokens_in_text,
             "vocab_size": self.order.record.vocab_size,
             "end_of_text_id": self.order.record.end_of_text_id,
@@ -155,6 +166,19 @@ class Job:
     def shuffled(self) -> bool:
         """Whether a source's rows are written in another order than that of its files."""
         return any(source.shuffle != "none" for source in self.order.config.sources)
+
+    def read(self, task: Task) -> Iterator[tuple[int, TokenizedRows]]:
+        """A task's rows, some at a time: how many are read, and what becomes of them. Raises ``SourceError`` and
+        ``TokenizerError``."""
+        is_text = self.order.readers.open(task.source).content is Content.TEXT
+        if self.transform is not None and is_text:
+            for ranges in task.ranges:
+                yield from transformed.read_transformed(self.order, self.transform, task.source, *ranges)
+            return
+        documents = self.order.documents(task.source)
+        for part, row, count in task.ranges:
+            for rows in documents.read_part(part, row, count):
+                yield len(rows.ends), rows
 
     def _described(self, prepared: Prepared, fields: dict[str, Any]) -> dict[str, Any]:
         source = self.order.config.sources[prepared.source]

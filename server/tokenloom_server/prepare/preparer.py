@@ -91,19 +91,18 @@ def _make_all(job: Job, tasks: Sequence[Task], journal: Journal, on_done: OnRows
 
 def _make(job: Job, task: Task, journal: Journal, on_done: OnRows, stop: threading.Event) -> None:
     with journal.draft(task) as draft:
-        bad = filtered = 0
+        bad = filtered = read = 0
         with ShardWriter(draft, job.order.record.dtype, job.form) as writer:
-            documents = job.order.documents(task.source)
-            for part, row, count in task.ranges:
-                for rows in documents.read_part(part, row, count):
-                    if stop.is_set():
-                        return
-                    writer.add(rows.ids, rows.ends)
-                    if rows.row_status is not None:
-                        filtered += int(np.count_nonzero(rows.row_status == FILTERED))
-                        bad += _bad_rows(job, task, rows, bad)
-                    on_done(len(rows.ends), len(rows.ids), task.bytes * len(rows.ends) // task.rows)
-        if left := task.rows - writer.rows:
+            for rows_read, rows in job.read(task):
+                if stop.is_set():
+                    return
+                writer.add(rows.ids, rows.ends)
+                if rows.row_status is not None:
+                    filtered += int(np.count_nonzero(rows.row_status == FILTERED))
+                    bad += _bad_rows(job, task, rows, bad)
+                read += rows_read
+                on_done(len(rows.ends), len(rows.ids), task.bytes * rows_read // task.rows)
+        if left := task.rows - read:
             raise SourceError(f"{task.name}: {left} of its {task.rows} rows are missing; the files changed meanwhile")
         size = draft.stat().st_size
         journal.add(Shard(task.name, writer.rows, bad, filtered, writer.tokens, size, checksum(draft)), draft)

@@ -1,0 +1,1 @@
+"""The shards of Mosaic streaming."""

@@ -1,0 +1,135 @@
+"""A user's function in a process of its own, between two Arrow streams.
+
+``python -m tokenloom_server.sources.transform_worker MODULE:FUNCTION SECONDS BYTES``: batches with the column ``text``
+come in; for each, texts go out. The first answer has no texts and says, in its metadata, which code the function is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import resource
+import signal
+import sys
+import traceback
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pyarrow as pa
+
+from tokenloom_server.sources import arrays
+
+#: The column of a batch that goes in, and of one that comes back.
+COLUMN = "text"
+#: The key of an answer's metadata. Its value is JSON: an object with ``code`` or, where the function failed, with
+#: ``error`` and the rows of the batch, [``begin``, ``end``).
+SAID = "said"
+#: Imports may take so long, seconds.
+START_S = 120.0
+
+
+def batch_of(texts: Any) -> Any:
+    """A record batch of large strings."""
+    return pa.record_batch([texts], schema=pa.schema([(COLUMN, pa.large_string())]))
+
+
+def _serve(name: str, seconds: float, memory_bytes: int) -> None:
+    # An interrupt at a terminal is for the command; this process ends with its input.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    # Whatever the function prints goes beside the answers.
+    out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    nothing = batch_of(arrays.strings([]))
+    with pa.ipc.new_stream(out, nothing.schema) as answers:
+
+        def answer(batch: Any, **said: Any) -> None:
+            # Time that passes between two batches is not the function's.
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            answers.write_batch(batch, custom_metadata={SAID: json.dumps(said)})
+            out.flush()
+
+        # The signal ends the process, also within a library's native code, and where nobody waits for it any more.
+        signal.setitimer(signal.ITIMER_REAL, START_S)
+        try:
+            function, code = _load(name)
+        except (Exception, SystemExit) as error:
+            answer(nothing, error=f"{type(error).__name__}: {error}")
+            return
+        answer(nothing, code=code)
+        for batch in pa.ipc.open_stream(sys.stdin.buffer):
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            try:
+                texts = batch_of(_texts(function(batch)))
+            except Exception as error:
+                traceback.print_exc()
+                signal.setitimer(signal.ITIMER_REAL, seconds)
+                begin, end, error = _narrowed(function, batch, error)
+                answer(nothing, error=f"{type(error).__name__}: {error}", begin=begin, end=end)
+            else:
+                answer(texts)
+
+
+def _load(name: str) -> tuple[Any, dict[str, str | None]]:
+    """The function, and which code it is."""
+    module_name, _, function_name = name.partition(":")
+    module = importlib.import_module(module_name)
+    function = getattr(module, function_name)
+    if not callable(function):
+        raise TypeError(f"{function_name} of {module_name} is {type(function).__name__}, expected a function")
+    top = module_name.partition(".")[0]
+    distribution = next(iter(metadata.packages_distributions().get(top, ())), None)
+    version = metadata.version(distribution) if distribution is not None else None
+    digest = _digest(module, sys.modules[top], beside=distribution is None)
+    return function, {"name": name, "distribution": distribution, "version": version, "digest": digest}
+
+
+def _digest(module: ModuleType, top: ModuleType, *, beside: bool) -> str:
+    """Of the source files of the module's package; of a module without one: of its own file, and with ``beside`` those
+    of the modules in its folder that it has imported."""
+    files = {Path(module.__file__ or "")}
+    if hasattr(top, "__path__"):
+        files |= {path for folder in top.__path__ for path in Path(folder).rglob("*.py")}
+    elif beside:
+        folders = {path.parent for path in files}
+        loaded = [getattr(each, "__file__", None) for each in list(sys.modules.values())]
+        files |= {path for path in map(Path, filter(None, loaded)) if path.parent in folders}
+    root = min(len(path.parts) for path in files) - 1
+    content = hashlib.sha256()
+    for path in sorted(files):
+        content.update(json.dumps(["/".join(path.parts[root:]), path.stat().st_size]).encode())
+        content.update(path.read_bytes())
+    return f"sha256:{content.hexdigest()}"
+
+
+def _texts(result: Any) -> Any:
+    """What a function gave, as large strings. Raises ``TypeError``."""
+    if isinstance(result, pa.RecordBatch | pa.Table) and COLUMN in result.schema.names:
+        result = result.column(COLUMN)
+    if isinstance(result, pa.ChunkedArray):
+        result = result.combine_chunks()
+    if not isinstance(result, pa.Array) or not arrays.is_text(result.type):
+        kind = getattr(result, "type", None) or getattr(result, "schema", None) or type(result).__name__
+        raise TypeError(f"it gave {kind}, expected an Arrow array of texts, or a record batch with these as {COLUMN!r}")
+    return result.cast(pa.large_string())
+
+
+def _narrowed(function: Any, batch: Any, error: Exception, first: int = 0) -> tuple[int, int, Exception]:
+    """The fewest rows [begin, end) at which the function still fails, by halving, and how; the batch begins at row
+    ``first``."""
+    middle = len(batch) // 2
+    for begin, half in ((0, batch.slice(0, middle)), (middle, batch.slice(middle))) if middle else ():
+        try:
+            _texts(function(half))
+        except Exception as narrower:
+            return _narrowed(function, half, narrower, first + begin)
+    return first, first + len(batch), error
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))
