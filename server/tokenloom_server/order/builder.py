@@ -34,7 +34,7 @@ from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.manifest import Listings, Manifest, SourceFiles, appeared, build, verify
 from tokenloom_server.sources.scheme import order_warning
 from tokenloom_server.tokenizer.choose import EngineRecord
-from tokenloom_server.tokenizer.definition import find_tokenizer
+from tokenloom_server.tokenizer.definition import TokenizerDefinition, find_tokenizer
 from tokenloom_server.tokenizer.engine_ids import EngineIds
 from tokenloom_server.tokenizer.files import tokenizer_files
 
@@ -58,7 +58,7 @@ def create(
     check_named(config, resources)
     manifest = build([source.spec for _, source in config.named_sources()], base_dir)
     resources.check_files(manifest)
-    definition = find_tokenizer(config.tokenizer, base_dir) if config.tokenizer is not None else None
+    definition = _find_tokenizer(config, base_dir)
     choice = chosen_engine(config, resources, manifest, definition) if config.batching is None else None
     record = RunRecord(
         config=config,
@@ -70,7 +70,7 @@ def create(
         order_version=config.order_version or ORDER_VERSION,
     )
     factory = PipelineFactory(record, resources)
-    factory.readers.check_masks()
+    factory.check_masks()
     factory.readers.make_buckets()
     return _with_estimates(factory, {})
 
@@ -99,7 +99,7 @@ def load(
     verify(manifest, base_dir, config.catalog.sources, listings)
     for path in appeared(manifest, base_dir, listings):
         _log.warning("%s: %s appeared after the run began and is not read", config.run, path)
-    definition = find_tokenizer(config.tokenizer, base_dir) if config.tokenizer is not None else None
+    definition = _find_tokenizer(config, base_dir)
     tokenizer = recorded["tokenizer"]
     engine = None if tokenizer["engine"] == "none" else EngineRecord(**tokenizer)
     if engine is not None and definition is None:
@@ -178,7 +178,7 @@ def under(
                 f"append_files: {source.name} is shuffled, or has lanes, and is packed by best fit: files between "
                 "others would make other samples of rows that are under way; add them as a source of their own"
             )
-    factory.readers.check_masks(len(old.specs))
+    factory.check_masks(len(old.specs))
     _refuse_new_text(factory, old)
     factory.readers.make_buckets()
     ahead, by_phase = record.phase_estimates, enumerate(record.specs)
@@ -210,7 +210,7 @@ def aside(
     factory = training.with_record(record)
     if manifest is None:
         return factory
-    factory.readers.check_masks()
+    factory.check_masks()
     for i, source in enumerate(config.sources):
         if run.engine is None and factory.readers.open(i).content is Content.TEXT:
             raise ConfigError(
@@ -264,6 +264,10 @@ def warnings(record: RunRecord) -> list[str]:
 def moves_parts(before: float, now: float) -> bool:
     """Whether another number of epochs has or had a last one of which only a part is read."""
     return before != now and not all(math.isinf(epochs) or float(epochs).is_integer() for epochs in (before, now))
+
+
+def _find_tokenizer(config: RunConfig, base_dir: Path) -> TokenizerDefinition | None:
+    return find_tokenizer(config.tokenizer, base_dir, chat=config.has_chats) if config.tokenizer is not None else None
 
 
 def _with_estimates(factory: PipelineFactory, known: Mapping[int, SizeEstimate]) -> PipelineFactory:

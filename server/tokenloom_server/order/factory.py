@@ -29,6 +29,7 @@ from tokenloom_server.packing.unpacked import UnpackedPacker
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.wrapped import SourceWithLossMask, TimedSource
 from tokenloom_server.storage.urls import is_remote
+from tokenloom_server.tokenizer.chat import ChatEncoder
 from tokenloom_server.tokenizer.crash_child import ChildEncoder
 from tokenloom_server.tokenizer.crash_guard import CrashGuardEncoder
 from tokenloom_server.tokenizer.documents import DocumentEncoder, Encoder
@@ -106,6 +107,14 @@ class PipelineFactory:
     def spans(self, source_id: int, state: SourceState, count: int) -> Iterator[list[DocumentSpan]]:
         """What each of a source's next ``count`` samples after a state is made of, by reading their rows again."""
         return self._packer(source_id, state, self.readers.open(source_id)).spans(count)
+
+    def check_masks(self, first: int = 0) -> None:
+        """Raises ``ConfigError`` or ``TokenizerError`` where nothing says which tokens of a source, of those from
+        ``first`` on, count for the loss, though the config asks for it."""
+        self.readers.check_masks(first)
+        for source in self.config.sources[first:]:
+            if source.is_chat:
+                self.encoder(source.id, self.readers.open(source.id))
 
     def documents(self, source_id: int) -> Documents:
         """A source's documents as tokens, just as a pipeline reads them."""
@@ -244,6 +253,11 @@ class PipelineFactory:
             ends_once=config.adds_eot(source) == "auto",
             skip_bad=config.skips_bad_rows(source),
         )
+        if source.is_chat:
+            masks, ids = source.chat_loss == "assistant", around(None)
+            masked = MaskedEncoder(ids, source.spec.column, adds_bos=config.adds_bos(source)) if masks else ids
+            chat, skip_bad = self.resources.chat(record), config.skips_bad_rows(source)
+            return ChatEncoder(chat, masked, masks=masks, skip_bad=skip_bad)
         crash_records = self.resources.crash_records(record)
         if (
             engine is None
@@ -258,6 +272,7 @@ class PipelineFactory:
             base_dir=self.resources.base_dir,
             record=record.serving_engine,
             special_tokens_in_text=config.special_tokens_in_text,
+            chat=config.has_chats,
         )
         return CrashGuardEncoder(
             around,

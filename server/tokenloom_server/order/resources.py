@@ -23,6 +23,7 @@ from tokenloom_server.sources.base import Shard, Source
 from tokenloom_server.sources.manifest import Manifest
 from tokenloom_server.sources.open import open_source
 from tokenloom_server.storage.io_stats import IoStats
+from tokenloom_server.tokenizer.chat import Chat
 from tokenloom_server.tokenizer.choose import load_engine
 from tokenloom_server.tokenizer.crash_records import CrashRecords
 from tokenloom_server.tokenizer.engine import Engine
@@ -78,6 +79,7 @@ class RunResources:
         # One more than read ahead: for whoever looks at samples or goes forward to a resume point meanwhile.
         self._encoders = encoders or readahead.threads() + 1
         self._engines: Cache[Engine] = Cache()
+        self._chats: Cache[Chat] = Cache()
         self._crash_records: Cache[CrashRecords | None] = Cache()
 
     def open_source(
@@ -95,6 +97,11 @@ class RunResources:
             return None
         load = partial(load_engine, record.tokenizer, record.serving_engine, record.config.special_tokens_in_text)
         return self._engines.get(record.serving_engine, lambda: EnginePool(load, self._encoders))
+
+    def chat(self, record: RunRecord) -> Chat:
+        """What renders and encodes the run's conversations, for all pipelines. Raises ``TokenizerError``."""
+        assert record.tokenizer is not None
+        return self._chats.get(record.tokenizer.digest, partial(Chat, record.tokenizer))
 
     def crash_records(self, record: RunRecord) -> CrashRecords | None:
         """The rows that may crash a tokeniser; None where there is none that could, or nowhere to note them."""

@@ -132,7 +132,7 @@ class Job:
         for i, spec in enumerate(self.order.record.specs):
             source = named[spec]
             # Shards have ids alone, so a source with a loss mask beside them stays as it is.
-            if source.loss_mask is None and (ids_too or self.order.readers.open(i).content is Content.TEXT):
+            if not source.has_loss_mask and (ids_too or self.order.readers.open(i).content is Content.TEXT):
                 folder = f"sources/{i:03d}-{_file_name(source)}"
                 self.sources.append(Prepared(i, source, folder))
                 for number, (ranges, size) in enumerate(self._cut(i)):
