@@ -28,14 +28,12 @@ from tokenloom_server.order.record import (
     recorded_fields,
 )
 from tokenloom_server.order.resources import RunResources
-from tokenloom_server.order.run_engine import chosen_engine, substitute_engine
+from tokenloom_server.order.run_engine import chosen_engine, recorded_engine
 from tokenloom_server.order.size_estimates import measure
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.manifest import Listings, Manifest, SourceFiles, appeared, build, verify
 from tokenloom_server.sources.scheme import order_warning
-from tokenloom_server.tokenizer.choose import EngineRecord
 from tokenloom_server.tokenizer.definition import TokenizerDefinition, find_tokenizer
-from tokenloom_server.tokenizer.engine_ids import EngineIds
 from tokenloom_server.tokenizer.files import tokenizer_files
 
 _log = logging.getLogger(__name__)
@@ -100,18 +98,14 @@ def load(
     for path in appeared(manifest, base_dir, listings):
         _log.warning("%s: %s appeared after the run began and is not read", config.run, path)
     definition = _find_tokenizer(config, base_dir)
-    tokenizer = recorded["tokenizer"]
-    engine = None if tokenizer["engine"] == "none" else EngineRecord(**tokenizer)
-    if engine is not None and definition is None:
-        raise ConfigError("tokenizer: is missing, but the run's record has one; put it back")
-    ids = EngineIds.from_json(recorded["engine_ids"]) if "engine_ids" in recorded else None
+    tokenizer, engine = recorded["tokenizer"], recorded_engine(recorded, config, resources, manifest, definition)
     loaded = RunRecord(
         config=config,
         manifest=manifest,
         tokenizer=definition,
-        engine=engine,
-        engine_ids=ids,
-        substitute_engine=substitute_engine(config, resources, manifest, definition, engine, ids),
+        engine=engine.record,
+        engine_ids=engine.ids,
+        substitute_engine=engine.substitute,
         has_loss_mask=config.masks_loss,
         order_version=version,
         size_estimates=estimates_from_json(recorded),
@@ -123,7 +117,7 @@ def load(
             f"the vocabulary has {loaded.vocab_size} ids, the run began with {recorded['vocab_size']}; "
             "put the tokeniser or vocab_size back, or begin a new run"
         )
-    if engine is not None:
+    if engine.record is not None:
         resources.engine(loaded)
     elif loaded.tokenizer_fields != tokenizer:
         raise TokenizerError(

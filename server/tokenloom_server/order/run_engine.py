@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
@@ -22,6 +24,14 @@ from tokenloom_server.tokenizer.definition import TokenizerDefinition
 from tokenloom_server.tokenizer.engine_ids import EngineIds
 
 _log = logging.getLogger(__name__)
+
+
+class RecordedEngine(NamedTuple):
+    """As a run's record has it: the fields of ``RunRecord``."""
+
+    record: EngineRecord | None = None
+    ids: EngineIds | None = None
+    substitute: EngineRecord | None = None
 
 
 def chosen_engine(
@@ -46,18 +56,22 @@ def chosen_engine(
     return choice
 
 
-def substitute_engine(
+def recorded_engine(
+    recorded: Mapping[str, Any],
     config: RunConfig,
     resources: RunResources,
     manifest: Manifest,
     definition: TokenizerDefinition | None,
-    engine: EngineRecord | None,
-    ids: EngineIds | None,
-) -> EngineRecord | None:
-    """What encodes in place of the engine that the run began with, where that is not installed. Raises
-    ``TokenizerError`` where nothing that is installed gives the same ids."""
-    if engine is None or definition is None:
-        return None
+) -> RecordedEngine:
+    """The engine of a run's record, and what encodes in its place where it is not installed.
+
+    Raises ``TokenizerError`` where nothing that is installed gives the same ids, and ``ConfigError`` for a config
+    without the tokeniser.
+    """
+    if recorded["tokenizer"]["engine"] == "none":
+        return RecordedEngine()
+    if definition is None:
+        raise ConfigError("tokenizer: is missing, but the run's record has one; put it back")
 
     def first_rows(ids: EngineIds) -> list[tuple[str, list[str | None]]]:
         texts = _text_sources(config, resources, manifest, definition)
@@ -65,11 +79,13 @@ def substitute_engine(
         remote = any(source.spec.is_remote for source, _ in texts)
         return in_threads(lambda pair: (pair[0][0].source, _texts(pair[0][1], pair[1].rows)), pairs, remote=remote)
 
+    engine = EngineRecord(**recorded["tokenizer"])
+    ids = EngineIds.from_json(recorded["engine_ids"]) if "engine_ids" in recorded else None
     choice = serving_engine(definition, engine, ids, config.special_tokens_in_text, first_rows)
     if choice.record == engine:
-        return None
+        return RecordedEngine(engine, ids)
     _log_engine(config, choice)
-    return choice.record
+    return RecordedEngine(engine, ids, choice.record)
 
 
 def _text_sources(
