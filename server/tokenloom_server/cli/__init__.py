@@ -11,6 +11,7 @@ from tokenloom_server.cli import (
     demo,
     export,
     fork,
+    init,
     mixture,
     peek,
     plan,
@@ -37,6 +38,7 @@ app = typer.Typer(
 )
 # In the order of --help; the groups of commands come last.
 add_command(app, serve.serve)
+add_command(app, init.init)
 add_command(app, validate.validate)
 add_command(app, plan.plan)
 add_command(app, prepare.prepare)
