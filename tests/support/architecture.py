@@ -136,7 +136,7 @@ PURE = tuple(
             "tokenizer.definition",
             "tokenizer.documents",
         ),
-        *("tokenizer.engine", "tokenizer.files", "tokenizer.masked", "tokenizer.text"),
+        *("tokenizer.engine", "tokenizer.engine_ids", "tokenizer.files", "tokenizer.masked", "tokenizer.text"),
     )
 )
 IMPURE = (

@@ -263,13 +263,18 @@ class PipelineFactory:
             chat, skip_bad = self.resources.chat(record), config.skips_bad_rows(source)
             return ChatEncoder(chat, masked, masks=masks, skip_bad=skip_bad)
         crash_records = self.resources.crash_records(record)
-        if engine is None or record.engine is None or crash_records is None or reader.content is not Content.TEXT:
+        if (
+            engine is None
+            or record.serving_engine is None
+            or crash_records is None
+            or reader.content is not Content.TEXT
+        ):
             return around(engine)
         assert config.tokenizer is not None
         child = ChildEncoder(
             tokenizer=config.tokenizer,
             base_dir=self.resources.base_dir,
-            record=record.engine,
+            record=record.serving_engine,
             special_tokens_in_text=config.special_tokens_in_text,
             chat=config.has_chats,
         )

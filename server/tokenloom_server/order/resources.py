@@ -96,10 +96,10 @@ class RunResources:
     def engine(self, record: RunRecord) -> Engine | None:
         """The run's engine, for all pipelines: loading a large vocabulary takes a second. None where nothing is
         encoded. Raises ``TokenizerError``."""
-        if record.engine is None or record.tokenizer is None:
+        if record.serving_engine is None or record.tokenizer is None:
             return None
-        load = partial(load_engine, record.tokenizer, record.engine, record.config.special_tokens_in_text)
-        return self._engines.get(record.engine, lambda: EnginePool(load, self._encoders))
+        load = partial(load_engine, record.tokenizer, record.serving_engine, record.config.special_tokens_in_text)
+        return self._engines.get(record.serving_engine, lambda: EnginePool(load, self._encoders))
 
     def chat(self, record: RunRecord) -> Chat:
         """What renders and encodes the run's conversations, for all pipelines. Raises ``TokenizerError``."""
