@@ -23,14 +23,12 @@ class TensorMaker(ArrayMaker):
 
 def tensors_of(batch: Mapping[str, Any]) -> dict[str, Any]:
     """A batch with each array and column as a tensor. None is a view of another."""
-    return {
-        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else _other(value)
-        for name, value in batch.items()
-    }
+    return {name: _tensor(value) for name, value in batch.items()}
 
 
-def _other(value: Any) -> Any:
-    """A column as a tensor, and what is none as it is. Raises ``ProtocolError`` for a dtype that torch lacks."""
+def _tensor(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
     if not isinstance(value, RawColumn):
         return value
     dtype = getattr(torch, value.dtype, None)
