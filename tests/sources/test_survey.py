@@ -10,7 +10,7 @@ import datasets
 import pytest
 from support.catalog import SOURCES
 from support.corpora import write_megatron, write_npy, write_parquet
-from tokenloom_server.errors import ConfigError
+from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.sources.scheme import scheme_of
 from tokenloom_server.sources.survey import MAX_SERIES, Survey
 
@@ -120,7 +120,7 @@ def test_folders_and_pairs_of_files_are_whole_sources(tmp_path: Path) -> None:
     assert sorted(specs(survey)) == ["arrow:data/saved/train", "megatron:data/old/*", "npy:data/ids.npy"]
     assert survey.left_out.keys() == {"data/saved/test", "data/lone.bin", "data/saved/dataset_dict.json"}
     (tmp_path / "data" / "old" / "lone.bin").write_bytes(b"12")
-    with pytest.raises(ConfigError, match=r"'data/old/lone\.idx' is missing beside"):
+    with pytest.raises(SourceError, match=r"'data/old/lone\.idx' is missing beside"):
         looked_at(tmp_path)
 
 

@@ -21,17 +21,17 @@ def find_run(url: str, options: ConnectionOptions) -> Address:
     if address.is_grpc:
         return Address.parse(url)
     files = TlsFiles(options.tls_ca, options.tls_cert, options.tls_key).or_of(os.environ)
-    found = Address(address.targets, address.run, address.is_tls(files != NO_FILES))
-    base = f"http{'s' * found.tls}://{found.targets[0]}"
-    token = options.credentials(found).token
+    run_address = Address(address.targets, address.run, address.is_tls(files != NO_FILES))
+    base = f"http{'s' * run_address.tls}://{run_address.targets[0]}"
+    token = options.credentials(run_address).token
     try:
         answer = rest.get(rest.opener(base, files), base + rest.ABOUT, token, ServerUnavailable)
     except ServerUnavailable:
         if address.scheme or not address.run:
             raise
-        return found  # gRPC's, or that of a server that is away, for which a Join waits
+        return run_address  # gRPC's, or that of a server that is away, for which a Join waits
     about = rest.About.parse(answer, "grpc_address", base)
     run = address.run or ", ".join(about.runs)
     if run not in about.runs:
         raise ValueError(f"{base} serves {', '.join(about.runs) or 'no run'}; name one of these: {base}/RUN")
-    return Address((reached_at(about.address, found.targets[0]),), run, found.tls)
+    return Address((reached_at(about.address, run_address.targets[0]),), run, run_address.tls)

@@ -124,8 +124,10 @@ def init(
         raise ConfigError(f"{folders[0]}: has no data that a scheme reads ({_left_out(survey) or 'it is empty'})")
     names = aliases([each.spec for each in survey.candidates])
     columns = map(answers.column_of, survey.candidates, names)
-    found = zip(names, survey.candidates, columns, strict=True)
-    sources = {alias: replace(each, spec=replace(each.spec, column=column)) for alias, each, column in found}
+    sources = {
+        alias: replace(each, spec=replace(each.spec, column=column))
+        for alias, each, column in zip(names, survey.candidates, columns, strict=True)
+    }
     fields = answers.fields(folders[0].resolve(), base_dir, sources)
     text = _mixture_text(fields, sources)
     config.parse(yaml.safe_load(text), where=str(output), catalog=catalog, text=text)

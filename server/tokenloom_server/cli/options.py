@@ -74,24 +74,24 @@ class ReadAccess:
         address = _parsed(url)
         if address.is_grpc and address.run:
             return self._grpc(Address(address.targets, address.run, address.is_tls(False)))
-        rest_url, found = self._locate(url)
-        return self._grpc(replace(found, run=self._rest(rest_url).only_run(None)))
+        rest_url, grpc_address = self._locate(url)
+        return self._grpc(replace(grpc_address, run=self._rest(rest_url).only_run(None)))
 
     def _locate(self, url: str) -> tuple[str, Address]:
         """The URL of REST and the address of gRPC, by what the port at an address says of the other one."""
         from tokenloom_server.tools.remote import ServerUnreachable
 
         address = _parsed(url)
-        found = Address(address.targets, address.run, address.is_tls(self._files.or_of(os.environ) != NO_FILES))
+        grpc_address = Address(address.targets, address.run, address.is_tls(self._files.or_of(os.environ) != NO_FILES))
         if not address.is_grpc:
             try:
                 target = reached_at(self._rest(url).about().address, address.targets[0])
-                return url, replace(found, targets=(target,))
+                return url, replace(grpc_address, targets=(target,))
             except ServerUnreachable:
                 if address.scheme:
                     raise
-        rest_address = self._grpc(found).about().address
-        return f"http{'s' * found.tls}://{rest_address}/{quote(address.run)}", found
+        rest_address = self._grpc(grpc_address).about().address
+        return f"http{'s' * grpc_address.tls}://{rest_address}/{quote(address.run)}", grpc_address
 
     def _rest(self, url: str) -> Remote:
         from tokenloom_server.tools.remote import Remote

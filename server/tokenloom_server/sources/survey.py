@@ -16,7 +16,7 @@ from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.catalog import SourceCatalog
 from tokenloom_server.sources.open import columns_of
-from tokenloom_server.sources.scheme import Scheme, scheme_of
+from tokenloom_server.sources.scheme import Scheme
 
 #: Series of files in one folder that are sources of their own; with more of them the folder is one source.
 MAX_SERIES = 16
@@ -140,31 +140,25 @@ class Survey:
         return (self._base_dir / path).stat().st_size
 
     def _add(self, group: Sequence[_File], is_folder: bool) -> None:
-        """A candidate of files of one scheme and ending: all of a folder, or a series. Raises ``ConfigError`` where
-        no pattern names them."""
-        scheme, paths, fault = group[0].scheme, {file.path for file in group}, ""
+        """A candidate of files of one scheme and ending: all of a folder, or a series. Raises ``ConfigError`` where no
+        pattern names these alone."""
+        scheme, paths = group[0].scheme, {file.path for file in group}
         for pattern in paths if scheme.by_folder else _patterns(group, is_folder):
             spec = Spec(scheme, pattern, "")
-            try:
-                matches = scheme.paths(spec, self._base_dir)
-            except SourceError as error:
-                fault = fault or str(error)
-                continue
-            if set(matches) == paths or scheme.by_folder:
-                self._take(spec, matches)
-                return
-            fault = f"among them lie others: {', '.join(sorted({*matches} - paths)[:3])}"
-        raise ConfigError(
-            f"{group[0].path!r} and {len(paths) - 1} more files cannot be named by a pattern: {fault}; move what "
-            "is not theirs away, or name the folders one by one"
-        )
-
-    def _take(self, spec: Spec, paths: Sequence[str]) -> None:
-        sizes = [self._size(path) for path in paths]
-        first = paths[next((i for i, size in enumerate(sizes) if size), 0)]
+            matches = scheme.paths(spec, self._base_dir)
+            if scheme.by_folder or set(matches) == paths:
+                break
+        else:
+            others = ", ".join(sorted({*matches} - paths)[:3])
+            raise ConfigError(
+                f"{group[0].path!r} and {len(paths) - 1} more files cannot be named by a pattern, for it matches "
+                f"others: {others}; move those away, or name the folders one by one"
+            )
+        sizes = {path: self._size(path) for path in matches}
         try:
-            columns = columns_of(scheme_of(spec), first, self._base_dir)
-            self.candidates.append(Candidate(spec, len(paths), sum(sizes), columns))
+            # A folder's index, or the first file that has anything.
+            columns = columns_of(scheme, max(matches, key=lambda path: sizes[path] > 0), self._base_dir)
+            self.candidates.append(Candidate(spec, len(sizes), sum(sizes.values()), columns))
         except SourceError as error:
             self.left_out[spec.location] = str(error)
 
@@ -182,12 +176,14 @@ def _by_series(files: Iterable[_File]) -> list[list[_File]]:
     return series if len(series) <= MAX_SERIES else _grouped(files, lambda file: file.series[1:])
 
 
-def _patterns(files: Sequence[_File], is_folder: bool) -> Iterator[str]:
-    """Locations that may mean these files, the simplest first."""
+def _patterns(files: Sequence[_File], is_folder: bool) -> list[str]:
+    """Locations that may mean these files."""
     stems, ending = sorted({file.stem for file in files}), files[0].ending
+    folders = {dirname(file.path) for file in files}
+    folder = glob.escape(commonpath(folders))
+    if len(folders) > 1:
+        return [join(folder, f"**/*{ending}")]
     if len(stems) == 1:
-        yield join(dirname(files[0].path), stems[0] + ending)
-    folder = glob.escape(commonpath([dirname(file.path) for file in files]))
+        return [join(*folders, stems[0] + ending)]
     beginning = glob.escape(commonprefix(stems).rstrip("0123456789"))
-    names = ("*" if is_folder else f"{beginning}*", f"{beginning}*", "**/*")
-    yield from (join(folder, name + ending) for name in names)
+    return [join(folder, f"{name}*{ending}") for name in ("" if is_folder else beginning, beginning)]
