@@ -95,6 +95,7 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
     (("redis", "sqlite3"), frozenset({f"{SERVER}.ledger"})),
     (("gigatoken", "awkward", "jinja2"), frozenset({f"{SERVER}.tokenizer"})),
     (("matplotlib",), frozenset({f"{SERVER}.planning.picture"})),
+    (("streaming", "litdata"), frozenset({f"{SERVER}.tools.moving"})),
     (("fsspec",), frozenset({f"{SERVER}.storage"})),
     (("typer",), frozenset({f"{SERVER}.cli"})),
     (
@@ -135,7 +136,7 @@ PURE = tuple(
             "tokenizer.definition",
             "tokenizer.documents",
         ),
-        *("tokenizer.engine", "tokenizer.files", "tokenizer.masked", "tokenizer.text"),
+        *("tokenizer.engine", "tokenizer.engine_ids", "tokenizer.files", "tokenizer.masked", "tokenizer.text"),
     )
 )
 IMPURE = (
@@ -168,6 +169,7 @@ NEEDS = {
         {
             *("grpc", "grpc_health", "grpc_reflection", "google", "numpy"),
             *("matplotlib",),  # of the extra for pictures
+            *("streaming", "litdata"),  # for who comes from one of them
             *(
                 "awkward",
                 "fastapi",

@@ -32,6 +32,7 @@ from tokenloom_server.config.base import (
 from tokenloom_server.config.catalog import catalog_of
 from tokenloom_server.config.fim import FimConfig
 from tokenloom_server.config.row_rules import CHAT, Comparison, RowRules, Template
+from tokenloom_server.config.seen import SeenConfig
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.core.control_characters import refuse_control_characters
 from tokenloom_server.errors import ConfigError
@@ -110,6 +111,9 @@ class SourceConfig(Section):
     Drawn by the content of each, so that files may be added, moved and written anew, and copies of a document are all
     on one side."""
 
+    seen: SeenConfig | None = None
+    """Rows that another data loader had given when the job moved: left out of the first epoch, and of no later one."""
+
     _spec: Spec = PrivateAttr()
 
     def model_post_init(self, context: Any) -> None:
@@ -140,6 +144,11 @@ class SourceConfig(Section):
             raise ValueError(
                 f"shuffle_window_rows: found {self.shuffle_window_rows}, but shuffle is {self.shuffle!r}, which has no "
                 "windows; set shuffle: rows, or leave it out"
+            )
+        if self.seen is not None and self.holdout is not None:
+            raise ValueError(
+                "seen: another loader may have trained on the rows that holdout keeps for validation; leave one of the "
+                "two out"
             )
         if self.commit is not None and not spec.scheme.has_commits:
             raise ValueError(
