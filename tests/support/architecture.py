@@ -130,7 +130,6 @@ PURE = tuple(
             "tokenizer.boundary",
             "tokenizer.chat",
             "tokenizer.chat_renderer",
-            "tokenizer.chat_template",
             "tokenizer.check",
             "tokenizer.choose",
             "tokenizer.definition",
