@@ -21,8 +21,9 @@ from tokenloom_server.sources import arrays, columns, flat_ids
 from tokenloom_server.sources.base import Rows
 from tokenloom_server.sources.flat_ids import FlatIds
 from tokenloom_server.sources.megatron.reader import MegatronSource
-from tokenloom_server.sources.megatron.scheme import CACHED, DATA
 
+#: The places of the arrays among a source's files, and of the ids.
+DOCUMENTS, BOUNDS, ORDER, DATA = 1, 2, 3, 4
 #: Gathered at once.
 CHUNK_SAMPLES = 1 << 8
 
@@ -31,14 +32,14 @@ class MegatronSamples(MegatronSource):
     """A source of samples; they are rows of the array of their order."""
 
     def row_count(self, shard: int) -> int:
-        return len(self._array(CACHED[-1])) if self._shards[shard].path.endswith(CACHED[-1]) else 0
+        return len(self._array(ORDER)) if shard == ORDER else 0
 
     def _read(self, shard: int, row: int) -> Iterator[Rows]:
         where, count = self._where(self._shards[shard]), self.row_count(shard)
         self._check_row(shard, row, count)
         for first in range(row, count, CHUNK_SAMPLES):
             try:
-                samples = self._samples(self._array(CACHED[-1])[first : first + CHUNK_SAMPLES].astype(np.int64))
+                samples = self._samples(self._array(ORDER)[first : first + CHUNK_SAMPLES].astype(np.int64))
             except (IndexError, ValueError) as error:
                 raise SourceError(
                     f"{where}: samples {first} and following are not of the dataset that the description names "
@@ -48,17 +49,16 @@ class MegatronSamples(MegatronSource):
 
     def _samples(self, numbers: npt.NDArray[np.int64]) -> Any:
         """Lists of ids. Raises ``IndexError`` and ``ValueError`` where the arrays do not fit the dataset."""
-        data = next(shard for shard in range(len(self._shards)) if self._shards[shard].path.endswith(DATA))
-        index = self._index(data)
-        with self._open(self._shards[data]) as file:
+        index = self._index(DATA)
+        with self._open(self._shards[DATA]) as file:
             ids = FlatIds(file, index.kind, 0, index.ids)
-        bounds = self._array(CACHED[2])
+        bounds = self._array(BOUNDS)
         begins, ends = bounds[numbers].astype(np.int64), bounds[numbers + 1].astype(np.int64)
         # Each sample's parts, one of each sequence that it touches.
         counts = ends[:, 0] - begins[:, 0] + 1
         lasts = np.cumsum(counts)
         firsts = lasts - counts
-        sequences = self._array(CACHED[1])[_ranges(begins[:, 0], counts)]
+        sequences = self._array(DOCUMENTS)[_ranges(begins[:, 0], counts)]
         starts, lengths = index.pointers[sequences] // index.kind.itemsize, index.lengths[sequences].astype(np.int64)
         lengths[lasts - 1] = np.minimum(ends[:, 1] + 1, lengths[lasts - 1])
         lengths[firsts] -= begins[:, 1]
@@ -66,9 +66,9 @@ class MegatronSamples(MegatronSource):
         values = ids.numbers(0, ids.count)[_ranges(starts, lengths)]
         return arrays.lists(np.append(0, np.cumsum(lengths))[np.append(firsts, lasts[-1])], pa.array(values))
 
-    def _array(self, ending: str) -> Any:
+    def _array(self, place: int) -> Any:
         """A cached array, mapped."""
-        shard = next(shard for shard in self._shards if shard.path.endswith(ending))
+        shard = self._shards[place]
         with self._open(shard) as file:
             try:
                 return np.load(flat_ids.local(file).path, mmap_mode="r", allow_pickle=False)
