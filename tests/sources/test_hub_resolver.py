@@ -196,9 +196,11 @@ def test_an_unknown_repository_config_split_or_revision_is_named_with_what_there
 
 def test_an_empty_repository_has_no_splits(hub: StandInHub) -> None:
     hub.repo("org/name").commit({"README.md": b"# nothing yet"})
-    assert "`datasets` finds no splits in it: The directory at its root doesn't contain any data files" in message(
-        "hf:org/name:train:text"
-    )
+    error = message("hf:org/name:train:text")
+    assert "`datasets` finds no splits in it: The directory at its root doesn't contain any data files" in error
+    hub.repo("org/packed").commit({"train.zip": b"PK"})
+    error = message("hf:org/packed:train:text")
+    assert "its files lie in zip archives (BadZipFile). Files may be named by a pattern" in error
 
 
 @pytest.mark.parametrize(
@@ -216,6 +218,8 @@ def test_an_empty_repository_has_no_splits(hub: StandInHub) -> None:
             "Some splits are duplicated in data_files",
         ),
         ("configs: [{config_name: a, data_files: 'https://example.org/x.parquet'}]", "names files elsewhere"),
+        ("configs: [{config_name: a, data_files: [{split: t, path: [b, /etc/*.txt]}]}]", "elsewhere: '/etc/*.txt'"),
+        ("configs: [{config_name: a, data_dir: a/../../b}]", "README.md names files elsewhere: 'a/../../b'"),
         (
             "configs: [{config_name: a, data_files: 'data/**.parquet'}]",
             "Invalid pattern: '**' can only be an entire path component",

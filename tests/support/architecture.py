@@ -95,6 +95,7 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
     (("redis", "sqlite3"), frozenset({f"{SERVER}.ledger"})),
     (("gigatoken", "awkward", "jinja2"), frozenset({f"{SERVER}.tokenizer"})),
     (("matplotlib",), frozenset({f"{SERVER}.planning.picture"})),
+    (("streaming", "litdata"), frozenset({f"{SERVER}.tools.moving"})),
     (("fsspec",), frozenset({f"{SERVER}.storage"})),
     (("typer",), frozenset({f"{SERVER}.cli"})),
     (
@@ -112,7 +113,7 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
             }
         ),
     ),
-    (("transformers", "trl", "accelerate", "lightning", "torchdata"), frozenset({INTEGRATIONS})),
+    (("transformers", "trl", "accelerate", "lightning", "torchdata", "mlflow"), frozenset({INTEGRATIONS})),
 )
 
 #: A whole world of ranks, faults and restarts can be simulated in one process because these know no clock
@@ -129,13 +130,12 @@ PURE = tuple(
             "tokenizer.boundary",
             "tokenizer.chat",
             "tokenizer.chat_renderer",
-            "tokenizer.chat_template",
             "tokenizer.check",
             "tokenizer.choose",
             "tokenizer.definition",
             "tokenizer.documents",
         ),
-        *("tokenizer.engine", "tokenizer.files", "tokenizer.masked", "tokenizer.text"),
+        *("tokenizer.engine", "tokenizer.engine_ids", "tokenizer.files", "tokenizer.masked", "tokenizer.text"),
     )
 )
 IMPURE = (
@@ -161,13 +161,14 @@ NEEDS = {
             *("tqdm", "typing_extensions"),  # of the extra for bars; and for type checkers alone
             "ml_dtypes",  # for columns of bfloat16 as numpy arrays; JAX brings it
             # of integrations, for who has them
-            *("transformers", "trl", "datasets", "accelerate", "lightning", "torchdata"),
+            *("transformers", "trl", "datasets", "accelerate", "lightning", "torchdata", "mlflow"),
         }
     ),
     SERVER: frozenset(
         {
             *("grpc", "grpc_health", "grpc_reflection", "google", "numpy"),
             *("matplotlib",),  # of the extra for pictures
+            *("streaming", "litdata"),  # for who comes from one of them
             *(
                 "awkward",
                 "fastapi",

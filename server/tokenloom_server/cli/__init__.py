@@ -10,6 +10,7 @@ from tokenloom_server.cli import (
     checkpoint,
     demo,
     export,
+    foreign,
     fork,
     init,
     mixture,
@@ -50,6 +51,7 @@ add_command(app, trace.trace)
 add_command(app, export.export)
 add_command(app, restore.restore)
 add_command(app, fork.fork)
+add_command(app, foreign.import_seen, "import")
 add_command(app, token.token)
 add_command(app, schema.schema)
 add_command(app, demo.demo)

@@ -32,6 +32,7 @@ from tokenloom_server.config.base import (
 from tokenloom_server.config.catalog import catalog_of
 from tokenloom_server.config.fim import FimConfig
 from tokenloom_server.config.row_rules import CHAT, Comparison, RowRules, Template
+from tokenloom_server.config.seen import SeenConfig
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.core.control_characters import refuse_control_characters
 from tokenloom_server.errors import ConfigError
@@ -94,9 +95,6 @@ class SourceConfig(Section):
     the tokeniser's own chat template renders."""
     chat_tools: Name | None = None
     """With ``template: chat``, the column of the tools of each conversation."""
-    chat_loss: Literal["assistant", "all"] = "assistant"
-    """With ``template: chat``, whose tokens count for the loss: those within the template's generation blocks, or
-    all."""
     fim: FimConfig | None = None
     """Rearranges documents so that a model learns to fill in the middle."""
     on_bad_row: OnBadRow | None = None
@@ -109,6 +107,9 @@ class SourceConfig(Section):
     """The share of documents that are kept out of training: they are the source's part of the stream ``validation``.
     Drawn by the content of each, so that files may be added, moved and written anew, and copies of a document are all
     on one side."""
+
+    seen: SeenConfig | None = None
+    """Rows that another data loader had given when the job moved: left out of the first epoch, and of no later one."""
 
     _spec: Spec = PrivateAttr()
 
@@ -128,9 +129,8 @@ class SourceConfig(Section):
                 f"template: {self.template!r} does not name the source's column {{{spec.column}}}; put it in, or name "
                 "another column in the source"
             )
-        for field in ("chat_tools", "chat_loss"):
-            if not self.is_chat and getattr(self, field) != type(self).model_fields[field].default:
-                raise ValueError(f"{field}: is for template: chat; leave it out")
+        if self.chat_tools is not None and not self.is_chat:
+            raise ValueError("chat_tools: is for template: chat; leave it out")
         if self.on_blank_line == "fail" and not spec.scheme.has_blank_lines:
             raise ValueError(f"on_blank_line: is for JSON lines; leave it out of a {spec.scheme.name} source")
         if self.max_bad_rows is not None and self.on_bad_row == "fail":
@@ -141,6 +141,11 @@ class SourceConfig(Section):
                 f"shuffle_window_rows: found {self.shuffle_window_rows}, but shuffle is {self.shuffle!r}, which has no "
                 "windows; set shuffle: rows, or leave it out"
             )
+        if self.seen is not None and self.holdout is not None:
+            raise ValueError(
+                "seen: another loader may have trained on the rows that holdout keeps for validation; leave one of the "
+                "two out"
+            )
         if self.commit is not None and not spec.scheme.has_commits:
             raise ValueError(
                 f"commit: found {self.commit!r}, but {self.source!r} is no dataset on the Hub; leave it out"
@@ -150,17 +155,13 @@ class SourceConfig(Section):
     @property
     def rules(self) -> RowRules:
         """Which rows are read, and what of them; but for what the run says of bad rows."""
+        template = Template.parse(self.template) if self.template is not None and not self.is_chat else None
         return RowRules(
             filter=tuple(map(Comparison.parse, self.filter or ())),
-            template=self._parsed_template(),
+            template=Template.of_chat(self.spec.column, self.chat_tools) if self.is_chat else template,
             as_json=self.is_chat,
             skip_blank=self.on_blank_line == "skip",
         )
-
-    def _parsed_template(self) -> Template | None:
-        if self.is_chat:
-            return Template.of_chat(self.spec.column, self.chat_tools)
-        return None if self.template is None else Template.parse(self.template)
 
     @property
     def is_chat(self) -> bool:
@@ -170,7 +171,7 @@ class SourceConfig(Section):
     @property
     def has_loss_mask(self) -> bool:
         """Whether some of its tokens may count for no loss."""
-        return self.loss_mask is not None or (self.is_chat and self.chat_loss == "assistant")
+        return self.loss_mask is not None or self.is_chat
 
     @field_validator("source")
     @classmethod

@@ -43,6 +43,7 @@ FIELDS_OF_SERVING = frozenset(
         "fim",
         "loss_mask",
         "holdout",
+        "seen",
     }
 )
 #: What decides in which order its rows are read.
@@ -125,7 +126,7 @@ class Job:
         self.order = builder.create(
             reading_once(config, shuffled=shuffled), base_dir, index_dir, roots, encoders=threads
         )
-        named = {source.source: source for _, source in config.named_sources()}
+        named = _by_spec(config)
         self.sources: list[Prepared] = []
         self.tasks: list[Task] = []
         for i, spec in enumerate(self.order.record.specs):
@@ -138,9 +139,9 @@ class Job:
                     self.tasks.append(Task(i, ranges, size, f"{folder}/{number:06d}.{form}"))
         if not self.sources:
             raise ConfigError(
-                f"run {config.run!r}: every source holds ids already, so there is nothing to tokenise; serve it as it "
-                "is, or give --ids to write these, too, as shards of the narrowest type (those with a loss_mask are "
-                "left as they are)"
+                f"run {config.run!r}: every source holds ids already, or conversations, so there is nothing to "
+                "tokenise; serve it as it is, or give --ids to write ids, too, as shards of the narrowest type (those "
+                "with a loss mask are left as they are)"
             )
 
     def document(self) -> dict[str, Any]:
@@ -235,6 +236,17 @@ def reading_once(config: RunConfig, *, shuffled: bool = False, **of_sources: Any
     children = [source.model_dump(exclude=left_out) | of_sources for _, source in config.named_sources()]
     document = config.model_dump(exclude={"phases"}) | {"mixture": {"policy": "sequential", "children": children}}
     return RunConfig.model_validate(document, context=config.catalog)
+
+
+def _by_spec(config: RunConfig) -> dict[str, SourceConfig]:
+    """The sources that the mixture file names. Raises ``ConfigError`` for one of which some rows were seen."""
+    for path, source in config.named_sources():
+        if source.seen is not None:
+            raise ConfigError(
+                f"{path}.seen: is of the files as they are, and shards have other rows: leave it out to prepare the "
+                "source, or serve the source as it is"
+            )
+    return {source.source: source for _, source in config.named_sources()}
 
 
 def _file_name(source: SourceConfig) -> str:

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import threading
 import weakref
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -68,11 +69,14 @@ class Layout:
         """Raises ``LayoutError``, ``SourceError`` where `datasets` is missing, and what reading a repository raises."""
         try:
             load = import_module("datasets.load")
+            folder = Path(tempfile.mkdtemp(prefix="tokenloom-hub-")).resolve()
         except ImportError as error:
             raise SourceError(f"sources on the Hub need `datasets` 4.0 or later ({error}); {INSTALL}") from None
-        folder = Path(tempfile.mkdtemp(prefix="tokenloom-hub-")).resolve()
+        except OSError as error:
+            raise SourceError(f"sources on the Hub need a temporary folder ({error}); name one by TMPDIR") from None
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self._lock = threading.Lock()
+        self._name = repository.name
         self._cache = str(folder / ".cache")
         # By its own name, since that of a loading script is the repository's.
         self._root = folder / PurePosixPath(repository.name).name
@@ -113,14 +117,19 @@ class Layout:
         if len(paths) < len(absolute):
             _log.warning(
                 "the dataset %s: a split has %d files, which patterns match %d times; each is read once",
-                self._root.name, len(paths), len(absolute),
+                self._name, len(paths), len(absolute),
             )  # fmt: skip
         return paths
 
     def _refusal(self, error: Exception) -> LayoutError:
         text = " ".join(str(error).replace(f"{self._root}/", "").replace(str(self._root), "its root").split())
         reason = text.partition(" with any supported extension")[0][:300]
-        return LayoutError(f"`datasets` finds no splits in it: {reason} ({type(error).__name__})")
+        if isinstance(error, zipfile.BadZipFile):  # to look into one it would have to be there
+            reason = "its files lie in zip archives"
+        return LayoutError(
+            f"`datasets` finds no splits in it: {reason} ({type(error).__name__}). Files may be named by a pattern, "
+            f"too, as in parquet:hf://datasets/{self._name}/FOLDER/*.parquet:COLUMN"
+        )
 
 
 class Conversion:
@@ -158,7 +167,7 @@ def _write_names(repository: Repository, root: Path) -> None:
     if _OLD_INFOS in paths:
         texts[_OLD_INFOS] = repository.text(_OLD_INFOS) or "{}"
     try:
-        for folder in sorted({path.rpartition("/")[0] for path in paths}):
+        for folder in {path.rpartition("/")[0] for path in ("", *paths)}:
             (root / folder).mkdir(parents=True, exist_ok=True)
         for path in sorted(paths.difference(_CARDS, texts)):
             # Fails where a disk takes two names for one.
