@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,8 @@ from support.corpora import (
     write_parquet,
     write_txt,
 )
+from support.megatron_core import FOLDER as MEGATRON
+from support.megatron_core import GIVEN as MEGATRON_GIVEN
 from support.mosaic import write_mds
 from tokenloom_server.core.state import State
 from tokenloom_server.order.factory import PipelineFactory
@@ -70,6 +73,11 @@ def _megatron(folder: Path) -> str:
     return "megatron:owned-*"
 
 
+def _megatron_samples(folder: Path) -> str:
+    shutil.copytree(MEGATRON, folder, dirs_exist_ok=True)
+    return f"megatron-samples:{MEGATRON_GIVEN['code']}"
+
+
 def _npy(folder: Path) -> str:
     for shard, rows in enumerate(IDS):
         write_npy(folder / f"{shard}.npy", rows)
@@ -105,6 +113,7 @@ SCHEMES: dict[str, Callable[[Path], str]] = {
     "txt": _txt,
     "arrow": _arrow,
     "megatron": _megatron,
+    "megatron-samples": _megatron_samples,
     "npy": _npy,
     "mds": _mds,
     "gzip": _gzip,
@@ -150,7 +159,7 @@ def taken(
 
 
 #: Schemes whose rows come by the same ways as another's: each shuffle and each packing is tried, and not all of both.
-ALIKE = ("mds",)
+ALIKE = ("mds", "megatron-samples")
 COMBINATIONS = [
     (scheme, shuffle, packing)
     for scheme in SCHEMES

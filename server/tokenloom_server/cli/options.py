@@ -157,16 +157,11 @@ class MixtureOptions:
     ] = None
     cache: Annotated[
         Path | None,
-        typer.Option(
-            help="A folder on a local disk in which blocks of remote objects are kept; several servers may share it. "
-            "[env: TOKENLOOM_CACHE]"
-        ),
+        typer.Option(help="Keep what is read of remote storage in this folder of a local disk. [env: TOKENLOOM_CACHE]"),
     ] = None
     cache_size: Annotated[
         str | None,
-        typer.Option(
-            help="How large --cache may become; 100G if not given. [env: TOKENLOOM_CACHE_SIZE]", metavar="NUMBER[M|G|T]"
-        ),
+        typer.Option(help="How large it may become; 100G if not given. [env: TOKENLOOM_CACHE_SIZE]", metavar="SIZE"),
     ] = None
     dataset_mix: Annotated[
         str | None,
