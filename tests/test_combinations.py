@@ -26,6 +26,7 @@ from support.corpora import (
     write_parquet,
     write_txt,
 )
+from support.litdata_files import write_litdata
 from support.mosaic import write_mds
 from tokenloom_server.core.state import State
 from tokenloom_server.order.factory import PipelineFactory
@@ -82,6 +83,12 @@ def _mds(folder: Path) -> str:
     return "mds:streamed:ids:uint16"
 
 
+def _litdata(folder: Path) -> str:
+    rows = (np.array(row, np.uint16) for rows in IDS for row in rows)
+    write_litdata(folder / "optimised", rows, tokens=True, chunk_size=400)
+    return "litdata:optimised"
+
+
 def _gzip(folder: Path) -> str:
     for shard, rows in enumerate(TEXTS):
         content = "".join(json.dumps({"meta": {"text": row}}) + "\n" for row in rows)
@@ -107,6 +114,7 @@ SCHEMES: dict[str, Callable[[Path], str]] = {
     "megatron": _megatron,
     "npy": _npy,
     "mds": _mds,
+    "litdata": _litdata,
     "gzip": _gzip,
     "remote": _remote,
 }
@@ -150,7 +158,7 @@ def taken(
 
 
 #: Schemes whose rows come by the same ways as another's: each shuffle and each packing is tried, and not all of both.
-ALIKE = ("mds",)
+ALIKE = ("mds", "litdata")
 COMBINATIONS = [
     (scheme, shuffle, packing)
     for scheme in SCHEMES

@@ -19,6 +19,8 @@ SPECS = (
     "npy:a:int32",
     "mds:a:b",
     "mds:s3://a/b:c:uint16",
+    "litdata:a",
+    "litdata:s3://a/b:c",
 )
 
 
