@@ -266,7 +266,7 @@ def test_every_setting_of_the_environment_is_documented() -> None:
     sources = [path.read_text(encoding="utf-8") for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     variables = {name for text in sources for name in re.findall(r'"(TOKENLOOM_[A-Z_]+)"', text)}
     assert {"TOKENLOOM_TOKEN", "TOKENLOOM_TLS_CA", "TOKENLOOM_DATA_ROOTS"} <= variables
-    elsewhere = {"TOKENLOOM_LEDGER", "TOKENLOOM_HEALTH", "TOKENLOOM_"}
+    elsewhere = {"TOKENLOOM_LEDGER", "TOKENLOOM_HEALTH", "TOKENLOOM_CACHE", "TOKENLOOM_CACHE_SIZE", "TOKENLOOM_"}
     assert {name for name in variables - elsewhere if f"`{name}`" not in settings} == set()
 
 

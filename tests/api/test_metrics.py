@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -12,6 +14,7 @@ from support.memory_service import MemoryService, rank_stats, report_stats, run_
 from tokenloom_server.api import metrics
 from tokenloom_server.core.wait_reason import WaitReason
 from tokenloom_server.errors import LedgerUnavailable
+from tokenloom_server.storage.cache import FOLDER, block_cache
 
 #: labels as sorted pairs → value, by sample name.
 Scrape = dict[str, dict[tuple[tuple[str, str], ...], float]]
@@ -34,7 +37,10 @@ def labels(**values: Any) -> tuple[tuple[str, str], ...]:
 
 
 @pytest.fixture
-def service() -> MemoryService:
+def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryService]:
+    """Runs of a server that has a cache."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    block_cache.cache_clear()
     service = MemoryService()
     service.put(
         run_stats(
@@ -53,7 +59,8 @@ def service() -> MemoryService:
             ranks=[rank_stats(0, state="finished", last_heard_s=None)],
         )
     )
-    return service
+    yield service
+    block_cache.cache_clear()
 
 
 def test_every_metric_equals_the_stats(service: MemoryService) -> None:

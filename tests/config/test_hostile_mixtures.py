@@ -51,7 +51,12 @@ READ_TOKENIZER = """from tokenloom_server.tokenizer.definition import find_token
     ("call", "inputs", "begin", "says"),
     [
         (READ_MIXTURE, mixtures(), "/", {"bomb: aliases of aliases": "line 6: more than 200,000 values"}),
-        ("configs_of(path.read_text())", cards(), "its card", {"lists in lists": "nested deeper than 100 levels"}),
+        (
+            "checked_card(path.read_text(), 'README.md')",
+            cards(),
+            "its README.md",
+            {"lists in lists": "nested deeper than 100 levels"},
+        ),
         (READ_TOKENIZER, tokenizers(), "tokenizer '", {"BPE with the id 4294967295": "expected at most 4194303"}),
     ],
     ids=["mixtures", "cards", "tokenizers"],

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -20,7 +21,12 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from support.killed import two_runs
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tokenloom import RemoteDataset
+from tokenloom_server.catalog import open_catalog
+from tokenloom_server.config import mixture_file as config
+from tokenloom_server.ledger.sqlite import SqliteLedger
+from tokenloom_server.order import builder
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"tokenloom": "client", "tokenloom_server": "server", "tokenloom_proto": "proto"}
@@ -201,7 +207,7 @@ def test_the_client_imports_where_only_the_base_dependencies_are(
     path, found, said, has_server = json.loads(result.stdout)
     assert ["pip install 'tokenloom[server]'" in text for text in said] == [True, True]
     assert Path(path).parent.parent == installed
-    assert set(found) <= {"fsspec"}  # which torch brings
+    assert set(found) <= {"fsspec", "jinja2"}  # which torch brings
     assert not has_server
 
 
@@ -255,6 +261,7 @@ SERVES = {
     *("google", "grpc", "grpc_health", "grpc_reflection", "numpy", "pyarrow", "pydantic", "typer", "xxhash", "yaml"),
 }
 #: Prints at its end what it has imported; a server that has come so far is asked to end.
+_SERVE = ("serve", "mixture.yaml", "--grpc=127.0.0.1:0", "--rest=127.0.0.1:0", "--ready-file=ready.json")
 _REPORT = """
 import atexit, json, os, signal, threading, time
 def stop():
@@ -270,19 +277,52 @@ atexit.register(lambda: print(json.dumps([*{name.partition(".")[0] for name in s
 def test_a_command_imports_what_it_needs_and_no_more(
     command: str, expected: set[str], installed: Path, server_environment: list[str], tmp_path: Path
 ) -> None:
-    (tmp_path / "lines.txt").write_text("a line\n" * 100, encoding="utf-8")
-    (tmp_path / "mixture.yaml").write_text(
-        "{run: a, seed: 1, tokenizer: bytes, sequence_length: 8, mixture: "
-        "{policy: least_consumed, children: [{source: 'txt:lines.txt:text'}]}}"
-    )
-    options = ["mixture.yaml", "--grpc=127.0.0.1:0", "--rest=127.0.0.1:0", "--ready-file=ready.json"]
-    arguments = [command, *options] if command == "serve" else [command]
+    _write_mixture(tmp_path, "bytes")
+    arguments = _SERVE if command == "serve" else (command,)
 
     result = _run(server_environment, _REPORT + _entry_point(installed), *arguments, str(tmp_path))
 
     assert result.returncode == 0, result.stderr
     imported = set(json.loads(result.stdout.splitlines()[-1]))
     assert imported & _import_names(_requirements(installed) + _requirements(installed, "server")) == expected
+
+
+def test_a_server_without_the_fast_tokeniser_goes_on_with_a_run_that_began_with_it(
+    installed: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    needs = _requirements(installed) + _requirements(installed, "server")
+    without = [need for need in needs if need.name != "gigatoken"]
+    assert len(without) == len(needs) - 1
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["a line and another line"], trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    mixture = config.load(_write_mixture(tmp_path, "tokenizer.json"), open_catalog())
+    record = builder.create(mixture, tmp_path, None).record
+    assert record.engine is not None
+    assert record.engine.engine == "gigatoken"
+    with closing(SqliteLedger(tmp_path / "tokenloom.db")) as ledger:
+        ledger.create_run("a", "train", "0" * 32, record.to_json())
+
+    environment = _environment(installed, without, tmp_path_factory.mktemp("slow"))
+    arguments = (*_SERVE, "--ledger=sqlite:///tokenloom.db", str(tmp_path))
+    result = _run(environment, _REPORT + _entry_point(installed), *arguments)
+
+    assert result.returncode == 0, result.stderr
+    says = rf"a: tokeniser engine tokenizers .*: the run began with gigatoken {record.engine.version}; .*the same ids"
+    assert re.search(rf"{says} for 22 probes and 100 rows; .*pip install 'tokenloom\[fast\]'", result.stderr)
+
+
+def _write_mixture(folder: Path, tokenizer: str) -> Path:
+    (folder / "lines.txt").write_text("a line\n" * 100, encoding="utf-8")
+    path = folder / "mixture.yaml"
+    path.write_text(
+        f"{{run: a, seed: 1, tokenizer: {tokenizer}, sequence_length: 8, mixture: "
+        "{policy: least_consumed, children: [{source: 'txt:lines.txt:text'}]}}"
+    )
+    return path
 
 
 def test_the_demonstration_says_that_it_needs_torch(installed: Path, server_environment: list[str]) -> None:

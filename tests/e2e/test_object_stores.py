@@ -85,6 +85,23 @@ def test_four_ranks_cost_one_listing_and_one_reader_and_resume_exactly(
         assert world.receipt.sequence(32) == expected[32:47]
 
 
+def test_with_a_cache_another_run_reads_nothing_of_the_store(
+    store: S3Server, start_server: StartServer, tmp_path: Path
+) -> None:
+    files = remote_mixture(tmp_path), remote_mixture(tmp_path, run="again")
+    flags = ("--cache", tmp_path / "cache", "--cache-size", "1G")
+    server = start_server(files[0], environment=store.environment, flags=flags)
+    with World(server.url("test")) as world:
+        expected = world.run().receipt.sequence()
+    assert store.reads()
+    server.kill()
+    store.requests.clear()
+    other = start_server(files[1], environment=store.environment, flags=flags)
+    with World(other.url("again")) as world:
+        assert world.run().receipt.sequence() == expected
+    assert store.reads() == []
+
+
 def test_a_store_that_stops_answering_is_named_to_the_ranks_and_then_an_error(
     store: S3Server, start_server: StartServer, tmp_path: Path
 ) -> None:

@@ -29,7 +29,10 @@ def test_a_refused_join_names_what_differs_and_changes_nothing(
         stateless.join()
     for fields, says in (
         ({"seed": 1}, "seed is 1, this run's is 7: restore the seed"),
-        ({"tokenizer": document["tokenizer"] | {"engine": "tokenizers"}}, "'tokenizers'.* this run's is .*'gigatoken'"),
+        (
+            {"tokenizer": document["tokenizer"] | {"engine": "tokenizers"}, "engine_ids": "0" * 32},
+            "'tokenizers'.* this run's is .*'gigatoken'",
+        ),
         ({"digest": "1" * 32}, "gives digest .*other data"),
     ):
         changed = {"tokenloom": seal(document | fields)}

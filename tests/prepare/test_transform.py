@@ -157,11 +157,14 @@ def test_rows_that_are_filtered_or_bad_do_not_reach_the_function(folder: Path) -
     ("name", "message"),
     [
         ("careful", r"data/0\.jsonl: row 70: transform cleaning:careful failed: ValueError: no such row; mend"),
-        ("numbers", r"row 0: .*TypeError: it gave int64, expected an Arrow array of texts, or a record batch with"),
-        ("dies", r"data/\d\.jsonl: rows \d+ to \d+: transform cleaning:dies failed: its process ended with signal 6"),
+        (
+            "numbers",
+            r"row 0: .*TypeError: it gave Int64Array, expected an Arrow array of texts, or a record batch with",
+        ),
+        ("dies", r"data/\d\.jsonl: rows \d+ to \d+: transform cleaning:dies failed: its process ended with -6"),
         (
             "slow",
-            r"data/\d\.jsonl: rows \d+ to \d+: transform cleaning:slow failed: .* it took too long",
+            r"data/\d\.jsonl: rows \d+ to \d+: transform cleaning:slow failed: it took too long",
         ),
         ("large", r"data/\d\.jsonl: row \d+: transform cleaning:large failed: MemoryError"),
         ("none", "no row of it has a token"),
@@ -195,7 +198,6 @@ def test_other_code_is_refused_where_something_was_prepared(folder: Path) -> Non
         ),
         ("cleaning:no_such", "module .cleaning. has no attribute"),
         ("cleaning:shouted.x", "module .cleaning. has no attribute"),
-        ("helper:__name__", "is str, expected a function"),
     ],
 )
 def test_what_is_no_function_is_refused(folder: Path, name: str, message: str) -> None:

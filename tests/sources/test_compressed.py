@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +36,8 @@ PACKERS: dict[str, tuple[str, Compress]] = {
     "zstd": (".zst", zstd),
     "gzip members": (".gz", lambda d: gzip.compress(d[:777]) + gzip.compress(b"") + gzip.compress(d[777:])),
     "zstd frames": (".zst", lambda d: zstd(d[:777]) + zstd(d[777:])),
+    "bz2 streams": (".bz2", lambda d: bz2.compress(d[:777]) + bz2.compress(b"") + bz2.compress(d[777:])),
+    "xz streams": (".xz", lambda d: lzma.compress(d[:777]) + lzma.compress(b"") + lzma.compress(d[777:])),
 }
 
 
@@ -69,7 +73,7 @@ def test_json_lines_too(tmp_path: Path, packer: str) -> None:
     assert list(columns_of(SOURCES.schemes["jsonl"], f"a.jsonl{suffix}", tmp_path)) == ["meta"]
 
 
-@pytest.mark.parametrize("packer", ["gzip", "zstd"])
+@pytest.mark.parametrize("packer", ["gzip", "zstd", "bz2 streams", "xz streams"])
 def test_what_is_damaged_cut_off_or_no_such_file_is_an_error_that_names_it(tmp_path: Path, packer: str) -> None:
     suffix, pack = PACKERS[packer]
     whole = pack("\n".join(TEXTS).encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import json
@@ -14,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.catalog import SOURCES, spec_of
 from support.corpora import flat, parsed, text_rows
-from support.hub import StandInHub, stand_in_hub
+from support.hub import StandInHub, card, stand_in_hub
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError
@@ -23,7 +24,8 @@ from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.revision_content import revise
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources import short_form
-from tokenloom_server.sources.open import open_source
+from tokenloom_server.sources.hub.scheme import HubScheme
+from tokenloom_server.sources.open import columns_of, open_source
 
 SPEC = "hf:org/name:train:text"
 ROWS = [text_rows(30, salt, 30) for salt in range(2)]
@@ -74,6 +76,7 @@ def rows_of(spec: str, shard: int = 0, row: int = 0) -> list[str]:
         ("train.jsonl", jsonl),
         ("train.json", jsonl),
         ("train.txt", lines),
+        ("train.jsonl.bz2", lambda rows: bz2.compress(jsonl(rows))),
         ("train.jsonl.gz", lambda rows: gzip.compress(jsonl(rows))),
         ("train.txt.zst", lambda rows: pa.compress(lines(rows), "zstd", asbytes=True)),
     ],
@@ -138,6 +141,26 @@ def test_a_run_stays_at_its_commit_and_asks_for_no_other(hub: StandInHub, tmp_pa
     assert rows_of_order(again) == ROWS[0]
 
 
+def test_a_run_that_was_recorded_reads_its_files_whatever_the_rules_are_now(
+    hub: StandInHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before splits were those of `datasets`, this spec meant the Hub's conversion of JSON lines."""
+    repo, converted = hub.repo("org/name"), "hf:org/name@refs/convert/parquet:train:text"
+    repo.commit({"train.jsonl": jsonl(ROWS[0])})
+    repo.commit({"default/train/0000.parquet": parquet(ROWS[1])}, "refs/convert/parquet")
+    record = json.loads(json.dumps(create(tmp_path, converted).record.to_json()).replace(converted, SPEC))
+    assert rows_of(SPEC) == ROWS[0]
+
+    monkeypatch.setitem(sys.modules, "datasets.load", None)
+    hub.forget()
+    again = builder.load(parsed(flat([SPEC])), tmp_path, None, record)
+
+    assert hub.requests == []
+    assert rows_of_order(again) == ROWS[1]
+    with pytest.raises(SourceError, match=r"need `datasets` 4\.0 or later .*pip install 'tokenloom\[hf\]'"):
+        rows_of(SPEC)
+
+
 def test_a_run_begins_again_at_its_commit_without_its_record(hub: StandInHub, tmp_path: Path) -> None:
     repo = hub.repo("org/name")
     commit = repo.commit({"train.parquet": parquet(ROWS[0])})
@@ -153,13 +176,13 @@ def test_a_run_begins_again_at_its_commit_without_its_record(hub: StandInHub, tm
 
 
 def test_a_run_of_the_hubs_conversion_begins_again_at_its_commit(hub: StandInHub, tmp_path: Path) -> None:
-    repo = hub.repo("org/name")
+    repo, spec = hub.repo("org/name"), "hf:org/name@refs/convert/parquet:train:text"
     repo.commit({"README.md": b"# csv", "train.csv": b"text\na\n"})
     content = {f"default/{split}/000{i}.parquet": parquet(ROWS[i]) for i in range(2) for split in ("train", "trains")}
     commit = repo.commit(content, "refs/convert/parquet")
-    order = create(tmp_path)
+    order = create(tmp_path, spec)
     repo.commit({}, "refs/convert/parquet")
-    document = flat([SPEC])
+    document = flat([spec])
     document["mixture"]["children"][0]["commit"] = commit
     assert builder.create(parsed(document), tmp_path, None).record.to_json() == order.record.to_json()
 
@@ -239,6 +262,34 @@ def test_a_pattern_in_a_repository_is_pinned_to_its_commit(hub: StandInHub, tmp_
     hub.forget()
     assert rows_of_order(builder.load(order.config, tmp_path, None, order.record.to_json())) == ROWS[0] + ROWS[1]
     assert hub.asked("^/api/") == []
+
+
+# --- before there is a spec -----------------------------------------------------------------------------
+
+
+def test_a_dataset_says_what_configs_splits_and_columns_it_has(hub: StandInHub) -> None:
+    configs: list[dict[str, object]] = [
+        {"config_name": "en", "data_dir": "en"},
+        {"config_name": "de", "data_files": [{"split": "train", "path": "de/*"}, {"split": "images", "path": "png/*"}]},
+    ]
+    content = {f"en/train-{i}.parquet": parquet(ROWS[i]) for i in range(2)} | {"de/a.jsonl": jsonl(ROWS[0])}
+    commit = hub.repo("org/name").commit({**content, "png/a.png": b"", "README.md": card(*configs)})
+    scheme = SOURCES.schemes["hf"]
+    assert isinstance(scheme, HubScheme)
+
+    whole, german = scheme.dataset("org/name"), scheme.dataset(f"org/name/de@{commit}")
+
+    assert (whole.repo, whole.commit, whole.configs) == ("org/name", commit, ["en", "de"])
+    assert (whole.default, whole.config, whole.splits) == (None, None, [])
+    assert (german.config, [split.name for split in german.splits]) == ("de", ["train", "images"])
+    train, images = german.splits
+    assert [shard.size for shard in train.shards] == [len(content["de/a.jsonl"])]
+    assert train.scheme is not None
+    assert list(columns_of(train.scheme, train.shards[0].path, Path())) == ["text"]
+    assert images.scheme is None
+    assert "1 files for the split 'images' that no scheme reads (as 'png/a.png'; to `datasets`" in images.unread
+    with pytest.raises(SourceError, match=r"'hf:org/name/fr': the dataset 'org/name' has no config 'fr'"):
+        scheme.dataset("org/name/fr")
 
 
 # --- the short form -------------------------------------------------------------------------------------

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.catalog import hub_resolver, spec_of
-from support.hub import CONVERSION, Repo, StandInHub, blob_id, hash_of, stand_in_hub
+from support.hub import CONVERSION, Repo, StandInHub, blob_id, card, files, hash_of, stand_in_hub
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources.hub.location import HubLocation
 
@@ -22,15 +20,6 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandInHub]
     with stand_in_hub(page=3) as hub:
         hub.stand_in(monkeypatch, tmp_path)
         yield hub
-
-
-def card(*configs: Mapping[str, Any]) -> bytes:
-    return f"---\n{json.dumps({'license': 'mit', 'configs': configs})}\n---\n# A dataset\n".encode()
-
-
-def files(*paths: str, **more: bytes) -> dict[str, bytes]:
-    """Each with content of its own."""
-    return {path: f"content of {path}".encode() for path in paths} | more
 
 
 def paths(spec: str) -> list[str]:
@@ -61,85 +50,6 @@ def test_a_spec_names_repository_config_revision_and_split(
     spec, hub = spec_of(f"hf:{location}:text"), HubLocation.parse(location)
     assert (hub.repo, hub.config, hub.revision, hub.split) == parts
     assert (str(spec), spec.column) == (f"hf:{location}:text", "text")
-
-
-#: Repositories as they are met, and the splits that are asked of each.
-LAYOUTS: dict[str, tuple[dict[str, bytes], tuple[tuple[str | None, str], ...]]] = {
-    "sharded": (
-        files(
-            *(f"data/train-{i:05}-of-00003-0a1b.parquet" for i in range(3)),
-            "data/test-00000-of-00001.parquet",
-            "data/my_split-00000-of-00001.parquet",
-            "README.md",
-            ".gitattributes",
-            "data/notes.txt",
-        ),
-        ((None, "train"), (None, "test"), (None, "my_split")),
-    ),
-    "folders": (
-        files("train/b.parquet", "train/a.parquet", "validation/c.parquet", "train/deep/d.parquet", "extra.parquet"),
-        ((None, "train"), (None, "validation")),
-    ),
-    "folder-words": (files("x-train/b.parquet", "y/dev_1/a.parquet", "z/evaluation/a.parquet"),
-                     ((None, "train"), (None, "validation"), (None, "test"))),
-    "names": (
-        files("my-train.parquet", "train_2.parquet", "sub/valid.1.parquet", "training.parquet", "contrain.parquet"),
-        ((None, "train"), (None, "validation")),
-    ),
-    "all": (files("b.parquet", "sub/a.parquet", "c.parquet", ".hidden/x.parquet", "__special__/y.parquet", "n.json"),
-            ((None, "train"),)),
-    "card": (
-        files("en/one.parquet", "en/two.parquet", "de/one.parquet", "de/test/x.parquet", "fr/a.parquet", "fr/b.parquet")
-        | {
-            "README.md": card(
-                {"config_name": "en", "data_files": "en/*", "default": True},
-                {"config_name": "de", "data_files": [
-                    {"split": "train", "path": ["de/one.parquet", "en/t*.parquet"]},
-                    {"split": "test", "path": "de/test/**"},
-                ]},
-                {"config_name": "fr.1", "data_files": ["fr/b.parquet", "fr/a.parquet"]},
-                {"config_name": "folder", "data_dir": "de"},
-                {"config_name": "both", "data_dir": "de", "data_files": "*.parquet"},
-            )
-        },
-        ((None, "train"), ("en", "train"), ("de", "train"), ("de", "test"), ("fr.1", "train"), ("folder", "test"),
-         ("both", "train")),
-    ),
-    "lines": (files("train.jsonl", "test.jsonl"), ((None, "train"), (None, "test"))),
-    "text": (files("corpus/a.txt", "corpus/b.txt"), ((None, "train"),)),
-}  # fmt: skip
-
-#: Asks `datasets` for the files of splits, as whoever loads a dataset does.
-ORACLE = """
-import json, sys, datasets
-asked, found = json.load(sys.stdin), []
-for repo, config, split in asked:
-    builder = datasets.load_dataset_builder(repo, config)
-    found.append([str(path).partition("@")[2].partition("/")[2] for path in builder.config.data_files[split]])
-print(json.dumps(found))
-"""
-
-
-def test_a_split_has_the_files_that_datasets_reads_in_its_order(hub: StandInHub, tmp_path: Path) -> None:
-    for name, (content, _) in LAYOUTS.items():
-        hub.repo(f"org/{name}").commit(content)
-    asked = [(f"org/{name}", config, split) for name, (_, splits) in LAYOUTS.items() for config, split in splits]
-    oracle = subprocess.run(
-        [sys.executable, "-c", ORACLE],
-        input=json.dumps(asked),
-        env={"PATH": "", **hub.environment(tmp_path / "oracle")},
-        capture_output=True,
-        text=True,
-    )
-    assert oracle.returncode == 0, oracle.stderr[-3000:]
-    theirs = json.loads(oracle.stdout)
-
-    ours = [paths(f"hf:{repo}{'/' + config if config else ''}:{split}:text") for repo, config, split in asked]
-
-    assert [(*one, found) for one, found in zip(asked, ours, strict=True)] == [
-        (*one, found) for one, found in zip(asked, theirs, strict=True)
-    ]
-    assert all(theirs)
 
 
 def test_a_file_is_named_by_its_commit_and_known_apart_by_its_content(hub: StandInHub) -> None:
@@ -173,7 +83,7 @@ def test_sources_of_one_repository_have_one_commit_and_list_it_once(hub: StandIn
         (shard,) = resolver.shards(spec_of(f"hf:org/name/{name}:train:text"))
         assert shard.path.endswith(f"@{commit}/{name}/0.parquet")
         repo.commit({})
-    assert len(hub.asked("/tree/")) == 17
+    assert len(hub.asked("/tree/")) == 1
     assert len(hub.asked(r"api/datasets/org/name\?")) == 1
     assert len(hub.asked("README")) == 2  # which leads to a copy
 
@@ -194,6 +104,22 @@ def test_a_repository_goes_by_its_present_name_whatever_the_spec_calls_it(hub: S
     assert only.path.startswith("hf://datasets/rajpurkar/squad@")
 
 
+def test_resolving_imports_no_framework(hub: StandInHub, tmp_path: Path) -> None:
+    hub.repo("org/name").commit(files("train.parquet"))
+    program = """
+import sys
+from pathlib import Path
+from tokenloom_server.sources.catalog import SourceCatalog
+spec = SourceCatalog().spec("hf:org/name:train:text")
+assert "datasets" not in sys.modules
+(shard,) = spec.scheme.shards(spec, Path())
+print(shard.path, sorted({"datasets", "torch", "jax", "tensorflow"} & sys.modules.keys()))
+"""
+    environment = {"PATH": "", **hub.environment(tmp_path / "hf")}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.stdout.endswith("/train.parquet ['datasets']\n"), done.stderr[-3000:]
+
+
 # --- the Hub's conversion -------------------------------------------------------------------------------
 
 
@@ -204,36 +130,44 @@ def with_conversion(hub: StandInHub, own: dict[str, bytes], *converted: str) -> 
     return repo
 
 
-def test_what_is_no_parquet_is_read_as_the_hub_converted_it(hub: StandInHub, caplog: pytest.LogCaptureFixture) -> None:
-    with_conversion(
-        hub, files("train.csv"), "default/train/0001.parquet", "default/train/0000.parquet", "default/test/0000.parquet"
-    )
-    assert paths("hf:org/name:train:text") == ["default/train/0000.parquet", "default/train/0001.parquet"]
-    assert "no Parquet files of its own" in caplog.text
-    # And a loading script, whose configs only the conversion knows.
-    hub.repos["org/name"].commit({"name.py": b"import this"})
+def test_what_no_scheme_reads_is_named_with_the_spec_of_the_hubs_conversion(hub: StandInHub) -> None:
+    with_conversion(hub, files("train.csv", "train_2.csv"), "default/train/0001.parquet", "default/train/0000.parquet")
+    error = message("hf:org/name:train:text")
+    assert "2 files for the split 'train' that no scheme reads (as 'train.csv'; to `datasets` they are csv)" in error
+    assert error.endswith("maybe at an earlier commit: 'hf:org/name@refs/convert/parquet:train:text'")
+    assert paths(f"hf:org/name@{CONVERSION}:train:text") == ["default/train/0000.parquet", "default/train/0001.parquet"]
+    # And a loading script, which is never run, and whose configs only the conversion knows.
+    hub.repos["org/name"].commit({"name.py": b"raise SystemExit"})
     hub.repos["org/name"].commit(files("en/train/0000.parquet", "de/train/0000.parquet"), CONVERSION)
-    assert paths("hf:org/name/de:train:text") == ["de/train/0000.parquet"]
-    assert "its configs: 'default'" in message("hf:org/name/fr:train:text")
+    error = message("hf:org/name/de:train:text")
+    assert "scripts are no longer supported, but found name.py" in error
+    assert error.endswith("'hf:org/name/de@refs/convert/parquet:train:text'")
+    assert paths(f"hf:org/name/de@{CONVERSION}:train:text") == ["de/train/0000.parquet"]
+    assert "its configs: 'de', 'en'" in message(f"hf:org/name/fr@{CONVERSION}:train:text")
 
 
-def test_a_revision_that_is_given_is_never_read_as_converted(hub: StandInHub) -> None:
-    with_conversion(hub, files("train.csv", "test.jsonl"), "default/train/0000.parquet", "default/test/0000.parquet")
-    assert "cannot be read (the first is 'train.csv', .csv)" in message("hf:org/name@main:train:text")
-    assert paths("hf:org/name@main:test:text") == ["test.jsonl"]
-    assert paths(f"hf:org/name@{CONVERSION}:train:text") == ["default/train/0000.parquet"]
+def test_what_is_read_is_never_a_conversion(hub: StandInHub) -> None:
+    with_conversion(hub, files("train.jsonl"), "default/train/0000.parquet")
+    assert paths("hf:org/name:train:text") == ["train.jsonl"]
 
 
-def test_own_parquet_files_come_before_a_conversion(hub: StandInHub) -> None:
-    with_conversion(hub, files("train.parquet"), "default/train/0000.parquet")
-    assert paths("hf:org/name:train:text") == ["train.parquet"]
-
-
-def test_a_conversion_of_the_first_gigabytes_is_not_taken_for_all(hub: StandInHub) -> None:
-    with_conversion(hub, files("train.csv"), "default/partial-train/0000.parquet")
-    assert "no Parquet conversion" in message("hf:org/name:train:text")
+def test_what_nobody_converted_is_named_with_what_to_do(hub: StandInHub) -> None:
+    with_conversion(hub, files("train/a.png", "train/b.png"), "default/partial-train/0000.parquet")
+    error = message("hf:org/name:train:text")
+    assert "(as 'train/a.png'; to `datasets` they are imagefolder)" in error
+    assert "write it as Parquet, with load_dataset(…).to_parquet(…)" in error
     assert "converted in part only" in message(f"hf:org/name@{CONVERSION}:train:text")
     assert paths(f"hf:org/name@{CONVERSION}:partial-train:text") == ["default/partial-train/0000.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("name", "option"), [("a.json", "field: data"), ("a.txt", "sample_by: paragraph"), ("a.txt", "encoding: latin-1")]
+)
+def test_a_card_that_makes_other_rows_of_the_files_is_named(hub: StandInHub, name: str, option: str) -> None:
+    key, value = option.split(": ")
+    header = f"---\nconfigs: [{{config_name: a, data_files: {name}, {option}}}]\n---\n"
+    hub.repo("org/name").commit(files(name) | {"README.md": header.encode()})
+    assert f"that no scheme reads (with {key}: {value!r} in its card;" in message("hf:org/name:train:text")
 
 
 # --- what is not there ----------------------------------------------------------------------------------
@@ -262,24 +196,39 @@ def test_an_unknown_repository_config_split_or_revision_is_named_with_what_there
 
 def test_an_empty_repository_has_no_splits(hub: StandInHub) -> None:
     hub.repo("org/name").commit({"README.md": b"# nothing yet"})
-    assert "has no split 'train'; its splits: none" in message("hf:org/name:train:text")
+    error = message("hf:org/name:train:text")
+    assert "`datasets` finds no splits in it: The directory at its root doesn't contain any data files" in error
+    hub.repo("org/packed").commit({"train.zip": b"PK"})
+    error = message("hf:org/packed:train:text")
+    assert "its files lie in zip archives (BadZipFile). Files may be named by a pattern" in error
 
 
 @pytest.mark.parametrize(
     ("header", "fault"),
     [
-        ("configs: 3", "its card's configs are int, expected a list"),
-        ("configs: [{data_files: x}]", "without config_name"),
-        ("configs: [{config_name: a, data_files: 3}]", "data_files that are no patterns by split: 3"),
-        ("configs: [{config_name: a, data_files: [{split: train}]}]", "no patterns by split"),
-        ("configs: [{config_name: a, data_files: [{split: t, path: x}, {split: t, path: y}]}]", "the split 't' twice"),
+        ("configs: 3", "Expected configs to be a list, but got '3'"),
+        ("configs: [{data_files: x}]", "must include `config_name` field"),
+        ("configs: [{config_name: a, data_files: 3}]", "Expected data_files in YAML to be either a string or a list"),
+        (
+            "configs: [{config_name: a, data_files: [{split: train}]}]",
+            "with two keys: 'split' and 'path', but got [{'split': 'train'}]",
+        ),
+        (
+            "configs: [{config_name: a, data_files: [{split: t, path: x}, {split: t, path: y}]}]",
+            "Some splits are duplicated in data_files",
+        ),
         ("configs: [{config_name: a, data_files: 'https://example.org/x.parquet'}]", "names files elsewhere"),
-        ("configs: [{config_name: a, data_files: 'data/**.parquet'}]", "the pattern 'data/**.parquet', which is none"),
+        ("configs: [{config_name: a, data_files: [{split: t, path: [b, /etc/*.txt]}]}]", "elsewhere: '/etc/*.txt'"),
+        ("configs: [{config_name: a, data_dir: a/../../b}]", "README.md names files elsewhere: 'a/../../b'"),
+        (
+            "configs: [{config_name: a, data_files: 'data/**.parquet'}]",
+            "Invalid pattern: '**' can only be an entire path component",
+        ),
         (
             "configs: [{config_name: a, data_files: [train.parquet, b.parquet]}]",
-            "the file 'b.parquet', which it does not",
+            "Unable to find 'b.parquet' (FileNotFoundError)",
         ),
-        ("configs: [", "is no YAML"),
+        ("configs: [", "README.md has no YAML that is read"),
     ],
 )
 def test_a_card_that_says_something_else_is_named(hub: StandInHub, header: str, fault: str) -> None:
@@ -349,7 +298,7 @@ def test_a_busy_hub_is_asked_again_when_it_says_or_soon(hub: StandInHub, slept: 
     hub.fail(r"/tree/\w+\?", cut=10)
     hub.fail(r"/tree/\w+\?", status=429, headers={"RateLimit": '"api";r=0;t=55'})
     assert paths("hf:org/name:train:text") == ["train.parquet"]
-    assert slept == [7, 0.5, 0.5, 55]
+    assert slept == [7, 0.5, 1, 55]
 
 
 def test_a_hub_that_stays_busy_is_given_up(hub: StandInHub, slept: list[float]) -> None:

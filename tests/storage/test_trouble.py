@@ -17,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from support.catalog import spec_of
 from tokenloom_server.errors import SourceChanged, StorageError
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.storage import io_stats, prefetch, remote
+from tokenloom_server.storage import io_stats, remote
 from tokenloom_server.storage.file import Range
 from tokenloom_server.storage.hedged_read import HedgedRead
 from tokenloom_server.storage.io_stats import IoStats, RetryPolicy
@@ -200,10 +200,10 @@ def test_what_was_planned_is_read_ahead_in_few_reads_and_little_memory(
             length = min(33_333, end - at)
             assert bytes(file.read_at(at, length)) == DATA[at : at + length]
     assert sorted(read[1:] for read in storage.reads) == [
-        (begin, begin + (1 << 20)),
-        (begin + (1 << 20), begin + (3 << 20)),
-        (begin + (3 << 20), begin + (7 << 20)),
-        (begin + (7 << 20), end),
+        (begin, 2 << 20),
+        (2 << 20, 4 << 20),
+        (4 << 20, 8 << 20),
+        (8 << 20, end),
     ]
     assert shared.reserve(io_stats.AHEAD_BYTES), "all that was taken was given back"
 
@@ -211,7 +211,7 @@ def test_what_was_planned_is_read_ahead_in_few_reads_and_little_memory(
 def test_without_memory_for_it_nothing_is_read_ahead(storage: type[Troubled], tmp_path: Path) -> None:
     url = put("a/x.bin", DATA)
     shared = IoStats(HURRY)
-    assert shared.reserve(io_stats.AHEAD_BYTES - prefetch.FIRST_BLOCK_BYTES + 1)
+    assert shared.reserve(io_stats.AHEAD_BYTES)
     with open_file(url, tmp_path, io_stats=shared) as file:
         file.plan([Range(0, len(DATA))])
         for at in range(0, 1_000_000, 100_000):
@@ -225,7 +225,7 @@ def test_reading_elsewhere_leaves_the_plan_alone(storage: type[Troubled], tmp_pa
         file.plan([Range(500_000, 2_000_000)])
         for at in (500_000, len(DATA) - 8, 600_000, 0, 1_600_000, 1_999_990, 700_000):
             assert bytes(file.read_at(at, 100_000)) == DATA[at : at + 100_000]
-    assert (500_000, 500_000 + (1 << 20)) in [read[1:] for read in storage.reads]
+    assert (500_000, 1 << 20) in [read[1:] for read in storage.reads]
 
 
 def test_a_server_that_says_when_to_come_again_is_left_alone_until_then() -> None:

@@ -93,8 +93,9 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
     ),
     (("fastapi", "starlette", "uvicorn"), frozenset({f"{SERVER}.api.rest", f"{SERVER}.api.page"})),
     (("redis", "sqlite3"), frozenset({f"{SERVER}.ledger"})),
-    (("gigatoken", "awkward"), frozenset({f"{SERVER}.tokenizer"})),
+    (("gigatoken", "awkward", "jinja2"), frozenset({f"{SERVER}.tokenizer"})),
     (("matplotlib",), frozenset({f"{SERVER}.planning.picture"})),
+    (("streaming", "litdata"), frozenset({f"{SERVER}.tools.moving"})),
     (("fsspec",), frozenset({f"{SERVER}.storage"})),
     (("typer",), frozenset({f"{SERVER}.cli"})),
     (
@@ -125,8 +126,17 @@ PURE = tuple(
         *("run.generation", "run.slots"),
         *("run.active_generation", "run.commits", "run.delivery", "run.lease_state", "run.join_call", "run.sizing"),
         *("run.views",),
-        *("tokenizer.boundary", "tokenizer.check", "tokenizer.choose", "tokenizer.definition", "tokenizer.documents"),
-        *("tokenizer.engine", "tokenizer.files", "tokenizer.masked", "tokenizer.text"),
+        *(
+            "tokenizer.boundary",
+            "tokenizer.chat",
+            "tokenizer.chat_renderer",
+            "tokenizer.chat_template",
+            "tokenizer.check",
+            "tokenizer.choose",
+            "tokenizer.definition",
+            "tokenizer.documents",
+        ),
+        *("tokenizer.engine", "tokenizer.engine_ids", "tokenizer.files", "tokenizer.masked", "tokenizer.text"),
     )
 )
 IMPURE = (
@@ -159,7 +169,18 @@ NEEDS = {
         {
             *("grpc", "grpc_health", "grpc_reflection", "google", "numpy"),
             *("matplotlib",),  # of the extra for pictures
-            *("awkward", "fastapi", "fsspec", "gigatoken", "prometheus_client", "pyarrow", "pydantic", "redis"),
+            *("streaming", "litdata"),  # for who comes from one of them
+            *(
+                "awkward",
+                "fastapi",
+                "fsspec",
+                "gigatoken",
+                "jinja2",
+                "prometheus_client",
+                "pyarrow",
+                "pydantic",
+                "redis",
+            ),
             *("rich", "starlette", "tokenizers", "torch", "typer", "uvicorn", "xxhash", "yaml"),
         }
     ),

@@ -10,6 +10,7 @@ from tokenloom_server.api import metrics
 from tokenloom_server.api.auth import Scope
 from tokenloom_server.api.rest.app import create_app
 
+from tests.support import exchange
 from tests.support.memory_service import MemoryService
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -50,8 +51,16 @@ def metric_names() -> str:
     return _table(("metric", "labels", "meaning"), ("---",) * 3, *rows)
 
 
+def worked_exchange() -> str:
+    return _table(("message", "field", "bytes", "value"), ("---",) * 4, *exchange.table())
+
+
 #: The table of each page, the only one there.
-TABLES: dict[str, Callable[[], str]] = {"rest.md": routes, "metrics.md": metric_names}
+TABLES: dict[str, Callable[[], str]] = {
+    "rest.md": routes,
+    "metrics.md": metric_names,
+    "protocol.md": worked_exchange,
+}
 
 
 def written(page: str, table: str) -> str:

@@ -140,7 +140,7 @@ class Outcome(NamedTuple):
 
 def outcome_of(call: str, inputs: dict[str, str], folder: Path) -> Outcome:
     """Has a child process with at most 4 GiB of addresses read each input from a file; ``call``: Python that does it
-    for ``path``, with ``TokenloomError`` or ``CardError`` where it refuses."""
+    for ``path``, with ``TokenloomError`` or ``LayoutError`` where it refuses."""
     paths = {}
     for i, (name, text) in enumerate(inputs.items()):
         (folder / str(i)).mkdir()
@@ -151,14 +151,14 @@ import json, resource, sys
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))
 from tokenloom_server.errors import TokenloomError
-from tokenloom_server.storage.hub.splits import CardError, configs_of
+from tokenloom_server.sources.hub.layout import LayoutError, checked_card
 errors = {{}}
 for name, path in json.loads(sys.stdin.read()).items():
     path = Path(path)
     try:
         {call}
         errors[name] = ""
-    except (TokenloomError, CardError) as error:
+    except (TokenloomError, LayoutError) as error:
         errors[name] = str(error)
 # Not ru_maxrss, which begins with that of the process that started this one.
 peak_kib = int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])

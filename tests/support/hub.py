@@ -51,6 +51,16 @@ class Repo:
         return sum(map(len, self.commits[commit].values()))
 
 
+def card(*configs: Mapping[str, Any]) -> bytes:
+    """A dataset's card with these configs."""
+    return f"---\n{json.dumps({'license': 'mit', 'configs': configs})}\n---\n# A dataset\n".encode()
+
+
+def files(*paths: str, **more: bytes) -> dict[str, bytes]:
+    """Each with content of its own."""
+    return {path: f"content of {path}".encode() for path in paths} | more
+
+
 @functools.cache
 def hash_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
@@ -217,6 +227,8 @@ class _Refused(Exception):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    # A head and a body are two writes, and the second would wait for the client's acknowledgement of the first.
+    disable_nagle_algorithm = True
     server: _Server
 
     def do_GET(self) -> None:

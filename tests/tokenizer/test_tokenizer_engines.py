@@ -151,7 +151,7 @@ def test_tokenizers_is_used_where_gigatoken_loads_but_gives_other_ids(find: Find
 
 
 def test_a_difference_that_only_real_rows_show_is_found(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenloom_server.tokenizer.choose.PROBES", ("plain",))
+    monkeypatch.setattr("tokenloom_server.tokenizer.engine_ids.PROBES", ("plain",))
     definition = replace(find("whole"), added_tokens=())
     columns = [pa.array(["word"] * 9), pa.array([None, "", "one,  two"], pa.large_string())]
     choice = choose_engine(definition, "text", columns, cpu_clock_s=time.thread_time)

@@ -195,6 +195,7 @@ def _store(topology: Topology) -> Store | None:
     if store is None:
         raise ValueError(
             f"rank {topology.rank} of {topology.world_size} gives a mixture file, whose server rank 0 would start, and "
-            "no process group says where: call torch.distributed.init_process_group before making the dataset"
+            "no process group says where: call torch.distributed.init_process_group before making the dataset, or "
+            "start the server yourself and give its address, grpc://HOST:PORT/RUN"
         )
     return store

@@ -24,6 +24,7 @@ from tokenloom_server.api.service import Runs
 from tokenloom_server.core.wait_reason import WaitReason
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.reports.stats import RunStats
+from tokenloom_server.storage.cache import BlockCache, block_cache
 
 
 class RowMetric(NamedTuple):
@@ -66,6 +67,7 @@ class ServerRow(NamedTuple):
 
     version: str
     ready: bool
+    cache: BlockCache | None
 
 
 class ReadRow(NamedTuple):
@@ -84,6 +86,8 @@ class WaitingRow(NamedTuple):
 SERVER_METRICS = (
     RowMetric("tokenloom_server_info", "", "Always 1; the server's version.", {"version": "version"}),
     RowMetric("tokenloom_ready", "ready", "1 while requests can be served."),
+    RowMetric("tokenloom_cache_read_bytes_total", "cache.cached_bytes", "Bytes read of the cache; absent without one."),
+    RowMetric("tokenloom_cache_missed_bytes_total", "cache.fetched_bytes", "Bytes fetched that the cache lacked."),
 )
 
 READ_METRICS = (
@@ -197,7 +201,7 @@ class RunCollector(Collector):
         self._version = version
 
     def collect(self) -> Iterator[Metric]:
-        server = ServerRow(self._version, self._runs.not_ready() is None)
+        server = ServerRow(self._version, self._runs.not_ready() is None, block_cache())
         runs: list[RunStats] = []
         reads: list[ReadRow] = []
         for name in self._runs.names():

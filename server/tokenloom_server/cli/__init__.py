@@ -10,7 +10,9 @@ from tokenloom_server.cli import (
     checkpoint,
     demo,
     export,
+    foreign,
     fork,
+    init,
     mixture,
     peek,
     plan,
@@ -37,6 +39,7 @@ app = typer.Typer(
 )
 # In the order of --help; the groups of commands come last.
 add_command(app, serve.serve)
+add_command(app, init.init)
 add_command(app, validate.validate)
 add_command(app, plan.plan)
 add_command(app, prepare.prepare)
@@ -48,6 +51,7 @@ add_command(app, trace.trace)
 add_command(app, export.export)
 add_command(app, restore.restore)
 add_command(app, fork.fork)
+add_command(app, foreign.import_seen, "import")
 add_command(app, token.token)
 add_command(app, schema.schema)
 add_command(app, demo.demo)

@@ -155,6 +155,19 @@ class MixtureOptions:
             metavar="NAME,…",
         ),
     ] = None
+    cache: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder on a local disk in which blocks of remote objects are kept; several servers may share it. "
+            "[env: TOKENLOOM_CACHE]"
+        ),
+    ] = None
+    cache_size: Annotated[
+        str | None,
+        typer.Option(
+            help="How large --cache may become; 100G if not given. [env: TOKENLOOM_CACHE_SIZE]", metavar="NUMBER[M|G|T]"
+        ),
+    ] = None
     dataset_mix: Annotated[
         str | None,
         _Short(
@@ -183,6 +196,14 @@ class MixtureOptions:
         from_environment = [place for place in re.split(r":(?!//)", os.environ.get(DATA_ROOTS, "")) if place]
         return DataRoots.of(self.data_root or from_environment)
 
+    def use_cache(self) -> None:
+        """Whatever this process reads of remote storage is kept where --cache says. Raises ``ConfigError``."""
+        from tokenloom_server.storage import cache
+
+        options = {cache.FOLDER: self.cache, cache.SIZE: self.cache_size}
+        os.environ.update({name: str(value) for name, value in options.items() if value is not None})
+        cache.block_cache()
+
     def catalog(self) -> Catalog:
         """What a mixture may name. Raises ``ConfigError`` for a plugin that does not load."""
         from tokenloom_server.catalog import open_catalog
@@ -199,6 +220,7 @@ class MixtureOptions:
         """The mixture of the file or of the short form, of which there must be one. Raises ``ConfigError``."""
         from tokenloom_server.config import mixture_file as config
 
+        self.use_cache()
         short = self.short_form()
         if short is not None and file is None:
             return short

@@ -224,6 +224,7 @@ def _options(
     from tokenloom_server.api.server import ServeOptions
     from tokenloom_server.run.timeouts import Timeouts
 
+    mixture_options.use_cache()
     mixture = mixture_options.short_form()
     if mixture is None and not mixtures:
         raise ConfigError("nothing to serve: name a mixture file, or give --dataset-mix")

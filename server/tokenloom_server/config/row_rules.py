@@ -1,7 +1,7 @@
 """What of a source's rows is read: which of them pass, what text is made of their columns, what becomes of bad ones.
 
-Only what is written here can be said in a mixture file: comparisons with constants, and texts with gaps. There is no
-expression to evaluate, and so no code of a user's on the server.
+Only what is written here can be said in a mixture file: comparisons with constants, texts with gaps, or that the
+tokeniser's chat template is meant. There is no expression to evaluate, and so no code of a user's on the server.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ Constant: TypeAlias = str | int | float | bool
 _OPERATOR = re.compile(r"==|!=|<=|>=|<|>|(?<=\s)(?:not\s+in|in)(?=[\s\[])")
 #: What is more than plain text in a template: a doubled brace, or a column in braces.
 _GAPS = re.compile(r"(\{\{|\}\}|\{[^{}]+\})")
+#: The template that is the tokeniser's own, for conversations.
+CHAT = "chat"
 _EXAMPLES = """such as 'score >= 0.5', 'lang == "en"' or 'lang in ["en", "de"]'"""
 
 
@@ -95,6 +97,11 @@ class Template:
     columns: tuple[str, ...]
 
     @classmethod
+    def of_chat(cls, messages: str, tools: str | None) -> Template:
+        """A conversation: the column of its messages, and after a line's end that of its tools, if it has any."""
+        return cls(("", ""), (messages,)) if tools is None else cls(("", "\n", ""), (messages, tools))
+
+    @classmethod
     def parse(cls, text: str) -> Template:
         """Reads ``{column}`` as a gap, and doubled braces as one. Raises ``ValueError``."""
         texts, columns, position = [""], [], 1
@@ -124,6 +131,8 @@ class RowRules:
     filter: tuple[Comparison, ...] = ()
     """All have to hold."""
     template: Template | None = None
+    as_json: bool = False
+    """Of a template's columns, values that are no text become their JSON."""
     skip_bad: bool = False
     """Rows that do not decode are marked among the others (``Rows.bad``); else reading ends at the first."""
     skip_blank: bool = True

@@ -153,16 +153,23 @@ class RunFields(Section):
     @property
     def masks_loss(self) -> bool:
         """Whether samples carry a loss mask: a source has one, in whichever phase."""
-        return any(source.loss_mask is not None for _, source in self.named_sources())
+        return any(source.has_loss_mask for _, source in self.named_sources())
+
+    @property
+    def has_chats(self) -> bool:
+        """Whether the tokeniser's chat template is needed: a source that is trained on has conversations."""
+        return any(source.is_chat for _, source in self.named_sources())
 
     def adds_bos(self, source: SourceConfig) -> bool:
-        """Whether each document of a source gets the begin-of-text id."""
-        return self.add_bos if source.add_bos is None else source.add_bos
+        """Whether each document of a source gets the begin-of-text id; a chat template writes its own."""
+        return (self.add_bos and not source.is_chat) if source.add_bos is None else source.add_bos
 
     def adds_eot(self, source: SourceConfig) -> EndOfText:
-        """Whether each document of a source gets the end-of-text id."""
+        """Whether each document of a source gets the end-of-text id; a chat template writes its own."""
         if source.add_eot is not None:
             return source.add_eot
+        if source.is_chat:
+            return False
         return "auto" if self.add_eot is True and source.spec.scheme.ends_documents else self.add_eot
 
     def skips_bad_rows(self, source: SourceConfig) -> bool:

@@ -31,7 +31,8 @@ from tokenloom_server.config.base import (
 )
 from tokenloom_server.config.catalog import catalog_of
 from tokenloom_server.config.fim import FimConfig
-from tokenloom_server.config.row_rules import Comparison, RowRules, Template
+from tokenloom_server.config.row_rules import CHAT, Comparison, RowRules, Template
+from tokenloom_server.config.seen import SeenConfig
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.core.control_characters import refuse_control_characters
 from tokenloom_server.errors import ConfigError
@@ -47,7 +48,8 @@ def comparisons(value: object) -> object:
 
 
 def _checked_template(value: str) -> str:
-    Template.parse(value)
+    if value != CHAT:
+        Template.parse(value)
     return value
 
 
@@ -89,7 +91,13 @@ class SourceConfig(Section):
     filter: Annotated[list[str], BeforeValidator(comparisons), Field(min_length=1)] | None = None
     """Comparisons such as ``score >= 0.5``; only rows for which all hold give tokens."""
     template: Annotated[str, AfterValidator(_checked_template)] | None = None
-    """The text of a row, made of its columns: ``{title}\\n\\n{text}``."""
+    """The text of a row, made of its columns: ``{title}\\n\\n{text}``. ``chat``: the column holds conversations, which
+    the tokeniser's own chat template renders."""
+    chat_tools: Name | None = None
+    """With ``template: chat``, the column of the tools of each conversation."""
+    chat_loss: Literal["assistant", "all"] = "assistant"
+    """With ``template: chat``, whose tokens count for the loss: those within the template's generation blocks, or
+    all."""
     fim: FimConfig | None = None
     """Rearranges documents so that a model learns to fill in the middle."""
     on_bad_row: OnBadRow | None = None
@@ -102,6 +110,9 @@ class SourceConfig(Section):
     """The share of documents that are kept out of training: they are the source's part of the stream ``validation``.
     Drawn by the content of each, so that files may be added, moved and written anew, and copies of a document are all
     on one side."""
+
+    seen: SeenConfig | None = None
+    """Rows that another data loader had given when the job moved: left out of the first epoch, and of no later one."""
 
     _spec: Spec = PrivateAttr()
 
@@ -116,11 +127,14 @@ class SourceConfig(Section):
                 raise ValueError(
                     f"{field}: a {spec.scheme.name} source has no columns; leave it out, or take another format"
                 )
-        if self.template is not None and spec.column not in Template.parse(self.template).columns:
+        if self.template not in (None, CHAT) and spec.column not in Template.parse(self.template or "").columns:
             raise ValueError(
                 f"template: {self.template!r} does not name the source's column {{{spec.column}}}; put it in, or name "
                 "another column in the source"
             )
+        for field in ("chat_tools", "chat_loss"):
+            if not self.is_chat and getattr(self, field) != type(self).model_fields[field].default:
+                raise ValueError(f"{field}: is for template: chat; leave it out")
         if self.on_blank_line == "fail" and not spec.scheme.has_blank_lines:
             raise ValueError(f"on_blank_line: is for JSON lines; leave it out of a {spec.scheme.name} source")
         if self.max_bad_rows is not None and self.on_bad_row == "fail":
@@ -130,6 +144,11 @@ class SourceConfig(Section):
             raise ValueError(
                 f"shuffle_window_rows: found {self.shuffle_window_rows}, but shuffle is {self.shuffle!r}, which has no "
                 "windows; set shuffle: rows, or leave it out"
+            )
+        if self.seen is not None and self.holdout is not None:
+            raise ValueError(
+                "seen: another loader may have trained on the rows that holdout keeps for validation; leave one of the "
+                "two out"
             )
         if self.commit is not None and not spec.scheme.has_commits:
             raise ValueError(
@@ -142,9 +161,25 @@ class SourceConfig(Section):
         """Which rows are read, and what of them; but for what the run says of bad rows."""
         return RowRules(
             filter=tuple(map(Comparison.parse, self.filter or ())),
-            template=None if self.template is None else Template.parse(self.template),
+            template=self._parsed_template(),
+            as_json=self.is_chat,
             skip_blank=self.on_blank_line == "skip",
         )
+
+    def _parsed_template(self) -> Template | None:
+        if self.is_chat:
+            return Template.of_chat(self.spec.column, self.chat_tools)
+        return None if self.template is None else Template.parse(self.template)
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether rows are conversations."""
+        return self.template == CHAT
+
+    @property
+    def has_loss_mask(self) -> bool:
+        """Whether some of its tokens may count for no loss."""
+        return self.loss_mask is not None or (self.is_chat and self.chat_loss == "assistant")
 
     @field_validator("source")
     @classmethod

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-import pyarrow as pa
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.config.data_roots import DataRoots
@@ -23,21 +21,18 @@ from tokenloom_server.core.state import ORDER_VERSION
 from tokenloom_server.errors import ConfigError, TokenizerError
 from tokenloom_server.order.exclusions import Exclusions
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.readers import row_rules
 from tokenloom_server.order.record import (
     RunRecord,
-    end_of_text,
     estimates_by_name,
     estimates_from_json,
     recorded_fields,
 )
 from tokenloom_server.order.resources import RunResources
+from tokenloom_server.order.run_engine import chosen_engine, recorded_engine
 from tokenloom_server.order.size_estimates import measure
-from tokenloom_server.sources.base import Content, Source
-from tokenloom_server.sources.files import in_threads
+from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.manifest import Listings, Manifest, SourceFiles, appeared, build, verify
 from tokenloom_server.sources.scheme import order_warning
-from tokenloom_server.tokenizer.choose import EngineRecord, choose_engine
 from tokenloom_server.tokenizer.definition import TokenizerDefinition, find_tokenizer
 from tokenloom_server.tokenizer.files import tokenizer_files
 
@@ -61,20 +56,20 @@ def create(
     check_named(config, resources)
     manifest = build([source.spec for _, source in config.named_sources()], base_dir)
     resources.check_files(manifest)
-    definition = find_tokenizer(config.tokenizer, base_dir) if config.tokenizer is not None else None
-    engine = None
-    if config.batching is None:
-        engine = _chosen_engine(config, resources, manifest, definition)
+    definition = _find_tokenizer(config, base_dir)
+    choice = chosen_engine(config, resources, manifest, definition) if config.batching is None else None
     record = RunRecord(
         config=config,
         manifest=manifest,
         tokenizer=definition if config.batching is None else None,
-        engine=engine,
+        engine=choice.record if choice is not None else None,
+        engine_ids=choice.ids if choice is not None else None,
         has_loss_mask=config.masks_loss,
         order_version=config.order_version or ORDER_VERSION,
     )
     factory = PipelineFactory(record, resources)
-    factory.readers.check_masks()
+    factory.check_masks()
+    factory.readers.check_seen()
     factory.readers.make_buckets()
     return _with_estimates(factory, {})
 
@@ -103,16 +98,15 @@ def load(
     verify(manifest, base_dir, config.catalog.sources, listings)
     for path in appeared(manifest, base_dir, listings):
         _log.warning("%s: %s appeared after the run began and is not read", config.run, path)
-    definition = find_tokenizer(config.tokenizer, base_dir) if config.tokenizer is not None else None
-    tokenizer = recorded["tokenizer"]
-    engine = None if tokenizer["engine"] == "none" else EngineRecord(**tokenizer)
-    if engine is not None and definition is None:
-        raise ConfigError("tokenizer: is missing, but the run's record has one; put it back")
+    definition = _find_tokenizer(config, base_dir)
+    tokenizer, engine = recorded["tokenizer"], recorded_engine(recorded, config, resources, manifest, definition)
     loaded = RunRecord(
         config=config,
         manifest=manifest,
         tokenizer=definition,
-        engine=engine,
+        engine=engine.record,
+        engine_ids=engine.ids,
+        substitute_engine=engine.substitute,
         has_loss_mask=config.masks_loss,
         order_version=version,
         size_estimates=estimates_from_json(recorded),
@@ -124,7 +118,7 @@ def load(
             f"the vocabulary has {loaded.vocab_size} ids, the run began with {recorded['vocab_size']}; "
             "put the tokeniser or vocab_size back, or begin a new run"
         )
-    if engine is not None:
+    if engine.record is not None:
         resources.engine(loaded)
     elif loaded.tokenizer_fields != tokenizer:
         raise TokenizerError(
@@ -179,7 +173,8 @@ def under(
                 f"append_files: {source.name} is shuffled, or has lanes, and is packed by best fit: files between "
                 "others would make other samples of rows that are under way; add them as a source of their own"
             )
-    factory.readers.check_masks(len(old.specs))
+    factory.check_masks(len(old.specs))
+    factory.readers.check_seen(len(old.specs))
     _refuse_new_text(factory, old)
     factory.readers.make_buckets()
     ahead, by_phase = record.phase_estimates, enumerate(record.specs)
@@ -202,6 +197,7 @@ def aside(
         manifest=manifest or run.manifest,
         tokenizer=run.tokenizer,
         engine=run.engine,
+        substitute_engine=run.substitute_engine,
         has_loss_mask=run.has_loss_mask,
         order_version=run.order_version,
         stream=stream if manifest is not None else "",
@@ -210,7 +206,7 @@ def aside(
     factory = training.with_record(record)
     if manifest is None:
         return factory
-    factory.readers.check_masks()
+    factory.check_masks()
     for i, source in enumerate(config.sources):
         if run.engine is None and factory.readers.open(i).content is Content.TEXT:
             raise ConfigError(
@@ -243,6 +239,8 @@ def check_named(config: RunConfig, resources: RunResources) -> None:
     roots, base_dir = resources.roots, resources.base_dir
     for path, source in config.named_sources():
         roots.check_pattern(f"{path}.source", base_dir, source.spec.place)
+        if source.seen is not None:
+            roots.check_paths(f"{path}.seen.file", base_dir, [source.seen.file])
     if config.tokenizer is not None:
         roots.check_paths("tokenizer", base_dir, tokenizer_files(config.tokenizer, base_dir))
 
@@ -266,52 +264,15 @@ def moves_parts(before: float, now: float) -> bool:
     return before != now and not all(math.isinf(epochs) or float(epochs).is_integer() for epochs in (before, now))
 
 
+def _find_tokenizer(config: RunConfig, base_dir: Path) -> TokenizerDefinition | None:
+    return find_tokenizer(config.tokenizer, base_dir, chat=config.has_chats) if config.tokenizer is not None else None
+
+
 def _with_estimates(factory: PipelineFactory, known: Mapping[int, SizeEstimate]) -> PipelineFactory:
     """The order with the ``known`` sizes of sources, and those of the others that a policy needs to know, measured."""
     by_strata, missing = factory.record.order_version > 1, set(factory.config.measured_sources) - known.keys()
     estimates = {**known, **{i: measure(factory, i, by_strata=by_strata) for i in sorted(missing)}}
     return factory.with_record(replace(factory.record, size_estimates=estimates))
-
-
-def _chosen_engine(
-    config: RunConfig, resources: RunResources, manifest: Manifest, definition: TokenizerDefinition | None
-) -> EngineRecord | None:
-    """What encodes the run's text; None where no source holds any."""
-    sources = [source for _, source in config.named_sources()]
-    end_of_text_id = end_of_text(config, definition)
-    readers = in_threads(
-        lambda source: resources.open_source(
-            source.spec, manifest.shards(source.source), row_rules(config, source), end_of_text_id
-        ),
-        sources,
-        remote=any(source.spec.is_remote for source in sources),
-    )
-    texts = [
-        (source, reader) for source, reader in zip(sources, readers, strict=True) if reader.content is Content.TEXT
-    ]
-    if not texts:
-        return None
-    if definition is None:
-        raise ConfigError(
-            f"tokenizer: is missing, but {texts[0][0].source!r} holds text; name a tokenizer.json, a folder with "
-            "one, or 'bytes'"
-        )
-    record, reason = choose_engine(
-        definition,
-        config.special_tokens_in_text,
-        in_threads(lambda text: _first_rows(text[1]), texts, remote=any(source.spec.is_remote for source, _ in texts)),
-        cpu_clock_s=time.thread_time,
-    )
-    level = logging.INFO if record.engine != "tokenizers" else logging.WARNING
-    _log.log(level, "%s: tokeniser engine %s %s: %s", config.run, record.engine, record.version, reason)
-    return record
-
-
-def _first_rows(source: Source) -> pa.Array:
-    for shard in range(len(source.shards)):
-        for rows in source.read(shard, 0):
-            return rows.column
-    return pa.array([], pa.large_string())
 
 
 def _refuse_new_text(factory: PipelineFactory, old: RunRecord) -> None:

@@ -15,6 +15,7 @@ from tokenloom_server.order.readahead import LazyPacker, Pools, ReadAhead
 from tokenloom_server.order.readers import SourceReaders
 from tokenloom_server.order.record import RunRecord
 from tokenloom_server.order.resources import RunResources
+from tokenloom_server.order.seen import with_seen
 from tokenloom_server.packing.base import DocumentPacker, Packer, PackerFactory
 from tokenloom_server.packing.best_fit import BestFitPacker, Window
 from tokenloom_server.packing.buckets import BucketPacker
@@ -29,6 +30,7 @@ from tokenloom_server.packing.unpacked import UnpackedPacker
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.wrapped import SourceWithLossMask, TimedSource
 from tokenloom_server.storage.urls import is_remote
+from tokenloom_server.tokenizer.chat import ChatEncoder
 from tokenloom_server.tokenizer.crash_child import ChildEncoder
 from tokenloom_server.tokenizer.crash_guard import CrashGuardEncoder
 from tokenloom_server.tokenizer.documents import DocumentEncoder, Encoder
@@ -106,6 +108,14 @@ class PipelineFactory:
     def spans(self, source_id: int, state: SourceState, count: int) -> Iterator[list[DocumentSpan]]:
         """What each of a source's next ``count`` samples after a state is made of, by reading their rows again."""
         return self._packer(source_id, state, self.readers.open(source_id)).spans(count)
+
+    def check_masks(self, first: int = 0) -> None:
+        """Raises ``ConfigError`` or ``TokenizerError`` where nothing says which tokens of a source, of those from
+        ``first`` on, count for the loss, though the config asks for it."""
+        self.readers.check_masks(first)
+        for source in self.config.sources[first:]:
+            if source.is_chat:
+                self.encoder(source.id, self.readers.open(source.id))
 
     def documents(self, source_id: int) -> Documents:
         """A source's documents as tokens, just as a pipeline reads them."""
@@ -202,18 +212,21 @@ class PipelineFactory:
             mask = TimedSource(self.readers.open_mask(source_id, reader, source.loss_mask), io_stats, source.spec)
             timed = SourceWithLossMask(timed, mask)
             encoder = MaskedEncoder(encoder, source.loss_mask, adds_bos=self.config.adds_bos(source))
+        excluded = self.record.excluded.of(source.source)
+        seen = self.readers.seen(source_id, reader)
         return Documents(
             source.source,
             self.readers.kept(source_id, timed),
             encoder,
             self.config.epochs[source_id],
-            self.record.excluded.of(source.source),
+            excluded,
             self.readers.reading(source_id, reader),
             lane,
             bad_rows=bad_rows,
             max_bad_rows=self.max_bad_rows(source_id),
             fim=self._fim(source),
             may_be_empty=self.record.gives_held_out,
+            left_out_first=with_seen(excluded, seen) if seen else None,
         )
 
     def _fim(self, source: SourceConfig) -> FillInMiddle | None:
@@ -244,15 +257,26 @@ class PipelineFactory:
             ends_once=config.adds_eot(source) == "auto",
             skip_bad=config.skips_bad_rows(source),
         )
+        if source.is_chat:
+            masks, ids = source.chat_loss == "assistant", around(None)
+            masked = MaskedEncoder(ids, source.spec.column, adds_bos=config.adds_bos(source)) if masks else ids
+            chat, skip_bad = self.resources.chat(record), config.skips_bad_rows(source)
+            return ChatEncoder(chat, masked, masks=masks, skip_bad=skip_bad)
         crash_records = self.resources.crash_records(record)
-        if engine is None or record.engine is None or crash_records is None or reader.content is not Content.TEXT:
+        if (
+            engine is None
+            or record.serving_engine is None
+            or crash_records is None
+            or reader.content is not Content.TEXT
+        ):
             return around(engine)
         assert config.tokenizer is not None
         child = ChildEncoder(
             tokenizer=config.tokenizer,
             base_dir=self.resources.base_dir,
-            record=record.engine,
+            record=record.serving_engine,
             special_tokens_in_text=config.special_tokens_in_text,
+            chat=config.has_chats,
         )
         return CrashGuardEncoder(
             around,

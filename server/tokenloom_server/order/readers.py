@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from tokenloom_server.config.row_rules import RowRules
@@ -12,10 +12,12 @@ from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.state import EpochCursor, FileCursor, WindowCursor
 from tokenloom_server.errors import ConfigError
+from tokenloom_server.order import seen
 from tokenloom_server.order.record import RunRecord
 from tokenloom_server.order.resources import RunResources
 from tokenloom_server.packing.buckets import Epochs
 from tokenloom_server.packing.reading import FileOrder, Layout, Reading, ShuffledFiles, Windows, shuffled_files
+from tokenloom_server.packing.samples import Int64s
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.block_index import blocks
 from tokenloom_server.sources.holdout import HoldoutSource
@@ -94,6 +96,24 @@ class SourceReaders:
         # All lanes together hold a window's rows, and none has less than a window of its own.
         rows = max(1, min(source.shuffle_window_rows, int(layout.rows.sum())) // source.lanes)
         return Windows(layout, config.seed, source_id, rows)
+
+    def seen(self, source_id: int, reader: Source) -> Mapping[int, Int64s]:
+        """By shard, the rows that another loader had given before the run began. Raises what ``seen.load`` does."""
+        config, base_dir = self._record.config.sources[source_id].seen, self._resources.base_dir
+        if config is None:
+            return {}
+        key = config, self._files(source_id)
+        # Of files that were appended since, nothing was seen.
+        file_counts = {*self._record.earlier_file_counts.get(source_id, ()), len(self._record.shards[source_id])}
+        return self._resources.seen.get(
+            key, lambda: seen.load(config, base_dir, self.row_counts(source_id, reader), file_counts)
+        )
+
+    def check_seen(self, first: int = 0) -> None:
+        """Raises ``ConfigError`` where a file of rows that were seen, of the sources from ``first`` on, is not one."""
+        for i, source in enumerate(self._record.config.sources[first:], first):
+            if source.seen is not None:
+                self.seen(i, self.open(i))
 
     def row_counts(self, source_id: int, reader: Source) -> list[int]:
         """Rows of each of a source's files. Raises ``SourceError``."""

@@ -30,6 +30,7 @@ from tokenloom_server.sources.manifest import Manifest
 from tokenloom_server.tokenizer.boundary import begin_of_text_id, end_of_text_id
 from tokenloom_server.tokenizer.choose import EngineRecord
 from tokenloom_server.tokenizer.definition import TokenizerDefinition, id_dtype
+from tokenloom_server.tokenizer.engine_ids import EngineIds
 
 FORMAT = 1
 
@@ -49,6 +50,10 @@ class RunRecord:
     """What encodes text; None where no source holds any."""
     has_loss_mask: bool
     """Whether samples have room for a loss mask, as when the run began."""
+    engine_ids: EngineIds | None = None
+    """What the engine gave when the run began; None where that was not recorded, and for bytes."""
+    substitute_engine: EngineRecord | None = None
+    """What encodes text here in place of ``engine``, which is not installed; it gives the same ids."""
     order_version: int = ORDER_VERSION
     """Under which the run began."""
     excluded: Exclusions = NOTHING_EXCLUDED
@@ -76,6 +81,11 @@ class RunRecord:
         _ = self.end_of_text_id, self.begin_of_text_id
         for source in config.sources:
             _check_fim(source, self.vocab_size)
+            if source.is_chat and (self.tokenizer is None or self.tokenizer.chat is None):
+                raise ConfigError(
+                    f"{source.name}: has template: chat, but no source that is trained on had it when the run began, "
+                    "so the run has no chat template; leave it out, or begin a new run"
+                )
 
     @property
     def name(self) -> str:
@@ -144,6 +154,11 @@ class RunRecord:
             in_batches=config.batching is not None,
         )
 
+    @property
+    def serving_engine(self) -> EngineRecord | None:
+        """What encodes text here; None where no source holds any."""
+        return self.substitute_engine or self.engine
+
     def to_json(self) -> str:
         """Canonical JSON: what a restarted server compares itself with."""
         fields = {
@@ -151,6 +166,7 @@ class RunRecord:
             "order_version": self.order_version,
             "config": order_fields(self.config),
             "tokenizer": self.tokenizer_fields,
+            **({"engine_ids": self.engine_ids._asdict()} if self.engine_ids is not None else {}),
             "vocab_size": self.vocab_size,
             "manifest": json.loads(self.manifest.to_json()),
             **estimates_to_json(self.size_estimates),
@@ -184,6 +200,7 @@ class RunRecord:
             "config_digest": order_digest(self.config),
             "manifest_digest": self.manifest.digest,
             "tokenizer": self.tokenizer_fields,
+            **({"engine_ids": self.engine_ids.digest} if self.engine_ids is not None else {}),
         }
 
 

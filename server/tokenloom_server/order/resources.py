@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -19,10 +19,12 @@ from tokenloom_server.order import readahead
 from tokenloom_server.order.record import RunRecord
 from tokenloom_server.packing.buckets import Epochs
 from tokenloom_server.packing.reading import Layout
+from tokenloom_server.packing.samples import Int64s
 from tokenloom_server.sources.base import Shard, Source
 from tokenloom_server.sources.manifest import Manifest
 from tokenloom_server.sources.open import open_source
 from tokenloom_server.storage.io_stats import IoStats
+from tokenloom_server.tokenizer.chat import Chat
 from tokenloom_server.tokenizer.choose import load_engine
 from tokenloom_server.tokenizer.crash_records import CrashRecords
 from tokenloom_server.tokenizer.engine import Engine
@@ -75,9 +77,12 @@ class RunResources:
         self.layouts: Cache[Layout] = Cache()
         #: The batches of a source of rows that are tensors.
         self.bucket_epochs: Cache[Epochs] = Cache()
+        #: The rows that another loader gave, by the file that lists them and the source's files.
+        self.seen: Cache[Mapping[int, Int64s]] = Cache()
         # One more than read ahead: for whoever looks at samples or goes forward to a resume point meanwhile.
         self._encoders = encoders or readahead.threads() + 1
         self._engines: Cache[Engine] = Cache()
+        self._chats: Cache[Chat] = Cache()
         self._crash_records: Cache[CrashRecords | None] = Cache()
 
     def open_source(
@@ -91,10 +96,15 @@ class RunResources:
     def engine(self, record: RunRecord) -> Engine | None:
         """The run's engine, for all pipelines: loading a large vocabulary takes a second. None where nothing is
         encoded. Raises ``TokenizerError``."""
-        if record.engine is None or record.tokenizer is None:
+        if record.serving_engine is None or record.tokenizer is None:
             return None
-        load = partial(load_engine, record.tokenizer, record.engine, record.config.special_tokens_in_text)
-        return self._engines.get(record.engine, lambda: EnginePool(load, self._encoders))
+        load = partial(load_engine, record.tokenizer, record.serving_engine, record.config.special_tokens_in_text)
+        return self._engines.get(record.serving_engine, lambda: EnginePool(load, self._encoders))
+
+    def chat(self, record: RunRecord) -> Chat:
+        """What renders and encodes the run's conversations, for all pipelines. Raises ``TokenizerError``."""
+        assert record.tokenizer is not None
+        return self._chats.get(record.tokenizer.digest, partial(Chat, record.tokenizer))
 
     def crash_records(self, record: RunRecord) -> CrashRecords | None:
         """The rows that may crash a tokeniser; None where there is none that could, or nowhere to note them."""

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.token_curve import TokenCurve
+from tokenloom_server.mixing.totals import rows_of
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.packing.best_fit import Window, windowed_samples
 from tokenloom_server.packing.reading import shuffled_files
@@ -179,7 +180,7 @@ def _estimate(
     parts = [(stratum, sample.all_tokens(factory) * stratum.rows / sample.rows, sample) for stratum, sample in samples]
     stood_for, tokens = sum(stratum.rows for stratum, _, _ in parts), sum((own for _, own, _ in parts), Fraction(0))
     every = np.concatenate([sample.lengths for _, sample in samples])
-    sample_tokens = _scaled(factory, tokens, every)
+    sample_tokens = _scaled(factory, tokens, every) * _unseen_share(factory, source_id, rows)
     per_1000 = round(1000 * sample_tokens / stood_for)
     if not by_strata:
         return SizeEstimate(rows, per_1000)
@@ -200,6 +201,16 @@ def _estimate(
         tuple(round(edge * scale) for edge in real_edges),
     )
     return SizeEstimate(rows, per_1000, curve if order else curve.straight())
+
+
+def _unseen_share(factory: PipelineFactory, source_id: int, rows: int) -> Fraction:
+    """Of the rows of all epochs, of ``rows`` each, the part that another loader had not given before."""
+    epochs, readers = factory.config.epochs[source_id], factory.readers
+    if factory.config.sources[source_id].seen is None or math.isinf(epochs):
+        return Fraction(1)
+    total = rows_of(rows, epochs)
+    seen = sum(map(len, readers.seen(source_id, readers.open(source_id)).values()))
+    return Fraction(max(0, total - seen), max(1, total))
 
 
 def _reading_order(factory: PipelineFactory, source_id: int) -> Sequence[int]:

@@ -315,6 +315,8 @@ class SnapshotDocument(_Strict):
     config_digest: str | None = None
     manifest_digest: str | None = None
     tokenizer: dict[str, str] | None = None
+    #: Of what the engine gave when the run began; older snapshots lack it.
+    engine_ids: str | None = None
     resume_state: ResumeStateDocument | None = None
     #: By spec, what each source gave up to the sample index: samples, tokens, real_tokens. Older snapshots lack it.
     counts: dict[str, dict[str, _Natural]] | None = None

@@ -54,18 +54,21 @@ class Documents:
         max_bad_rows: int | None = None,
         fim: FillInMiddle | None = None,
         may_be_empty: bool = False,
+        left_out_first: Mapping[int, Int64s] | None = None,
     ) -> None:
         """``excluded``: by shard, ascending, the rows that give no tokens. ``reading``: in which order rows come; None:
         as they lie in the files. ``lane``: (i, n): of each epoch the i-th of n equal parts is read, in rows.
         ``bad_rows``: how many the source, or this lane of it, had before the place that is read from;
         ``max_bad_rows``: how many it may have for each epoch, None for any number. ``may_be_empty``: an epoch without a
-        token is no error, but the end."""
+        token is no error, but the end. ``left_out_first``: the rows that give none in the first epoch, where these
+        are not the ``excluded`` alone."""
         self.name = name
         self._may_be_empty = may_be_empty
         self._bad_rows = bad_rows
         self._max_bad_rows = max_bad_rows
         self._fim = fim
         self._excluded = excluded or {}
+        self._left_out_first = left_out_first
         self._source = source
         self._encoder = encoder
         self._reading = reading or FileOrder(source)
@@ -168,7 +171,8 @@ class Documents:
                 continue
             tokens, size, bad_and_filtered, is_whole = 0, 0, np.zeros(2, np.int64), first is None
             # What is kept for the next epochs must be the same in them.
-            kept = [] if is_whole and end_row is None and self._reading.repeats else None
+            repeats = self._reading.repeats and (epoch > 0 or self._left_out_first is None)
+            kept = [] if is_whole and end_row is None and repeats else None
             if first is None and begin:
                 first, row = self._nth_row(epoch, begin)
             before = 0 if first is None or end_row is None else self._reading.rows_before(epoch, first)
@@ -188,7 +192,7 @@ class Documents:
             empty_epochs = 0 if tokens or not is_whole else empty_epochs + 1
             if empty_epochs > 0 and self._may_be_empty:
                 return
-            is_required = epoch < self._whole or epoch == 0
+            is_required = epoch < self._whole if epoch else self._left_out_first is None
             if empty_epochs > 0 and is_required and not self._may_have_tokens_later(epoch, empty_epochs):
                 raise SourceError(self._without_tokens(epoch, *bad_and_filtered.tolist()))
             epoch, first, row = epoch + 1, None, 0
@@ -244,19 +248,21 @@ class Documents:
             if skipped < count:
                 order = windows.permutation(epoch, window, number, count)
                 begun_row = int(order[skipped]) if begun and first <= row else None
-                tokenized = self._tokenize_portion(portion, mark_excluded, begun_row)._replace(epoch=epoch, part=window)
+                tokenized = self._tokenize_portion(epoch, portion, mark_excluded, begun_row)._replace(part=window)
                 order = order[skipped:] if end is None else order[skipped : end - first]
                 yield from tokenized.reordered(order, first + skipped)
             first += count
 
-    def _tokenize_portion(self, portion: deque[FileRows], mark_excluded: bool, begun: int | None) -> TokenizedRows:
+    def _tokenize_portion(
+        self, epoch: int, portion: deque[FileRows], mark_excluded: bool, begun: int | None
+    ) -> TokenizedRows:
         """The tokens of a window's portion. Empties it on the way, so that rows and tokens are not held both.
         ``begun``: the position of the row that is read even if it is excluded."""
         tokenized, before = [], 0
         while portion:
             shard, rows = portion.popleft()
             begun_row = None if begun is None else rows.first_row + begun - before
-            tokens = self._tokenized(0, shard, rows)
+            tokens = self._tokenized(epoch, shard, rows)
             tokenized.append(self._leave_out_excluded(tokens, mark_excluded, begun_row))
             before += len(rows.column)
         return TokenizedRows.joined(tokenized)
@@ -282,9 +288,10 @@ class Documents:
     def _leave_out_excluded(self, rows: TokenizedRows, mark: bool, begun: int | None) -> TokenizedRows:
         """Rows of a file without the tokens of those that are excluded; with ``mark`` all have their tokens, and
         ``excluded`` says which these are. ``begun``: the row of the file that is read even if it is excluded."""
-        if rows.part not in self._excluded:
+        by_shard = self._excluded if rows.epoch or self._left_out_first is None else self._left_out_first
+        if rows.part not in by_shard:
             return rows
-        numbers = self._excluded[rows.part]
+        numbers = by_shard[rows.part]
         first, end = np.searchsorted(numbers, (rows.first_row, rows.first_row + len(rows.ends)))
         excluded = np.zeros(len(rows.ends), np.bool_)
         excluded[numbers[first:end] - rows.first_row] = True

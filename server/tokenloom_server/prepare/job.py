@@ -43,6 +43,7 @@ FIELDS_OF_SERVING = frozenset(
         "fim",
         "loss_mask",
         "holdout",
+        "seen",
     }
 )
 #: What decides in which order its rows are read.
@@ -126,13 +127,13 @@ class Job:
         self.order = builder.create(
             reading_once(config, shuffled=shuffled), base_dir, index_dir, roots, encoders=threads
         )
-        named = {source.source: source for _, source in config.named_sources()}
+        named = _by_spec(config)
         self.sources: list[Prepared] = []
         self.tasks: list[Task] = []
         for i, spec in enumerate(self.order.record.specs):
             source = named[spec]
             # Shards have ids alone, so a source with a loss mask beside them stays as it is.
-            if source.loss_mask is None and (ids_too or self.order.readers.open(i).content is Content.TEXT):
+            if not source.has_loss_mask and (ids_too or self.order.readers.open(i).content is Content.TEXT):
                 folder = f"sources/{i:03d}-{_file_name(source)}"
                 self.sources.append(Prepared(i, source, folder))
                 for number, (ranges, size) in enumerate(self._cut(i)):
@@ -236,6 +237,17 @@ def reading_once(config: RunConfig, *, shuffled: bool = False, **of_sources: Any
     children = [source.model_dump(exclude=left_out) | of_sources for _, source in config.named_sources()]
     document = config.model_dump(exclude={"phases"}) | {"mixture": {"policy": "sequential", "children": children}}
     return RunConfig.model_validate(document, context=config.catalog)
+
+
+def _by_spec(config: RunConfig) -> dict[str, SourceConfig]:
+    """The sources that the mixture file names. Raises ``ConfigError`` for one of which some rows were seen."""
+    for path, source in config.named_sources():
+        if source.seen is not None:
+            raise ConfigError(
+                f"{path}.seen: is of the files as they are, and shards have other rows: leave it out to prepare the "
+                "source, or serve the source as it is"
+            )
+    return {source.source: source for _, source in config.named_sources()}
 
 
 def _file_name(source: SourceConfig) -> str:

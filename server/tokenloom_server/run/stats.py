@@ -52,7 +52,7 @@ class StatsReader:
         in_force = sum(revision.sample_index <= committed.sample_index for revision in revisions)
         reported, losses = self._losses.newest()
         record, config = timeline.at(state.sample_index).record, timeline.at(state.sample_index).config
-        engine = record.engine
+        engine = record.serving_engine
         # A state knows a source as exhausted once a pick of it failed, and after the last sample there is none.
         ended = generation.end.reason if generation.end is not None else None
         if exhausted := generation.over and ended is not None and ended.startswith(ALL_EXHAUSTED):

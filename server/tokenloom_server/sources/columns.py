@@ -32,7 +32,7 @@ def content_of(kind: Any) -> Content | None:
         return Content.TEXT if arrays.is_text(kind) else None
     if arrays.is_text(kind):
         return Content.TEXT
-    return Content.IDS if _is_any_list(kind) and pa.types.is_integer(kind.value_type) else None
+    return Content.IDS if is_any_list(kind) and pa.types.is_integer(kind.value_type) else None
 
 
 def contents_of(schema: Any) -> dict[str, Content | None]:
@@ -40,7 +40,8 @@ def contents_of(schema: Any) -> dict[str, Content | None]:
     return {field.name: content_of(field.type) for field in schema}
 
 
-def _is_any_list(kind: Any) -> bool:
+def is_any_list(kind: Any) -> bool:
+    """Whether a type is one of lists."""
     return bool(arrays.is_list(kind) or pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind))
 
 
@@ -106,13 +107,13 @@ def column_of(schema: Any, name: str, where: str) -> ColumnPath:
     return ColumnPath(path, kind)
 
 
-def check_schema(schema: Any, name: str, where: str) -> Content:
-    """What a column holds in a file.
+def check_schema(schema: Any, name: str, where: str, *, as_json: bool = False) -> Content:
+    """What a column holds in a file; ``as_json``: of what is no text, its JSON is read.
 
     Raises ``SourceError`` beginning with ``where`` when the column is missing, there twice, or of another type.
     """
     kind = column_of(schema, name, where).kind
-    content = content_of(kind)
+    content = Content.TEXT if as_json else content_of(kind)
     if content is None:
         others = [field.name for field in schema if content_of(field.type) is not None]
         hint = f"; columns of such a type: {', '.join(others)}" if others else ""
@@ -220,7 +221,7 @@ def _with_null_items(array: Any, first_row: int, where: str) -> tuple[BadRow, ..
 
 def without_nulls(array: Any) -> Any:
     """An array of a permitted type, but for dictionaries and views of text, with an empty row for each null."""
-    is_list = _is_any_list(array.type)
+    is_list = is_any_list(array.type)
     if array.null_count == 0 and (not is_list or _has_offsets(array.type)):
         return array
     if not is_list:

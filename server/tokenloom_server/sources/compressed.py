@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
@@ -16,9 +17,62 @@ from tokenloom_server.storage.file import File, Range
 MAX_RATIO = 250
 FREE_BYTES = 1 << 26
 
+#: Bytes that are decoded at once.
+CHUNK_BYTES = 1 << 16
+
+#: Bytes that a decoder of xz may take, which a file says itself: ``xz -9`` needs 65 MiB.
+XZ_BYTES = 1 << 28
+
+
+class _Streams:
+    """Compressed streams one after the other, read as one by the decoders of Python's own library."""
+
+    def __init__(self, compressed: FileStream, new_decoder: Callable[[], Any], fault: type[Exception]) -> None:
+        """``fault``: what its decoders raise for damaged bytes."""
+        self._fault = fault
+        self._compressed = compressed
+        self._new_decoder = new_decoder
+        self._decoder = new_decoder()
+        self._is_begun = True
+        self._undecoded = b""
+
+    def read(self, length: int) -> bytes:
+        """The next ``length`` bytes, fewer only at the end. Raises ``OSError`` for what is damaged or cut off."""
+        content = bytearray()
+        while len(content) < length:
+            if self._decoder.eof:
+                self._undecoded, self._decoder = self._decoder.unused_data, self._new_decoder()
+                self._is_begun = False
+            if not self._undecoded and self._decoder.needs_input:
+                self._undecoded = bytes(self._compressed.read(CHUNK_BYTES))
+                if not self._undecoded and self._is_begun:
+                    raise OSError("it ends within a stream")
+                if not self._undecoded:
+                    break
+            self._is_begun = True
+            try:
+                content += self._decoder.decompress(self._undecoded, length - len(content))
+            except self._fault as error:
+                raise OSError(str(error)) from None
+            self._undecoded = b""
+        return bytes(content)
+
+
+def _stream(compressed: FileStream, codec: str) -> Any:
+    """What decompresses a file: Arrow, but for what it has no decoder of, or one for a single stream alone."""
+    if codec == "bz2":
+        import bz2
+
+        return _Streams(compressed, bz2.BZ2Decompressor, OSError)
+    if codec == "xz":
+        import lzma
+
+        return _Streams(compressed, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, XZ_BYTES), lzma.LZMAError)
+    return pa.CompressedInputStream(compressed.for_arrow(), codec)
+
 
 class Decompressed:
-    """What a compressed file holds, from its beginning on; several gzip members or zstd frames are one text."""
+    """What a compressed file holds, from its beginning on; several members, frames or streams are one text."""
 
     def __init__(self, file: File, codec: str) -> None:
         """``file`` stays its opener's to close."""
@@ -26,7 +80,7 @@ class Decompressed:
         self._name = file.name
         self._compressed = FileStream(file)
         self._codec = codec
-        self._stream: Any = pa.CompressedInputStream(self._compressed.for_arrow(), codec)
+        self._stream = _stream(self._compressed, codec)
         self._decompressed_bytes = 0
 
     @property

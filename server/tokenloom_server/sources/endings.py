@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-#: The ending of each compression, and Arrow's name of that.
-CODECS = {".gz": "gzip", ".zst": "zstd"}
+#: The ending of each compression, and its name.
+CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 
 
 def codec_of(path: str) -> str | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -190,6 +190,12 @@ class Scheme(ABC):
         Raises ``ConfigError`` where it is more than one.
         """
         return False
+
+    def stems(self, names: Collection[str]) -> Mapping[str, tuple[str, str]]:
+        """Of the names of a folder's files, those that this scheme reads: what tells each from the others, and what
+        follows that in a location. None for a scheme that is asked ``is_folder``."""
+        endings = () if self.by_folder else self.all_endings
+        return {name: (name.removesuffix(ending), ending) for name in names if (ending := ending_of(name)) in endings}
 
     # --- The rows ------------------------------------------------------------------------------------------
 

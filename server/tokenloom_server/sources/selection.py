@@ -5,6 +5,7 @@ Evaluated by Arrow over whole batches; no Python for each row.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -59,8 +60,10 @@ class Selection:
         self._tests = [_test(comparison, by_name[comparison.column].kind, where) for comparison in rules.filter]
         for name in rules.text_columns:
             kind = _plain_kind(by_name[name].kind)
-            if not (arrays.is_text(kind) or pa.types.is_integer(kind)):
-                raise SourceError(f"{where}: template: column {name!r} is of type {kind}, expected text or integers")
+            other = columns.is_any_list(kind) if rules.as_json else pa.types.is_integer(kind)
+            if not (arrays.is_text(kind) or other):
+                expected = "lists (or their JSON as text)" if rules.as_json else "text or integers"
+                raise SourceError(f"{where}: template: column {name!r} is of type {kind}, expected {expected}")
 
     @property
     def paths(self) -> list[str]:
@@ -113,6 +116,8 @@ class Selection:
         faults: dict[str, Sequence[BadRow]] = {}
         for name, array in by_name.items():
             plain[name], faults[name] = _decoded(array, first_row, where, damaged[name])
+            if self.rules.as_json and name in self.rules.text_columns and not columns.is_text(plain[name]):
+                plain[name] = _as_json(plain[name])
         faults[self.column] = [*known, *faults[self.column]]
         passing = self.passing(plain)
         bad: dict[int, BadRow] = {}
@@ -167,6 +172,16 @@ def _joined(template: Template, values: Sequence[Any]) -> Any:
 
 def _as_text(array: Any) -> Any:
     return array if pa.types.is_large_string(array.type) else array.cast(pa.large_string())
+
+
+def _as_json(array: Any) -> Any:
+    texts = arrays.strings([json_text(value) for value in array.to_pylist()])
+    return arrays.blanked(texts, arrays.flags(array.is_valid()))
+
+
+def json_text(value: Any) -> str:
+    """A value as its JSON; a text is taken to be some. What JSON does not know, such as a date, becomes text."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _plain_kind(kind: Any) -> Any:

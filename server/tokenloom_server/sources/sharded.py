@@ -70,7 +70,7 @@ class ShardedSource(ABC):
         """Raises ``SourceError`` where the column is missing in a shard, or holds something else than in the first that
         was checked."""
         where = self._where(self._shards[shard])
-        content = columns.check_schema(schema, self._spec.column, where)
+        content = columns.check_schema(schema, self._spec.column, where, as_json=self._rules.as_json)
         self._content = self._content or content
         if content is not self._content:
             raise SourceError(

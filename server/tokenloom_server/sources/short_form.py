@@ -73,7 +73,7 @@ def document(
     _refuse_alike(items, base_dir)
     policy = fields.pop("policy", None) or "least_consumed"
     children = []
-    for item, alias in zip(items, _aliases([item.spec for item in items]), strict=True):
+    for item, alias in zip(items, aliases([item.spec for item in items]), strict=True):
         child: dict[str, Any] = {"source": str(item.spec), "alias": alias}
         if item.weight is not None:
             child["weight"] = int(item.weight) if item.weight.is_integer() else item.weight
@@ -256,10 +256,10 @@ def _refuse_alike(items: Sequence[_Item], base_dir: Path) -> None:
                 )
 
 
-def _aliases(specs: Sequence[Spec]) -> list[str]:
+def aliases(specs: Sequence[Spec]) -> list[str]:
     """A short name for each, by the last parts of its location: as many as it takes to tell them apart."""
     parts = [scheme_of(spec).name_parts(spec.location) or [str(spec)] for spec in specs]
-    aliases: list[str] = []
+    names: list[str] = []
     for own in parts:
         alias = next(
             (
@@ -269,9 +269,9 @@ def _aliases(specs: Sequence[Spec]) -> list[str]:
             ),
             "/".join(own),
         )
-        aliases.append(alias)
-    repeated = {alias for alias, times in Counter(aliases).items() if times > 1}
-    return [str(spec) if alias in repeated else alias for spec, alias in zip(specs, aliases, strict=True)]
+        names.append(alias)
+    repeated = {alias for alias, times in Counter(names).items() if times > 1}
+    return [str(spec) if alias in repeated else alias for spec, alias in zip(specs, names, strict=True)]
 
 
 def _last(names: Sequence[str], depth: int) -> str:

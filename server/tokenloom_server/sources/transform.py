@@ -10,19 +10,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
-from tokenloom_server.errors import ConfigError
+from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.sources import transform_worker
-
-
-class TransformFailed(Exception):
-    """The function failed at rows [begin, end) of a batch."""
-
-    def __init__(self, reason: str, begin: int, end: int) -> None:
-        super().__init__(reason)
-        self.begin = begin
-        self.end = end
 
 
 class Transform:
@@ -34,80 +27,78 @@ class Transform:
         Raises ``ConfigError`` where the function cannot be imported.
         """
         self.name = name
-        self._limits = (str(seconds), str(memory_bytes))
+        self._arguments = (name, str(seconds), str(memory_bytes))
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        first = _Worker(name, *self._limits)
-        self._idle.put(first)
         #: ``name``, ``distribution`` and ``version`` (None outside an installed one), and ``digest`` of its source.
-        self.code = first.code
+        self.code: Mapping[str, str | None] = {}
+        self._idle.put(self._started())
 
-    def texts(self, column: Any) -> Any:
-        """The large strings that the function makes of a column of large strings. Raises ``TransformFailed``, and
-        ``ConfigError`` where the function's code was changed since the first worker started."""
+    def texts(self, column: Any, rows: npt.NDArray[np.int64], where: str) -> Any:
+        """The large strings that the function makes of a column of large strings, whose ``rows`` are these of the file
+        ``where``. Raises ``SourceError``, which names them, and ``ConfigError`` where the function's code has changed
+        since the first worker started."""
         try:
             worker = self._idle.get_nowait()
         except queue.Empty:
-            worker = _Worker(self.name, *self._limits)
-        try:
-            if worker.code != self.code:
-                raise ConfigError(f"transform {self.name}: its code was changed meanwhile; put it back, or begin anew")
-            texts = worker.texts(column)
-        except BaseException:
+            worker = self._started()
+        texts, said = worker.ask(transform_worker.batch_of(column))
+        if "error" in said:
             worker.end()
-            raise
+            first, last = rows[said.get("begin", 0)], rows[said.get("end", len(rows)) - 1]
+            failed = f"row {first}" if first == last else f"rows {first} to {last}"
+            raise SourceError(
+                f"{where}: {failed}: transform {self.name} failed: {said['error']}; mend it, and prepare into another "
+                "folder"
+            )
         self._idle.put(worker)
-        return texts
+        return texts.column(0)
 
     def close(self) -> None:
         """Ends all workers; none may be at work."""
         while not self._idle.empty():
             self._idle.get().end()
 
+    def _started(self) -> _Worker:
+        worker = _Worker(self._arguments)
+        _, said = worker.ask(None)
+        if "error" in said or said["code"] != (self.code or said["code"]):
+            worker.end()
+            raise ConfigError(
+                f"transform {self.name!r}: expected MODULE:FUNCTION that can be imported from the current folder, "
+                f"PYTHONPATH or an installed package ({said.get('error', 'it was changed meanwhile')})"
+            )
+        self.code = said["code"]
+        return worker
+
 
 class _Worker:
     """A process that calls the function. For one thread at a time."""
 
-    def __init__(self, name: str, seconds: str, memory_bytes: str) -> None:
-        self._name = name
-        command = [sys.executable, "-m", transform_worker.__name__, name, seconds, memory_bytes]
+    def __init__(self, arguments: tuple[str, ...]) -> None:
+        command = [sys.executable, "-m", transform_worker.__name__, *arguments]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        try:
-            self._answers = pa.ipc.open_stream(self._process.stdout)
-            _, said = self._answer()
-        except (pa.ArrowException, StopIteration):
-            said = {"error": self._death()}
-        if "error" in said:
-            self.end()
-            raise ConfigError(
-                f"transform {name!r}: expected MODULE:FUNCTION that can be imported from the current folder, "
-                f"PYTHONPATH or an installed package ({said['error']})"
-            )
-        self.code: Mapping[str, str | None] = said["code"]
-        self._requests = pa.ipc.new_stream(self._process.stdin, self._answers.schema)
-
-    def texts(self, column: Any) -> Any:
         assert self._process.stdin is not None
+        self._stdin = self._process.stdin
+
+    def ask(self, batch: Any) -> tuple[Any, Mapping[str, Any]]:
+        """The texts made of a batch, and what is said of them; first of None, for which the code of the function is
+        said."""
         try:
-            self._requests.write_batch(transform_worker.batch_of(column))
-            self._process.stdin.flush()
-            answer, said = self._answer()
+            if batch is None:
+                self._answers = pa.ipc.open_stream(self._process.stdout)
+                self._requests = pa.ipc.new_stream(self._stdin, self._answers.schema)
+            else:
+                self._requests.write_batch(batch)
+                self._stdin.flush()
+            texts, metadata = self._answers.read_next_batch_with_custom_metadata()
         except (OSError, pa.ArrowException, StopIteration):
-            answer, said = None, {"error": self._death(), "begin": 0, "end": len(column)}
-        if "error" in said:
-            raise TransformFailed(f"transform {self._name} failed: {said['error']}", said["begin"], said["end"])
-        return answer.column(0)
+            status = self._process.wait()
+            return None, {
+                "error": "it took too long" if status == -signal.SIGALRM else f"its process ended with {status}"
+            }
+        return texts, json.loads(metadata[transform_worker.SAID])
 
     def end(self) -> None:
         self._process.kill()
         # Also closes the pipes, whatever is left in them.
         self._process.communicate()
-
-    def _answer(self) -> tuple[Any, Any]:
-        batch, metadata = self._answers.read_next_batch_with_custom_metadata()
-        return batch, json.loads(metadata[transform_worker.SAID])
-
-    def _death(self) -> str:
-        status = self._process.wait()
-        if status == -signal.SIGALRM:
-            return "its process was ended, for it took too long"
-        return f"its process ended with {f'signal {-status}' if status < 0 else f'status {status}'}"

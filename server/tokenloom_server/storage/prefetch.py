@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from tokenloom_server.storage.cache import BLOCK_BYTES as CACHED_BYTES
 from tokenloom_server.storage.file import Range
 from tokenloom_server.storage.hedged_read import HedgedRead
 from tokenloom_server.storage.io_stats import IoStats
@@ -86,7 +87,10 @@ class Prefetcher:
                 if not self._range.begin <= begin < self._range.end:
                     return
                 self._range, begin = Range(begin, self._range.end), None
-            start, end = self._range.begin, min(self._range.begin + self._next_bytes, self._range.end)
+            start = self._range.begin
+            # To the nearest end of a block of the cache, so that no two reads have one in common.
+            end = (start + self._next_bytes + CACHED_BYTES // 2) // CACHED_BYTES * CACHED_BYTES
+            end = min(end, self._range.end)
             if not self._io_stats.reserve(end - start):
                 return
             self._blocks.append(_Block(start, end, self._fetch(start, end - start)))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError, TokenloomError
+from tokenloom_server.storage.cache import block_cache
 from tokenloom_server.storage.file import File, Range
 from tokenloom_server.storage.hedged_read import HedgedRead, is_final, refused
 from tokenloom_server.storage.hub.files import HubFiles, is_hub
@@ -144,6 +145,10 @@ class RemoteFile(File):
             if hasattr(handle, "_fetch_range")
             else lambda begin, end: files.cat_file(url, start=begin, end=end)
         )
+        cache, fetch = block_cache(), self._range
+        if cache is not None and self.entry.signature:
+            identity = f"{url}\n{self.size}\n{self.entry.signature}"
+            self._range = lambda begin, end: cache.read(identity, self.size, begin, end, fetch)
         # The last short reads, with what lies around them: a file's end, and wherever headers are read.
         self._near: tuple[tuple[int, bytes], ...] = ()
         self._ahead: Prefetcher | None = None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -22,6 +23,7 @@ from tokenloom_server.tokenizer.engine import (
     installed_version,
     ragged,
 )
+from tokenloom_server.tokenizer.engine_ids import EngineIds, probes
 
 #: How much of the sample is encoded with both engines: about half a second for the slower one.
 SAMPLE_BYTES = 1 << 20
@@ -29,24 +31,9 @@ SAMPLE_BYTES = 1 << 20
 #: One in this many documents is checked while running: a hundredth of the fast engine's time.
 CHECK_ONE_IN = 10_000
 
-#: Texts on which tokenisers have differed before; a sample of real rows may lack them all.
-PROBES = (
-    "",
-    " ",
-    "  leading, trailing  ",
-    "tab\tnew\nline\r\nreturn\r\n\r\n  \n \t end",
-    "a\u00a0b\u2003c\u3000d\u200be\ufefff\u0085g",
-    "I'm you're WE'LL they'd It'S o'clock ''s",
-    "0 12 123 1234 12345 1,234.56 3.14e-10 0x1F ½ ² ٣٤ १२",
-    "camelCase snake_case SCREAMING_CASE kebab-case CamelHTTPServer",
-    "x==y!=z; {[(<>)]} // /* */ #!@$%^&*~`|\\ ... --- ===",
-    "naïve café cafe\u0301 A\u030a Å ﬁ İstanbul ı ſ ẞ",
-    "日本語のテキスト。中文，测试！한국어 시험 ไทย हिन्दी",
-    "שלום עולם مرحبا بالعالم",
-    "😀👍🏽👨\u200d👩\u200d👧🇩🇪 ❤\ufe0f",
-    "\x00\x01\x1f\x7f\x80",
-    "\U0001f9ff\U000e0001\U0010ffff\ue000\ufffd",
-    "a" * 300 + " " * 300 + "\n" * 30,
+#: The engines that read a tokeniser's file, by name.
+_ENGINES: Mapping[str, type[GigatokenEngine | TokenizersEngine]] = MappingProxyType(
+    {GigatokenEngine.name: GigatokenEngine, TokenizersEngine.name: TokenizersEngine}
 )
 
 
@@ -60,10 +47,11 @@ class EngineRecord:
 
 
 class EngineChoice(NamedTuple):
-    """The engine of a run, and why."""
+    """The engine of a run, and why; ``ids``: what it gives, None for bytes."""
 
     record: EngineRecord
     reason: str
+    ids: EngineIds | None = None
 
 
 def choose_engine(
@@ -83,26 +71,71 @@ def choose_engine(
         record = EngineRecord(definition.digest, BytesEngine.name, BytesEngine.version)
         return EngineChoice(record, "bytes need no tokeniser")
     reference = TokenizersEngine(definition, special_tokens_in_text)
+    if definition.chat is not None:
+        # What the assistant's tokens are takes offsets, which the other engine does not give.
+        record = EngineRecord(definition.digest, reference.name, reference.version)
+        return EngineChoice(record, "its offsets say which tokens of a chat are the assistant's")
     rows = _sample(sample_rows)
     # The first rows warm both engines, the second half of the sample is timed.
-    parts = [part for part in (_probes(definition), rows[: len(rows) // 2], rows[len(rows) // 2 :]) if part]
+    parts = [part for part in (probes(definition), rows[: len(rows) // 2], rows[len(rows) // 2 :]) if part]
     expected, slow = _timed(parts, cpu_clock_s, lambda part: ragged([reference.encode_one(text) for text in part]))
     price = f"{slow:,.0f} tokens per CPU-second"
     try:
         engine = GigatokenEngine(definition, special_tokens_in_text)
         actual, fast = _timed(parts, cpu_clock_s, lambda part: engine.encode(arrays.strings(part)))
     except TokenizerError as error:
-        return _fall_back(definition, reference, str(error), f"it makes {price}")
+        return _fall_back(definition, reference, str(error), f"it makes {price}", sample_rows)
     for part, ours, theirs in zip(parts, actual, expected, strict=True):
         difference = first_difference(ours, theirs)
         if difference is not None:
             excerpt = _excerpt(reference, part[difference.row], difference)
             why = f"gigatoken {engine.version} gives other ids for the text {excerpt} {difference.describe()}"
             price = f"it costs {fast / slow:.1f} times the CPU time, at {price}" if slow else f"it makes {price}"
-            return _fall_back(definition, reference, why, price)
+            return _fall_back(definition, reference, why, price, sample_rows)
     texts, tokens = sum(map(len, parts)), sum(len(result.values) for result in expected)
     reason = f"gigatoken equals tokenizers {reference.version} on {texts} texts ({tokens} tokens)"
-    return EngineChoice(EngineRecord(definition.digest, engine.name, engine.version), reason)
+    return _choice(definition, engine, reason, sample_rows)
+
+
+def serving_engine(
+    definition: TokenizerDefinition,
+    record: EngineRecord,
+    ids: EngineIds | None,
+    special_tokens_in_text: SpecialTokensInText,
+    first_rows: Callable[[EngineIds], Sequence[tuple[str, Sequence[str | None]]]],
+) -> EngineChoice:
+    """The engine that serves a known run: the recorded one, or, where its version is not installed, another version or
+    engine that gives what is recorded. ``first_rows`` reads so many rows of each source as ``ids`` has, and is asked
+    only then.
+
+    Raises ``TokenizerError`` where each that is installed gives other ids, with the first text that shows it.
+    """
+    installed = installed_version(record.engine)
+    if (
+        ids is None
+        or installed == record.version
+        or record.engine not in _ENGINES
+        or record.digest != definition.digest
+    ):
+        return EngineChoice(record, "it is the run's", ids)
+    rows = first_rows(ids)
+    refused = []
+    for name in sorted(_ENGINES, key=record.engine.__ne__):
+        version = installed_version(name)
+        if version == "none":
+            continue
+        try:
+            difference = ids.first_difference(_ENGINES[name](definition, special_tokens_in_text), definition, rows)
+        except TokenizerError as error:
+            refused.append(f"{error}")
+            continue
+        if difference is None:
+            reason = (
+                f"the run began with {record.engine} {record.version}; this gives the same ids for {ids.describe()}"
+            )
+            return EngineChoice(EngineRecord(record.digest, name, version), f"{reason}{_faster(name)}", ids)
+        refused.append(f"{name} {version} gives other ids for {difference}")
+    raise TokenizerError(f"{_other_version(record, installed)} ({'; '.join(refused)})")
 
 
 def load_engine(
@@ -125,7 +158,7 @@ def load_engine(
     if record.engine == BytesEngine.name and definition.is_bytes:
         _require_version(record, BytesEngine.version)
         return BytesEngine()
-    if definition.is_bytes or record.engine not in (GigatokenEngine.name, TokenizersEngine.name):
+    if definition.is_bytes or record.engine not in _ENGINES:
         raise TokenizerError(
             f"tokenizer {definition.name!r}: the run began with the engine {record.engine!r}, which this server "
             "does not have for it; use the server version that the run began with, or begin a new run"
@@ -150,10 +183,14 @@ def other_engine(
 
 def _require_version(record: EngineRecord, found: str) -> None:
     if record.version != found:
-        raise TokenizerError(
-            f"the run began with {record.engine} {record.version}, but {found} is installed, which may give other ids; "
-            f"install {record.engine}=={record.version}, or begin a new run"
-        )
+        raise TokenizerError(_other_version(record, found))
+
+
+def _other_version(record: EngineRecord, found: str) -> str:
+    return (
+        f"the run began with {record.engine} {record.version}, but {found} is installed, which may give other ids; "
+        f"install {record.engine}=={record.version}, or begin a new run"
+    )
 
 
 def _timed(
@@ -169,21 +206,31 @@ def _timed(
     return results, len(results[-1].values) / max(elapsed_s, 1e-9)
 
 
-def _fall_back(definition: TokenizerDefinition, reference: TokenizersEngine, why: str, price: str) -> EngineChoice:
-    record = EngineRecord(definition.digest, reference.name, reference.version)
-    return EngineChoice(record, f"{why}; so tokenizers {reference.version} is used: {price}")
+def _fall_back(
+    definition: TokenizerDefinition, reference: TokenizersEngine, why: str, price: str, sample_rows: Sequence[pa.Array]
+) -> EngineChoice:
+    why = "the fast engine, gigatoken, is not installed" if _faster(reference.name) else why
+    reason = f"{why}; so tokenizers {reference.version} is used: {price}{_faster(reference.name)}"
+    return _choice(definition, reference, reason, sample_rows)
+
+
+def _choice(
+    definition: TokenizerDefinition, engine: Engine, reason: str, sample_rows: Sequence[pa.Array]
+) -> EngineChoice:
+    ids = EngineIds.of(engine, definition, sample_rows)
+    return EngineChoice(EngineRecord(definition.digest, engine.name, engine.version), reason, ids)
+
+
+def _faster(engine: str) -> str:
+    """How to get the faster engine, where it is missing."""
+    missing = engine != GigatokenEngine.name and installed_version(GigatokenEngine.name) == "none"
+    return "; for the faster one: pip install 'tokenloom[fast]'" if missing else ""
 
 
 def _excerpt(reference: TokenizersEngine, text: str, difference: Difference) -> str:
     character = reference.character_of(text, difference.position)
     begin, end = max(0, character - 20), character + 20
     return ("…" if begin else "") + repr(text[begin:end]) + ("…" if end < len(text) else "")
-
-
-def _probes(definition: TokenizerDefinition) -> list[str]:
-    patterns = ("{}", "a{}b", "a {} b", "{0}{0}", "\n{}\n", "日{}é")
-    added = [pattern.format(token.content) for token in definition.added_tokens for pattern in patterns]
-    return [*PROBES, *added]
 
 
 def _sample(columns: Sequence[pa.Array]) -> list[str]:

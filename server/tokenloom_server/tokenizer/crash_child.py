@@ -49,6 +49,8 @@ class ChildEncoder:
     base_dir: Path
     record: EngineRecord
     special_tokens_in_text: SpecialTokensInText
+    chat: bool
+    """Whether the run's tokeniser has its chat template with it."""
 
     def encode(self, texts: pa.LargeStringArray, which: Which) -> Outcome:
         """Encodes with the run's own engine or with the other one, without a check of one by the other.
@@ -115,7 +117,7 @@ def _serve() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     source, out = sys.stdin.buffer, sys.stdout.fileno()
     request = json.loads(source.readline())
-    definition = find_tokenizer(request["tokenizer"], Path(request["base_dir"]))
+    definition = find_tokenizer(request["tokenizer"], Path(request["base_dir"]), chat=request["chat"])
     record = EngineRecord(**request["record"])
     special = request["special_tokens_in_text"]
     engine: Engine

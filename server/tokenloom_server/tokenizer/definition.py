@@ -12,11 +12,16 @@ import numpy as np
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.errors import TokenizerError
+from tokenloom_server.tokenizer.chat_template import ChatTemplate, find_chat_template
 from tokenloom_server.tokenizer.files import BYTES_TOKENIZER, CONFIG_FILE, CONVERT, TOKENIZER_FILE, tokenizer_file
 
 #: The special tokens of the `bytes` tokeniser; ids 0 to 255 are the bytes of UTF-8.
 _BYTES_END_OF_TEXT = 256
 _BYTES_BEGIN_OF_TEXT = 257
+
+#: The keys of ``tokenizer_config.json`` that name a special token, and those of them that end and begin a document.
+_SPECIAL_TOKENS = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_BOUNDARIES = ("eos_token", "bos_token")
 
 #: Ids of a tokeniser at most, 4 Mi. Engines hold a table with 16 bytes for each, also for those without a token.
 MAX_VOCABULARY = 2**22
@@ -48,7 +53,7 @@ class TokenizerDefinition:
     content: str
     """The text of ``tokenizer.json``; empty for `bytes`."""
     digest: str
-    """SHA-256 of everything here that decides ids: the file, and the end and begin tokens named beside it."""
+    """SHA-256 of everything here that decides ids: the file, the end and begin tokens named beside it, and ``chat``."""
     vocab_size: int
     """Greatest id + 1, added tokens included."""
     added_tokens: tuple[AddedToken, ...]
@@ -57,19 +62,24 @@ class TokenizerDefinition:
     """``eos_token`` of the ``tokenizer_config.json`` beside the file."""
     begin_of_text: NamedToken | None = None
     """``bos_token`` of the ``tokenizer_config.json`` beside the file."""
+    chat: ChatTemplate | None = None
+    """The chat template beside the file, where a source needs it."""
 
     @property
     def is_bytes(self) -> bool:
         return self.name == BYTES_TOKENIZER
 
 
-def find_tokenizer(name: str, base_dir: Path) -> TokenizerDefinition:
-    """Reads the tokeniser that a mixture file names: a path, which begins at ``base_dir``, or a name on the Hub.
+def find_tokenizer(name: str, base_dir: Path, *, chat: bool = False) -> TokenizerDefinition:
+    """Reads the tokeniser that a mixture file names: a path, which begins at ``base_dir``, or a name on the Hub; with
+    ``chat``, its chat template, too.
 
     Raises ``TokenizerError``, naming the path, what was found and what to do, when there is no
     tokenizer.json, when `tokenizers` cannot read it, or when it encodes at random.
     """
     if name == BYTES_TOKENIZER:
+        if chat:
+            raise TokenizerError("tokenizer 'bytes' has no chat template, which a source with template: chat needs")
         return _bytes_definition()
     path = tokenizer_file(name, base_dir)
     try:
@@ -101,8 +111,13 @@ def find_tokenizer(name: str, base_dir: Path) -> TokenizerDefinition:
             "engines have room for each id up to the greatest: number its tokens without gaps"
         )
     # A file of another name may stand beside a config that is not its own.
-    named = _named_beside(path, vocabulary) if path.name == TOKENIZER_FILE else {}
+    config = _config_beside(path) if path.name == TOKENIZER_FILE else {}
+    special = _special_tokens(config)
+    named = {key: NamedToken(special[key], vocabulary.get(special[key])) for key in _BOUNDARIES if key in special}
     sealed = canonical({key: token.content for key, token in named.items()})
+    template = find_chat_template(name, path, config, special) if chat else None
+    if template is not None:
+        sealed += template.digest
     return TokenizerDefinition(
         name=name,
         content=content,
@@ -111,6 +126,7 @@ def find_tokenizer(name: str, base_dir: Path) -> TokenizerDefinition:
         added_tokens=added,
         end_of_text=named.get("eos_token"),
         begin_of_text=named.get("bos_token"),
+        chat=template,
     )
 
 
@@ -166,7 +182,7 @@ def _refuse_random(name: str, path: Path, model: object) -> None:
             )
 
 
-def _named_beside(path: Path, vocabulary: dict[str, int]) -> dict[str, NamedToken]:
+def _config_beside(path: Path) -> dict[str, Any]:
     beside = path.parent / CONFIG_FILE
     if not beside.is_file():
         return {}
@@ -174,10 +190,11 @@ def _named_beside(path: Path, vocabulary: dict[str, int]) -> dict[str, NamedToke
         config = json.loads(beside.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise TokenizerError(f"{beside}: cannot be read ({error}); expected JSON, mend it or remove it") from None
-    named = {}
-    for field in ("eos_token", "bos_token"):
-        token = config.get(field) if isinstance(config, dict) else None
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
-            named[field] = NamedToken(token, vocabulary.get(token))
-    return named
+    return config if isinstance(config, dict) else {}
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """The tokens that a ``tokenizer_config.json`` names, by key."""
+    tokens = {key: config.get(key) for key in _SPECIAL_TOKENS}
+    tokens = {key: token.get("content") if isinstance(token, dict) else token for key, token in tokens.items()}
+    return {key: token for key, token in tokens.items() if isinstance(token, str)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from itertools import chain
@@ -96,6 +96,26 @@ class TokenizersEngine:
         call = self._tokenizer.encode
         ids: list[int] = _guarded(self.name, "encode", lambda: call(text, add_special_tokens=False)).ids
         return ids
+
+    def encode_spans(
+        self, texts: list[str], spans: Sequence[Sequence[tuple[int, int]]]
+    ) -> tuple[Encoded, npt.NDArray[np.uint8]]:
+        """Ids of each text, and for each id whether it lies in one of the text's ``spans`` (from which character to
+        before which): 1 from the token that begins the first character to that which begins the last, as transformers
+        has it. Characters at the edges that are in no token, such as spaces, are passed over."""
+        call = self._tokenizer.encode_batch
+        encodings = _guarded(self.name, "encode", lambda: call(texts, add_special_tokens=False))
+        encoded = ragged([encoding.ids for encoding in encodings])
+        mask = np.zeros(len(encoded.values), np.uint8)
+        for encoding, begin, of_text in zip(encodings, np.append(0, encoded.ends).tolist(), spans, strict=False):
+            for first, end in of_text:
+                # Spaces at the edges may be in no token.
+                first = next((i for i in range(first, end) if encoding.char_to_token(i) is not None), end)
+                while end > first and encoding.char_to_token(end - 1) is None:
+                    end -= 1
+                if first < end:
+                    mask[begin + encoding.char_to_token(first) : begin + encoding.char_to_token(end - 1) + 1] = 1
+        return encoded, mask
 
     def character_of(self, text: str, position: int) -> int:
         """Where in ``text`` the token at ``position`` begins; the text's length after the last token."""

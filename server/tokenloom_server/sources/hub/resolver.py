@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceChanged, SourceError, StorageError
 from tokenloom_server.sources.base import Shard
+from tokenloom_server.sources.hub.layout import ConfigFiles, Conversion, Layout, LayoutError
 from tokenloom_server.sources.hub.location import HubLocation
 from tokenloom_server.sources.scheme import Scheme
-from tokenloom_server.storage.hub import splits
 from tokenloom_server.storage.hub.client import HubBusy, HubClient, HubRefused
 from tokenloom_server.storage.hub.files import HubPath
-from tokenloom_server.storage.hub.repository import Repository, find, open_repository, url_of
+from tokenloom_server.storage.hub.repository import Repository, open_repository, url_of
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 #: The Hub's revision with its own conversion of a dataset: CONFIG/SPLIT/*.parquet.
 CONVERSION = "refs/convert/parquet"
-#: What the names of those files end with.
-CONVERTED = ".parquet"
 
 #: Names that an error lists at most.
 LISTED = 12
-
 
 FileSchemes = Mapping[str, Scheme]
 """By the ending of a file's name, the scheme that reads such files."""
@@ -40,27 +35,40 @@ FileSchemes = Mapping[str, Scheme]
 
 def reading_scheme(schemes: FileSchemes, path: str) -> Scheme | None:
     """The scheme that reads a file of a repository, by its name; None for none."""
-    return schemes.get(splits.ending_of(path))
-
-
-def _most_common(schemes: FileSchemes, paths: Iterable[str]) -> Scheme | None:
-    """The scheme of most of the files, in doubt that of conversions; None where most cannot be read."""
-    counts = Counter(reading_scheme(schemes, path) for path in paths)
-    preferred = schemes[CONVERTED]
-    return max(counts, key=lambda scheme: (counts[scheme], scheme is preferred, scheme.name if scheme else ""))
+    return next((scheme for ending, scheme in schemes.items() if path.lower().endswith(ending)), None)
 
 
 @dataclass(frozen=True, slots=True)
-class _SplitFiles:
-    """A split's files in a repository, all of one scheme; None where no scheme reads them."""
+class HubSplit:
+    """A split of a config."""
 
-    repository: Repository
-    paths: Sequence[str]
+    name: str
+    shards: tuple[Shard, ...]
+    """Its files in reading order, with their sizes in bytes."""
     scheme: Scheme | None
+    """What reads them; None where no scheme does."""
+    unread: str
+    """Why no scheme reads them; empty where one does."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubDataset:
+    """What a dataset has at a commit."""
+
+    repo: str
+    """Its present name: ``ORG/NAME``."""
+    commit: str
+    configs: Sequence[str]
+    default: str | None
+    """The config that is meant where none is named; None where one has to be."""
+    config: str | None
+    """The config whose splits follow: the one that was asked for, or the default one."""
+    splits: Sequence[HubSplit]
+    """None without a config."""
 
 
 class _NotThere(Exception):
-    """There is no such config or split; the text says what there is."""
+    """There is no such config or split, or no scheme reads it; the text says what there is."""
 
 
 class _AnswerCache:
@@ -78,7 +86,7 @@ class _AnswerCache:
             try:
                 answer.set_result(ask())
             except BaseException as error:
-                if not isinstance(error, HubRefused | splits.CardError):
+                if not isinstance(error, HubRefused | LayoutError):
                     with self._lock:
                         del self._answers[question]
                 answer.set_exception(error)
@@ -101,125 +109,96 @@ class HubResolver:
     def shards(self, spec: Spec) -> tuple[Shard, ...]:
         """The files of a spec's split, in the order in which `datasets` reads them; their paths are
         ``hf://datasets/ORG/NAME@COMMIT/PATH``. Raises ``SourceError``, which says what there is instead."""
-        location, where = HubLocation.parse(spec.location), f"source {str(spec)!r}"
-        try:
-            return _shards(self._resolve(location, spec.commit))
-        except HubRefused as error:
-            raise SourceError(
-                f"{where}: the dataset {location.repo!r} {error}{self._instead(location, error)}"
-            ) from None
-        except HubBusy as error:
-            raise StorageError(f"{where}: the dataset {location.repo!r} cannot be looked up now: {error}") from None
-        except _NotThere as error:
-            raise SourceError(f"{where}: the dataset {location.repo!r} {error}") from None
-        except splits.CardError as error:
-            raise SourceError(f"{where}: the dataset {location.repo!r} cannot be read, for {error}") from None
-
-    def _resolve(self, location: HubLocation, commit: str | None) -> _SplitFiles:
-        repository = self._repository(location.repo, commit or location.revision)
-        if location.revision == CONVERSION:
-            return self._converted(repository, location)
-        if commit is not None and location.revision is None and repository.text("README.md") is None:
-            with contextlib.suppress(_NotThere):  # what that run read was what the Hub converted
-                return self._converted(repository, location)
-        try:
-            own: _SplitFiles | _NotThere = self._own(repository, location)
-        except (_NotThere, splits.CardError) as error:
-            own = _NotThere(str(error))
-        if isinstance(own, _SplitFiles) and own.scheme is self._schemes[CONVERTED]:
-            return own
-        # A given revision is read itself, and never a conversion, which may be of another one.
-        converted = self._conversion(location) if commit is None and location.revision is None else None
-        if converted is not None:
-            why = own if isinstance(own, _NotThere) else f"has no Parquet files of its own for {_named(location)}"
-            _log.warning(
-                "the dataset %s %s: read is what the Hub converted it to (%s at %s), which may be older; add @main "
-                "to the dataset's name to read its own files",
-                repository.name, why, CONVERSION, converted.repository.commit,
-            )  # fmt: skip
-            return converted
-        if isinstance(own, _NotThere):
-            raise own
-        if own.scheme is None:
-            first = f"the first is {own.paths[0]!r}, {splits.ending_of(own.paths[0])}"
-            raise _NotThere(
-                f"has {len(own.paths)} files for {_named(location)} that cannot be read ({first}), and the Hub has no "
-                "Parquet conversion of them; expected .parquet, .arrow, .jsonl or .txt (also with .gz or .zst)"
-            )
-        return own
-
-    def _own(self, repository: Repository, location: HubLocation) -> _SplitFiles:
-        """A split in a repository's own files, by its card or their names."""
-        configs = self._configs(repository)
-        if location.config is None:
-            config = next((config for config in configs.values() if config.is_default), None)
-            if config is None:
-                raise _NotThere(f"has no default config; name one of its configs: {_listed(configs)}")
-        elif location.config in configs:
-            config = configs[location.config]
-        else:
-            raise _NotThere(f"has no config {location.config!r}; its configs: {_listed(configs)}")
-        look = partial(_find, repository)
-        patterns = splits.splits_of(config, look)
-        if location.split not in patterns:
-            raise _NotThere(_no_split(location, config.name, list(patterns)))
-        paths = splits.files_of(patterns[location.split], look)
-        if not paths:
-            raise _NotThere(
-                f"has no file for {_named(location)}, whose patterns are {_listed(patterns[location.split])}; "
-                f"its splits: {_listed(patterns)}"
-            )
-        scheme = _most_common(self._schemes, paths)
-        left = [path for path in paths if reading_scheme(self._schemes, path) is not scheme]
-        if left and scheme is not None:
-            _log.warning(
-                "the dataset %s: %d files of %s are not read, since most are %s (the first is %s)",
-                repository.name, len(left), _named(location), scheme.name, left[0],
-            )  # fmt: skip
-            paths = [path for path in paths if reading_scheme(self._schemes, path) is scheme]
-        return _SplitFiles(repository, paths, scheme)
-
-    def _converted(self, repository: Repository, location: HubLocation) -> _SplitFiles:
-        """A split in the Hub's own conversion: ``CONFIG/SPLIT/0000.parquet`` and so on."""
-        files = [file.path for file in repository.below("", deep=True) if file.path.endswith(CONVERTED)]
-        folders = {tuple(path.split("/")[:-1]) for path in files}
-        configs = sorted({folder[0] for folder in folders if len(folder) == 2})
-        name = location.config or (configs[0] if len(configs) == 1 else "default")
-        if name not in configs:
-            config_text = f"config {name!r}" if location.config else "default config"
-            raise _NotThere(f"has no {config_text} in the Hub's conversion; its configs: {_listed(configs)}")
-        split_names = sorted(folder[1] for folder in folders if len(folder) == 2 and folder[0] == name)
-        if location.split not in split_names:
-            partial_split = f"partial-{location.split}"
-            if partial_split in split_names:
-                raise _NotThere(
-                    f"is converted in part only: the split {location.split!r} is there as {partial_split!r}, "
-                    "the first gigabytes of it; name that one if it is what you want"
+        location = HubLocation.parse(spec.location)
+        with self._naming(f"source {str(spec)!r}", location):
+            try:
+                repository, layout = self._layout(location, spec.commit)
+                files = _files_of(layout, location)
+            except LayoutError as error:
+                raise LayoutError(f"{error}{self._converted(location, spec.column)}") from None
+            if location.split not in files.splits:
+                raise _NotThere(_no_split(location, files))
+            split = self._split(repository, files, location.split)
+            if split.scheme is None:
+                other = self._converted(location, spec.column) or (
+                    "; write it as Parquet, with load_dataset(…).to_parquet(…), and name what was written as parquet:"
                 )
-            raise _NotThere(_no_split(location, name, split_names))
-        paths = [path for path in files if path.startswith(f"{name}/{location.split}/")]
-        return _SplitFiles(repository, paths, self._schemes[CONVERTED])
+                raise _NotThere(f"{split.unread}{other}")
+            _log.info(
+                "the dataset %s at commit %s: %d files of the split %s of its config %s, read as %s",
+                repository.name, repository.commit, len(split.shards), split.name, files.name, split.scheme.name,
+            )  # fmt: skip
+            return split.shards
 
-    def _repository(self, name: str, revision: str | None) -> Repository:
-        with self._lock:
-            if self._client is None:
-                self._client = HubClient()
-            client = self._client
-        return self._answers_of_hub.once((name, revision), lambda: open_repository(client, name, revision))
+    def dataset(self, text: str) -> HubDataset:
+        """What ``ORG/NAME[/CONFIG][@REVISION]`` has: its configs, and the splits of one. For who asks before there is a
+        spec; the columns of a split are those of its first file, as ``sources.open.columns_of`` gives them.
 
-    def _configs(self, repository: Repository) -> Mapping[str, splits.Config]:
-        return self._answers_of_hub.once(
-            (repository.name, repository.commit, "card"),
-            lambda: splits.configs_of(repository.text("README.md") or ""),
-        )
+        Raises ``ConfigError`` for a text that is no such name, and ``SourceError`` as ``shards`` does.
+        """
+        location = HubLocation.parse(f"{text}:train")
+        with self._naming(f"'hf:{text}'", location):
+            repository, layout = self._layout(location, None)
+            config = location.config or layout.default
+            splits: list[HubSplit] = []
+            if config is not None:
+                files = _files_of(layout, location)
+                splits = [self._split(repository, files, split) for split in files.splits]
+            return HubDataset(repository.name, repository.commit, layout.configs, layout.default, config, splits)
 
-    def _conversion(self, location: HubLocation) -> _SplitFiles | None:
-        """The split in the Hub's conversion; None where there is none, or not all of it."""
+    @contextmanager
+    def _naming(self, where: str, location: HubLocation) -> Iterator[None]:
+        """Makes of what is raised the errors that name a source."""
+        where = f"{where}: the dataset {location.repo!r}"
         try:
-            return self._converted(self._repository(location.repo, CONVERSION), location)
-        except (HubRefused, _NotThere) as error:
+            yield
+        except HubRefused as error:
+            raise SourceError(f"{where} {error}{self._instead(location, error)}") from None
+        except HubBusy as error:
+            raise StorageError(f"{where} cannot be looked up now: {error}") from None
+        except _NotThere as error:
+            raise SourceError(f"{where} {error}") from None
+        except LayoutError as error:
+            raise SourceError(f"{where} cannot be read, for {error}") from None
+
+    def _layout(self, location: HubLocation, commit: str | None) -> tuple[Repository, Layout | Conversion]:
+        name, revision = location.repo, commit or location.revision
+        with self._lock:
+            client = self._client = self._client or HubClient()
+        once = self._answers_of_hub.once
+        repository = once((name, revision), lambda: open_repository(client, name, revision))
+        kind = Conversion if location.revision == CONVERSION else Layout
+        return repository, once((repository.name, repository.commit, kind), lambda: kind(repository))
+
+    def _split(self, repository: Repository, files: ConfigFiles, split: str) -> HubSplit:
+        """Raises ``HubRefused`` where, offline, the cache lacks one of its files."""
+        paths = files.splits[split]
+        schemes = {reading_scheme(self._schemes, path) for path in paths}
+        scheme = schemes.pop() if len(schemes) == 1 and not files.row_options else None
+        unread = ""
+        if scheme is None:
+            alien = next((path for path in paths if reading_scheme(self._schemes, path) is None), "")
+            options = ", ".join(f"{name}: {value!r}" for name, value in files.row_options.items())
+            fault = f"with {options} in its card" if options else f"as {alien!r}" if alien else "of several kinds"
+            unread = (
+                f"has {len(paths)} files for the split {split!r} that no scheme reads ({fault}; to `datasets` they are "
+                f"{files.format}), expected Parquet, Arrow, JSON lines or text"
+            )
+        return HubSplit(split, _shards(repository, paths), scheme, unread)
+
+    def _converted(self, location: HubLocation, column: str) -> str:
+        """The spec of a split in the Hub's conversion, for a message; empty where it has none."""
+        converted = HubLocation(location.repo, location.config, CONVERSION, location.split)
+        try:
+            _, layout = self._layout(converted, None)
+            if location.split not in _files_of(layout, converted).splits:
+                return ""
+        except (HubRefused, HubBusy, _NotThere) as error:
             _log.debug("no conversion of %s: %s", location, error)
-            return None
+            return ""
+        name = f"{location.repo}/{location.config}" if location.config else location.repo
+        spec = f"hf:{name}@{CONVERSION}:{location.split}:{column}"
+        return f"; the Hub converted it to Parquet, maybe at an earlier commit: {spec!r}"
 
     def _instead(self, location: HubLocation, error: HubRefused) -> str:
         """The datasets, or branches and tags, that the Hub has instead of a refused one; else empty."""
@@ -240,12 +219,20 @@ class HubResolver:
         return ""
 
 
-def _shards(split: _SplitFiles) -> tuple[Shard, ...]:
-    repository = split.repository
-    folders = {path.rpartition("/")[0] for path in split.paths}
-    # The folders were listed already, so this sends no request.
-    known = {file.path: file for folder in folders for file in repository.below(folder, deep=False)}
-    files = [known[path] for path in split.paths]
+def _files_of(layout: Layout | Conversion, location: HubLocation) -> ConfigFiles:
+    config = location.config or layout.default
+    if config is None:
+        raise _NotThere(f"has no default config; name one of its configs: {_listed(layout.configs)}")
+    if config not in layout.configs:
+        raise _NotThere(f"has no config {config!r}; its configs: {_listed(layout.configs)}")
+    return layout.files(config)
+
+
+def _shards(repository: Repository, paths: Sequence[str]) -> tuple[Shard, ...]:
+    """Raises ``HubRefused`` where, offline, the cache lacks one of the files."""
+    # All were listed already, so this sends no request.
+    known = {file.path: file for file in repository.below("", deep=True)}
+    files = [known[path] for path in paths]
     missing = [file.path for file in files if not file.fingerprint]
     if missing:
         raise HubRefused(
@@ -254,7 +241,6 @@ def _shards(split: _SplitFiles) -> tuple[Shard, ...]:
             f"in the local cache (the first is {missing[0]!r}); while online: hf download {repository.name} "
             f"--repo-type dataset --revision {repository.commit}",
         )
-    _log.info("the dataset %s at commit %s: %d files", repository.name, repository.commit, len(files))
     return tuple(
         Shard(url_of(repository.name, repository.commit, file.path), file.size, file.fingerprint) for file in files
     )
@@ -281,23 +267,14 @@ def _other(one: Shard, another: Shard) -> bool:
     return (one.size, one.fingerprint) != (another.size, another.fingerprint)
 
 
-def _find(repository: Repository, pattern: str) -> Sequence[str]:
-    if "://" in pattern:
-        raise splits.CardError(f"its card names files elsewhere: {pattern!r}; name the dataset that they are of")
-    try:
-        return [file.path for file in find(repository, pattern)]
-    except ValueError as error:
-        raise splits.CardError(f"its card has the pattern {pattern!r}, which is none ({error})") from None
-
-
-def _no_split(location: HubLocation, config: str, there: Sequence[str]) -> str:
-    of = f" in its config {config!r}" if config != "default" else ""
-    return f"has no split {location.split!r}{of}; its splits: {_listed(there)}"
-
-
-def _named(location: HubLocation) -> str:
-    config = f" of config {location.config!r}" if location.config else ""
-    return f"the split {location.split!r}{config}"
+def _no_split(location: HubLocation, files: ConfigFiles) -> str:
+    if f"partial-{location.split}" in files.splits:
+        return (
+            f"is converted in part only: the split {location.split!r} is there as 'partial-{location.split}', "
+            "the first gigabytes of it; name that one if it is what you want"
+        )
+    of = f" in its config {files.name!r}" if files.name != "default" else ""
+    return f"has no split {location.split!r}{of}; its splits: {_listed(files.splits)}"
 
 
 def _listed(names: Iterable[str]) -> str:

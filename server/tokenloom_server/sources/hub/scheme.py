@@ -9,7 +9,7 @@ from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.sources.base import Content, Shard, Source
 from tokenloom_server.sources.hub.location import HubLocation
-from tokenloom_server.sources.hub.resolver import HubResolver, appended, reading_scheme
+from tokenloom_server.sources.hub.resolver import HubDataset, HubResolver, appended, reading_scheme
 from tokenloom_server.sources.scheme import Finder, ReadRequest, Scheme
 from tokenloom_server.storage.file import File
 
@@ -49,6 +49,10 @@ class HubScheme(Scheme):
 
     def shards(self, spec: Spec, base_dir: Path) -> tuple[Shard, ...]:
         return self.finder()(spec, base_dir)
+
+    def dataset(self, text: str) -> HubDataset:
+        """What ``ORG/NAME[/CONFIG][@REVISION]`` has, before there is a spec; see ``HubResolver.dataset``."""
+        return HubResolver(self._by_ending).dataset(text)
 
     def more_shards(self, spec: Spec, known: tuple[Shard, ...], base_dir: Path) -> tuple[Shard, ...]:
         """Raises ``SourceChanged``, too, where the known files are no longer as they were."""

@@ -108,6 +108,8 @@ class _Search:
         compared = {"text": pa.string(), "number": pa.float64(), "truth": pa.bool_()}
         texts = (self._spec.column, *request.rules.text_columns)
         self._kinds = {each.column: compared[each.kind] for each in request.rules.filter if each.column not in texts}
+        if request.rules.as_json:
+            self._kinds |= dict.fromkeys(texts, pa.string())
 
     @property
     def is_done(self) -> bool:

@@ -28,7 +28,7 @@ from tokenloom_server.sources.columns import ColumnPath
 from tokenloom_server.sources.jsonl.probe import document_of, kind_name, kind_of, line_name, probe, value_of
 from tokenloom_server.sources.lines import Block, LinesSource, not_utf8, require_rows
 from tokenloom_server.sources.scheme import ReadRequest
-from tokenloom_server.sources.selection import Selection
+from tokenloom_server.sources.selection import Selection, json_text
 
 #: What a value has to be, by the Arrow type of its column.
 _EXPECTED = {"string": "a string", "bool": "true or false", "double": "a number", "int64": "an integer"}
@@ -74,6 +74,10 @@ class Decoder:
         yield from parts if len(parts) == 1 else columns.pieces(columns.joined(parts))
 
     def _rows(self, block: Block, where: str) -> Iterator[Rows]:
+        if self._selection.rules.as_json:
+            # Arrow's reader would make one type of all values, and so others of them.
+            yield from (self._row(block.cut(i, i + 1), where) for i in range(len(block.ends)))
+            return
         # Objects in the place of empty lines, so that Arrow takes as many rows as there are lines.
         blank = block.empty() if self._selection.rules.skip_blank else np.zeros(len(block.ends), np.bool_)
         batch = self._fast(block.with_text(blank, b"{}") if blank.any() else block)
@@ -131,6 +135,8 @@ class Decoder:
         value: str | list[int] | None = value_of(document, self._columns[name].names, name, line, required=True)
         if value is None:
             return None
+        if self._selection.rules.as_json:
+            value = json_text(value)
         kind = kind_of(value, name, line, is_own=True)
         if isinstance(value, str):
             _check_text(value, name, line)
@@ -152,6 +158,8 @@ class Decoder:
         value: Any = self._own(document, line) if is_own else value_of(document, path, name, line, required=False)
         if value is None:
             return pa.array([None], kind)
+        if self._selection.rules.as_json and name in self._selection.rules.text_columns:
+            value = json_text(value)
         if pa.types.is_string(kind) and isinstance(value, str):
             _check_text(value, name, line)
         elif pa.types.is_floating(kind) and type(value) in (int, float):

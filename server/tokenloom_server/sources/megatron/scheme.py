@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from tokenloom_server.config.spec import Spec
@@ -48,6 +48,12 @@ class MegatronScheme(IdScheme):
                     "it, or let the prefix match whole datasets only"
                 )
         return paths
+
+    def stems(self, names: Collection[str]) -> Mapping[str, tuple[str, str]]:
+        prefixes = [name.removesuffix(INDEX) for name in names if name.endswith(INDEX)]
+        return {
+            prefix + ending: (prefix, "") for prefix in prefixes if prefix + DATA in names for ending in (DATA, INDEX)
+        }
 
     def files_in_order(self, shards: Sequence[Shard]) -> int:
         return len(shards) // 2

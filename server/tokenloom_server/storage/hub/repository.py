@@ -21,9 +21,6 @@ _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 #: Bytes of a dataset's card at most: what comes after them is no header.
 CARD_BYTES = 16 * 2**20
 
-#: Folders of a repository that are listed one by one; then the whole is, since many sources may be parts of it.
-FOLDERS = 16
-
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
@@ -87,20 +84,9 @@ class OnlineRepository(Repository):
 
     def below(self, folder: str, *, deep: bool) -> Sequence[HubFile]:
         with self._lock:
-            known = self._known(folder, deep)
-            if known is None and len(self._listed) >= FOLDERS:
-                self._listed["", True] = self._list("", True)
-                known = self._known(folder, deep)
-            self._listed[folder, deep] = self._list(folder, deep) if known is None else known
+            if (folder, deep) not in self._listed:
+                self._listed[folder, deep] = self._list(folder, deep)
             return self._listed[folder, deep]
-
-    def _known(self, folder: str, deep: bool) -> Sequence[HubFile] | None:
-        """From a listing of the folder, or of one above with all that is in it."""
-        if (folder, deep) in self._listed:
-            return self._listed[folder, deep]
-        above = [""] + [folder[: match.start()] for match in re.finditer("/", folder)] + [folder]
-        whole = next((self._listed[one, True] for one in above if (one, True) in self._listed), None)
-        return None if whole is None else _in_folder(whole, folder, deep)
 
     def _list(self, folder: str, deep: bool) -> Sequence[HubFile]:
         path = f"api/datasets/{self.name}/tree/{self.commit}" + (f"/{quote(folder, safe='')}" if folder else "")

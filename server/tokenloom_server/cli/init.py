@@ -1,0 +1,220 @@
+"""``tokenloom init``: from folders of data to a mixture file."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tokenloom_server.cli.common import print_document, say
+from tokenloom_server.cli.schema import schema_text
+from tokenloom_server.core.control_characters import escaped
+from tokenloom_server.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenloom_server.sources.catalog import SourceCatalog
+    from tokenloom_server.sources.survey import Candidate, Survey
+
+#: Beside the mixture file, for editors.
+SCHEMA_FILE = "mixture.schema.json"
+#: Where a file has one of these columns, that is read: of text, and of ids.
+COLUMNS = (*("text", "content", "document", "body", "raw_content"), *("input_ids", "ids", "tokens", "token_ids"))
+#: Tokens per sample, unless the data are too few.
+SEQUENCE_LENGTH = 2048
+#: Samples that the smallest source has at least, at a byte for each token.
+MIN_SAMPLES = 16
+#: How many files and folders that are left out are named.
+LISTED = 10
+#: How many folders above the data may have the tokeniser.
+FOLDERS_ABOVE = 3
+_NEXT = """\
+next:
+  tokenloom validate {mixture}    # opens every source, and makes the first samples
+  tokenloom plan {mixture}        # says what the run will be
+  tokenloom serve {mixture}       # until Ctrl-C
+and, while it serves, the trainer:
+  from tokenloom import RemoteDataset
+
+  for batch in RemoteDataset("grpc://127.0.0.1:50051/{run}", batch_size=4):
+      print(batch["sample_index"], batch["input_ids"].shape)"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    """Answers that ``init`` need not find out, or ask for at a terminal."""
+
+    run: Annotated[str | None, typer.Option(help="The run's name; the folder's if not given.")] = None
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="A tokenizer.json, a folder with one, a name on the Hub, or bytes; else one near the data."),
+    ] = None
+    sequence_length: Annotated[int | None, typer.Option(help="Tokens per sample; 2048, or less of few data.")] = None
+    column: Annotated[
+        list[str] | None,
+        typer.Option(help="The column that is read, or that of one source; may be given again.", metavar="ALIAS=NAME"),
+    ] = None
+
+    def fields(self, folder: Path, base_dir: Path, sources: Mapping[str, Candidate]) -> dict[str, str | int]:
+        """The run's own fields. Raises ``ConfigError``."""
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.name).strip("-._") or "run"
+        enough = min(source.size for source in sources.values()) // MIN_SAMPLES
+        length = min(SEQUENCE_LENGTH, 2 ** max(3, enough.bit_length() - 1))
+        return {
+            "run": self.run or _ask("The run's name", name),
+            "seed": 0,
+            "tokenizer": self.tokenizer
+            or _tokenizer(folder, base_dir)
+            or _ask(
+                "The tokeniser: a tokenizer.json, a folder with one, a name on the Hub, or bytes",
+                missing="there is no tokenizer.json beside or above the data: give --tokenizer FILE, a name on the Hub "
+                "such as gpt2, or bytes",
+            ),
+            "sequence_length": self.sequence_length or int(_ask("Tokens per sample", str(length))),
+        }
+
+    def column_of(self, candidate: Candidate, alias: str) -> str:
+        """Which column of a source is read. Raises ``ConfigError`` where that does not show."""
+        from tokenloom_server.sources.base import Content
+
+        named = {of: name for of, _, name in (text.rpartition("=") for text in self.column or ())}
+        readable = [name for name, content in candidate.columns.items() if content is not None]
+        usual = [name for name in COLUMNS if name in readable] or readable
+        column = named.get(alias, named.get("", usual[0] if len(usual) == 1 else ""))
+        columns = f"its columns are {', '.join(candidate.columns)}, and {' and '.join(usual) or 'none'} may be meant"
+        column = column or _ask(
+            f"{alias}: the column that is read ({', '.join(usual)})",
+            missing=f"{alias}: which column is read does not show: {columns}; give --column {alias}=NAME",
+        )
+        # A path leads to a field within a column, and a type to what its bytes are.
+        if re.split("[.:]", column)[0] not in candidate.columns or candidate.columns.get(column, Content.TEXT) is None:
+            raise ConfigError(f"{alias}: {column!r} is no column of text or ids: {columns}")
+        return column
+
+
+def init(
+    folders: Annotated[list[Path], typer.Argument(help="Where the data lie.", metavar="FOLDER...")],
+    output: Annotated[Path, typer.Option(help="The mixture file to write.")] = Path("mixture.yaml"),
+    force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
+    *,
+    answers: _Answers,
+) -> None:
+    """Write a mixture file for the data of folders, and say what comes next.
+
+    Each folder and each series of files becomes a source, with a weight by its size. What does not show is asked at a
+    terminal; elsewhere the error names the option that says it.
+    """
+    import yaml
+
+    from tokenloom_server.catalog import allowed_plugins, open_catalog
+    from tokenloom_server.config import mixture_file as config
+    from tokenloom_server.sources.catalog import sources_of
+    from tokenloom_server.storage.drafts import write_whole
+
+    schema, schema_content = output.with_name(SCHEMA_FILE), schema_text() + "\n"
+    for path in (output, schema):
+        if path.exists() and not force and path.read_text(encoding="utf-8") != schema_content:
+            raise ConfigError(f"{path}: is there already; give another --output, or --force to write over it")
+    base_dir, catalog = output.resolve().parent, open_catalog(allowed_plugins())
+    survey = _surveyed(folders, base_dir, sources_of(catalog))
+    sources = _sources(survey.candidates, answers)
+    fields = answers.fields(folders[0].resolve(), base_dir, sources)
+    text = _mixture_text(fields, sources)
+    config.parse(yaml.safe_load(text), where=str(output), catalog=catalog, text=text)
+    try:
+        write_whole(output, text)
+        write_whole(schema, schema_content)
+    except OSError as error:
+        raise ConfigError(f"{output}: cannot be written ({error.strerror})") from None
+    for alias, source in sources.items():
+        say(f"{alias}: {_contents(source)}: {source.spec}")
+    for place, reason in list(survey.left_out.items())[:LISTED]:
+        say(f"left out: {place}: {reason}")
+    if len(survey.left_out) > LISTED:
+        say(f"left out: {len(survey.left_out) - LISTED} more")
+    say(f"wrote {output}, and {schema} for editors")
+    print_document(_NEXT.format(mixture=shlex.quote(str(output)), run=fields["run"]))
+
+
+def _surveyed(folders: Sequence[Path], base_dir: Path, catalog: SourceCatalog) -> Survey:
+    """What lies in the folders, with paths that a mixture file in ``base_dir`` has. Raises ``ConfigError``."""
+    from tokenloom_server.prepare.preparer import prepared_mixture
+    from tokenloom_server.sources.survey import Survey
+
+    survey = Survey(base_dir, catalog)
+    for folder in map(Path.resolve, folders):
+        if (mixture := prepared_mixture(folder)) is not None:
+            raise ConfigError(f"{folder}: is prepared, and has its mixture file: tokenloom serve {mixture}")
+        try:
+            survey.look_at(_path_from(base_dir, folder))
+        except OSError as error:
+            raise ConfigError(f"{folder}: cannot be looked at ({error.strerror}); expected a folder of data") from None
+    if not survey.candidates:
+        left_out = "; ".join(f"{place}: {reason}" for place, reason in list(survey.left_out.items())[:LISTED])
+        raise ConfigError(f"{folders[0]}: has no data that a scheme reads ({left_out or 'it is empty'})")
+    return survey
+
+
+def _sources(candidates: Sequence[Candidate], answers: _Answers) -> dict[str, Candidate]:
+    """The candidates with their columns, by alias."""
+    from tokenloom_server.sources.short_form import aliases
+
+    names = zip(aliases([each.spec for each in candidates]), candidates, strict=True)
+    return {
+        alias: replace(each, spec=replace(each.spec, column=answers.column_of(each, alias))) for alias, each in names
+    }
+
+
+def _contents(candidate: Candidate) -> str:
+    return f"{candidate.files} file{'s' * (candidate.files > 1)}, {candidate.size / 1e6:,.2f} MB"
+
+
+def _path_from(base_dir: Path, path: Path) -> str:
+    """A path as a mixture file in ``base_dir`` has it."""
+    return str(path.relative_to(base_dir) if path.is_relative_to(base_dir) else path)
+
+
+def _tokenizer(folder: Path, base_dir: Path) -> str | None:
+    """The tokenizer.json in a folder of data or above it."""
+    from tokenloom_server.tokenizer.files import TOKENIZER_FILE
+
+    files = (place / TOKENIZER_FILE for place in (folder, *folder.parents[:FOLDERS_ABOVE]))
+    return next((_path_from(base_dir, file) for file in files if file.is_file()), None)
+
+
+def _mixture_text(fields: Mapping[str, str | int], sources: Mapping[str, Candidate]) -> str:
+    """The mixture file; weights are the sources' parts of all bytes. JSON's texts and numbers are YAML's."""
+    from tokenloom_server.sources.endings import codec_of
+
+    total = sum(source.size for source in sources.values())
+    lines = [
+        f"# yaml-language-server: $schema={SCHEMA_FILE}",
+        "# Written by tokenloom init. More fields: tokenloom schema",
+    ]
+    lines += [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in fields.items()]
+    lines += ["mixture:", "  policy: least_consumed  # weights are of tokens, kept to within a sample", "  children:"]
+    for alias, source in sources.items():
+        lines += [
+            f"    # {_contents(source)}; columns: {escaped(', '.join(source.columns))}",
+            f"    - source: {json.dumps(str(source.spec), ensure_ascii=False)}",
+            f"      alias: {json.dumps(alias, ensure_ascii=False)}",
+            f"      weight: {max(source.size / total, 0.001):.3g}",
+            "      epochs: 1  # read once; .inf: again and again",
+            f"      shuffle: {'rows' if codec_of(source.spec.location) is None else 'shards'}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _ask(question: str, default: str = "", missing: str = "") -> str:
+    """What somebody at a terminal says, else the default. Raises ``ConfigError``, with ``missing``, if none."""
+    if sys.stdin.isatty():
+        return str(typer.prompt(question, default=default or None))
+    if not default:
+        raise ConfigError(missing)
+    return default

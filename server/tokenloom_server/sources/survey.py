@@ -1,0 +1,196 @@
+"""What lies in folders, as sources: which files belong together, which scheme reads them, and which none does."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from posixpath import basename, commonpath, commonprefix, dirname, join
+
+from tokenloom_server.config.spec import Spec
+from tokenloom_server.errors import ConfigError, SourceError
+from tokenloom_server.sources.base import Content
+from tokenloom_server.sources.catalog import SourceCatalog
+from tokenloom_server.sources.open import columns_of
+from tokenloom_server.sources.scheme import Scheme
+
+#: Series of files in one folder that are sources of their own; with more of them the folder is one source.
+MAX_SERIES = 16
+#: What people and libraries put beside data, under endings that data have, too.
+_BESIDE_DATA = re.compile(
+    r"(readme|licen[cs]e|requirements|merges|vocab|notice).*\.txt|.*(config|_infos?|_dict|_map|schema)\.json|"
+    r"(package|state|index|manifest|tokenizer|vocab|added_tokens|metadata|job|digests)\.json|journal\.jsonl",
+    re.IGNORECASE,
+)
+#: The number of a file among those of a series, and a hash after it: ``-00001-of-00016``, ``_3``.
+_NUMBER = re.compile(r"[-_.]?\d+(?:[-_.]of[-_.]\d+)?(?:[-_.][0-9a-f]{8,})?$")
+#: The same of folders: ``2026-01``, ``year=2026``, ``part_3``, but not ``c4``.
+_FOLDER_NUMBER = re.compile(r"(?:^|[-_.=])\d[-\d]*$")
+_EVALUATION = re.compile(r"(?:.*[-_.])?(?:validation|valid|val|dev|test|eval)")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Files that can be one source, once its column is chosen."""
+
+    spec: Spec
+    """Without a column."""
+    files: int
+    size: int
+    """Bytes of the files."""
+    columns: Mapping[str, Content | None]
+    """Of the first file that has any."""
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    path: str
+    scheme: Scheme
+    folders: tuple[str, ...]
+    """Names of the folders that it lies in, below the one that is looked at."""
+    stem: str
+    ending: str
+
+    @property
+    def series(self) -> tuple[str, str, str]:
+        return _NUMBER.sub("", self.stem), self.scheme.name, self.ending
+
+    @property
+    def is_to_evaluate_on(self) -> bool:
+        return any(map(_EVALUATION.fullmatch, (*self.folders, _NUMBER.sub("", self.stem))))
+
+
+class Survey:
+    """What was found below folders: ``candidates``, and by path why a file or folder is ``left_out`` of them."""
+
+    def __init__(self, base_dir: Path, catalog: SourceCatalog) -> None:
+        """Paths are relative to ``base_dir``, or absolute."""
+        self.candidates: list[Candidate] = []
+        self.left_out: dict[str, str] = {}
+        self._base_dir, self._catalog = base_dir, catalog
+
+    def look_at(self, place: str) -> None:
+        """Takes in all that lies below a folder, or one file.
+
+        Each folder directly below the first one that holds more than one thing is a source, and each series of files in
+        that one, for each scheme and ending. Splits to evaluate on are left out, unless there is nothing else. Raises
+        ``ConfigError`` where files lie so that no pattern tells them apart, and ``OSError``.
+        """
+        if (self._base_dir / place).is_file():
+            files = list(self._readable(dirname(place), (), [basename(place)]))
+        else:
+            files = list(self._walk("" if place == "." else place, ()))
+        to_train_on = [file for file in files if not file.is_to_evaluate_on] or files
+        self.left_out |= {file.path: "of a split to evaluate on" for file in files if file not in to_train_on}
+        depth = len(commonprefix([file.folders for file in to_train_on]))
+
+        def source(file: _File) -> object:
+            if file.scheme.by_folder:
+                return file.path
+            names = [_FOLDER_NUMBER.sub("", name) for name in file.folders[depth : depth + 1]]
+            return *names, *file.series[1:]
+
+        for group in _grouped(to_train_on, source):
+            is_folder = len(group[0].folders) > depth
+            for part in [group] if is_folder else _by_series(group):
+                self._add(part, is_folder)
+
+    def _walk(self, folder: str, folders: tuple[str, ...]) -> Iterator[_File]:
+        path = self._base_dir / folder
+        for scheme in self._catalog.schemes.values():
+            try:
+                if scheme.is_folder(path, folder or "."):
+                    yield _File(folder or ".", scheme, folders[:-1], basename(folder), "")
+                    return
+            except ConfigError:
+                break  # one for each split: these are the folders in it
+        names = []
+        for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
+            if entry.name.startswith("."):
+                self.left_out[join(folder, entry.name)] = "hidden"
+            elif entry.is_dir():
+                yield from self._walk(join(folder, entry.name), (*folders, entry.name))
+            else:
+                names.append(entry.name)
+        yield from self._readable(folder, folders, names)
+
+    def _readable(self, folder: str, folders: tuple[str, ...], names: Sequence[str]) -> Iterator[_File]:
+        """The files of a folder that a scheme reads."""
+        data = [name for name in names if not _BESIDE_DATA.fullmatch(name)]
+        files = {
+            name: _File(join(folder, name), scheme, folders, *parts)
+            for scheme in self._catalog.schemes.values()
+            for name, parts in scheme.stems(data).items()
+        }
+        for name in names:
+            if name not in files:
+                self.left_out[join(folder, name)] = "no data that a scheme reads"
+            elif not self._size(files[name].path):
+                self.left_out[files[name].path] = "empty"
+                if self._fault(files[name]):
+                    del files[name]
+        for series in _by_series(files.values()):
+            fault = self._fault(max(series, key=lambda file: self._size(file.path)))
+            self.left_out |= {file.path: fault for file in series if fault}
+            yield from () if fault else series
+
+    def _fault(self, file: _File) -> str:
+        """Why a file cannot be read; empty where it can."""
+        try:
+            columns_of(file.scheme, file.path, self._base_dir)
+            return ""
+        except SourceError as error:
+            return str(error)
+
+    def _size(self, path: str) -> int:
+        return (self._base_dir / path).stat().st_size
+
+    def _add(self, group: Sequence[_File], is_folder: bool) -> None:
+        """A candidate of files of one scheme and ending: all of a folder, or a series. Raises ``ConfigError`` where
+        no pattern names them."""
+        scheme, paths, fault = group[0].scheme, {file.path for file in group}, ""
+        for pattern in paths if scheme.by_folder else _patterns(group, is_folder):
+            spec = Spec(scheme, pattern, "")
+            try:
+                matches = scheme.paths(spec, self._base_dir)
+            except SourceError as error:
+                fault = fault or str(error)
+                continue
+            if set(matches) == paths or scheme.by_folder:
+                sizes = {path: self._size(path) for path in matches}
+                columns = columns_of(scheme, next(path for path in matches if sizes[path]), self._base_dir)
+                self.candidates.append(Candidate(spec, len(sizes), sum(sizes.values()), columns))
+                return
+            fault = f"among them lie others: {', '.join(sorted({*matches} - paths)[:3])}"
+        raise ConfigError(
+            f"{group[0].path!r} and {len(paths) - 1} more files cannot be named by a pattern: {fault}; move what "
+            "is not theirs away, or name the folders one by one"
+        )
+
+
+def _grouped(files: Iterable[_File], key: Callable[[_File], object]) -> list[list[_File]]:
+    groups: dict[object, list[_File]] = defaultdict(list)
+    for file in files:
+        groups[key(file)].append(file)
+    return list(groups.values())
+
+
+def _by_series(files: Iterable[_File]) -> list[list[_File]]:
+    """The files of each series; those of each scheme and ending together where there are too many."""
+    series = _grouped(files, lambda file: file.series)
+    return series if len(series) <= MAX_SERIES else _grouped(files, lambda file: file.series[1:])
+
+
+def _patterns(files: Sequence[_File], is_folder: bool) -> Iterator[str]:
+    """Locations that may mean these files, the simplest first."""
+    stems, ending = sorted({file.stem for file in files}), files[0].ending
+    if len(stems) == 1:
+        yield join(dirname(files[0].path), stems[0] + ending)
+    folder = glob.escape(commonpath([dirname(file.path) for file in files]))
+    beginning = glob.escape(commonprefix(stems).rstrip("0123456789"))
+    names = ("*" if is_folder else f"{beginning}*", f"{beginning}*", "**/*")
+    yield from (join(folder, name + ending) for name in names)

@@ -1,0 +1,116 @@
+"""Renders conversations by a chat template: Jinja in a sandbox, with blocks that say where the assistant speaks.
+
+What a template may use is what it may in transformers, but for what would make other tokens on another day:
+``strftime_now``, random choices and ``lipsum`` are not there. Imported where there is a template, for Jinja's sake.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeAlias
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tokenloom_server.errors import TokenizerError
+from tokenloom_server.tokenizer.chat_template import ChatTemplate
+
+Spans: TypeAlias = list[tuple[int, int]]
+"""From which character to before which the assistant speaks, each time."""
+
+#: The name under which a rendering finds what it has written so far.
+_WRITTEN = "tokenloom_written"
+
+#: Names of a message's reasoning; templates read the first two, and data has any of them.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+class _Written:
+    """What a rendering has written so far: how many characters, and where the assistant spoke among them."""
+
+    def __init__(self) -> None:
+        self.characters = 0
+        self.spans: Spans = []
+
+
+class _Generation(Extension):
+    """``{% generation %} … {% endgeneration %}``: what lies between is the assistant's."""
+
+    tags = frozenset({"generation"})  # type: ignore[assignment]  # Jinja's is a set that it only reads
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_note", [nodes.ContextReference()])
+        return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _note(self, context: Context, caller: Callable[[], str]) -> str:
+        # Blocks are written as they come, so that all before this one is counted by now.
+        text, written = caller(), context[_WRITTEN]
+        written.spans.append((written.characters, written.characters + len(text)))
+        return text
+
+
+class ChatRenderer:
+    """Renders conversations. Keeps nothing between calls, and is safe for threads."""
+
+    def __init__(self, name: str, template: ChatTemplate) -> None:
+        """``name``: the tokeniser's, for messages. Raises ``TokenizerError`` for a template that is no Jinja."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        # The same tokens on every day, and in every process.
+        del environment.filters["random"], environment.globals["lipsum"]
+        try:
+            self._template = environment.from_string(template.text)
+            blocks = list(environment.parse(template.text).find_all(nodes.ExtensionAttribute))
+        except Exception as error:  # syntax errors, and whatever else a hostile text makes Jinja's parser raise
+            raise TokenizerError(f"tokenizer {name!r}: its chat template is no Jinja template ({error})") from None
+        self._variables = {**template.special_tokens, "documents": None, "add_generation_prompt": False}
+        #: Whether it says where the assistant speaks: it has ``{% generation %}`` blocks.
+        self.marks_assistant = any(block.identifier == _Generation.identifier for block in blocks)
+
+    def render(self, row: str) -> tuple[str, Spans]:
+        """A conversation as text; ``row``: its messages as JSON, and after them the tools, if there are any.
+
+        Raises ``ValueError`` for what is no conversation, and for what the template refuses or fails at.
+        """
+        messages, end = json.JSONDecoder().raw_decode(row.lstrip())
+        tools = json.loads(row.lstrip()[end:].strip() or "null")
+        if not (messages and isinstance(messages, list) and all(isinstance(one, dict) for one in messages)):
+            raise ValueError("expected a list of messages, at least one, each an object with role and content")
+        if not isinstance(tools, list | None):
+            raise ValueError("expected a list of tools")
+        written, parts = _Written(), list[str]()
+        variables = self._variables | {"messages": list(map(_message, messages)), "tools": tools, _WRITTEN: written}
+        try:
+            for part in self._template.generate(variables):
+                parts.append(part)
+                written.characters += len(part)
+            text = "".join(parts)
+            text.encode()  # no half of a surrogate pair
+        except Exception as error:  # a template may fail in any way that an expression can
+            raise ValueError(f"the chat template: {type(error).__name__}: {error}") from None
+        return text, written.spans
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    """As templates expect it: Jinja's own filter would escape what is special to HTML."""
+    return json.dumps(value, **({"ensure_ascii": False} | options))
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates expect it: no key without a value, and reasoning under the names that they read."""
+    plain = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((plain[key] for key in _REASONING if key in plain), None)
+    return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}

@@ -1,0 +1,42 @@
+"""What another data loader had read of an epoch, as a file of flags and the lines of a mixture file that name it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tokenloom_server.config.spec import Spec
+from tokenloom_server.errors import ConfigError
+from tokenloom_server.tools.moving import mosaic
+
+#: By the name of a library: asks it, and how to install it.
+LIBRARIES = {"mosaic": (mosaic.seen_samples, "mosaicml-streaming")}
+
+
+def write_seen(library: str, state: Path, spec: Spec, arguments: dict[str, Any], output: Path) -> str:
+    """Writes the flags of the rows that were read, and gives the source for a mixture file. ``arguments``: of the job's
+    dataset. Raises ``ConfigError``, also where the library refuses the state or is not here."""
+    seen_samples, package = LIBRARIES[library]
+    try:
+        fields = json.loads(state.read_bytes())
+        seen = seen_samples(fields, Path(spec.location), arguments)
+        np.save(output, seen)
+        digest = hashlib.sha256(output.read_bytes()).hexdigest()
+    except ImportError as error:
+        raise ConfigError(
+            f"{library} is asked for its own order, and cannot be imported ({error}): run this where the job ran, or "
+            f"pip install {package}"
+        ) from None
+    except KeyError as error:
+        raise ConfigError(f"{str(state)!r}: the state has no {error}; expected what {library} saves") from None
+    except (OSError, ValueError, TypeError, RuntimeError, AttributeError) as error:
+        raise ConfigError(f"{library} does not resume from {str(state)!r}: {type(error).__name__}: {error}") from None
+    return (
+        f"# {seen.sum():,} of {len(seen):,} samples of the epoch were read, and {(~seen).sum():,} are left\n"
+        f"- source: {json.dumps(str(spec))}\n"
+        f"  seen: {{file: {json.dumps(str(output))}, sha256: {digest}}}"
+    )

@@ -1,0 +1,130 @@
+"""``tokenloom init``: from a folder to a file that is valid, and to commands that work as they are printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+from support.corpora import write_corpus
+from tokenloom_server.cli import app
+from tokenloom_server.cli.init import SCHEMA_FILE
+from typer.testing import CliRunner
+
+#: Longer than the imports take on a busy machine.
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with ``data`` in it."""
+    write_corpus(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def init(*arguments: str, status: int = 0) -> str:
+    """What the command prints where nobody can be asked."""
+    done = CliRunner().invoke(app, ["init", *arguments])
+    assert done.exit_code == status, done.output
+    return done.output
+
+
+def written(path: str = "mixture.yaml") -> dict[str, Any]:
+    document: dict[str, Any] = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    return document
+
+
+def test_it_writes_a_file_of_all_that_there_is_which_is_valid_for_the_server_and_for_editors(here: Path) -> None:
+    output = init("data", "--tokenizer", "bytes")
+    text = Path("mixture.yaml").read_text(encoding="utf-8")
+    document = written()
+    children = {child["alias"]: child for child in document["mixture"]["children"]}
+    assert {alias: child["source"] for alias, child in children.items()} == {
+        "wiki": "arrow:data/wiki:ids",
+        "prose": "txt:data/prose/*.txt:text",
+        "code": "parquet:data/code-*.parquet:ids",
+        "docs": "jsonl:data/docs.jsonl:text",
+    }
+    sizes = {alias: sum(path.stat().st_size for path in here.glob(f"data/{alias}*")) for alias in ("docs", "code")}
+    assert children["docs"]["weight"] / children["code"]["weight"] == pytest.approx(
+        sizes["docs"] / sizes["code"], rel=0.02
+    )
+    assert document["run"] == "data"
+    assert all(each["source"] in output for each in children.values())
+    assert text.startswith(f"# yaml-language-server: $schema={SCHEMA_FILE}\n")
+    Draft202012Validator(json.loads(Path(SCHEMA_FILE).read_text())).validate(document)
+    checked = CliRunner().invoke(app, ["validate", "mixture.yaml"])
+    assert checked.exit_code == 0, checked.output
+
+
+def test_nothing_is_written_over_unless_it_is_asked_for(here: Path) -> None:
+    init("data", "--tokenizer", "bytes")
+    before = Path("mixture.yaml").read_bytes()
+    assert "mixture.yaml: is there already" in init("data", "--tokenizer", "bytes", "--run", "b", status=2)
+    assert Path("mixture.yaml").read_bytes() == before
+    # The schema is as it was, so it is in nobody's way.
+    init("data", "--tokenizer", "bytes", "--output", "other.yaml")
+    Path(SCHEMA_FILE).write_text("mine")
+    refused = init("data", "--tokenizer", "bytes", "--output", "third.yaml", status=2)
+    assert f"{SCHEMA_FILE}: is there already" in refused
+    assert not Path("third.yaml").exists()
+    init("data", "--tokenizer", "bytes", "--run", "b", "--force")
+    assert written()["run"] == "b"
+
+
+def test_what_does_not_show_is_said_with_its_option_and_nothing_is_written(here: Path) -> None:
+    assert "no tokenizer.json beside or above the data: give --tokenizer" in init("data", status=2)
+    (here / "two").mkdir()
+    rows = json.dumps({"id": 1, "text": "a", "content": "b", "score": 0.5}) + "\n"
+    (here / "two" / "rows.jsonl").write_text(rows * 2000)
+    refused = init("two", "--tokenizer", "bytes", status=2)
+    assert "its columns are id, text, content, score, and text and content may be meant; give --column rows=" in refused
+    assert "'score' is no column of text or ids" in init("two", "--tokenizer", "bytes", "--column", "score", status=2)
+    assert not Path("mixture.yaml").exists()
+    init("two", "--tokenizer", "bytes", "--column", "rows=content", "--sequence-length", "64")
+    assert (written()["mixture"]["children"][0]["source"], written()["sequence_length"]) == (
+        "jsonl:two/rows.jsonl:content",
+        64,
+    )
+
+
+@pytest.mark.parametrize(
+    ("folder", "says"), [("absent", "cannot be looked at (No such file"), ("empty", "no data"), ("code", "(code/a.py")]
+)
+def test_a_folder_without_data_is_refused_with_what_is_there(here: Path, folder: str, says: str) -> None:
+    (here / "empty").mkdir()
+    (here / "code").mkdir()
+    (here / "code" / "a.py").touch()
+    assert says in init(folder, "--tokenizer", "bytes", status=2)
+
+
+def test_a_tokeniser_above_the_data_is_taken_and_paths_outside_the_files_folder_are_absolute(here: Path) -> None:
+    import tokenizers
+
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}, unk_token="a")).save("tokenizer.json")
+    init("data/prose", "--output", "mixture.yaml")
+    assert written()["tokenizer"] == "tokenizer.json"
+    (here / "runs").mkdir()
+    init("data/prose", "--output", "runs/mixture.yaml")
+    assert written("runs/mixture.yaml")["tokenizer"] == f"{here}/tokenizer.json"
+    assert written("runs/mixture.yaml")["mixture"]["children"][0]["source"] == f"txt:{here}/data/prose/*.txt:text"
+
+
+def test_at_a_terminal_it_asks(here: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [Path(sys.executable).with_name("tokenloom"), "init", "data/prose"]
+    process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    os.close(theirs)
+    os.write(ours, b"my-run\nbytes\n\n")
+    output, _ = process.communicate(timeout=DEADLINE_S)
+    os.close(ours)
+    assert process.returncode == 0, output
+    assert (written()["run"], written()["tokenizer"]) == ("my-run", "bytes")

@@ -1,0 +1,311 @@
+"""``template: chat``: ids and loss masks of conversations are those of ``transformers``, row by row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.corpora import flat, order_of, parsed
+from support.sources import write_table
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenloom_server.errors import ConfigError, SourceError, TokenizerError
+from tokenloom_server.order import builder
+from tokenloom_server.order.factory import PipelineFactory
+from tokenloom_server.tokenizer.chat_renderer import ChatRenderer
+from tokenloom_server.tokenizer.chat_template import ChatTemplate
+from transformers import PreTrainedTokenizerFast
+
+SPECIAL = ["<|endoftext|>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "[INST]", "[/INST]"]
+
+CHATML = """
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{ messages[0].content + '\\n\\n' }}{% endif %}
+    {%- for tool in tools %}{{ "\\n" }}{{ tool | tojson }}{% endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- generation %}
+        {%- if message.reasoning_content %}{{ '<think>' + message.reasoning_content + '</think>' }}{% endif %}
+        {{- message.content if message.content is defined }}
+        {%- for call in message.tool_calls or [] %}{{ '<tool_call>' + (call.function | tojson(indent=1)) }}{% endfor %}
+        {{- '<|im_end|>' }}
+        {%- endgeneration %}
+        {{- '\\n' }}
+    {%- elif not (tools and loop.first and message.role == 'system') %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- endif %}
+{%- endfor %}
+"""
+LLAMA = """{{ bos_token }}{% set ns = namespace(turns=0) %}
+{% for message in messages %}
+{% if message['role'] == 'assistant' %}
+{% set ns.turns = ns.turns + 1 %}
+assistant {{ ns.turns }}: {% generation %}{{ message['content'] | trim }}<|eot_id|>{% endgeneration %}
+{% else %}
+{{ message['role'] }}: {{ message['content'] | default('') | trim }}<|eot_id|>
+{% endif %}
+{% endfor %}
+"""
+MISTRAL = """{{- bos_token }}
+{%- for message in messages %}
+    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+    {%- endif %}
+    {%- if message.role == 'user' %}{{- '[INST] ' + message.content + ' [/INST]' }}
+    {%- else %}{%- generation %}{{ ' ' + message.content }}{% endgeneration %}{{ eos_token }}{% endif %}
+{%- endfor %}"""
+TEMPLATES = {"chatml": CHATML, "llama": LLAMA, "mistral": MISTRAL}
+
+
+def _said(*contents: str | None, **more: Any) -> list[dict[str, Any]]:
+    """Turns of user and assistant."""
+    return [{"role": ("user", "assistant")[i % 2], "content": content, **more} for i, content in enumerate(contents)]
+
+
+TOOLS = [{"type": "function", "function": {"name": "météo", "parameters": {"city": {"type": "string", "n": 1.5}}}}]
+CALL = {"type": "function", "function": {"name": "météo", "arguments": {"city": "Zürich <b>"}}}
+#: Conversations that every one of the templates takes.
+CHATS = [
+    _said("Hello", "Hi there, how can I help?"),
+    _said("", ""),
+    _said("  spaces before\t", " and after \n\n"),
+    _said("日本語 🥊", "Zwölf Boxkämpfer 👩‍👩‍👧 é", "和", "🥊🥊🥊"),
+    _said("<|im_end|> in <|endoftext|> text", "</s>[INST] ignore all <|im_start|>system"),
+    _said(*(f"turn {i} " * (i % 5) for i in range(40))),
+    _said('"{{ 7 * 7 }}" {% generation %}', "{%- raw %}\\n\r\n'quoted'"),
+    _said("only the user speaks"),
+]
+#: Conversations with systems, tools, reasoning, and keys without values.
+RICH = [
+    [{"role": "system", "content": "Be brief."}, *_said("Why?", "Because.")],
+    [
+        {"role": "system", "content": "Use tools."},
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "snow"},
+        {"role": "assistant", "content": "It snows.", "thinking": "so simple"},
+    ],
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokeniser whose special tokens are those of the templates."""
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    trained.train_from_iterator([CHATML, LLAMA, MISTRAL], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=trained, bos_token="<s>", eos_token="</s>")
+
+
+def _jsonl(folder: Path, rows: Sequence[dict[str, Any]], *, as_text: bool = False) -> str:
+    if as_text:
+        rows = [{key: value and json.dumps(value, indent=1) for key, value in row.items()} for row in rows]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return "jsonl:chats.jsonl:messages"
+
+
+def _parquet(folder: Path, rows: Sequence[dict[str, Any]]) -> str:
+    pq.write_table(pa.Table.from_pylist(list(rows)), folder / "chats.parquet", row_group_size=3)
+    return "parquet:chats.parquet:messages"
+
+
+def _arrow(folder: Path, rows: Sequence[dict[str, Any]]) -> str:
+    (folder / "chats").mkdir()
+    write_table(folder / "chats" / "data.arrow", pa.Table.from_pylist(list(rows)), 3)
+    return "arrow:chats:messages"
+
+
+Write = Callable[[Path, Sequence[dict[str, Any]]], str]
+WRITERS: dict[str, Write] = {
+    "jsonl": _jsonl,
+    "json text": partial(_jsonl, as_text=True),
+    "parquet": _parquet,
+    "arrow": _arrow,
+}
+
+
+def _order(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, template: str | None, spec: str, **of: Any
+) -> PipelineFactory:
+    """A run over one source of conversations, with the tokeniser as transformers saves it."""
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder / "tokenizer")
+    return order_of(folder, _mixture(spec, **of))
+
+
+def _mixture(spec: str, packing: str = "none", **of: Any) -> dict[str, Any]:
+    document = flat([spec], tokenizer="tokenizer", sequence_length=2048, packing=packing)
+    document["mixture"]["children"][0] |= {"template": "chat"} | of
+    return document
+
+
+def _read(order: PipelineFactory) -> list[tuple[list[int], list[int] | None]]:
+    """Ids and loss mask of each row."""
+    rows: list[tuple[list[int], list[int] | None]] = []
+    for part in order.documents(0).read(None):
+        begins = [0, *part.ends.tolist()]
+        for begin, end in pairwise(begins):
+            rows.append((part.ids[begin:end].tolist(), None if part.mask is None else part.mask[begin:end].tolist()))
+    return rows
+
+
+def _expected(tokenizer: PreTrainedTokenizerFast, messages: Any, tools: Any = None) -> tuple[list[int], list[int]]:
+    encoded = tokenizer.apply_chat_template(
+        messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True, tokenize=True
+    )
+    return encoded["input_ids"], encoded["assistant_masks"]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_ids_and_masks_are_those_of_apply_chat_template(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, template: str, write: str
+) -> None:
+    chats = CHATS + RICH * (template == "chatml")
+    rows = [{"messages": chat, "tools": TOOLS if i % 2 else None} for i, chat in enumerate(chats)]
+    spec = WRITERS[write](tmp_path, rows)
+    if write in ("parquet", "arrow"):
+        # What a trainer would hand over: in structures of one type, a key that a message lacks is there, without value.
+        rows = pa.Table.from_pylist(rows).to_pylist()
+
+    read = _read(_order(tmp_path, tokenizer, TEMPLATES[template], spec, chat_tools="tools"))
+
+    assert read == [_expected(tokenizer, row["messages"], row["tools"]) for row in rows]
+    assert any(any(mask or ()) for _, mask in read) and all(len(ids) == len(mask or ()) for ids, mask in read)
+
+
+def test_the_mask_travels_with_the_samples_and_other_sources_count_wholly(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    spec = _jsonl(tmp_path, [{"messages": chat} for chat in CHATS])
+    (tmp_path / "a.txt").write_text("plain text\n", encoding="utf-8")
+    order = _order(tmp_path, tokenizer, CHATML, spec)
+    document = _mixture(spec, "best_fit")
+    document["mixture"]["children"].append({"source": "txt:a.txt:text"})
+    both = order_of(tmp_path, document)
+
+    assert order.record.engine is not None and order.record.engine.engine == "tokenizers"
+    assert both.form.masked and both.documents(1).read(None).__next__().mask is None
+    sample = next(iter(both.packers()(0, both.initial().sources[0]).blocks())).ids[0]
+    bits = int.from_bytes(sample[-both.form.mask_bytes :], "little").bit_count()
+    assert bits == sum(sum(_expected(tokenizer, chat)[1]) for chat in CHATS)
+
+
+def test_a_row_that_the_template_refuses_is_a_bad_row_named_by_file_and_row(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    chats: list[Any] = [CHATS[0], _said("a") * 2, [], "no list", [7], CHATS[3], [{"role": "user", "content": 1}]]
+    spec = _jsonl(tmp_path, [{"messages": chat} for chat in chats])
+    skipping = _order(tmp_path, tokenizer, MISTRAL, spec, on_bad_row="skip")
+
+    parts = list(skipping.documents(0).read(None))
+    read = _read(skipping)
+    assert [bool(ids) for ids, _ in read] == [True, False, False, False, False, True, False]
+    assert (read[0], read[5]) == (_expected(tokenizer, chats[0]), _expected(tokenizer, chats[5]))
+    reasons = {row: reason for part in parts for (_, row), reason in part.reasons.items()}
+    assert sorted(reasons) == [1, 2, 3, 4, 6]
+    assert "chats.jsonl: row 1: the chat template: TemplateError: Conversation roles must alternate" in reasons[1]
+    assert "row 6: the chat template: TypeError" in reasons[6]
+    for row in (2, 3, 4):
+        assert f"chats.jsonl: row {row}: " in reasons[row]
+
+    failing = order_of(tmp_path, _mixture(spec))
+    reader = failing.documents(0).read(None)
+    assert len(next(reader).ends) == 1
+    with pytest.raises(TokenizerError, match=r"chats\.jsonl: row 1: the chat template: TemplateError"):
+        next(reader)
+
+
+def test_a_changed_template_or_special_token_is_refused_and_an_unused_one_is_none_of_the_run(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    spec = _jsonl(tmp_path, [{"messages": chat, "text": "a"} for chat in CHATS])
+    record = _order(tmp_path, tokenizer, CHATML, spec).record.to_json()
+    document = _mixture(spec)
+    plain = flat(["jsonl:chats.jsonl:text"], tokenizer="tokenizer")
+    without = order_of(tmp_path, plain).record.to_json()
+    builder.load(parsed(document), tmp_path, None, record)
+
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text(CHATML + " ", encoding="utf-8")
+
+    with pytest.raises(TokenizerError, match=r"its files have the digest .* put the old files back"):
+        builder.load(parsed(document), tmp_path, None, record)
+    builder.load(parsed(plain), tmp_path, None, without)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ messages }", "its chat template is no Jinja template"),
+        (CHATML.replace("{%- generation %}", "").replace("{%- endgeneration %}", ""), "has no {% generation %} block"),
+        ("", r"has no chat_template.jinja, and no one chat_template"),
+    ],
+)
+def test_a_template_that_cannot_say_what_the_assistants_tokens_are_is_refused_before_the_run(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, template: str, reason: str
+) -> None:
+    spec = _jsonl(tmp_path, [{"messages": chat} for chat in CHATS])
+    with pytest.raises(TokenizerError, match=reason):
+        _order(tmp_path, tokenizer, template or None, spec)
+
+
+def test_without_generation_blocks_all_tokens_may_count_in_every_packing(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    template = "{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}"
+    spec = _jsonl(tmp_path, [{"messages": chat} for chat in CHATS])
+
+    read = _read(_order(tmp_path, tokenizer, template, spec, packing="concat", chat_loss="all"))
+
+    assert read == [(_expected(tokenizer, chat)[0], None) for chat in CHATS]
+
+
+def test_a_template_sees_no_clock_no_chance_and_nothing_of_python(tokenizer: PreTrainedTokenizerFast) -> None:
+    def rendered(text: str) -> str:
+        return ChatRenderer("t", ChatTemplate(text, {})).render(json.dumps(CHATS[0]))[0]
+
+    assert rendered("{% if strftime_now is defined %}today{% else %}26 Jul 2024{% endif %}") == "26 Jul 2024"
+    for text in ("{{ strftime_now('%d') }}", "{{ lipsum() }}", "{{ messages.__class__.mro() }}"):
+        with pytest.raises(ValueError, match=r"the chat template: (UndefinedError|SecurityError)"):
+            rendered(text)
+    for text in ("{{ messages.append(1) }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ 1 / 0 }}"):
+        with pytest.raises(ValueError, match="the chat template: "):
+            rendered(text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"packing": "concat"}, "template: 'chat' counts the assistant's tokens alone.*or chat_loss: all"),
+        ({"template": "{messages}", "chat_tools": "tools"}, "chat_tools: is for template: chat"),
+        ({"template": None, "chat_loss": "all"}, "chat_loss: is for template: chat"),
+        ({"fim": {"rate": 0.5, "ids": {"prefix": 1, "middle": 2, "suffix": 3}}}, "fim: does not apply to conv"),
+        ({"loss_mask": "mask"}, "loss_mask: says nothing of the tokens that template makes"),
+    ],
+)
+def test_what_does_not_go_with_a_chat_template_is_refused_by_field(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        parsed(_mixture("jsonl:chats.jsonl:messages", **fields))
+
+
+def test_a_column_that_holds_no_conversations_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    spec = _parquet(tmp_path, [{"messages": 7, "tools": [1]}])
+    with pytest.raises(SourceError, match=r"column 'messages' is of type int64, expected lists \(or their JSON"):
+        _order(tmp_path, tokenizer, CHATML, spec)
+    with pytest.raises(TokenizerError, match="'bytes' has no chat template"):
+        order_of(tmp_path, _mixture(spec) | {"tokenizer": "bytes"})

@@ -1,0 +1,150 @@
+"""Jobs that move here in the middle of an epoch: what is left is what their own library would have read."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from support.corpora import mixture, order_of
+from support.mosaic import mosaic, write_mds
+from tokenloom_server.cli import app
+from tokenloom_server.core.state import SourceState
+from tokenloom_server.tools.moving.mosaic import seen_samples
+from typer.testing import CliRunner
+
+SAMPLES = 103
+TEXTS = [f"sample {number}" for number in range(SAMPLES)]
+#: As a state names them, in a job of one node.
+STATE = {"epoch": 0, "sample_in_epoch": 35, "num_canonical_nodes": 1, "shuffle_seed": 9176, "initial_physical_nodes": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("moving")
+    write_mds(folder / "mds", {"text": "str"}, [{"text": text} for text in TEXTS], size_limit=500)
+    return folder
+
+
+def number_of(text: str) -> int:
+    return int(text.split()[1])
+
+
+def invoke(folder: Path, *arguments: str) -> str:
+    """What the command prints, in the folder of the mixture file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        result = CliRunner().invoke(app, ["import", *arguments])
+    assert result.exit_code in (0, 2), result.output
+    return result.output
+
+
+def read_here(folder: Path, source: str) -> Iterator[tuple[int, int]]:
+    """The epoch and number of each sample that a run gives which has the printed source in its mixture file."""
+    (child,) = yaml.safe_load(source)
+    children = [child | {"epochs": 2}]
+    fields = {"mixture": {"policy": "weighted", "children": children}, "packing": "none", "sequence_length": 32}
+    for (document,) in order_of(folder, mixture(**fields)).spans(0, SourceState(), 10**6):
+        yield document.epoch, number_of(bytes(document.ids[:-1].tolist()).decode())
+
+
+# --- Mosaic streaming ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batches", [3, 19])
+def test_what_mosaic_streaming_had_not_read_of_its_second_epoch_is_read_here(folder: Path, batches: int) -> None:
+    streaming = mosaic()
+    dataset = streaming.StreamingDataset(local=str(folder / "mds"), shuffle=True, batch_size=5)
+    loader = streaming.StreamingDataLoader(dataset, batch_size=5)
+    assert len(list(loader)) == 21
+    running = iter(loader)
+    seen = [number_of(text) for _ in range(batches) for text in next(running)["text"]]
+    (folder / "state.json").write_text(json.dumps(loader.state_dict()))
+    rest = [number_of(text) for batch in running for text in batch["text"]]
+
+    source = invoke(
+        folder, "mosaic", "state.json", "mds:mds:text",
+        *("--output", "seen.npy", "--argument", "shuffle=true", "--argument", "batch_size=5"),
+    )  # fmt: skip
+    assert f"# {len(seen)} of 103 samples of the epoch were read, and {len(rest)} are left" in source
+    read = list(read_here(folder, source))
+    assert sorted(row for epoch, row in read if epoch == 0) == sorted(rest)
+    assert sorted(row for epoch, row in read if epoch == 1) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("shuffle_algo", ["py1e", "py1s", "py2s", "naive"])
+@pytest.mark.parametrize(("canonical", "first_nodes", "nodes"), [(1, 1, 1), (4, 2, 4), (8, 1, 2), (2, 2, 2)])
+def test_the_samples_that_all_ranks_of_a_job_had_read_are_known(
+    folder: Path, shuffle_algo: str, canonical: int, first_nodes: int, nodes: int
+) -> None:
+    ranks, workers, batch_size, batches = 2, 3, 2, 4
+    arguments = {"shuffle": True, "shuffle_algo": shuffle_algo, "batch_size": batch_size}
+    base = mosaic().base
+    dataset = base.StreamingDataset(local=str(folder / "mds"), num_canonical_nodes=canonical, **arguments)
+    dataset._set_shuffle_block_size(base.world.World(first_nodes, ranks, workers, 0))
+    work = base.batching.generate_work("random", dataset, base.world.World(first_nodes, ranks, workers, 0), 5, 0)
+    # A rank takes a batch of each of its workers in turn.
+    by_rank = work.transpose(0, 1, 3, 2, 4).reshape(first_nodes, ranks, -1, batch_size)
+    taken = by_rank[:, :, :batches].ravel()
+
+    state = {
+        **STATE,
+        "epoch": 5,
+        "sample_in_epoch": taken.size,
+        "num_canonical_nodes": canonical,
+        "initial_physical_nodes": first_nodes,
+    }
+    seen = seen_samples(state, folder / "mds", arguments)
+    assert np.flatnonzero(seen).tolist() == sorted(taken.tolist())
+    # On as many nodes as the next launch has, the library would read the others.
+    rest = base.batching.generate_work("random", dataset, base.world.World(nodes, ranks, workers, 0), 5, taken.size)
+    assert {*rest.ravel().tolist()} - {-1} == {*np.flatnonzero(~seen).tolist()}
+
+
+def test_an_epoch_of_which_all_was_read_has_nothing_left(folder: Path) -> None:
+    assert seen_samples({**STATE, "sample_in_epoch": 104}, folder / "mds", {}).all()
+    assert (~seen_samples({**STATE, "sample_in_epoch": 102}, folder / "mds", {})).sum() == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "more", "reason"),
+    [
+        ({}, ["--argument", "epoch_size=50"], "an epoch is not each of the 103 samples once"),
+        ({}, ["--argument", "batching_method=no"], "mosaic does not resume from 'state.json': ValueError"),
+        ({}, ["--argument", "shuffle"], "--argument: found 'shuffle'; expected NAME=VALUE"),
+        ({"num_canonical_nodes": 2, "initial_physical_nodes": 2}, [], "35 is no multiple of the 2 nodes"),
+        ({"num_canonical_nodes": 3, "initial_physical_nodes": 2}, [], "does not resume.*evenly divisible"),
+        ({"sample_in_epoch": None}, [], "does not resume.*TypeError"),
+    ],
+)
+def test_a_state_that_does_not_say_what_is_left_is_refused(
+    folder: Path, state: dict[str, Any], more: list[str], reason: str
+) -> None:
+    (folder / "state.json").write_text(json.dumps(STATE | state))
+
+    printed = " ".join(invoke(folder, "mosaic", "state.json", "mds:mds:text", "--output", "seen.npy", *more).split())
+    assert printed.startswith("ConfigError: ")
+    assert re.search(reason, printed), printed
+
+
+def test_a_library_that_is_not_here_is_named_with_what_to_install(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "state.json").write_text(json.dumps(STATE))
+    monkeypatch.setitem(sys.modules, "streaming.base", None)
+
+    assert "pip install mosaicml-streaming" in invoke(
+        folder, "mosaic", "state.json", "mds:mds:text", "--output", "seen.npy"
+    )
+
+
+def test_a_state_without_a_field_is_refused_by_its_name(folder: Path) -> None:
+    (folder / "state.json").write_text("{}")
+
+    assert "the state has no 'epoch'" in invoke(folder, "mosaic", "state.json", "mds:mds:text", "--output", "seen.npy")
