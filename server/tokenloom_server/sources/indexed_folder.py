@@ -127,7 +127,7 @@ class IndexedFolderScheme(Scheme):
             return self.index.model_validate_json(bytes(file.read_at(0, file.size)), strict=True)
         except ValidationError as error:
             fault = error.errors()[0]
-            found = f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
+            place = f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
             raise SourceError(
-                f"{file.name} is no index that {self.name} reads ({found}); write or copy it again"
+                f"{file.name} is no index that {self.name} reads ({place}); write or copy it again"
             ) from None

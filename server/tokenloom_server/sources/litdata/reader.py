@@ -98,8 +98,8 @@ def _framed(file: File, chunk: LitdataChunk, row: int, where: str) -> Iterator[S
     end = begin + FRAME.itemsize * count
     tables = bytes(file.read_at(HEADER.size, end - HEADER.size)) if end <= file.size else b""
     if version != 1 or rows != chunk.chunk_size or not tables:
-        found = f"has frames in version {version} of {rows} samples, expected 1 of {chunk.chunk_size}"
-        raise SourceError(f"{where} {found}; {DAMAGED}")
+        fault = f"has frames in version {version} of {rows} samples, expected 1 of {chunk.chunk_size}"
+        raise SourceError(f"{where} {fault}; {DAMAGED}")
     offsets = np.frombuffer(tables, "<u4", rows + 1).astype(np.int64)
     frames = np.frombuffer(tables, FRAME, count, begin - HEADER.size)
     firsts = np.append(frames["first"], rows).astype(np.int64)
