@@ -21,7 +21,7 @@ from tokenloom.batch.rows import Bucket, Feature, RowsMessage
 from tokenloom_proto.errors import ProtocolError
 
 WITHOUT_TORCH = """
-import hashlib, importlib.abc, json, sys, threading
+import hashlib, importlib.abc, json, os, sys, threading
 
 class Hidden(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
@@ -58,9 +58,16 @@ def train(rank):
 threads = [threading.Thread(target=train, args=(rank,)) for rank in range(2)]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
+# As a launcher sets them.
+os.environ.update(RANK="1", WORLD_SIZE="2")
+slot = tokenloom.NumpyDataset(url, 1, attempt="launched")
+try:
+    tokenloom.NumpyDataset(url, 1)
+except ValueError as error:
+    refused["without attempt"] = str(error)
 imported = {name.partition(".")[0] for name in sys.modules if name[0] != "_"} - before - sys.stdlib_module_names
 print(json.dumps({"alone": alone, "ranks": ranks, "states": [states[0], states[1]], "run": run, "refused": refused,
-                  "imported": sorted(imported)}))
+                  "imported": sorted(imported), "slot": [slot.rank, slot.world_size]}))
 """
 
 
@@ -91,6 +98,8 @@ def test_without_torch_batches_states_and_digests_are_those_that_torch_gets(serv
     # grpc imports its own additions where they are.
     grpc = {"grpc", "grpc_health", "grpc_reflection", "cython_runtime"}
     assert set(seen["imported"]) <= {"google", "numpy", "tokenloom", "tokenloom_proto"} | grpc
+    assert seen["slot"] == [1, 2]
+    assert "rank 1 of 2 needs an attempt id that is new for each launch" in seen["refused"].pop("without attempt")
     assert sorted(seen["refused"]) == [
         *("EvaluationDataset", "LocalDataset", "MeanLosses", "PeekDataset", "RemoteDataset", "SourceLoss"),
         *("TokenLRScheduler", "token_losses"),

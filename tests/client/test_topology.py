@@ -116,9 +116,9 @@ def test_what_an_earlier_life_left_in_the_store_is_not_taken_for_the_attempt() -
 
 
 def test_ranks_that_are_waited_for_in_vain_are_named() -> None:
-    with pytest.raises(ValueError, match=r"rank 0 waited 0\.1 s for rank 1, 2 to make a RemoteDataset .*every rank"):
+    with pytest.raises(ValueError, match=r"rank 0 waited 0\.1 s for rank 1, 2 to make a dataset .*every rank"):
         resolved(dist.HashStore(), (0,), timeout_s=0.1)
-    with pytest.raises(ValueError, match=r"rank 2 waited 0\.1 s for rank 0 to make its RemoteDataset"):
+    with pytest.raises(ValueError, match=r"rank 2 waited 0\.1 s for rank 0 to make its dataset"):
         resolved(dist.HashStore(), (2,), timeout_s=0.1)
 
 

@@ -66,7 +66,7 @@ def resolve(
     if rank < 0 or world_size < 1:
         raise ValueError(
             f"this process has rank {rank} of {world_size}, so it takes no part in the process group: "
-            "only the processes of the data-parallel group make a RemoteDataset"
+            "only the processes of the data-parallel group make a dataset"
         )
     if rank >= world_size:
         raise ValueError(f"rank {rank} is not below world_size {world_size}: ranks count from 0")
@@ -152,7 +152,7 @@ def _shared(store: Store, prefix: str, rank: int, world_size: int, timeout_s: fl
             store.wait([answer], datetime.timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise ValueError(
-                f"rank {rank} waited {timeout_s:g} s for rank 0 to make its RemoteDataset for the same run and stream "
+                f"rank {rank} waited {timeout_s:g} s for rank 0 to make its dataset for the same run and stream "
                 f"({prefix}), in vain: every rank of the group must make one, at the same time"
             ) from error
         attempt = str(store.get(answer).decode())
@@ -172,7 +172,7 @@ def _shared(store: Store, prefix: str, rank: int, world_size: int, timeout_s: fl
         if answered and time.monotonic() > deadline:
             absent = ", ".join(map(str, list(answered)[:8])) + (", …" if len(answered) > 8 else "")
             raise ValueError(
-                f"rank 0 waited {timeout_s:g} s for rank {absent} to make a RemoteDataset for the same run and stream "
+                f"rank 0 waited {timeout_s:g} s for rank {absent} to make a dataset for the same run and stream "
                 f"({prefix}), in vain: every rank of the group must make one, at the same time"
             )
         time.sleep(ASK_EVERY_S)
