@@ -60,6 +60,12 @@ def _txt(folder: Path) -> str:
     return "txt:*.txt:text"
 
 
+def _paragraphs(folder: Path) -> str:
+    for shard, rows in enumerate(TEXTS):
+        (folder / f"{shard}.txt").write_text("\n\n".join(rows), encoding="utf-8")
+    return "txt:*.txt:paragraph"
+
+
 def _arrow(folder: Path) -> str:
     write_arrow(folder / "saved", [row for rows in IDS for row in rows])
     return "arrow:saved:ids"
@@ -110,6 +116,7 @@ SCHEMES: dict[str, Callable[[Path], str]] = {
     "parquet": _parquet,
     "jsonl": _jsonl,
     "txt": _txt,
+    "paragraphs": _paragraphs,
     "arrow": _arrow,
     "megatron": _megatron,
     "npy": _npy,
@@ -158,7 +165,7 @@ def taken(
 
 
 #: Schemes whose rows come by the same ways as another's: each shuffle and each packing is tried, and not all of both.
-ALIKE = ("mds", "litdata")
+ALIKE = ("paragraphs", "mds", "litdata")
 COMBINATIONS = [
     (scheme, shuffle, packing)
     for scheme in SCHEMES

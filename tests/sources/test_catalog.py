@@ -12,6 +12,7 @@ SPECS = (
     "parquet:a:b:c",
     "jsonl:a:b",
     "txt:a:text",
+    "txt:a:paragraph",
     "arrow:a:b",
     "hf:a/b:train:c",
     "megatron:a",
