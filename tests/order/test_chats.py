@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +20,7 @@ from tokenloom_server.errors import ConfigError, SourceError, TokenizerError
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.tokenizer.chat_renderer import ChatRenderer
-from tokenloom_server.tokenizer.chat_template import ChatTemplate
+from tokenloom_server.tokenizer.definition import find_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ["<|endoftext|>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "[INST]", "[/INST]"]
@@ -264,20 +265,27 @@ def test_a_template_that_cannot_say_what_the_assistants_tokens_are_is_refused_be
         _order(tmp_path, tokenizer, template or None, spec)
 
 
-def test_without_generation_blocks_all_tokens_may_count_in_every_packing(
+def test_a_block_around_all_of_a_template_has_every_token_count(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    template = "{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}"
+    plain = MISTRAL.replace("{%- generation %}", "").replace("{% endgeneration %}", "")
     spec = _jsonl(tmp_path, [{"messages": chat} for chat in CHATS])
 
-    read = _read(_order(tmp_path, tokenizer, template, spec, packing="concat", chat_loss="all"))
+    read = _read(_order(tmp_path, tokenizer, "{% generation %}" + plain + "{% endgeneration %}", spec))
 
-    assert read == [(_expected(tokenizer, chat)[0], None) for chat in CHATS]
+    assert read == [_expected(tokenizer, chat) for chat in CHATS]
+    assert all(mask == [1] * len(ids) for ids, mask in read)
 
 
-def test_a_template_sees_no_clock_no_chance_and_nothing_of_python(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_template_sees_no_clock_no_chance_and_nothing_of_python(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    definition = find_tokenizer(".", tmp_path)
+
     def rendered(text: str) -> str:
-        return ChatRenderer("t", ChatTemplate(text, {})).render(json.dumps(CHATS[0]))[0]
+        marked = "{% generation %}" + text + "{% endgeneration %}"
+        return ChatRenderer(replace(definition, chat_template=marked)).render(json.dumps(CHATS[0]))[0]
 
     assert rendered("{% if strftime_now is defined %}today{% else %}26 Jul 2024{% endif %}") == "26 Jul 2024"
     for text in ("{{ strftime_now('%d') }}", "{{ lipsum() }}", "{{ messages.__class__.mro() }}"):
@@ -291,10 +299,12 @@ def test_a_template_sees_no_clock_no_chance_and_nothing_of_python(tokenizer: Pre
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"packing": "concat"}, "template: 'chat' counts the assistant's tokens alone.*or chat_loss: all"),
+        ({"packing": "concat"}, "template: is for packing: none or best_fit"),
         ({"template": "{messages}", "chat_tools": "tools"}, "chat_tools: is for template: chat"),
-        ({"template": None, "chat_loss": "all"}, "chat_loss: is for template: chat"),
-        ({"fim": {"rate": 0.5, "ids": {"prefix": 1, "middle": 2, "suffix": 3}}}, "fim: does not apply to conv"),
+        (
+            {"fim": {"rate": 0.5, "ids": {"prefix": 1, "middle": 2, "suffix": 3}}},
+            "template: says nothing of the tokens that fim makes",
+        ),
         ({"loss_mask": "mask"}, "loss_mask: says nothing of the tokens that template makes"),
     ],
 )

@@ -344,7 +344,7 @@ def test_a_source_with_a_loss_mask_stays_as_it_is(folder: Path, tmp_path: Path) 
     assert child == {"source": f"parquet:{folder / 'masked.parquet'}:ids", "loss_mask": "mask"}
     assert end_of(served(done.mixture)).sources[1].rows == 9
     del document["mixture"]["children"][0]
-    with pytest.raises(ConfigError, match=r"nothing to tokenise.*those with a loss_mask are left as they are"):
+    with pytest.raises(ConfigError, match=r"nothing to tokenise.*those with a loss mask are left as they are"):
         job_of(folder, document, ids=True)
 
 

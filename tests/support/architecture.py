@@ -113,7 +113,7 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
             }
         ),
     ),
-    (("transformers", "trl", "accelerate", "lightning", "torchdata"), frozenset({INTEGRATIONS})),
+    (("transformers", "trl", "accelerate", "lightning", "torchdata", "mlflow"), frozenset({INTEGRATIONS})),
 )
 
 #: A whole world of ranks, faults and restarts can be simulated in one process because these know no clock
@@ -130,7 +130,6 @@ PURE = tuple(
             "tokenizer.boundary",
             "tokenizer.chat",
             "tokenizer.chat_renderer",
-            "tokenizer.chat_template",
             "tokenizer.check",
             "tokenizer.choose",
             "tokenizer.definition",
@@ -162,7 +161,7 @@ NEEDS = {
             *("tqdm", "typing_extensions"),  # of the extra for bars; and for type checkers alone
             "ml_dtypes",  # for columns of bfloat16 as numpy arrays; JAX brings it
             # of integrations, for who has them
-            *("transformers", "trl", "datasets", "accelerate", "lightning", "torchdata"),
+            *("transformers", "trl", "datasets", "accelerate", "lightning", "torchdata", "mlflow"),
         }
     ),
     SERVER: frozenset(

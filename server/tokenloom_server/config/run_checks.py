@@ -120,23 +120,16 @@ def _check_packing(run: RunFields) -> None:
 
 def _check_loss_masks(run: RunFields) -> None:
     for path, source in (*run.named_sources(), *run.stream_sources()):
-        if source.is_chat and source.fim is not None:
-            raise ValueError(f"{path}.fim: does not apply to conversations (template: chat); leave one out")
         if not source.has_loss_mask:
             continue
-        if run.packing == "concat" and source.is_chat:
-            raise ValueError(
-                f"{path}.template: 'chat' counts the assistant's tokens alone for the loss, which is for packing: none "
-                "or best_fit, where a row's tokens stay together; this is 'concat': set one of those, or chat_loss: all"
-            )
+        masks = "template" if source.loss_mask is None else "loss_mask"
         if run.packing == "concat":
             raise ValueError(
-                f"{path}.loss_mask: is for packing: none or best_fit, where a row's tokens stay together; this is "
-                "'concat'"
+                f"{path}.{masks}: is for packing: none or best_fit, where a row's tokens stay together, not 'concat'"
             )
         for field in ("fim", "template"):
-            if source.loss_mask is not None and getattr(source, field) is not None:
-                raise ValueError(f"{path}.loss_mask: says nothing of the tokens that {field} makes; leave one out")
+            if field != masks and getattr(source, field) is not None:
+                raise ValueError(f"{path}.{masks}: says nothing of the tokens that {field} makes; leave one out")
 
 
 def _holdouts(run: RunFields) -> dict[str, float | None]:
@@ -167,8 +160,7 @@ def _check_streams(run: RunFields, holdouts: dict[str, float | None]) -> None:
     for path, source in run.stream_sources():
         if source.holdout is not None:
             raise ValueError(f"{path}.holdout: is for the sources that are trained on; leave it out")
-        if source.has_loss_mask and not run.masks_loss:
-            field = "loss_mask" if source.loss_mask is not None else "chat_loss"
+        if source.loss_mask is not None and not run.masks_loss:
             raise ValueError(
-                f"{path}.{field}: no source that is trained on has one, so samples have no room for it; leave it out"
+                f"{path}.loss_mask: no source that is trained on has one, so samples have no room for it; leave it out"
             )

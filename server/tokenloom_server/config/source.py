@@ -95,9 +95,6 @@ class SourceConfig(Section):
     the tokeniser's own chat template renders."""
     chat_tools: Name | None = None
     """With ``template: chat``, the column of the tools of each conversation."""
-    chat_loss: Literal["assistant", "all"] = "assistant"
-    """With ``template: chat``, whose tokens count for the loss: those within the template's generation blocks, or
-    all."""
     fim: FimConfig | None = None
     """Rearranges documents so that a model learns to fill in the middle."""
     on_bad_row: OnBadRow | None = None
@@ -132,9 +129,8 @@ class SourceConfig(Section):
                 f"template: {self.template!r} does not name the source's column {{{spec.column}}}; put it in, or name "
                 "another column in the source"
             )
-        for field in ("chat_tools", "chat_loss"):
-            if not self.is_chat and getattr(self, field) != type(self).model_fields[field].default:
-                raise ValueError(f"{field}: is for template: chat; leave it out")
+        if self.chat_tools is not None and not self.is_chat:
+            raise ValueError("chat_tools: is for template: chat; leave it out")
         if self.on_blank_line == "fail" and not spec.scheme.has_blank_lines:
             raise ValueError(f"on_blank_line: is for JSON lines; leave it out of a {spec.scheme.name} source")
         if self.max_bad_rows is not None and self.on_bad_row == "fail":
@@ -159,17 +155,13 @@ class SourceConfig(Section):
     @property
     def rules(self) -> RowRules:
         """Which rows are read, and what of them; but for what the run says of bad rows."""
+        template = Template.parse(self.template) if self.template is not None and not self.is_chat else None
         return RowRules(
             filter=tuple(map(Comparison.parse, self.filter or ())),
-            template=self._parsed_template(),
+            template=Template.of_chat(self.spec.column, self.chat_tools) if self.is_chat else template,
             as_json=self.is_chat,
             skip_blank=self.on_blank_line == "skip",
         )
-
-    def _parsed_template(self) -> Template | None:
-        if self.is_chat:
-            return Template.of_chat(self.spec.column, self.chat_tools)
-        return None if self.template is None else Template.parse(self.template)
 
     @property
     def is_chat(self) -> bool:
@@ -179,7 +171,7 @@ class SourceConfig(Section):
     @property
     def has_loss_mask(self) -> bool:
         """Whether some of its tokens may count for no loss."""
-        return self.loss_mask is not None or (self.is_chat and self.chat_loss == "assistant")
+        return self.loss_mask is not None or self.is_chat
 
     @field_validator("source")
     @classmethod

@@ -113,9 +113,8 @@ class PipelineFactory:
         """Raises ``ConfigError`` or ``TokenizerError`` where nothing says which tokens of a source, of those from
         ``first`` on, count for the loss, though the config asks for it."""
         self.readers.check_masks(first)
-        for source in self.config.sources[first:]:
-            if source.is_chat:
-                self.encoder(source.id, self.readers.open(source.id))
+        if any(source.is_chat for source in self.config.sources[first:]):
+            self.resources.chats(self.record)
 
     def documents(self, source_id: int) -> Documents:
         """A source's documents as tokens, just as a pipeline reads them."""
@@ -258,10 +257,8 @@ class PipelineFactory:
             skip_bad=config.skips_bad_rows(source),
         )
         if source.is_chat:
-            masks, ids = source.chat_loss == "assistant", around(None)
-            masked = MaskedEncoder(ids, source.spec.column, adds_bos=config.adds_bos(source)) if masks else ids
-            chat, skip_bad = self.resources.chat(record), config.skips_bad_rows(source)
-            return ChatEncoder(chat, masked, masks=masks, skip_bad=skip_bad)
+            masked = MaskedEncoder(around(None), source.spec.column, adds_bos=config.adds_bos(source))
+            return ChatEncoder(self.resources.chats(record), masked, skip_bad=config.skips_bad_rows(source))
         crash_records = self.resources.crash_records(record)
         if (
             engine is None

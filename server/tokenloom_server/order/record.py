@@ -81,7 +81,7 @@ class RunRecord:
         _ = self.end_of_text_id, self.begin_of_text_id
         for source in config.sources:
             _check_fim(source, self.vocab_size)
-            if source.is_chat and (self.tokenizer is None or self.tokenizer.chat is None):
+            if source.is_chat and (self.tokenizer is None or self.tokenizer.chat_template is None):
                 raise ConfigError(
                     f"{source.name}: has template: chat, but no source that is trained on had it when the run began, "
                     "so the run has no chat template; leave it out, or begin a new run"

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.row_rules import PLAIN, RowRules
@@ -24,11 +24,13 @@ from tokenloom_server.sources.base import Shard, Source
 from tokenloom_server.sources.manifest import Manifest
 from tokenloom_server.sources.open import open_source
 from tokenloom_server.storage.io_stats import IoStats
-from tokenloom_server.tokenizer.chat import Chat
 from tokenloom_server.tokenizer.choose import load_engine
 from tokenloom_server.tokenizer.crash_records import CrashRecords
 from tokenloom_server.tokenizer.engine import Engine
 from tokenloom_server.tokenizer.engine_pool import EnginePool
+
+if TYPE_CHECKING:  # imports Jinja
+    from tokenloom_server.tokenizer.chat_renderer import ChatRenderer
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +84,7 @@ class RunResources:
         # One more than read ahead: for whoever looks at samples or goes forward to a resume point meanwhile.
         self._encoders = encoders or readahead.threads() + 1
         self._engines: Cache[Engine] = Cache()
-        self._chats: Cache[Chat] = Cache()
+        self._chats: Cache[ChatRenderer] = Cache()
         self._crash_records: Cache[CrashRecords | None] = Cache()
 
     def open_source(
@@ -101,10 +103,12 @@ class RunResources:
         load = partial(load_engine, record.tokenizer, record.serving_engine, record.config.special_tokens_in_text)
         return self._engines.get(record.serving_engine, lambda: EnginePool(load, self._encoders))
 
-    def chat(self, record: RunRecord) -> Chat:
+    def chats(self, record: RunRecord) -> ChatRenderer:
         """What renders and encodes the run's conversations, for all pipelines. Raises ``TokenizerError``."""
+        from tokenloom_server.tokenizer.chat_renderer import ChatRenderer
+
         assert record.tokenizer is not None
-        return self._chats.get(record.tokenizer.digest, partial(Chat, record.tokenizer))
+        return self._chats.get(record.tokenizer.digest, partial(ChatRenderer, record.tokenizer))
 
     def crash_records(self, record: RunRecord) -> CrashRecords | None:
         """The rows that may crash a tokeniser; None where there is none that could, or nowhere to note them."""

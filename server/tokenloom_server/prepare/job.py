@@ -140,9 +140,9 @@ class Job:
                     self.tasks.append(Task(i, ranges, size, f"{folder}/{number:06d}.{form}"))
         if not self.sources:
             raise ConfigError(
-                f"run {config.run!r}: every source holds ids already, so there is nothing to tokenise; serve it as it "
-                "is, or give --ids to write these, too, as shards of the narrowest type (those with a loss_mask are "
-                "left as they are)"
+                f"run {config.run!r}: every source holds ids already, or conversations, so there is nothing to "
+                "tokenise; serve it as it is, or give --ids to write ids, too, as shards of the narrowest type (those "
+                "with a loss mask are left as they are)"
             )
 
     def document(self) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tokenloom_server.errors import TokenizerError
-from tokenloom_server.tokenizer.chat_template import ChatTemplate
+from tokenloom_server.tokenizer.definition import TokenizerDefinition
+from tokenloom_server.tokenizer.engine import TokenizersEngine
 
 Spans: TypeAlias = list[tuple[int, int]]
 """From which character to before which the assistant speaks, each time."""
@@ -56,10 +57,14 @@ class _Generation(Extension):
 
 
 class ChatRenderer:
-    """Renders conversations. Keeps nothing between calls, and is safe for threads."""
+    """Renders a run's conversations, for the engine beside it. Keeps nothing between calls, and is safe for threads."""
 
-    def __init__(self, name: str, template: ChatTemplate) -> None:
-        """``name``: the tokeniser's, for messages. Raises ``TokenizerError`` for a template that is no Jinja."""
+    def __init__(self, definition: TokenizerDefinition) -> None:
+        """``definition``: with its chat template. Raises ``TokenizerError`` for one that is no Jinja, or does not say
+        where the assistant speaks."""
+        assert definition.chat_template is not None, "a record with chats has their template"
+        # A template writes special tokens as text.
+        self.engine = TokenizersEngine(definition, "parse")
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
@@ -68,13 +73,19 @@ class ChatRenderer:
         # The same tokens on every day, and in every process.
         del environment.filters["random"], environment.globals["lipsum"]
         try:
-            self._template = environment.from_string(template.text)
-            blocks = list(environment.parse(template.text).find_all(nodes.ExtensionAttribute))
+            self._template = environment.from_string(definition.chat_template)
+            blocks = list(environment.parse(definition.chat_template).find_all(nodes.ExtensionAttribute))
         except Exception as error:  # syntax errors, and whatever else a hostile text makes Jinja's parser raise
-            raise TokenizerError(f"tokenizer {name!r}: its chat template is no Jinja template ({error})") from None
-        self._variables = {**template.special_tokens, "documents": None, "add_generation_prompt": False}
-        #: Whether it says where the assistant speaks: it has ``{% generation %}`` blocks.
-        self.marks_assistant = any(block.identifier == _Generation.identifier for block in blocks)
+            raise TokenizerError(
+                f"tokenizer {definition.name!r}: its chat template is no Jinja template ({error})"
+            ) from None
+        self._variables = {**definition.special_tokens, "documents": None, "add_generation_prompt": False}
+        if not any(block.identifier == _Generation.identifier for block in blocks):
+            raise TokenizerError(
+                f"tokenizer {definition.name!r}: its chat template has no {{% generation %}} block, so it does not say "
+                "which tokens count for the loss; in chat_template.jinja, put {% generation %} and {% endgeneration %} "
+                "around what the assistant says, or around all of it"
+            )
 
     def render(self, row: str) -> tuple[str, Spans]:
         """A conversation as text; ``row``: its messages as JSON, and after them the tools, if there are any.

@@ -71,7 +71,7 @@ def choose_engine(
         record = EngineRecord(definition.digest, BytesEngine.name, BytesEngine.version)
         return EngineChoice(record, "bytes need no tokeniser")
     reference = TokenizersEngine(definition, special_tokens_in_text)
-    if definition.chat is not None:
+    if definition.chat_template is not None:
         # What the assistant's tokens are takes offsets, which the other engine does not give.
         record = EngineRecord(definition.digest, reference.name, reference.version)
         return EngineChoice(record, "its offsets say which tokens of a chat are the assistant's")

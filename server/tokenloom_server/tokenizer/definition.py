@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,14 @@ import numpy as np
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.errors import TokenizerError
-from tokenloom_server.tokenizer.chat_template import ChatTemplate, find_chat_template
-from tokenloom_server.tokenizer.files import BYTES_TOKENIZER, CONFIG_FILE, CONVERT, TOKENIZER_FILE, tokenizer_file
+from tokenloom_server.tokenizer.files import (
+    BYTES_TOKENIZER,
+    CHAT_FILE,
+    CONFIG_FILE,
+    CONVERT,
+    TOKENIZER_FILE,
+    tokenizer_file,
+)
 
 #: The special tokens of the `bytes` tokeniser; ids 0 to 255 are the bytes of UTF-8.
 _BYTES_END_OF_TEXT = 256
@@ -53,7 +60,8 @@ class TokenizerDefinition:
     content: str
     """The text of ``tokenizer.json``; empty for `bytes`."""
     digest: str
-    """SHA-256 of everything here that decides ids: the file, the end and begin tokens named beside it, and ``chat``."""
+    """SHA-256 of everything here that decides ids: the file, the end and begin tokens named beside it, and
+    where there is a chat template that and what it may name."""
     vocab_size: int
     """Greatest id + 1, added tokens included."""
     added_tokens: tuple[AddedToken, ...]
@@ -62,8 +70,10 @@ class TokenizerDefinition:
     """``eos_token`` of the ``tokenizer_config.json`` beside the file."""
     begin_of_text: NamedToken | None = None
     """``bos_token`` of the ``tokenizer_config.json`` beside the file."""
-    chat: ChatTemplate | None = None
-    """The chat template beside the file, where a source needs it."""
+    chat_template: str | None = None
+    """The Jinja text of the chat template beside the file, where a source needs it."""
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    """What a chat template may name, such as ``bos_token``, by the ``tokenizer_config.json`` beside the file."""
 
     @property
     def is_bytes(self) -> bool:
@@ -115,9 +125,9 @@ def find_tokenizer(name: str, base_dir: Path, *, chat: bool = False) -> Tokenize
     special = _special_tokens(config)
     named = {key: NamedToken(special[key], vocabulary.get(special[key])) for key in _BOUNDARIES if key in special}
     sealed = canonical({key: token.content for key, token in named.items()})
-    template = find_chat_template(name, path, config, special) if chat else None
+    template = _chat_template(name, path, config) if chat else None
     if template is not None:
-        sealed += template.digest
+        sealed += canonical({"chat_template": template, "special_tokens": special})
     return TokenizerDefinition(
         name=name,
         content=content,
@@ -126,7 +136,8 @@ def find_tokenizer(name: str, base_dir: Path, *, chat: bool = False) -> Tokenize
         added_tokens=added,
         end_of_text=named.get("eos_token"),
         begin_of_text=named.get("bos_token"),
-        chat=template,
+        chat_template=template,
+        special_tokens=special,
     )
 
 
@@ -174,10 +185,10 @@ def _parse(name: str, path: Path, raw: bytes) -> tuple[str, dict[str, Any]]:
 
 def _refuse_random(name: str, path: Path, model: object) -> None:
     # BPE dropout and unigram sampling give other ids at each call: no order could be repeated.
-    for field in ("dropout", "alpha"):
-        if isinstance(model, dict) and model.get(field):
+    for option in ("dropout", "alpha"):
+        if isinstance(model, dict) and model.get(option):
             raise TokenizerError(
-                f"tokenizer {name!r}: {path} has model.{field} = {model[field]}, which encodes at random; "
+                f"tokenizer {name!r}: {path} has model.{option} = {model[option]}, which encodes at random; "
                 "set it to null, so that a run can be repeated"
             )
 
@@ -187,10 +198,32 @@ def _config_beside(path: Path) -> dict[str, Any]:
     if not beside.is_file():
         return {}
     try:
-        config = json.loads(beside.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        config = json.loads(_text(beside))
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{beside}: cannot be read ({error}); expected JSON, mend it or remove it") from None
     return config if isinstance(config, dict) else {}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"{path}: cannot be read ({error}); mend it or remove it") from None
+
+
+def _chat_template(name: str, path: Path, config: dict[str, Any]) -> str:
+    """``chat_template.jinja`` beside a ``tokenizer.json``, else what its ``tokenizer_config.json`` has."""
+    file, text = path.with_name(CHAT_FILE), config.get("chat_template")
+    # A file of another name may stand beside a template that is not its own.
+    if path.name == TOKENIZER_FILE and file.is_file():
+        text = _text(file)
+    if isinstance(text, str):
+        return text
+    several = " (there are several: put the one that is meant into that file)" if text else ""
+    raise TokenizerError(
+        f"tokenizer {name!r}: a source has template: chat, but {path.parent} has no {CHAT_FILE}, and no one "
+        f"chat_template in a {CONFIG_FILE}{several}; put it there, or name a tokeniser that has a chat template"
+    )
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
