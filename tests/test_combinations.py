@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,8 @@ from support.corpora import (
     write_txt,
 )
 from support.litdata_files import write_litdata
+from support.megatron_core import FOLDER as MEGATRON
+from support.megatron_core import GIVEN as MEGATRON_GIVEN
 from support.mosaic import write_mds
 from tokenloom_server.core.state import State
 from tokenloom_server.order.factory import PipelineFactory
@@ -77,6 +80,11 @@ def _megatron(folder: Path) -> str:
     return "megatron:owned-*"
 
 
+def _megatron_samples(folder: Path) -> str:
+    shutil.copytree(MEGATRON, folder, dirs_exist_ok=True)
+    return f"megatron-samples:{MEGATRON_GIVEN['code']}"
+
+
 def _npy(folder: Path) -> str:
     for shard, rows in enumerate(IDS):
         write_npy(folder / f"{shard}.npy", rows)
@@ -119,6 +127,7 @@ SCHEMES: dict[str, Callable[[Path], str]] = {
     "paragraphs": _paragraphs,
     "arrow": _arrow,
     "megatron": _megatron,
+    "megatron-samples": _megatron_samples,
     "npy": _npy,
     "mds": _mds,
     "litdata": _litdata,
@@ -165,7 +174,7 @@ def taken(
 
 
 #: Schemes whose rows come by the same ways as another's: each shuffle and each packing is tried, and not all of both.
-ALIKE = ("paragraphs", "mds", "litdata")
+ALIKE = ("paragraphs", "mds", "litdata", "megatron-samples")
 COMBINATIONS = [
     (scheme, shuffle, packing)
     for scheme in SCHEMES

@@ -16,6 +16,7 @@ SPECS = (
     "arrow:a:b",
     "hf:a/b:train:c",
     "megatron:a",
+    "megatron-samples:a",
     "npy:a",
     "npy:a:int32",
     "mds:a:b",

@@ -162,13 +162,15 @@ class RunFields(Section):
 
     def adds_bos(self, source: SourceConfig) -> bool:
         """Whether each document of a source gets the begin-of-text id; a chat template writes its own."""
-        return (self.add_bos and not source.is_chat) if source.add_bos is None else source.add_bos
+        if source.add_bos is not None:
+            return source.add_bos
+        return self.add_bos and not source.has_its_ids
 
     def adds_eot(self, source: SourceConfig) -> EndOfText:
         """Whether each document of a source gets the end-of-text id; a chat template writes its own."""
         if source.add_eot is not None:
             return source.add_eot
-        if source.is_chat:
+        if source.has_its_ids:
             return False
         return "auto" if self.add_eot is True and source.spec.scheme.ends_documents else self.add_eot
 

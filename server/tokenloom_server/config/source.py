@@ -169,6 +169,11 @@ class SourceConfig(Section):
         return self.template == CHAT
 
     @property
+    def has_its_ids(self) -> bool:
+        """Whether begin- and end-of-text ids stand where they belong already."""
+        return self.is_chat or self.spec.scheme.gives_samples
+
+    @property
     def has_loss_mask(self) -> bool:
         """Whether some of its tokens may count for no loss."""
         return self.loss_mask is not None or self.is_chat

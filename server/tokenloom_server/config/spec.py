@@ -24,6 +24,10 @@ class SpecScheme(Protocol):
         """Whether documents as a rule end with their end-of-text id already."""
 
     @property
+    def gives_samples(self) -> bool:
+        """Whether rows were cut to samples already, and get no begin- or end-of-text id."""
+
+    @property
     def reads_any_row(self) -> bool:
         """Whether rows can be read in any order, as ``batching`` does."""
 

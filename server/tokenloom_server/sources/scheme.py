@@ -76,6 +76,8 @@ class Scheme(ABC):
     """Whether a row has columns beside the one that is read, for ``filter``, ``template`` and ``loss_mask``."""
     ends_documents: ClassVar[bool] = False
     """Whether documents as a rule end with their end-of-text id already."""
+    gives_samples: ClassVar[bool] = False
+    """Whether rows were cut to samples already, and get no begin- or end-of-text id."""
     splits_at_end_of_text: ClassVar[bool] = False
     """Whether where rows end depends on the run's end-of-text id."""
     reads_any_row: ClassVar[bool] = False

@@ -1,7 +1,12 @@
-"""``megatron:PREFIX``: the indexed datasets of Megatron-LM, two files each: ``PREFIX.bin`` and ``PREFIX.idx``."""
+"""``megatron:PREFIX``: the indexed datasets of Megatron-LM, two files each: ``PREFIX.bin`` and ``PREFIX.idx``.
+
+``megatron-samples:CACHE``: the samples that Megatron-LM made of one, by the files that its ``GPTDataset`` left in
+``--data-cache-path``: ``CACHE-description.txt`` and three arrays.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -14,6 +19,8 @@ from tokenloom_server.sources.scheme import ReadRequest
 
 #: Of the ids, and of where each sequence and document begins in them.
 DATA, INDEX = ".bin", ".idx"
+#: Of the samples: what they were made by, the documents in their order, where samples begin in these, their order.
+CACHED = ("-description.txt", "-document_index.npy", "-sample_index.npy", "-shuffle_index.npy")
 
 
 class MegatronScheme(IdScheme):
@@ -62,3 +69,33 @@ class MegatronScheme(IdScheme):
         from tokenloom_server.sources.megatron.reader import MegatronSource
 
         return MegatronSource(request)
+
+
+class MegatronSamplesScheme(IdScheme):
+    """Mapped files, of which the last array says how many samples there are; a row is a sample, in the job's order."""
+
+    name = "megatron-samples"
+    usage = "megatron-samples:CACHE"
+    stores_row_counts = True
+    refuses_urls = "files of megatron-samples: are mapped"
+    gives_samples = True
+
+    def local_paths(self, spec: Spec, base_dir: Path) -> tuple[str, ...]:
+        """The cached files, and the two of the dataset that the description names."""
+        paths = tuple(spec.location + ending for ending in CACHED)
+        try:
+            prefix = json.loads((base_dir / paths[0]).read_bytes())["dataset_path"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise SourceError(
+                f"source {str(spec)!r}: {paths[0]!r} does not say its dataset_path ({type(error).__name__}: {error}); "
+                "name what the cached files of one GPTDataset begin with, up to '-GPTDataset-train'"
+            ) from None
+        return (*paths, f"{prefix}{DATA}", f"{prefix}{INDEX}")
+
+    def files_in_order(self, shards: Sequence[Shard]) -> int:
+        return 1
+
+    def open(self, request: ReadRequest) -> Source:
+        from tokenloom_server.sources.megatron.samples import MegatronSamples
+
+        return MegatronSamples(request)
