@@ -94,9 +94,7 @@ class _Answers:
 def init(
     places: Annotated[
         list[str],
-        typer.Argument(
-            help="Where the data lie: folders, or hf:ORG/NAME[/CONFIG][@REVISION].", metavar="FOLDER|hf:REPO..."
-        ),
+        typer.Argument(help="Where the data lie: folders, or datasets of the Hub.", metavar="FOLDER|hf:REPO..."),
     ],
     output: Annotated[Path, typer.Option(help="The mixture file to write.")] = Path("mixture.yaml"),
     force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
