@@ -75,7 +75,7 @@ class _Answers:
                 missing="there is no tokenizer.json beside or above the data: give --tokenizer FILE, a name on the Hub "
                 "such as gpt2, or bytes",
             ),
-            "sequence_length": self.sequence_length or int(_ask("Tokens per sample", str(length))),
+            "sequence_length": self.sequence_length or int(_ask("Tokens per sample", length)),
         }
 
     def column_of(self, candidate: Candidate, alias: str) -> str:
@@ -115,9 +115,11 @@ def init(
     from tokenloom_server.sources.survey import Survey
     from tokenloom_server.storage.drafts import write_whole
 
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output {output}: its folder does not exist; make it first")
     schema, schema_content = output.with_name(SCHEMA_FILE), schema_text() + "\n"
     for path in (output, schema):
-        if path.exists() and not force and path.read_text(encoding="utf-8") != schema_content:
+        if path.exists() and not force and path.read_bytes() != schema_content.encode():
             raise ConfigError(f"{path}: is there already; give another --output, or --force to write over it")
     base_dir, catalog = output.resolve().parent, open_catalog(allowed_plugins())
     survey = Survey(base_dir, sources_of(catalog))
@@ -175,7 +177,7 @@ def _mixture_text(fields: Mapping[str, str | int], sources: Mapping[str, Candida
     """The mixture file; weights are the sources' parts of all bytes. JSON's texts and numbers are YAML's."""
     from tokenloom_server.sources.endings import codec_of
 
-    total = sum(source.size for source in sources.values())
+    total = sum(source.size for source in sources.values()) or 1
     lines = [
         f"# yaml-language-server: $schema={SCHEMA_FILE}",
         "# Written by tokenloom init. More fields: tokenloom schema",
@@ -194,10 +196,10 @@ def _mixture_text(fields: Mapping[str, str | int], sources: Mapping[str, Candida
     return "\n".join(lines) + "\n"
 
 
-def _ask(question: str, default: str = "", missing: str = "") -> str:
+def _ask(question: str, default: str | int = "", missing: str = "") -> str:
     """What somebody at a terminal says, else the default. Raises ``ConfigError``, with ``missing``, if none."""
     if sys.stdin.isatty():
-        return str(typer.prompt(question, default=default or None))
+        return str(typer.prompt(question, default=default or None, type=type(default)))
     if not default:
         raise ConfigError(missing)
-    return default
+    return str(default)

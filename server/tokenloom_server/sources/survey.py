@@ -100,7 +100,8 @@ class Survey:
         except OSError as error:
             raise ConfigError(f"{place}: cannot be looked at ({error.strerror}); expected a folder of data") from None
         to_train_on = [file for file in files if not file.is_to_evaluate_on] or files
-        self.left_out |= {file.path: "of a split to evaluate on" for file in files if file not in to_train_on}
+        if len(to_train_on) < len(files):
+            self.left_out |= {file.path: "of a split to evaluate on" for file in files if file.is_to_evaluate_on}
         depth = len(commonprefix([file.folders for file in to_train_on]))
 
         def source(file: _File) -> object:
