@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +149,81 @@ def test_a_state_without_a_field_is_refused_by_its_name(folder: Path) -> None:
     (folder / "state.json").write_text("{}")
 
     assert "the state has no 'epoch'" in invoke(folder, "mosaic", "state.json", "mds:mds:text", "--output", "seen.npy")
+
+
+# --- LitData ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def optimised(folder: Path) -> Path:
+    """A folder that LitData wrote, of samples with a text."""
+    from litdata import optimize
+
+    optimize(
+        fn=_sample,
+        inputs=list(range(SAMPLES)),
+        output_dir=str(folder / "optimised"),
+        chunk_size=10,
+        num_workers=1,
+        start_method="fork",
+    )
+    return folder
+
+
+def _sample(number: int) -> dict[str, str]:
+    return {"text": TEXTS[number]}
+
+
+class LitRank:
+    """A rank of a job, in its second epoch."""
+
+    def __init__(self, folder: Path, rank: int, ranks: int, **arguments: Any) -> None:
+        from litdata import StreamingDataLoader, StreamingDataset
+        from litdata.utilities.env import _DistributedEnv
+
+        dataset = StreamingDataset(str(folder / "optimised"), seed=7, drop_last=ranks > 1, **arguments)
+        dataset.distributed_env = _DistributedEnv(ranks, rank, 1)
+        self.loader = StreamingDataLoader(dataset, batch_size=4)
+        list(self.loader)
+        self._running = iter(self.loader)
+
+    def read(self, batches: int | None = None) -> list[int]:
+        taken = islice(self._running, batches)
+        return [number_of(text) for batch in taken for text in batch["text"]]
+
+
+@pytest.mark.parametrize(("ranks", "batches"), [(1, 6), (1, 25), (2, 1), (2, 9)])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_what_litdata_had_not_read_on_any_rank_is_read_here(
+    optimised: Path, ranks: int, batches: int, shuffle: bool
+) -> None:
+    job = [LitRank(optimised, rank, ranks, shuffle=shuffle) for rank in range(ranks)]
+    seen = [number for rank in job for number in rank.read(batches)]
+    (optimised / "state.json").write_text(json.dumps(job[0].loader.state_dict()))
+    rest = [number for rank in job for number in rank.read()]
+    assert len(seen) == ranks * batches * 4
+    assert not {*seen} & {*rest}
+
+    source = invoke(optimised, "litdata", "state.json", "litdata:optimised:text", "--output", "seen.npy")
+    read = list(read_here(optimised, source))
+    assert sorted(number for epoch, number in read if epoch == 0) == sorted(rest)
+    assert sorted(number for epoch, number in read if epoch == 1) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"sample_in_epoch": 104}, "104 lies within the last batches of the epoch"),
+        ({"item_loader": {"block_size": 2048}}, "TokensLoader reads blocks of 2048 ids"),
+        ({"subsampled_files": ["chunk-0-0.bin"]}, "the job read other chunks than lie here"),
+        ({"current_epoch": None}, "litdata does not resume from 'state.json'"),
+    ],
+)
+def test_a_state_of_litdata_that_does_not_say_what_is_left_is_refused(
+    optimised: Path, change: dict[str, Any], reason: str
+) -> None:
+    state = LitRank(optimised, 0, 1, shuffle=True).loader.state_dict()["dataset"]
+    (optimised / "state.json").write_text(json.dumps(state | change))
+
+    printed = invoke(optimised, "litdata", "state.json", "litdata:optimised:text", "--output", "seen.npy")
+    assert reason in " ".join(printed.split())
