@@ -15,12 +15,15 @@ import pytest
 import yaml
 from support.corpora import mixture, order_of
 from support.mosaic import mosaic, write_mds
+from tokenloom import LocalDataset
 from tokenloom_server.cli import app
 from tokenloom_server.core.state import SourceState
 from tokenloom_server.tools.moving.mosaic import seen_samples
 from typer.testing import CliRunner
 
 SAMPLES = 103
+#: The id that ends a document of bytes.
+END = 256
 TEXTS = [f"sample {number}" for number in range(SAMPLES)]
 #: As a state names them, in a job of one node.
 STATE = {"epoch": 0, "sample_in_epoch": 35, "num_canonical_nodes": 1, "shuffle_seed": 9176, "initial_physical_nodes": 1}
@@ -77,6 +80,22 @@ def test_what_mosaic_streaming_had_not_read_of_its_second_epoch_is_read_here(fol
     read = list(read_here(folder, source))
     assert sorted(row for epoch, row in read if epoch == 0) == sorted(rest)
     assert sorted(row for epoch, row in read if epoch == 1) == list(range(SAMPLES))
+
+
+def test_the_first_launch_goes_on_with_the_rest_by_the_old_clock(folder: Path) -> None:
+    (folder / "state.json").write_text(json.dumps(STATE))
+    source = invoke(folder, "mosaic", "state.json", "mds:mds:text", "--output", "seen.npy")
+    fields = mixture(mixture={"policy": "weighted", "children": yaml.safe_load(source)})
+    (folder / "mixture.yaml").write_text(yaml.safe_dump(fields))
+
+    with LocalDataset(folder / "mixture.yaml", batch_size=1) as dataset:
+        dataset.load_state_dict({"sample_index": 0, "total_tokens": 1_250_000_000})
+        batches = list(dataset)
+    assert [batch["total_tokens"] for batch in batches[:2]] == [1_250_000_008, 1_250_000_016]
+    ids = np.concatenate([batch["input_ids"].ravel().numpy() for batch in batches])
+    rest = [[*TEXTS[number].encode(), END] for number in np.flatnonzero(~np.load(folder / "seen.npy"))]
+    assert ids.tolist() == [token for document in rest for token in document][: len(ids)]
+    assert sum(map(len, rest)) - len(ids) < 8, "but for what fills no sample"
 
 
 @pytest.mark.parametrize("shuffle_algo", ["py1e", "py1s", "py2s", "naive"])
