@@ -27,6 +27,7 @@ from support.corpora import (
     write_parquet,
     write_txt,
 )
+from support.litdata_files import write_litdata
 from support.megatron_core import FOLDER as MEGATRON
 from support.megatron_core import GIVEN as MEGATRON_GIVEN
 from support.mosaic import write_mds
@@ -62,6 +63,12 @@ def _txt(folder: Path) -> str:
     return "txt:*.txt:text"
 
 
+def _paragraphs(folder: Path) -> str:
+    for shard, rows in enumerate(TEXTS):
+        (folder / f"{shard}.txt").write_text("\n\n".join(rows), encoding="utf-8")
+    return "txt:*.txt:paragraph"
+
+
 def _arrow(folder: Path) -> str:
     write_arrow(folder / "saved", [row for rows in IDS for row in rows])
     return "arrow:saved:ids"
@@ -90,6 +97,12 @@ def _mds(folder: Path) -> str:
     return "mds:streamed:ids:uint16"
 
 
+def _litdata(folder: Path) -> str:
+    rows = (np.array(row, np.uint16) for rows in IDS for row in rows)
+    write_litdata(folder / "optimised", rows, tokens=True, chunk_size=400)
+    return "litdata:optimised"
+
+
 def _gzip(folder: Path) -> str:
     for shard, rows in enumerate(TEXTS):
         content = "".join(json.dumps({"meta": {"text": row}}) + "\n" for row in rows)
@@ -111,11 +124,13 @@ SCHEMES: dict[str, Callable[[Path], str]] = {
     "parquet": _parquet,
     "jsonl": _jsonl,
     "txt": _txt,
+    "paragraphs": _paragraphs,
     "arrow": _arrow,
     "megatron": _megatron,
     "megatron-samples": _megatron_samples,
     "npy": _npy,
     "mds": _mds,
+    "litdata": _litdata,
     "gzip": _gzip,
     "remote": _remote,
 }
@@ -159,7 +174,7 @@ def taken(
 
 
 #: Schemes whose rows come by the same ways as another's: each shuffle and each packing is tried, and not all of both.
-ALIKE = ("mds", "megatron-samples")
+ALIKE = ("paragraphs", "mds", "litdata", "megatron-samples")
 COMBINATIONS = [
     (scheme, shuffle, packing)
     for scheme in SCHEMES

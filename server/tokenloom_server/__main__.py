@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 
@@ -21,10 +20,6 @@ def main() -> None:
             "Install them with: pip install 'tokenloom[server]'\n"
             "(A training job needs only the client: from tokenloom import RemoteDataset.)"
         )
-    if "_TOKENLOOM_COMPLETE" in os.environ:
-        from tokenloom_server.cli.completion import join_words
-
-        join_words()
     app()
 
 

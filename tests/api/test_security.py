@@ -562,7 +562,9 @@ def test_a_message_of_more_than_its_method_takes_is_refused(channel: grpc.Channe
     assert len(padded(most)) == most
 
     fits = outcome(channel, method, header, padded(most))
-    assert fits[0] in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION), fits
+    # None names a run; without one, Stats is of the server.
+    expected = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION)
+    assert fits[0] in ((grpc.StatusCode.OK,) if name == "Stats" else expected), fits
     over = outcome(channel, method, header, padded(most + 1))
     # Above the greatest of all, gRPC itself refuses, by the length that is announced.
     named = "" if most == MAX_REQUEST_BYTES else "LimitExceeded"

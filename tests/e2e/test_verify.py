@@ -143,11 +143,11 @@ def test_snapshots_and_checkpoints_are_compared_with_servers_and_with_each_other
 @pytest.mark.parametrize(
     ("a", "b", "fault"),
     [
-        ("{wide}", "{narrow}/narrow", "serves 3 runs: rewound, untouched, wide; name one: http://"),
+        ("{wide}", "{narrow}/narrow", "serves 3 runs: rewound, untouched, wide; name one: its address with /RUN"),
         ("{wide}/wide", "{narrow}/nothing", "NotFound"),
         ("{wide}/wide", "none.json", "cannot be read"),
         ("{wide}/wide", "{ledger}", "SnapshotInvalid"),
-        ("{wide}/wide", "grpc://127.0.0.1:1/run", "expected the REST address"),
+        ("{wide}/wide", "grpc://127.0.0.1:1/run", "no answer"),
         ("{wide}/wide", "http://127.0.0.1:1/run", "no answer"),
         ("{wide}/untouched", "{narrow}/narrow", "nothing is proven"),
     ],

@@ -184,8 +184,11 @@ def test_ids_and_masks_are_those_of_apply_chat_template(
         # What a trainer would hand over: in structures of one type, a key that a message lacks is there, without value.
         rows = pa.Table.from_pylist(rows).to_pylist()
 
-    read = _read(_order(tmp_path, tokenizer, TEMPLATES[template], spec, chat_tools="tools"))
+    order = _order(tmp_path, tokenizer, TEMPLATES[template], spec, chat_tools="tools")
+    read, source = _read(order), order.readers.open(0)
 
+    texts = [[text for part in source.read(0, row) for text in part.column.to_pylist()] for row in range(len(rows) + 1)]
+    assert texts == [texts[0][row:] for row in range(len(rows) + 1)]
     assert read == [_expected(tokenizer, row["messages"], row["tools"]) for row in rows]
     assert any(any(mask or ()) for _, mask in read) and all(len(ids) == len(mask or ()) for ids, mask in read)
 

@@ -23,7 +23,7 @@ from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.prepare.job import Job
 from tokenloom_server.prepare.journal import Journal
-from tokenloom_server.prepare.preparer import Done, OnRows, prepare, prepared_mixture
+from tokenloom_server.prepare.preparer import Done, OnRows, prepare
 from tokenloom_server.prepare.shards import ShardFormat, ShardWriter
 from tokenloom_server.sources import lines
 from tokenloom_server.storage.drafts import checksum
@@ -184,7 +184,6 @@ def test_the_manifest_says_what_was_made_from_what(folder: Path, tmp_path: Path)
     assert (manifest["run"], manifest["rows"], manifest["tokens"]) == ("test", done.rows, done.tokens)
     assert manifest["shards"]["ids"] == "uint16"
     assert manifest["tokenizer"]["engine"] == "bytes"
-    assert (prepared_mixture(done.mixture.parent), prepared_mixture(folder)) == (done.mixture, None)
     assert [source["spec"] for source in manifest["sources"]] == [DOCS, PROSE]
     for source in manifest["sources"]:
         assert sum(shard["tokens"] for shard in source["shards"]) == source["tokens"]

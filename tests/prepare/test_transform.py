@@ -59,7 +59,7 @@ def dies(batch):
     os.abort()
 """
 HELPER = "def shouted(word):\n    return word.upper()\n"
-LIMITS = {"seconds": 60.0, "memory_bytes": 2_000_000_000}
+LIMITS = {"seconds": 60.0, "memory_mb": 2_000}
 
 
 @pytest.fixture
@@ -89,6 +89,7 @@ def job(
     threads: int = 1,
     limits: dict[str, Any] = LIMITS,
     shard_bytes: int = 2000,
+    shuffled: bool = False,
     **options: Any,
 ) -> Iterator[Job]:
     document = mixture()
@@ -103,7 +104,7 @@ def job(
             form="arrow",
             shard_bytes=shard_bytes,
             ids_too=False,
-            shuffled=False,
+            shuffled=shuffled,
             threads=threads,
             transform=transform,
         )
@@ -171,7 +172,7 @@ def test_rows_that_are_filtered_or_bad_do_not_reach_the_function(folder: Path) -
     ],
 )
 def test_what_goes_wrong_names_file_and_row(folder: Path, name: str, message: str) -> None:
-    limits = {"seconds": 0.5, "memory_bytes": 800_000_000} if name in ("slow", "large") else LIMITS
+    limits = {"seconds": 0.5, "memory_mb": 800} if name in ("slow", "large") else LIMITS
     with pytest.raises(SourceError, match=message):
         run(folder, "out", f"cleaning:{name}", limits=limits)
     assert not (folder / "out/mixture.yaml").exists()
@@ -203,6 +204,11 @@ def test_other_code_is_refused_where_something_was_prepared(folder: Path) -> Non
 def test_what_is_no_function_is_refused(folder: Path, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Transform(name, **LIMITS)
+
+
+def test_rows_in_a_drawn_order_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--transform cannot go with --shuffle"):
+        run(folder, "out", "cleaning:same", shuffled=True)
 
 
 def test_a_killed_command_goes_on_to_the_same_bytes(folder: Path, tokenloom: CommandLine) -> None:

@@ -12,6 +12,7 @@ SPECS = (
     "parquet:a:b:c",
     "jsonl:a:b",
     "txt:a:text",
+    "txt:a:paragraph",
     "arrow:a:b",
     "hf:a/b:train:c",
     "megatron:a",
@@ -20,6 +21,8 @@ SPECS = (
     "npy:a:int32",
     "mds:a:b",
     "mds:s3://a/b:c:uint16",
+    "litdata:a",
+    "litdata:s3://a/b:c",
 )
 
 

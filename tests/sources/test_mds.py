@@ -83,6 +83,7 @@ def test_rows_are_what_the_library_reads_from_every_row_on(
             for row in range(len(rows) + 1):
                 assert rows_of(source, row, shard) == rows[row:]
         assert rows_of(source, shard=0) == []
+        assert [source.blocks(shard)[-1] for shard in range(len(source.shards))] == [0, *map(len, reader)]
         with pytest.raises(SourceError, match=r"has \d+ rows, but row 99 was asked for"):
             rows_of(source, 99, 1)
 
@@ -109,7 +110,7 @@ def test_shards_in_an_object_store_and_in_folders_of_their_own_are_the_same(tmp_
     rows = all_rows(tmp_path, "mds:data:text")
     assert rows == [sample(i)["text"] for i in range(30)] * 2
     assert all_rows(tmp_path, f"mds:memory:/{place}:text") == rows
-    with pytest.raises(SourceError, match=r"has no index.json, expected a folder with one"):
+    with pytest.raises(SourceError, match=r"there is no 'memory://nowhere/index.json'; give the folder that has"):
         opened(tmp_path, "mds:memory://nowhere:text")
 
 
@@ -160,9 +161,9 @@ def test_a_spec_may_say_the_type_of_bytes(tmp_path: Path) -> None:
 
 def test_what_does_not_lie_there_is_named(tmp_path: Path) -> None:
     write_mds(tmp_path / "data/train", COLUMNS, map(sample, range(30)), size_limit=4000)
-    with pytest.raises(SourceError, match=r"has no index.json, expected a folder with one; in it: train/"):
+    with pytest.raises(SourceError, match=r"there is no 'data/index.json'; give the folder .*in it: train/"):
         opened(tmp_path, "mds:data:text")
-    with pytest.raises(SourceError, match=r"has no index.json.*the nearest folder that exists"):
+    with pytest.raises(SourceError, match=r"there is no 'elsewhere/deep/index.json'.*the nearest folder"):
         opened(tmp_path, "mds:elsewhere/deep:text")
     (tmp_path / "data/train/shard.00001.mds").unlink()
     with pytest.raises(
@@ -215,7 +216,7 @@ def test_an_index_that_lies_is_refused_by_name(tmp_path: Path) -> None:
         '{"shards": []}',
     ):
         (tmp_path / "data/index.json").write_bytes(content.encode("latin1"))
-        with pytest.raises(SourceError, match=r"index.json' (is no index that mds reads|lists no file)"):
+        with pytest.raises(SourceError, match=r"index.json' is no index that mds reads"):
             opened(tmp_path, "mds:data:text")
 
 

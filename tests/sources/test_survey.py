@@ -10,7 +10,7 @@ import datasets
 import pytest
 from support.catalog import SOURCES
 from support.corpora import write_megatron, write_npy, write_parquet
-from tokenloom_server.errors import ConfigError
+from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.sources.scheme import scheme_of
 from tokenloom_server.sources.survey import MAX_SERIES, Survey
 
@@ -120,7 +120,7 @@ def test_folders_and_pairs_of_files_are_whole_sources(tmp_path: Path) -> None:
     assert sorted(specs(survey)) == ["arrow:data/saved/train", "megatron:data/old/*", "npy:data/ids.npy"]
     assert survey.left_out.keys() == {"data/saved/test", "data/lone.bin", "data/saved/dataset_dict.json"}
     (tmp_path / "data" / "old" / "lone.bin").write_bytes(b"12")
-    with pytest.raises(ConfigError, match=r"'data/old/lone\.idx' is missing beside"):
+    with pytest.raises(SourceError, match=r"'data/old/lone\.idx' is missing beside"):
         looked_at(tmp_path)
 
 
@@ -131,8 +131,7 @@ def test_many_files_without_a_series_are_one_source(tmp_path: Path) -> None:
 
 
 def test_files_that_no_pattern_tells_from_others_are_refused_with_these(tmp_path: Path) -> None:
-    for name in ("a/x", "a/y", "b/x"):
-        lines(tmp_path / "data" / f"{name}.json")
-    (tmp_path / "data" / "a" / "notes.json").write_text("{\n}")
-    with pytest.raises(ConfigError, match=r"'data/a/x\.json' and 1 more files .* others: data/a/notes\.json"):
+    for name in ("a/x", "a/y", "a/test", "b/x"):
+        lines(tmp_path / "data" / f"{name}.jsonl")
+    with pytest.raises(ConfigError, match=r"'data/a/x\.jsonl' and 1 more files .* others: data/a/test\.jsonl"):
         looked_at(tmp_path)

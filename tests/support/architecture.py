@@ -47,6 +47,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     PROTO: (
         ("__init__", "address", "batch_schedule", "certificate", "errors", "process", "seal", "dataloader_pb2"),
         ("credentials", "dataloader_pb2_grpc", "protocol", "resume"),
+        ("rest",),
     ),
 }
 

@@ -163,16 +163,14 @@ def test_revisions_are_named_where_they_differ_before_the_end_of_the_shorter() -
 class FakeRemote:
     """A server of one run, of which no receipt is asked here."""
 
-    def runs(self) -> list[str]:
-        return ["the-run"]
+    def only_run(self, run: str | None, remedy: str) -> str:
+        raise AssertionError("not asked")
 
 
 @pytest.mark.parametrize(
     ("named", "run", "fault"),
     [
         ("a.json", "x", "is a file"),
-        ("grpc://host/run", None, "expected the REST address"),
-        ("http://host:1/one", "two", "names the run 'one', and the option 'two'"),
     ],
 )
 def test_a_side_that_cannot_be_meant_is_refused(named: str, run: str | None, fault: str) -> None:

@@ -11,10 +11,9 @@ from multiprocessing.context import get_spawning_popen
 from multiprocessing.sharedctypes import RawValue
 from typing import Any, TypeAlias
 
-from tokenloom_proto.address import Address
-
 from tokenloom.batch.layout import check_columns
 from tokenloom.connection import queries
+from tokenloom.connection.find import find_run
 from tokenloom.connection.join import Request
 from tokenloom.connection.metrics import Metrics
 from tokenloom.connection.options import ConnectionOptions
@@ -43,7 +42,7 @@ def _find_server(url: RunUrl, options: ConnectionOptions, stream: str, slot_of: 
         return url, slot_of(url.address.run)
     mixture = mixture_path(url)
     if mixture is None:
-        address = Address.parse(os.fspath(url))
+        address = find_run(os.fspath(url), options)
         server = RunServer(address, options.credentials(address))
         return server, slot_of(address.run)
     options.refuse_credentials(mixture)

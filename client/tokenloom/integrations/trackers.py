@@ -52,15 +52,18 @@ class Tracker:
         figures["revision"] = sum(each["sample_index"] < state["sample_index"] for each in revisions)
         tokens = {spec: counts["real_tokens"] for spec, counts in state["counts"].items()}
         recent = {spec: count - self._tokens.get(spec, 0) for spec, count in tokens.items()}
-        aliases = {source.spec: source.alias for source in self._dataset.sources}
+        names: dict[int, str] = {}
+        for source in self._dataset.sources:
+            alias = _UNSAFE.sub("_", source.alias)
+            names[source.id] = f"{alias}_{source.id}" if alias in names.values() else alias
+        ids = {source.spec: source.id for source in self._dataset.sources}
         for name, counts in (("share", tokens), ("recent_share", recent)):
             total = sum(counts.values())
-            figures |= {f"{name}/{aliases[spec]}": count / total for spec, count in counts.items() if total}
+            figures |= {f"{name}/{names[ids[spec]]}": count / total for spec, count in counts.items() if total}
         self._tokens = tokens
         if losses is not None:
-            figures |= {f"loss/{alias}": loss for alias, loss in losses.losses.items()}
-        kinds = ((name.partition("/"), value) for name, value in figures.items())
-        return {f"tokenloom/{kind}{slash}{_UNSAFE.sub('_', alias)}": value for (kind, slash, alias), value in kinds}
+            figures |= {f"loss/{names[source_id]}": loss for source_id, (loss, _) in losses.by_id.items()}
+        return {f"tokenloom/{name}": value for name, value in figures.items()}
 
 
 class WandbTracker(Tracker):

@@ -121,7 +121,7 @@ class Server:
         served = map(runs.get, runs.names())
         sources = sum(len(run.coordinator.order.config.sources) for run in served)
         open_files.require(self._open_files, sources)
-        self._grpc.start(runs)
+        self._grpc.start(runs, self.rest_address)
         if options.ready_file is not None:
             self._ready_file = options.ready_file
             _write_ready(options.ready_file, self.grpc_address, self.rest_address, self.run_names)

@@ -9,12 +9,12 @@ from typing import Annotated, Literal
 import typer
 
 from tokenloom_server.cli.common import console, say, set_up_logging
-from tokenloom_server.cli.options import GrpcUrl, ReadAccess
+from tokenloom_server.cli.options import ReadAccess, Url
 from tokenloom_server.errors import ConfigError
 
 
 def export(
-    url: GrpcUrl,
+    url: Url,
     out: Annotated[
         Path,
         typer.Option(help="The name of the files without their endings: OUT.bin, OUT.idx (or OUT.parquet), OUT.json."),

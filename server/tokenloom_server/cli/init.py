@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,7 +19,6 @@ from tokenloom_server.core.control_characters import escaped
 from tokenloom_server.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tokenloom_server.sources.catalog import SourceCatalog
     from tokenloom_server.sources.survey import Candidate, Survey
 
 #: Beside the mixture file, for editors.
@@ -81,21 +80,15 @@ class _Answers:
 
     def column_of(self, candidate: Candidate, alias: str) -> str:
         """Which column of a source is read. Raises ``ConfigError`` where that does not show."""
-        from tokenloom_server.sources.base import Content
-
         named = {of: name for of, _, name in (text.rpartition("=") for text in self.column or ())}
         readable = [name for name, content in candidate.columns.items() if content is not None]
         usual = [name for name in COLUMNS if name in readable] or readable
         column = named.get(alias, named.get("", usual[0] if len(usual) == 1 else ""))
-        columns = f"its columns are {', '.join(candidate.columns)}, and {' and '.join(usual) or 'none'} may be meant"
-        column = column or _ask(
+        return column or _ask(
             f"{alias}: the column that is read ({', '.join(usual)})",
-            missing=f"{alias}: which column is read does not show: {columns}; give --column {alias}=NAME",
+            missing=f"{alias}: which column is read does not show: its columns are {', '.join(candidate.columns)}, and "
+            f"{' and '.join(usual) or 'none'} may be meant; give --column {alias}=NAME",
         )
-        # A path leads to a field within a column, and a type to what its bytes are.
-        if re.split("[.:]", column)[0] not in candidate.columns or candidate.columns.get(column, Content.TEXT) is None:
-            raise ConfigError(f"{alias}: {column!r} is no column of text or ids: {columns}")
-        return column
 
 
 def init(
@@ -115,6 +108,8 @@ def init(
     from tokenloom_server.catalog import allowed_plugins, open_catalog
     from tokenloom_server.config import mixture_file as config
     from tokenloom_server.sources.catalog import sources_of
+    from tokenloom_server.sources.short_form import aliases
+    from tokenloom_server.sources.survey import Survey
     from tokenloom_server.storage.drafts import write_whole
 
     schema, schema_content = output.with_name(SCHEMA_FILE), schema_text() + "\n"
@@ -122,53 +117,34 @@ def init(
         if path.exists() and not force and path.read_text(encoding="utf-8") != schema_content:
             raise ConfigError(f"{path}: is there already; give another --output, or --force to write over it")
     base_dir, catalog = output.resolve().parent, open_catalog(allowed_plugins())
-    survey = _surveyed(folders, base_dir, sources_of(catalog))
-    sources = _sources(survey.candidates, answers)
+    survey = Survey(base_dir, sources_of(catalog))
+    for folder in folders:
+        survey.look_at(_path_from(base_dir, folder.resolve()))
+    if not survey.candidates:
+        raise ConfigError(f"{folders[0]}: has no data that a scheme reads ({_left_out(survey) or 'it is empty'})")
+    names = aliases([each.spec for each in survey.candidates])
+    columns = map(answers.column_of, survey.candidates, names)
+    sources = {
+        alias: replace(each, spec=replace(each.spec, column=column))
+        for alias, each, column in zip(names, survey.candidates, columns, strict=True)
+    }
     fields = answers.fields(folders[0].resolve(), base_dir, sources)
     text = _mixture_text(fields, sources)
     config.parse(yaml.safe_load(text), where=str(output), catalog=catalog, text=text)
-    try:
-        write_whole(output, text)
-        write_whole(schema, schema_content)
-    except OSError as error:
-        raise ConfigError(f"{output}: cannot be written ({error.strerror})") from None
+    write_whole(output, text)
+    write_whole(schema, schema_content)
     for alias, source in sources.items():
         say(f"{alias}: {_contents(source)}: {source.spec}")
-    for place, reason in list(survey.left_out.items())[:LISTED]:
-        say(f"left out: {place}: {reason}")
-    if len(survey.left_out) > LISTED:
-        say(f"left out: {len(survey.left_out) - LISTED} more")
+    if survey.left_out:
+        say(f"left out: {_left_out(survey)}")
     say(f"wrote {output}, and {schema} for editors")
     print_document(_NEXT.format(mixture=shlex.quote(str(output)), run=fields["run"]))
 
 
-def _surveyed(folders: Sequence[Path], base_dir: Path, catalog: SourceCatalog) -> Survey:
-    """What lies in the folders, with paths that a mixture file in ``base_dir`` has. Raises ``ConfigError``."""
-    from tokenloom_server.prepare.preparer import prepared_mixture
-    from tokenloom_server.sources.survey import Survey
-
-    survey = Survey(base_dir, catalog)
-    for folder in map(Path.resolve, folders):
-        if (mixture := prepared_mixture(folder)) is not None:
-            raise ConfigError(f"{folder}: is prepared, and has its mixture file: tokenloom serve {mixture}")
-        try:
-            survey.look_at(_path_from(base_dir, folder))
-        except OSError as error:
-            raise ConfigError(f"{folder}: cannot be looked at ({error.strerror}); expected a folder of data") from None
-    if not survey.candidates:
-        left_out = "; ".join(f"{place}: {reason}" for place, reason in list(survey.left_out.items())[:LISTED])
-        raise ConfigError(f"{folders[0]}: has no data that a scheme reads ({left_out or 'it is empty'})")
-    return survey
-
-
-def _sources(candidates: Sequence[Candidate], answers: _Answers) -> dict[str, Candidate]:
-    """The candidates with their columns, by alias."""
-    from tokenloom_server.sources.short_form import aliases
-
-    names = zip(aliases([each.spec for each in candidates]), candidates, strict=True)
-    return {
-        alias: replace(each, spec=replace(each.spec, column=answers.column_of(each, alias))) for alias, each in names
-    }
+def _left_out(survey: Survey) -> str:
+    more = len(survey.left_out) - LISTED
+    some = [f"{place} ({reason})" for place, reason in list(survey.left_out.items())[:LISTED]]
+    return ", ".join(some) + (f", and {more} more" if more > 0 else "")
 
 
 def _contents(candidate: Candidate) -> str:

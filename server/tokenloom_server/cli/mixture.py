@@ -10,7 +10,6 @@ import typer
 
 from tokenloom_server.cli.command import command
 from tokenloom_server.cli.common import console, print_document, print_json
-from tokenloom_server.cli.completion import complete_child
 from tokenloom_server.cli.options import ControlAccess, ReadAccess, RunName, Url
 from tokenloom_server.cli.revision import RevisionOptions, parse_number, parse_weight
 
@@ -26,9 +25,7 @@ _FromStart = Annotated[
 _Children = Annotated[
     list[str],
     typer.Argument(
-        help="Aliases or specs; of a node without an alias its place, such as mixture.children.2.",
-        metavar="CHILD...",
-        autocompletion=complete_child,
+        help="Aliases or specs; of a node without an alias its place, such as mixture.children.2.", metavar="CHILD..."
     ),
 ]
 
@@ -95,9 +92,7 @@ def set_child(
     child: Annotated[
         str,
         typer.Argument(
-            help="A source or node: its alias or spec, or its place, such as mixture.children.2.",
-            metavar="CHILD",
-            autocompletion=complete_child,
+            help="A source or node: its alias or spec, or its place, such as mixture.children.2.", metavar="CHILD"
         ),
     ],
     options: _ChildOptions,

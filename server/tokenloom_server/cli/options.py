@@ -4,39 +4,46 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
+from urllib.parse import quote
 
 import typer
+from tokenloom_proto.address import Address, ServerAddress, reached_at
+from tokenloom_proto.credentials import NO_FILES, TlsFiles
 from typer.models import OptionInfo
 
-from tokenloom_server.cli.completion import complete_run
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 
 if TYPE_CHECKING:
-    from tokenloom_proto.credentials import TlsFiles
-
     from tokenloom_server.config.catalog import Catalog
     from tokenloom_server.config.data_roots import DataRoots
     from tokenloom_server.config.run import RunConfig
     from tokenloom_server.tools.peek.servers import Servers
     from tokenloom_server.tools.remote import Remote
 
-Url = Annotated[str, typer.Argument(help="The server's REST address, such as http://127.0.0.1:8080", metavar="URL")]
-GrpcUrl = Annotated[
+Url = Annotated[
     str,
-    typer.Argument(help="What trainers use: grpc://HOST:PORT/RUN, or grpcs:// with TLS.", metavar="URL"),
+    typer.Argument(
+        help="An address that the server printed, with or without a run: HOST:PORT, or a URL.", metavar="URL"
+    ),
 ]
-
 RunName = Annotated[
     str | None,
-    typer.Option(help="The run; needed where the server has several.", autocompletion=complete_run),
+    typer.Option(help="The run; needed where the server has several."),
 ]
 _ControlTokenFile = Annotated[
     Path | None,
     typer.Option(help="A file with the server's control token; mode 0600. Without it: TOKENLOOM_TOKEN."),
 ]
+
+
+def _parsed(url: str) -> ServerAddress:
+    try:
+        return ServerAddress.parse(url)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +65,46 @@ class ReadAccess:
     control: ClassVar[bool] = False
 
     def connect(self, url: str) -> Remote:
-        """The server at a REST address. Raises ``ConfigError``."""
+        """The server at an address of either of its ports. Raises ``ConfigError``, and ``ServerUnreachable`` where it
+        has to be asked for the other one."""
+        return self._rest(url if url.startswith("http") else self._locate(url)[0])
+
+    def servers(self, url: str) -> Servers:
+        """The servers of a run, by an address as ``connect`` takes it, or by those of all of them (gRPC's)."""
+        address = _parsed(url)
+        if address.is_grpc and address.run:
+            return self._grpc(Address(address.targets, address.run, address.is_tls(False)))
+        rest_url, grpc_address = self._locate(url)
+        return self._grpc(replace(grpc_address, run=self._rest(rest_url).only_run(None)))
+
+    def _locate(self, url: str) -> tuple[str, Address]:
+        """The URL of REST and the address of gRPC, by what the port at an address says of the other one."""
+        from tokenloom_server.tools.remote import ServerUnreachable
+
+        address = _parsed(url)
+        grpc_address = Address(address.targets, address.run, address.is_tls(self._files.or_of(os.environ) != NO_FILES))
+        if not address.is_grpc:
+            try:
+                target = reached_at(self._rest(url).about().address, address.targets[0])
+                return url, replace(grpc_address, targets=(target,))
+            except ServerUnreachable:
+                if address.scheme:
+                    raise
+        rest_address = self._grpc(grpc_address).about().address
+        return f"http{'s' * grpc_address.tls}://{rest_address}/{quote(address.run)}", grpc_address
+
+    def _rest(self, url: str) -> Remote:
         from tokenloom_server.tools.remote import Remote
 
         return Remote(url, os.environ, token_file=self.token_file, files=self._files, control=self.control)
 
-    def servers(self, url: str) -> Servers:
-        """The servers of a run, as a gRPC URL names them. Raises ``ConfigError``."""
+    def _grpc(self, address: Address) -> Servers:
         from tokenloom_server.tools.peek.servers import Servers
 
-        return Servers(url, os.environ, token_file=self.token_file, files=self._files)
+        return Servers(address, os.environ, token_file=self.token_file, files=self._files)
 
     @property
     def _files(self) -> TlsFiles:
-        from tokenloom_proto.credentials import TlsFiles
-
         return TlsFiles(self.tls_ca, self.tls_cert, self.tls_key)
 
 
@@ -157,16 +189,11 @@ class MixtureOptions:
     ] = None
     cache: Annotated[
         Path | None,
-        typer.Option(
-            help="A folder on a local disk in which blocks of remote objects are kept; several servers may share it. "
-            "[env: TOKENLOOM_CACHE]"
-        ),
+        typer.Option(help="Keep what is read of remote storage in this folder of a local disk. [env: TOKENLOOM_CACHE]"),
     ] = None
     cache_size: Annotated[
         str | None,
-        typer.Option(
-            help="How large --cache may become; 100G if not given. [env: TOKENLOOM_CACHE_SIZE]", metavar="NUMBER[M|G|T]"
-        ),
+        typer.Option(help="How large it may become; 100G if not given. [env: TOKENLOOM_CACHE_SIZE]", metavar="SIZE"),
     ] = None
     dataset_mix: Annotated[
         str | None,

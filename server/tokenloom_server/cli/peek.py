@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tokenloom_server.cli.common import console, print_json
-from tokenloom_server.cli.options import GrpcUrl, ReadAccess
+from tokenloom_server.cli.options import ReadAccess, Url
 
 if TYPE_CHECKING:
     from tokenloom_server.tools.peek.view import PeekView
 
 
 def peek(
-    url: GrpcUrl,
+    url: Url,
     at: Annotated[
         int | None,
         typer.Option(

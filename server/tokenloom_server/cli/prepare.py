@@ -66,8 +66,7 @@ class _ShardOptions:
             return nullcontext()
         from tokenloom_server.sources.transform import Transform
 
-        memory_bytes = self.transform_mb * 1_000_000
-        return closing(Transform(self.transform, seconds=self.transform_seconds, memory_bytes=memory_bytes))
+        return closing(Transform(self.transform, seconds=self.transform_seconds, memory_mb=self.transform_mb))
 
     def job(self, mixture: Path | None, out: Path, mixture_options: MixtureOptions, transform: Transform | None) -> Job:
         """What is to be prepared into the folder ``out``. Raises ``ConfigError``, and what opening sources raises."""

@@ -7,15 +7,12 @@ from typing import Annotated
 import typer
 
 from tokenloom_server.cli.common import print_document, print_json
-from tokenloom_server.cli.completion import complete_run
 from tokenloom_server.cli.options import ReadAccess, Url
 
 
 def report(
     url: Url,
-    run: Annotated[
-        str | None, typer.Option(help="The run, where the server has several.", autocompletion=complete_run)
-    ] = None,
+    run: Annotated[str | None, typer.Option(help="The run, where the server has several.")] = None,
     as_json: Annotated[bool, typer.Option("--json/--markdown", help="As JSON, or as Markdown.")] = False,
     *,
     access: ReadAccess,

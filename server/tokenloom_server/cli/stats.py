@@ -7,15 +7,12 @@ from typing import Annotated
 import typer
 
 from tokenloom_server.cli.common import console, print_json
-from tokenloom_server.cli.completion import complete_run
 from tokenloom_server.cli.options import ReadAccess, Url
 
 
 def stats(
     url: Url,
-    run: Annotated[
-        str | None, typer.Option(help="One run; all of the server's if not given.", autocompletion=complete_run)
-    ] = None,
+    run: Annotated[str | None, typer.Option(help="One run; all of the server's if not given.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the documents as JSON, one a line.")] = False,
     *,
     access: ReadAccess,

@@ -114,8 +114,7 @@ class Job:
             )
         if transform is not None and shuffled:
             raise ConfigError(
-                "--transform and --shuffle: rows that become none or many have no place in a drawn order; leave "
-                "--shuffle out, and the new mixture file shuffles the shards"
+                "--transform cannot go with --shuffle: leave that out, and the new mixture file shuffles the shards"
             )
         self.config = config
         self.transform = transform

@@ -52,11 +52,6 @@ class Done:
     mixture: Path
 
 
-def prepared_mixture(folder: Path) -> Path | None:
-    """The mixture file of a prepared folder; None for any other."""
-    return folder / MIXTURE if (folder / MANIFEST).is_file() and (folder / MIXTURE).is_file() else None
-
-
 def prepare(job: Job, folder: Path, *, on_done: OnRows, on_kept: OnRows) -> Done:
     """Makes the shards that are not there yet, then the manifest and the mixture file. ``on_done`` is called as rows
     are written, ``on_kept`` with the counts of each shard that was there.

@@ -10,6 +10,7 @@ from tokenloom_server.errors import ConfigError
 from tokenloom_server.sources.arrow.scheme import ArrowScheme
 from tokenloom_server.sources.hub.scheme import HubScheme
 from tokenloom_server.sources.jsonl.scheme import JsonlScheme
+from tokenloom_server.sources.litdata.scheme import LitdataScheme
 from tokenloom_server.sources.mds.scheme import MdsScheme
 from tokenloom_server.sources.megatron.scheme import MegatronSamplesScheme, MegatronScheme
 from tokenloom_server.sources.npy.scheme import NpyScheme
@@ -22,7 +23,7 @@ from tokenloom_server.storage.urls import is_remote, redacted, refuse_unsafe
 #: Schemes of single files: repositories of the Hub may hold such files, too.
 _FILES = (ParquetScheme(), JsonlScheme(), TxtScheme(), ArrowScheme())
 _MEGATRON = (MegatronScheme(), MegatronSamplesScheme())
-BUILT_IN: tuple[Scheme, ...] = (*_FILES, HubScheme(_FILES), *_MEGATRON, NpyScheme(), MdsScheme())
+BUILT_IN: tuple[Scheme, ...] = (*_FILES, HubScheme(_FILES), *_MEGATRON, NpyScheme(), MdsScheme(), LitdataScheme())
 
 
 class SourceCatalog:

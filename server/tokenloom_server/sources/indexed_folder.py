@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,7 +16,7 @@ from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import files
 from tokenloom_server.sources.base import Content, Shard, Source
-from tokenloom_server.sources.locations import listed_names, nearest_folder
+from tokenloom_server.sources.locations import nearest_folder
 from tokenloom_server.sources.scheme import ReadRequest, Scheme
 from tokenloom_server.storage import listing
 from tokenloom_server.storage.file import File
@@ -65,26 +64,26 @@ class IndexedFolderScheme(Scheme):
 
     @abstractmethod
     def open_files(self, request: ReadRequest, index: Index, listed: Sequence[ListedFile]) -> Source:
-        """As ``open``, of the ``listed`` files without their index."""
+        """As ``open``; ``listed``: what the index says of each file, of the first, which is the index, that it has no
+        row."""
 
     def open(self, request: ReadRequest) -> Source:
-        from tokenloom_server.sources.wrapped import SourceBesideIndex
-
         first, *shards = request.shards
         with request.open(first) as file:
             index = self._read_index(file)
         folder = first.path.removesuffix(INDEX)
         forms = {folder + form.name: form for forms in index.listed for form in forms}
+        listed = [ListedFile(INDEX, 0, None, None)]
         for shard in shards:
-            form, where = forms.get(shard.path), files.where(request.spec, shard)
+            form = forms.get(shard.path)
             if form is None or (form.sizes is not None and shard.size not in form.sizes):
-                expected = "does not list it" if form is None else f"says {form.sizes[0] if form.sizes else 0}"
+                expected = f"says {form.sizes[0]}" if form and form.sizes else "does not list it"
                 raise SourceError(
-                    f"{where} has {shard.size} bytes, but {first.path!r} {expected}: one of the two is truncated or "
-                    "damaged; write or copy the folder again"
+                    f"{files.where(request.spec, shard)} has {shard.size} bytes, but {first.path!r} {expected}: one of "
+                    "the two is truncated or damaged; write or copy the folder again"
                 )
-        listed = [forms[shard.path] for shard in shards]
-        return SourceBesideIndex(self.open_files(replace(request, shards=tuple(shards)), index, listed), first)
+            listed.append(form)
+        return self.open_files(request, index, listed)
 
     def columns(self, file: File, path: str) -> Mapping[str, Content | None]:
         return self._read_index(file).contents
@@ -100,34 +99,25 @@ class IndexedFolderScheme(Scheme):
             return False
 
     def local_paths(self, spec: Spec, base_dir: Path) -> tuple[str, ...]:
-        """The index, and the files in its order."""
-        folder = base_dir / spec.location
-        if not (folder / INDEX).is_file():
-            seen = listed_names(folder) if folder.is_dir() else nearest_folder(folder)
-            raise SourceError(
-                f"source {str(spec)!r}: {str(folder)!r} has no {INDEX}, expected a folder with one; {seen}"
-            )
         return self._paths(spec, base_dir, IoStats(), lambda path: (base_dir / path).is_file())
 
     def remote_entries(self, spec: Spec, io_stats: IoStats) -> Sequence[Entry]:
-        folder = spec.location.rstrip("/")
-        entries = {entry.path: entry for entry in listing.find(f"{folder}/**", io_stats)}
-        if f"{folder}/{INDEX}" not in entries:
-            raise SourceError(f"source {str(spec)!r}: {folder!r} has no {INDEX}, expected a folder with one")
+        entries = {entry.path: entry for entry in listing.find(f"{spec.location.rstrip('/')}/**", io_stats)}
         return [entries[path] for path in self._paths(spec, Path(), io_stats, entries.__contains__)]
 
     def _paths(self, spec: Spec, base_dir: Path, io_stats: IoStats, is_there: Callable[[str], bool]) -> tuple[str, ...]:
-        folder = spec.location.rstrip("/")
+        """The index, and the files in its order."""
+        folder, where = spec.location.rstrip("/"), f"source {str(spec)!r}"
         paths = [f"{folder}/{INDEX}"]
-        with open_file(paths[0], base_dir, f"source {str(spec)!r}: {paths[0]!r}", io_stats) as file:
+        if not is_there(paths[0]):
+            seen = "" if spec.is_remote else f"; {nearest_folder(base_dir / paths[0])}"
+            raise SourceError(f"{where}: there is no {paths[0]!r}; give the folder that has the {INDEX}{seen}")
+        with open_file(paths[0], base_dir, f"{where}: {paths[0]!r}", io_stats) as file:
             for forms in self._read_index(file).listed:
                 path = next((path for form in forms if is_there(path := f"{folder}/{form.name}")), None)
                 if path is None:
-                    names = " or ".join(repr(form.name) for form in forms)
-                    raise SourceError(f"{file.name} lists {names}, which is missing; copy the folder whole")
+                    raise SourceError(f"{file.name} lists {forms[-1].name!r}, which is missing; copy the folder whole")
                 paths.append(path)
-            if len(paths) == 1:
-                raise SourceError(f"{file.name} lists no file; give a folder with samples, or take the source out")
         return tuple(paths)
 
     def _read_index(self, file: File) -> Index:
@@ -137,8 +127,7 @@ class IndexedFolderScheme(Scheme):
             return self.index.model_validate_json(bytes(file.read_at(0, file.size)), strict=True)
         except ValidationError as error:
             fault = error.errors()[0]
-            place = ".".join(map(str, fault["loc"]))
+            place = f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
             raise SourceError(
-                f"{file.name} is no index that {self.name} reads: {place and place + ': '}{fault['msg']}; write or "
-                "copy it again"
+                f"{file.name} is no index that {self.name} reads ({place}); write or copy it again"
             ) from None

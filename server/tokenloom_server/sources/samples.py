@@ -28,6 +28,8 @@ from tokenloom_server.storage.file import File
 #: What is read and decoded at once: about so many bytes, and so many samples at most.
 CHUNK_BYTES = 7 << 17
 CHUNK_SAMPLES = 1 << 16
+#: A block of a shuffle: about so many bytes, by the mean of the samples.
+BLOCK_BYTES = 1 << 20
 #: Of a compressed file: so much is passed over at once on the way to a sample.
 PASSED_BYTES = 1 << 20
 
@@ -76,58 +78,44 @@ class Samples(NamedTuple):
         mixed = pa.Array.from_buffers(kind, edges.size - 1, buffers)
         return mixed.take(arrays.from_numbers(np.arange(0, edges.size, 2)))
 
-    def lists(self, spans: Spans, kind: np.dtype[Any]) -> Any:
-        """Values that are numbers one after the other, as large lists. Raises ``SourceError``."""
-        self.refuse(
-            spans.lengths % kind.itemsize != 0,
-            f"is no whole number of {kind.name} long; its ids are of another type, or it is damaged",
-        )
+    def lists(self, spans: Spans, kind: Any) -> Any:
+        """Values that are numbers of an Arrow type, one after the other, as large lists. Raises ``SourceError``."""
+        size = kind.bit_width // 8
+        self.refuse(spans.lengths % size != 0, f"is no whole number of {kind} long; its ids are of another type")
         together = self.values(spans, pa.large_binary())
-        begins = arrays.offsets(together) // kind.itemsize
-        buffer = together.buffers()[2] or pa.py_buffer(b"")
-        ids = pa.Array.from_buffers(pa.from_numpy_dtype(kind), int(begins[-1]), [None, buffer])
-        return arrays.lists(begins, ids)
+        begins = arrays.offsets(together) // size
+        numbers = [None, together.buffers()[2] or pa.py_buffer(b"")]
+        return arrays.lists(begins, pa.Array.from_buffers(kind, int(begins[-1]), numbers))
 
     def refuse(self, bad: npt.NDArray[np.bool_], fault: str) -> None:
         """Raises ``SourceError`` for the first of the samples that are ``bad``."""
         if bad.any():
-            raise SourceError(
-                f"{self.where}: row {self.first + int(bad.argmax())} {fault}; write or copy the file again"
-            )
+            row = self.first + int(bad.argmax())
+            raise SourceError(f"{self.where}: row {row} {fault}; write or copy the file again")
 
 
 class Column(NamedTuple):
-    """A value of each sample: text, a number, or numbers."""
+    """A value of each sample."""
 
     name: str
     encoding: str
     """How the index names it."""
     size: int | None
     """Bytes of each value; None where they differ."""
-    kind: str
-    """``text``, or the type of the numbers by numpy's name; empty for what is not read."""
-    is_list: bool
-    past_head: Callable[[Samples, Spans, np.dtype[Any]], Spans] | None = None
-    """From where values lie to where their numbers do, of a type; None where values have no head."""
-
-    @property
-    def arrow_kind(self) -> Any:
-        if self.kind in ("", "text"):
-            return pa.large_string() if self.kind else pa.binary()
-        number = pa.from_numpy_dtype(np.dtype(self.kind))
-        return pa.large_list(number) if self.is_list else number
+    kind: Any
+    """As Arrow has it: large text, a number, a large list of numbers; large binary for what is not read."""
+    past_head: Callable[[Samples, Spans], Spans] | None = None
+    """From where values lie to where their numbers do; None where values have no head."""
 
     def decode(self, samples: Samples, spans: Spans) -> Any:
-        """The values as an array of ``arrow_kind``. Raises ``SourceError``."""
-        if self.kind in ("", "text"):
-            return samples.values(spans, pa.large_string() if self.kind else pa.large_binary())
-        number = np.dtype(self.kind)
-        if self.past_head is not None:
-            spans = self.past_head(samples, spans, number)
-        if not self.is_list:
-            samples.refuse(spans.lengths != number.itemsize, f"has no {self.kind} under {self.name!r}")
-        lists = samples.lists(spans, number)
-        return lists if self.is_list else lists.values
+        """The values as an array. Raises ``SourceError``."""
+        if pa.types.is_large_string(self.kind) or pa.types.is_large_binary(self.kind):
+            return samples.values(spans, self.kind)
+        if pa.types.is_large_list(self.kind):
+            spans = spans if self.past_head is None else self.past_head(samples, spans)
+            return samples.lists(spans, self.kind.value_type)
+        samples.refuse(spans.lengths != self.kind.bit_width // 8, f"has no {self.kind} under {self.name!r}")
+        return samples.lists(spans, self.kind).values
 
 
 class SampleSource(ShardedSource):
@@ -137,8 +125,8 @@ class SampleSource(ShardedSource):
     """What to do about a column that is not read."""
 
     def __init__(self, request: ReadRequest, listed: Sequence[ListedFile]) -> None:
-        """``listed``: the files by their index. Raises ``SourceError`` naming a column that is not there or holds
-        neither text nor ids, and when no file has a sample."""
+        """``listed``: the files by their index, which is the first. Raises ``SourceError`` naming a column that is not
+        there or holds neither text nor ids, and when no file has a sample."""
         super().__init__(request)
         self._listed = listed
         self._refuse_without_rows(self.row_count)
@@ -152,32 +140,41 @@ class SampleSource(ShardedSource):
     def _samples(self, file: File, shard: int, row: int) -> Iterator[Samples]:
         """The samples of an opened file from ``row`` on. Raises ``SourceError``."""
 
+    @abstractmethod
+    def _is_read_from_begin(self, shard: int) -> bool:
+        """Whether a row is only reached past all before it."""
+
+    def _spans(self, samples: Samples, columns: Sequence[Column]) -> Sequence[Spans]:
+        """Where the values of each column lie. Raises ``SourceError``."""
+        return samples.spans([column.size for column in columns])
+
     def row_count(self, shard: int) -> int:
         return self._listed[shard].rows
 
+    def blocks(self, shard: int) -> _Int64s:
+        rows, size = self.row_count(shard), self._shards[shard].size
+        step = rows if self._is_read_from_begin(shard) else rows * BLOCK_BYTES // max(size, 1)
+        return np.append(np.arange(0, rows, max(step, 1)), rows)
+
     def _schema(self, shard: int) -> Any:
+        where = self._where(self._shards[shard])
         for column in self._columns(shard):
-            if column.name == self._spec.column and not column.kind:
-                where = self._where(self._shards[shard])
+            if column.name == self._spec.column and pa.types.is_large_binary(column.kind):
                 raise SourceError(f"{where}: column {column.name!r} is of {column.encoding!r}, {self.remedy}")
-        schema = pa.schema([(column.name, column.arrow_kind) for column in self._columns(shard)])
+        schema = pa.schema([(column.name, column.kind) for column in self._columns(shard)])
         self._check_schema(shard, schema)
         return schema
 
     def _read(self, shard: int, row: int) -> Iterator[Rows]:
-        entry, columns = self._shards[shard], self._columns(shard)
         self._check_row(shard, row, self.row_count(shard))
         if row == self.row_count(shard):
             return
-        where = self._where(entry)
+        columns, where = self._columns(shard), self._where(self._shards[shard])
         selection = Selection.of_schema(self._rules, self._spec.column, self._schema(shard), where)
-        sizes = [column.size for column in columns]
-        with self._open(entry) as file:
+        with self._open(self._shards[shard]) as file:
             for samples in self._samples(file, shard, row):
-                spans = zip(columns, samples.spans(sizes), strict=True)
-                read = {
-                    column.name: column.decode(samples, own) for column, own in spans if column.name in selection.fields
-                }
+                spans = zip(columns, self._spans(samples, columns), strict=True)
+                read = {one.name: one.decode(samples, own) for one, own in spans if one.name in selection.fields}
                 yield from selection.rows(pa.RecordBatch.from_pydict(read), samples.first, where)
 
 
@@ -201,11 +198,11 @@ def read_compressed(file: File, codec: str, size: int) -> ReadAt:
     return read_at
 
 
-def offsets_of(read_at: ReadAt, size: int, samples: int, where: str) -> _Int64s:
+def offsets_of(read_at: ReadAt, sizes: Sequence[int], samples: int, where: str) -> _Int64s:
     """[samples + 1]: where each sample of a file begins, and where the last one ends.
 
-    ``size``, ``samples``: the file's bytes, and its number of samples by its index. Raises ``SourceError``, beginning
-    with ``where``, unless the offsets ascend within the file up to its end.
+    ``sizes``, ``samples``: the bytes that the file may have, and its number of samples by its index. Raises
+    ``SourceError``, beginning with ``where``, unless the offsets ascend within the file up to its end.
     """
     count = int.from_bytes(read_at(0, 4), "little")
     if count != samples:
@@ -214,12 +211,12 @@ def offsets_of(read_at: ReadAt, size: int, samples: int, where: str) -> _Int64s:
             "belong together, or one is damaged; write or copy both again"
         )
     begin = 4 * (samples + 2)
-    table = read_at(4, begin - 4) if begin <= size else b""
+    table = read_at(4, begin - 4) if begin <= max(sizes) else b""
     offsets = np.frombuffer(table, "<u4", len(table) // 4).astype(np.int64)
-    is_whole = len(offsets) == samples + 1 and offsets[0] >= begin and offsets[-1] == size
+    is_whole = len(offsets) == samples + 1 and offsets[0] >= begin and offsets[-1] in sizes
     if not is_whole or bool((np.diff(offsets) < 0).any()):
         raise SourceError(
-            f"{where}: the offsets of its {samples} samples do not ascend within its {size} bytes; {DAMAGED}"
+            f"{where}: the offsets of its {samples} samples do not ascend within its {max(sizes)} bytes; {DAMAGED}"
         )
     return offsets
 

@@ -78,12 +78,15 @@ class Survey:
 
         Each folder directly below the first one that holds more than one thing is a source, and each series of files in
         that one, for each scheme and ending. Splits to evaluate on are left out, unless there is nothing else. Raises
-        ``ConfigError`` where files lie so that no pattern tells them apart, and ``OSError``.
+        ``ConfigError`` where it cannot be looked at, and where files lie so that no pattern tells them apart.
         """
-        if (self._base_dir / place).is_file():
-            files = list(self._readable(dirname(place), (), [basename(place)]))
-        else:
-            files = list(self._walk("" if place == "." else place, ()))
+        try:
+            if (self._base_dir / place).is_file():
+                files = list(self._readable(dirname(place), (), [basename(place)]))
+            else:
+                files = list(self._walk("" if place == "." else place, ()))
+        except OSError as error:
+            raise ConfigError(f"{place}: cannot be looked at ({error.strerror}); expected a folder of data") from None
         to_train_on = [file for file in files if not file.is_to_evaluate_on] or files
         self.left_out |= {file.path: "of a split to evaluate on" for file in files if file not in to_train_on}
         depth = len(commonprefix([file.folders for file in to_train_on]))
@@ -118,7 +121,7 @@ class Survey:
                 names.append(entry.name)
         yield from self._readable(folder, folders, names)
 
-    def _readable(self, folder: str, folders: tuple[str, ...], names: Sequence[str]) -> Iterator[_File]:
+    def _readable(self, folder: str, folders: tuple[str, ...], names: Sequence[str]) -> Iterable[_File]:
         """The files of a folder that a scheme reads."""
         data = [name for name in names if not _BESIDE_DATA.fullmatch(name)]
         files = {
@@ -131,45 +134,33 @@ class Survey:
                 self.left_out[join(folder, name)] = "no data that a scheme reads"
             elif not self._size(files[name].path):
                 self.left_out[files[name].path] = "empty"
-                if self._fault(files[name]):
-                    del files[name]
-        for series in _by_series(files.values()):
-            fault = self._fault(max(series, key=lambda file: self._size(file.path)))
-            self.left_out |= {file.path: fault for file in series if fault}
-            yield from () if fault else series
-
-    def _fault(self, file: _File) -> str:
-        """Why a file cannot be read; empty where it can."""
-        try:
-            columns_of(file.scheme, file.path, self._base_dir)
-            return ""
-        except SourceError as error:
-            return str(error)
+        return files.values()
 
     def _size(self, path: str) -> int:
         return (self._base_dir / path).stat().st_size
 
     def _add(self, group: Sequence[_File], is_folder: bool) -> None:
-        """A candidate of files of one scheme and ending: all of a folder, or a series. Raises ``ConfigError`` where
-        no pattern names them."""
-        scheme, paths, fault = group[0].scheme, {file.path for file in group}, ""
+        """A candidate of files of one scheme and ending: all of a folder, or a series. Raises ``ConfigError`` where no
+        pattern names these alone."""
+        scheme, paths = group[0].scheme, {file.path for file in group}
         for pattern in paths if scheme.by_folder else _patterns(group, is_folder):
             spec = Spec(scheme, pattern, "")
-            try:
-                matches = scheme.paths(spec, self._base_dir)
-            except SourceError as error:
-                fault = fault or str(error)
-                continue
-            if set(matches) == paths or scheme.by_folder:
-                sizes = {path: self._size(path) for path in matches}
-                columns = columns_of(scheme, next(path for path in matches if sizes[path]), self._base_dir)
-                self.candidates.append(Candidate(spec, len(sizes), sum(sizes.values()), columns))
-                return
-            fault = f"among them lie others: {', '.join(sorted({*matches} - paths)[:3])}"
-        raise ConfigError(
-            f"{group[0].path!r} and {len(paths) - 1} more files cannot be named by a pattern: {fault}; move what "
-            "is not theirs away, or name the folders one by one"
-        )
+            matches = scheme.paths(spec, self._base_dir)
+            if scheme.by_folder or set(matches) == paths:
+                break
+        else:
+            others = ", ".join(sorted({*matches} - paths)[:3])
+            raise ConfigError(
+                f"{group[0].path!r} and {len(paths) - 1} more files cannot be named by a pattern, for it matches "
+                f"others: {others}; move those away, or name the folders one by one"
+            )
+        sizes = {path: self._size(path) for path in matches}
+        try:
+            # A folder's index, or the first file that has anything.
+            columns = columns_of(scheme, max(matches, key=lambda path: sizes[path] > 0), self._base_dir)
+            self.candidates.append(Candidate(spec, len(sizes), sum(sizes.values()), columns))
+        except SourceError as error:
+            self.left_out[spec.location] = str(error)
 
 
 def _grouped(files: Iterable[_File], key: Callable[[_File], object]) -> list[list[_File]]:
@@ -185,12 +176,14 @@ def _by_series(files: Iterable[_File]) -> list[list[_File]]:
     return series if len(series) <= MAX_SERIES else _grouped(files, lambda file: file.series[1:])
 
 
-def _patterns(files: Sequence[_File], is_folder: bool) -> Iterator[str]:
-    """Locations that may mean these files, the simplest first."""
+def _patterns(files: Sequence[_File], is_folder: bool) -> list[str]:
+    """Locations that may mean these files."""
     stems, ending = sorted({file.stem for file in files}), files[0].ending
+    folders = {dirname(file.path) for file in files}
+    folder = glob.escape(commonpath(folders))
+    if len(folders) > 1:
+        return [join(folder, f"**/*{ending}")]
     if len(stems) == 1:
-        yield join(dirname(files[0].path), stems[0] + ending)
-    folder = glob.escape(commonpath([dirname(file.path) for file in files]))
+        return [join(*folders, stems[0] + ending)]
     beginning = glob.escape(commonprefix(stems).rstrip("0123456789"))
-    names = ("*" if is_folder else f"{beginning}*", f"{beginning}*", "**/*")
-    yield from (join(folder, name + ending) for name in names)
+    return [join(folder, f"{name}*{ending}") for name in ("" if is_folder else beginning, beginning)]

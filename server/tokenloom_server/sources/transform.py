@@ -21,13 +21,14 @@ from tokenloom_server.sources import transform_worker
 class Transform:
     """A function by its name ``MODULE:FUNCTION``. Thread-safe: as many batches are at work as threads call it."""
 
-    def __init__(self, name: str, *, seconds: float, memory_bytes: int) -> None:
-        """Starts a first worker. ``seconds``: for each batch; ``memory_bytes``: of each worker, private and writable.
+    def __init__(self, name: str, *, seconds: float, memory_mb: int) -> None:
+        """Starts a first worker. ``seconds``: for each batch; ``memory_mb``: of each worker, in 10^6 bytes,
+        private and writable.
 
         Raises ``ConfigError`` where the function cannot be imported.
         """
         self.name = name
-        self._arguments = (name, str(seconds), str(memory_bytes))
+        self._arguments = (name, str(seconds), str(memory_mb))
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         #: ``name``, ``distribution`` and ``version`` (None outside an installed one), and ``digest`` of its source.
         self.code: Mapping[str, str | None] = {}

@@ -1,6 +1,6 @@
 """A user's function in a process of its own, between two Arrow streams.
 
-``python -m tokenloom_server.sources.transform_worker MODULE:FUNCTION SECONDS BYTES``: batches with the column ``text``
+``python -m tokenloom_server.sources.transform_worker MODULE:FUNCTION SECONDS MB``: batches with the column ``text``
 come in; for each, texts go out. The first answer has no texts and says, in its metadata, which code the function is.
 """
 
@@ -37,10 +37,10 @@ def batch_of(texts: Any) -> Any:
     return pa.record_batch([texts], schema=pa.schema([(COLUMN, pa.large_string())]))
 
 
-def _serve(name: str, seconds: float, memory_bytes: int) -> None:
+def _serve(name: str, seconds: float, memory_mb: int) -> None:
     # An interrupt at a terminal is for the command; this process ends with its input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_DATA, (1_000_000 * memory_mb,) * 2)
     # Whatever the function prints goes beside the answers.
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -78,12 +78,12 @@ def _load(name: str) -> tuple[Any, dict[str, str | None]]:
     """The function, and which code it is."""
     module_name, _, function_name = name.partition(":")
     module = importlib.import_module(module_name)
-    function = getattr(module, function_name)
     top = module_name.partition(".")[0]
     distribution = next(iter(metadata.packages_distributions().get(top, ())), None)
     version = metadata.version(distribution) if distribution is not None else None
-    digest = _digest(module, sys.modules[top], beside=distribution is None)
-    return function, {"name": name, "distribution": distribution, "version": version, "digest": digest}
+    code = {"name": name, "distribution": distribution, "version": version}
+    code["digest"] = _digest(module, sys.modules[top], beside=distribution is None)
+    return getattr(module, function_name), code
 
 
 def _digest(module: ModuleType, top: ModuleType, *, beside: bool) -> str:

@@ -69,27 +69,6 @@ class TimedSource(WrappedSource):
         return files.where(self._spec, self.shards[shard])
 
 
-class SourceBesideIndex(WrappedSource):
-    """A source of files, before which their index is a shard without rows."""
-
-    def __init__(self, source: Source, index: Shard) -> None:
-        super().__init__(source)
-        self._index = index
-
-    @property
-    def shards(self) -> tuple[Shard, ...]:
-        return self._index, *super().shards
-
-    def row_count(self, shard: int) -> int:
-        return super().row_count(shard - 1) if shard else 0
-
-    def blocks(self, shard: int) -> npt.NDArray[np.int64]:
-        return super().blocks(shard - 1) if shard else np.zeros(1, np.int64)
-
-    def read(self, shard: int, row: int) -> Iterator[Rows]:
-        return super().read(shard - 1, row) if shard else iter(())
-
-
 class SourceWithLossMask(WrappedSource):
     """The rows of a source, whose column is a struct of its own (``ids``) and of another source's (``mask``).
 

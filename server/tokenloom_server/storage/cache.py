@@ -25,7 +25,6 @@ _log = logging.getLogger(__name__)
 
 #: Where the cache lies, and how large it may become, such as ``500G``.
 FOLDER, SIZE = "TOKENLOOM_CACHE", "TOKENLOOM_CACHE_SIZE"
-_UNITS = {"M": 10**6, "G": 10**9, "T": 10**12}
 
 #: What is kept, and removed, as one. Whole blocks are fetched around what is asked for.
 BLOCK_BYTES = 1 << 20
@@ -55,7 +54,8 @@ class BlockCache:
         gives another number of bytes than it is asked for. Raises what ``fetch`` raises."""
         name = xxhash.xxh3_128_hexdigest(identity.encode())
         numbers = range(begin // BLOCK_BYTES, (end - 1) // BLOCK_BYTES + 1)
-        blocks = [self._load(f"{name}-{number}") for number in numbers]
+        paths = [self._folder / name[:2] / f"{name}-{number}" for number in numbers]
+        blocks = [self._load(path) for path in paths]
         missing = [number for number, block in zip(numbers, blocks, strict=True) if not block]
         with self._lock:
             self.cached_bytes += sum(map(len, blocks))
@@ -69,18 +69,17 @@ class BlockCache:
                 return b""
             for number in range(missing[0], missing[-1] + 1):
                 block = data[number * BLOCK_BYTES - start :][:BLOCK_BYTES]
-                self._store(f"{name}-{number}", block)
+                self._store(paths[number - numbers[0]], block)
                 blocks[number - numbers[0]] = block
         blocks[-1] = blocks[-1][: end - numbers[-1] * BLOCK_BYTES]
         blocks[0] = blocks[0][begin - numbers[0] * BLOCK_BYTES :]
         return b"".join(blocks)
 
-    def _load(self, name: str) -> memoryview:
+    def _load(self, path: Path) -> memoryview:
         """A block; nothing where it is not here, or damaged."""
-        path = self._path(name)
         try:
             data = memoryview(path.read_bytes())
-            if data[:_CHECKSUM_BYTES] == _checksum(name, data[_CHECKSUM_BYTES:]):
+            if data[:_CHECKSUM_BYTES] == _checksum(path.name, data[_CHECKSUM_BYTES:]):
                 os.utime(path)
                 return data[_CHECKSUM_BYTES:]
             _log.warning("%s is damaged; what it held is fetched again", path)
@@ -88,10 +87,10 @@ class BlockCache:
             self._warn(error)
         return memoryview(b"")
 
-    def _store(self, name: str, block: memoryview) -> None:
+    def _store(self, path: Path, block: memoryview) -> None:
         try:
-            with replaced(self._path(name)) as file:
-                file.write(_checksum(name, block))
+            with replaced(path) as file:
+                file.write(_checksum(path.name, block))
                 file.write(block)
             self._make_room(len(block))
         except OSError as error:
@@ -117,9 +116,6 @@ class BlockCache:
             path.unlink(missing_ok=True)
             excess -= size
 
-    def _path(self, name: str) -> Path:
-        return self._folder / name[:2] / name
-
     def _warn(self, error: OSError) -> None:
         if not self._warned and not isinstance(error, FileNotFoundError):
             self._warned = True
@@ -134,7 +130,7 @@ def block_cache() -> BlockCache | None:
         return None
     if not re.fullmatch(r"\d+[MGT]", size):
         raise ConfigError(f"--cache-size: found {size!r}, expected a whole number of M, G or T, such as 500G")
-    return BlockCache(Path(folder), int(size[:-1]) * _UNITS[size[-1]])
+    return BlockCache(Path(folder), int(size[:-1]) * 1000 ** (2 + "MGT".index(size[-1])))
 
 
 def _checksum(name: str, block: memoryview) -> bytes:

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import ssl
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
+from tokenloom_proto import rest
+from tokenloom_proto.address import ServerAddress
 from tokenloom_proto.credentials import (
     CONTROL_VARIABLE,
     NO_FILES,
     READ_VARIABLE,
     TlsFiles,
-    authorization,
     find_token,
     read_token,
     refuse_plaintext,
 )
-from tokenloom_proto.errors import named
 
 from tokenloom_server.errors import ConfigError, TokenloomError
 from tokenloom_server.reports.receipt import Receipt, RevisionInfo, RunReport
 from tokenloom_server.reports.stats import MixtureInfo, NextLaunch, RunLosses, RunStats
 from tokenloom_server.reports.trace import TracedMicroStep, TracedSample
 
-_TIMEOUT_S = 10.0
 #: A new mixture's files are listed, and looked into, before the answer, seconds.
 _REVISE_TIMEOUT_S = 300.0
 #: What goes forward to a sample may take so long, seconds: longer than the server tries
@@ -62,31 +57,34 @@ class Remote:
         """``url`` is what the server printed. The token is that of the file, else of the environment: the one for
         reading first, or with ``control`` the one for everything. Raises ``ConfigError``, also where the token would
         travel unencrypted to another machine."""
-        self._base = (url if "://" in url else f"http://{url}").rstrip("/")
-        parts = urllib.parse.urlsplit(self._base)
-        if parts.scheme not in ("http", "https"):
-            raise ConfigError(
-                f"{url!r}: expected the REST address that the server printed, such as http://127.0.0.1:8080"
-            )
+        files = files.or_of(environment)
         try:
+            address = ServerAddress.parse(url)
+            self.url = f"http{'s' * address.is_tls(files != NO_FILES)}://{address.targets[0]}"
+            #: The run that the address names; empty for none.
+            self.run = address.run
             if control:
                 # Where there is only the one for reading, the server says that it is not enough.
                 control_token = find_token(CONTROL_VARIABLE, environment, token_file)
                 self._token = control_token or find_token(READ_VARIABLE, environment)
             else:
                 self._token = token_to_look(environment, token_file)
-            if self._token is not None and parts.scheme == "http":
-                refuse_plaintext(parts.hostname or "", environment, "serve with --tls-cert and use https://")
+            if self._token is not None and self.url.startswith("http:"):
+                host = address.targets[0].rpartition(":")[0]
+                refuse_plaintext(host, environment, "serve with --tls-cert and use https://")
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        # A proxy of the environment is for the outside world, not for the cluster.
-        handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
-        if parts.scheme == "https":
-            handlers.append(urllib.request.HTTPSHandler(context=_context(files.or_of(environment))))
-        self._opener = urllib.request.build_opener(*handlers)
+        try:
+            self._opener = rest.opener(self.url, files)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"--tls-ca {files.ca}, --tls-cert {files.cert} and --tls-key {files.key}: expected PEM files, the key "
+                f"without a passphrase ({error})"
+            ) from None
 
     def stats(self, run: str | None) -> list[RunStats]:
         """The figures of one run, or of all. Raises ``ServerUnreachable``, ``NotFound``, ``Unauthenticated``."""
+        run = self._named(run)
         names = [run] if run is not None else self.runs()
         return [self._read(RunStats, self._get(f"{_path(name)}/stats")) for name in names]
 
@@ -96,14 +94,25 @@ class Remote:
 
     def runs(self) -> list[str]:
         """The names of the server's runs."""
-        return list(json.loads(self._get("/v1/runs"))["runs"])
+        return self.about().runs
+
+    def about(self) -> rest.About:
+        """The runs, and where trainers connect. Raises ``ProtocolError`` where it is no Tokenloom server."""
+        return rest.About.parse(self._get(rest.ABOUT), "grpc_address", self.url)
 
     def only_run(self, run: str | None, remedy: str = "name one by --run") -> str:
         """``run``, or the only one that the server has. Raises ``ConfigError`` with the remedy where it has several."""
+        run = self._named(run)
         names = [run] if run is not None else self.runs()
         if len(names) != 1:
-            raise ConfigError(f"{self._base} serves {len(names)} runs: {', '.join(names) or 'none'}; {remedy}")
+            raise ConfigError(f"{self.url} serves {len(names)} runs: {', '.join(names) or 'none'}; {remedy}")
         return names[0]
+
+    def _named(self, run: str | None) -> str | None:
+        """The run that an option or the address names. Raises ``ConfigError`` where these are two."""
+        if run is not None and self.run not in ("", run):
+            raise ConfigError(f"{self.url}/{self.run} names the run {self.run!r}, and the option {run!r}; name it once")
+        return run or self.run or None
 
     def trace_sample(self, run: str, index: int, **query: int | bool | str | None) -> TracedSample:
         """The documents of a sample. ``query``, as the route has it (``generation``, ``text``, …)."""
@@ -161,44 +170,16 @@ class Remote:
         except ValidationError:
             expected = kind.__name__
             raise ServerUnreachable(
-                f"{self._base}: the answer is no {expected}; is it a Tokenloom server of this release?"
+                f"{self.url}: the answer is no {expected}; is it a Tokenloom server of this release?"
             ) from None
 
     def _get(
-        self, path: str, body: bytes | None = None, *, method: str | None = None, timeout_s: float = _TIMEOUT_S
+        self, path: str, body: bytes | None = None, *, method: str | None = None, timeout_s: float = rest.TIMEOUT_S
     ) -> bytes:
         """The answer to a GET, or with a JSON ``body`` to a POST or another ``method``."""
-        url = f"{self._base}{path}"
-        try:
-            request = urllib.request.Request(url, body, method=method)
-            if body is not None:
-                request.add_header("Content-Type", "application/json")
-            if self._token is not None:
-                # Where the server sends us elsewhere, the token does not go there.
-                request.add_unredirected_header("Authorization", authorization(self._token))
-            with self._opener.open(request, timeout=timeout_s) as response:
-                answer: bytes = response.read()
-                return answer
-        except urllib.error.HTTPError as error:
-            text = error.read().decode(errors="replace")
-            try:
-                problem = json.loads(text)
-                name, message = str(problem["error"]), str(problem["message"])
-            except (ValueError, KeyError, TypeError):
-                name, message = "", text[:200]
-            fault = named(name, f"{url}: {error.code}: {message}")
-            if type(fault) is not TokenloomError or name == TokenloomError.__name__:
-                raise fault from None
-            # What only HTTP has a name for: a request that is wrong, or something that is no Tokenloom server.
-            kind = ConfigError if name and error.code < 500 else ServerUnreachable
-            raise kind(f"{url}: {error.code}: {message}") from None
-        except (urllib.error.URLError, OSError, ValueError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            if type(error) is http.client.BadStatusLine:
-                reason = "what answers there does not speak HTTP/1, such as the gRPC port of a server"
-            raise ServerUnreachable(
-                f"{url}: no answer ({reason}); is the server running, and is this the REST address that it printed?"
-            ) from None
+        return rest.get(
+            self._opener, f"{self.url}{path}", self._token, ServerUnreachable, body, method=method, timeout_s=timeout_s
+        )
 
 
 def _path(run: str) -> str:
@@ -220,21 +201,3 @@ def token_to_look(environment: Mapping[str, str], file: Path | None) -> str | No
     if file is not None:
         return read_token(file)
     return find_token(READ_VARIABLE, environment) or find_token(CONTROL_VARIABLE, environment)
-
-
-def _context(files: TlsFiles) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(cafile=files.ca)
-        if files.cert is not None:
-            context.load_cert_chain(files.cert, files.key, password=_no_passphrase)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--tls-ca {files.ca}, --tls-cert {files.cert} and --tls-key {files.key}: expected PEM files, the key "
-            f"without a passphrase ({error})"
-        ) from None
-    return context
-
-
-def _no_passphrase() -> str:
-    # Without this, OpenSSL asks for one on the terminal, and waits.
-    raise ValueError("the key has a passphrase")

@@ -64,23 +64,25 @@ class GrpcServer:
         #: Where clients connect, ``host:port``.
         self.address = f"{host}:{port}"
 
-    def start(self, runs: Runs) -> None:
-        """Serves ``runs``. Calls that came since the address was bound have waited, and are answered now."""
+    def start(self, runs: Runs, rest_address: str | None = None) -> None:
+        """Serves ``runs``; ``rest_address`` is for who asks. Calls that came since the address was bound have waited,
+        and are answered now."""
         # Not at the top: the address is bound, and trainers that wait connect, while these are still to be imported.
         from grpc_health.v1 import health, health_pb2, health_pb2_grpc
         from grpc_reflection.v1alpha import reflection
 
         from tokenloom_server.api.grpc.servicer import SERVICE, DataLoader, rpcs
 
-        self._server.add_generic_rpc_handlers((DataLoader(runs, self._access, self._max_connections).handlers(),))
+        service = DataLoader(runs, self._access, self._max_connections, rest_address)
+        self._server.add_generic_rpc_handlers((service.handlers(),))
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         name = SERVICE.full_name
         self._interceptor.rpcs = rpcs()
         reflection.enable_server_reflection((name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         self._server.start()
-        for service in (name, ""):
-            self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+        for each in (name, ""):
+            self._health.set(each, health_pb2.HealthCheckResponse.SERVING)
 
     def stop(self, grace_s: float) -> None:
         """Takes no new calls, and gives those under way ``grace_s`` seconds to end."""

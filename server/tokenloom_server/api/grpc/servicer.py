@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Iterator
@@ -28,8 +29,12 @@ SERVICE = wire.DESCRIPTOR.services_by_name["DataLoader"]
 class DataLoader:
     """Translates between the wire and the runs; decides nothing."""
 
-    def __init__(self, runs: Runs, access: Access, max_connections: int = MAX_WORLD_SIZE) -> None:
-        """``max_connections``: how many trainers and others may have at a time."""
+    def __init__(
+        self, runs: Runs, access: Access, max_connections: int = MAX_WORLD_SIZE, rest_address: str | None = None
+    ) -> None:
+        """``max_connections``: how many trainers and others may have at a time. ``rest_address``: of this server, for
+        who knows its other one."""
+        self._rest_address = rest_address
         self._runs = runs
         self._access = access
         self._max_connections = max_connections
@@ -105,6 +110,9 @@ class DataLoader:
 
     @rpc(Scope.READ, wire.StatsRequest)
     def Stats(self, request: wire.StatsRequest, context: grpc.ServicerContext) -> wire.StatsResponse:  # noqa: N802
+        if not request.run:
+            about = {"runs": self._runs.names(), "rest_address": self._rest_address}
+            return wire.StatsResponse(stats_json=json.dumps(about))
         return wire.StatsResponse(stats_json=self._runs.get(request.run).stats.read().model_dump_json())
 
     @rpc(Scope.READ, wire.PlanRequest)

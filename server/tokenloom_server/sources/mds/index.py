@@ -54,7 +54,7 @@ class MdsShard(BaseModel):
 class MdsIndex(Index):
     """What ``MDSWriter`` writes beside the shards."""
 
-    shards: list[MdsShard]
+    shards: Annotated[list[MdsShard], Field(min_length=1)]
 
     @property
     def listed(self) -> Sequence[Sequence[ListedFile]]:
@@ -62,7 +62,8 @@ class MdsIndex(Index):
 
     @property
     def contents(self) -> Mapping[str, Content | None]:
-        first = self.shards[0] if self.shards else None
-        named = zip(first.column_names, first.column_encodings, strict=False) if first else ()
-        ids = {True: Content.IDS, False: None}
-        return {name: Content.TEXT if kind == "str" else ids[bool(IDS.fullmatch(kind))] for name, kind in named}
+        columns = zip(self.shards[0].column_names, self.shards[0].column_encodings, strict=False)
+        return {
+            name: Content.TEXT if encoding == "str" else Content.IDS if IDS.fullmatch(encoding) else None
+            for name, encoding in columns
+        }

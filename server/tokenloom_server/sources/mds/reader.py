@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import pyarrow as pa
 import xxhash
 
 from tokenloom_server.errors import SourceError
@@ -21,12 +21,10 @@ from tokenloom_server.sources.mds.index import CODECS, ID_TYPES, IDS, MdsShard
 from tokenloom_server.sources.samples import DAMAGED, Column, ReadAt, Samples, SampleSource, Spans
 from tokenloom_server.storage.file import File, Range
 
-#: A block of a shuffle: about so many bytes of a raw shard, by the mean of its samples.
-BLOCK_BYTES = 1 << 20
 #: The description of its columns that a shard has after its offsets.
 MAX_HEADER_BYTES = 1 << 20
-#: Encodings of one number, and its type.
-NUMBERS = {"int": "int64"} | {name: name for name in (*ID_TYPES, "float16", "float32", "float64")}
+#: Encodings of text and of one number, and Arrow's types of them.
+KINDS = {"str": "large_string", "int": "int64"} | {name: name for name in (*ID_TYPES, "float16", "float32", "float64")}
 #: By the type of an array's numbers, the byte with which a value of ``ndarray`` begins.
 TYPE_CODES = {"uint8": 8, "int8": 9, "uint16": 16, "int16": 17, "uint32": 32, "int32": 33, "uint64": 64, "int64": 65}
 #: Hashes that an index may have, the fastest first.
@@ -41,15 +39,9 @@ class MdsSource(SampleSource):
         f"'mds:DIR:FIELD:uint16' (one of {', '.join(ID_TYPES)}); write it anew as one of these (nothing is unpickled)"
     )
 
-    def blocks(self, shard: int) -> npt.NDArray[np.int64]:
-        rows, size = self.row_count(shard), self._shards[shard].size
-        # A compressed shard is read from its begin.
-        step = rows if self._is_compressed(shard) else rows * BLOCK_BYTES // max(size, 1)
-        return np.append(np.arange(0, rows, max(step, 1)), rows)
-
-    def _is_compressed(self, shard: int) -> bool:
-        listed = self._listed[shard]
-        return bool(listed.name != listed.entry.raw_data.basename)
+    def _is_read_from_begin(self, shard: int) -> bool:
+        entry: MdsShard | None = self._listed[shard].entry
+        return entry is not None and self._listed[shard].name != entry.raw_data.basename
 
     def _columns(self, shard: int) -> Sequence[Column]:
         entry: MdsShard = self._listed[shard].entry
@@ -57,41 +49,39 @@ class MdsSource(SampleSource):
         return [self._column(*part) for part in parts]
 
     def _column(self, name: str, encoding: str, size: int | None) -> Column:
-        own, id_type = self._spec.column, ""
-        if own.rpartition(":")[0] == name:
-            name, id_type = own, own.rpartition(":")[2]
-        ids = IDS.fullmatch(f"{encoding}:{id_type}" if id_type else encoding)
+        field, _, id_type = self._spec.column.rpartition(":")
+        typed = f"{encoding}:{id_type}" if field == name else encoding
+        name = self._spec.column if field == name else name
+        ids = IDS.fullmatch(typed)
         if ids is None:
-            return Column(
-                name, encoding, size, "text" if encoding == "str" and not id_type else NUMBERS.get(encoding, ""), False
-            )
+            return Column(name, encoding, size, pa.type_for_alias(KINDS.get(typed, "large_binary")))
         has_shape = encoding.startswith("ndarray") and encoding.count(":") < 2
-        return Column(
-            name, encoding, size, ids[1], True, partial(_past_shape, encoding == "ndarray") if has_shape else None
-        )
+        past_shape = partial(_past_shape, ids[1], encoding == "ndarray") if has_shape else None
+        return Column(name, encoding, size, pa.large_list(pa.type_for_alias(ids[1])), past_shape)
 
     def _samples(self, file: File, shard: int, row: int) -> Iterator[Samples]:
         entry: MdsShard = self._listed[shard].entry
         size, where = entry.raw_data.bytes, self._where(self._shards[shard])
         read_at: ReadAt = file.read_at
-        if self._is_compressed(shard):
-            assert entry.compression, "the index has a compressed form"
-            read_at = sample_files.read_compressed(file, CODECS[entry.compression.partition(":")[0]], size)
-        read_at = _hashed(read_at, entry, where)
-        offsets = sample_files.offsets_of(read_at, size, entry.samples, where)
+        if self._is_read_from_begin(shard):
+            codec = CODECS[str(entry.compression).partition(":")[0]]
+            read_at = sample_files.read_compressed(file, codec, size)
+        if row == 0:
+            read_at = _hashed(read_at, entry, where)
+        offsets = sample_files.offsets_of(read_at, [size], entry.samples, where)
         _check_header(read_at, int(offsets[0]), entry, where)
-        if not self._is_compressed(shard):
+        if not self._is_read_from_begin(shard):
             file.plan([Range(int(offsets[row]), size)])
         yield from sample_files.read_samples(read_at, offsets, row, where)
 
 
-def _past_shape(has_type: bool, samples: Samples, spans: Spans, kind: np.dtype[Any]) -> Spans:
-    """Where the numbers of arrays lie. Before them stand the code of their type, if ``has_type``; four times the number
+def _past_shape(kind: str, has_type: bool, samples: Samples, spans: Spans) -> Spans:
+    """Where the numbers of arrays of a ``kind`` lie. Before them stand its code, if ``has_type``; four times the number
     of dimensions plus the exponent of a width, in a byte; and each dimension in 2 ** exponent bytes."""
     samples.refuse(spans.lengths <= has_type, "is too short for an array")
     if has_type:
-        is_other = samples.data[spans.begins] != TYPE_CODES[kind.name]
-        samples.refuse(is_other, f"is no array of {kind.name}, as the spec says; name the type that it has")
+        is_other = samples.data[spans.begins] != TYPE_CODES[kind]
+        samples.refuse(is_other, f"is no array of {kind}, as the spec says; name the type that it has")
     shapes = spans.begins + has_type
     byte = samples.data[shapes].astype(np.int64)
     samples.refuse(byte >> 2 != 1, "is an array of several dimensions, or of none; expected one")
@@ -100,31 +90,25 @@ def _past_shape(has_type: bool, samples: Samples, spans: Spans, kind: np.dtype[A
     digits = np.arange(8)
     places = np.minimum(shapes[:, None] + 1 + digits, len(samples.data) - 1)
     counts = np.where(digits < widths[:, None], samples.data[places], 0).astype(np.uint8).view("<u8")[:, 0]
-    is_other = (lengths < 0) | (counts != (lengths // kind.itemsize).astype(np.uint64))
+    is_other = (lengths < 0) | (counts != (lengths // np.dtype(kind).itemsize).astype(np.uint64))
     samples.refuse(is_other, "is not as long as its shape says")
     return Spans(shapes + 1 + widths, lengths)
 
 
 def _hashed(read_at: ReadAt, entry: MdsShard, where: str) -> ReadAt:
-    """Compares what is read, where that is a shard from its first byte to its last, with one of its hashes: before its
-    last rows are given."""
-    hashes, size = entry.raw_data.hashes, entry.raw_data.bytes
+    """Compares a shard that is read from its first byte to its last with one of its hashes, before its last rows are
+    given."""
+    hashes = entry.raw_data.hashes
     name = next((name for name in HASHES if name in hashes), None)
     if name is None:
         return read_at
     digest: Any = getattr(xxhash if name.startswith("xxh") else hashlib, name)()
-    position = 0
 
     def read(offset: int, length: int) -> bytes | memoryview:
-        nonlocal position
         data = read_at(offset, length)
-        if offset == position:
-            digest.update(data)
-            position += len(data)
-            if position == size and digest.hexdigest() != hashes[name].lower():
-                raise SourceError(
-                    f"{where} has the {name} {digest.hexdigest()}, but its index says {hashes[name]}; {DAMAGED}"
-                )
+        digest.update(data)
+        if offset + len(data) == entry.raw_data.bytes and digest.hexdigest() != hashes[name].lower():
+            raise SourceError(f"{where} has the {name} {digest.hexdigest()}, its index says {hashes[name]}; {DAMAGED}")
         return data
 
     return read

@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import grpc
-from tokenloom_proto.address import Address
+from tokenloom_proto import dataloader_pb2 as wire
+from tokenloom_proto.address import Address, reached_at
 from tokenloom_proto.credentials import NO_FILES, Credentials, TlsFiles
+from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_proto.errors import named
 from tokenloom_proto.protocol import unknown_service
+from tokenloom_proto.rest import TIMEOUT_S, About
 
 from tokenloom_server.errors import ConfigError, TokenloomError
 from tokenloom_server.tools.remote import ServerUnreachable, token_to_look
@@ -26,7 +29,7 @@ class Servers:
 
     def __init__(
         self,
-        url: str,
+        address: Address,
         environment: Mapping[str, str],
         *,
         token_file: Path | None = None,
@@ -34,12 +37,10 @@ class Servers:
     ) -> None:
         """Token and files of TLS are those given, else the environment's (see ``Credentials``).
 
-        Raises ``ConfigError`` for another URL than ``grpc://host:port/run`` or ``grpcs://…`` (several addresses with
-        commas between), and where the token would travel unencrypted to another machine.
+        Raises ``ConfigError``, also where the token would travel unencrypted to another machine.
         """
-        self.url = url
+        self.url = str(address)
         try:
-            address = Address.parse(url)
             self._credentials = Credentials.find(
                 address.hosts,
                 tls=address.tls,
@@ -60,6 +61,20 @@ class Servers:
         tls = grpc.ssl_channel_credentials(credentials.ca, credentials.key, credentials.certificate)
         return grpc.secure_channel(target, tls, options=_OPTIONS)
 
+    def about(self) -> About:
+        """The runs of the first server that answers, and where REST is. Raises ``ServerUnreachable``."""
+        for target in self.targets:
+            with self.channel(target) as channel:
+                try:
+                    answer = DataLoaderStub(channel).Stats(
+                        wire.StatsRequest(), timeout=TIMEOUT_S, metadata=self.metadata
+                    )
+                    about = About.parse(answer.stats_json, "rest_address", self.url)
+                    return about._replace(address=reached_at(about.address, target))
+                except grpc.RpcError as error:
+                    fault = self.failure(error)
+        raise fault
+
     def failure(self, error: grpc.RpcError) -> TokenloomError:
         """The server's own error, by its name; else that nothing answers."""
         details = error.details() or error.code().name
@@ -70,6 +85,6 @@ class Servers:
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             return unknown_service(self.url, details)
         return ServerUnreachable(
-            f"{self.url}: no answer ({error.code().name}: {details}); give the gRPC address that `tokenloom serve` "
-            "printed, and the run's name"
+            f"{self.url}: no answer ({error.code().name}: {details}); is the server running, and is this an address "
+            "that `tokenloom serve` printed?"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import urllib.parse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -126,25 +125,15 @@ def open_source(
 
     Raises ``ConfigError``, ``SnapshotInvalid``, and what asking the server raises.
     """
-    scheme, colon, _ = named.partition("://")
-    if not colon:
+    if Path(named).exists() or ":" not in named:
         if run is not None:
             raise ConfigError(
-                f"{named}: is a file, which says itself of which run it is; {run!r} is for a server's URL"
+                f"{named}: is a file, which says itself of which run it is; {run!r} is for a server's address"
             )
         return of_file(Path(named), inside)
-    if scheme not in ("http", "https"):
-        raise ConfigError(
-            f"{named!r}: expected the REST address that the server printed, such as http://127.0.0.1:8080"
-        )
-    parts = urllib.parse.urlsplit(named)
-    run_of_path = urllib.parse.unquote(parts.path.strip("/")) or None
-    if run is not None and run_of_path is not None and run != run_of_path:
-        raise ConfigError(f"{named!r} names the run {run_of_path!r}, and the option {run!r}; name it once")
-    address = f"{parts.scheme}://{parts.netloc}"
-    remote = connect(address)
-    name = remote.only_run(run or run_of_path, f"name one: {address}/RUN, or by --run-a, --run-b")
-    return of_server(remote, name, f"{address}/{name}")
+    remote = connect(named)
+    name = remote.only_run(run, "name one: its address with /RUN, or by --run-a, --run-b")
+    return of_server(remote, name, f"{remote.url}/{name}")
 
 
 def _point(state: Mapping[str, Any]) -> DigestPoint:

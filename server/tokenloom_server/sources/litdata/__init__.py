@@ -1,0 +1,1 @@
+"""The optimised chunks of LitData."""

@@ -1,0 +1,126 @@
+"""One form of address for all: either port's, or the URL of a run, for every command and every dataset."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+import yaml
+from support.corpora import flat, write_corpus
+from support.ports import free_port
+from support.served import runs_of
+from tokenloom import ConnectionOptions, RemoteDataset
+from tokenloom.errors import ServerUnavailable
+from tokenloom_proto.address import ServerAddress, reached_at
+from tokenloom_proto.errors import ProtocolError
+from tokenloom_server.api.grpc import GrpcServer
+from tokenloom_server.api.rest.server import RestServer
+from tokenloom_server.cli.options import ReadAccess
+from tokenloom_server.errors import ConfigError
+from tokenloom_server.tools.remote import ServerUnreachable
+
+SHORT = ConnectionOptions(connect_timeout_s=0.2)
+
+
+class Ports(NamedTuple):
+    grpc: str
+    rest: str
+
+    def forms(self, run: str) -> list[str]:
+        """All that names the server, and with ``/run`` the run."""
+        return [f"{start}{run}" for start in (self.rest, f"http://{self.rest}", f"http://{self.rest}/v1/runs")]
+
+
+@pytest.fixture(scope="module")
+def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ports]:
+    """A server of one run, on all addresses of this machine, as it is in a container."""
+    folder = write_corpus(tmp_path_factory.mktemp("served"))
+    (folder / "mixture.yaml").write_text(yaml.safe_dump(flat(["txt:data/prose/*.txt:text"])))
+    grpc_server, rest = GrpcServer("0.0.0.0:0"), RestServer("0.0.0.0", 0)
+    with runs_of(folder, folder / "mixture.yaml") as runs:
+        rest.start(runs, grpc_address=grpc_server.address)
+        grpc_server.start(runs, rest.address)
+        yield Ports(*(server.address.replace("0.0.0.0", "127.0.0.1") for server in (grpc_server, rest)))
+        grpc_server.stop(1)
+        rest.stop()
+
+
+def test_every_form_leads_commands_of_either_port_to_the_run(ports: Ports) -> None:
+    forms = [*ports.forms(""), *ports.forms("/test"), f"http://{ports.rest}/v1/runs/test/stats?x=1#token=secret"]
+    forms += [ports.grpc, f"{ports.grpc}/test", f"grpc://{ports.grpc}", f"grpc://{ports.grpc}/test"]
+    access = ReadAccess()
+    for form in forms:
+        assert [each.run for each in access.connect(form).stats(None)] == ["test"], form
+        servers = access.servers(form)
+        assert (servers.run, servers.targets) == ("test", (ports.grpc,)), form
+    standby = f"grpc://127.0.0.1:{free_port()},{ports.grpc}/test"
+    assert access.connect(standby).only_run(None) == "test"
+
+
+def test_every_form_is_a_datasets(ports: Ports) -> None:
+    forms = [*ports.forms(""), *ports.forms("/test"), f"{ports.grpc}/test", f"grpc://{ports.grpc}/test"]
+    for form in forms:
+        with RemoteDataset(form, 1, rank=0, world_size=1, resume="fresh", connection=SHORT, takeover=True) as dataset:
+            assert dataset.run == "test", form
+            if form == forms[0]:
+                assert isinstance(next(iter(dataset))["input_ids"], torch.Tensor)
+
+
+def test_a_run_is_named_once(ports: Ports) -> None:
+    with pytest.raises(ConfigError, match="names the run 'test', and the option 'other'"):
+        ReadAccess().connect(f"http://{ports.rest}/test").only_run("other")
+
+
+@pytest.mark.parametrize(
+    "text", ["ftp://x:1", "nowhere", "", "http://", "a:b", "grpc://x/run", "http://a:1,/x#token=s"]
+)
+def test_what_is_no_address_is_refused_with_the_forms_that_are(text: str) -> None:
+    for ask in (ReadAccess().connect, ReadAccess().servers, lambda text: RemoteDataset(text, 1)):
+        with pytest.raises((ConfigError, ValueError), match=r"expected HOST:PORT|expected grpc://HOST:PORT") as refused:
+            ask(text)
+        assert "token=s" not in str(refused.value)
+
+
+class _Stranger(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/v1/runs" else 404)
+        self.end_headers()
+        self.wfile.write(b'{"runs": 3}')
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_another_server_than_tokenlooms_is_said_to_be_one() -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), _Stranger) as stranger:
+        threading.Thread(target=stranger.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{stranger.server_port}"
+        with pytest.raises(ProtocolError, match="not a Tokenloom server"):
+            ReadAccess().servers(url)
+        with pytest.raises(ProtocolError, match="not a Tokenloom server"):
+            RemoteDataset(url, 1)
+        stranger.shutdown()
+
+
+def test_where_nothing_answers_the_address_is_named() -> None:
+    nobody = f"127.0.0.1:{free_port()}"
+    with pytest.raises(ServerUnavailable, match=f"{nobody}.*no answer"):
+        RemoteDataset(nobody, 1)
+    with pytest.raises(ServerUnreachable, match=f"{nobody}.*no answer"):
+        ReadAccess().connect(nobody)
+    # It may be gRPC's, for which a Join waits.
+    with RemoteDataset(f"{nobody}/test", 1, connection=SHORT) as dataset, pytest.raises(ServerUnavailable):
+        next(iter(dataset))
+
+
+def test_an_address_of_all_of_a_machines_is_reached_at_the_one_that_was_named() -> None:
+    assert reached_at("0.0.0.0:50051", "data.example:80") == "data.example:50051"
+    assert reached_at("[::]:1", "[::1]:2") == "[::1]:1"
+    assert reached_at("10.0.0.1:50051", "data.example:80") == "10.0.0.1:50051"
+    assert ServerAddress.parse("https://data.example/v1/runs/a%20b") == ServerAddress(
+        "https", ("data.example:443",), "a b"
+    )
