@@ -6,6 +6,8 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from support.mosaic import mosaic, write_mds
 from tokenloom import LocalDataset
 from tokenloom_server.cli import app
 from tokenloom_server.core.state import SourceState
+from tokenloom_server.tools.moving import litdata
 from tokenloom_server.tools.moving.mosaic import seen_samples
 from typer.testing import CliRunner
 
@@ -193,17 +196,40 @@ def _sample(number: int) -> dict[str, str]:
     return {"text": TEXTS[number]}
 
 
-class LitRank:
-    """A rank of a job, in its second epoch."""
+@contextmanager
+def patched_ranks(ranks: int) -> Iterator[None]:
+    """What the library takes for the ranks of its own process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", str(ranks))
+        yield
 
-    def __init__(self, folder: Path, rank: int, ranks: int, **arguments: Any) -> None:
+
+class LitRank:
+    """A rank of a job, in its second epoch; ``state``: where it goes on in that."""
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        ranks: int,
+        *,
+        workers: int = 0,
+        state: dict[str, Any] | None = None,
+        **arguments: Any,
+    ) -> None:
         from litdata import StreamingDataLoader, StreamingDataset
         from litdata.utilities.env import _DistributedEnv
 
-        dataset = StreamingDataset(str(folder / "optimised"), seed=7, drop_last=ranks > 1, **arguments)
+        dataset = StreamingDataset(
+            str(folder / "optimised"), seed=7, drop_last=ranks > 1 and state is None, **arguments
+        )
         dataset.distributed_env = _DistributedEnv(ranks, rank, 1)
-        self.loader = StreamingDataLoader(dataset, batch_size=4)
-        list(self.loader)
+        self.loader = StreamingDataLoader(dataset, batch_size=4, num_workers=workers)
+        if state is None:
+            list(self.loader)
+        else:
+            with patched_ranks(ranks):
+                self.loader.load_state_dict(state)
         self._running = iter(self.loader)
 
     def read(self, batches: int | None = None) -> list[int]:
@@ -227,6 +253,30 @@ def test_what_litdata_had_not_read_on_any_rank_is_read_here(
     read = list(read_here(optimised, source))
     assert sorted(number for epoch, number in read if epoch == 0) == sorted(rest)
     assert sorted(number for epoch, number in read if epoch == 1) == list(range(SAMPLES))
+
+
+def test_what_workers_had_read_is_known(optimised: Path) -> None:
+    rank = LitRank(optimised, 0, 1, workers=2, shuffle=True)
+    seen = rank.read(5)
+    state = json.loads(json.dumps(rank.loader.state_dict()))
+
+    flags = litdata.seen_samples(state, optimised / "optimised", {})
+    assert sorted(seen) == np.flatnonzero(flags).tolist()
+    assert sorted(rank.read()) == np.flatnonzero(~flags).tolist()
+
+
+def test_a_job_that_had_gone_on_with_more_ranks_moves_too(optimised: Path) -> None:
+    first = LitRank(optimised, 0, 1, shuffle=True)
+    seen = first.read(6)
+    state = first.loader.state_dict()
+    job = [LitRank(optimised, rank, 2, state=deepcopy(state), shuffle=True) for rank in range(2)]
+    seen += [number for rank in job for number in rank.read(3)]
+
+    state = json.loads(json.dumps(job[0].loader.state_dict()))
+
+    flags = litdata.seen_samples(state, optimised / "optimised", {})
+    assert sorted(seen) == np.flatnonzero(flags).tolist()
+    assert {number for rank in job for number in rank.read()} <= {*np.flatnonzero(~flags).tolist()}
 
 
 @pytest.mark.parametrize(
