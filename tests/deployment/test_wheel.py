@@ -211,6 +211,27 @@ def test_the_client_imports_where_only_the_base_dependencies_are(
     assert not has_server
 
 
+def test_the_client_imports_without_torch_and_little_else(
+    installed: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    base = _requirements(installed)
+    environment = _environment(installed, base, tmp_path_factory.mktemp("base"))
+    every = _import_names(base + _requirements(installed, "server", "torch"))
+    code = (
+        "import json, tokenloom\n"
+        f"imported = {{name.partition('.')[0] for name in sys.modules}} & set({sorted(every)!r})\n"
+        "try: tokenloom.RemoteDataset\n"
+        "except ModuleNotFoundError as error: print(json.dumps([sorted(imported), str(error)]))"
+    )
+
+    result = _run(environment, code)
+
+    assert result.returncode == 0, result.stderr
+    imported, says = json.loads(result.stdout)
+    assert imported == ["google", "grpc", "numpy"]
+    assert "pip install 'tokenloom[torch]'" in says
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "mixture.yaml"], []])
 def test_the_command_names_the_extra_that_it_misses(
     arguments: list[str], installed: Path, client_environment: list[str]
@@ -346,33 +367,35 @@ RELEASES = {
 }
 
 
+_READ = """
+import json, google.protobuf, grpc, numpy
+from tokenloom import RemoteDataset
+dataset = RemoteDataset(sys.argv[1], 4, columns=["position_ids", "attention_mask"], resume="fresh")
+with dataset:
+    sums = [int(batch["input_ids"].sum()) for _, batch in zip(range(50), dataset)]
+print(json.dumps([[google.protobuf.__version__, grpc.__version__, numpy.__version__], dataset.digest, sums]))
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("which", RELEASES)
 def test_the_client_reads_a_run_with_the_oldest_and_the_newest_packages_that_it_allows(
-    which: str, installed: Path, client_environment: list[str], tmp_path: Path
+    installed: Path, client_environment: list[str], tmp_path: Path
 ) -> None:
-    options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--quiet", "--target", str(tmp_path)]
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, *RELEASES[which]], check=True, timeout=100)
     allowed = {requirement.name: requirement.specifier for requirement in _requirements(installed)}
-    for name, version in (release.split("==") for release in RELEASES[which]):
-        assert version in allowed[name]
-    code = (
-        "import json, google.protobuf, grpc, numpy\n"
-        "from tokenloom import RemoteDataset\n"
-        "dataset = RemoteDataset(sys.argv[1], 4, columns=['position_ids', 'attention_mask'])\n"
-        "with dataset:\n"
-        "    batches = [batch for _, batch in zip(range(50), dataset)]\n"
-        "found = [dataset.digest, [int(batch['input_ids'].sum()) for batch in batches]]\n"
-        "print(json.dumps([google.protobuf.__version__, grpc.__version__, numpy.__version__, found]))"
-    )
-    with two_runs(tmp_path / "runs") as urls:
-        expected = RemoteDataset(urls[0], 4)
-        with expected:
-            sums = [int(batch["input_ids"].sum()) for _, batch in zip(range(50), expected, strict=False)]
-        result = _run([str(tmp_path), *client_environment], code, urls[1])
+    read = {}
+    with two_runs(tmp_path / "runs") as (url, _):
+        for which, releases in RELEASES.items():
+            target = tmp_path / which
+            options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--quiet", "--target", target]
+            subprocess.run([sys.executable, "-m", "pip", "install", *options, *releases], check=True, timeout=100)
+            assert all(version in allowed[name] for name, version in (release.split("==") for release in releases))
+            result = _run([str(target), *client_environment], _READ, url)
+            assert result.returncode == 0, result.stderr
+            versions, *read[which] = json.loads(result.stdout)
+            assert versions == [release.split("==")[1] for release in releases]
+        with RemoteDataset(url, 4, resume="fresh") as dataset:
+            sums = [int(batch["input_ids"].sum()) for _, batch in zip(range(50), dataset, strict=False)]
+            expected = [dataset.digest, sums]
 
-    assert result.returncode == 0, result.stderr
-    *versions, found = json.loads(result.stdout)
-    assert versions == [release.split("==")[1] for release in RELEASES[which]]
-    assert found == [expected.digest, sums]
+    assert read == dict.fromkeys(RELEASES, expected)
