@@ -67,7 +67,7 @@ class ReadAccess:
     def connect(self, url: str) -> Remote:
         """The server at an address of either of its ports. Raises ``ConfigError``, and ``ServerUnreachable`` where it
         has to be asked for the other one."""
-        return self._rest(url if url.startswith("http") else self._locate(url)[0])
+        return self._rest(url if url.startswith(("http://", "https://")) else self._locate(url)[0])
 
     def servers(self, url: str) -> Servers:
         """The servers of a run, by an address as ``connect`` takes it, or by those of all of them (gRPC's)."""
