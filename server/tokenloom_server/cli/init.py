@@ -50,15 +50,9 @@ class _Answers:
     """Answers that ``init`` need not find out, or ask for at a terminal."""
 
     run: Annotated[str | None, typer.Option(help="The run's name; the folder's if not given.")] = None
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(help="A tokenizer.json, a folder with one, a name on the Hub, or bytes; else one near the data."),
-    ] = None
+    tokenizer: Annotated[str | None, typer.Option(help="As a mixture file names it; else one near the data.")] = None
     sequence_length: Annotated[int | None, typer.Option(help="Tokens per sample; 2048, or less of few data.")] = None
-    column: Annotated[
-        list[str] | None,
-        typer.Option(help="The column that is read, or that of one source; may be given again.", metavar="ALIAS=NAME"),
-    ] = None
+    column: Annotated[list[str] | None, typer.Option(help="The column, of one or all.", metavar="[ALIAS=]NAME")] = None
 
     def fields(self, folder: Path, base_dir: Path, sources: Mapping[str, Candidate]) -> dict[str, str | int]:
         """The run's own fields. Raises ``ConfigError``."""
@@ -92,10 +86,7 @@ class _Answers:
 
 
 def init(
-    places: Annotated[
-        list[str],
-        typer.Argument(help="Where the data lie: folders, or datasets of the Hub.", metavar="FOLDER|hf:REPO..."),
-    ],
+    places: Annotated[list[str], typer.Argument(help="Folders, or datasets of the Hub.", metavar="FOLDER|hf:REPO...")],
     output: Annotated[Path, typer.Option(help="The mixture file to write.")] = Path("mixture.yaml"),
     force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
     *,

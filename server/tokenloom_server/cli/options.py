@@ -23,12 +23,7 @@ if TYPE_CHECKING:
     from tokenloom_server.tools.peek.servers import Servers
     from tokenloom_server.tools.remote import Remote
 
-Url = Annotated[
-    str,
-    typer.Argument(
-        help="An address that the server printed, with or without a run: HOST:PORT, or a URL.", metavar="URL"
-    ),
-]
+Url = Annotated[str, typer.Argument(help="HOST:PORT of either port of a server, or the URL of a run.", metavar="URL")]
 RunName = Annotated[
     str | None,
     typer.Option(help="The run; needed where the server has several."),

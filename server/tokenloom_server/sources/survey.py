@@ -81,9 +81,9 @@ class Survey:
             if location in to_evaluate and len(to_evaluate) < len(splits):
                 self.left_out[location] = "a split to evaluate on"
                 continue
+            spec, size = Spec(scheme, location, ""), sum(shard.size for shard in shards)
             columns = columns_of(scheme.reader(shards), shards[0].path, self._base_dir)
-            size = sum(shard.size for shard in shards)
-            self.candidates.append(Candidate(Spec(scheme, location, ""), len(shards), size, columns))
+            self.candidates.append(Candidate(spec, len(shards), size, columns))
 
     def look_at(self, place: str) -> None:
         """Takes in all that lies below a folder, or one file.
