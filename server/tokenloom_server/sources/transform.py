@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import queue
 import signal
 import subprocess
@@ -77,7 +79,7 @@ class _Worker:
 
     def __init__(self, arguments: tuple[str, ...]) -> None:
         command = [sys.executable, "-m", transform_worker.__name__, *arguments]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
         assert self._process.stdin is not None
         self._stdin = self._process.stdin
 
@@ -100,6 +102,8 @@ class _Worker:
         return texts, json.loads(metadata[transform_worker.SAID])
 
     def end(self) -> None:
-        self._process.kill()
+        # With all processes that the function started.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         # Also closes the pipes, whatever is left in them.
         self._process.communicate()
