@@ -14,6 +14,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 from support.corpora import write_corpus
+from support.hub import card, stand_in_hub
 from tokenloom_server.cli import app
 from tokenloom_server.cli.init import SCHEMA_FILE
 from typer.testing import CliRunner
@@ -127,3 +128,25 @@ def test_at_a_terminal_it_asks(here: Path) -> None:
     os.close(ours)
     assert process.returncode == 0, output
     assert (written()["run"], written()["tokenizer"]) == ("my-run", "bytes")
+
+
+def test_of_the_hub_the_splits_to_train_on_are_sources(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = (here / "data" / "docs.jsonl").read_bytes()
+    names = [f"{config}/{split}.jsonl" for config in ("en", "de") for split in ("train", "test")]
+    with stand_in_hub() as hub:
+        hub.stand_in(monkeypatch, here / "cache")
+        hub.repo("org/plain").commit({"train.jsonl": rows, "test.jsonl": rows})
+        configs = [{"config_name": name, "data_dir": name} for name in ("en", "de")]
+        hub.repo("org/several").commit({"README.md": card(*configs), **dict.fromkeys(names, rows)})
+        output = init("hf:org/plain", "hf:org/several/de", "--tokenizer", "bytes", "--sequence-length", "8")
+        assert [child["source"] for child in written()["mixture"]["children"]] == [
+            "hf:org/plain:train:text",
+            "hf:org/several/de:train:text",
+        ]
+        assert "org/plain:test (a split to evaluate on)" in output
+        assert "has the configs en, de; name one, as hf:org/several/CONFIG" in init(
+            "hf:org/several", "--force", status=2
+        )
+        checked = CliRunner().invoke(app, ["validate", "mixture.yaml"])
+        assert checked.exit_code == 0, checked.output
+    assert "txt:data: expected a folder, without a scheme" in init("txt:data", "--force", status=2)

@@ -15,6 +15,7 @@ from support.timelines import revised
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.core.state import SourceState
 from tokenloom_server.errors import ConfigError, SourceChanged
+from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.size_estimates import measure
 from tokenloom_server.order.timeline import Timeline
@@ -144,6 +145,13 @@ def test_a_file_that_is_not_what_it_was_is_refused(folder: Path) -> None:
 
     with pytest.raises(SourceChanged, match=f"another content now.*expected {seen['sha256']}"):
         order_of(folder, document(seen))
+
+
+def test_a_file_beyond_the_data_roots_is_refused(folder: Path) -> None:
+    seen = listed(folder.parent, SEEN, "outside.npy") | {"file": "../outside.npy"}
+
+    with pytest.raises(ConfigError, match=r"children\.0\.seen\.file: '\.\./outside\.npy' lies below no data root"):
+        builder.create(parsed(document(seen)), folder, None, DataRoots.of([folder]))
 
 
 def test_what_cannot_be_beside_it_is_refused(folder: Path) -> None:

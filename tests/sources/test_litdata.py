@@ -14,12 +14,14 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from support.catalog import spec_of
+from support.catalog import SOURCES, spec_of
 from support.litdata_files import read_litdata, write_litdata
+from support.mosaic import write_mds
 from support.sources import opened, rows_of
 from tokenloom_server.config.row_rules import Comparison, Template
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import samples as sample_files
+from tokenloom_server.sources import short_form
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.open import columns_of
 from tokenloom_server.sources.scheme import scheme_of
@@ -149,6 +151,15 @@ def test_a_spec_may_leave_out_the_field(tmp_path: Path) -> None:
             opened(tmp_path, spec)
     shown = columns_of(scheme_of(spec_of("litdata:data")), "data/index.json", tmp_path)
     assert {name for name, content in shown.items() if content is not None} == {"text", "tokens", "words"}
+
+
+def test_a_folder_alone_shows_its_scheme_and_its_field(tmp_path: Path) -> None:
+    write_litdata(tmp_path / "one", (f"row {i}" for i in range(9)))
+    write_litdata(tmp_path / "fields", map(record, range(9)))
+    write_mds(tmp_path / "streamed", {"body": "str"}, ({"body": f"row {i}"} for i in range(9)))
+    document = short_form.document("one fields streamed", tmp_path, SOURCES, run="mix")
+    sources = [child["source"] for child in document["mixture"]["children"]]
+    assert sources == ["litdata:one", "litdata:fields:text", "mds:streamed:body"]
 
 
 Change = Callable[[dict[str, Any]], object]

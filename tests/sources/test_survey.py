@@ -10,6 +10,8 @@ import datasets
 import pytest
 from support.catalog import SOURCES
 from support.corpora import write_megatron, write_npy, write_parquet
+from support.litdata_files import write_litdata
+from support.mosaic import write_mds
 from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.sources.scheme import scheme_of
 from tokenloom_server.sources.survey import MAX_SERIES, Survey
@@ -116,8 +118,20 @@ def test_folders_and_pairs_of_files_are_whole_sources(tmp_path: Path) -> None:
     write_megatron(tmp_path / "data" / "old" / "wiki_document", ROWS)
     (tmp_path / "data" / "lone.bin").write_bytes(b"12")
     write_npy(tmp_path / "data" / "ids.npy", ROWS)
+    write_mds(tmp_path / "data" / "mosaic", {"text": "str"}, [{"text": "a"}, {"text": "b"}])
+    write_litdata(tmp_path / "data" / "lit", [{"text": "a"}, {"text": "b"}])
     survey = looked_at(tmp_path)
-    assert sorted(specs(survey)) == ["arrow:data/saved/train", "megatron:data/old/*", "npy:data/ids.npy"]
+    assert sorted(specs(survey)) == [
+        "arrow:data/saved/train",
+        "litdata:data/lit",
+        "mds:data/mosaic",
+        "megatron:data/old/*",
+        "npy:data/ids.npy",
+    ]
+    assert [each.columns.keys() for each in survey.candidates if each.spec.scheme.name in ("mds", "litdata")] == [
+        {"text"},
+        {"text"},
+    ]
     assert survey.left_out.keys() == {"data/saved/test", "data/lone.bin", "data/saved/dataset_dict.json"}
     (tmp_path / "data" / "old" / "lone.bin").write_bytes(b"12")
     with pytest.raises(SourceError, match=r"'data/old/lone\.idx' is missing beside"):

@@ -142,7 +142,7 @@ def test_several_share_a_folder(tmp_path: Path) -> None:
     def work(seed: int) -> None:
         cache, draws = BlockCache(tmp_path, 8 * BLOCK_BYTES), random.Random(seed)
         try:
-            for _ in range(60):
+            for _ in range(30):
                 Object().read(cache, draws.randrange(12))
         except BaseException as error:
             faults.append(error)

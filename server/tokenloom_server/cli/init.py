@@ -92,13 +92,16 @@ class _Answers:
 
 
 def init(
-    folders: Annotated[list[Path], typer.Argument(help="Where the data lie.", metavar="FOLDER...")],
+    places: Annotated[
+        list[str],
+        typer.Argument(help="Where the data lie: folders, or datasets of the Hub.", metavar="FOLDER|hf:REPO..."),
+    ],
     output: Annotated[Path, typer.Option(help="The mixture file to write.")] = Path("mixture.yaml"),
     force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
     *,
     answers: _Answers,
 ) -> None:
-    """Write a mixture file for the data of folders, and say what comes next.
+    """Write a mixture file for the data of folders or of the Hub, and say what comes next.
 
     Each folder and each series of files becomes a source, with a weight by its size. What does not show is asked at a
     terminal; elsewhere the error names the option that says it.
@@ -118,17 +121,21 @@ def init(
             raise ConfigError(f"{path}: is there already; give another --output, or --force to write over it")
     base_dir, catalog = output.resolve().parent, open_catalog(allowed_plugins())
     survey = Survey(base_dir, sources_of(catalog))
-    for folder in folders:
-        survey.look_at(_path_from(base_dir, folder.resolve()))
+    for place in places:
+        scheme = sources_of(catalog).schemes.get(place.partition(":")[0])
+        if scheme is not None and ":" in place:
+            survey.look_up(scheme, place.partition(":")[2])
+        else:
+            survey.look_at(_path_from(base_dir, Path(place).resolve()))
     if not survey.candidates:
-        raise ConfigError(f"{folders[0]}: has no data that a scheme reads ({_left_out(survey) or 'it is empty'})")
+        raise ConfigError(f"{places[0]}: has no data that a scheme reads ({_left_out(survey) or 'it is empty'})")
     names = aliases([each.spec for each in survey.candidates])
     columns = map(answers.column_of, survey.candidates, names)
     sources = {
         alias: replace(each, spec=replace(each.spec, column=column))
         for alias, each, column in zip(names, survey.candidates, columns, strict=True)
     }
-    fields = answers.fields(folders[0].resolve(), base_dir, sources)
+    fields = answers.fields(Path(places[0]).resolve(), base_dir, sources)
     text = _mixture_text(fields, sources)
     config.parse(yaml.safe_load(text), where=str(output), catalog=catalog, text=text)
     write_whole(output, text)

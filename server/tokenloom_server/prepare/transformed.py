@@ -32,7 +32,7 @@ def read_transformed(
         positions = np.flatnonzero(passing)
         texts = arrays.filled(arrays.plain(rows.column).take(arrays.from_numbers(positions)).cast(pa.large_string()))
         if len(texts):
-            texts = transform.texts(texts, rows.first_row + positions, where)
+            texts = transform.texts(texts, (rows.first_row + positions).tolist(), where)
         try:
             documents = encoder.encode(texts, rows.first_row, file)
         except TokenizerError as error:

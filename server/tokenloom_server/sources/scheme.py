@@ -199,6 +199,11 @@ class Scheme(ABC):
         endings = () if self.by_folder else self.all_endings
         return {name: (name.removesuffix(ending), ending) for name in names if (ending := ending_of(name)) in endings}
 
+    def splits(self, text: str) -> Mapping[str, tuple[Shard, ...]]:
+        """Of a data set that has a name and no folder, its files by the location of each split. Raises ``ConfigError``
+        where the scheme has no such, and ``SourceError``."""
+        raise ConfigError(f"{self.name}:{text}: expected a folder, without a scheme")
+
     # --- The rows ------------------------------------------------------------------------------------------
 
     def reader(self, shards: Sequence[Shard]) -> Scheme:

@@ -73,6 +73,18 @@ class Survey:
         self.left_out: dict[str, str] = {}
         self._base_dir, self._catalog = base_dir, catalog
 
+    def look_up(self, scheme: Scheme, text: str) -> None:
+        """Takes in the splits of a data set by its name. Raises what the scheme's ``splits`` raises."""
+        splits = scheme.splits(text)
+        to_evaluate = {location for location in splits if _EVALUATION.fullmatch(location.rpartition(":")[2])}
+        for location, shards in splits.items():
+            if location in to_evaluate and len(to_evaluate) < len(splits):
+                self.left_out[location] = "a split to evaluate on"
+                continue
+            columns = columns_of(scheme.reader(shards), shards[0].path, self._base_dir)
+            size = sum(shard.size for shard in shards)
+            self.candidates.append(Candidate(Spec(scheme, location, ""), len(shards), size, columns))
+
     def look_at(self, place: str) -> None:
         """Takes in all that lies below a folder, or one file.
 

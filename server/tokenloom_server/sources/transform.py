@@ -9,11 +9,9 @@ import queue
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from tokenloom_server.errors import ConfigError, SourceError
@@ -36,7 +34,7 @@ class Transform:
         self.code: Mapping[str, str | None] = {}
         self._idle.put(self._started())
 
-    def texts(self, column: Any, rows: npt.NDArray[np.int64], where: str) -> Any:
+    def texts(self, column: Any, rows: Sequence[int], where: str) -> Any:
         """The large strings that the function makes of a column of large strings, whose ``rows`` are these of the file
         ``where``. Raises ``SourceError``, which names them, and ``ConfigError`` where the function's code has changed
         since the first worker started."""

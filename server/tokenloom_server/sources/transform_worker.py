@@ -115,8 +115,7 @@ def _texts(result: Any) -> Any:
     if isinstance(result, pa.ChunkedArray):
         result = result.combine_chunks()
     if not isinstance(result, pa.Array) or not arrays.is_text(result.type):
-        kind = type(result).__name__
-        raise TypeError(f"it gave {kind}, expected an Arrow array of texts, or a record batch with these as {COLUMN!r}")
+        raise TypeError(f"it gave {type(result).__name__}, expected texts, or a record batch with these as {COLUMN!r}")
     return result.cast(pa.large_string())
 
 

@@ -66,6 +66,8 @@ class BlockCache:
             if end - begin <= min(SMALL_BYTES, stop - start - 1):
                 return fetch(begin, end)
             data = memoryview(fetch(start, stop))
+            with self._lock:
+                self.fetched_bytes += len(data)
             if len(data) != stop - start:
                 return b""
             for number in range(missing[0], missing[-1] + 1):
@@ -77,15 +79,13 @@ class BlockCache:
         return b"".join(blocks)
 
     def _load(self, path: Path) -> memoryview:
-        """A block; nothing where it is not here, or damaged."""
-        try:
+        """A block; nothing where it is not here, cannot be read, or is damaged."""
+        with contextlib.suppress(OSError):
             data = memoryview(path.read_bytes())
             if data[:_CHECKSUM_BYTES] == _checksum(path.name, data[_CHECKSUM_BYTES:]):
                 os.utime(path)
                 return data[_CHECKSUM_BYTES:]
             _log.warning("%s is damaged; what it held is fetched again", path)
-        except OSError as error:
-            self._warn(error)
         return memoryview(b"")
 
     def _store(self, path: Path, block: memoryview) -> None:
@@ -95,12 +95,13 @@ class BlockCache:
                 file.write(block)
             self._make_room(len(block))
         except OSError as error:
-            self._warn(error)
+            if not self._warned:
+                self._warned = True
+                _log.warning("%s: %s; what cannot be kept there is fetched each time", self._folder, error)
 
     def _make_room(self, length: int) -> None:
         """Now and then removes the blocks that were not used for longest. ``length``: what was written just now."""
         with self._lock:
-            self.fetched_bytes += length
             self._unswept_bytes += length
             if self._unswept_bytes < self._max_bytes // _SWEEPS:
                 return
@@ -116,11 +117,6 @@ class BlockCache:
                 break
             path.unlink(missing_ok=True)
             excess -= size
-
-    def _warn(self, error: OSError) -> None:
-        if not self._warned and not isinstance(error, FileNotFoundError):
-            self._warned = True
-            _log.warning("%s: %s; what cannot be kept there is fetched each time", self._folder, error)
 
 
 @functools.cache

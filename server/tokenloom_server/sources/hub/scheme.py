@@ -54,6 +54,12 @@ class HubScheme(Scheme):
         """What ``ORG/NAME[/CONFIG][@REVISION]`` has, before there is a spec; see ``HubResolver.dataset``."""
         return HubResolver(self._by_ending).dataset(text)
 
+    def splits(self, text: str) -> Mapping[str, tuple[Shard, ...]]:
+        dataset = self.dataset(text)
+        if dataset.config is None:
+            raise ConfigError(f"hf:{text}: has the configs {', '.join(dataset.configs)}; name one, as hf:{text}/CONFIG")
+        return {f"{text}:{split.name}": split.shards for split in dataset.splits if split.scheme is not None}
+
     def more_shards(self, spec: Spec, known: tuple[Shard, ...], base_dir: Path) -> tuple[Shard, ...]:
         """Raises ``SourceChanged``, too, where the known files are no longer as they were."""
         return appended(spec, known, self.shards(spec, base_dir))
