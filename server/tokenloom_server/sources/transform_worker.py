@@ -41,7 +41,7 @@ def _serve(name: str, seconds: float, memory_mb: int) -> None:
     # An interrupt at a terminal is for the command; this process ends with its input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_DATA, (1_000_000 * memory_mb,) * 2)
-    # The streams are this process's alone: what the function and processes of its own read is empty, and what they print
+    # The streams are for this process alone: what the function and its own processes read is empty, what they print
     # goes beside the answers. A stream that such a process held would not end with this one.
     streams = requests, out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing_there = os.open(os.devnull, os.O_RDWR)
