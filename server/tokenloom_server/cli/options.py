@@ -29,10 +29,7 @@ Url = Annotated[
         help="An address that the server printed, with or without a run: HOST:PORT, or a URL.", metavar="URL"
     ),
 ]
-RunName = Annotated[
-    str | None,
-    typer.Option(help="The run; needed where the server has several."),
-]
+RunName = Annotated[str | None, typer.Option(help="The run; needed where the server has several.")]
 _ControlTokenFile = Annotated[
     Path | None,
     typer.Option(help="A file with the server's control token; mode 0600. Without it: TOKENLOOM_TOKEN."),

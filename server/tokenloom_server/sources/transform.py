@@ -94,9 +94,8 @@ class _Worker:
             texts, metadata = self._answers.read_next_batch_with_custom_metadata()
         except (OSError, pa.ArrowException, StopIteration):
             status = self._process.wait()
-            return None, {
-                "error": "it took too long" if status == -signal.SIGALRM else f"its process ended with {status}"
-            }
+            fault = "it took too long" if status == -signal.SIGALRM else f"its process ended with {status}"
+            return None, {"error": fault}
         return texts, json.loads(metadata[transform_worker.SAID])
 
     def end(self) -> None:

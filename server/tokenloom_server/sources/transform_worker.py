@@ -85,8 +85,8 @@ def _load(name: str) -> tuple[Any, dict[str, str | None]]:
     top = module_name.partition(".")[0]
     distribution = next(iter(metadata.packages_distributions().get(top, ())), None)
     version = metadata.version(distribution) if distribution is not None else None
-    code = {"name": name, "distribution": distribution, "version": version}
-    code["digest"] = _digest(module, sys.modules[top], beside=distribution is None)
+    digest = _digest(module, sys.modules[top], beside=distribution is None)
+    code = {"name": name, "distribution": distribution, "version": version, "digest": digest}
     return getattr(module, function_name), code
 
 
