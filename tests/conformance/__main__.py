@@ -20,7 +20,7 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def main(
     client: Annotated[str, typer.Argument(help="the command that starts the client, with its arguments")],
-    only: Annotated[list[str] | None, typer.Option(help="a check by its name; may be repeated")] = None,
+    only: Annotated[list[str] | None, typer.Option(help=f"one check, repeatable: {', '.join(CHECKS)}")] = None,
 ) -> None:
     """Checks a client, and prints a line for each check. Exits with 1 where one failed."""
     unknown = set(only or ()) - set(CHECKS)
