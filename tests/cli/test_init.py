@@ -77,7 +77,7 @@ def test_nothing_is_written_over_unless_it_is_asked_for(here: Path) -> None:
     refused = init("data", "--tokenizer", "bytes", "--output", "third.yaml", status=2)
     assert f"{SCHEMA_FILE}: is there already" in refused
     assert not Path("third.yaml").exists()
-    assert "its folder does not exist" in init("data", "--tokenizer", "bytes", "--output", "no/a.yaml", status=2)
+    assert "expected a file, in a folder that exists" in init("data", "--output", "no/a.yaml", status=2)
     init("data", "--tokenizer", "bytes", "--run", "b", "--force")
     assert written()["run"] == "b"
 
@@ -95,6 +95,25 @@ def test_what_does_not_show_is_said_with_its_option_and_nothing_is_written(here:
         "jsonl:two/rows.jsonl:content",
         64,
     )
+
+
+def test_a_folder_is_no_output_and_a_column_is_that_of_a_source_that_there_is(here: Path) -> None:
+    assert "--output data: expected a file" in init("data", "--output", "data", "--force", status=2)
+    refused = init("data", "--tokenizer", "bytes", "--column", "kode=ids", status=2)
+    assert "--column kode=…: no source has this alias; expected one of" in refused
+
+
+def test_what_is_no_file_or_empty_is_left_out_and_a_folder_named_twice_is_one(here: Path) -> None:
+    (here / "odd").mkdir()
+    os.mkfifo(here / "odd" / "pipe.jsonl")
+    (here / "odd" / "broken.jsonl").symlink_to(here / "absent")
+    (here / "odd" / "nothing.jsonl").touch()
+    (here / "odd" / "docs.jsonl").write_bytes((here / "data" / "docs.jsonl").read_bytes())
+    output = init("odd", "odd", "--tokenizer", "bytes")
+    assert [child["alias"] for child in written()["mixture"]["children"]] == ["docs"]
+    assert all(f"odd/{name}.jsonl (" in output for name in ("pipe", "broken", "nothing"))
+    (here / "odd" / "docs.jsonl").write_bytes(b"")
+    assert "has no data that a scheme reads" in init("odd", "--tokenizer", "bytes", "--output", "b.yaml", status=2)
 
 
 @pytest.mark.parametrize(

@@ -106,15 +106,15 @@ def init(
     from tokenloom_server.sources.survey import Survey
     from tokenloom_server.storage.drafts import write_whole
 
-    if not output.parent.is_dir():
-        raise ConfigError(f"--output {output}: its folder does not exist; make it first")
+    if output.is_dir() or not output.parent.is_dir():
+        raise ConfigError(f"--output {output}: expected a file, in a folder that exists; make that first")
     schema, schema_content = output.with_name(SCHEMA_FILE), schema_text() + "\n"
     for path in (output, schema):
         if path.exists() and not force and path.read_bytes() != schema_content.encode():
             raise ConfigError(f"{path}: is there already; give another --output, or --force to write over it")
     base_dir, catalog = output.resolve().parent, open_catalog(allowed_plugins())
     survey = Survey(base_dir, sources_of(catalog))
-    for place in places:
+    for place in dict.fromkeys(places):
         scheme = sources_of(catalog).schemes.get(place.partition(":")[0])
         if scheme is not None and ":" in place:
             survey.look_up(scheme, place.partition(":")[2])
@@ -123,6 +123,9 @@ def init(
     if not survey.candidates:
         raise ConfigError(f"{places[0]}: has no data that a scheme reads ({_left_out(survey) or 'it is empty'})")
     names = aliases([each.spec for each in survey.candidates])
+    unknown = {text.rpartition("=")[0] for text in answers.column or ()} - {"", *names}
+    if unknown:
+        raise ConfigError(f"--column {min(unknown)}=…: no source has this alias; expected one of {', '.join(names)}")
     columns = map(answers.column_of, survey.candidates, names)
     sources = {
         alias: replace(each, spec=replace(each.spec, column=column))
