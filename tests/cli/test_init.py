@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -97,8 +98,32 @@ def test_what_does_not_show_is_said_with_its_option_and_nothing_is_written(here:
     )
 
 
+def test_a_source_has_the_name_of_its_folder_and_the_run_that_of_its_file(here: Path) -> None:
+    rows = (here / "data" / "docs.jsonl").read_bytes()
+    for name in ("books/en/part-000", "code/part-000", "web/2024/part-000", "web/2025/part-000", "books-1", "books-2"):
+        (here / "all" / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / "all" / f"{name}.jsonl").write_bytes(rows)
+    init("all", "--tokenizer", "bytes", "--column", "web=text")
+    assert {child["alias"]: child["source"] for child in written()["mixture"]["children"]} == {
+        "en/part-000": "jsonl:all/books/en/part-000.jsonl:text",
+        "code": "jsonl:all/code/part-000.jsonl:text",
+        "web": "jsonl:all/web/**/*.jsonl:text",
+        "books": "jsonl:all/books-*.jsonl:text",
+    }
+    shutil.rmtree("all/code")
+    for path in Path("all").glob("*.jsonl"):
+        path.unlink()
+    init("all", "--tokenizer", "bytes", "--force")
+    assert [child["alias"] for child in written()["mixture"]["children"]] == ["books", "web"]
+    refused = init("all", "--tokenizer", "bytes", "--column", "wbe=text", "--force", status=2)
+    assert "--column: no source has the alias wbe; here are " in refused
+    init("all/web/2024/part-000.jsonl", "--tokenizer", "bytes", "--force")
+    assert written()["run"] == "part-000"
+
+
 @pytest.mark.parametrize(
-    ("folder", "says"), [("absent", "cannot be looked at (No such file"), ("empty", "no data"), ("code", "(code/a.py")]
+    ("folder", "says"),
+    [("absent", "cannot be looked at (No such file"), ("empty", "(it is empty); expected"), ("code", "(code/a.py")],
 )
 def test_a_folder_without_data_is_refused_with_what_is_there(here: Path, folder: str, says: str) -> None:
     (here / "empty").mkdir()

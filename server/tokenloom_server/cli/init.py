@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,7 +43,14 @@ and, while it serves, the trainer:
   from tokenloom import RemoteDataset
 
   for batch in RemoteDataset("grpc://127.0.0.1:50051/{run}", batch_size=4):
-      print(batch["sample_index"], batch["input_ids"].shape)"""
+      print(batch["sample_index"], batch["input_ids"].shape)
+with a model, a checkpoint and a resume it is in README.md and docs/quick-start.md"""
+#: What the mixture file says of a run's own fields.
+_COMMENTS = {
+    "seed": "another one gives another order",
+    "tokenizer": "its ids are the model's vocabulary",
+    "sequence_length": "tokens per sample",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +64,8 @@ class _Answers:
 
     def fields(self, folder: Path, base_dir: Path, sources: Mapping[str, Candidate]) -> dict[str, str | int]:
         """The run's own fields. Raises ``ConfigError``."""
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.name).strip("-._") or "run"
+        own = folder.name.partition(".")[0] if folder.is_file() else folder.name
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", own).strip("-._") or "run"
         enough = min(source.size for source in sources.values()) // MIN_SAMPLES
         length = min(SEQUENCE_LENGTH, 2 ** max(3, enough.bit_length() - 1))
         return {
@@ -121,8 +130,18 @@ def init(
         else:
             survey.look_at(_path_from(base_dir, Path(place).resolve()))
     if not survey.candidates:
-        raise ConfigError(f"{places[0]}: has no data that a scheme reads ({_left_out(survey) or 'it is empty'})")
-    names = aliases([each.spec for each in survey.candidates])
+        endings = ", ".join(ending for ending in sources_of(catalog).endings if ending.count(".") == 1)
+        raise ConfigError(
+            f"{', '.join(places)}: no data there ({_left_out(survey) or 'it is empty'}); expected files that end with "
+            f"{endings}, or one of these compressed, or folders of other libraries: docs/mixture-file.md"
+        )
+    names, folders = aliases([each.spec for each in survey.candidates]), [each.folder for each in survey.candidates]
+    uses = Counter(name for both in zip(names, folders, strict=True) for name in {*both})
+    names = [folder if folder and uses[folder] == 1 else alias for alias, folder in zip(names, folders, strict=True)]
+    if unknown := {text.rpartition("=")[0] for text in answers.column or ()} - {"", *names}:
+        raise ConfigError(
+            f"--column: no source has the alias {', '.join(sorted(unknown))}; here are {', '.join(names)}"
+        )
     columns = map(answers.column_of, survey.candidates, names)
     sources = {
         alias: replace(each, spec=replace(each.spec, column=column))
@@ -173,8 +192,11 @@ def _mixture_text(fields: Mapping[str, str | int], sources: Mapping[str, Candida
         f"# yaml-language-server: $schema={SCHEMA_FILE}",
         "# Written by tokenloom init. More fields: tokenloom schema",
     ]
-    lines += [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in fields.items()]
-    lines += ["mixture:", "  policy: least_consumed  # weights are of tokens, kept to within a sample", "  children:"]
+    for name, value in fields.items():
+        comment = f"  # {_COMMENTS[name]}" if name in _COMMENTS else ""
+        lines.append(f"{name}: {json.dumps(value, ensure_ascii=False)}{comment}")
+    lines += ["# Weights are shares of the tokens; these are the sources' parts of all bytes.", "mixture:"]
+    lines += ["  policy: least_consumed  # next comes the source that has used least of its share", "  children:"]
     for alias, source in sources.items():
         lines += [
             f"    # {_contents(source)}; columns: {escaped(', '.join(source.columns))}",
