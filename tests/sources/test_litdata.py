@@ -182,6 +182,7 @@ LIES: dict[str, tuple[Change, str]] = {
     "a loader": (lambda e: e["config"].update(item_loader="ParquetLoader"), r"config.item_loader: Input should be"),
     "a wrap": (lambda e: e["config"].update(compression_level="sample"), r"config.compression_level: Input should be"),
     "a compression": (lambda e: e["config"].update(compression="lz4"), r"config.compression: String should match"),
+    "a file twice": (lambda e: e["chunks"].append(e["chunks"][0]), r"lists 'data/chunk-0-0.bin' 2 times; write"),
     "no chunks": (lambda e: e.update(chunks=[]), r"chunks: List should have at least 1 item"),
     "no config": (lambda e: e.pop("config"), r"config: Field required"),
 }
@@ -202,6 +203,8 @@ def test_an_index_that_lies_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "batches/index.json").write_text(json.dumps(index))
     with pytest.raises(SourceError, match=r"batches/chunk-0-0.bin' has 5 samples, but its index says 6"):
         all_rows(tmp_path, "litdata:batches:text")
+    with pytest.raises(SourceError, match=r"batches/chunk-0-0.bin' has 5 samples, but its index says 6"):
+        opened(tmp_path, "litdata:batches:text").row_count(1)
 
 
 def with_bytes(folder: Path, content: bytes) -> Path:

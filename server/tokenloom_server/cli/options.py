@@ -24,10 +24,7 @@ if TYPE_CHECKING:
     from tokenloom_server.tools.remote import Remote
 
 Url = Annotated[str, typer.Argument(help="HOST:PORT of either port of a server, or the URL of a run.", metavar="URL")]
-RunName = Annotated[
-    str | None,
-    typer.Option(help="The run; needed where the server has several."),
-]
+RunName = Annotated[str | None, typer.Option(help="The run; needed where the server has several.")]
 _ControlTokenFile = Annotated[
     Path | None,
     typer.Option(help="A file with the server's control token; mode 0600. Without it: TOKENLOOM_TOKEN."),
