@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -111,7 +111,6 @@ def init(
     from tokenloom_server.catalog import allowed_plugins, open_catalog
     from tokenloom_server.config import mixture_file as config
     from tokenloom_server.sources.catalog import sources_of
-    from tokenloom_server.sources.short_form import aliases
     from tokenloom_server.sources.survey import Survey
     from tokenloom_server.storage.drafts import write_whole
 
@@ -135,9 +134,7 @@ def init(
             f"{', '.join(places)}: no data there ({_left_out(survey) or 'it is empty'}); expected files that end with "
             f"{endings}, or one of these compressed, or folders of other libraries: docs/mixture-file.md"
         )
-    names, folders = aliases([each.spec for each in survey.candidates]), [each.folder for each in survey.candidates]
-    uses = Counter(name for both in zip(names, folders, strict=True) for name in {*both})
-    names = [folder if folder and uses[folder] == 1 else alias for alias, folder in zip(names, folders, strict=True)]
+    names = _aliases(survey.candidates)
     if unknown := {text.rpartition("=")[0] for text in answers.column or ()} - {"", *names}:
         raise ConfigError(
             f"--column: no source has the alias {', '.join(sorted(unknown))}; here are {', '.join(names)}"
@@ -158,6 +155,17 @@ def init(
         say(f"left out: {_left_out(survey)}")
     say(f"wrote {output}, and {schema} for editors")
     print_document(_NEXT.format(mixture=shlex.quote(str(output)), run=fields["run"]))
+
+
+def _aliases(candidates: Sequence[Candidate]) -> list[str]:
+    """The name of each one's folder, unless another source has it, too."""
+    from tokenloom_server.sources.short_form import aliases
+
+    pairs = [
+        (each.folder, alias) for each, alias in zip(candidates, aliases([c.spec for c in candidates]), strict=True)
+    ]
+    uses = Counter(name for pair in pairs for name in {*pair})
+    return [folder if folder and uses[folder] == 1 else alias for folder, alias in pairs]
 
 
 def _left_out(survey: Survey) -> str:
