@@ -81,6 +81,13 @@ class _Answers:
             "sequence_length": self.sequence_length or int(_ask("Tokens per sample", length)),
         }
 
+    def refuse_unknown(self, aliases: Sequence[str]) -> None:
+        """Raises ``ConfigError`` where ``--column`` names a source that there is not."""
+        if unknown := {text.rpartition("=")[0] for text in self.column or ()} - {"", *aliases}:
+            raise ConfigError(
+                f"--column: no source has the alias {', '.join(sorted(unknown))}; here are {', '.join(aliases)}"
+            )
+
     def column_of(self, candidate: Candidate, alias: str) -> str:
         """Which column of a source is read. Raises ``ConfigError`` where that does not show."""
         named = {of: name for of, _, name in (text.rpartition("=") for text in self.column or ())}
@@ -135,10 +142,7 @@ def init(
             f"{endings}, or one of these compressed, or folders of other libraries: docs/mixture-file.md"
         )
     names = _aliases(survey.candidates)
-    if unknown := {text.rpartition("=")[0] for text in answers.column or ()} - {"", *names}:
-        raise ConfigError(
-            f"--column: no source has the alias {', '.join(sorted(unknown))}; here are {', '.join(names)}"
-        )
+    answers.refuse_unknown(names)
     columns = map(answers.column_of, survey.candidates, names)
     sources = {
         alias: replace(each, spec=replace(each.spec, column=column))
