@@ -20,6 +20,7 @@ from tokenloom_server.core.control_characters import escaped
 from tokenloom_server.errors import ConfigError
 
 if TYPE_CHECKING:
+    from tokenloom_server.sources.catalog import SourceCatalog
     from tokenloom_server.sources.survey import Candidate, Survey
 
 #: Beside the mixture file, for editors.
@@ -81,13 +82,6 @@ class _Answers:
             "sequence_length": self.sequence_length or int(_ask("Tokens per sample", length)),
         }
 
-    def refuse_unknown(self, aliases: Sequence[str]) -> None:
-        """Raises ``ConfigError`` where ``--column`` names a source that there is not."""
-        if unknown := {text.rpartition("=")[0] for text in self.column or ()} - {"", *aliases}:
-            raise ConfigError(
-                f"--column: no source has the alias {', '.join(sorted(unknown))}; here are {', '.join(aliases)}"
-            )
-
     def column_of(self, candidate: Candidate, alias: str) -> str:
         """Which column of a source is read. Raises ``ConfigError`` where that does not show."""
         named = {of: name for of, _, name in (text.rpartition("=") for text in self.column or ())}
@@ -118,31 +112,20 @@ def init(
     from tokenloom_server.catalog import allowed_plugins, open_catalog
     from tokenloom_server.config import mixture_file as config
     from tokenloom_server.sources.catalog import sources_of
-    from tokenloom_server.sources.survey import Survey
     from tokenloom_server.storage.drafts import write_whole
 
-    if not output.parent.is_dir():
-        raise ConfigError(f"--output {output}: its folder does not exist; make it first")
+    if output.is_dir() or not output.parent.is_dir():
+        raise ConfigError(f"--output {output}: expected a file, in a folder that exists; make that first")
     schema, schema_content = output.with_name(SCHEMA_FILE), schema_text() + "\n"
     for path in (output, schema):
         if path.exists() and not force and path.read_bytes() != schema_content.encode():
             raise ConfigError(f"{path}: is there already; give another --output, or --force to write over it")
     base_dir, catalog = output.resolve().parent, open_catalog(allowed_plugins())
-    survey = Survey(base_dir, sources_of(catalog))
-    for place in places:
-        scheme = sources_of(catalog).schemes.get(place.partition(":")[0])
-        if scheme is not None and ":" in place:
-            survey.look_up(scheme, place.partition(":")[2])
-        else:
-            survey.look_at(_path_from(base_dir, Path(place).resolve()))
-    if not survey.candidates:
-        endings = ", ".join(ending for ending in sources_of(catalog).endings if ending.count(".") == 1)
-        raise ConfigError(
-            f"{', '.join(places)}: no data there ({_left_out(survey) or 'it is empty'}); expected files that end with "
-            f"{endings}, or one of these compressed, or folders of other libraries: docs/mixture-file.md"
-        )
+    survey = _survey(places, base_dir, sources_of(catalog))
     names = _aliases(survey.candidates)
-    answers.refuse_unknown(names)
+    unknown = {text.rpartition("=")[0] for text in answers.column or ()} - {"", *names}
+    if unknown:
+        raise ConfigError(f"--column {min(unknown)}=…: no source has this alias; expected one of {', '.join(names)}")
     columns = map(answers.column_of, survey.candidates, names)
     sources = {
         alias: replace(each, spec=replace(each.spec, column=column))
@@ -159,6 +142,27 @@ def init(
         say(f"left out: {_left_out(survey)}")
     say(f"wrote {output}, and {schema} for editors")
     print_document(_NEXT.format(mixture=shlex.quote(str(output)), run=fields["run"]))
+
+
+def _survey(places: Sequence[str], base_dir: Path, catalog: SourceCatalog) -> Survey:
+    """Raises ``ConfigError`` where there is nothing to read."""
+    from tokenloom_server.sources.survey import Survey
+
+    survey = Survey(base_dir, catalog)
+    for place in dict.fromkeys(places):
+        scheme = catalog.schemes.get(place.partition(":")[0])
+        if scheme is not None and ":" in place:
+            survey.look_up(scheme, place.partition(":")[2])
+        else:
+            survey.look_at(_path_from(base_dir, Path(place).resolve()))
+    if not survey.candidates:
+        endings = ", ".join(ending for ending in catalog.endings if ending.count(".") == 1)
+        raise ConfigError(
+            f"{', '.join(places)}: has no data that a scheme reads ({_left_out(survey) or 'it is empty'}); expected "
+            f"files that end with {endings}, or one of these compressed, or folders of other libraries: "
+            "docs/mixture-file.md"
+        )
+    return survey
 
 
 def _aliases(candidates: Sequence[Candidate]) -> list[str]:

@@ -100,7 +100,8 @@ class Survey:
             else:
                 files = list(self._walk("" if place == "." else place, ()))
         except OSError as error:
-            raise ConfigError(f"{place}: cannot be looked at ({error.strerror}); expected a folder of data") from None
+            path = error.filename or place
+            raise ConfigError(f"{path}: cannot be looked at ({error.strerror}); expected a folder of data") from None
         to_train_on = [file for file in files if not file.is_to_evaluate_on] or files
         if len(to_train_on) < len(files):
             self.left_out |= {file.path: "of a split to evaluate on" for file in files if file.is_to_evaluate_on}
@@ -132,8 +133,10 @@ class Survey:
                 self.left_out[join(folder, entry.name)] = "hidden"
             elif entry.is_dir():
                 yield from self._walk(join(folder, entry.name), (*folders, entry.name))
-            else:
+            elif entry.is_file():
                 names.append(entry.name)
+            else:
+                self.left_out[join(folder, entry.name)] = "no file, or a link that leads nowhere"
         yield from self._readable(folder, folders, names)
 
     def _readable(self, folder: str, folders: tuple[str, ...], names: Sequence[str]) -> Iterable[_File]:
@@ -172,6 +175,8 @@ class Survey:
                 f"others: {others}; move those away, or name the folders one by one"
             )
         sizes = {path: self._size(path) for path in matches}
+        if not any(sizes.values()):
+            return
         try:
             # A folder's index, or the first file that has anything.
             columns = columns_of(scheme, max(matches, key=lambda path: sizes[path] > 0), self._base_dir)
