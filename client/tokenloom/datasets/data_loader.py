@@ -28,10 +28,9 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 def loader_of(dataset: IterableDataset[Any], **options: Any) -> DataLoader[Any]:
     """A DataLoader without a worker, whose batches are those of the dataset."""
-    options = {"collate_fn": unchanged} | options
     # A generator of its own: each iter() of a loader draws a number, and what the model draws has to be what it was
     # without a resume.
-    return DataLoader(dataset, batch_size=None, generator=torch.Generator(), **options)
+    return DataLoader(dataset, batch_size=None, **({"collate_fn": unchanged, "generator": torch.Generator()} | options))
 
 
 def unchanged(batch: Any) -> Any:
