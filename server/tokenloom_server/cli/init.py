@@ -108,7 +108,7 @@ def init(
     """
     import yaml
 
-    from tokenloom_server.catalog import allowed_plugins, open_catalog
+    from tokenloom_server.catalog import environment_catalog
     from tokenloom_server.config import mixture_file as config
     from tokenloom_server.sources.catalog import sources_of
     from tokenloom_server.sources.short_form import aliases
@@ -119,7 +119,7 @@ def init(
     for path in (output, schema):
         if path.exists() and not force and path.read_text(encoding="utf-8") != schema_content:
             raise ConfigError(f"{path}: is there already; give another --output, or --force to write over it")
-    base_dir, catalog = output.resolve().parent, open_catalog(allowed_plugins())
+    base_dir, catalog = output.resolve().parent, environment_catalog()
     survey = Survey(base_dir, sources_of(catalog))
     for place in places:
         scheme = sources_of(catalog).schemes.get(place.partition(":")[0])

@@ -127,6 +127,9 @@ class Job:
             reading_once(config, shuffled=shuffled), base_dir, index_dir, roots, encoders=threads
         )
         named = _by_spec(config)
+        own = [source.transform for source in named.values() if source.transform is not None]
+        if transform is not None and own:
+            raise ConfigError(f"--transform: a source has a transform of its own, {own[0]}; leave one of them out")
         self.sources: list[Prepared] = []
         self.tasks: list[Task] = []
         for i, spec in enumerate(self.order.record.specs):
@@ -148,12 +151,14 @@ class Job:
         """What decides the shards' content: two jobs with the same document make the same bytes."""
         record = json.loads(self.order.record.to_json())
         config = self.order.config
+        transforms = self.order.record.manifest.transforms
         children = {child["source"]: child for child in record["config"]["mixture"]["children"]}
         return {
             "format": FORMAT,
             "shards": {"format": self.form, "bytes": self.shard_bytes, "ids": self.order.record.dtype.name},
             "tokenizer": record["tokenizer"],
             "transform": dict(self.transform.code) if self.transform is not None else None,
+            **({"transforms": transforms} if transforms else {}),
             "special_tokens_in_text": config.special_tokens_in_text,
             "vocab_size": self.order.record.vocab_size,
             "end_of_text_id": self.order.record.end_of_text_id,

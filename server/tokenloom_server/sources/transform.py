@@ -16,26 +16,45 @@ from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.sources import transform_worker
 
 
+class TransformFailed(Exception):
+    """A function failed at rows [``begin``, ``end``) of those that it got."""
+
+    def __init__(self, reason: str, begin: int, end: int) -> None:
+        super().__init__(reason)
+        self.begin = begin
+        self.end = end
+
+
 class Transform:
     """A function by its name ``MODULE:FUNCTION``. Thread-safe: as many batches are at work as threads call it."""
 
-    def __init__(self, name: str, *, seconds: float, memory_mb: int) -> None:
+    def __init__(self, name: str, *, seconds: float = 300.0, memory_mb: int = 4096, one_each: bool = False) -> None:
         """Starts a first worker. ``seconds``: for each batch; ``memory_mb``: of each worker, in 10^6 bytes,
-        private and writable.
+        private and writable. ``one_each``: it has to give one text for each, whatever else is in the batch.
 
         Raises ``ConfigError`` where the function cannot be imported.
         """
         self.name = name
-        self._arguments = (name, str(seconds), str(memory_mb))
+        self._arguments = (name, str(seconds), str(memory_mb), *(["one_each"] if one_each else []))
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         #: ``name``, ``distribution`` and ``version`` (None outside an installed one), and ``digest`` of its source.
         self.code: Mapping[str, str | None] = {}
         self._idle.put(self._started())
 
     def texts(self, column: Any, rows: Sequence[int], where: str) -> Any:
-        """The large strings that the function makes of a column of large strings, whose ``rows`` are these of the file
-        ``where``. Raises ``SourceError``, which names them, and ``ConfigError`` where the function's code has changed
-        since the first worker started."""
+        """As ``made_of``, of a column whose ``rows`` are these of the file ``where``. Raises ``SourceError``,
+        which names them."""
+        try:
+            return self.made_of(column)
+        except TransformFailed as error:
+            failed = rows_named(rows[error.begin], rows[error.end - 1])
+            raise SourceError(
+                f"{where}: {failed}: transform {self.name} failed: {error}; mend it, and prepare into another folder"
+            ) from None
+
+    def made_of(self, column: Any) -> Any:
+        """The large strings that the function makes of a column of large strings. Raises ``TransformFailed``, and
+        ``ConfigError`` where the function's code has changed since the first worker started."""
         try:
             worker = self._idle.get_nowait()
         except queue.Empty:
@@ -43,12 +62,7 @@ class Transform:
         texts, said = worker.ask(transform_worker.batch_of(column))
         if "error" in said:
             worker.end()
-            first, last = rows[said.get("begin", 0)], rows[said.get("end", len(rows)) - 1]
-            failed = f"row {first}" if first == last else f"rows {first} to {last}"
-            raise SourceError(
-                f"{where}: {failed}: transform {self.name} failed: {said['error']}; mend it, and prepare into another "
-                "folder"
-            )
+            raise TransformFailed(said["error"], said.get("begin", 0), said.get("end", len(column)))
         self._idle.put(worker)
         return texts.column(0)
 
@@ -68,6 +82,11 @@ class Transform:
             )
         self.code = said["code"]
         return worker
+
+
+def rows_named(first: int, last: int) -> str:
+    """Consecutive rows, for messages."""
+    return f"row {first}" if first == last else f"rows {first} to {last}"
 
 
 class _Worker:
