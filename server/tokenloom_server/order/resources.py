@@ -131,9 +131,10 @@ class RunResources:
         for name, now in code.items():
             recorded = manifest.transforms.get(name, now)
             if recorded != now:
+                self.transform(name).close()
                 raise SourceChanged(
-                    f"transform {name!r}: its code is {now}, but the run began with {recorded}, and other code may make "
-                    "other texts; put the old code back, or begin a new run"
+                    f"transform {name!r}: its code is {now}, but the run began with {recorded}, and other code may "
+                    "make other texts; put the old code back, or begin a new run"
                 )
         return replace(manifest, transforms={**manifest.transforms, **code})
 

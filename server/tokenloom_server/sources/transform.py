@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import queue
 import signal
 import subprocess
@@ -14,6 +15,8 @@ import pyarrow as pa
 
 from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.sources import transform_worker
+
+_log = logging.getLogger(__name__)
 
 
 class TransformFailed(Exception):
@@ -40,6 +43,7 @@ class Transform:
         #: ``name``, ``distribution`` and ``version`` (None outside an installed one), and ``digest`` of its source.
         self.code: Mapping[str, str | None] = {}
         self._idle.put(self._started())
+        _log.info("transform %s: its code is %s", name, self.code["digest"])
 
     def texts(self, column: Any, rows: Sequence[int], where: str) -> Any:
         """As ``made_of``, of a column whose ``rows`` are these of the file ``where``. Raises ``SourceError``,

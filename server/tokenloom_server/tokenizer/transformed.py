@@ -38,7 +38,7 @@ class TransformEncoder:
             begin, last = int(positions[error.begin]), int(positions[error.end - 1])
             raise TokenizerError(
                 f"{rows_named(first_row + begin, first_row + last)}: transform {self._transform.name} failed: {error}; "
-                "a run goes on with the same code alone: repair the data, or mend it and begin a new run",
+                "mend it, and begin a new run: a run goes on with its own code alone",
                 begin,
             ) from None
         if len(positions) < len(texts):
