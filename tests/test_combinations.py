@@ -82,7 +82,7 @@ def _megatron(folder: Path) -> str:
 
 def _megatron_samples(folder: Path) -> str:
     shutil.copytree(MEGATRON, folder, dirs_exist_ok=True)
-    return f"megatron-samples:{MEGATRON_GIVEN['code']}"
+    return f"megatron-samples:{MEGATRON_GIVEN['prose']}"
 
 
 def _npy(folder: Path) -> str:

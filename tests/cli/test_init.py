@@ -77,6 +77,7 @@ def test_nothing_is_written_over_unless_it_is_asked_for(here: Path) -> None:
     refused = init("data", "--tokenizer", "bytes", "--output", "third.yaml", status=2)
     assert f"{SCHEMA_FILE}: is there already" in refused
     assert not Path("third.yaml").exists()
+    assert "its folder does not exist" in init("data", "--tokenizer", "bytes", "--output", "no/a.yaml", status=2)
     init("data", "--tokenizer", "bytes", "--run", "b", "--force")
     assert written()["run"] == "b"
 
@@ -123,11 +124,11 @@ def test_at_a_terminal_it_asks(here: Path) -> None:
     command = [Path(sys.executable).with_name("tokenloom"), "init", "data/prose"]
     process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     os.close(theirs)
-    os.write(ours, b"my-run\nbytes\n\n")
+    os.write(ours, b"my-run\nbytes\nmany\n16\n")
     output, _ = process.communicate(timeout=DEADLINE_S)
     os.close(ours)
     assert process.returncode == 0, output
-    assert (written()["run"], written()["tokenizer"]) == ("my-run", "bytes")
+    assert (written()["run"], written()["tokenizer"], written()["sequence_length"]) == ("my-run", "bytes", 16)
 
 
 def test_of_the_hub_the_splits_to_train_on_are_sources(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -328,12 +328,17 @@ def test_a_server_without_the_fast_tokeniser_goes_on_with_a_run_that_began_with_
         ledger.create_run("a", "train", "0" * 32, record.to_json())
 
     environment = _environment(installed, without, tmp_path_factory.mktemp("slow"))
-    arguments = (*_SERVE, "--ledger=sqlite:///tokenloom.db", str(tmp_path))
+    (tmp_path / "new.yaml").write_text((tmp_path / "mixture.yaml").read_text().replace("run: a", "run: b"))
+    arguments = (*_SERVE, "new.yaml", "--ledger=sqlite:///tokenloom.db", str(tmp_path))
     result = _run(environment, _REPORT + _entry_point(installed), *arguments)
 
     assert result.returncode == 0, result.stderr
     says = rf"a: tokeniser engine tokenizers .*: the run began with gigatoken {record.engine.version}; .*the same ids"
     assert re.search(rf"{says} for 22 probes and 100 rows; .*pip install 'tokenloom\[fast\]'", result.stderr)
+    says = (
+        r"b: tokeniser engine tokenizers .*: the fast engine, gigatoken, is not installed; so tokenizers .* is used: "
+    )
+    assert re.search(rf"{says}it makes .*pip install 'tokenloom\[fast\]'", result.stderr)
 
 
 def _write_mixture(folder: Path, tokenizer: str) -> Path:

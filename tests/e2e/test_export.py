@@ -15,6 +15,7 @@ from conftest import LENGTH, SPECS, Corpus, StartServer
 from support.catalog import spec_of
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import Sample, World, rolling_digest
+from tokenloom_proto.address import Address
 from tokenloom_server.errors import BeyondHorizon, ConfigError, OrderMismatch
 from tokenloom_server.sources.open import open_source
 from tokenloom_server.tools.export import export
@@ -37,7 +38,7 @@ def server(corpus: Corpus, serve: StartServer) -> ServerProcess:
 
 
 def sample_range_of(server: ServerProcess, begin: int, end: int | None, run: str = RUN) -> SampleRange:
-    return SampleRange(Servers(server.url(run), {}), begin, end, clock=time.monotonic)
+    return SampleRange(Servers(Address.parse(server.url(run)), {}), begin, end, clock=time.monotonic)
 
 
 def nothing(*_: int) -> None:

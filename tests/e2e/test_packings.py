@@ -11,6 +11,7 @@ from conftest import LENGTH, Corpus, StartServer
 from support.server_process import ServerProcess
 from support.trainer import World
 from tokenloom import Batch, PeekDataset
+from tokenloom_proto.address import Address
 from tokenloom_server.tools.peek.servers import Servers
 from tokenloom_server.tools.peek.view import peek
 
@@ -85,7 +86,7 @@ def check_what_is_told(server: ServerProcess, run: str, whole: Seen) -> None:
         first = trace["documents"][0]["position"]
         places = [document["position"] for document in trace["documents"]]
         assert places == (first + np.cumsum([0, *lengths[:-1]])).tolist()
-    shown = peek(Servers(server.url(run), {}), 5, 12).samples
+    shown = peek(Servers(Address.parse(server.url(run)), {}), 5, 12).samples
     assert [tuple(sample.ids.tolist()) for sample in shown] == [whole[index][1] for index in range(5, 17)]
     peeked: Seen = {}
     with PeekDataset(server.url(run), 4, at="8", columns=["attention_mask"]) as dataset:

@@ -15,6 +15,7 @@ from support.timelines import revised
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.core.state import SourceState
 from tokenloom_server.errors import ConfigError, SourceChanged
+from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.size_estimates import measure
 from tokenloom_server.order.timeline import Timeline
@@ -111,7 +112,9 @@ def test_files_that_come_later_were_not_seen(folder: Path) -> None:
     gone = {(0, row) for row, seen in zip(NUMBERS, first, strict=False) if seen}
     assert tokens.keys() == whole.keys() - gone
     # As it is now the source is another one, and a new run would take nothing of its last rows for unseen.
-    with pytest.raises(ConfigError, match="flags of 14 rows, but the source has 26"):
+    with pytest.raises(
+        ConfigError, match=r"holds bool of shape \(14,\), expected one bool for each of the source's 26"
+    ):
         order_of(folder / "grown", fields)
 
 
@@ -127,7 +130,7 @@ def test_what_is_left_is_what_is_measured(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (np.ones(3, np.bool_), "flags of 3 rows, but the source has 26"),
+        (np.ones(3, np.bool_), r"holds bool of shape \(3,\), expected one bool for each of the source's 26 rows"),
         (np.ones(26, np.int64), "holds int64 of shape"),
         (np.ones((26, 1), np.bool_), r"holds bool of shape \(26, 1\)"),
         (np.array([{}], object), "cannot be read.*numpy.save"),
@@ -144,6 +147,13 @@ def test_a_file_that_is_not_what_it_was_is_refused(folder: Path) -> None:
 
     with pytest.raises(SourceChanged, match=f"another content now.*expected {seen['sha256']}"):
         order_of(folder, document(seen))
+
+
+def test_a_file_beyond_the_data_roots_is_refused(folder: Path) -> None:
+    seen = listed(folder.parent, SEEN, "outside.npy") | {"file": "../outside.npy"}
+
+    with pytest.raises(ConfigError, match=r"children\.0\.seen\.file: '\.\./outside\.npy' lies below no data root"):
+        builder.create(parsed(document(seen)), folder, None, DataRoots.of([folder]))
 
 
 def test_what_cannot_be_beside_it_is_refused(folder: Path) -> None:

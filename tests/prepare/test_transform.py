@@ -26,7 +26,7 @@ from tokenloom_server.sources.transform import Transform
 from tokenloom_server.storage.drafts import checksum
 
 CLEANING = """
-import os, time
+import os, subprocess, time
 import pyarrow as pa
 from helper import shouted
 
@@ -54,6 +54,15 @@ def slow(batch):
 
 def large(batch):
     return pa.array([bytes(10**9).decode()])
+
+def forks(batch):
+    subprocess.run(["cat"], check=True)
+    os.fork()
+    return batch
+
+def forks_and_waits(batch):
+    os.fork()
+    time.sleep(60)
 
 def dies(batch):
     os.abort()
@@ -144,6 +153,12 @@ def test_rows_become_none_or_many_the_same_by_any_number_of_threads(folder: Path
     assert done.rows - 10 < pipeline.state().sources[0].rows <= done.rows
 
 
+def test_processes_that_a_function_starts_take_no_batch_and_give_no_answer(folder: Path) -> None:
+    run(folder, "expected", "cleaning:same")
+    run(folder, "out", "cleaning:forks")
+    assert files_of(folder / "out") == files_of(folder / "expected")
+
+
 def test_rows_that_are_filtered_or_bad_do_not_reach_the_function(folder: Path) -> None:
     scored = [{"text": f"{i} text", "score": i % 3} if i % 10 else {"text": i, "score": 2} for i in range(60)]
     (folder / "data/1.jsonl").write_text("\n".join(map(json.dumps, scored)))
@@ -167,12 +182,13 @@ def test_rows_that_are_filtered_or_bad_do_not_reach_the_function(folder: Path) -
             "slow",
             r"data/\d\.jsonl: rows \d+ to \d+: transform cleaning:slow failed: it took too long",
         ),
+        ("forks_and_waits", r"rows \d+ to \d+: transform cleaning:forks_and_waits failed: it took too long"),
         ("large", r"data/\d\.jsonl: row \d+: transform cleaning:large failed: MemoryError"),
         ("none", "no row of it has a token"),
     ],
 )
 def test_what_goes_wrong_names_file_and_row(folder: Path, name: str, message: str) -> None:
-    limits = {"seconds": 0.5, "memory_mb": 800} if name in ("slow", "large") else LIMITS
+    limits = {"seconds": 0.5, "memory_mb": 800} if name in ("slow", "large", "forks_and_waits") else LIMITS
     with pytest.raises(SourceError, match=message):
         run(folder, "out", f"cleaning:{name}", limits=limits)
     assert not (folder / "out/mixture.yaml").exists()

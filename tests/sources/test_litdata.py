@@ -14,12 +14,14 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from support.catalog import spec_of
+from support.catalog import SOURCES, spec_of
 from support.litdata_files import read_litdata, write_litdata
+from support.mosaic import write_mds
 from support.sources import opened, rows_of
 from tokenloom_server.config.row_rules import Comparison, Template
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import samples as sample_files
+from tokenloom_server.sources import short_form
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.open import columns_of
 from tokenloom_server.sources.scheme import scheme_of
@@ -151,6 +153,15 @@ def test_a_spec_may_leave_out_the_field(tmp_path: Path) -> None:
     assert {name for name, content in shown.items() if content is not None} == {"text", "tokens", "words"}
 
 
+def test_a_folder_alone_shows_its_scheme_and_its_field(tmp_path: Path) -> None:
+    write_litdata(tmp_path / "one", (f"row {i}" for i in range(9)))
+    write_litdata(tmp_path / "fields", map(record, range(9)))
+    write_mds(tmp_path / "streamed", {"body": "str"}, ({"body": f"row {i}"} for i in range(9)))
+    document = short_form.document("one fields streamed", tmp_path, SOURCES, run="mix")
+    sources = [child["source"] for child in document["mixture"]["children"]]
+    assert sources == ["litdata:one", "litdata:fields:text", "mds:streamed:body"]
+
+
 Change = Callable[[dict[str, Any]], object]
 #: What is written over the index, and what the error says.
 LIES: dict[str, tuple[Change, str]] = {
@@ -171,6 +182,7 @@ LIES: dict[str, tuple[Change, str]] = {
     "a loader": (lambda e: e["config"].update(item_loader="ParquetLoader"), r"config.item_loader: Input should be"),
     "a wrap": (lambda e: e["config"].update(compression_level="sample"), r"config.compression_level: Input should be"),
     "a compression": (lambda e: e["config"].update(compression="lz4"), r"config.compression: String should match"),
+    "a file twice": (lambda e: e["chunks"].append(e["chunks"][0]), r"lists 'data/chunk-0-0.bin' 2 times; write"),
     "no chunks": (lambda e: e.update(chunks=[]), r"chunks: List should have at least 1 item"),
     "no config": (lambda e: e.pop("config"), r"config: Field required"),
 }
@@ -191,6 +203,8 @@ def test_an_index_that_lies_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "batches/index.json").write_text(json.dumps(index))
     with pytest.raises(SourceError, match=r"batches/chunk-0-0.bin' has 5 samples, but its index says 6"):
         all_rows(tmp_path, "litdata:batches:text")
+    with pytest.raises(SourceError, match=r"batches/chunk-0-0.bin' has 5 samples, but its index says 6"):
+        opened(tmp_path, "litdata:batches:text").row_count(1)
 
 
 def with_bytes(folder: Path, content: bytes) -> Path:

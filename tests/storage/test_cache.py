@@ -126,6 +126,16 @@ def test_what_was_not_used_for_longest_makes_room(tmp_path: Path) -> None:
     assert len(files_of(tmp_path)) == 3, "a cache that became smaller"
 
 
+def test_what_else_lies_in_the_folder_is_not_removed(tmp_path: Path) -> None:
+    mine = tmp_path / "notes/mine.txt"
+    mine.parent.mkdir()
+    mine.write_text("older than any block")
+    cache = BlockCache(tmp_path, 2 * BLOCK_BYTES)
+    for number in range(8):
+        Object().read(cache, number)
+    assert mine.exists()
+
+
 def test_several_share_a_folder(tmp_path: Path) -> None:
     faults: list[BaseException] = []
 

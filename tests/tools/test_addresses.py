@@ -5,10 +5,13 @@ from __future__ import annotations
 import http.server
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+import trustme
 import yaml
 from support.corpora import flat, write_corpus
 from support.ports import free_port
@@ -16,9 +19,11 @@ from support.served import runs_of
 from tokenloom import ConnectionOptions, RemoteDataset
 from tokenloom.errors import ServerUnavailable
 from tokenloom_proto.address import ServerAddress, reached_at
-from tokenloom_proto.errors import ProtocolError
+from tokenloom_proto.errors import ProtocolError, Unauthenticated
+from tokenloom_server.api.auth import Access
 from tokenloom_server.api.grpc import GrpcServer
 from tokenloom_server.api.rest.server import RestServer
+from tokenloom_server.api.tls import Tls
 from tokenloom_server.cli.options import ReadAccess
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.tools.remote import ServerUnreachable
@@ -68,6 +73,36 @@ def test_every_form_is_a_datasets(ports: Ports) -> None:
             assert dataset.run == "test", form
             if form == forms[0]:
                 assert isinstance(next(iter(dataset))["input_ids"], torch.Tensor)
+
+
+def test_over_tls_and_with_a_token_the_other_port_is_asked_in_the_same_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ca, token = trustme.CA(), "a-token-of-many-characters"
+    own = ca.issue_cert("127.0.0.1")
+    own.cert_chain_pems[0].write_to_path(tmp_path / "cert")
+    own.private_key_pem.write_to_path(tmp_path / "key")
+    (tmp_path / "key").chmod(0o600)
+    ca.cert_pem.write_to_path(tmp_path / "ca")
+    folder = write_corpus(tmp_path / "served")
+    (folder / "mixture.yaml").write_text(yaml.safe_dump(flat(["txt:data/prose/*.txt:text"])))
+    access = Access(token, tls=Tls.load(tmp_path / "cert", tmp_path / "key", None))
+    grpc_server, rest = GrpcServer("127.0.0.1:0", access), RestServer("127.0.0.1", 0, access)
+    monkeypatch.setenv("TOKENLOOM_TOKEN", token)
+    with runs_of(folder, folder / "mixture.yaml") as runs:
+        rest.start(runs, grpc_address=grpc_server.address)
+        grpc_server.start(runs, rest.address)
+        caller = ReadAccess(tls_ca=tmp_path / "ca")
+        for form in (f"grpcs://{grpc_server.address}", f"https://{rest.address}/test", rest.address):
+            assert caller.connect(form).only_run(None) == "test", form
+            assert caller.servers(form).targets == (grpc_server.address,), form
+        options = ConnectionOptions(tls_ca=tmp_path / "ca")
+        with RemoteDataset(f"https://{rest.address}", 1, rank=0, world_size=1, connection=options) as dataset:
+            assert len(next(iter(dataset))["sample_ids"]) == 1
+        with pytest.raises(Unauthenticated):
+            RemoteDataset(f"https://{rest.address}", 1, connection=replace(options, token="another-token-of-many"))
+        grpc_server.stop(1)
+        rest.stop()
 
 
 def test_a_run_is_named_once(ports: Ports) -> None:

@@ -6,6 +6,9 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,16 @@ import pytest
 import yaml
 from support.corpora import mixture, order_of
 from support.mosaic import mosaic, write_mds
+from tokenloom import LocalDataset
 from tokenloom_server.cli import app
 from tokenloom_server.core.state import SourceState
+from tokenloom_server.tools.moving import litdata
 from tokenloom_server.tools.moving.mosaic import seen_samples
 from typer.testing import CliRunner
 
 SAMPLES = 103
+#: The id that ends a document of bytes.
+END = 256
 TEXTS = [f"sample {number}" for number in range(SAMPLES)]
 #: As a state names them, in a job of one node.
 STATE = {"epoch": 0, "sample_in_epoch": 35, "num_canonical_nodes": 1, "shuffle_seed": 9176, "initial_physical_nodes": 1}
@@ -76,6 +83,22 @@ def test_what_mosaic_streaming_had_not_read_of_its_second_epoch_is_read_here(fol
     read = list(read_here(folder, source))
     assert sorted(row for epoch, row in read if epoch == 0) == sorted(rest)
     assert sorted(row for epoch, row in read if epoch == 1) == list(range(SAMPLES))
+
+
+def test_the_first_launch_goes_on_with_the_rest_by_the_old_clock(folder: Path) -> None:
+    (folder / "state.json").write_text(json.dumps(STATE))
+    source = invoke(folder, "mosaic", "state.json", "mds:mds:text", "--output", "seen.npy")
+    fields = mixture(mixture={"policy": "weighted", "children": yaml.safe_load(source)})
+    (folder / "mixture.yaml").write_text(yaml.safe_dump(fields))
+
+    with LocalDataset(folder / "mixture.yaml", batch_size=1) as dataset:
+        dataset.load_state_dict({"sample_index": 0, "total_tokens": 1_250_000_000})
+        batches = list(dataset)
+    assert [batch["total_tokens"] for batch in batches[:2]] == [1_250_000_008, 1_250_000_016]
+    ids = np.concatenate([batch["input_ids"].ravel().numpy() for batch in batches])
+    rest = [[*TEXTS[number].encode(), END] for number in np.flatnonzero(~np.load(folder / "seen.npy"))]
+    assert ids.tolist() == [token for document in rest for token in document][: len(ids)]
+    assert sum(map(len, rest)) - len(ids) < 8, "but for what fills no sample"
 
 
 @pytest.mark.parametrize("shuffle_algo", ["py1e", "py1s", "py2s", "naive"])
@@ -148,3 +171,128 @@ def test_a_state_without_a_field_is_refused_by_its_name(folder: Path) -> None:
     (folder / "state.json").write_text("{}")
 
     assert "the state has no 'epoch'" in invoke(folder, "mosaic", "state.json", "mds:mds:text", "--output", "seen.npy")
+
+
+# --- LitData ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def optimised(folder: Path) -> Path:
+    """A folder that LitData wrote, of samples with a text."""
+    from litdata import optimize
+
+    optimize(
+        fn=_sample,
+        inputs=list(range(SAMPLES)),
+        output_dir=str(folder / "optimised"),
+        chunk_size=10,
+        num_workers=1,
+        start_method="fork",
+    )
+    return folder
+
+
+def _sample(number: int) -> dict[str, str]:
+    return {"text": TEXTS[number]}
+
+
+@contextmanager
+def patched_ranks(ranks: int) -> Iterator[None]:
+    """What the library takes for the ranks of its own process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", str(ranks))
+        yield
+
+
+class LitRank:
+    """A rank of a job, in its second epoch; ``state``: where it goes on in that."""
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        ranks: int,
+        *,
+        workers: int = 0,
+        state: dict[str, Any] | None = None,
+        **arguments: Any,
+    ) -> None:
+        from litdata import StreamingDataLoader, StreamingDataset
+        from litdata.utilities.env import _DistributedEnv
+
+        dataset = StreamingDataset(
+            str(folder / "optimised"), seed=7, drop_last=ranks > 1 and state is None, **arguments
+        )
+        dataset.distributed_env = _DistributedEnv(ranks, rank, 1)
+        self.loader = StreamingDataLoader(dataset, batch_size=4, num_workers=workers)
+        if state is None:
+            list(self.loader)
+        else:
+            with patched_ranks(ranks):
+                self.loader.load_state_dict(state)
+        self._running = iter(self.loader)
+
+    def read(self, batches: int | None = None) -> list[int]:
+        taken = islice(self._running, batches)
+        return [number_of(text) for batch in taken for text in batch["text"]]
+
+
+@pytest.mark.parametrize(("ranks", "batches"), [(1, 6), (1, 25), (2, 1), (2, 9)])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_what_litdata_had_not_read_on_any_rank_is_read_here(
+    optimised: Path, ranks: int, batches: int, shuffle: bool
+) -> None:
+    job = [LitRank(optimised, rank, ranks, shuffle=shuffle) for rank in range(ranks)]
+    seen = [number for rank in job for number in rank.read(batches)]
+    (optimised / "state.json").write_text(json.dumps(job[0].loader.state_dict()))
+    rest = [number for rank in job for number in rank.read()]
+    assert len(seen) == ranks * batches * 4
+    assert not {*seen} & {*rest}
+
+    source = invoke(optimised, "litdata", "state.json", "litdata:optimised:text", "--output", "seen.npy")
+    read = list(read_here(optimised, source))
+    assert sorted(number for epoch, number in read if epoch == 0) == sorted(rest)
+    assert sorted(number for epoch, number in read if epoch == 1) == list(range(SAMPLES))
+
+
+def test_what_workers_had_read_is_known(optimised: Path) -> None:
+    rank = LitRank(optimised, 0, 1, workers=2, shuffle=True)
+    seen = rank.read(5)
+    state = json.loads(json.dumps(rank.loader.state_dict()))
+
+    flags = litdata.seen_samples(state, optimised / "optimised", {})
+    assert sorted(seen) == np.flatnonzero(flags).tolist()
+    assert sorted(rank.read()) == np.flatnonzero(~flags).tolist()
+
+
+def test_a_job_that_had_gone_on_with_more_ranks_moves_too(optimised: Path) -> None:
+    first = LitRank(optimised, 0, 1, shuffle=True)
+    seen = first.read(6)
+    state = first.loader.state_dict()
+    job = [LitRank(optimised, rank, 2, state=deepcopy(state), shuffle=True) for rank in range(2)]
+    seen += [number for rank in job for number in rank.read(3)]
+
+    state = json.loads(json.dumps(job[0].loader.state_dict()))
+
+    flags = litdata.seen_samples(state, optimised / "optimised", {})
+    assert sorted(seen) == np.flatnonzero(flags).tolist()
+    assert {number for rank in job for number in rank.read()} <= {*np.flatnonzero(~flags).tolist()}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"sample_in_epoch": 104}, "104 lies within the last batches of the epoch"),
+        ({"item_loader": {"block_size": 2048}}, "TokensLoader reads blocks of 2048 ids"),
+        ({"subsampled_files": ["chunk-0-0.bin"]}, "the job read other chunks than lie here"),
+        ({"current_epoch": None}, "litdata does not resume from 'state.json'"),
+    ],
+)
+def test_a_state_of_litdata_that_does_not_say_what_is_left_is_refused(
+    optimised: Path, change: dict[str, Any], reason: str
+) -> None:
+    state = LitRank(optimised, 0, 1, shuffle=True).loader.state_dict()["dataset"]
+    (optimised / "state.json").write_text(json.dumps(state | change))
+
+    printed = invoke(optimised, "litdata", "state.json", "litdata:optimised:text", "--output", "seen.npy")
+    assert reason in " ".join(printed.split())

@@ -21,10 +21,11 @@ if TYPE_CHECKING:  # a build of torch may lack it
 class RemoteDataset(TrainingDataset):
     """The batches of one rank to train on, streamed from a Tokenloom server.
 
-    ``url`` is ``grpc://host:port/run``; with a standby ``grpc://a:50051,b:50051/run``: whichever leads is found. Or it
-    is the path of a mixture file (``.yaml``): rank 0 then starts the server, which all ranks of the launch join, and
-    ends it when they have closed their datasets or it dies. What is wrong with the file is raised here, on every rank.
-    That needs ``pip install 'tokenloom[server]'``. For one process alone, without a server: ``LocalDataset``.
+    ``url`` is ``grpc://host:port/run``; with a standby ``grpc://a:50051,b:50051/run``: whichever leads is found.
+    REST's address, or a page's URL, is asked for gRPC's here (see ``docs/running.md``). Or it is the path of a mixture
+    file (``.yaml``): rank 0 then starts the server, which all ranks of the launch join, and ends it when they have
+    closed their datasets or it dies. What is wrong with the file is raised here, on every rank. That needs
+    ``pip install 'tokenloom[server]'``. For one process alone, without a server: ``LocalDataset``.
 
     Rank and world size are fixed here: as given, else those of ``process_group`` (or of the default group), else the
     launcher's. All ranks of one launch share an ``attempt`` id, by the process group's store, the SLURM job step, or as

@@ -12,7 +12,7 @@ from tokenloom_server.errors import ConfigError
 
 
 def import_seen(
-    library: Annotated[Literal["mosaic"], typer.Argument(help="The library, which has to be installed.")],
+    library: Annotated[Literal["mosaic", "litdata"], typer.Argument(help="The library, which has to be installed.")],
     state: Annotated[Path, typer.Argument(help="What its state_dict() gave, as JSON.")],
     spec: Annotated[str, typer.Argument(help="The source, as the mixture file has it.")],
     output: Annotated[Path, typer.Option(help="The file of flags to write, .npy; seen.file in the mixture file.")],

@@ -50,15 +50,9 @@ class _Answers:
     """Answers that ``init`` need not find out, or ask for at a terminal."""
 
     run: Annotated[str | None, typer.Option(help="The run's name; the folder's if not given.")] = None
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(help="A tokenizer.json, a folder with one, a name on the Hub, or bytes; else one near the data."),
-    ] = None
+    tokenizer: Annotated[str | None, typer.Option(help="As a mixture file names it; else one near the data.")] = None
     sequence_length: Annotated[int | None, typer.Option(help="Tokens per sample; 2048, or less of few data.")] = None
-    column: Annotated[
-        list[str] | None,
-        typer.Option(help="The column that is read, or that of one source; may be given again.", metavar="ALIAS=NAME"),
-    ] = None
+    column: Annotated[list[str] | None, typer.Option(help="The column, of one or all.", metavar="[ALIAS=]NAME")] = None
 
     def fields(self, folder: Path, base_dir: Path, sources: Mapping[str, Candidate]) -> dict[str, str | int]:
         """The run's own fields. Raises ``ConfigError``."""
@@ -75,7 +69,7 @@ class _Answers:
                 missing="there is no tokenizer.json beside or above the data: give --tokenizer FILE, a name on the Hub "
                 "such as gpt2, or bytes",
             ),
-            "sequence_length": self.sequence_length or int(_ask("Tokens per sample", str(length))),
+            "sequence_length": self.sequence_length or int(_ask("Tokens per sample", length)),
         }
 
     def column_of(self, candidate: Candidate, alias: str) -> str:
@@ -92,10 +86,7 @@ class _Answers:
 
 
 def init(
-    places: Annotated[
-        list[str],
-        typer.Argument(help="Where the data lie: folders, or datasets of the Hub.", metavar="FOLDER|hf:REPO..."),
-    ],
+    places: Annotated[list[str], typer.Argument(help="Folders, or datasets of the Hub.", metavar="FOLDER|hf:REPO...")],
     output: Annotated[Path, typer.Option(help="The mixture file to write.")] = Path("mixture.yaml"),
     force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
     *,
@@ -115,9 +106,11 @@ def init(
     from tokenloom_server.sources.survey import Survey
     from tokenloom_server.storage.drafts import write_whole
 
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output {output}: its folder does not exist; make it first")
     schema, schema_content = output.with_name(SCHEMA_FILE), schema_text() + "\n"
     for path in (output, schema):
-        if path.exists() and not force and path.read_text(encoding="utf-8") != schema_content:
+        if path.exists() and not force and path.read_bytes() != schema_content.encode():
             raise ConfigError(f"{path}: is there already; give another --output, or --force to write over it")
     base_dir, catalog = output.resolve().parent, environment_catalog()
     survey = Survey(base_dir, sources_of(catalog))
@@ -175,7 +168,7 @@ def _mixture_text(fields: Mapping[str, str | int], sources: Mapping[str, Candida
     """The mixture file; weights are the sources' parts of all bytes. JSON's texts and numbers are YAML's."""
     from tokenloom_server.sources.endings import codec_of
 
-    total = sum(source.size for source in sources.values())
+    total = sum(source.size for source in sources.values()) or 1
     lines = [
         f"# yaml-language-server: $schema={SCHEMA_FILE}",
         "# Written by tokenloom init. More fields: tokenloom schema",
@@ -194,10 +187,10 @@ def _mixture_text(fields: Mapping[str, str | int], sources: Mapping[str, Candida
     return "\n".join(lines) + "\n"
 
 
-def _ask(question: str, default: str = "", missing: str = "") -> str:
+def _ask(question: str, default: str | int = "", missing: str = "") -> str:
     """What somebody at a terminal says, else the default. Raises ``ConfigError``, with ``missing``, if none."""
     if sys.stdin.isatty():
-        return str(typer.prompt(question, default=default or None))
+        return str(typer.prompt(question, default=default or None, type=type(default)))
     if not default:
         raise ConfigError(missing)
-    return default
+    return str(default)

@@ -23,16 +23,8 @@ if TYPE_CHECKING:
     from tokenloom_server.tools.peek.servers import Servers
     from tokenloom_server.tools.remote import Remote
 
-Url = Annotated[
-    str,
-    typer.Argument(
-        help="An address that the server printed, with or without a run: HOST:PORT, or a URL.", metavar="URL"
-    ),
-]
-RunName = Annotated[
-    str | None,
-    typer.Option(help="The run; needed where the server has several."),
-]
+Url = Annotated[str, typer.Argument(help="HOST:PORT of either port of a server, or the URL of a run.", metavar="URL")]
+RunName = Annotated[str | None, typer.Option(help="The run; needed where the server has several.")]
 _ControlTokenFile = Annotated[
     Path | None,
     typer.Option(help="A file with the server's control token; mode 0600. Without it: TOKENLOOM_TOKEN."),
@@ -67,7 +59,7 @@ class ReadAccess:
     def connect(self, url: str) -> Remote:
         """The server at an address of either of its ports. Raises ``ConfigError``, and ``ServerUnreachable`` where it
         has to be asked for the other one."""
-        return self._rest(url if url.startswith("http") else self._locate(url)[0])
+        return self._rest(url if url.startswith(("http://", "https://")) else self._locate(url)[0])
 
     def servers(self, url: str) -> Servers:
         """The servers of a run, by an address as ``connect`` takes it, or by those of all of them (gRPC's)."""

@@ -33,14 +33,13 @@ def load(
             f"seen.file: {seen.file!r} lists the rows that another loader gave, and has another content now: found "
             f"sha256 {digest}, expected {seen.sha256}; put the file back as it was"
         )
-    if not isinstance(flags, np.ndarray) or flags.dtype != np.bool_ or flags.ndim != 1:
-        actual = f"{flags.dtype} of shape {flags.shape}" if isinstance(flags, np.ndarray) else "several arrays"
-        raise ConfigError(f"seen.file: {seen.file!r} holds {actual}; expected one bool for each row of the source")
     ends = np.cumsum(row_counts)
-    if len(flags) not in [ends[count - 1] for count in file_counts]:
+    shapes = [(ends[count - 1],) for count in file_counts]
+    if not isinstance(flags, np.ndarray) or flags.dtype != np.bool_ or flags.shape not in shapes:
+        actual = f"{flags.dtype} of shape {flags.shape}" if isinstance(flags, np.ndarray) else "several arrays"
         raise ConfigError(
-            f"seen.file: {seen.file!r} has flags of {len(flags)} rows, but the source has {ends[-1]}: it is of other "
-            "data; make it again for these"
+            f"seen.file: {seen.file!r} holds {actual}, expected one bool for each of the source's {ends[-1]} rows: it "
+            "is of other data, or no file of flags; make it again for these"
         )
     parts = np.split(flags, ends[:-1])
     return {shard: np.flatnonzero(part) for shard, part in enumerate(parts) if part.any()}

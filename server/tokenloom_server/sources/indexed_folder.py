@@ -6,6 +6,7 @@ The index is a shard, too, the first and without rows, so that a manifest freeze
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -118,6 +119,9 @@ class IndexedFolderScheme(Scheme):
                 if path is None:
                     raise SourceError(f"{file.name} lists {forms[-1].name!r}, which is missing; copy the folder whole")
                 paths.append(path)
+        path, times = Counter(paths).most_common(1)[0]
+        if times > 1:
+            raise SourceError(f"{file.name} lists {path!r} {times} times; write it again, with each file once")
         return tuple(paths)
 
     def _read_index(self, file: File) -> Index:

@@ -230,6 +230,8 @@ class _Reader:
     def _column(self, spec: Spec, file: str, weight: float | None) -> str:
         columns = columns_of(scheme_of(spec), file, self._base_dir)
         meant = [name for name in COLUMNS if columns.get(name) is not None]
+        if len(columns) == 1 and None not in columns.values():
+            meant = [*columns]
         if len(meant) == 1:
             return meant[0]
         listed = ", ".join(f"{name} ({held.value if held else 'neither'})" for name, held in columns.items()) or "none"

@@ -81,9 +81,9 @@ class Survey:
             if location in to_evaluate and len(to_evaluate) < len(splits):
                 self.left_out[location] = "a split to evaluate on"
                 continue
+            spec, size = Spec(scheme, location, ""), sum(shard.size for shard in shards)
             columns = columns_of(scheme.reader(shards), shards[0].path, self._base_dir)
-            size = sum(shard.size for shard in shards)
-            self.candidates.append(Candidate(Spec(scheme, location, ""), len(shards), size, columns))
+            self.candidates.append(Candidate(spec, len(shards), size, columns))
 
     def look_at(self, place: str) -> None:
         """Takes in all that lies below a folder, or one file.
@@ -100,7 +100,8 @@ class Survey:
         except OSError as error:
             raise ConfigError(f"{place}: cannot be looked at ({error.strerror}); expected a folder of data") from None
         to_train_on = [file for file in files if not file.is_to_evaluate_on] or files
-        self.left_out |= {file.path: "of a split to evaluate on" for file in files if file not in to_train_on}
+        if len(to_train_on) < len(files):
+            self.left_out |= {file.path: "of a split to evaluate on" for file in files if file.is_to_evaluate_on}
         depth = len(commonprefix([file.folders for file in to_train_on]))
 
         def source(file: _File) -> object:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import queue
 import signal
 import subprocess
@@ -98,7 +100,7 @@ class _Worker:
 
     def __init__(self, arguments: tuple[str, ...]) -> None:
         command = [sys.executable, "-m", transform_worker.__name__, *arguments]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
         assert self._process.stdin is not None
         self._stdin = self._process.stdin
 
@@ -115,12 +117,13 @@ class _Worker:
             texts, metadata = self._answers.read_next_batch_with_custom_metadata()
         except (OSError, pa.ArrowException, StopIteration):
             status = self._process.wait()
-            return None, {
-                "error": "it took too long" if status == -signal.SIGALRM else f"its process ended with {status}"
-            }
+            fault = "it took too long" if status == -signal.SIGALRM else f"its process ended with {status}"
+            return None, {"error": fault}
         return texts, json.loads(metadata[transform_worker.SAID])
 
     def end(self) -> None:
-        self._process.kill()
+        # With all processes that the function started.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         # Also closes the pipes, whatever is left in them.
         self._process.communicate()

@@ -43,9 +43,13 @@ def _serve(name: str, seconds: float, memory_mb: int, one_each: bool) -> None:
     # An interrupt at a terminal is for the command; this process ends with its input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_DATA, (1_000_000 * memory_mb,) * 2)
-    # Whatever the function prints goes beside the answers.
-    out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    # The streams are for this process alone: what the function and its own processes read is empty, what they print
+    # goes beside the answers. A stream that such a process held would not end with this one.
+    streams = requests, out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing_there = os.open(os.devnull, os.O_RDWR)
+    os.register_at_fork(after_in_child=lambda: [os.dup2(nothing_there, stream.fileno()) for stream in streams])
+    os.dup2(nothing_there, 0)
+    os.dup2(2, 1)
     nothing = batch_of(arrays.strings([]))
     with pa.ipc.new_stream(out, nothing.schema) as answers:
 
@@ -64,7 +68,7 @@ def _serve(name: str, seconds: float, memory_mb: int, one_each: bool) -> None:
             return
         answer(nothing, code=code)
         function = partial(_one_each, function) if one_each else function
-        for batch in pa.ipc.open_stream(sys.stdin.buffer):
+        for batch in pa.ipc.open_stream(requests):
             signal.setitimer(signal.ITIMER_REAL, seconds)
             try:
                 texts = batch_of(_texts(function(batch)))
@@ -84,8 +88,8 @@ def _load(name: str) -> tuple[Any, dict[str, str | None]]:
     top = module_name.partition(".")[0]
     distribution = next(iter(metadata.packages_distributions().get(top, ())), None)
     version = metadata.version(distribution) if distribution is not None else None
-    code = {"name": name, "distribution": distribution, "version": version}
-    code["digest"] = _digest(module, sys.modules[top], beside=distribution is None)
+    digest = _digest(module, sys.modules[top], beside=distribution is None)
+    code = {"name": name, "distribution": distribution, "version": version, "digest": digest}
     return getattr(module, function_name), code
 
 

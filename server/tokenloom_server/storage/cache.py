@@ -40,7 +40,8 @@ class BlockCache:
     """A folder of blocks, which several processes may share. Thread-safe."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        self._folder = folder
+        # One of its own: whatever is in it may be removed.
+        self._folder = folder / "tokenloom-blocks"
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         # It may be full from before.

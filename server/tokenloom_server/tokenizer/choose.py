@@ -111,12 +111,8 @@ def serving_engine(
     Raises ``TokenizerError`` where each that is installed gives other ids, with the first text that shows it.
     """
     installed = installed_version(record.engine)
-    if (
-        ids is None
-        or installed == record.version
-        or record.engine not in _ENGINES
-        or record.digest != definition.digest
-    ):
+    is_known = record.engine in _ENGINES and record.digest == definition.digest
+    if ids is None or not is_known or installed == record.version:
         return EngineChoice(record, "it is the run's", ids)
     rows = first_rows(ids)
     refused = []
@@ -130,10 +126,9 @@ def serving_engine(
             refused.append(f"{error}")
             continue
         if difference is None:
-            reason = (
-                f"the run began with {record.engine} {record.version}; this gives the same ids for {ids.describe()}"
-            )
-            return EngineChoice(EngineRecord(record.digest, name, version), f"{reason}{_faster(name)}", ids)
+            same = f"this gives the same ids for {ids.describe()}{_faster(name)}"
+            reason = f"the run began with {record.engine} {record.version}; {same}"
+            return EngineChoice(EngineRecord(record.digest, name, version), reason, ids)
         refused.append(f"{name} {version} gives other ids for {difference}")
     raise TokenizerError(f"{_other_version(record, installed)} ({'; '.join(refused)})")
 

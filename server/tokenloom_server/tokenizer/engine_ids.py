@@ -116,10 +116,9 @@ def _probe_groups() -> list[TextGroup]:
 
 
 def _added_token_groups(definition: TokenizerDefinition) -> list[TextGroup]:
-    contents = [token.content for token in definition.added_tokens]
     return [
-        TextGroup(f"texts with {content!r}", [around.format(content) for around in _AROUND_TOKENS])
-        for content in contents
+        TextGroup(f"texts with {token.content!r}", [around.format(token.content) for around in _AROUND_TOKENS])
+        for token in definition.added_tokens
     ]
 
 

@@ -87,7 +87,8 @@ def _cached(name: str, path: Path) -> Path:
         return Path(cached)
     revision = f" --revision {hub['revision']}" if hub["revision"] else ""
     raise TokenizerError(
-        f"{missing}, and the Hub's cache on this machine has no tokenizer.json of {hub['repo']!r}; give another path, "
-        f"or download it: hf download {hub['repo']}{revision} --include 'tokenizer*' --include 'chat_template*' "
+        f"{missing}, and the Hub's cache on this machine has no tokenizer.json of {hub['repo']!r}; give another path "
+        f"or 'bytes', or download it: hf download {hub['repo']}{revision} --include 'tokenizer*' "
+        "--include 'chat_template*' "
         f"(if the repository has no tokenizer.json, {CONVERT})"
     )

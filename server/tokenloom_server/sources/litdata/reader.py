@@ -127,7 +127,7 @@ class BatchesSource(ArrowSource):
         super().__init__(request)
 
     def row_count(self, shard: int) -> int:
-        return super().row_count(shard) if shard else 0
+        return self._checked(shard, super().row_count(shard) if shard else 0)
 
     def blocks(self, shard: int) -> npt.NDArray[np.int64]:
         return super().blocks(shard) if shard else np.zeros(1, np.int64)
@@ -149,13 +149,16 @@ class BatchesSource(ArrowSource):
         return _Part(file, Range(begin, file.size - mark), read_at)
 
     def _read(self, shard: int, row: int) -> Iterator[Rows]:
-        expected = self._listed[shard].rows
         for rows in super()._read(shard, row) if shard else ():
             row = rows.first_row + len(rows.column)
             yield rows
-        if row != expected:
-            where = self._where(self._shards[shard])
-            raise SourceError(f"{where} has {row} samples, but its index says {expected}; {DAMAGED}")
+        self._checked(shard, row)
+
+    def _checked(self, shard: int, rows: int) -> int:
+        where, expected = self._where(self._shards[shard]), self._listed[shard].rows
+        if rows != expected:
+            raise SourceError(f"{where} has {rows} samples, but its index says {expected}; {DAMAGED}")
+        return rows
 
 
 class _Part(File):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -20,8 +19,6 @@ from tokenloom_server.sources.row_index import IndexedSource, RowEnds, RowIndex
 from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.storage.arrow_input import FileStream
 from tokenloom_server.storage.file import File, Range
-
-_log = logging.getLogger(__name__)
 
 
 class UnitsSource(IndexedSource):
@@ -72,7 +69,6 @@ class UnitsSource(IndexedSource):
         with self._open(entry) as file:
 
             def build() -> RowIndex:
-                _log.info("building the index of %s (%d bytes)", entry.path, entry.size)
                 return row_index.build(0, file.size, self._row_ends(file, entry.path))
 
             return row_index.cached(self._cache_path(shard, file, self._spec.column), entry.size, build)

@@ -11,10 +11,13 @@ import numpy as np
 
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.tools.moving import mosaic
+from tokenloom_server.tools.moving import litdata, mosaic
 
 #: By the name of a library: asks it, and how to install it.
-LIBRARIES = {"mosaic": (mosaic.seen_samples, "mosaicml-streaming")}
+LIBRARIES = {
+    "mosaic": (mosaic.seen_samples, "mosaicml-streaming"),
+    "litdata": (litdata.seen_samples, "litdata"),
+}
 
 
 def write_seen(library: str, state: Path, spec: Spec, arguments: dict[str, Any], output: Path) -> str:
