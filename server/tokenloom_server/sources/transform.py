@@ -42,6 +42,7 @@ class Transform:
         self.name = name
         self._arguments = (name, str(seconds), str(memory_mb), *(["one_each"] if one_each else []))
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._at_work: set[_Worker] = set()
         #: ``name``, ``distribution`` and ``version`` (None outside an installed one), and ``digest`` of its source.
         self.code: Mapping[str, str | None] = {}
         self._idle.put(self._started())
@@ -65,7 +66,9 @@ class Transform:
             worker = self._idle.get_nowait()
         except queue.Empty:
             worker = self._started()
+        self._at_work.add(worker)
         texts, said = worker.ask(transform_worker.batch_of(column))
+        self._at_work.discard(worker)
         if "error" in said:
             worker.end()
             raise TransformFailed(said["error"], said.get("begin", 0), said.get("end", len(column)))
@@ -73,7 +76,9 @@ class Transform:
         return texts.column(0)
 
     def close(self) -> None:
-        """Ends all workers; none may be at work."""
+        """Ends all workers. Whoever waits for one gets ``TransformFailed``."""
+        for worker in tuple(self._at_work):
+            worker.kill()
         while not self._idle.empty():
             self._idle.get().end()
 
@@ -121,9 +126,13 @@ class _Worker:
             return None, {"error": fault}
         return texts, json.loads(metadata[transform_worker.SAID])
 
-    def end(self) -> None:
-        # With all processes that the function started.
+    def kill(self) -> None:
+        """Kills the process, with all that the function started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kills the process, and waits for it."""
+        self.kill()
         # Also closes the pipes, whatever is left in them.
         self._process.communicate()
