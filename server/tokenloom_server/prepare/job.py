@@ -126,10 +126,7 @@ class Job:
         self.order = builder.create(
             reading_once(config, shuffled=shuffled), base_dir, index_dir, roots, encoders=threads
         )
-        named = _by_spec(config)
-        own = [source.transform for source in named.values() if source.transform is not None]
-        if transform is not None and own:
-            raise ConfigError(f"--transform: a source has a transform of its own, {own[0]}; leave one of them out")
+        named = _by_spec(config, transform)
         self.sources: list[Prepared] = []
         self.tasks: list[Task] = []
         for i, spec in enumerate(self.order.record.specs):
@@ -243,13 +240,18 @@ def reading_once(config: RunConfig, *, shuffled: bool = False, **of_sources: Any
     return RunConfig.model_validate(document, context=config.catalog)
 
 
-def _by_spec(config: RunConfig) -> dict[str, SourceConfig]:
-    """The sources that the mixture file names. Raises ``ConfigError`` for one of which some rows were seen."""
+def _by_spec(config: RunConfig, transform: Transform | None) -> dict[str, SourceConfig]:
+    """The sources that the mixture file names. Raises ``ConfigError`` for one of which some rows were seen, and with
+    ``transform`` for one that has another."""
     for path, source in config.named_sources():
         if source.seen is not None:
             raise ConfigError(
                 f"{path}.seen: is of the files as they are, and shards have other rows: leave it out to prepare the "
                 "source, or serve the source as it is"
+            )
+        if transform is not None and source.transform is not None:
+            raise ConfigError(
+                f"{path}.transform: {source.transform!r} cannot go with --transform; leave one of them out"
             )
     return {source.source: source for _, source in config.named_sources()}
 

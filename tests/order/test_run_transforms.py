@@ -49,16 +49,16 @@ def null(batch):
 def counting(batch):
     return pa.array([f"{number} {text}" for number, text in enumerate(batch["text"].to_pylist())])
 
-def numbers(batch):
-    return pa.array([len(text) for text in batch["text"].to_pylist()])
 """
 SOURCE = "jsonl:data/*.jsonl:text"
-NAMES = [f"cleaning:{name}" for name in ("marked", "dropping", "null", "counting", "numbers")]
+NAMES = [f"cleaning:{name}" for name in ("marked", "dropping", "null", "counting")]
 #: By file; the last one but one is bad.
 ROWS: list[list[Any]] = [
     [f"row {i}" if i % 7 else "" for i in range(100)],
     [*(f"more {i}" for i in range(30)), 5, None],
 ]
+#: What ``marked`` makes of them.
+MARKED = [f"<{row.upper()}>" if isinstance(row, str) and row else "" for rows in ROWS for row in rows]
 
 
 @pytest.fixture
@@ -81,8 +81,8 @@ def parsed(transform: str | None = "cleaning:marked", **fields: Any) -> RunConfi
 
 
 @contextmanager
-def created(run: RunConfig, record: str = "") -> Iterator[PipelineFactory]:
-    factory = builder.load(run, Path(), None, record) if record else builder.create(run, Path(), None)
+def created(run: RunConfig) -> Iterator[PipelineFactory]:
+    factory = builder.create(run, Path(), None)
     yield factory
     factory.resources.close()
 
@@ -95,12 +95,11 @@ def texts(rows: Iterator[TokenizedRows]) -> list[str]:
 
 
 def test_every_cursor_gives_the_same_texts(folder: Path) -> None:
-    marked = [f"<{row.upper()}>" if isinstance(row, str) and row else "" for rows in ROWS for row in rows]
     with created(parsed()) as order:
         documents = order.documents(0)
-        assert texts(documents.read(None)) == marked
+        assert texts(documents.read(None)) == MARKED
         for row in (0, 1, 6, 7, 8, 43, 69, 98, 99):
-            assert texts(documents.read(FileCursor(0, 0, row))) == marked[row:]
+            assert texts(documents.read(FileCursor(0, 0, row))) == MARKED[row:]
         whole = order.pipeline(order.initial())
         whole.advance(90)
         for sample in (1, 17, 50):
@@ -109,10 +108,6 @@ def test_every_cursor_gives_the_same_texts(folder: Path) -> None:
             after = order.pipeline(before.state())
             after.advance(90 - sample)
             assert after.state() == whole.state()
-    with created(parsed(filter="even == true")) as order:
-        assert texts(order.documents(0).read(None)) == [
-            text if i % 2 == 0 else "" for rows in (marked[:100], marked[100:]) for i, text in enumerate(rows)
-        ]
 
 
 @pytest.mark.parametrize(
@@ -124,18 +119,14 @@ def test_every_cursor_gives_the_same_texts(folder: Path) -> None:
         ),
         ("null", r"0\.jsonl: row 72: transform .* it gave 1 texts, 1 of them null, for 1; expected one text for each"),
         ("counting", r"0\.jsonl: rows 1 to 2: .* two texts for the last row, one among others and one alone"),
-        ("numbers", r"0\.jsonl: row 1: .*TypeError: it gave Int64Array, expected texts.*begin a new run"),
     ],
 )
 def test_what_goes_wrong_names_file_and_row_after_the_rows_before(folder: Path, name: str, message: str) -> None:
     got: list[str] = []
     with created(parsed(f"cleaning:{name}")) as order, pytest.raises(TokenizerError, match=message):
-        got += texts(order.documents(0).read(None))
-    got.clear()
+        for rows in order.documents(0).read(None):
+            got += texts(iter([rows]))
     if name == "null":
-        with created(parsed("cleaning:null")) as order, pytest.raises(TokenizerError):
-            for rows in order.documents(0).read(None):
-                got += texts(iter([rows]))
         assert got == ROWS[0][:72]
 
 
@@ -152,12 +143,10 @@ def test_nothing_is_imported_where_it_is_not_allowed(folder: Path, tokenloom: Co
         with pytest.raises(ConfigError, match="--allow-transforms cleaning:marked"):
             revised(timeline, 4, **change)
     (folder / "mixture.yaml").write_text(yaml.safe_dump(document))
-    command = ("validate", "mixture.yaml", "--allow-transforms")
-    refused = tokenloom(*command, "cleaning:null", folder=folder)
-    assert refused.status == 2
-    assert "--allow-transforms cleaning:marked" in " ".join(refused.output.split())
     assert not (folder / "imported").exists()
-    allowed = tokenloom(*command, "cleaning:null,cleaning:marked", folder=folder)
+    allowed = tokenloom(
+        "validate", "mixture.yaml", "--allow-transforms", "cleaning:null,cleaning:marked", folder=folder
+    )
     assert allowed.status == 0, allowed.output
     assert (folder / "imported").exists()
 
@@ -167,8 +156,6 @@ def test_other_code_is_refused_with_both_values(folder: Path) -> None:
         record = order.record.to_json()
     code = json.loads(record)["manifest"]["transforms"]["cleaning:marked"]
     assert code["name"] == "cleaning:marked"
-    with created(parsed(), record) as order:
-        assert order.record.to_json() == record
     (folder / "cleaning.py").write_text(CODE + "# changed")
     with pytest.raises(SourceChanged, match=rf"its code is .*'sha256:.*began with .*{code['digest']}"):
         builder.load(parsed(), Path(), None, record)
@@ -185,18 +172,13 @@ def test_a_revision_records_the_code_of_what_it_adds(folder: Path) -> None:
             revised(timeline, 8, mixture=as_file(parsed("cleaning:null")))
 
 
-def test_what_is_prepared_has_the_same_order(folder: Path) -> None:
-    run = parsed(on_bad_row="skip")
+def test_what_is_prepared_has_the_same_texts(folder: Path) -> None:
+    run = parsed(on_bad_row="skip", filter="even == true")
     options: dict[str, Any] = {"form": "arrow", "shard_bytes": 2000, "ids_too": False, "shuffled": False, "threads": 1}
     job = Job(run, folder, folder / "index", DataRoots(), **options)
     assert job.document()["transforms"] == job.order.record.manifest.transforms
     done = prepare(job, folder / "out", on_done=lambda *_: None, on_kept=lambda *_: None)
     job.order.resources.close()
     served = builder.create(config.load(done.mixture, CATALOG), done.mixture.parent, None)
-    with created(run) as order:
-        digests = []
-        for factory in (order, served):
-            pipeline = factory.pipeline(factory.initial())
-            pipeline.advance(90)
-            digests.append(pipeline.state().digest)
-    assert digests[0] == digests[1]
+    made = texts(served.documents(0).read(None))
+    assert made == [text if i % 2 == 0 else "" for i, text in enumerate(MARKED)]
