@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,44 @@ def test_an_object_that_changed_is_not_served_as_it_was(store: Any) -> None:
     assert read(0, len(DATA)) == DATA
     store.pipe_file("/objects/a.bin", DATA[::-1])
     assert read(0, len(DATA)) == DATA[::-1]
+
+
+class WebFile(BaseHTTPRequestHandler):
+    """A web server's file with an ETag; the first request for bytes is answered with 503."""
+
+    was_busy = False
+
+    def do_HEAD(self) -> None:
+        self._answer(200, DATA, empty=True)
+
+    def do_GET(self) -> None:
+        begin, end = map(int, self.headers["range"].removeprefix("bytes=").split("-"))
+        self._answer(206 if WebFile.was_busy else 503, DATA[begin : end + 1])
+        WebFile.was_busy = True
+
+    def _answer(self, status: int, content: bytes, *, empty: bool = False) -> None:
+        self.send_response(status)
+        for name, value in (("etag", '"1"'), ("accept-ranges", "bytes"), ("content-length", str(len(content)))):
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(b"" if empty else content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_web_servers_file_is_known_by_its_etag(store: Any) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), WebFile)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    for fetched in (len(DATA), 0):
+        cache = restarted()
+        with open_file(f"http://127.0.0.1:{server.server_port}/a.bin", Path()) as file:
+            assert bytes(file.read_at(0, len(DATA))) == DATA
+        assert cache.fetched_bytes == fetched
+    server.shutdown()
+    thread.join()
+    server.server_close()
 
 
 def test_a_damaged_block_is_fetched_again(store: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -98,6 +98,7 @@ class Server:
         from tokenloom_server.catalog import open_catalog
 
         ledger = self._ledger = open_ledger(options.ledger, _folder(options))
+        _log.info("ledger: %s", ledger.description)
         runs = self._runs = Runs(
             ledger,
             _holder(self.grpc_address),
