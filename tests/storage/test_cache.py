@@ -203,7 +203,11 @@ def test_without_room_reading_goes_on_with_one_warning(
     assert caplog.text.count("what cannot be kept there is fetched each time") == 1
 
 
-def test_a_size_without_a_unit_is_refused(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SIZE, "500")
-    with pytest.raises(ConfigError, match="found '500', expected a whole number of M, G or T, such as 500G"):
+def test_a_size_without_a_unit_or_a_folder_is_refused(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for size in ("500", "0G"):
+        monkeypatch.setenv(SIZE, size)
+        with pytest.raises(ConfigError, match=f"found '{size}', expected a whole number of M, G or T, such as 500G"):
+            restarted()
+    monkeypatch.delenv(FOLDER)
+    with pytest.raises(ConfigError, match="--cache-size: is '0G', but there is no --cache; give it a folder"):
         restarted()
