@@ -109,7 +109,7 @@ def init(
     """
     import yaml
 
-    from tokenloom_server.catalog import allowed_plugins, open_catalog
+    from tokenloom_server.catalog import environment_catalog
     from tokenloom_server.config import mixture_file as config
     from tokenloom_server.sources.catalog import sources_of
     from tokenloom_server.storage.drafts import write_whole
@@ -120,7 +120,7 @@ def init(
     for path in (output, schema):
         if path.exists() and not force and path.read_bytes() != schema_content.encode():
             raise ConfigError(f"{path}: is there already; give another --output, or --force to write over it")
-    base_dir, catalog = output.resolve().parent, open_catalog(allowed_plugins())
+    base_dir, catalog = output.resolve().parent, environment_catalog()
     survey = _survey(places, base_dir, sources_of(catalog))
     names = _aliases(survey.candidates)
     unknown = {text.rpartition("=")[0] for text in answers.column or ()} - {"", *names}
