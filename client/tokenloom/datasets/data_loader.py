@@ -30,7 +30,8 @@ def loader_of(dataset: IterableDataset[Any], **options: Any) -> DataLoader[Any]:
     """A DataLoader without a worker, whose batches are those of the dataset."""
     # A generator of its own: each iter() of a loader draws a number, and what the model draws has to be what it was
     # without a resume.
-    options = {"collate_fn": unchanged, "generator": torch.Generator()} | options
+    options.setdefault("generator", torch.Generator())
+    options.setdefault("collate_fn", unchanged)
     return DataLoader(dataset, batch_size=None, **options)
 
 
