@@ -92,10 +92,10 @@ class ServerAddress:
 
 
 def reached_at(address: str, target: str) -> str:
-    """The address at which a server listens, as it is reached by who reaches ``target`` of it: one that stands for all
-    of a machine's addresses is none to connect to."""
-    host, _, port = address.rpartition(":")
-    return f"{target.rpartition(':')[0]}:{port}" if host in ("0.0.0.0", "[::]") else address
+    """The address at which a server says that its other port listens, as it is reached by who reaches ``target`` of it:
+    at the host that was named. To the server's own word for it another machine may answer here, such as this one to
+    127.0.0.1, and its certificate need not be for that."""
+    return f"{target.rpartition(':')[0]}:{address.rpartition(':')[2]}"
 
 
 def _target(place: str, default_port: int | None = None) -> str:

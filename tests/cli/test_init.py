@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -77,7 +78,7 @@ def test_nothing_is_written_over_unless_it_is_asked_for(here: Path) -> None:
     refused = init("data", "--tokenizer", "bytes", "--output", "third.yaml", status=2)
     assert f"{SCHEMA_FILE}: is there already" in refused
     assert not Path("third.yaml").exists()
-    assert "its folder does not exist" in init("data", "--tokenizer", "bytes", "--output", "no/a.yaml", status=2)
+    assert "expected a file, in a folder that exists" in init("data", "--output", "no/a.yaml", status=2)
     init("data", "--tokenizer", "bytes", "--run", "b", "--force")
     assert written()["run"] == "b"
 
@@ -97,8 +98,49 @@ def test_what_does_not_show_is_said_with_its_option_and_nothing_is_written(here:
     )
 
 
+def test_a_source_has_the_name_of_its_folder_and_the_run_that_of_its_file(here: Path) -> None:
+    rows = (here / "data" / "docs.jsonl").read_bytes()
+    for name in ("books/en/part-000", "code/part-000", "web/2024/part-000", "web/2025/part-000", "books-1", "books-2"):
+        (here / "all" / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / "all" / f"{name}.jsonl").write_bytes(rows)
+    init("all", "--tokenizer", "bytes", "--column", "web=text")
+    assert {child["alias"]: child["source"] for child in written()["mixture"]["children"]} == {
+        "en/part-000": "jsonl:all/books/en/part-000.jsonl:text",
+        "code": "jsonl:all/code/part-000.jsonl:text",
+        "web": "jsonl:all/web/**/*.jsonl:text",
+        "books": "jsonl:all/books-*.jsonl:text",
+    }
+    shutil.rmtree("all/code")
+    for path in Path("all").glob("*.jsonl"):
+        path.unlink()
+    init("all", "--tokenizer", "bytes", "--force")
+    assert [child["alias"] for child in written()["mixture"]["children"]] == ["books", "web"]
+    init("all/web/2024/part-000.jsonl", "--tokenizer", "bytes", "--force")
+    assert written()["run"] == "part-000"
+
+
+def test_a_folder_is_no_output_and_a_column_is_that_of_a_source_that_there_is(here: Path) -> None:
+    assert "--output data: expected a file" in init("data", "--output", "data", "--force", status=2)
+    refused = init("data", "--tokenizer", "bytes", "--column", "kode=ids", status=2)
+    assert "--column kode=…: no source has this alias; expected one of" in refused
+
+
+def test_what_is_no_file_or_empty_is_left_out_and_a_folder_named_twice_is_one(here: Path) -> None:
+    (here / "odd").mkdir()
+    os.mkfifo(here / "odd" / "pipe.jsonl")
+    (here / "odd" / "broken.jsonl").symlink_to(here / "absent")
+    (here / "odd" / "nothing.jsonl").touch()
+    (here / "odd" / "docs.jsonl").write_bytes((here / "data" / "docs.jsonl").read_bytes())
+    output = init("odd", "odd", "--tokenizer", "bytes")
+    assert [child["alias"] for child in written()["mixture"]["children"]] == ["docs"]
+    assert all(f"odd/{name}.jsonl (" in output for name in ("pipe", "broken", "nothing"))
+    (here / "odd" / "docs.jsonl").write_bytes(b"")
+    assert "has no data that a scheme reads" in init("odd", "--tokenizer", "bytes", "--output", "b.yaml", status=2)
+
+
 @pytest.mark.parametrize(
-    ("folder", "says"), [("absent", "cannot be looked at (No such file"), ("empty", "no data"), ("code", "(code/a.py")]
+    ("folder", "says"),
+    [("absent", "cannot be looked at (No such file"), ("empty", "(it is empty); expected"), ("code", "(code/a.py")],
 )
 def test_a_folder_without_data_is_refused_with_what_is_there(here: Path, folder: str, says: str) -> None:
     (here / "empty").mkdir()

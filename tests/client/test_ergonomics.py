@@ -160,8 +160,9 @@ def test_the_loader_of_a_dataset_gives_its_batches_and_leaves_the_rest_as_it_was
         assert [type(batch["input_ids"]) for batch in loader] == [torch.Tensor] * 5
         assert torch.equal(torch.get_rng_state(), drawn)
         assert (loader.pin_memory, loader.num_workers) == (torch.cuda.is_available(), 0)
-        own = dataset.dataloader(collate_fn=lambda batch: batch["sample_index"], pin_memory=False)
-        assert (list(own), own.pin_memory) == ([], False)
+        generator = torch.Generator()
+        own = dataset.dataloader(collate_fn=lambda batch: batch["sample_index"], pin_memory=False, generator=generator)
+        assert (list(own), own.pin_memory, own.generator) == ([], False, generator)
 
 
 @pytest.mark.parametrize(

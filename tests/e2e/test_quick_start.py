@@ -69,8 +69,12 @@ def test_the_trainer_of_the_quick_start_goes_on_after_a_kill(served: str, tmp_pa
     assert second.startswith(f"sample {begin + 400} "), "100 batches of 4 samples after its checkpoint"
 
 
-def test_the_trainer_of_the_readme_trains_and_saves(served: str, tmp_path: Path) -> None:
+def test_the_trainer_of_the_readme_trains_saves_and_resumes(served: str, tmp_path: Path) -> None:
     script = trainer("README.md", served).replace("batch_size=4", 'batch_size=4, resume="fresh"')
-    assert run_until_saved(script, tmp_path).startswith("sample 400  loss ")
+    assert run_until_saved(script, tmp_path).startswith("sample 100  loss ")
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert set(saved) == {"model", "data"}
+    begin = json.loads(saved["data"].popitem()[1])["sample_index"]
+    assert run_until_saved(script, tmp_path).startswith(f"sample {begin + 100}  loss "), (
+        "25 batches after its checkpoint"
+    )

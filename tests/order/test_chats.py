@@ -29,7 +29,7 @@ CHATML = """
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
     {%- if messages[0].role == 'system' %}{{ messages[0].content + '\\n\\n' }}{% endif %}
-    {%- for tool in tools %}{{ "\\n" }}{{ tool | tojson }}{% endfor %}
+    {%- for tool in tools %}{{ "\\n" }}{{ tool | tojson(false, 1) }}{% endfor %}
     {{- '<|im_end|>\\n' }}
 {%- endif %}
 {%- for message in messages %}

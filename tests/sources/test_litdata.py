@@ -172,6 +172,7 @@ LIES: dict[str, tuple[Change, str]] = {
     "ids": (lambda e: e["chunks"][0].update(dim=7), r"chunk-0-0.bin': its \d+ bytes are not the 7 ids that"),
     "a name": (lambda e: e["chunks"][0].update(filename="x.bin"), r"lists 'x.bin', which is missing; copy the folder"),
     "a type": (lambda e: e["config"].update(data_format=["no_header_tensor:17"]), r"are not the \d+ ids"),
+    "a type of text": (lambda e: e["config"].update(data_format=["str"]), r"are not the \d+ ids"),
     "no tree": (lambda e: e["config"].update(data_spec="[1, {}]"), r"config.data_spec: .* it is no tree of fields"),
     "no JSON": (lambda e: e["config"].update(data_spec="["), r"config.data_spec: "),
     "deep": (lambda e: e["config"].update(data_spec="[" * 20_000), r"config.data_spec: .* it is no tree of fields"),

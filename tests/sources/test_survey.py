@@ -105,7 +105,8 @@ def test_what_is_hidden_empty_or_foreign_is_named_and_not_read(tmp_path: Path) -
     assert "cannot be read as jsonl" in reasons.pop("settings.json")
     assert reasons == {
         **dict.fromkeys((".hidden.jsonl", ".cache"), "hidden"),
-        **dict.fromkeys(("README.txt", "notes.md", "tokenizer.json"), "no data that a scheme reads"),
+        **dict.fromkeys(("README.txt", "tokenizer.json"), "not data, by its name"),
+        "notes.md": "not a format that is read",
         "a-0.jsonl": "empty",
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,44 @@ def test_an_object_that_changed_is_not_served_as_it_was(store: Any) -> None:
     assert read(0, len(DATA)) == DATA[::-1]
 
 
+class WebFile(BaseHTTPRequestHandler):
+    """A web server's file with an ETag; the first request for bytes is answered with 503."""
+
+    was_busy = False
+
+    def do_HEAD(self) -> None:
+        self._answer(200, DATA, empty=True)
+
+    def do_GET(self) -> None:
+        begin, end = map(int, self.headers["range"].removeprefix("bytes=").split("-"))
+        self._answer(206 if WebFile.was_busy else 503, DATA[begin : end + 1])
+        WebFile.was_busy = True
+
+    def _answer(self, status: int, content: bytes, *, empty: bool = False) -> None:
+        self.send_response(status)
+        for name, value in (("etag", '"1"'), ("accept-ranges", "bytes"), ("content-length", str(len(content)))):
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(b"" if empty else content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_web_servers_file_is_known_by_its_etag(store: Any) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), WebFile)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    for fetched in (len(DATA), 0):
+        cache = restarted()
+        with open_file(f"http://127.0.0.1:{server.server_port}/a.bin", Path()) as file:
+            assert bytes(file.read_at(0, len(DATA))) == DATA
+        assert cache.fetched_bytes == fetched
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
 def test_a_damaged_block_is_fetched_again(store: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     read(0, len(DATA))
     first, second, third = files_of(tmp_path)
@@ -164,7 +203,11 @@ def test_without_room_reading_goes_on_with_one_warning(
     assert caplog.text.count("what cannot be kept there is fetched each time") == 1
 
 
-def test_a_size_without_a_unit_is_refused(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SIZE, "500")
-    with pytest.raises(ConfigError, match="found '500', expected a whole number of M, G or T, such as 500G"):
+def test_a_size_without_a_unit_or_a_folder_is_refused(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for size in ("500", "0G"):
+        monkeypatch.setenv(SIZE, size)
+        with pytest.raises(ConfigError, match=f"found '{size}', expected a whole number of M, G or T, such as 500G"):
+            restarted()
+    monkeypatch.delenv(FOLDER)
+    with pytest.raises(ConfigError, match="--cache-size: is '0G', but there is no --cache; give it a folder"):
         restarted()

@@ -28,10 +28,11 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 def loader_of(dataset: IterableDataset[Any], **options: Any) -> DataLoader[Any]:
     """A DataLoader without a worker, whose batches are those of the dataset."""
-    options = {"collate_fn": unchanged} | options
     # A generator of its own: each iter() of a loader draws a number, and what the model draws has to be what it was
     # without a resume.
-    return DataLoader(dataset, batch_size=None, generator=torch.Generator(), **options)
+    options.setdefault("generator", torch.Generator())
+    options.setdefault("collate_fn", unchanged)
+    return DataLoader(dataset, batch_size=None, **options)
 
 
 def unchanged(batch: Any) -> Any:

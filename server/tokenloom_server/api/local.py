@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenloom_server.api.grpc.in_process_channel import InProcessChannel
 from tokenloom_server.api.server import INDEX_FOLDER
 from tokenloom_server.api.service import Runs
-from tokenloom_server.catalog import allowed_plugins, open_catalog
+from tokenloom_server.catalog import environment_catalog
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.ledger.open import FILE_NAME
 from tokenloom_server.ledger.sqlite import SqliteLedger
@@ -26,7 +26,7 @@ class LocalServer:
     def __init__(self, mixture: Path) -> None:
         """Reads the mixture file alone, which raises ``ConfigError`` where it is missing or wrong."""
         self._mixture = mixture.absolute()  # the process may go elsewhere before it is started
-        self._config = config.load(mixture, open_catalog(allowed_plugins()))
+        self._config = config.load(mixture, environment_catalog())
         self._open = ExitStack()
 
     @property

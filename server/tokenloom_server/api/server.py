@@ -61,6 +61,8 @@ class ServeOptions:
     data_roots: DataRoots = field(default_factory=DataRoots)
     plugins: Sequence[str] = ()
     """Source schemes from outside the tree that mixtures may name."""
+    transforms: Sequence[str] = ()
+    """Users' functions that mixtures may name."""
 
 
 class Server:
@@ -96,13 +98,14 @@ class Server:
         from tokenloom_server.catalog import open_catalog
 
         ledger = self._ledger = open_ledger(options.ledger, _folder(options))
+        _log.info("ledger: %s", ledger.description)
         runs = self._runs = Runs(
             ledger,
             _holder(self.grpc_address),
             options.timeouts,
             standby=options.standby,
             data_roots=options.data_roots,
-            catalog=open_catalog(options.plugins),
+            catalog=open_catalog(options.plugins, options.transforms),
         )
         rest.start(runs, grpc_address=self.grpc_address)
         if self._health is not None:

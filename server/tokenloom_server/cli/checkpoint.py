@@ -43,13 +43,13 @@ class _Options:
     def content(self, file: Path, *, measured: bool = False) -> Content:
         """What a checkpoint's file says; with ``measured`` also how much the mixture's data will give, where only they
         say it. Raises ``ConfigError`` and ``SnapshotInvalid``."""
-        from tokenloom_server.catalog import allowed_plugins, open_catalog
+        from tokenloom_server.catalog import environment_catalog
         from tokenloom_server.config import mixture_file as config
         from tokenloom_server.tools.checkpoint.content import read
         from tokenloom_server.tools.checkpoint.file import find
         from tokenloom_server.tools.checkpoint.probabilities import missing
 
-        mixture = config.load(self.mixture, open_catalog(allowed_plugins())) if self.mixture else None
+        mixture = config.load(self.mixture, environment_catalog()) if self.mixture else None
         state = find(file, self.inside)
         content = read(file, state, mixture)
         if self.mixture and mixture and measured and any(missing(content, node) for node in content.nodes):

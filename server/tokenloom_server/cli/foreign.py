@@ -25,7 +25,7 @@ def import_seen(
     mixture file. The data are not read. Run it in the mixture file's folder."""
     import yaml
 
-    from tokenloom_server.catalog import allowed_plugins, open_catalog
+    from tokenloom_server.catalog import environment_catalog
     from tokenloom_server.tools.moving.seen import write_seen
 
     arguments = {}
@@ -34,5 +34,5 @@ def import_seen(
         if not equals:
             raise ConfigError(f"--argument: found {text!r}; expected NAME=VALUE, such as shuffle=true")
         arguments[name] = yaml.safe_load(value)
-    source = open_catalog(allowed_plugins()).sources.spec(spec)
+    source = environment_catalog().sources.spec(spec)
     print_document(write_seen(library, state, source, arguments, output))

@@ -6,7 +6,8 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +20,7 @@ from tokenloom_server.core.control_characters import escaped
 from tokenloom_server.errors import ConfigError
 
 if TYPE_CHECKING:
+    from tokenloom_server.sources.catalog import SourceCatalog
     from tokenloom_server.sources.survey import Candidate, Survey
 
 #: Beside the mixture file, for editors.
@@ -42,7 +44,14 @@ and, while it serves, the trainer:
   from tokenloom import RemoteDataset
 
   for batch in RemoteDataset("grpc://127.0.0.1:50051/{run}", batch_size=4):
-      print(batch["sample_index"], batch["input_ids"].shape)"""
+      print(batch["sample_index"], batch["input_ids"].shape)
+with a model, a checkpoint and a resume it is in README.md and docs/quick-start.md"""
+#: What the mixture file says of a run's own fields.
+_COMMENTS = {
+    "seed": "another one gives another order",
+    "tokenizer": "its ids are the model's vocabulary",
+    "sequence_length": "tokens per sample",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +65,8 @@ class _Answers:
 
     def fields(self, folder: Path, base_dir: Path, sources: Mapping[str, Candidate]) -> dict[str, str | int]:
         """The run's own fields. Raises ``ConfigError``."""
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.name).strip("-._") or "run"
+        own = folder.name.partition(".")[0] if folder.is_file() else folder.name
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", own).strip("-._") or "run"
         enough = min(source.size for source in sources.values()) // MIN_SAMPLES
         length = min(SEQUENCE_LENGTH, 2 ** max(3, enough.bit_length() - 1))
         return {
@@ -99,30 +109,23 @@ def init(
     """
     import yaml
 
-    from tokenloom_server.catalog import allowed_plugins, open_catalog
+    from tokenloom_server.catalog import environment_catalog
     from tokenloom_server.config import mixture_file as config
     from tokenloom_server.sources.catalog import sources_of
-    from tokenloom_server.sources.short_form import aliases
-    from tokenloom_server.sources.survey import Survey
     from tokenloom_server.storage.drafts import write_whole
 
-    if not output.parent.is_dir():
-        raise ConfigError(f"--output {output}: its folder does not exist; make it first")
+    if output.is_dir() or not output.parent.is_dir():
+        raise ConfigError(f"--output {output}: expected a file, in a folder that exists; make that first")
     schema, schema_content = output.with_name(SCHEMA_FILE), schema_text() + "\n"
     for path in (output, schema):
         if path.exists() and not force and path.read_bytes() != schema_content.encode():
             raise ConfigError(f"{path}: is there already; give another --output, or --force to write over it")
-    base_dir, catalog = output.resolve().parent, open_catalog(allowed_plugins())
-    survey = Survey(base_dir, sources_of(catalog))
-    for place in places:
-        scheme = sources_of(catalog).schemes.get(place.partition(":")[0])
-        if scheme is not None and ":" in place:
-            survey.look_up(scheme, place.partition(":")[2])
-        else:
-            survey.look_at(_path_from(base_dir, Path(place).resolve()))
-    if not survey.candidates:
-        raise ConfigError(f"{places[0]}: has no data that a scheme reads ({_left_out(survey) or 'it is empty'})")
-    names = aliases([each.spec for each in survey.candidates])
+    base_dir, catalog = output.resolve().parent, environment_catalog()
+    survey = _survey(places, base_dir, sources_of(catalog))
+    names = _aliases(survey.candidates)
+    unknown = {text.rpartition("=")[0] for text in answers.column or ()} - {"", *names}
+    if unknown:
+        raise ConfigError(f"--column {min(unknown)}=…: no source has this alias; expected one of {', '.join(names)}")
     columns = map(answers.column_of, survey.candidates, names)
     sources = {
         alias: replace(each, spec=replace(each.spec, column=column))
@@ -139,6 +142,38 @@ def init(
         say(f"left out: {_left_out(survey)}")
     say(f"wrote {output}, and {schema} for editors")
     print_document(_NEXT.format(mixture=shlex.quote(str(output)), run=fields["run"]))
+
+
+def _survey(places: Sequence[str], base_dir: Path, catalog: SourceCatalog) -> Survey:
+    """Raises ``ConfigError`` where there is nothing to read."""
+    from tokenloom_server.sources.survey import Survey
+
+    survey = Survey(base_dir, catalog)
+    for place in dict.fromkeys(places):
+        scheme = catalog.schemes.get(place.partition(":")[0])
+        if scheme is not None and ":" in place:
+            survey.look_up(scheme, place.partition(":")[2])
+        else:
+            survey.look_at(_path_from(base_dir, Path(place).resolve()))
+    if not survey.candidates:
+        endings = ", ".join(ending for ending in catalog.endings if ending.count(".") == 1)
+        raise ConfigError(
+            f"{', '.join(places)}: has no data that a scheme reads ({_left_out(survey) or 'it is empty'}); expected "
+            f"files that end with {endings}, or one of these compressed, or folders of other libraries: "
+            "docs/mixture-file.md"
+        )
+    return survey
+
+
+def _aliases(candidates: Sequence[Candidate]) -> list[str]:
+    """The name of each one's folder, unless another source has it, too."""
+    from tokenloom_server.sources.short_form import aliases
+
+    pairs = [
+        (each.folder, alias) for each, alias in zip(candidates, aliases([c.spec for c in candidates]), strict=True)
+    ]
+    uses = Counter(name for pair in pairs for name in {*pair})
+    return [folder if folder and uses[folder] == 1 else alias for folder, alias in pairs]
 
 
 def _left_out(survey: Survey) -> str:
@@ -173,8 +208,11 @@ def _mixture_text(fields: Mapping[str, str | int], sources: Mapping[str, Candida
         f"# yaml-language-server: $schema={SCHEMA_FILE}",
         "# Written by tokenloom init. More fields: tokenloom schema",
     ]
-    lines += [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in fields.items()]
-    lines += ["mixture:", "  policy: least_consumed  # weights are of tokens, kept to within a sample", "  children:"]
+    for name, value in fields.items():
+        comment = f"  # {_COMMENTS[name]}" if name in _COMMENTS else ""
+        lines.append(f"{name}: {json.dumps(value, ensure_ascii=False)}{comment}")
+    lines += ["# Weights are shares of the tokens; these are the sources' parts of all bytes.", "mixture:"]
+    lines += ["  policy: least_consumed  # next comes the source that has used least of its share", "  children:"]
     for alias, source in sources.items():
         lines += [
             f"    # {_contents(source)}; columns: {escaped(', '.join(source.columns))}",

@@ -172,11 +172,11 @@ def apply(
     Sources are known by their specs, nodes by their aliases. What the file does not have any more is dropped; what it
     has again goes on where it stood.
     """
-    from tokenloom_server.catalog import allowed_plugins, open_catalog
+    from tokenloom_server.catalog import environment_catalog
     from tokenloom_server.config import mixture_file as config
     from tokenloom_server.order.mixture_content import as_file
 
-    run_config = config.load(mixture, open_catalog(allowed_plugins()))
+    run_config = config.load(mixture, environment_catalog())
     change = {"mixture": as_file(run_config), "from_start": from_start}
     revision.make(url, access, change, run=run_config.run, ask=not yes)
 

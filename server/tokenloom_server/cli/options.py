@@ -179,6 +179,14 @@ class MixtureOptions:
             metavar="NAME,…",
         ),
     ] = None
+    allow_transforms: Annotated[
+        str | None,
+        typer.Option(
+            help="Experimental. Functions of yours that a mixture's sources may name as transform; their code is run. "
+            "[env: TOKENLOOM_ALLOW_TRANSFORMS]",
+            metavar="MODULE:FUNCTION,…",
+        ),
+    ] = None
     cache: Annotated[
         Path | None,
         typer.Option(help="Keep what is read of remote storage in this folder of a local disk. [env: TOKENLOOM_CACHE]"),
@@ -227,13 +235,19 @@ class MixtureOptions:
         """What a mixture may name. Raises ``ConfigError`` for a plugin that does not load."""
         from tokenloom_server.catalog import open_catalog
 
-        return open_catalog(self.plugins())
+        return open_catalog(self.plugins(), self.transforms())
 
     def plugins(self) -> list[str]:
         """What --allow-plugins says, or else the environment."""
-        from tokenloom_server.catalog import allowed_plugins
+        from tokenloom_server.catalog import ALLOW_PLUGINS, allowed_names
 
-        return allowed_plugins(self.allow_plugins)
+        return allowed_names(ALLOW_PLUGINS, self.allow_plugins)
+
+    def transforms(self) -> list[str]:
+        """What --allow-transforms says, or else the environment."""
+        from tokenloom_server.catalog import ALLOW_TRANSFORMS, allowed_names
+
+        return allowed_names(ALLOW_TRANSFORMS, self.allow_transforms)
 
     def load(self, file: Path | None) -> LoadedMixture:
         """The mixture of the file or of the short form, of which there must be one. Raises ``ConfigError``."""

@@ -251,4 +251,5 @@ def _options(
         access=access,
         data_roots=mixture_options.roots(),
         plugins=mixture_options.plugins(),
+        transforms=mixture_options.transforms(),
     )

@@ -47,6 +47,8 @@ class Catalog:
 
     sources: SourceSchemes
     policies: Mapping[str, PolicyRules]
+    transforms: Collection[str] = ()
+    """The users' functions, each ``MODULE:FUNCTION``, that whoever starts the process allows."""
 
 
 def catalog_of(context: Any) -> Catalog:

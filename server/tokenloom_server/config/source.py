@@ -95,6 +95,9 @@ class SourceConfig(Section):
     the tokeniser's own chat template renders."""
     chat_tools: Name | None = None
     """With ``template: chat``, the column of the tools of each conversation."""
+    transform: Annotated[str, Field(pattern=r"^[^:,\s]+:[^:,\s]+$")] | None = None
+    """Experimental. ``MODULE:FUNCTION``, a function of the user's that makes of each text one other text, before it is
+    tokenised; where whoever starts the server allows it."""
     fim: FimConfig | None = None
     """Rearranges documents so that a model learns to fill in the middle."""
     on_bad_row: OnBadRow | None = None
@@ -131,6 +134,8 @@ class SourceConfig(Section):
             )
         if self.chat_tools is not None and not self.is_chat:
             raise ValueError("chat_tools: is for template: chat; leave it out")
+        if self.transform is not None and self.is_chat:
+            raise ValueError("transform: is for texts, and template: chat is for conversations; leave one of them out")
         if self.on_blank_line == "fail" and not spec.scheme.has_blank_lines:
             raise ValueError(f"on_blank_line: is for JSON lines; leave it out of a {spec.scheme.name} source")
         if self.max_bad_rows is not None and self.on_bad_row == "fail":
@@ -186,6 +191,16 @@ class SourceConfig(Section):
             return str(catalog_of(info.context).sources.spec(value))
         except ConfigError as error:
             raise ValueError(str(error)) from None
+
+    @field_validator("transform")
+    @classmethod
+    def _refuse_other_code(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and value not in catalog_of(info.context).transforms:
+            raise ValueError(
+                f"{value!r} is code that is not run unless whoever starts the server allows it: start with "
+                f"--allow-transforms {value}, or name it in TOKENLOOM_ALLOW_TRANSFORMS"
+            )
+        return value
 
     @property
     def in_file_order(self) -> bool:

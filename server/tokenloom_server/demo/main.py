@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from tokenloom_server.catalog import allowed_plugins, open_catalog
+from tokenloom_server.catalog import environment_catalog
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.demo import corpus, receipts, service
 from tokenloom_server.demo.corpus import Corpus
@@ -139,7 +139,7 @@ class Demo:
         self.report.step("The proof, from the samples that the ranks received")
         evidence = Evidence(
             plan=self.plan,
-            config=config.load(self.mixture, open_catalog(allowed_plugins())),
+            config=config.load(self.mixture, environment_catalog()),
             vocab_size=text.vocab_size,
             first=self.receipts_of(self.plan.first),
             second=self.receipts_of(self.plan.second),

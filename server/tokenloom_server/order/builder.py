@@ -56,6 +56,7 @@ def create(
     check_named(config, resources)
     manifest = build([source.spec for _, source in config.named_sources()], base_dir)
     resources.check_files(manifest)
+    manifest = resources.with_code(manifest, [source for _, source in config.named_sources()])
     definition = _find_tokenizer(config, base_dir)
     choice = chosen_engine(config, resources, manifest, definition) if config.batching is None else None
     record = RunRecord(
@@ -68,7 +69,7 @@ def create(
         order_version=config.order_version or ORDER_VERSION,
     )
     factory = PipelineFactory(record, resources)
-    factory.check_masks()
+    factory.check_columns()
     factory.readers.check_seen()
     factory.readers.make_buckets()
     return _with_estimates(factory, {})
@@ -96,6 +97,7 @@ def load(
     resources.check_files(manifest)
     listings = Listings(config.catalog.sources)
     verify(manifest, base_dir, config.catalog.sources, listings)
+    resources.with_code(manifest, [source for _, source in config.named_sources()])
     for path in appeared(manifest, base_dir, listings):
         _log.warning("%s: %s appeared after the run began and is not read", config.run, path)
     definition = _find_tokenizer(config, base_dir)
@@ -152,6 +154,7 @@ def under(
         manifest.plugins,
     )
     verify_files(before, new_files)
+    manifest = before.resources.with_code(manifest, config.sources)
     file_counts = {
         i: old.earlier_file_counts.get(i, frozenset()) | {len(shards)} for i, shards in enumerate(old.shards)
     }
@@ -173,7 +176,7 @@ def under(
                 f"append_files: {source.name} is shuffled, or has lanes, and is packed by best fit: files between "
                 "others would make other samples of rows that are under way; add them as a source of their own"
             )
-    factory.check_masks(len(old.specs))
+    factory.check_columns(len(old.specs))
     factory.readers.check_seen(len(old.specs))
     _refuse_new_text(factory, old)
     factory.readers.make_buckets()
@@ -206,7 +209,7 @@ def aside(
     factory = training.with_record(record)
     if manifest is None:
         return factory
-    factory.check_masks()
+    factory.check_columns()
     for i, source in enumerate(config.sources):
         if run.engine is None and factory.readers.open(i).content is Content.TEXT:
             raise ConfigError(
@@ -223,7 +226,7 @@ def stream_files(resources: RunResources, name: str, mixture: NodeConfig) -> Man
         resources.roots.check_pattern(f"streams.{name}: {source.source}", resources.base_dir, source.spec.place)
     manifest = build([source.spec for source in sources], resources.base_dir)
     resources.check_files(manifest)
-    return manifest
+    return resources.with_code(manifest, sources)
 
 
 def verify_files(factory: PipelineFactory, manifest: Manifest) -> None:

@@ -35,6 +35,7 @@ from tokenloom_server.tokenizer.crash_child import ChildEncoder
 from tokenloom_server.tokenizer.crash_guard import CrashGuardEncoder
 from tokenloom_server.tokenizer.documents import DocumentEncoder, Encoder
 from tokenloom_server.tokenizer.masked import MaskedEncoder
+from tokenloom_server.tokenizer.transformed import TransformEncoder
 
 
 class PipelineFactory:
@@ -109,10 +110,11 @@ class PipelineFactory:
         """What each of a source's next ``count`` samples after a state is made of, by reading their rows again."""
         return self._packer(source_id, state, self.readers.open(source_id)).spans(count)
 
-    def check_masks(self, first: int = 0) -> None:
+    def check_columns(self, first: int = 0) -> None:
         """Raises ``ConfigError`` or ``TokenizerError`` where nothing says which tokens of a source, of those from
-        ``first`` on, count for the loss, though the config asks for it."""
-        self.readers.check_masks(first)
+        ``first`` on, count for the loss, though the config asks for it; and where one with ``transform`` has no texts.
+        """
+        self.readers.check_columns(first)
         if any(source.is_chat for source in self.config.sources[first:]):
             self.resources.chats(self.record)
 
@@ -246,6 +248,10 @@ class PipelineFactory:
 
     def encoder(self, source_id: int, reader: Source) -> Encoder:
         """What makes tokens of a source's rows, for a reader of it."""
+        encoder, name = self._encoder(source_id, reader), self.config.sources[source_id].transform
+        return encoder if name is None else TransformEncoder(self.resources.transform(name), encoder)
+
+    def _encoder(self, source_id: int, reader: Source) -> Encoder:
         record, config = self.record, self.config
         source, engine = config.sources[source_id], self.resources.engine(record)
         around = partial(

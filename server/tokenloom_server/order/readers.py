@@ -64,11 +64,14 @@ class SourceReaders:
                 )
         return masks
 
-    def check_masks(self, first: int = 0) -> None:
-        """Raises ``ConfigError`` where a loss mask column, of the sources from ``first`` on, holds no masks."""
+    def check_columns(self, first: int = 0) -> None:
+        """Raises ``ConfigError`` where a loss mask column, of the sources from ``first`` on, holds no masks, or the
+        column of one with ``transform`` no text."""
         for i, source in enumerate(self._record.config.sources[first:], first):
             if source.loss_mask is not None:
                 self.open_mask(i, self.open(i), source.loss_mask)
+            if source.transform is not None and self.open(i).content is not Content.TEXT:
+                raise ConfigError(f"{source.name}: transform is for texts, but the column holds ids; leave it out")
 
     def kept(self, source_id: int, reader: Source) -> Source:
         """A reader with the rows of this side of the source's holdout; the others are there as empty ones."""

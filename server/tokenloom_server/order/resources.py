@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.row_rules import PLAIN, RowRules
+from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.config.spec import Spec
+from tokenloom_server.errors import SourceChanged
 from tokenloom_server.order import readahead
 from tokenloom_server.order.record import RunRecord
 from tokenloom_server.packing.buckets import Epochs
@@ -23,6 +26,7 @@ from tokenloom_server.packing.samples import Int64s
 from tokenloom_server.sources.base import Shard, Source
 from tokenloom_server.sources.manifest import Manifest
 from tokenloom_server.sources.open import open_source
+from tokenloom_server.sources.transform import Transform
 from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.tokenizer.choose import load_engine
 from tokenloom_server.tokenizer.crash_records import CrashRecords
@@ -85,6 +89,7 @@ class RunResources:
         self._encoders = encoders or readahead.threads() + 1
         self._engines: Cache[Engine] = Cache()
         self._chats: Cache[ChatRenderer] = Cache()
+        self._transforms: Cache[Transform] = Cache()
         self._crash_records: Cache[CrashRecords | None] = Cache()
 
     def open_source(
@@ -110,6 +115,29 @@ class RunResources:
         assert record.tokenizer is not None
         return self._chats.get(record.tokenizer.digest, partial(ChatRenderer, record.tokenizer))
 
+    def transform(self, name: str) -> Transform:
+        """A user's function, for all pipelines. Raises ``ConfigError`` where it cannot be imported."""
+        return self._transforms.get(name, partial(Transform, name, one_each=True))
+
+    def code_of(self, sources: Iterable[SourceConfig]) -> dict[str, dict[str, str | None]]:
+        """By name, the code of the users' functions that sources name, as it is now. Raises ``ConfigError``."""
+        names = {source.transform for source in sources if source.transform is not None}
+        return {name: dict(self.transform(name).code) for name in sorted(names)}
+
+    def with_code(self, manifest: Manifest, sources: Iterable[SourceConfig]) -> Manifest:
+        """The manifest with the code of the users' functions that its sources name. Raises ``ConfigError``, and
+        ``SourceChanged`` where the manifest has one already, with other code."""
+        code = self.code_of(sources)
+        for name, now in code.items():
+            recorded = manifest.transforms.get(name, now)
+            if recorded != now:
+                self.transform(name).close()
+                raise SourceChanged(
+                    f"transform {name!r}: its code is {now}, but the run began with {recorded}, and other code may "
+                    "make other texts; put the old code back, or begin a new run"
+                )
+        return replace(manifest, transforms={**manifest.transforms, **code})
+
     def crash_records(self, record: RunRecord) -> CrashRecords | None:
         """The rows that may crash a tokeniser; None where there is none that could, or nowhere to note them."""
         if record.engine is None or record.engine.engine == "bytes" or self.index_dir is None:
@@ -119,7 +147,9 @@ class RunResources:
         return self._crash_records.get(name, partial(_crash_records, self.index_dir, name))
 
     def close(self) -> None:
-        """An orderly end: no row is suspected of it."""
+        """An orderly end: no row is suspected of it, and no user's function is at work."""
+        for transform in self._transforms.values():
+            transform.close()
         for records in self._crash_records.values():
             if records is not None:
                 records.close()

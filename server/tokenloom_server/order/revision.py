@@ -260,7 +260,7 @@ class _MixtureTree:
 def _refuse_another(known: SourceConfig, source: SourceConfig) -> None:
     """Whether a source of the run's is read as it was. Raises ``ConfigError``."""
     drawn = ("shuffle", "shuffle_window_rows", "lanes")
-    text = ("filter", "template", "chat_tools", "fim")
+    text = ("filter", "template", "chat_tools", "transform", "fim")
     for field in ("add_bos", "add_eot", *text, "loss_mask", "holdout", "seen", *drawn):
         if getattr(known, field) != getattr(source, field):
             makes = "another order of its rows" if field in drawn else "other documents of the same rows"

@@ -56,6 +56,8 @@ def _checked_content(
     content = content_of(config)
     if plugins := plugins_of(source.spec for source in config.sources):
         content["plugins"] = plugins_to_json(plugins)
+    if transforms := factory.resources.code_of(config.sources):
+        content["transforms"] = transforms
     if files:
         content["shards"] = files_to_json(files)
     if excluded := _excluded(factory, change):

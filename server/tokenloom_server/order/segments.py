@@ -135,7 +135,8 @@ def revised(before: PipelineFactory, content: Mapping[str, Any]) -> PipelineFact
     for spec, shards in content.get("shards", {}).items():
         files[spec] = tuple(Shard(path, size, fingerprint) for path, size, fingerprint in shards)
     plugins = record.manifest.plugins | plugins_from_json(content.get("plugins", {}))
-    manifest = Manifest(tuple(SourceFiles(spec, shards) for spec, shards in files.items()), plugins)
+    transforms = {**record.manifest.transforms, **content.get("transforms", {})}
+    manifest = Manifest(tuple(SourceFiles(spec, shards) for spec, shards in files.items()), plugins, transforms)
     named: dict[str, tuple[str, list[str]]] = {}
     for source in config.sources:
         paths = [shard.path for shard in manifest.shards(source.source)]

@@ -123,7 +123,8 @@ _REMEDIES = {
     "seed": "restore the seed in the mixture file, or start a new run under another name",
     "tokenizer": "restore that tokeniser and engine version, or start a new run under another name",
     "config_digest": "restore the mixture file that the run began with, or start a new run under another name",
-    "manifest_digest": "restore the data files that the run began with, or start a new run under another name",
+    "manifest_digest": "restore the data files that the run began with, and the code of plugins and transforms, or "
+    "start a new run under another name",
 }
 
 

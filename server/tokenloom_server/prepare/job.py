@@ -126,7 +126,7 @@ class Job:
         self.order = builder.create(
             reading_once(config, shuffled=shuffled), base_dir, index_dir, roots, encoders=threads
         )
-        named = _by_spec(config)
+        named = _by_spec(config, transform)
         self.sources: list[Prepared] = []
         self.tasks: list[Task] = []
         for i, spec in enumerate(self.order.record.specs):
@@ -148,12 +148,14 @@ class Job:
         """What decides the shards' content: two jobs with the same document make the same bytes."""
         record = json.loads(self.order.record.to_json())
         config = self.order.config
+        transforms = self.order.record.manifest.transforms
         children = {child["source"]: child for child in record["config"]["mixture"]["children"]}
         return {
             "format": FORMAT,
             "shards": {"format": self.form, "bytes": self.shard_bytes, "ids": self.order.record.dtype.name},
             "tokenizer": record["tokenizer"],
             "transform": dict(self.transform.code) if self.transform is not None else None,
+            **({"transforms": transforms} if transforms else {}),
             "special_tokens_in_text": config.special_tokens_in_text,
             "vocab_size": self.order.record.vocab_size,
             "end_of_text_id": self.order.record.end_of_text_id,
@@ -238,13 +240,18 @@ def reading_once(config: RunConfig, *, shuffled: bool = False, **of_sources: Any
     return RunConfig.model_validate(document, context=config.catalog)
 
 
-def _by_spec(config: RunConfig) -> dict[str, SourceConfig]:
-    """The sources that the mixture file names. Raises ``ConfigError`` for one of which some rows were seen."""
+def _by_spec(config: RunConfig, transform: Transform | None) -> dict[str, SourceConfig]:
+    """The sources that the mixture file names. Raises ``ConfigError`` for one of which some rows were seen, and with
+    ``transform`` for one that has another."""
     for path, source in config.named_sources():
         if source.seen is not None:
             raise ConfigError(
                 f"{path}.seen: is of the files as they are, and shards have other rows: leave it out to prepare the "
                 "source, or serve the source as it is"
+            )
+        if transform is not None and source.transform is not None:
+            raise ConfigError(
+                f"{path}.transform: {source.transform!r} cannot go with --transform; leave one of them out"
             )
     return {source.source: source for _, source in config.named_sources()}
 

@@ -220,8 +220,10 @@ def _of_documents(
     of_source = f"source {source.source!r}: "
     yield of_source + "add_bos", theirs.config.adds_bos(known), ours.config.adds_bos(source)
     yield of_source + "add_eot", theirs.config.adds_eot(known), ours.config.adds_eot(source)
-    for field in ("filter", "template", "chat_tools", "fim", "holdout", "seen"):
+    for field in ("filter", "template", "chat_tools", "transform", "fim", "holdout", "seen"):
         yield of_source + field, getattr(known, field), getattr(source, field)
+    code = [factory.record.manifest.transforms.get(source.transform or "") for factory in (theirs, ours)]
+    yield of_source + "code of transform", code[0], code[1]
     if source.fim is not None or source.holdout is not None:
         # What the parts of each document are is drawn by these; and by the seed which of them are held out.
         yield of_source + "seed", theirs.config.seed, ours.config.seed

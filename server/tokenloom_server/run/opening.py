@@ -217,7 +217,7 @@ class GenerationOpener:
                 )  # fmt: skip
         for note in notes:
             _log.info(note)
-        if notes:
+        if notes or not start.sample_index:
             return
         for line in position_lines(coordinator.timeline.at(start.sample_index).record, start):
             _log.info("resume: %s", line)

@@ -153,7 +153,11 @@ class StreamCommands(RunState):
                 self._wakes.ranks[session.rank].wait(left_s)
 
     def _log_first_batch(self, up_since: float) -> None:
-        _log.info("%s: first batch %.2f s after the server was up", self.name, self.clock() - up_since)
+        _log.info(
+            "%s: first batch %.2f s after the server was up, the wait for trainers included",
+            self.name,
+            self.clock() - up_since,
+        )
         self._up_since = None
 
     def wake(self, session: Session) -> None:

@@ -59,6 +59,7 @@ class Streams:
                 stored = ledger.create_run(config.run, name, uuid.uuid4().hex, record)
             manifests[name] = _frozen(first, config, name, stream.mixture, stored.record)
             builder.verify_files(first, manifests[name])
+            first.resources.with_code(manifests[name], RunConfig.sources_of(stream.mixture))
         return cls(first, config, manifests)
 
     @classmethod

@@ -40,6 +40,8 @@ MAX_LINE_BYTES = 1 << 28
 STRIDE_BYTES = 1 << 20
 
 BOM = b"\xef\xbb\xbf"
+#: An index of a file at least this large takes seconds, so the log says what is waited for.
+LOGGED_INDEX_BYTES = 1 << 28
 
 
 class Block(NamedTuple):
@@ -153,7 +155,8 @@ class LinesSource(IndexedSource):
         with self._open(entry) as file:
 
             def build() -> RowIndex:
-                _log.info("building the line index of %s (%d bytes)", entry.path, entry.size)
+                level = logging.INFO if entry.size >= LOGGED_INDEX_BYTES else logging.DEBUG
+                _log.log(level, "building the line index of %s (%d bytes)", entry.path, entry.size)
                 file.plan([Range(0, file.size)])
                 stream = text_stream(file, entry.path)
                 head = _past_mark(stream)

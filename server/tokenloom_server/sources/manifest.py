@@ -49,6 +49,8 @@ class Manifest:
     sources: tuple[SourceFiles, ...]
     plugins: dict[str, Plugin] = field(default_factory=dict)
     """By scheme, the packages whose schemes read these files."""
+    transforms: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
+    """By name, the code of the users' functions that make other texts of these files' (``Transform.code``)."""
 
     def shards(self, spec: str) -> tuple[Shard, ...]:
         """The shards of a source. Raises ``SourceError`` when the manifest does not have it."""
@@ -72,7 +74,8 @@ class Manifest:
         ]
         # Only where there are some, so that the digest of a run without plugins stays.
         plugins = {"plugins": plugins_to_json(self.plugins)} if self.plugins else {}
-        return canonical({"format": FORMAT, "sources": sources, **plugins})
+        transforms = {"transforms": self.transforms} if self.transforms else {}
+        return canonical({"format": FORMAT, "sources": sources, **plugins, **transforms})
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
@@ -91,6 +94,7 @@ class Manifest:
                     for source in document["sources"]
                 ),
                 plugins_from_json(document.get("plugins", {})),
+                document.get("transforms", {}),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SourceError(f"this is not a manifest ({type(error).__name__}: {error})") from None

@@ -44,6 +44,8 @@ class Candidate:
     """Bytes of the files."""
     columns: Mapping[str, Content | None]
     """Of the first file that has any."""
+    folder: str = ""
+    """Name of the folder that it is of, without a number at its end; empty for a series of files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,8 @@ class Survey:
             else:
                 files = list(self._walk("" if place == "." else place, ()))
         except OSError as error:
-            raise ConfigError(f"{place}: cannot be looked at ({error.strerror}); expected a folder of data") from None
+            path = error.filename or place
+            raise ConfigError(f"{path}: cannot be looked at ({error.strerror}); expected a folder of data") from None
         to_train_on = [file for file in files if not file.is_to_evaluate_on] or files
         if len(to_train_on) < len(files):
             self.left_out |= {file.path: "of a split to evaluate on" for file in files if file.is_to_evaluate_on}
@@ -111,9 +114,9 @@ class Survey:
             return *names, *file.series[1:]
 
         for group in _grouped(to_train_on, source):
-            is_folder = len(group[0].folders) > depth
-            for part in [group] if is_folder else _by_series(group):
-                self._add(part, is_folder)
+            folder = next((_FOLDER_NUMBER.sub("", name) for name in group[0].folders[depth : depth + 1]), None)
+            for part in _by_series(group) if folder is None else [group]:
+                self._add(part, folder)
 
     def _walk(self, folder: str, folders: tuple[str, ...]) -> Iterator[_File]:
         path = self._base_dir / folder
@@ -130,8 +133,10 @@ class Survey:
                 self.left_out[join(folder, entry.name)] = "hidden"
             elif entry.is_dir():
                 yield from self._walk(join(folder, entry.name), (*folders, entry.name))
-            else:
+            elif entry.is_file():
                 names.append(entry.name)
+            else:
+                self.left_out[join(folder, entry.name)] = "no file, or a link that leads nowhere"
         yield from self._readable(folder, folders, names)
 
     def _readable(self, folder: str, folders: tuple[str, ...], names: Sequence[str]) -> Iterable[_File]:
@@ -144,7 +149,9 @@ class Survey:
         }
         for name in names:
             if name not in files:
-                self.left_out[join(folder, name)] = "no data that a scheme reads"
+                self.left_out[join(folder, name)] = (
+                    "not data, by its name" if name not in data else "not a format that is read"
+                )
             elif not self._size(files[name].path):
                 self.left_out[files[name].path] = "empty"
         return files.values()
@@ -152,11 +159,11 @@ class Survey:
     def _size(self, path: str) -> int:
         return (self._base_dir / path).stat().st_size
 
-    def _add(self, group: Sequence[_File], is_folder: bool) -> None:
+    def _add(self, group: Sequence[_File], folder: str | None) -> None:
         """A candidate of files of one scheme and ending: all of a folder, or a series. Raises ``ConfigError`` where no
         pattern names these alone."""
         scheme, paths = group[0].scheme, {file.path for file in group}
-        for pattern in paths if scheme.by_folder else _patterns(group, is_folder):
+        for pattern in paths if scheme.by_folder else _patterns(group, folder is not None):
             spec = Spec(scheme, pattern, "")
             matches = scheme.paths(spec, self._base_dir)
             if scheme.by_folder or set(matches) == paths:
@@ -168,10 +175,12 @@ class Survey:
                 f"others: {others}; move those away, or name the folders one by one"
             )
         sizes = {path: self._size(path) for path in matches}
+        if not any(sizes.values()):
+            return
         try:
             # A folder's index, or the first file that has anything.
             columns = columns_of(scheme, max(matches, key=lambda path: sizes[path] > 0), self._base_dir)
-            self.candidates.append(Candidate(spec, len(sizes), sum(sizes.values()), columns))
+            self.candidates.append(Candidate(spec, len(sizes), sum(sizes.values()), columns, folder or ""))
         except SourceError as error:
             self.left_out[spec.location] = str(error)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import queue
 import signal
@@ -17,45 +18,67 @@ import pyarrow as pa
 from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.sources import transform_worker
 
+_log = logging.getLogger(__name__)
+
+
+class TransformFailed(Exception):
+    """A function failed at rows [``begin``, ``end``) of those that it got."""
+
+    def __init__(self, reason: str, begin: int, end: int) -> None:
+        super().__init__(reason)
+        self.begin = begin
+        self.end = end
+
 
 class Transform:
     """A function by its name ``MODULE:FUNCTION``. Thread-safe: as many batches are at work as threads call it."""
 
-    def __init__(self, name: str, *, seconds: float, memory_mb: int) -> None:
+    def __init__(self, name: str, *, seconds: float = 300.0, memory_mb: int = 4096, one_each: bool = False) -> None:
         """Starts a first worker. ``seconds``: for each batch; ``memory_mb``: of each worker, in 10^6 bytes,
-        private and writable.
+        private and writable. ``one_each``: it has to give one text for each, whatever else is in the batch.
 
         Raises ``ConfigError`` where the function cannot be imported.
         """
         self.name = name
-        self._arguments = (name, str(seconds), str(memory_mb))
+        self._arguments = (name, str(seconds), str(memory_mb), *(["one_each"] if one_each else []))
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._at_work: set[_Worker] = set()
         #: ``name``, ``distribution`` and ``version`` (None outside an installed one), and ``digest`` of its source.
         self.code: Mapping[str, str | None] = {}
         self._idle.put(self._started())
+        _log.info("transform %s: its code is %s", name, self.code["digest"])
 
     def texts(self, column: Any, rows: Sequence[int], where: str) -> Any:
-        """The large strings that the function makes of a column of large strings, whose ``rows`` are these of the file
-        ``where``. Raises ``SourceError``, which names them, and ``ConfigError`` where the function's code has changed
-        since the first worker started."""
+        """As ``made_of``, of a column whose ``rows`` are these of the file ``where``. Raises ``SourceError``,
+        which names them."""
+        try:
+            return self.made_of(column)
+        except TransformFailed as error:
+            failed = rows_named(rows[error.begin], rows[error.end - 1])
+            raise SourceError(
+                f"{where}: {failed}: transform {self.name} failed: {error}; mend it, and prepare into another folder"
+            ) from None
+
+    def made_of(self, column: Any) -> Any:
+        """The large strings that the function makes of a column of large strings. Raises ``TransformFailed``, and
+        ``ConfigError`` where the function's code has changed since the first worker started."""
         try:
             worker = self._idle.get_nowait()
         except queue.Empty:
             worker = self._started()
+        self._at_work.add(worker)
         texts, said = worker.ask(transform_worker.batch_of(column))
+        self._at_work.discard(worker)
         if "error" in said:
             worker.end()
-            first, last = rows[said.get("begin", 0)], rows[said.get("end", len(rows)) - 1]
-            failed = f"row {first}" if first == last else f"rows {first} to {last}"
-            raise SourceError(
-                f"{where}: {failed}: transform {self.name} failed: {said['error']}; mend it, and prepare into another "
-                "folder"
-            )
+            raise TransformFailed(said["error"], said.get("begin", 0), said.get("end", len(column)))
         self._idle.put(worker)
         return texts.column(0)
 
     def close(self) -> None:
-        """Ends all workers; none may be at work."""
+        """Ends all workers. Whoever waits for one gets ``TransformFailed``."""
+        for worker in tuple(self._at_work):
+            worker.kill()
         while not self._idle.empty():
             self._idle.get().end()
 
@@ -70,6 +93,11 @@ class Transform:
             )
         self.code = said["code"]
         return worker
+
+
+def rows_named(first: int, last: int) -> str:
+    """Consecutive rows, for messages."""
+    return f"row {first}" if first == last else f"rows {first} to {last}"
 
 
 class _Worker:
@@ -98,9 +126,13 @@ class _Worker:
             return None, {"error": fault}
         return texts, json.loads(metadata[transform_worker.SAID])
 
-    def end(self) -> None:
-        # With all processes that the function started.
+    def kill(self) -> None:
+        """Kills the process, with all that the function started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kills the process, and waits for it."""
+        self.kill()
         # Also closes the pipes, whatever is left in them.
         self._process.communicate()

@@ -1,7 +1,8 @@
 """A user's function in a process of its own, between two Arrow streams.
 
-``python -m tokenloom_server.sources.transform_worker MODULE:FUNCTION SECONDS MB``: batches with the column ``text``
-come in; for each, texts go out. The first answer has no texts and says, in its metadata, which code the function is.
+``python -m tokenloom_server.sources.transform_worker MODULE:FUNCTION SECONDS MB [one_each]``: batches with the column
+``text`` come in; for each, texts go out. The first answer has no texts and says, in its metadata, which code the
+function is.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import resource
 import signal
 import sys
 import traceback
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -37,7 +39,7 @@ def batch_of(texts: Any) -> Any:
     return pa.record_batch([texts], schema=pa.schema([(COLUMN, pa.large_string())]))
 
 
-def _serve(name: str, seconds: float, memory_mb: int) -> None:
+def _serve(name: str, seconds: float, memory_mb: int, one_each: bool) -> None:
     # An interrupt at a terminal is for the command; this process ends with its input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_DATA, (1_000_000 * memory_mb,) * 2)
@@ -65,6 +67,7 @@ def _serve(name: str, seconds: float, memory_mb: int) -> None:
             answer(nothing, error=f"{type(error).__name__}: {error}")
             return
         answer(nothing, code=code)
+        function = partial(_one_each, function) if one_each else function
         for batch in pa.ipc.open_stream(requests):
             signal.setitimer(signal.ITIMER_REAL, seconds)
             try:
@@ -119,6 +122,20 @@ def _texts(result: Any) -> Any:
     return result.cast(pa.large_string())
 
 
+def _one_each(function: Any, batch: Any) -> Any:
+    """The texts that a function gave, one for each row of a batch, if it is seen to look at each by itself. Raises
+    ``ValueError``, and what the function raises."""
+    texts, last = _texts(function(batch)), batch.slice(len(batch) - 1)
+    if len(texts) != len(batch) or texts.null_count:
+        raise ValueError(
+            f"it gave {len(texts)} texts, {texts.null_count} of them null, for {len(batch)}; expected one text for each"
+        )
+    # Rows are read from any of them on, so a batch may begin anywhere.
+    if not _texts(function(last)).equals(texts.slice(len(batch) - 1)):
+        raise ValueError("it gave two texts for the last row, one among others and one alone; expected the same one")
+    return texts
+
+
 def _narrowed(function: Any, batch: Any, error: Exception, first: int = 0) -> tuple[int, int, Exception]:
     """The fewest rows [begin, end) at which the function still fails, by halving, and how; the batch begins at row
     ``first``."""
@@ -132,4 +149,4 @@ def _narrowed(function: Any, batch: Any, error: Exception, first: int = 0) -> tu
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))
+    _serve(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), sys.argv[4:] == ["one_each"])

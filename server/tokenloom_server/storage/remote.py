@@ -227,7 +227,9 @@ class RemoteFile(File):
 
 
 def _opened(files: Any, url: str) -> tuple[Any, Mapping[str, Any]]:
-    """A handle without a cache of its own, and the object's description, which opening asked for."""
+    """A handle without a cache of its own, and the object's description, which opening asked for; for web servers the
+    handle keeps no signature, so they are asked again."""
     handle = files.open(url, "rb", cache_type="none")
-    details = getattr(handle, "details", None)
-    return handle, details if isinstance(details, Mapping) else files.info(url)
+    details: Any = getattr(handle, "details", None)
+    is_signed = isinstance(details, Mapping) and any(_signatures(details))
+    return handle, details if is_signed else files.info(url)

@@ -111,9 +111,11 @@ class ChatRenderer:
         return text, written.spans
 
 
-def _to_json(value: Any, **options: Any) -> str:
-    """As templates expect it: Jinja's own filter would escape what is special to HTML."""
-    return json.dumps(value, **({"ensure_ascii": False} | options))
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """With the options of transformers, in their order: Jinja's own filter would escape what is special to HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> NoReturn:

@@ -83,7 +83,8 @@ class ChunksSource(SampleSource):
         read_at: ReadAt = sample_files.read_compressed(file, "zstd", max(sizes)) if is_compressed else file.read_at
         offsets = sample_files.offsets_of(read_at, sizes, chunk.chunk_size, where)
         size = int(offsets[-1] - offsets[0])
-        if chunk.dim is not None and chunk.dim * self._columns(shard)[0].kind.value_type.bit_width != 8 * size:
+        ids = id_type(self._index.config.data_format[0]) or "uint8"
+        if chunk.dim is not None and chunk.dim * np.dtype(ids).itemsize != size:
             raise SourceError(f"{where}: its {size} bytes are not the {chunk.dim} ids that its index says; {DAMAGED}")
         if not is_compressed:
             file.plan([Range(int(offsets[row]), file.size)])
