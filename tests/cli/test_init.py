@@ -79,6 +79,7 @@ def test_nothing_is_written_over_unless_it_is_asked_for(here: Path) -> None:
     assert f"{SCHEMA_FILE}: is there already" in refused
     assert not Path("third.yaml").exists()
     assert "expected a file, in a folder that exists" in init("data", "--output", "no/a.yaml", status=2)
+    assert "the schema for editors has this name" in init("data", "--output", SCHEMA_FILE, "--force", status=2)
     init("data", "--tokenizer", "bytes", "--run", "b", "--force")
     assert written()["run"] == "b"
 

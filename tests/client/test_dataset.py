@@ -237,7 +237,7 @@ def test_a_damaged_or_foreign_state_is_refused_with_what_was_found(state: Any, m
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"url": "http://127.0.0.1/run"}, "expected grpc://HOST:PORT/RUN"),
+        ({"url": "ftp://127.0.0.1/run"}, "expected HOST:PORT of its gRPC or REST port"),
         ({"batch_size": 0}, "batch_size must be an integer of at least 1; got 0"),
         ({"batch_size": 2.0}, "batch_size must be an integer"),
         ({"batch_size": []}, "batch_size has 0 pairs; expected 1 to 1024"),

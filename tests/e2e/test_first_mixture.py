@@ -25,7 +25,8 @@ def test_the_printed_commands_work_as_they_stand(tmp_path: Path, capsys: pytest.
     for each in (validate, plan):
         ended = command(*each)
         assert ended.status == 0, ended.output
-    script = "\n".join(line[2:] for line in done.output[done.output.index("  from tokenloom") :].splitlines())
+    lines = done.output[done.output.index("  from tokenloom") :].splitlines()
+    script = "\n".join(line[2:] for line in lines if line.startswith("  "))
     server = ServerProcess(tmp_path / "server", tmp_path / serve[1]).start()
     try:
         # Others on this machine may have the port that is printed.

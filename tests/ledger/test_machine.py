@@ -261,6 +261,10 @@ def _without_times(run: StoredRun | None) -> StoredRun:
     return replace(run, lease=lease, committed_at=None)
 
 
+#: Histories in which a mutant is to be caught; the first that catches it is the last, and few take more than a hundred.
+UNTIL_CAUGHT = 1500
+
+
 def _run(make_store: Callable[[], LedgerStore], examples: int) -> None:
     """Failures are not shrunk, which can take minutes: a history has no more than thirty steps."""
     machine: Any = type("Machine", (LedgerMachine,), {"make_store": staticmethod(make_store)})
@@ -342,7 +346,7 @@ def test_a_sqlite_ledger_that_misreads_the_head_is_caught(field: str, tmp_path: 
             return run, head and replace(head, **HEAD_MUTANTS[field](head, command))
 
     with pytest.raises((AssertionError, TokenloomError, sqlite3.Error)):
-        _run(lambda: SqliteStore(tmp_path, Mutant), 500)
+        _run(lambda: SqliteStore(tmp_path, Mutant), UNTIL_CAUGHT)
 
 
 @pytest.mark.parametrize("missing", LUA_MUTANTS)
@@ -357,7 +361,7 @@ def test_a_redis_ledger_without_a_check_is_caught(missing: str, redis_server: Re
         return ledger
 
     with pytest.raises((AssertionError, TokenloomError)):
-        _run(lambda: RedisStore(redis_server, mutant, killed=False), 500)
+        _run(lambda: RedisStore(redis_server, mutant, killed=False), UNTIL_CAUGHT)
 
 
 @pytest.mark.parametrize("missing", RULE_MUTANTS)
@@ -366,4 +370,4 @@ def test_rules_without_a_guard_are_caught(
 ) -> None:
     monkeypatch.setattr(rules, missing, lambda head, command: None)
     with pytest.raises((AssertionError, TokenloomError)):
-        _run(lambda: RedisStore(redis_server, killed=False), 500)
+        _run(lambda: RedisStore(redis_server, killed=False), UNTIL_CAUGHT)

@@ -116,6 +116,8 @@ def init(
 
     if output.is_dir() or not output.parent.is_dir():
         raise ConfigError(f"--output {output}: expected a file, in a folder that exists; make that first")
+    if output.name == SCHEMA_FILE:
+        raise ConfigError(f"--output {output}: the schema for editors has this name; give another one")
     schema, schema_content = output.with_name(SCHEMA_FILE), schema_text() + "\n"
     for path in (output, schema):
         if path.exists() and not force and path.read_bytes() != schema_content.encode():
@@ -211,7 +213,10 @@ def _mixture_text(fields: Mapping[str, str | int], sources: Mapping[str, Candida
     for name, value in fields.items():
         comment = f"  # {_COMMENTS[name]}" if name in _COMMENTS else ""
         lines.append(f"{name}: {json.dumps(value, ensure_ascii=False)}{comment}")
-    lines += ["# Weights are shares of the tokens; these are the sources' parts of all bytes.", "mixture:"]
+    lines += [
+        "# Weights are shares of the tokens; these, of all bytes on disk: raise those of compressed files.",
+        "mixture:",
+    ]
     lines += ["  policy: least_consumed  # next comes the source that has used least of its share", "  children:"]
     for alias, source in sources.items():
         lines += [
