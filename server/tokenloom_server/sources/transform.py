@@ -10,6 +10,7 @@ import queue
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -105,6 +106,7 @@ class _Worker:
 
     def __init__(self, arguments: tuple[str, ...]) -> None:
         command = [sys.executable, "-m", transform_worker.__name__, *arguments]
+        self._seconds = float(arguments[1])
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
         assert self._process.stdin is not None
         self._stdin = self._process.stdin
@@ -112,6 +114,7 @@ class _Worker:
     def ask(self, batch: Any) -> tuple[Any, Mapping[str, Any]]:
         """The texts made of a batch, and what is said of them; first of None, for which the code of the function is
         said."""
+        began = time.monotonic()
         try:
             if batch is None:
                 self._answers = pa.ipc.open_stream(self._process.stdout)
@@ -122,7 +125,9 @@ class _Worker:
             texts, metadata = self._answers.read_next_batch_with_custom_metadata()
         except (OSError, pa.ArrowException, StopIteration):
             status = self._process.wait()
-            fault = "it took too long" if status == -signal.SIGALRM else f"its process ended with {status}"
+            limit_s = transform_worker.START_S if batch is None else self._seconds
+            late = status == transform_worker.LATE and time.monotonic() - began >= limit_s
+            fault = "it took too long" if late else f"its process ended with {status}"
             return None, {"error": fault}
         return texts, json.loads(metadata[transform_worker.SAID])
 

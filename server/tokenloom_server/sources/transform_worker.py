@@ -7,6 +7,7 @@ function is.
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import importlib
 import json
@@ -30,6 +31,8 @@ COLUMN = "text"
 #: The key of an answer's metadata. Its value is JSON: an object with ``code`` or, where the function failed, with
 #: ``error`` and the rows of the batch, [``begin``, ``end``).
 SAID = "said"
+#: The status with which a process ends that takes too long: faulthandler's.
+LATE = 1
 #: Imports may take so long, seconds.
 START_S = 120.0
 
@@ -55,12 +58,14 @@ def _serve(name: str, seconds: float, memory_mb: int, one_each: bool) -> None:
 
         def answer(batch: Any, **said: Any) -> None:
             # Time that passes between two batches is not the function's.
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            faulthandler.cancel_dump_traceback_later()
             answers.write_batch(batch, custom_metadata={SAID: json.dumps(said)})
             out.flush()
 
-        # The signal ends the process, also within a library's native code, and where nobody waits for it any more.
-        signal.setitimer(signal.ITIMER_REAL, START_S)
+        # A thread that is not Python's shows where the function hangs and ends the process, also within a library's
+        # native code, whatever signals the function uses, and where nobody waits for it any more.
+        limit = partial(faulthandler.dump_traceback_later, exit=True)
+        limit(START_S)
         try:
             function, code = _load(name)
         except (Exception, SystemExit) as error:
@@ -69,12 +74,12 @@ def _serve(name: str, seconds: float, memory_mb: int, one_each: bool) -> None:
         answer(nothing, code=code)
         function = partial(_one_each, function) if one_each else function
         for batch in pa.ipc.open_stream(requests):
-            signal.setitimer(signal.ITIMER_REAL, seconds)
+            limit(seconds)
             try:
                 texts = batch_of(_texts(function(batch)))
             except Exception as error:
                 traceback.print_exc()
-                signal.setitimer(signal.ITIMER_REAL, seconds)
+                limit(seconds)
                 begin, end, error = _narrowed(function, batch, error)
                 answer(nothing, error=f"{type(error).__name__}: {error}", begin=begin, end=end)
             else:
