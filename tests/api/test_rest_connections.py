@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import resource
 import socket
 import ssl
 import time
@@ -155,3 +157,16 @@ def test_health_answers_by_itself_while_every_connection_of_rest_is_taken() -> N
     finally:
         rest.stop()
         health.stop()
+
+
+def test_it_answers_also_where_descriptors_are_above_those_of_select() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1100):
+            stack.enter_context(open(os.devnull))  # noqa: PTH123 - a bare file, as a source has
+        server = RestServer("127.0.0.1", 0)
+        server.start(MemoryService())
+        stack.callback(server.stop)
+        assert httpx.get(f"{server.url}healthz", trust_env=False).status_code == 200

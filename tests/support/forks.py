@@ -15,7 +15,7 @@ import json
 import os
 import pkgutil
 import runpy
-import select
+import selectors
 import signal
 import subprocess
 import sys
@@ -80,7 +80,7 @@ class Forks:
     def status(self, number: int) -> int | None:
         """How the fork of that number ended, as ``subprocess`` says it; None while it runs."""
         with self._lock:
-            while number not in self._statuses and select.select([self._process.stdout], [], [], 0)[0]:
+            while number not in self._statuses and _is_readable(self._process.stdout, 0.0):
                 self._answer()
             return self._statuses.get(number)
 
@@ -133,8 +133,15 @@ class Fork:
         self.send_signal(signal.SIGKILL)
 
 
+def _is_readable(file: Any, seconds: float | None) -> bool:
+    """Whether there is something to read, or the end, within a time; descriptors may be above 1,023."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(file, selectors.EVENT_READ)
+        return bool(selector.select(seconds))
+
+
 def _line(descriptor: int) -> str:
-    """A line, unbuffered, so that ``select`` says all that there is to know; empty at the end."""
+    """A line, unbuffered, so that ``_is_readable`` says all that there is to know; empty at the end."""
     line = bytearray()
     while not line.endswith(b"\n"):
         byte = os.read(descriptor, 1)
@@ -157,7 +164,7 @@ def _main() -> None:
     running: dict[int, int] = {}
     print("ready", flush=True)
     while True:
-        if select.select([0], [], [], 0.01 if running else None)[0]:
+        if _is_readable(0, 0.01 if running else None):
             line = _line(0)
             if not line:
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import sys
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("moving")
     write_mds(folder / "mds", {"text": "str"}, [{"text": text} for text in TEXTS], size_limit=500)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def without_shared_memory_of_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Mosaic's datasets keep their shared memory, and open that of all before them, until the process ends."""
+    cleanups: list[Any] = []
+    monkeypatch.setattr(mosaic().base.shared.memory, "atexit", SimpleNamespace(register=cleanups.append))
+    yield
+    gc.collect()
+    for cleanup in cleanups:
+        cleanup()
 
 
 def number_of(text: str) -> int:

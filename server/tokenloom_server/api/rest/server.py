@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import select
-import socket
+import selectors
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -100,6 +99,7 @@ class RestServer:
 
     def _await_somebody(self) -> None:
         until = time.monotonic() + IMPORT_AFTER_S
-        ready: list[socket.socket] = []
-        while not ready and not self._stopping and time.monotonic() < until:
-            ready, _, _ = select.select([self._listener], [], [], _TICK_S)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            while not self._stopping and time.monotonic() < until and not selector.select(_TICK_S):
+                pass
