@@ -405,6 +405,24 @@ def test_everything_is_there_after_the_store_crashed(store: LedgerStore) -> None
     assert after.commit(9) == 9
 
 
+def test_several_commands_at_once_are_each_written_or_refused(store: LedgerStore) -> None:
+    server = lead(store.open())
+    server.open(1, 0)
+    server.claim(1, "n")
+    claims = [commands.ClaimSlot(UID, STREAM, server.epoch, 1, rank, "m") for rank in range(4)]
+    first, refused, *rest = server.ledger.execute_all(claims)
+    assert [first, *rest] == [0, 0, 0]
+    assert isinstance(refused, AttemptUsed)
+    store.crash()
+    after = replace(server, ledger=store.open())
+    after.claim(1, "n")
+    for rank in (0, 2, 3):
+        with pytest.raises(AttemptUsed):
+            after.claim(rank, "n")
+    over = [replace(claim, generation=2) for claim in claims]
+    assert [type(answer) for answer in after.ledger.execute_all(over)] == [LedgerRolledBack] * 4
+
+
 # The journal.
 
 

@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from tokenloom_server.errors import LedgerUnavailable, TokenloomError
 from tokenloom_server.ledger.commands import Command
 from tokenloom_server.ledger.records import JournalEntry, Opening, StoredRevision, StoredRun, StoredSnapshot
 
@@ -52,6 +53,20 @@ class Ledger(ABC):
         revisions there are for ``Revise`` and ``DropRevisions``, else 0. Raises what the command says, and what every
         command may raise (see above).
         """
+
+    def execute_all(self, some: Sequence[Command]) -> list[int | TokenloomError]:
+        """Executes several commands, each as ``execute`` does; where the store can, in one durable write. Returns, in
+        order, what ``execute`` returns of each, or the refusal that it raises. Raises ``LedgerUnavailable``: then the
+        outcome of each is unknown."""
+        answers: list[int | TokenloomError] = []
+        for command in some:
+            try:
+                answers.append(self.execute(command))
+            except LedgerUnavailable:
+                raise
+            except TokenloomError as error:
+                answers.append(error)
+        return answers
 
     # Runs by name.
 

@@ -43,7 +43,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from tokenloom_server.errors import LedgerError
+from tokenloom_server.errors import LedgerError, TokenloomError
 from tokenloom_server.ledger import commands, refusals
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.commands import Command, LeaderCommand
@@ -170,16 +170,30 @@ class RedisLedger(Ledger):
         self._homes[command.uid, command.stream] = home
         return answer
 
+    def execute_all(self, some: Sequence[Command]) -> list[int | TokenloomError]:
+        if len({command.verb for command in some}) != 1 or any(refuse_integers(command) for command in some):
+            return super().execute_all(some)
+        homes = [self._home(command.uid, command.stream) for command in some]
+        calls = [
+            (keys_of(home, command.stream), self._script_arguments(command))
+            for command, home in zip(some, homes, strict=True)
+        ]
+        answers: list[int | TokenloomError] = []
+        for command, found in zip(some, self._client.run_script_often(some[0].verb, calls), strict=True):
+            try:
+                answers.append(_answer_of(command, found))
+            except TokenloomError as refusal:
+                answers.append(refusal)
+        return answers
+
     def _run_script(self, command: Command, home: str, *more: str) -> int:
         """What the command's script answers. Where it refuses, raises what the rules say of the run as it saw it."""
+        arguments = self._script_arguments(command, *more)
+        return _answer_of(command, self._client.run_script(command.verb, keys_of(home, command.stream), arguments))
+
+    def _script_arguments(self, command: Command, *more: str) -> list[Any]:
         epoch, known = (command.epoch, command.known_changes) if isinstance(command, LeaderCommand) else ("", "")
-        arguments = [command.uid, epoch, *_arguments(command, self._clock), *more, known]
-        done, *answer = self._client.run_script(command.verb, keys_of(home, command.stream), arguments)
-        if done:
-            return int(answer[0]) if answer else 0
-        decision = decide(_head(command, *answer), command)
-        assert not isinstance(decision, Writes), f"a script refused what the rules allow: {command}"
-        raise decision
+        return [command.uid, epoch, *_arguments(command, self._clock), *more, known]
 
     def _adopt(self, command: commands.Adopt, home: str) -> int:
         """Gives a run its new uid, in three steps: that uid's key and the run's may lie in two slots of a cluster."""
@@ -262,6 +276,16 @@ class RedisLedger(Ledger):
         if actual_home != home:
             (holder,) = self._client.read(("HGET", keys_of(actual_home, stream)[0], "name"))
             raise refusals.uid_taken(new_uid, stream, name, holder)
+
+
+def _answer_of(command: Command, found: Sequence[Any]) -> int:
+    """What a command's script answers. Where it refuses, raises what the rules say of the run as it saw it."""
+    done, *answer = found
+    if done:
+        return int(answer[0]) if answer else 0
+    decision = decide(_head(command, *answer), command)
+    assert not isinstance(decision, Writes), f"a script refused what the rules allow: {command}"
+    raise decision
 
 
 def _arguments(command: Command, clock: Callable[[], float]) -> Sequence[Any]:

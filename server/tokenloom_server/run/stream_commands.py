@@ -62,7 +62,7 @@ class StreamCommands(RunState):
             is_unknown = rank < len(slots) and slots[rank].nonce is None
         if is_unknown:
             # After a restart of the server only the ledger knows whose slot it is.
-            self.ledger.execute(ClaimSlot(self.uid, self.stream, active.epoch, generation, rank, nonce))
+            self._claims.write(ClaimSlot(self.uid, self.stream, active.epoch, generation, rank, nonce))
         with self._lock:
             active = self._active_for(uid, generation, attempt, committed_through)
             if stream_number < active.stream_numbers.get(nonce, 0):
