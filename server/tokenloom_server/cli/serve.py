@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from tokenloom_proto.credentials import CONTROL_VARIABLE
 
+from tokenloom_server.cli.command import command
 from tokenloom_server.cli.common import set_up_logging
 from tokenloom_server.cli.options import MixtureOptions
+from tokenloom_server.cli.root import App
 from tokenloom_server.cli.token import MadeToken, make_token
 from tokenloom_server.core.control_characters import escaped
 from tokenloom_server.errors import ConfigError
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 
     from tokenloom_server.api.auth import Access
     from tokenloom_server.api.server import ServeOptions
+
+#: ``tokenloom`` with this command alone.
+app = App()
 
 #: How long a signal to stop may go unnoticed, seconds.
 SIGNALS_EVERY_S = 0.25
@@ -156,6 +161,7 @@ class ServerAccess:
         return make_token(folder)
 
 
+@command(app)
 def serve(
     mixtures: Annotated[
         list[Path] | None, typer.Argument(help="One mixture file per run to serve.", metavar="MIXTURE.yaml...")
