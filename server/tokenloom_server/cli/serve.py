@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 #: ``tokenloom`` with this command alone.
 app = App()
 
-#: Objects that may be made, beyond those that went, before the newest are searched for cycles. Production makes and drops
-#: thousands of views a millisecond, in no cycle; by Python's own default their search took 2 to 10 % of the server.
+#: Objects that may be made, beyond those that went, before the newest are searched for cycles. Production makes and
+#: drops views by the thousand, in no cycle; by Python's own default their search took 2 to 10 % of the server.
 GC_THRESHOLD = 50_000
 #: How long a signal to stop may go unnoticed, seconds.
 SIGNALS_EVERY_S = 0.25
