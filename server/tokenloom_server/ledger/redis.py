@@ -171,7 +171,11 @@ class RedisLedger(Ledger):
         return answer
 
     def execute_all(self, some: Sequence[Command]) -> list[int | TokenloomError]:
-        if len({command.verb for command in some}) != 1 or any(refuse_integers(command) for command in some):
+        if (
+            len(some) == 1
+            or len({command.verb for command in some}) > 1
+            or any(refuse_integers(command) for command in some)
+        ):
             return super().execute_all(some)
         homes = [self._home(command.uid, command.stream) for command in some]
         calls = [

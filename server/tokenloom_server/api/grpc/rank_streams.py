@@ -20,6 +20,9 @@ from tokenloom_server.run.views import Session
 
 _log = logging.getLogger(__name__)
 
+#: Worlds of so many ranks have one thread for all their streams. In smaller ones, where few threads wake each other, two
+#: for each cost less.
+FEWEST_RANKS = 32
 #: A stream that has nothing to send says so this often, seconds.
 HEARTBEAT_S = 2.0
 #: How long the end of a client's stream waits for its last commit, seconds.

@@ -12,10 +12,11 @@ from typing import NamedTuple, Protocol
 import grpc
 from tokenloom_proto import dataloader_pb2 as wire
 
+from tokenloom_server.api.grpc import rank_streams
 from tokenloom_server.api.grpc.detached_call import GoesOn, can_detach
 from tokenloom_server.api.grpc.join import evaluation_call
 from tokenloom_server.api.grpc.messages import encode_delivery, encode_slice, response_of
-from tokenloom_server.api.grpc.rank_streams import FINISH_S, HEARTBEAT_S, RankStreams
+from tokenloom_server.api.grpc.rank_streams import FINISH_S, HEARTBEAT_S
 from tokenloom_server.api.grpc.rpc import readable
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.errors import JoinRefused, TokenloomError
@@ -48,9 +49,9 @@ def training(
     opened: wire.StreamOpen,
     requests: _Requests,
     context: grpc.ServicerContext,
-    streams: RankStreams | None,
+    streams: rank_streams.RankStreams | None,
 ) -> Iterator[wire.StreamResponse | bytes | GoesOn]:
-    """A rank's part of the run; with ``streams``, it goes on there."""
+    """A rank's part of the run; with ``streams`` and many ranks, it goes on there."""
     coordinator = served.coordinator
     session = coordinator.attach(
         opened.run_uid,
@@ -65,7 +66,8 @@ def training(
         opened.process,
         opened.number,
     )
-    if streams is not None and can_detach(context):
+    many = len(session.active.generation.slots) >= rank_streams.FEWEST_RANKS
+    if many and streams is not None and can_detach(context):
         yield partial(streams.add, session, opened)
         return
     try:
