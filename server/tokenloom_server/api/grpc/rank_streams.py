@@ -20,8 +20,8 @@ from tokenloom_server.run.views import Session
 
 _log = logging.getLogger(__name__)
 
-#: Worlds of so many ranks have one thread for all their streams. In smaller ones, where few threads wake each other, two
-#: for each cost less.
+#: Worlds of so many ranks have one thread for all their streams. In smaller ones, where few threads wake each other, it
+#: costs less to have two for each.
 FEWEST_RANKS = 32
 #: A stream that has nothing to send says so this often, seconds.
 HEARTBEAT_S = 2.0
