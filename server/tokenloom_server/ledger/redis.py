@@ -171,31 +171,21 @@ class RedisLedger(Ledger):
         return answer
 
     def execute_all(self, some: Sequence[Command]) -> list[int | TokenloomError]:
-        if (
-            len(some) == 1
-            or len({command.verb for command in some}) > 1
-            or any(refuse_integers(command) for command in some)
-        ):
+        if len(some) == 1 or len({each.verb for each in some}) > 1 or any(map(refuse_integers, some)):
             return super().execute_all(some)
-        homes = [self._home(command.uid, command.stream) for command in some]
-        calls = [
-            (keys_of(home, command.stream), self._script_arguments(command))
-            for command, home in zip(some, homes, strict=True)
-        ]
-        answers: list[int | TokenloomError] = []
-        for command, found in zip(some, self._client.run_script_often(some[0].verb, calls), strict=True):
-            try:
-                answers.append(_answer_of(command, found))
-            except TokenloomError as refusal:
-                answers.append(refusal)
-        return answers
+        calls = [(keys_of(self._home(each.uid, each.stream), each.stream), self._sent_of(each)) for each in some]
+        replies = self._client.run_script_often(some[0].verb, calls)
+        return [_answer_of(command, reply) for command, reply in zip(some, replies, strict=True)]
 
     def _run_script(self, command: Command, home: str, *more: str) -> int:
         """What the command's script answers. Where it refuses, raises what the rules say of the run as it saw it."""
-        arguments = self._script_arguments(command, *more)
-        return _answer_of(command, self._client.run_script(command.verb, keys_of(home, command.stream), arguments))
+        arguments = self._sent_of(command, *more)
+        answer = _answer_of(command, self._client.run_script(command.verb, keys_of(home, command.stream), arguments))
+        if isinstance(answer, TokenloomError):
+            raise answer
+        return answer
 
-    def _script_arguments(self, command: Command, *more: str) -> list[Any]:
+    def _sent_of(self, command: Command, *more: str) -> list[Any]:
         epoch, known = (command.epoch, command.known_changes) if isinstance(command, LeaderCommand) else ("", "")
         return [command.uid, epoch, *_arguments(command, self._clock), *more, known]
 
@@ -282,14 +272,14 @@ class RedisLedger(Ledger):
             raise refusals.uid_taken(new_uid, stream, name, holder)
 
 
-def _answer_of(command: Command, found: Sequence[Any]) -> int:
-    """What a command's script answers. Where it refuses, raises what the rules say of the run as it saw it."""
-    done, *answer = found
+def _answer_of(command: Command, reply: Sequence[Any]) -> int | TokenloomError:
+    """What a command's script answers; where it refuses, what the rules say of the run as it saw it."""
+    done, *answer = reply
     if done:
         return int(answer[0]) if answer else 0
     decision = decide(_head(command, *answer), command)
     assert not isinstance(decision, Writes), f"a script refused what the rules allow: {command}"
-    raise decision
+    return decision
 
 
 def _arguments(command: Command, clock: Callable[[], float]) -> Sequence[Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Bell(threading.Condition):
-    """A condition on which nobody sleeps: whoever serves many streams is told."""
+    """A condition on which nobody sleeps: whoever serves many streams hears of it."""
 
     def __init__(self, lock: threading.Lock, ring: Callable[[], None]) -> None:
         super().__init__(lock)

@@ -61,9 +61,9 @@ class RankStreams:
                 continue
             if news is None:
                 return
-            stream, what = news
+            stream, event = news
             self._streams.add(stream)
-            self._act(stream, what)
+            self._act(stream, event)
             if time.monotonic() >= tick_at:
                 tick_at = self._tick()
 
@@ -75,9 +75,9 @@ class RankStreams:
         closing = any(stream.closed_at is not None for stream in self._streams)
         return time.monotonic() + (TICK_S if closing else HEARTBEAT_S / 4)
 
-    def _act(self, stream: _RankStream, what: Any) -> None:
+    def _act(self, stream: _RankStream, event: Any) -> None:
         try:
-            is_over = stream.over or stream.act(what)
+            is_over = stream.over or stream.act(event)
         except TokenloomError as error:
             is_over = True
             set_error(stream.call.context, error)
@@ -93,7 +93,7 @@ class RankStreams:
             self._streams.discard(stream)
 
 
-#: What a stream is told, beside requests.
+#: Events of a stream, beside requests.
 _BEGUN, _SENT, _RUNG, _DUE = "begun", "sent", "rung", "due"
 
 
@@ -125,20 +125,20 @@ class _RankStream:
     def is_due(self, now: float) -> bool:
         return self.closed_at is not None or (not self._sending and now - self._silent_since >= HEARTBEAT_S)
 
-    def act(self, what: Any) -> bool:
-        """Does what a piece of news asks for; returns whether the stream is over. Raises what ends it otherwise."""
-        if what is _SENT:
+    def act(self, event: Any) -> bool:
+        """Does what an event asks for; returns whether the stream is over. Raises what ends it otherwise."""
+        if event is _SENT:
             self._sending = False
-        elif what is _RUNG:
+        elif event is _RUNG:
             self._rung = False
-        elif what is _BEGUN:
+        elif event is _BEGUN:
             self._progress(self._opened.progress)
-        elif what is not _DUE:
-            self._read(what)
+        elif event is not _DUE:
+            self._read(event)
         if self.closed_at is not None:
             return self._finished(self.closed_at)
         if not self._sending:
-            self._send_next(may_say_nothing=what is not _DUE)
+            self._send_next(may_say_nothing=event is not _DUE)
         return not self.call.context.is_active()
 
     def _read(self, request: Any) -> None:
