@@ -171,11 +171,11 @@ class StepNumbers:
             "global_label_tokens": self.label_tokens[step],
         }
 
-    def samples(self, step: int, batch_size: int) -> tuple[Sequence[int], NDArray[np.int64]]:
-        """Source and sample id of each of this rank's samples of a micro-step."""
-        sources = self.source_ids[step * batch_size : (step + 1) * batch_size]
-        first = self.begin_indices[step] + self.slices[step] * batch_size
-        samples = np.arange(first, first + batch_size)
-        if PADDING in sources:
-            samples[np.equal(sources, PADDING)] = PADDING
+    def samples(self, batch_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Source and sample id of each of this rank's samples, [micro-steps, B] each."""
+        sources = np.array(self.source_ids, np.int64).reshape(-1, batch_size)
+        samples = np.array(self.slices)[:, None] * batch_size + np.arange(batch_size)
+        samples += np.array(self.begin_indices)[:, None]
+        if PADDING in self.source_ids:
+            samples[sources == PADDING] = PADDING
         return sources, samples

@@ -65,6 +65,8 @@ class RowsMessage:
             )
         self._size = batch_size
         self._steps = steps
+        # Each batch gets a row of them, which no other has.
+        self._sources, self._samples = steps.samples(batch_size)
         #: By micro-step, over all ranks.
         self.label_tokens = steps.label_tokens
         self._buckets = buckets
@@ -107,10 +109,9 @@ class RowsMessage:
             batch[feature.name] = [text.decode() for text in texts] if feature.dtype == "string" else texts
         if any(tail != len(sample) for tail, sample in zip(tails, samples, strict=True)):
             raise ProtocolError(f"rows of {list(map(len, samples))} bytes came, but their columns have {tails}")
-        sources, sample_ids = self._steps.samples(step, size)
         return batch | {
-            "source_ids": np.array(sources, np.int64),
-            "sample_ids": sample_ids,
+            "source_ids": self._sources[step],
+            "sample_ids": self._samples[step],
             "dataset_id": bucket.source,
             "bucket": bucket.name,
             **self._steps.of_batch(step),
