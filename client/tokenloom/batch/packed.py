@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tokenloom_proto.errors import ProtocolError
 
 from tokenloom.batch.documents import DocumentColumns, Filled
-from tokenloom.batch.layout import IGNORED, PADDING, Layout, NumpyBatch, StepNumbers
+from tokenloom.batch.layout import IGNORED, PADDING, Layout, NumpyBatch, Samples, StepNumbers
 from tokenloom.batch.memory import ArrayPool
 
 
@@ -76,16 +76,14 @@ class Message:
             lengths = raw[..., ids_end:length_end].copy().view("<u4")[..., 0].astype(np.int64)
             self._filled = _filled(layout, lengths)
         self._mask_bits: NDArray[np.uint8] | None = raw[..., length_end:] if layout.loss_masks else None
-        # Each batch gets a row of them, which no other has.
-        self._sources, self._samples = steps.samples(layout.batch_size)
-        # Which samples are padding; None where none is.
-        self._padding = self._sources == PADDING if PADDING in steps.source_ids else None
+        self._samples = Samples(steps, layout.batch_size)
+        padding = self._samples.padding
         self._documents: DocumentColumns | None = None
         if layout.document_starts:
             filled = self._filled
-            if filled is None and self._padding is not None:
+            if filled is None and padding is not None:
                 # All samples are full but those that fill up a last micro-step, of which nothing is.
-                ends = np.where(self._padding, 0, layout.width)
+                ends = np.where(padding, 0, layout.width)
                 filled = np.zeros_like(ends), ends
             self._documents = DocumentColumns(layout, count, document_counts, document_starts, filled)
 
@@ -109,8 +107,7 @@ class Message:
             {
                 "input_ids": inputs,
                 "labels": labels,
-                "source_ids": self._sources[step],
-                "sample_ids": self._samples[step],
+                **self._samples.of_batch(step),
                 **self._steps.of_batch(step),
             },
         )
@@ -128,11 +125,7 @@ class Message:
 
     def parts(self, step: int) -> Parts:
         """What ``batch`` of a micro-step is made of. The arrays may be views of the message."""
-        arrays: dict[str, NDArray[Any]] = {
-            "ids": self._ids[step],
-            "source_ids": self._sources[step],
-            "sample_ids": self._samples[step],
-        }
+        arrays: dict[str, NDArray[Any]] = {"ids": self._ids[step], **self._samples.of_batch(step)}
         numbers = self._steps.of_batch(step)
         slopes: dict[str, int] = {}
         short = False
@@ -146,7 +139,8 @@ class Message:
             if self._layout.mask_boundaries:
                 arrays["boundaries"] = self._documents.boundaries(step).astype(np.int32)
             slopes = self._documents.add_parts(arrays, numbers, step)
-        padded = self._padding is not None and bool(self._padding[step].any())
+        padding = self._samples.padding
+        padded = padding is not None and bool(padding[step].any())
         return Parts(arrays=arrays, numbers=numbers, slopes=slopes, short=short, padded=padded)
 
     def _ignore(self, step: int, labels: NDArray[np.int64]) -> None:
@@ -159,8 +153,8 @@ class Message:
             labels[counts[:, layout.shifted :] == 0] = IGNORED
         if layout.mask_boundaries and self._documents is not None:
             labels.reshape(-1)[self._documents.boundaries(step)] = IGNORED
-        if self._padding is not None:
-            labels[self._padding[step]] = IGNORED
+        if self._samples.padding is not None:
+            labels[self._samples.padding[step]] = IGNORED
 
     def _ignore_padding(self, begin: NDArray[np.int64], end: NDArray[np.int64], labels: NDArray[np.int64]) -> None:
         """Padding is no label; nor is a token that only padding stands before. ``begin`` and ``end``: [B], of the
@@ -175,11 +169,13 @@ class Message:
 
     def _attended(self, step: int) -> NDArray[np.bool_]:
         """[B, L] where tokens are, or [B, 1]."""
+        attended: NDArray[np.bool_]
         if self._filled is None:
-            return np.not_equal(self._sources[step], PADDING)[:, None]
-        position = np.arange(self._layout.sequence_length)
-        begin, end = (bound[step][:, None] for bound in self._filled)
-        attended: NDArray[np.bool_] = (position >= begin) & (position < end)
+            attended = np.not_equal(self._samples.source_ids[step], PADDING)[:, None]
+        else:
+            position = np.arange(self._layout.sequence_length)
+            begin, end = (bound[step][:, None] for bound in self._filled)
+            attended = (position >= begin) & (position < end)
         return attended
 
 

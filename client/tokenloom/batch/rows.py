@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenloom_proto.errors import ProtocolError
 
-from tokenloom.batch.layout import RawColumn, StepNumbers
+from tokenloom.batch.layout import RawColumn, Samples, StepNumbers
 
 _TEXTS = ("string", "binary")
 _SIZE_BYTES = 4
@@ -65,8 +65,7 @@ class RowsMessage:
             )
         self._size = batch_size
         self._steps = steps
-        # Each batch gets a row of them, which no other has.
-        self._sources, self._samples = steps.samples(batch_size)
+        self._samples = Samples(steps, batch_size)
         #: By micro-step, over all ranks.
         self.label_tokens = steps.label_tokens
         self._buckets = buckets
@@ -110,8 +109,7 @@ class RowsMessage:
         if any(tail != len(sample) for tail, sample in zip(tails, samples, strict=True)):
             raise ProtocolError(f"rows of {list(map(len, samples))} bytes came, but their columns have {tails}")
         return batch | {
-            "source_ids": self._sources[step],
-            "sample_ids": self._samples[step],
+            **self._samples.of_batch(step),
             "dataset_id": bucket.source,
             "bucket": bucket.name,
             **self._steps.of_batch(step),
