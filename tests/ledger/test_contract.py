@@ -132,6 +132,7 @@ def test_every_call_for_an_unknown_run_says_so(ledger: Ledger) -> None:
         lambda: ledger.execute(commands.DropRevisions("nobody", STREAM, 1, 1)),
         lambda: ledger.execute(commands.SaveSnapshot("nobody", STREAM, SNAPSHOT)),
         lambda: ledger.snapshots("nobody", STREAM),
+        lambda: ledger.snapshot_count("nobody", STREAM),
         lambda: ledger.snapshot("nobody", STREAM, "s"),
     ]
     for call in calls:
@@ -582,6 +583,7 @@ def test_snapshots_are_kept_newest_first_and_never_change(server: Server) -> Non
     with pytest.raises(LedgerError, match="s1 is in the ledger with another text"):
         server.ledger.execute(commands.SaveSnapshot(UID, STREAM, replace(saved[1], text="{}")))
     assert list(server.ledger.snapshots(UID, STREAM)) == saved[::-1]
+    assert server.ledger.snapshot_count(UID, STREAM) == len(saved)
     assert server.ledger.snapshot(UID, STREAM, "s1") == saved[1]
     assert server.ledger.snapshot(UID, STREAM, "s9") is None
 

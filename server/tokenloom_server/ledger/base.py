@@ -107,4 +107,8 @@ class Ledger(ABC):
         """All saved snapshots, newest first."""
 
     @abstractmethod
+    def snapshot_count(self, uid: str, stream: str) -> int:
+        """How many saved snapshots there are."""
+
+    @abstractmethod
     def snapshot(self, uid: str, stream: str, snapshot_id: str) -> StoredSnapshot | None: ...

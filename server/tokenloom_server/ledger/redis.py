@@ -226,6 +226,10 @@ class RedisLedger(Ledger):
         snapshots = (StoredSnapshot(**json.loads(text)) for text in texts)
         return sorted(snapshots, key=lambda each: (-each.saved_at, -each.sample_index, each.id))
 
+    def snapshot_count(self, uid: str, stream: str) -> int:
+        (count,) = self._read(uid, stream, ("HLEN", ":snapshots"))
+        return int(count)
+
     def snapshot(self, uid: str, stream: str, snapshot_id: str) -> StoredSnapshot | None:
         (text,) = self._read(uid, stream, ("HGET", ":snapshots", snapshot_id))
         return None if text is None else StoredSnapshot(**json.loads(text))

@@ -216,6 +216,11 @@ class SqliteLedger(Ledger):
         with self._file.reading() as connection:
             return _all(connection, StoredSnapshot, _run(connection, uid, stream), newest_first)
 
+    def snapshot_count(self, uid: str, stream: str) -> int:
+        with self._file.reading() as connection:
+            counted = "SELECT COUNT(*) FROM snapshots WHERE run = ?"
+            return int(connection.execute(counted, (_run(connection, uid, stream),)).fetchone()[0])
+
     def snapshot(self, uid: str, stream: str, snapshot_id: str) -> StoredSnapshot | None:
         with self._file.reading() as connection:
             return _first(connection, StoredSnapshot, _run(connection, uid, stream), "AND id = ?", snapshot_id)
