@@ -9,8 +9,8 @@ key                                 type     holds
 ``tokenloom:uids``                  hash     ``uid/stream`` → U, for runs that took a uid from elsewhere (adopt)
 ``tokenloom:{U}:train``             hash     ``name stream uid record epoch pin journal_bytes revision_changes``;
                                              the lease: ``lease_holder lease_acquired_at lease_lapses_at lease_s``
-                                             ``heard_at``; the generation: ``generation opening_mark closed_generation``;
-                                             the committed state: ``sample_index total_tokens digest state committed_at``
+                                             ``heard_at``; generation: ``generation opening_mark closed_generation``;
+                                             committed state: ``sample_index total_tokens digest state committed_at``
 ``tokenloom:{U}:train:samples``     hash     spec → committed samples
 ``tokenloom:{U}:train:rows``        hash     spec → committed rows
 ``tokenloom:{U}:train:tokens``      hash     spec → committed tokens
