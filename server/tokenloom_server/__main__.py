@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
@@ -10,8 +11,14 @@ def main() -> None:
     # The client runs on older ones, so the wheel may be installed there.
     if sys.version_info < (3, 11):  # noqa: UP036
         sys.exit(f"tokenloom: the server needs Python 3.11 or newer; this is {sys.version.split()[0]}")
+    # Or pydantic looks for plugins in every package that is installed, at each start.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
-        from tokenloom_server.cli import app
+        if sys.argv[1:2] == ["serve"]:
+            # Trainers wait for it: what the other commands import is not imported for it.
+            from tokenloom_server.cli.serve import app
+        else:
+            from tokenloom_server.cli.app import app
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] in ("tokenloom_server", "tokenloom_proto"):
             raise

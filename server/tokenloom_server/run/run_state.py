@@ -30,6 +30,7 @@ from tokenloom_server.run.generation import Generation
 from tokenloom_server.run.join_call import RankRefusal, ResumeChoice
 from tokenloom_server.run.lease_state import LeaseState
 from tokenloom_server.run.pins import PinnedPoint
+from tokenloom_server.run.slot_claims import SlotClaims
 from tokenloom_server.run.timeouts import Timeouts
 from tokenloom_server.run.views import RecentCommit, RunView
 from tokenloom_server.run.wakes import Wakes
@@ -63,6 +64,7 @@ class RunState:
         self.name = order.name
         self.stream = TRAIN
         self.ledger = ledger
+        self._claims = SlotClaims(ledger)
         self.timeouts = timeouts
         order.resources.io_stats.wait_at_most(timeouts.storage_timeout_s)
         self.clock = clock

@@ -12,7 +12,7 @@ from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import Fenced
 from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.replay.evaluation import Slice
-from tokenloom_server.run.delivery import Delivery
+from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
 
 _LENGTH_DELIMITED = 2
 _STEPS_KEY = bytes((wire.Batches.MICRO_STEPS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED,))
@@ -50,6 +50,18 @@ def encode_delivery(
     batches_key = _key(wire.StreamResponse.BATCHES_FIELD_NUMBER) + _varint(len(batches) + len(ids_key) + size)
     rest = wire.StreamResponse(committed_through=committed_through, server_epoch=epoch).SerializeToString()
     return b"".join((batches_key, batches, ids_key, *ids, rest))
+
+
+def response_of(item: EndOfData | Waiting, committed_through: int, epoch: int) -> wire.StreamResponse:
+    """What a stream says where it has no samples."""
+    response = wire.StreamResponse(committed_through=committed_through, server_epoch=epoch)
+    if isinstance(item, EndOfData):
+        end = wire.EndOfData(end_index=item.end_index, reason=item.reason, dropped_samples=item.dropped_samples)
+        response.end_of_data.CopyFrom(end)
+    else:
+        response.heartbeat.waiting_for = item.waiting_for
+        response.heartbeat.SetInParent()
+    return response
 
 
 def encode_slice(part: Slice, committed_through: int, epoch: int, *, document_starts: bool) -> wire.StreamResponse:
