@@ -56,9 +56,9 @@ class ShardedSource(ABC):
                     yield rows.cut(0, first.position)
                 raise SourceError(first.reason)
             # Rows that were given are not held: they may be a whole row group, and sources many.
-            given = [rows]
+            piece = [rows]
             del rows
-            yield given.pop()
+            yield piece.pop()
 
     @abstractmethod
     def _read(self, shard: int, row: int) -> Iterator[Rows]:

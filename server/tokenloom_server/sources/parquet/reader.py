@@ -92,10 +92,10 @@ class ParquetSource(ShardedSource):
             expect(group)
             for batch in self._read_group(file, group, size, where, lists, selection):
                 fits = first_row + len(batch) <= last_row
-                found = selection.rows_from(row, batch, first_row, where) if fits else iter(())
+                pieces = selection.rows_from(row, batch, first_row, where) if fits else iter(())
                 first_row += len(batch)
                 del batch
-                yield from columns.let_go(found) if self._content is Content.IDS else found
+                yield from columns.let_go(pieces) if self._content is Content.IDS else pieces
             if first_row != last_row:
                 raise SourceError(
                     f"{where}: row group {group} has {first_row - ends[group]} rows, but the footer says "
