@@ -224,6 +224,7 @@ class Documents:
                     raise
                 # What lies before the row goes out, so that the run stops at one sample from wherever it is read.
                 tokenized, fault = self._tokenized(epoch, part, rows.cut(0, error.at)), error
+            del rows
             yield self._leave_out_excluded(tokenized, mark_excluded, row if begun else None)
             if fault is not None:
                 raise fault
