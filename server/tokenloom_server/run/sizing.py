@@ -12,7 +12,7 @@ from tokenloom_server.order.steps import BatchPlan
 #: a report) is then little.
 MESSAGE_BYTES = 2 * 2**20
 #: Micro-steps of a message are at most this many.
-MESSAGE_STEPS = 256
+MESSAGE_STEPS = 64
 #: Between two state boundaries lies a full message, and one more for so many sources: a state costs what its
 #: sources cost. The micro-steps between them take at most this much memory.
 SOURCES_PER_MESSAGE = 128
