@@ -262,7 +262,8 @@ def joined(parts: Sequence[Rows]) -> Rows:
     if len(parts) == 1:
         return parts[0]
     arrow_arrays = [part.column for part in parts]
-    if len({array.type for array in arrow_arrays}) > 1:
+    # Narrow offsets could be too narrow for all of them.
+    if is_text(arrow_arrays[0]) or len({array.type for array in arrow_arrays}) > 1:
         wide = pa.large_string() if is_text(arrow_arrays[0]) else pa.large_list(arrow_arrays[0].type.value_type)
         arrow_arrays = [array.cast(wide) for array in arrow_arrays]
     begin, bad, out = 0, [], np.zeros(sum(map(len, arrow_arrays)), np.bool_)
