@@ -9,10 +9,8 @@ key                                 type     holds
 ``tokenloom:uids``                  hash     ``uid/stream`` → U, for runs that took a uid from elsewhere (adopt)
 ``tokenloom:{U}:train``             hash     ``name stream uid record epoch pin journal_bytes revision_changes``;
                                              the lease: ``lease_holder lease_acquired_at lease_lapses_at lease_s``
-                                             ``heard_at``;
-                                             the generation: ``generation opening_mark closed_generation``;
-                                             the committed state: ``sample_index total_tokens digest state``
-                                             ``committed_at``
+                                             ``heard_at``; generation: ``generation opening_mark closed_generation``;
+                                             committed state: ``sample_index total_tokens digest state committed_at``
 ``tokenloom:{U}:train:samples``     hash     spec → committed samples
 ``tokenloom:{U}:train:rows``        hash     spec → committed rows
 ``tokenloom:{U}:train:tokens``      hash     spec → committed tokens
@@ -25,9 +23,8 @@ key                                 type     holds
 ``tokenloom:{U}:train:revisions``   list     revisions, as JSON, oldest first
 ==================================  =======  ==================================================================
 
-The braces are part of the keys: they keep a run's keys in one slot of a cluster. U is the uid that the
-run was created with, and stays in the keys when the run takes another uid; ``tokenloom:runs`` leads to
-it either way. For example::
+The braces are part of the keys: they keep a run's keys in one slot of a cluster. U is the uid that the run was created
+with, and stays in the keys when the run takes another uid; ``tokenloom:runs`` leads to it either way. For example::
 
     redis-cli HGET tokenloom:runs wiki-and-code/train
     redis-cli HGETALL 'tokenloom:{…}:train:tokens'
@@ -227,8 +224,7 @@ class RedisLedger(Ledger):
         return sorted(snapshots, key=lambda each: (-each.saved_at, -each.sample_index, each.id))
 
     def snapshot_count(self, uid: str, stream: str) -> int:
-        (count,) = self._read(uid, stream, ("HLEN", ":snapshots"))
-        return int(count)
+        return int(self._read(uid, stream, ("HLEN", ":snapshots"))[0])
 
     def snapshot(self, uid: str, stream: str, snapshot_id: str) -> StoredSnapshot | None:
         (text,) = self._read(uid, stream, ("HGET", ":snapshots", snapshot_id))
