@@ -15,7 +15,7 @@ MESSAGE_BYTES = 2 * 2**20
 MESSAGE_STEPS = 256
 #: Between two state boundaries lies a full message, and one more for so many sources: a state costs what its
 #: sources cost. The micro-steps between them take at most this much memory.
-SOURCES_PER_MESSAGE = 256
+SOURCES_PER_MESSAGE = 128
 GROUP_BYTES = 64 * 2**20
 #: With many ranks it is more: each gets so much, since a message of less costs more than its bytes, and for each source
 #: so much, since a state has some 200 bytes of it, and every rank is sent every state. Never more than the largest.
