@@ -15,7 +15,7 @@ MESSAGE_BYTES = 2 * 2**20
 MESSAGE_STEPS = 256
 #: Between two state boundaries lies a full message, and one more for so many sources: a state costs what its
 #: sources cost. The micro-steps between them take at most this much memory.
-SOURCES_PER_MESSAGE = 256
+SOURCES_PER_MESSAGE = 128
 GROUP_BYTES = 64 * 2**20
 #: The default window: groups of this much together, but so few and so many at least and at most. A fast
 #: trainer acknowledges hundreds of micro-steps until the next commit, and must not wait for it. (What is acknowledged
