@@ -243,7 +243,7 @@ class RunState:
             batch_plans,
             # A client may hold all micro-steps of an optimiser step, and has more to go on with.
             [max(window or sizing.window_micro_steps(size, plan), 2 * accumulate) for plan in batch_plans.plans],
-            [self.message_steps(plan.batch_size) for plan in batch_plans.plans],
+            [min(self.message_steps(plan.batch_size), plan.group_micro_steps) for plan in batch_plans.plans],
             pads_last_micro_step=config.last_micro_step == "pad",
             committed=steps + bool(rest),
         )
