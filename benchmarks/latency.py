@@ -46,6 +46,7 @@ from tokenloom_server.core.state import State
 from tokenloom_server.order import builder, snapshot_encode
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.steps import BatchPlan
+from tokenloom_server.run.sizing import MESSAGE_BYTES
 
 from benchmarks import corpora
 from benchmarks.corpora import Documents, IdCorpus
@@ -266,7 +267,7 @@ def snapshots(order: PipelineFactory) -> list[str]:
     """Snapshots near the begin, the middle and the end of the data, half a group behind a state boundary."""
     step = BATCH_SIZE * order.form.sample_bytes
     plan = BatchPlan(
-        start_index=0, world_size=RANKS, batch_size=BATCH_SIZE, group_micro_steps=max(1, 512 * 1024 // step)
+        start_index=0, world_size=RANKS, batch_size=BATCH_SIZE, group_micro_steps=max(1, MESSAGE_BYTES // step)
     )
     pipeline = order.pipeline(order.initial())
     states = [pipeline.state()]

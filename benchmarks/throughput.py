@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import corpora, prototype
+from benchmarks import corpora, prototype, tokeniser
 from benchmarks.processes import Processes, Window, redis, serve
 from benchmarks.results import Figures, Result, Row, show
 from benchmarks.workloads import BATCH_SIZE, HEADLINES, RANKS, WORKLOADS, Form, Workload
@@ -28,6 +28,7 @@ WARM_UP_TOKENS = 4_000_000
 COLUMNS = {
     "M tok/CPU-s": "M tokens/CPU-s",
     "of the floor": "of the prototype",
+    "of the tokeniser": "of the tokeniser alone",
     "server ns/tok": "server ns/token",
     "client ns/tok": "client ns/token",
     "M tok/s": "M tokens/s",
@@ -53,13 +54,15 @@ def measure(workload: Workload, seconds: float, pace: float = 0.0) -> Figures:
             processes.start("client", command)
         window = processes.window(WARM_UP_TOKENS // step_tokens, seconds)
         processes.end("client")
-        return prototype.figures(window) | _waits(waits, window)
+        span = {"from M tokens": window.first.tokens / 1e6, "to M tokens": window.last.tokens / 1e6}
+        return prototype.figures(window) | _waits(waits, window) | (span if workload.reads_once else {})
 
 
 def run(
     workloads: Sequence[Workload], runs: int, seconds: float, *, pace: float = 0.0, floor: bool = False
 ) -> list[Row]:
-    """Rounds in which each workload, and the prototype if wanted, has a run: all share the machine's moods."""
+    """Rounds in which each workload, and if wanted the prototype and the tokeniser alone, has a run: all share the
+    machine's moods."""
     for workload in workloads:
         corpora.folder_of(workload.corpus)
     rows = [Row(name=workload.name) for workload in workloads]
@@ -68,6 +71,7 @@ def run(
         if floor and not workload.reads_once and (workload.form == "parquet" or workload.form == "arrow"):
             forms.add(workload.form)
     floors = [Row(name=f"prototype, {form}") for form in sorted(forms)]
+    alone = Row(name="tokeniser alone")
     for _ in range(runs):
         best: dict[str, float] = {}
         for form, row in zip(sorted(forms), floors, strict=True):
@@ -77,8 +81,13 @@ def run(
             figures = measure(workload, seconds, pace)
             if workload.form in best and not workload.reads_once:
                 figures["of the prototype"] = figures["M tokens/CPU-s"] / best[workload.form]
+            if floor and workload.reads_once:
+                span = figures["from M tokens"] * 1e6, figures["to M tokens"] * 1e6
+                fastest = tokeniser.tokens_per_cpu_s(tokeniser.measure(), *span) / 1e6
+                alone.runs.append({"M tokens/CPU-s": fastest, "server ns/token": 1e3 / fastest})
+                figures["of the tokeniser alone"] = figures["M tokens/CPU-s"] / fastest
             row.runs.append(figures)
-    return rows + floors
+    return rows + floors + [alone] * bool(alone.runs)
 
 
 def _waits(files: list[Path], window: Window) -> Figures:
@@ -108,7 +117,11 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="runs of each workload; medians are shown (default 3)")
     parser.add_argument("--seconds", type=float, default=3.0, help="steady state per run (default 3)")
     parser.add_argument("--pace", type=float, default=0.0, help="tokens/s that both ranks together take; 0: all")
-    parser.add_argument("--floor", action="store_true", help="also measure the prototype, for the ratio to it")
+    parser.add_argument(
+        "--floor",
+        action="store_true",
+        help="also measure the prototype, and the tokeniser alone, for the ratio to them",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result there")
     options = parser.parse_args()
     result = Result.begin("throughput", f"{RANKS} ranks, batch {BATCH_SIZE}")

@@ -6,6 +6,7 @@ Nothing here is timed.
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ from support.catalog import CATALOG
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.order import builder
 
-from benchmarks import corpora, document, pictures, prototype, shuffle
+from benchmarks import corpora, document, pictures, prototype, shuffle, tokeniser
 from benchmarks.corpora import Corpus, Documents, IdCorpus, OwnedCorpus, TextCorpus
 from benchmarks.peers import loop
 from benchmarks.peers.environments import PACKAGES
@@ -68,6 +69,11 @@ def test_a_corpus_of_text_has_each_text_once_and_a_tokeniser(cache: Path) -> Non
         sum(len(t) for f in folder.glob(f"parquet/{s}/*") for t in pq.read_table(f)["text"].to_pylist()) for s in "02"
     ]
     assert sizes[0] > sizes[1], "the sources are cut to their weights"
+    calls = list(tokeniser.calls(folder))
+    assert sorted(text for call in calls for text in call) == sorted(text.encode() for text in texts)
+    marks = tokeniser.encode(folder)
+    assert len(marks) == len(calls)
+    assert tokeniser.tokens_per_cpu_s(marks, 0, math.inf) == pytest.approx(marks[-1][0] / marks[-1][1])
     found = builder.create(config.load(_written(corpus, cache), CATALOG), cache, None)
     assert found.record.vocab_size > 256
 

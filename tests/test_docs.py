@@ -23,7 +23,7 @@ from tokenloom_server.api.rest.guard import MAX_BODY_BYTES
 from tokenloom_server.api.rest.listener import MAX_CONNECTIONS
 from tokenloom_server.api.rest.resources.plan import MAX_PLANS
 from tokenloom_server.api.service import MAX_RUNS
-from tokenloom_server.cli import app as command_line
+from tokenloom_server.cli.app import app as command_line
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig

@@ -11,7 +11,11 @@ def main() -> None:
     if sys.version_info < (3, 11):  # noqa: UP036
         sys.exit(f"tokenloom: the server needs Python 3.11 or newer; this is {sys.version.split()[0]}")
     try:
-        from tokenloom_server.cli import app
+        if sys.argv[1:2] == ["serve"]:
+            # Trainers wait for it: what the other commands import is not imported for it.
+            from tokenloom_server.cli.serve import app
+        else:
+            from tokenloom_server.cli.app import app
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] in ("tokenloom_server", "tokenloom_proto"):
             raise

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tokenloom_server.cli import app
+from tokenloom_server.cli.app import app
 from typer.testing import CliRunner
 
 

@@ -16,7 +16,7 @@ import yaml
 from jsonschema import Draft202012Validator
 from support.corpora import write_corpus
 from support.hub import card, stand_in_hub
-from tokenloom_server.cli import app
+from tokenloom_server.cli.app import app
 from tokenloom_server.cli.init import SCHEMA_FILE
 from typer.testing import CliRunner
 

@@ -35,7 +35,7 @@ LOOK_S = 2.0
 
 def bound(window_micro_steps: int, world_size: int, batch_size: int) -> int:
     """Bytes beyond an idle server's: the formula of docs/limits.md, as it stands there."""
-    message_steps = max(1, min(MIB // 2 // (batch_size * SAMPLE_BYTES), 64))
+    message_steps = max(1, min(2 * MIB // (batch_size * SAMPLE_BYTES), 256))
     group_micro_steps = message_steps  # so few sources and ranks
     held = (window_micro_steps + group_micro_steps) * world_size * batch_size * (4 * SAMPLE_BYTES // 3 + 320)
     streams = world_size * (3 * message_steps * batch_size * SAMPLE_BYTES + MIB // 4)
@@ -161,7 +161,7 @@ def test_a_rank_that_never_reads_costs_no_more_than_the_formula_whatever_credit_
         watched.fill("big")
         growth, found = watched.growth(), watched.stats("big")
     window = found["produced_index"] - found["sample_index"]
-    assert WINDOW * 16 <= window <= (WINDOW + 16) * 16
+    assert WINDOW * 16 <= window <= (WINDOW + 64) * 16
     assert found["waiting_for"].startswith("rank 1 to go on from sample 0")
     # It holds the window indeed, and no copy of it.
     assert window * SAMPLE_BYTES <= growth <= bound(WINDOW, 2, 8), f"{growth / MIB:.1f} MiB"

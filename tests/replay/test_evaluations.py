@@ -27,7 +27,7 @@ from support.trainer import with_connection
 from tokenloom import EvaluationDataset, LocalDataset, RemoteDataset
 from tokenloom_server.api.auth import Access
 from tokenloom_server.api.service import Runs
-from tokenloom_server.cli import app
+from tokenloom_server.cli.app import app
 from tokenloom_server.core.hashing import Purpose, draw
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import BeyondHorizon, ConfigError, LimitExceeded, NotFound, OrderMismatch, SourceChanged

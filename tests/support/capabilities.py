@@ -19,7 +19,7 @@ from tokenloom_server import errors
 from tokenloom_server.api.metrics import create_registry
 from tokenloom_server.api.rest.app import create_app
 from tokenloom_server.api.rest.problems import HTTP_ERRORS
-from tokenloom_server.cli import app
+from tokenloom_server.cli.app import app
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.sources.catalog import BUILT_IN
 from typer.main import get_command

@@ -71,7 +71,7 @@ def samples_of(packer: Packer, form: SampleFormat, limit: int) -> list[Sample]:
         origins = block.origins
         assert len(block.ids) == len(block.hashes) == len(origins) > 0
         for number, (raw, hashed) in enumerate(zip(block.ids, block.hashes, strict=True), start=origins.first_sample):
-            assert raw.readonly
+            assert memoryview(raw).readonly
             assert len(raw) == form.sample_bytes
             position = origins.after(number)
             found.append(

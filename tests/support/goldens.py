@@ -27,7 +27,7 @@ from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_proto.seal import seal, unseal
 from tokenloom_server.api.metrics import create_registry
 from tokenloom_server.api.rest.app import create_app
-from tokenloom_server.cli import app
+from tokenloom_server.cli.app import app
 from tokenloom_server.ledger import commands
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.records import StoredSnapshot

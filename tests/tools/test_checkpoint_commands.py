@@ -23,7 +23,7 @@ from rich.console import Console
 from support.catalog import CATALOG
 from support.corpora import CODE, DOCS, PROSE, WIKI, mixture, order_of, write_corpus
 from tokenloom_proto.seal import seal, unseal
-from tokenloom_server.cli import app
+from tokenloom_server.cli.app import app
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.order import foreign_checkpoint, foreign_payload, snapshot_encode

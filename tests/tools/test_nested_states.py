@@ -13,7 +13,7 @@ import torch
 import yaml
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, mixture, parsed, write_corpus
 from support.nested_states import OldInterleaved, Shape, in_process, in_workers, three_levels
-from tokenloom_server.cli import app
+from tokenloom_server.cli.app import app
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.tools.checkpoint.content import NESTED, Content, read
 from tokenloom_server.tools.checkpoint.faults import faults

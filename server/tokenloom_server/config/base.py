@@ -6,17 +6,16 @@ import math
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
+from tokenloom_server.config.described import Described
 from tokenloom_server.core.control_characters import refuse_control_characters
 
 
-class Section(BaseModel):
+class Section(Described):
     """One section of the mixture file: frozen, strict, and closed to unknown keys."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, strict=True, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
 
 def not_bool(value: object) -> object:

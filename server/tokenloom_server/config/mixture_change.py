@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from tokenloom_server.config.base import PlainText
+from tokenloom_server.config.described import Described
 
 
-class _ChangePart(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+class _ChangePart(Described):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, defer_build=False)  # see REST's ``Model``
 
 
 class Setting(_ChangePart):

@@ -156,6 +156,3 @@ def numbered(mixture: NodeConfig) -> NodeConfig:
         return node.model_copy(update={"id": number, "children": children})
 
     return visit(mixture)
-
-
-NodeConfig.model_rebuild()

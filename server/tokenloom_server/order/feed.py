@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from tokenloom_server.core.state import SourceState, tokens_in_row
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.packing.base import Packer, SampleOrigins, SourcePosition
+from tokenloom_server.packing.samples import Sample
 
 #: Lengths that are handed out at a time.
 _LENGTHS = 64
@@ -26,7 +27,7 @@ class Feed:
         #: The number of the next sample to be picked.
         self.picked = state.samples
         # Of the samples that are loaded and not yet taken.
-        self._ids: list[memoryview] = []
+        self._ids: list[Sample] = []
         self._hashes: list[int] = []
         self._real: list[int] = []
         #: See ``RealLengths``.
@@ -88,7 +89,7 @@ class Feed:
             position = next(block for block in reversed(self._origins) if block.first_sample <= last).after(last)
         return position.rows, tokens_in_row(position.cursor)
 
-    def take(self, count: int) -> tuple[list[memoryview], list[int], list[SampleOrigins]]:
+    def take(self, count: int) -> tuple[list[Sample], list[int], list[SampleOrigins]]:
         """The next ``count`` picked samples: their ids, their hashes, and their origins, a record for each block.
         Moves the cursor after them."""
         ids, hashes = self._ids[:count], self._hashes[:count]

@@ -29,7 +29,7 @@ _DRAWN_FIELDS = frozenset(("window", "epoch_rows"))
 class Entry(BaseModel):
     """One source of an older payload, with whatever else that tool wrote of it."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow", allow_inf_nan=False, defer_build=True)
 
     spec: Annotated[str, Field(min_length=1)]
     shard: Annotated[str, Field(min_length=1)] | None = None
@@ -75,7 +75,7 @@ class Entry(BaseModel):
 
 
 class _ResumeState(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow", allow_inf_nan=False, defer_build=True)
 
     datasets: Annotated[list[Entry], Field(min_length=1)]
     row_offset_of: _RowOffsetOf | None = None

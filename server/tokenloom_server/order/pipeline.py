@@ -28,6 +28,7 @@ from tokenloom_server.order.feed import Feed
 from tokenloom_server.order.steps import PADDING, BatchPlan, Stage, StepGroup, StepMark, slots_of_steps, state_at
 from tokenloom_server.packing.base import PackerFactory
 from tokenloom_server.packing.real_tokens import RealTokens
+from tokenloom_server.packing.samples import Sample
 
 #: Samples that the digest takes in with one reduction.
 _DIGESTED_AT_ONCE = 64
@@ -75,7 +76,7 @@ class Pipeline:
         """``sample_bytes``: the size of a sample as it is sent. ``real`` counts the tokens of it that are documents'.
         ``size_estimates``: of the ``RunConfig.measured_sources``, by id. ``switches``, in order, lie after the
         state."""
-        self._padding = memoryview(bytes(sample_bytes))
+        self._padding = np.zeros(sample_bytes, np.uint8)
         self._real = real
         self._switches = deque(switches)
         self._begin(config, packers, state, size_estimates or {})
@@ -271,7 +272,7 @@ class Pipeline:
         # Sorted by source, so that each source's samples are one range of it.
         order = np.argsort(picks, kind="stable")
         counts = np.bincount(picks).tolist()
-        ids: list[memoryview] = []
+        ids: list[Sample] = []
         hashes: list[int] = []
         for source, count in enumerate(counts):
             if count:
@@ -305,5 +306,5 @@ def _digest_after(digest: int, hashes: Sequence[int], powers: Sequence[int]) -> 
 
 
 def _objects(items: Sequence[object]) -> npt.NDArray[np.object_]:
-    """A list as an array of what it holds: numpy would look into memoryviews."""
+    """A list as an array of what it holds: numpy would look into arrays."""
     return np.fromiter(items, np.object_, len(items))

@@ -16,7 +16,7 @@ from tokenloom_server.core.state import MAX_COUNTER, SHARE_UNIT, SourceState, St
 from tokenloom_server.mixing.mixer import Mixer, MixWeights
 from tokenloom_server.packing.base import Batch, SampleOrigins, SourcePosition
 from tokenloom_server.packing.real_tokens import Boundaries, RealTokens
-from tokenloom_server.packing.samples import Int64s
+from tokenloom_server.packing.samples import Int64s, Sample
 
 #: What a padding sample's source is called.
 PADDING = -1
@@ -196,10 +196,10 @@ class StepGroup:
                 end = begin
         return Boundaries(np.concatenate(samples), np.concatenate(starts))
 
-    def ids(self, rank: int, first: int, last: int) -> list[memoryview]:
+    def ids(self, rank: int, first: int, last: int) -> list[Sample]:
         """The ids of a rank's micro-steps [first, last), one after the other, as they travel; empty once released."""
         begin, size = rank * self.plan.group_micro_steps, self.plan.batch_size
-        ids: list[memoryview] = self.samples[(begin + first) * size : (begin + last) * size].tolist()
+        ids: list[Sample] = self.samples[(begin + first) * size : (begin + last) * size].tolist()
         return ids
 
     def release(self) -> None:

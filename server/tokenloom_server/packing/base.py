@@ -13,7 +13,7 @@ import numpy.typing as npt
 from tokenloom_server.core.state import Cursor, FileCursor, Lane, RowCounts, SourceState
 from tokenloom_server.packing.documents import Documents
 from tokenloom_server.packing.real_tokens import Boundaries
-from tokenloom_server.packing.samples import Int64s, SampleFormat, hashed
+from tokenloom_server.packing.samples import Int64s, Sample, SampleFormat, hashed
 from tokenloom_server.packing.tokenized_rows import DocumentSpan
 from tokenloom_server.sources.tensors.column import item_bytes
 
@@ -143,7 +143,7 @@ class Block:
     only). ``hashes``: their XXH3-128, seeded with the source id. ``real``: how many of their tokens are documents'.
     """
 
-    ids: list[memoryview]
+    ids: list[Sample]
     hashes: list[int]
     origins: SampleOrigins
     real: list[int] = field(default_factory=list)
@@ -183,7 +183,7 @@ class FormattedPacker:
 
     def _block(
         self,
-        samples: list[memoryview],
+        samples: list[Sample],
         first_sample: int,
         cursors: Int64s,
         starts: Int64s,

@@ -23,7 +23,7 @@ from tokenloom_server.core.state import EpochCursor, SourceState
 from tokenloom_server.errors import SourceError
 from tokenloom_server.packing.base import Batch, Block, BlockOrigins, Feature
 from tokenloom_server.packing.permutation import Permutation
-from tokenloom_server.packing.samples import Int64s, hashed
+from tokenloom_server.packing.samples import Int64s, Sample, hashed
 from tokenloom_server.sources.tensors.buckets import BucketIndex
 from tokenloom_server.sources.tensors.column import BINARY, STORED_AS, STRING, Column
 from tokenloom_server.sources.tensors.decoded import Values
@@ -183,7 +183,7 @@ class BucketPacker:
                 samples, rows = samples + size, rows + size
             epoch, done = epoch + 1, 0
 
-    def _batch(self, bucket: int, shards: Int64s, rows: Int64s) -> tuple[list[memoryview], Batch]:
+    def _batch(self, bucket: int, shards: Int64s, rows: Int64s) -> tuple[list[Sample], Batch]:
         key, source = self._epochs.index.keys[bucket], self._source
         values_of_columns = source.take(shards, rows)
         edge, lengths = None, None
@@ -243,7 +243,7 @@ class BucketPacker:
         return f"{self._source.where(int(shards[index]))}: row {rows[index]}"
 
 
-def size_of(batch: Batch, data: bytes | memoryview) -> int:
+def size_of(batch: Batch, data: Sample) -> int:
     """The bytes of the sample of a batch that some bytes begin with."""
     begin = text_bytes = 0
     for feature in batch.features:
@@ -253,7 +253,7 @@ def size_of(batch: Batch, data: bytes | memoryview) -> int:
     return begin + text_bytes
 
 
-def described(batch: Batch, sample: bytes | memoryview) -> dict[str, Any]:
+def described(batch: Batch, sample: Sample) -> dict[str, Any]:
     """A sample for people: numbers and texts as they are, of tensors and binary what they are."""
     fields: dict[str, Any] = {}
     begin, tail = 0, sum(feature.bytes for feature in batch.features)
@@ -277,7 +277,7 @@ def _samples(
     values_of_columns: Sequence[Values],
     features: Sequence[Feature],
     lengths: Int64s | None,
-) -> list[memoryview]:
+) -> list[Sample]:
     """Each sample's bytes: the tensors, and the sizes of texts (uint32), one after the other; then the texts."""
     fixed = sum(feature.bytes for feature in features)
     sizes = np.full(len(values_of_columns[0].sizes), fixed, np.int64)
@@ -299,8 +299,8 @@ def _samples(
         next_bytes = next_bytes + feature.bytes
     if lengths is not None:
         _put(out, next_bytes, lengths, "<i8")
-    wire = out.data.toreadonly()
-    return [wire[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+    out.flags.writeable = False
+    return [out[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
 
 
 def _put(out: _Bytes, begins: Int64s, numbers: Int64s, dtype: str) -> None:

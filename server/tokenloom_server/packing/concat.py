@@ -16,7 +16,7 @@ from tokenloom_server.core.state import SourceState, tokens_in_row
 from tokenloom_server.packing.base import Block, FormattedPacker
 from tokenloom_server.packing.documents import Documents
 from tokenloom_server.packing.row_counts import RowCounter
-from tokenloom_server.packing.samples import Ids, Int64s, SampleFormat, wire
+from tokenloom_server.packing.samples import Ids, Int64s, Sample, SampleFormat, views, wire
 from tokenloom_server.packing.tokenized_rows import DocumentSpan, TokenizedRows
 
 
@@ -80,16 +80,16 @@ class ConcatPacker(FormattedPacker):
         Only the one that begins with those is joined; all others are where the rows have them.
         """
         samples = []
+        reach = self._width * ids.itemsize
         if kept:
-            samples.append(wire(np.concatenate([*waiting, ids[: self._width - kept]])))
-        whole, size = wire(ids), ids.itemsize
-        begin = (self._length - kept) * size if kept else 0
-        advance, reach = self._length * size, self._width * size
-        end = begin + (count - len(samples)) * advance
-        samples += [whole[first : first + reach] for first in range(begin, end, advance)]
+            samples = views(wire(np.concatenate([*waiting, ids[: self._width - kept]])), 1, reach, reach)
+        advance = self._length * ids.itemsize
+        begin = (self._length - kept) * ids.itemsize if kept else 0
+        samples += views(wire(ids), count - len(samples), reach, advance, begin)
         if self.form.trailer_bytes:
-            trailer = self.form.trailers(np.array([self._width])).tobytes()
-            samples = [memoryview(b"".join((sample, trailer))) for sample in samples]
+            trailer, size = self.form.trailers(np.array([self._width])).tobytes(), self.form.sample_bytes
+            joined = b"".join(part for sample in samples for part in (sample, trailer))
+            samples = views(memoryview(joined), count, size, size)
         edges = np.arange(count + 1, dtype=np.int64) * self._length
         starts = table.starts(position, int(edges[-1]) + self._overlaps)
         bounds = np.searchsorted(starts, edges)
@@ -106,7 +106,7 @@ class ConcatPacker(FormattedPacker):
 
     def _counted(
         self,
-        samples: list[memoryview],
+        samples: list[Sample],
         position: int,
         cursors: Int64s,
         starts: Int64s,

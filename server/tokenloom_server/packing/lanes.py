@@ -17,7 +17,7 @@ import numpy.typing as npt
 from tokenloom_server.core.state import Lane, RowCounts, SourceState
 from tokenloom_server.packing.base import Batch, Block, DocumentPacker, Packer, SampleOrigins, SourcePosition
 from tokenloom_server.packing.real_tokens import Boundaries
-from tokenloom_server.packing.samples import Int64s
+from tokenloom_server.packing.samples import Int64s, Sample
 from tokenloom_server.packing.tokenized_rows import DocumentSpan
 
 #: Samples of a block: those of long blocks of the lanes wait meanwhile, as what they are.
@@ -174,7 +174,7 @@ def _merged(
 ) -> Block:
     """The block of samples that some lanes gave. ``begins``: the lanes' numbers of the first ones."""
     numbers = np.empty(len(turns), np.int64)
-    ids: list[memoryview] = [memoryview(b"")] * len(turns)
+    ids: list[Sample] = [np.empty(0, np.uint8)] * len(turns)
     hashes = [0] * len(turns)
     real = [0] * len(turns)
     for lane, block in enumerate(blocks):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom_server.packing.samples import Flags, Int64s, SampleFormat
+from tokenloom_server.packing.samples import Flags, Int64s, Sample, SampleFormat
 
 
 class Boundaries(NamedTuple):
@@ -36,7 +36,7 @@ class RealTokens:
         self.full = (1, 0) if of_rows else (form.length, form.width - 1)
 
     def of(
-        self, samples: list[memoryview], steps: int, padding: Flags, boundaries: Boundaries | None
+        self, samples: list[Sample], steps: int, padding: Flags, boundaries: Boundaries | None
     ) -> tuple[Int64s, list[int]]:
         """The tokens of each sample, and the labels of each of ``steps`` micro-steps of equally many samples, one after
         the other, as they travel. ``padding``: which samples only fill up a last micro-step. ``boundaries``: with

@@ -18,6 +18,9 @@ Ids = npt.NDArray[np.unsignedinteger[Any]]
 Int64s = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 Mask = npt.NDArray[np.uint8]
+#: A sample as it travels: an array, uint8, [bytes], read only. Through memoryviews garbage collection would have to go.
+#: (That arrays are buffers, numpy's types say from Python 3.12 on.)
+Sample = Any
 
 #: Size of the integers of a sample's trailer: its real length, and the words that the bits of its mask fill.
 _WORD_BYTES = 4
@@ -67,7 +70,7 @@ class SampleFormat:
         over = self.width - self.length  # the last of L + 1 ids is only a label
         return np.maximum(filled - over, 0) if self.padding == "left" else np.minimum(filled, self.length)
 
-    def ids(self, sample: memoryview | bytes) -> Ids:
+    def ids(self, sample: Sample) -> Ids:
         """The ids of a sample without its padding."""
         ids: Ids = np.frombuffer(sample, self.dtype.newbyteorder("<"), self.width)
         if not self.lengths:
@@ -94,7 +97,7 @@ class SampleFormat:
 
     def assemble(
         self, ids: Ids, begins: Int64s, ends: Int64s, order: Int64s, counts: Int64s, mask: Mask | None = None
-    ) -> list[memoryview]:
+    ) -> list[Sample]:
         """The bytes of each sample, made of chunks of ``ids``; views of one buffer, one after the other.
 
         Chunk i is ``ids[begins[i] : ends[i]]``; they ascend and do not overlap. ``order`` names them in the order
@@ -111,8 +114,8 @@ class SampleFormat:
         if self.trailer_bytes:
             trailers = self.trailers(filled, bits)
         joined = self._joined(_little(ids), _little(padding), trailers, begins, ends, order, counts, filled)
-        samples, size = joined.view(np.uint8).data.toreadonly(), self.sample_bytes
-        return [samples[begin : begin + size] for begin in range(0, len(counts) * size, size)]
+        size = self.sample_bytes
+        return views(joined.view(np.uint8).data.toreadonly(), len(counts), size, size)
 
     def _joined(
         self,
@@ -154,7 +157,13 @@ def wire(ids: Ids) -> memoryview:
     return _little(ids).view(np.uint8).data.toreadonly()
 
 
-def hashed(samples: Sequence[memoryview], source_id: int) -> list[int]:
+def views(buffer: memoryview, count: int, size: int, advance: int, begin: int = 0) -> list[Sample]:
+    """So many samples of ``size`` bytes within a read-only buffer of bytes: the first at ``begin``, each ``advance``
+    bytes after the one before."""
+    return list(np.ndarray((count, size), np.uint8, buffer, begin, (advance, 1)))
+
+
+def hashed(samples: Sequence[Sample], source_id: int) -> list[int]:
     """XXH3-128 of each sample, seeded with its source's id."""
     return list(map(xxhash.xxh3_128_intdigest, samples, repeat(source_id)))
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
+
+from tokenloom_server.config.described import Described
 
 
-class _Future(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+class _Future(Described):
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class PlannedSource(_Future):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
+
+from tokenloom_server.config.described import Described
 
 
-class Document(BaseModel):
+class Document(Described):
     """Frozen; the docstrings of its fields are their descriptions in the REST API."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")

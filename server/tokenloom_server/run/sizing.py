@@ -8,13 +8,14 @@ from tokenloom_server.ledger.records import Opening
 from tokenloom_server.order.batch_plans import BatchPlans
 from tokenloom_server.order.steps import BatchPlan
 
-#: A message to a rank is about this large: that is where gRPC is cheap.
-MESSAGE_BYTES = 512 * 1024
+#: A message to a rank is about this large: what a message costs beside its bytes (its share of a state, woken threads,
+#: a report) is then little.
+MESSAGE_BYTES = 2 * 2**20
 #: Micro-steps of a message are at most this many.
-MESSAGE_STEPS = 64
+MESSAGE_STEPS = 256
 #: Between two state boundaries lies a full message, and one more for so many sources: a state costs what its
 #: sources cost. The micro-steps between them take at most this much memory.
-SOURCES_PER_MESSAGE = 64
+SOURCES_PER_MESSAGE = 256
 GROUP_BYTES = 64 * 2**20
 #: The default window: groups of this much together, but so few and so many at least and at most. A fast
 #: trainer acknowledges hundreds of micro-steps until the next commit, and must not wait for it. (What is acknowledged

@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import Path
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
+from tokenloom_server.config.described import Described
 from tokenloom_server.core.state import MAX_COUNTER
 
 
-class Model(BaseModel):
+class Model(Described):
     """A body: no field more than these, none converted; its docstrings become descriptions in OpenAPI."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    # FastAPI asks each body for its validator, and an unbuilt one takes its alias for a mistake.
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, defer_build=False)
 
 
 class ErrorBody(Model):
