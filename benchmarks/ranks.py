@@ -37,7 +37,7 @@ COLUMNS = {
 }
 
 
-def measure(workload: Workload, ranks: int, seconds: float) -> Figures:
+def measure(workload: Workload, ranks: int, seconds: float, batch_size: int) -> Figures:
     """One run: a new server, so many simulated ranks, their steady state."""
     crowds = -(-ranks // RANKS_PER_CROWD)
     with Processes(crowds) as processes:
@@ -46,7 +46,7 @@ def measure(workload: Workload, ranks: int, seconds: float) -> Figures:
         for line, path in enumerate(files):
             command = [sys.executable, "-m", "benchmarks.crowd", "--url", f"grpc://{served.grpc}/{workload.name}"]
             command += ["--ranks", f"{line * ranks // crowds}:{(line + 1) * ranks // crowds}"]
-            command += ["--world-size", str(ranks), "--batch-size", str(BATCH_SIZE)]
+            command += ["--world-size", str(ranks), "--batch-size", str(batch_size)]
             command += ["--board", str(processes.board.path), "--line", str(line), "--gaps", str(path)]
             processes.start("crowd", command)
         began = processes.read().at_s
@@ -69,12 +69,14 @@ def _within(path: Path, begin_s: float) -> npt.NDArray[np.float64]:
     return found
 
 
-def run(world_sizes: Sequence[int], workload: Workload, runs: int, seconds: float) -> list[Row]:
+def run(
+    world_sizes: Sequence[int], workload: Workload, runs: int, seconds: float, batch_size: int = BATCH_SIZE
+) -> list[Row]:
     return [
         Row(
             name=f"{workload.name}, {ranks} ranks",
             at={"ranks": ranks},
-            runs=[measure(workload, ranks, seconds) for _ in range(runs)],
+            runs=[measure(workload, ranks, seconds, batch_size) for _ in range(runs)],
         )
         for ranks in world_sizes
     ]
@@ -86,10 +88,13 @@ def main() -> None:
     parser.add_argument("--workload", choices=WORKLOADS, default="arrow", metavar="NAME", help="default: arrow")
     parser.add_argument("--runs", type=int, default=1, help="runs of each; medians are shown (default 1)")
     parser.add_argument("--seconds", type=float, default=4.0, help="steady state per run (default 4)")
+    parser.add_argument("--batch-size", type=int, default=BATCH_SIZE, help="samples of 2,048 per rank and micro-step")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result there")
     options = parser.parse_args()
     result = Result.begin("ranks", "the server under simulated ranks")
-    result.rows += run(options.ranks or WORLD_SIZES, WORKLOADS[options.workload], options.runs, options.seconds)
+    result.rows += run(
+        options.ranks or WORLD_SIZES, WORKLOADS[options.workload], options.runs, options.seconds, options.batch_size
+    )
     show(result, COLUMNS)
     if options.json:
         result.save(options.json)

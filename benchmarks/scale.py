@@ -1,10 +1,10 @@
 """Cost against size: throughput, memory and start by shards per source, by sources, and by rows.
 
-    python -m benchmarks.scale                      # about eight minutes and 6 GB of cache, most of it once
+    python -m benchmarks.scale                      # about ten minutes and 8 GB of cache, most of it once
     python -m benchmarks.scale --over shards
 
 ``shards``   three sources of 1 to 1,000 shards each, of five row groups.
-``sources``  1 to 200 sources, a row group or more each.
+``sources``  1 to 1,000 sources, a row group or more each.
 ``rows``     one source of 10^6 to 10^9 rows, in shards of 250,000. Shards behind the first are links to it: the server
              sees 4,000 files of 10^9 rows in all, where the disk holds one.
 """
@@ -24,7 +24,7 @@ from benchmarks.workloads import Form, Workload
 
 SIZES: dict[str, tuple[Callable[[int], IdCorpus], tuple[int, ...]]] = {
     "shards": (corpora.shards_corpus, (1, 10, 100, 1_000)),
-    "sources": (corpora.sources_corpus, (1, 3, 10, 50, 200)),
+    "sources": (corpora.sources_corpus, (1, 3, 10, 50, 200, 1_000)),
     "rows": (corpora.rows_corpus, (1, 10, 100, 1_000)),
 }
 FORMS: tuple[Form, ...] = ("parquet", "arrow")

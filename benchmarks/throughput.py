@@ -28,7 +28,6 @@ WARM_UP_TOKENS = 4_000_000
 COLUMNS = {
     "M tok/CPU-s": "M tokens/CPU-s",
     "of the floor": "of the prototype",
-    "of the tokeniser": "of the tokeniser alone",
     "server ns/tok": "server ns/token",
     "client ns/tok": "client ns/token",
     "M tok/s": "M tokens/s",
@@ -37,6 +36,7 @@ COLUMNS = {
     "p99.9": "wait p99.9 ms",
     "PSS MB": "server PSS MB",
     "anon. MB": "server anonymous MB",
+    "of the tokeniser": "of the tokeniser alone",
 }
 
 

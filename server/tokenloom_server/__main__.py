@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
@@ -10,6 +11,8 @@ def main() -> None:
     # The client runs on older ones, so the wheel may be installed there.
     if sys.version_info < (3, 11):  # noqa: UP036
         sys.exit(f"tokenloom: the server needs Python 3.11 or newer; this is {sys.version.split()[0]}")
+    # Or pydantic looks for plugins in every package that is installed, at each start.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
         if sys.argv[1:2] == ["serve"]:
             # Trainers wait for it: what the other commands import is not imported for it.

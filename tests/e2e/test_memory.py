@@ -35,7 +35,7 @@ LOOK_S = 2.0
 
 def bound(window_micro_steps: int, world_size: int, batch_size: int) -> int:
     """Bytes beyond an idle server's: the formula of docs/limits.md, as it stands there."""
-    message_steps = max(1, min(2 * MIB // (batch_size * SAMPLE_BYTES), 256))
+    message_steps = max(1, min(2 * MIB // (batch_size * SAMPLE_BYTES), 64))
     group_micro_steps = message_steps  # so few sources and ranks
     held = (window_micro_steps + group_micro_steps) * world_size * batch_size * (4 * SAMPLE_BYTES // 3 + 320)
     streams = world_size * (3 * message_steps * batch_size * SAMPLE_BYTES + MIB // 4)

@@ -132,6 +132,7 @@ def test_every_call_for_an_unknown_run_says_so(ledger: Ledger) -> None:
         lambda: ledger.execute(commands.DropRevisions("nobody", STREAM, 1, 1)),
         lambda: ledger.execute(commands.SaveSnapshot("nobody", STREAM, SNAPSHOT)),
         lambda: ledger.snapshots("nobody", STREAM),
+        lambda: ledger.snapshot_count("nobody", STREAM),
         lambda: ledger.snapshot("nobody", STREAM, "s"),
     ]
     for call in calls:
@@ -405,6 +406,24 @@ def test_everything_is_there_after_the_store_crashed(store: LedgerStore) -> None
     assert after.commit(9) == 9
 
 
+def test_several_commands_at_once_are_each_written_or_refused(store: LedgerStore) -> None:
+    server = lead(store.open())
+    server.open(1, 0)
+    server.claim(1, "n")
+    claims = [commands.ClaimSlot(UID, STREAM, server.epoch, 1, rank, "m") for rank in range(4)]
+    first, refused, *rest = server.ledger.execute_all(claims)
+    assert [first, *rest] == [0, 0, 0]
+    assert isinstance(refused, AttemptUsed)
+    store.crash()
+    after = replace(server, ledger=store.open())
+    after.claim(1, "n")
+    for rank in (0, 2, 3):
+        with pytest.raises(AttemptUsed):
+            after.claim(rank, "n")
+    over = [replace(claim, generation=2) for claim in claims]
+    assert [type(answer) for answer in after.ledger.execute_all(over)] == [LedgerRolledBack] * 4
+
+
 # The journal.
 
 
@@ -564,6 +583,7 @@ def test_snapshots_are_kept_newest_first_and_never_change(server: Server) -> Non
     with pytest.raises(LedgerError, match="s1 is in the ledger with another text"):
         server.ledger.execute(commands.SaveSnapshot(UID, STREAM, replace(saved[1], text="{}")))
     assert list(server.ledger.snapshots(UID, STREAM)) == saved[::-1]
+    assert server.ledger.snapshot_count(UID, STREAM) == len(saved)
     assert server.ledger.snapshot(UID, STREAM, "s1") == saved[1]
     assert server.ledger.snapshot(UID, STREAM, "s9") is None
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import sqlite3
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from tokenloom_server.errors import (
     LedgerUnavailable,
     NotLeader,
     OrderMismatch,
+    TokenloomError,
 )
 from tokenloom_server.ledger import commands
 from tokenloom_server.ledger.commands import Commit
@@ -237,14 +239,13 @@ def test_a_restarted_server_that_produces_another_order_delivers_nothing(
 def test_a_rank_that_comes_while_the_lease_is_lost_asks_again(place: Place, trainer: Trainer) -> None:
     trainer.train(1)
     served = place.restart()
-    claim = place.ledger.execute
+    claim = place.ledger.execute_all
 
-    def lose_lease(command: commands.Command) -> int:
-        if isinstance(command, commands.ClaimSlot):
-            served.coordinator.on_lease_lost(NotLeader("the lease was lost on purpose"))
-        return claim(command)
+    def lose_lease(some: Sequence[commands.Command]) -> list[int | TokenloomError]:
+        served.coordinator.on_lease_lost(NotLeader("the lease was lost on purpose"))
+        return claim(some)
 
-    place.ledger.execute = lose_lease  # type: ignore[method-assign]
+    place.ledger.execute_all = lose_lease  # type: ignore[method-assign]
     with pytest.raises(NotLeader, match="does not lead run 'test': it stands by: the lease was lost on purpose"):
         trainer.ranks[0].connect(served)
 

@@ -40,6 +40,7 @@ def test_a_group_has_the_more_messages_the_more_its_state_costs(
     assert coordinator.group_micro_steps(2, 2) == (1 + len(coordinator.order.record.specs) // 2) * message
     # Many ranks: less than one message for each, but a step at least.
     monkeypatch.setattr("tokenloom_server.run.sizing.GROUP_BYTES", 3 * 64 * 2 * coordinator.timeline.sample_bytes)
+    monkeypatch.setattr("tokenloom_server.run.sizing.LARGEST_GROUP_BYTES", 0)
     assert [coordinator.group_micro_steps(64, 2), coordinator.group_micro_steps(10_000, 2)] == [3, 1]
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tokenloom_server.errors import LedgerUnavailable, TokenloomError
+from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.commands import Command
 
 from tests.simulation.scheduler import Killed
@@ -35,6 +36,9 @@ class LedgerLink:
 
     def execute(self, command: Command) -> int:
         return int(self._call(command.verb, self._world.ledger.execute, command))
+
+    def execute_all(self, some: Sequence[Command]) -> list[int | TokenloomError]:
+        return Ledger.execute_all(cast("Ledger", self), some)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return partial(self._call, name, getattr(self._world.ledger, name))

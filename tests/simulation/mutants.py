@@ -17,6 +17,7 @@ from tokenloom_server.run.generation import Generation
 from tokenloom_server.run.history import History
 from tokenloom_server.run.lease_state import LeaseState
 from tokenloom_server.run.pins import PinnedPoint
+from tokenloom_server.run.slot_claims import SlotClaims
 from tokenloom_server.run.slots import Slot
 from tokenloom_server.run.views import RunView
 
@@ -162,6 +163,11 @@ def states_of_before_a_skip_taken(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Timeline, "check_skips", lambda self, state, index: None)
 
 
+def claims_answered_unwritten(patch: pytest.MonkeyPatch) -> None:
+    """A rank's slot is its own for as long as the server lives that said so."""
+    patch.setattr(SlotClaims, "write", lambda self, command: None)
+
+
 MUTANTS: dict[str, Mutant] = {
     mutant.__name__: mutant
     for mutant in (
@@ -183,5 +189,6 @@ MUTANTS: dict[str, Mutant] = {
         skips_forgotten_when_leading,
         skips_for_one_launch_alone,
         states_of_before_a_skip_taken,
+        claims_answered_unwritten,
     )
 }

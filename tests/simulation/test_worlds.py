@@ -34,6 +34,7 @@ CAUGHT = {
     "skips_forgotten_when_leading": (29, 98),
     "skips_for_one_launch_alone": (19, 29),
     "states_of_before_a_skip_taken": (262,),
+    "claims_answered_unwritten": (80, 176),
 }
 #: Any change in what servers call changes all worlds. Where the seeds above are out of date so many are searched, since
 #: one world in some hundreds catches the rarest: then write down the new ones.

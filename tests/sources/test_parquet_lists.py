@@ -16,9 +16,12 @@ from hypothesis import strategies as st
 from support.sources import opened, rows_of
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import columns
+from tokenloom_server.sources.catalog import SourceCatalog
 from tokenloom_server.sources.parquet import lists as parquet_lists
 from tokenloom_server.sources.parquet import pages as parquet_pages
 from tokenloom_server.sources.parquet import thrift
+from tokenloom_server.sources.wrapped import TimedSource
+from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.open import open_file
 
 SPEC = "parquet:a.parquet:ids"
@@ -138,6 +141,20 @@ def test_a_large_row_group_is_read_a_few_pages_at_a_time(tmp_path: Path) -> None
         most = max(most, pa.total_allocated_bytes() - before)
     assert read_rows == 2000
     assert most < 5 << 20, "of 8 MB"
+
+
+def test_a_row_group_that_was_given_is_not_held_by_its_reader(tmp_path: Path) -> None:
+    rows = [np.arange(1000, dtype=np.int32) for _ in range(200)]
+    write(tmp_path, rows, schema(pa.int32(), True, True), row_group_size=100)
+    reader = TimedSource(opened(tmp_path, SPEC), IoStats(), SourceCatalog().spec(SPEC)).read(0, 0)
+    before = pa.total_allocated_bytes()
+    for _ in range(2):
+        piece = next(reader)
+        assert len(piece.column) == 100
+        assert pa.total_allocated_bytes() - before > 390_000
+        del piece
+        assert pa.total_allocated_bytes() - before < 10_000
+    reader.close()  # type: ignore[attr-defined]
 
 
 def test_a_small_row_group_is_left_to_arrow(

@@ -228,6 +228,9 @@ class MemoryLedger(Ledger):
         with self._reading(uid, stream) as run:
             return sorted(run.snapshots.values(), key=lambda saved: (-saved.saved_at, -saved.sample_index, saved.id))
 
+    def snapshot_count(self, uid: str, stream: str) -> int:
+        return len(self.snapshots(uid, stream))
+
     def snapshot(self, uid: str, stream: str, snapshot_id: str) -> StoredSnapshot | None:
         with self._reading(uid, stream) as run:
             return run.snapshots.get(snapshot_id)

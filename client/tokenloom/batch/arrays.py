@@ -35,7 +35,9 @@ class ArrayMaker:
 
     def batch(self, message: Steps, step: int) -> dict[str, Any]:
         """The batch of a micro-step, counted from 0 in the message."""
-        batch = message.batch(step, self._pool)
+        if isinstance(message, Message):
+            return {**message.batch(step, self._pool)}
+        batch = message.batch(step)
         return {name: _array(value) if isinstance(value, RawColumn) else value for name, value in batch.items()}
 
     def send(self, message: Steps, step: int) -> None:

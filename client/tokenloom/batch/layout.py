@@ -171,11 +171,22 @@ class StepNumbers:
             "global_label_tokens": self.label_tokens[step],
         }
 
-    def samples(self, step: int, batch_size: int) -> tuple[Sequence[int], NDArray[np.int64]]:
-        """Source and sample id of each of this rank's samples of a micro-step."""
-        sources = self.source_ids[step * batch_size : (step + 1) * batch_size]
-        first = self.begin_indices[step] + self.slices[step] * batch_size
-        samples = np.arange(first, first + batch_size)
-        if PADDING in sources:
-            samples[np.equal(sources, PADDING)] = PADDING
-        return sources, samples
+
+class Samples:
+    """Which samples the micro-steps of a message have."""
+
+    def __init__(self, steps: StepNumbers, batch_size: int) -> None:
+        self._steps = steps
+        self._batch_size = batch_size
+        # [micro-steps, B]: each batch gets a row, which no other has.
+        self.source_ids = np.array(steps.source_ids, np.int64).reshape(-1, batch_size)
+        #: [micro-steps, B]: which samples are padding; None where none is.
+        self.padding = self.source_ids == PADDING if PADDING in steps.source_ids else None
+
+    def of_batch(self, step: int) -> dict[str, NDArray[np.int64]]:
+        """Source and sample id of each of this rank's samples of a micro-step, [B] each."""
+        first = self._steps.begin_indices[step] + self._steps.slices[step] * self._batch_size
+        sample_ids = np.arange(first, first + self._batch_size)
+        if self.padding is not None:
+            sample_ids[self.padding[step]] = PADDING
+        return {"source_ids": self.source_ids[step], "sample_ids": sample_ids}

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tokenloom_proto.errors import ProtocolError
 
 from tokenloom.batch.documents import DocumentColumns, Filled
-from tokenloom.batch.layout import IGNORED, PADDING, Layout, NumpyBatch, StepNumbers
+from tokenloom.batch.layout import IGNORED, PADDING, Layout, NumpyBatch, Samples, StepNumbers
 from tokenloom.batch.memory import ArrayPool
 
 
@@ -76,12 +76,14 @@ class Message:
             lengths = raw[..., ids_end:length_end].copy().view("<u4")[..., 0].astype(np.int64)
             self._filled = _filled(layout, lengths)
         self._mask_bits: NDArray[np.uint8] | None = raw[..., length_end:] if layout.loss_masks else None
+        self._samples = Samples(steps, layout.batch_size)
+        padding = self._samples.padding
         self._documents: DocumentColumns | None = None
         if layout.document_starts:
             filled = self._filled
-            if filled is None and PADDING in steps.source_ids:
+            if filled is None and padding is not None:
                 # All samples are full but those that fill up a last micro-step, of which nothing is.
-                ends = np.where(np.equal(steps.source_ids, PADDING), 0, layout.width).reshape(count, layout.batch_size)
+                ends = np.where(padding, 0, layout.width)
                 filled = np.zeros_like(ends), ends
             self._documents = DocumentColumns(layout, count, document_counts, document_starts, filled)
 
@@ -97,16 +99,15 @@ class Message:
         if layout.shifted:
             inputs[...], labels[...] = ids[:, :-1], ids[:, 1:]
         else:
-            inputs[...] = labels[...] = ids
-        sources, samples = self._steps.samples(step, layout.batch_size)
-        self._ignore(step, sources, labels)
+            inputs[...] = ids
+            labels[...] = inputs  # from the cache, and without a conversion
+        self._ignore(step, labels)
         batch = cast(
             "NumpyBatch",
             {
                 "input_ids": inputs,
                 "labels": labels,
-                "source_ids": np.array(sources, np.int64),
-                "sample_ids": samples,
+                **self._samples.of_batch(step),
                 **self._steps.of_batch(step),
             },
         )
@@ -114,7 +115,7 @@ class Message:
             self._documents.add_to(batch, step, pool)
         if "attention_mask" in layout.columns:
             (attended,) = pool.take(1)
-            attended[...] = self._attended(step, sources)
+            attended[...] = self._attended(step)
             batch["attention_mask"] = attended
         if "loss_mask" in layout.columns:
             (counted,) = pool.take(1)
@@ -124,12 +125,7 @@ class Message:
 
     def parts(self, step: int) -> Parts:
         """What ``batch`` of a micro-step is made of. The arrays may be views of the message."""
-        sources, samples = self._steps.samples(step, self._layout.batch_size)
-        arrays: dict[str, NDArray[Any]] = {
-            "ids": self._ids[step],
-            "source_ids": np.array(sources, np.int64),
-            "sample_ids": samples,
-        }
+        arrays: dict[str, NDArray[Any]] = {"ids": self._ids[step], **self._samples.of_batch(step)}
         numbers = self._steps.of_batch(step)
         slopes: dict[str, int] = {}
         short = False
@@ -143,9 +139,11 @@ class Message:
             if self._layout.mask_boundaries:
                 arrays["boundaries"] = self._documents.boundaries(step).astype(np.int32)
             slopes = self._documents.add_parts(arrays, numbers, step)
-        return Parts(arrays=arrays, numbers=numbers, slopes=slopes, short=short, padded=PADDING in sources)
+        padding = self._samples.padding
+        padded = padding is not None and bool(padding[step].any())
+        return Parts(arrays=arrays, numbers=numbers, slopes=slopes, short=short, padded=padded)
 
-    def _ignore(self, step: int, sources: Sequence[int], labels: NDArray[np.int64]) -> None:
+    def _ignore(self, step: int, labels: NDArray[np.int64]) -> None:
         """Marks the labels of a micro-step that no loss is wanted for."""
         layout = self._layout
         if self._filled is not None:
@@ -155,8 +153,8 @@ class Message:
             labels[counts[:, layout.shifted :] == 0] = IGNORED
         if layout.mask_boundaries and self._documents is not None:
             labels.reshape(-1)[self._documents.boundaries(step)] = IGNORED
-        if PADDING in sources:
-            labels[np.equal(sources, PADDING)] = IGNORED
+        if self._samples.padding is not None:
+            labels[self._samples.padding[step]] = IGNORED
 
     def _ignore_padding(self, begin: NDArray[np.int64], end: NDArray[np.int64], labels: NDArray[np.int64]) -> None:
         """Padding is no label; nor is a token that only padding stands before. ``begin`` and ``end``: [B], of the
@@ -169,13 +167,15 @@ class Message:
             padding = (target < begin + (begin > 0)) | (target >= end)
             labels[short] = np.where(padding, IGNORED, labels[short])
 
-    def _attended(self, step: int, sources: Sequence[int]) -> NDArray[np.bool_]:
+    def _attended(self, step: int) -> NDArray[np.bool_]:
         """[B, L] where tokens are, or [B, 1]."""
+        attended: NDArray[np.bool_]
         if self._filled is None:
-            return np.not_equal(sources, PADDING)[:, None]
-        position = np.arange(self._layout.sequence_length)
-        begin, end = (bound[step][:, None] for bound in self._filled)
-        attended: NDArray[np.bool_] = (position >= begin) & (position < end)
+            attended = np.not_equal(self._samples.source_ids[step], PADDING)[:, None]
+        else:
+            position = np.arange(self._layout.sequence_length)
+            begin, end = (bound[step][:, None] for bound in self._filled)
+            attended = (position >= begin) & (position < end)
         return attended
 
 

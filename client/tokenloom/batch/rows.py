@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenloom_proto.errors import ProtocolError
 
-from tokenloom.batch.layout import RawColumn, StepNumbers
+from tokenloom.batch.layout import RawColumn, Samples, StepNumbers
 
 _TEXTS = ("string", "binary")
 _SIZE_BYTES = 4
@@ -65,6 +65,7 @@ class RowsMessage:
             )
         self._size = batch_size
         self._steps = steps
+        self._samples = Samples(steps, batch_size)
         #: By micro-step, over all ranks.
         self.label_tokens = steps.label_tokens
         self._buckets = buckets
@@ -107,10 +108,8 @@ class RowsMessage:
             batch[feature.name] = [text.decode() for text in texts] if feature.dtype == "string" else texts
         if any(tail != len(sample) for tail, sample in zip(tails, samples, strict=True)):
             raise ProtocolError(f"rows of {list(map(len, samples))} bytes came, but their columns have {tails}")
-        sources, sample_ids = self._steps.samples(step, size)
         return batch | {
-            "source_ids": np.array(sources, np.int64),
-            "sample_ids": sample_ids,
+            **self._samples.of_batch(step),
             "dataset_id": bucket.source,
             "bucket": bucket.name,
             **self._steps.of_batch(step),

@@ -23,14 +23,16 @@ class TensorMaker(ArrayMaker):
 
 def tensors_of(batch: Mapping[str, Any]) -> dict[str, Any]:
     """A batch with each array and column as a tensor. None is a view of another."""
-    return {name: _tensor(value) for name, value in batch.items()}
+    tensors = dict(batch)
+    for name, value in batch.items():
+        if isinstance(value, np.ndarray):
+            tensors[name] = torch.from_numpy(value)
+        elif isinstance(value, RawColumn):
+            tensors[name] = _tensor(value)
+    return tensors
 
 
-def _tensor(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(value)
-    if not isinstance(value, RawColumn):
-        return value
+def _tensor(value: RawColumn) -> torch.Tensor:
     dtype = getattr(torch, value.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise ProtocolError(

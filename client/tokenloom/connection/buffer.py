@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -240,9 +239,11 @@ class StepBuffer:
     def _send_following(self) -> None:
         """Begins the micro-step that ``take`` would give next, if it is there. What cannot be begun now is tried
         again, and raised, when it is asked for."""
-        with suppress(Exception):
+        try:
             _, message, number = self._steps[0]
             self._maker.send(message, number)
+        except Exception:
+            pass
 
     def close(self) -> None:
         """Lets all parties come to an end."""

@@ -32,6 +32,8 @@ _OPTIONS: list[tuple[str, int]] = [
     # A message is one group of steps; its size is the server's choice.
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
+    # Each frame costs both ends a system call or two; by default a message comes in frames of 16 KiB.
+    ("grpc.http2.max_frame_size", 1024 * 1024),
     # Two datasets of one process must not share one TCP connection.
     ("grpc.use_local_subchannel_pool", 1),
     # The retries are ours: gRPC's own pause between connection attempts must not outlast them.

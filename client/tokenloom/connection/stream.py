@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import count, repeat
 from operator import lt
 from typing import Any
@@ -233,7 +234,9 @@ class Connection:
                 document_starts=batches.document_starts,
             )
         digests, counts = [info.digest for info in infos], zip(repeat(batches.counts), count(1))
-        points = map(Point, ends, numbers.total_tokens, numbers.real_tokens, digests, repeat(self._base), counts)
+        columns = zip(ends, numbers.total_tokens, numbers.real_tokens, digests, repeat(self._base), counts)
+        # As Point does it, without a call of Python's for each.
+        points = map(partial(tuple.__new__, Point), columns)
         return list(zip(points, repeat(message), count()))
 
     def _check_begin(self, begin_index: int, message: str) -> None:

@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from tokenloom_server.errors import LedgerUnavailable, TokenloomError
 from tokenloom_server.ledger.commands import Command
 from tokenloom_server.ledger.records import JournalEntry, Opening, StoredRevision, StoredRun, StoredSnapshot
 
@@ -53,6 +54,20 @@ class Ledger(ABC):
         command may raise (see above).
         """
 
+    def execute_all(self, some: Sequence[Command]) -> list[int | TokenloomError]:
+        """Executes several commands, each as ``execute`` does; where the store can, in one durable write. Returns, in
+        order, what ``execute`` returns of each, or the refusal that it raises. Raises ``LedgerUnavailable``: then the
+        outcome of each is unknown."""
+        answers: list[int | TokenloomError] = []
+        for command in some:
+            try:
+                answers.append(self.execute(command))
+            except LedgerUnavailable:
+                raise
+            except TokenloomError as error:
+                answers.append(error)
+        return answers
+
     # Runs by name.
 
     @abstractmethod
@@ -90,6 +105,10 @@ class Ledger(ABC):
     @abstractmethod
     def snapshots(self, uid: str, stream: str) -> Sequence[StoredSnapshot]:
         """All saved snapshots, newest first."""
+
+    @abstractmethod
+    def snapshot_count(self, uid: str, stream: str) -> int:
+        """How many saved snapshots there are."""
 
     @abstractmethod
     def snapshot(self, uid: str, stream: str, snapshot_id: str) -> StoredSnapshot | None: ...

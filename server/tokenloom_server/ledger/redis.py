@@ -9,10 +9,8 @@ key                                 type     holds
 ``tokenloom:uids``                  hash     ``uid/stream`` → U, for runs that took a uid from elsewhere (adopt)
 ``tokenloom:{U}:train``             hash     ``name stream uid record epoch pin journal_bytes revision_changes``;
                                              the lease: ``lease_holder lease_acquired_at lease_lapses_at lease_s``
-                                             ``heard_at``;
-                                             the generation: ``generation opening_mark closed_generation``;
-                                             the committed state: ``sample_index total_tokens digest state``
-                                             ``committed_at``
+                                             ``heard_at``; generation: ``generation opening_mark closed_generation``;
+                                             committed state: ``sample_index total_tokens digest state committed_at``
 ``tokenloom:{U}:train:samples``     hash     spec → committed samples
 ``tokenloom:{U}:train:rows``        hash     spec → committed rows
 ``tokenloom:{U}:train:tokens``      hash     spec → committed tokens
@@ -25,9 +23,8 @@ key                                 type     holds
 ``tokenloom:{U}:train:revisions``   list     revisions, as JSON, oldest first
 ==================================  =======  ==================================================================
 
-The braces are part of the keys: they keep a run's keys in one slot of a cluster. U is the uid that the
-run was created with, and stays in the keys when the run takes another uid; ``tokenloom:runs`` leads to
-it either way. For example::
+The braces are part of the keys: they keep a run's keys in one slot of a cluster. U is the uid that the run was created
+with, and stays in the keys when the run takes another uid; ``tokenloom:runs`` leads to it either way. For example::
 
     redis-cli HGET tokenloom:runs wiki-and-code/train
     redis-cli HGETALL 'tokenloom:{…}:train:tokens'
@@ -43,7 +40,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from tokenloom_server.errors import LedgerError
+from tokenloom_server.errors import LedgerError, TokenloomError
 from tokenloom_server.ledger import commands, refusals
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.commands import Command, LeaderCommand
@@ -170,16 +167,24 @@ class RedisLedger(Ledger):
         self._homes[command.uid, command.stream] = home
         return answer
 
+    def execute_all(self, some: Sequence[Command]) -> list[int | TokenloomError]:
+        if len(some) == 1 or len({each.verb for each in some}) > 1 or any(map(refuse_integers, some)):
+            return super().execute_all(some)
+        calls = [(keys_of(self._home(each.uid, each.stream), each.stream), self._sent_of(each)) for each in some]
+        replies = self._client.run_script_often(some[0].verb, calls)
+        return [_answer_of(command, reply) for command, reply in zip(some, replies, strict=True)]
+
     def _run_script(self, command: Command, home: str, *more: str) -> int:
         """What the command's script answers. Where it refuses, raises what the rules say of the run as it saw it."""
+        arguments = self._sent_of(command, *more)
+        answer = _answer_of(command, self._client.run_script(command.verb, keys_of(home, command.stream), arguments))
+        if isinstance(answer, TokenloomError):
+            raise answer
+        return answer
+
+    def _sent_of(self, command: Command, *more: str) -> list[Any]:
         epoch, known = (command.epoch, command.known_changes) if isinstance(command, LeaderCommand) else ("", "")
-        arguments = [command.uid, epoch, *_arguments(command, self._clock), *more, known]
-        done, *answer = self._client.run_script(command.verb, keys_of(home, command.stream), arguments)
-        if done:
-            return int(answer[0]) if answer else 0
-        decision = decide(_head(command, *answer), command)
-        assert not isinstance(decision, Writes), f"a script refused what the rules allow: {command}"
-        raise decision
+        return [command.uid, epoch, *_arguments(command, self._clock), *more, known]
 
     def _adopt(self, command: commands.Adopt, home: str) -> int:
         """Gives a run its new uid, in three steps: that uid's key and the run's may lie in two slots of a cluster."""
@@ -217,6 +222,9 @@ class RedisLedger(Ledger):
         (texts,) = self._read(uid, stream, ("HVALS", ":snapshots"))
         snapshots = (StoredSnapshot(**json.loads(text)) for text in texts)
         return sorted(snapshots, key=lambda each: (-each.saved_at, -each.sample_index, each.id))
+
+    def snapshot_count(self, uid: str, stream: str) -> int:
+        return int(self._read(uid, stream, ("HLEN", ":snapshots"))[0])
 
     def snapshot(self, uid: str, stream: str, snapshot_id: str) -> StoredSnapshot | None:
         (text,) = self._read(uid, stream, ("HGET", ":snapshots", snapshot_id))
@@ -262,6 +270,16 @@ class RedisLedger(Ledger):
         if actual_home != home:
             (holder,) = self._client.read(("HGET", keys_of(actual_home, stream)[0], "name"))
             raise refusals.uid_taken(new_uid, stream, name, holder)
+
+
+def _answer_of(command: Command, reply: Sequence[Any]) -> int | TokenloomError:
+    """What a command's script answers; where it refuses, what the rules say of the run as it saw it."""
+    done, *answer = reply
+    if done:
+        return int(answer[0]) if answer else 0
+    decision = decide(_head(command, *answer), command)
+    assert not isinstance(decision, Writes), f"a script refused what the rules allow: {command}"
+    return decision
 
 
 def _arguments(command: Command, clock: Callable[[], float]) -> Sequence[Any]:

@@ -102,13 +102,28 @@ class RedisClient:
 
     def run_script(self, name: str, keys: Sequence[str], arguments: Sequence[str | int | float]) -> list[Any]:
         """Runs one of the scripts of ``lua/``: by its digest, and in full where Redis does not know it yet."""
-        text = self._scripts[name]
-        digest = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+        text, digest = self._script(name)
         with self._translated():
             try:
                 return cast("list[Any]", self._redis.evalsha(digest, len(keys), *keys, *arguments))
             except NoScriptError:
                 return cast("list[Any]", self._redis.eval(text, len(keys), *keys, *arguments))
+
+    def run_script_often(
+        self, name: str, calls: Sequence[tuple[Sequence[str], Sequence[str | int | float]]]
+    ) -> list[Any]:
+        """Runs one of the scripts for several (keys, arguments), at one moment and in one durable write."""
+        text, digest = self._script(name)
+        with self._translated(), self._redis.pipeline(transaction=True) as pipeline:
+            for number, (keys, arguments) in enumerate(calls):
+                run = pipeline.evalsha if number else pipeline.eval  # the first one makes it known
+                run(digest if number else text, len(keys), *keys, *arguments)
+            return pipeline.execute()
+
+    def _script(self, name: str) -> tuple[str, str]:
+        """(text, digest)"""
+        text = self._scripts[name]
+        return text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
     def read(self, *requests: tuple[str | int, ...]) -> list[Any]:
         """The answers to several Redis commands, at one moment."""

@@ -12,7 +12,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tokenloom_server.errors import LedgerUnsafe
+from tokenloom_server.errors import LedgerUnsafe, TokenloomError
 from tokenloom_server.ledger import commands
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.commands import Command
@@ -103,6 +103,16 @@ class SqliteLedger(Ledger):
     def execute(self, command: Command) -> int:
         with self._file.writing() as connection:
             return self._execute_in(connection, command)
+
+    def execute_all(self, some: Sequence[Command]) -> list[int | TokenloomError]:
+        answers: list[int | TokenloomError] = []
+        with self._file.writing() as connection:
+            for command in some:
+                try:
+                    answers.append(self._execute_in(connection, command))
+                except TokenloomError as refusal:  # which has written nothing
+                    answers.append(refusal)
+        return answers
 
     def _execute_in(self, connection: sqlite3.Connection, command: Command) -> int:
         run, head = self._head(connection, command)
@@ -205,6 +215,11 @@ class SqliteLedger(Ledger):
         newest_first = "ORDER BY saved_at DESC, sample_index DESC, id"
         with self._file.reading() as connection:
             return _all(connection, StoredSnapshot, _run(connection, uid, stream), newest_first)
+
+    def snapshot_count(self, uid: str, stream: str) -> int:
+        with self._file.reading() as connection:
+            counted = "SELECT COUNT(*) FROM snapshots WHERE run = ?"
+            return int(connection.execute(counted, (_run(connection, uid, stream),)).fetchone()[0])
 
     def snapshot(self, uid: str, stream: str, snapshot_id: str) -> StoredSnapshot | None:
         with self._file.reading() as connection:

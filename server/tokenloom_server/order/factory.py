@@ -37,6 +37,11 @@ from tokenloom_server.tokenizer.documents import DocumentEncoder, Encoder
 from tokenloom_server.tokenizer.masked import MaskedEncoder
 from tokenloom_server.tokenizer.transformed import TransformEncoder
 
+#: Texts of a source that are encoded together, about, and of all sources: what lies ready in tokens has half of it,
+#: twice for each source.
+JOINED_BYTES = 1 << 22
+ALL_JOINED_BYTES = 1 << 26
+
 
 class PipelineFactory:
     """Makes pipelines, and their parts, from one record. They are independent of each other."""
@@ -228,6 +233,7 @@ class PipelineFactory:
             fim=self._fim(source),
             may_be_empty=self.record.gives_held_out,
             left_out_first=with_seen(excluded, seen) if seen else None,
+            joined_bytes=min(JOINED_BYTES, ALL_JOINED_BYTES // sum(each.lanes for each in self.config.sources)),
         )
 
     def _fim(self, source: SourceConfig) -> FillInMiddle | None:

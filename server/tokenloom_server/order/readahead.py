@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from tokenloom_server.packing.base import Block, Packer
 
-#: Threads that make blocks, for each run; never more than the machine has cores.
+#: Threads that make blocks, for each run; but for one core, which the producer, streams and trainers keep busy: where
+#: every core tokenises, each token costs a third more, and each engine learns the words of the text anew.
 MAX_THREADS = 4
 #: The same where blocks come over a network, and threads that open sources there: most of them wait.
 REMOTE_THREADS = 16
@@ -24,7 +25,7 @@ OPENING_THREADS = 64
 
 def threads(*, remote: bool = False) -> int:
     """How many threads make blocks of a run."""
-    return REMOTE_THREADS if remote else min(MAX_THREADS, os.cpu_count() or 1)
+    return REMOTE_THREADS if remote else max(1, min(MAX_THREADS, (os.cpu_count() or 1) - 1))
 
 
 class ReadAhead:

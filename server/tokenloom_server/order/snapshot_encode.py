@@ -101,7 +101,7 @@ def _beside_the_order(source: SourceState) -> dict[str, Any]:
 
 
 def _counts(row_counts: RowCounts) -> dict[str, int]:
-    return {name: count for name, count in row_counts._asdict().items() if count}
+    return {name: count for name, count in row_counts._asdict().items() if count} if any(row_counts) else {}
 
 
 def _encode_lane(lane: Lane) -> dict[str, Any]:

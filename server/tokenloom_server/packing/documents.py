@@ -12,12 +12,13 @@ import numpy as np
 
 from tokenloom_server.core.epochs import whole_and_part
 from tokenloom_server.core.state import Cursor, FileCursor, WindowCursor, row_cursor, tokens_in_row
-from tokenloom_server.errors import SourceError, TokenizerError
+from tokenloom_server.errors import SourceError, TokenizerError, TokenloomError
 from tokenloom_server.packing.fim import FillInMiddle
 from tokenloom_server.packing.reading import FileOrder, Reading, Windows
 from tokenloom_server.packing.samples import Int64s
 from tokenloom_server.packing.tokenized_rows import BAD, FILTERED, DocumentSpan, TokenizedRows
 from tokenloom_server.packing.window import FileRows, RangeReader, portions
+from tokenloom_server.sources import columns
 from tokenloom_server.sources.base import Rows, Source
 from tokenloom_server.tokenizer.documents import Documents as Encoded
 
@@ -55,13 +56,15 @@ class Documents:
         fim: FillInMiddle | None = None,
         may_be_empty: bool = False,
         left_out_first: Mapping[int, Int64s] | None = None,
+        joined_bytes: int = 0,
     ) -> None:
         """``excluded``: by shard, ascending, the rows that give no tokens. ``reading``: in which order rows come; None:
         as they lie in the files. ``lane``: (i, n): of each epoch the i-th of n equal parts is read, in rows.
         ``bad_rows``: how many the source, or this lane of it, had before the place that is read from;
         ``max_bad_rows``: how many it may have for each epoch, None for any number. ``may_be_empty``: an epoch without a
         token is no error, but the end. ``left_out_first``: the rows that give none in the first epoch, where these
-        are not the ``excluded`` alone."""
+        are not the ``excluded`` alone. ``joined_bytes``: texts of consecutive rows are encoded together until they
+        have so many, from one piece on twice as much each time: each call has a fixed cost."""
         self.name = name
         self._may_be_empty = may_be_empty
         self._bad_rows = bad_rows
@@ -69,6 +72,7 @@ class Documents:
         self._fim = fim
         self._excluded = excluded or {}
         self._left_out_first = left_out_first
+        self._joined_bytes = joined_bytes
         self._source = source
         self._encoder = encoder
         self._reading = reading or FileOrder(source)
@@ -211,11 +215,7 @@ class Documents:
         if isinstance(self._reading, Windows):
             yield from self._window(self._reading, epoch, part, row, end, begun, reader, mark_excluded)
             return
-        for rows in self._source.read(part, row):
-            if end is not None:
-                if rows.first_row >= end:
-                    return
-                rows = rows.cut(0, min(end - rows.first_row, len(rows.column)))
+        for rows in self._rows(part, row, end):
             fault = None
             try:
                 tokenized = self._tokenized(epoch, part, rows)
@@ -224,9 +224,33 @@ class Documents:
                     raise
                 # What lies before the row goes out, so that the run stops at one sample from wherever it is read.
                 tokenized, fault = self._tokenized(epoch, part, rows.cut(0, error.at)), error
+            del rows
             yield self._leave_out_excluded(tokenized, mark_excluded, row if begun else None)
             if fault is not None:
                 raise fault
+
+    def _rows(self, shard: int, row: int, end: int | None) -> Iterator[Rows]:
+        """Rows of a file from one on to before ``end``; texts as many together as ``joined_bytes`` says."""
+        held: list[Rows] = []
+        size, most = 0, 1
+        try:
+            for rows in self._source.read(shard, row):
+                if end is not None:
+                    if rows.first_row >= end:
+                        break
+                    rows = rows.cut(0, min(end - rows.first_row, len(rows.column)))
+                held.append(rows)
+                size += rows.column.nbytes
+                if size >= most or not columns.is_text(rows.column):
+                    yield columns.joined(held)
+                    held, size, most = [], 0, min(max(2 * size, most), self._joined_bytes)
+        except TokenloomError:
+            # A source fails after the rows before the fault.
+            if held:
+                yield columns.joined(held)
+            raise
+        if held:
+            yield columns.joined(held)
 
     def _window(
         self,

@@ -28,7 +28,7 @@ class SavedSnapshots:
         ``LimitExceeded``, and what ``require_lead`` raises."""
         run = self._coordinator
         run.require_lead()
-        saved = len(run.ledger.snapshots(run.uid, run.stream)) if save else 0
+        saved = run.ledger.snapshot_count(run.uid, run.stream) if save else 0
         if saved >= MAX_SAVED_SNAPSHOTS:
             raise LimitExceeded(
                 f"run {run.name!r} has {saved} saved snapshots, and the ledger keeps at most {MAX_SAVED_SNAPSHOTS}; "

@@ -203,7 +203,7 @@ class RunCoordinator(JoinCommands):
 
     def claim_slot(self, generation: int, rank: int, nonce: str) -> None:
         """A rank joined: its slot is this process's. Raises ``AttemptUsed`` and the ledger's errors."""
-        self.ledger.execute(ClaimSlot(self.uid, self.stream, self.lease.epoch, generation, rank, nonce))
+        self._claims.write(ClaimSlot(self.uid, self.stream, self.lease.epoch, generation, rank, nonce))
         with self._lock:
             if self._active is not None and self._active.generation.number == generation:
                 slot = self._active.generation.slots[rank]

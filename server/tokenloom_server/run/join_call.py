@@ -10,7 +10,7 @@ from tokenloom_proto.batch_schedule import BatchSchedule
 from tokenloom_server.core.control_characters import refuse_control_characters
 from tokenloom_server.errors import JoinRefused, SnapshotInvalid
 
-#: Each rank's stream has a thread; gRPC has room for so many, and their Joins (``api.grpc.server.MAX_CALLS``).
+#: Each rank's Join has a thread; gRPC has room for so many, and their Joins (``api.grpc.server.MAX_CALLS``).
 MAX_WORLD_SIZE = 4096
 #: The largest micro-step that the server makes room for, bytes.
 MAX_STEP_BYTES = 2**30

@@ -30,6 +30,7 @@ from tokenloom_server.run.generation import Generation
 from tokenloom_server.run.join_call import RankRefusal, ResumeChoice
 from tokenloom_server.run.lease_state import LeaseState
 from tokenloom_server.run.pins import PinnedPoint
+from tokenloom_server.run.slot_claims import SlotClaims
 from tokenloom_server.run.timeouts import Timeouts
 from tokenloom_server.run.views import RecentCommit, RunView
 from tokenloom_server.run.wakes import Wakes
@@ -63,6 +64,7 @@ class RunState:
         self.name = order.name
         self.stream = TRAIN
         self.ledger = ledger
+        self._claims = SlotClaims(ledger)
         self.timeouts = timeouts
         order.resources.io_stats.wait_at_most(timeouts.storage_timeout_s)
         self.clock = clock
@@ -241,7 +243,7 @@ class RunState:
             batch_plans,
             # A client may hold all micro-steps of an optimiser step, and has more to go on with.
             [max(window or sizing.window_micro_steps(size, plan), 2 * accumulate) for plan in batch_plans.plans],
-            [self.message_steps(plan.batch_size) for plan in batch_plans.plans],
+            [min(self.message_steps(plan.batch_size), plan.group_micro_steps) for plan in batch_plans.plans],
             pads_last_micro_step=config.last_micro_step == "pad",
             committed=steps + bool(rest),
         )

@@ -12,11 +12,15 @@ from tokenloom_server.order.steps import BatchPlan
 #: a report) is then little.
 MESSAGE_BYTES = 2 * 2**20
 #: Micro-steps of a message are at most this many.
-MESSAGE_STEPS = 256
+MESSAGE_STEPS = 64
 #: Between two state boundaries lies a full message, and one more for so many sources: a state costs what its
 #: sources cost. The micro-steps between them take at most this much memory.
-SOURCES_PER_MESSAGE = 256
+SOURCES_PER_MESSAGE = 128
 GROUP_BYTES = 64 * 2**20
+#: With many ranks it is more: each gets so much, since a message of less costs more than its bytes, and for each source
+#: so much, since a state has some 200 bytes of it, and every rank is sent every state. Never more than the largest.
+RANK_BYTES, SOURCE_BYTES = 128 * 1024, 5 * 1024
+LARGEST_GROUP_BYTES = 2**30
 #: The default window: groups of this much together, but so few and so many at least and at most. A fast
 #: trainer acknowledges hundreds of micro-steps until the next commit, and must not wait for it. (What is acknowledged
 #: and not yet committed takes no memory to speak of: its ids are gone.)
@@ -33,7 +37,8 @@ def group_micro_steps(sample_bytes: int, world_size: int, batch_size: int, sourc
     """Micro-steps between two state boundaries: full messages for each rank, or less than one where many ranks would
     make that too large."""
     message = message_steps(sample_bytes, batch_size)
-    most = GROUP_BYTES // (batch_size * sample_bytes * world_size)
+    many_ranks = min(world_size * max(RANK_BYTES, sources * SOURCE_BYTES), LARGEST_GROUP_BYTES)
+    most = max(GROUP_BYTES, many_ranks) // (batch_size * sample_bytes * world_size)
     messages = min(1 + sources // SOURCES_PER_MESSAGE, most // message)
     return messages * message if messages else max(1, most)
 

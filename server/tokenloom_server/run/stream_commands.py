@@ -24,6 +24,7 @@ from tokenloom_server.run.active_generation import ActiveGeneration
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
 from tokenloom_server.run.run_state import RunState
 from tokenloom_server.run.views import Session
+from tokenloom_server.run.wakes import Bell
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class StreamCommands(RunState):
             is_unknown = rank < len(slots) and slots[rank].nonce is None
         if is_unknown:
             # After a restart of the server only the ledger knows whose slot it is.
-            self.ledger.execute(ClaimSlot(self.uid, self.stream, active.epoch, generation, rank, nonce))
+            self._claims.write(ClaimSlot(self.uid, self.stream, active.epoch, generation, rank, nonce))
         with self._lock:
             active = self._active_for(uid, generation, attempt, committed_through)
             if stream_number < active.stream_numbers.get(nonce, 0):
@@ -128,29 +129,55 @@ class StreamCommands(RunState):
         """
         deadline = self.clock() + timeout_s
         with self._lock:
-            while True:
-                if self.stopping:
-                    raise ServerStopping("the server is stopping; it goes on where it was when it is back")
-                if isinstance(self._error, LedgerError | JoinRefused | SnapshotInvalid):
-                    raise self._error
-                self.require_lead()
-                active = self._current(session)
-                # After an error nothing more is produced: what is there goes out as it is, then the error.
-                item = active.generation.next_for(session.rank, session.number, flush=self._error is not None)
-                if item is not None:
-                    self._wake_producer()
-                    if self._up_since is not None:
-                        self._log_first_batch(self._up_since)
-                    return item
-                # Only once it is consumed, too: the stream that ends with the error carries the reports till then.
-                if self._error is not None and active.generation.consumed_all(session.rank):
-                    raise self._error
+            while (item := self._next_for(session)) is None:
                 left_s = deadline - self.clock()
                 if left_s <= 0 or interrupted():
-                    self._watch_ranks(session)
-                    self._watch_storage(active)
-                    return self._waiting()
+                    return self._watch(session)
                 self._wakes.ranks[session.rank].wait(left_s)
+            return item
+
+    def next_now(self, session: Session) -> Delivery | EndOfData | None:
+        """As ``next_for``, without waiting; None where there is nothing yet."""
+        with self._lock:
+            return self._next_for(session)
+
+    def waiting(self, session: Session) -> Waiting:
+        """Why a slot gets nothing for so long. Notes, too, which ranks hold the others back."""
+        with self._lock:
+            return self._watch(session)
+
+    def ring_for(self, session: Session, ring: Callable[[], None]) -> None:
+        """From now on ``ring`` is called, under the lock, where there may be something for a slot; and once at once."""
+        with self._lock:
+            if (
+                self._active is session.active
+                and session.number == session.active.generation.slots[session.rank].session
+            ):
+                self._wakes.ranks[session.rank] = Bell(self._lock, ring)
+            ring()
+
+    def _next_for(self, session: Session) -> Delivery | EndOfData | None:
+        if self.stopping:
+            raise ServerStopping("the server is stopping; it goes on where it was when it is back")
+        if isinstance(self._error, LedgerError | JoinRefused | SnapshotInvalid):
+            raise self._error
+        self.require_lead()
+        active = self._current(session)
+        # After an error nothing more is produced: what is there goes out as it is, then the error.
+        item = active.generation.next_for(session.rank, session.number, flush=self._error is not None)
+        if item is not None:
+            self._wake_producer()
+            if self._up_since is not None:
+                self._log_first_batch(self._up_since)
+        # Only once it is consumed, too: the stream that ends with the error carries the reports till then.
+        elif self._error is not None and active.generation.consumed_all(session.rank):
+            raise self._error
+        return item
+
+    def _watch(self, session: Session) -> Waiting:
+        self._watch_ranks(session)
+        self._watch_storage(session.active)
+        return self._waiting()
 
     def _log_first_batch(self, up_since: float) -> None:
         _log.info(
@@ -166,10 +193,10 @@ class StreamCommands(RunState):
             if self._active is session.active:
                 self._wakes.ranks[session.rank].notify_all()
 
-    def finish(self, session: Session, timeout_s: float) -> None:
-        """Waits, bounded, until all that every rank acknowledged is committed, or cannot be."""
+    def finish(self, session: Session, timeout_s: float) -> bool:
+        """Waits, bounded, until all that every rank acknowledged is committed, or cannot be; returns whether."""
         with self._lock:
-            self._wakes.changed.wait_for(
+            return self._wakes.changed.wait_for(
                 lambda: (
                     session.active.generation.all_committed()
                     or isinstance(self._error, LedgerError)

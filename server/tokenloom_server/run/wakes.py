@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
+
+
+class Bell(threading.Condition):
+    """A condition on which nobody sleeps: whoever serves many streams hears of it."""
+
+    def __init__(self, lock: threading.Lock, ring: Callable[[], None]) -> None:
+        super().__init__(lock)
+        self._ring = ring
+
+    def notify(self, n: int = 1) -> None:
+        self._ring()
 
 
 class Wakes:
@@ -18,7 +29,7 @@ class Wakes:
         #: Joins that wait for rank 0, and streams that wait for their last commit.
         self.changed = threading.Condition(lock)
         #: The present generation's streams, by rank.
-        self.ranks: Sequence[threading.Condition] = ()
+        self.ranks: list[threading.Condition] = []
 
     def set_ranks(self, world_size: int) -> None:
         """A generation of so many ranks is the present one from now on; 0: none is."""

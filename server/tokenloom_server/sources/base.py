@@ -86,7 +86,7 @@ class Source(Protocol):
 
         Opening costs at most one row group, record batch or seek, whatever ``row`` is. ``row`` may
         equal the number of rows: then nothing is yielded. One ``Rows`` holds at most about a
-        mebibyte of text or ids unless a single row is larger. Raises ``SourceError``, naming the
+        mebibyte of text, or half a million ids, unless a single row is larger. Raises ``SourceError``, naming the
         file, when it is unreadable or damaged; and after all rows before it, at a row that does not decode, naming
         the row, unless the source was opened with ``RowRules.skip_bad``.
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,8 +14,9 @@ from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import arrays
 from tokenloom_server.sources.base import BadRow, Content, Rows
 
-#: Bytes of text or ids in one ``Rows``, unless a single row is larger.
+#: Bytes of text in one ``Rows``, and ids, unless a single row is larger.
 PIECE_BYTES = 1 << 20
+PIECE_IDS = 1 << 19
 
 #: Rows in one ``Rows``: bounds the offsets of rows that are empty or nearly so.
 PIECE_ROWS = 1 << 16
@@ -260,7 +262,8 @@ def joined(parts: Sequence[Rows]) -> Rows:
     if len(parts) == 1:
         return parts[0]
     arrow_arrays = [part.column for part in parts]
-    if len({array.type for array in arrow_arrays}) > 1:
+    # Narrow offsets could be too narrow for all of them.
+    if is_text(arrow_arrays[0]) or len({array.type for array in arrow_arrays}) > 1:
         wide = pa.large_string() if is_text(arrow_arrays[0]) else pa.large_list(arrow_arrays[0].type.value_type)
         arrow_arrays = [array.cast(wide) for array in arrow_arrays]
     begin, bad, out = 0, [], np.zeros(sum(map(len, arrow_arrays)), np.bool_)
@@ -272,15 +275,22 @@ def joined(parts: Sequence[Rows]) -> Rows:
     return Rows(parts[0].first_row, pa.concat_arrays(arrow_arrays), tuple(bad), out if out.any() else None)
 
 
+def let_go(found: Iterator[Rows]) -> Iterator[Rows]:
+    """The same rows, none of which is held here once it is given, nor is what all of them are views of."""
+    waiting = deque(found)
+    while waiting:
+        yield waiting.popleft()
+
+
 def is_text(array: Any) -> bool:
     """Whether an array of ``Rows`` is text, not ids."""
     return bool(pa.types.is_string(array.type) or pa.types.is_large_string(array.type))
 
 
 def pieces(whole: Rows) -> Iterator[Rows]:
-    """Rows, cut so that each piece has at most ``PIECE_BYTES`` and ``PIECE_ROWS``."""
+    """Rows, cut so that each piece has at most ``PIECE_BYTES`` or ``PIECE_IDS``, and ``PIECE_ROWS``."""
     array = whole.column
-    limit = PIECE_BYTES if is_text(array) else PIECE_BYTES * 8 // array.type.value_type.bit_width
+    limit = PIECE_BYTES if is_text(array) else PIECE_IDS
     offsets = arrays.offsets(array)
     start, count = 0, len(array)
     while start < count:

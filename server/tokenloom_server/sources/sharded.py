@@ -55,7 +55,10 @@ class ShardedSource(ABC):
                 if first.position:
                     yield rows.cut(0, first.position)
                 raise SourceError(first.reason)
-            yield rows
+            # Rows that were given are not held: they may be a whole row group, and sources many.
+            piece = [rows]
+            del rows
+            yield piece.pop()
 
     @abstractmethod
     def _read(self, shard: int, row: int) -> Iterator[Rows]:

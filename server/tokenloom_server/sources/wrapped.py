@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -60,10 +61,10 @@ class TimedSource(WrappedSource):
         where, iterator = self._where(shard), super().read(shard, row)
         while True:
             with self._io_stats.waiting(where, at_once=True):
-                rows = next(iterator, None)
-            if rows is None:
+                taken = list(islice(iterator, 1))
+            if not taken:
                 return
-            yield rows
+            yield taken.pop()
 
     def _where(self, shard: int) -> str:
         return files.where(self._spec, self.shards[shard])

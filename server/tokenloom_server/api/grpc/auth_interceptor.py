@@ -11,6 +11,7 @@ import grpc
 from tokenloom_proto.protocol import VERSION, version_of
 
 from tokenloom_server.api.auth import Access, Scope
+from tokenloom_server.api.grpc.detached_call import detachable
 from tokenloom_server.api.grpc.rpc import Rpc, abort, errors_as_statuses, read, readable
 from tokenloom_server.errors import ProtocolError, TokenloomError
 
@@ -71,7 +72,7 @@ class AuthInterceptor(grpc.ServerInterceptor):
         if handler is not None and method in OTHER_RPCS:
             handler = _refusing_malformed(handler)
         if handler is None or (rpc.trains and held is Scope.CONTROL):
-            return handler
+            return detachable(handler) if handler is not None and rpc.streams else handler
         if rpc.trains:
             return _in_pool(handler, self._peeks)
         return _in_pool(handler, self._open if rpc.scope is Scope.OPEN else self._reads)

@@ -12,7 +12,7 @@ from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import Fenced
 from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.replay.evaluation import Slice
-from tokenloom_server.run.delivery import Delivery
+from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
 
 _LENGTH_DELIMITED = 2
 _STEPS_KEY = bytes((wire.Batches.MICRO_STEPS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED,))
@@ -41,7 +41,7 @@ def encode_delivery(
         base=wire.Base(sample_index=group.begin, resume_state=group.resume_state.encode()) if with_base else None,
         buckets=_buckets(group, rank, first, last),
         counts=counts_of(group, first, last),
-    ).SerializeToString() + b"".join(_step_info(group, step, rank) for step in range(first, last))
+    ).SerializeToString() + _step_infos(group, first, last, rank)
     ids = group.ids(rank, first, last)
     if not ids:
         raise Fenced(f"a newer stream of rank {rank} has consumed what this one was about to send")
@@ -50,6 +50,18 @@ def encode_delivery(
     batches_key = _key(wire.StreamResponse.BATCHES_FIELD_NUMBER) + _varint(len(batches) + len(ids_key) + size)
     rest = wire.StreamResponse(committed_through=committed_through, server_epoch=epoch).SerializeToString()
     return b"".join((batches_key, batches, ids_key, *ids, rest))
+
+
+def response_of(item: EndOfData | Waiting, committed_through: int, epoch: int) -> wire.StreamResponse:
+    """What a stream says where it has no samples."""
+    response = wire.StreamResponse(committed_through=committed_through, server_epoch=epoch)
+    if isinstance(item, EndOfData):
+        end = wire.EndOfData(end_index=item.end_index, reason=item.reason, dropped_samples=item.dropped_samples)
+        response.end_of_data.CopyFrom(end)
+    else:
+        response.heartbeat.waiting_for = item.waiting_for
+        response.heartbeat.SetInParent()
+    return response
 
 
 def encode_slice(part: Slice, committed_through: int, epoch: int, *, document_starts: bool) -> wire.StreamResponse:
@@ -79,24 +91,27 @@ def encode_slice(part: Slice, committed_through: int, epoch: int, *, document_st
     return wire.StreamResponse(batches=batches, committed_through=committed_through, server_epoch=epoch)
 
 
-def _step_info(group: StepGroup, step: int, rank: int) -> bytes:
-    """``Batches.micro_steps`` of one micro-step. What is the same for all ranks is made once."""
-    common = group.step_infos.get(step)
-    if common is None:
-        mark = group.marks[step]
-        tokens, label_tokens = group.real_tokens(step)
-        info = wire.MicroStep(
-            end_index=mark.sample_index,
-            total_tokens=mark.total_tokens,
-            digest=digest_hex(mark.digest),
-            tokens=tokens,
-            label_tokens=label_tokens,
-            real_tokens=group.run_real_tokens(step),
-        )
-        common = group.step_infos[step] = info.SerializeToString()
-    place = group.slice_of(step, rank)
-    own = _SLICE_KEY + _varint(place) if place else b""
-    return b"".join((_STEPS_KEY, _varint(len(common) + len(own)), common, own))
+def _step_infos(group: StepGroup, first: int, last: int, rank: int) -> bytes:
+    """``Batches.micro_steps`` of the micro-steps [first, last). What is the same for all ranks is made once."""
+    parts: list[bytes] = []
+    for step in range(first, last):
+        common = group.step_infos.get(step)
+        if common is None:
+            mark = group.marks[step]
+            tokens, label_tokens = group.real_tokens(step)
+            info = wire.MicroStep(
+                end_index=mark.sample_index,
+                total_tokens=mark.total_tokens,
+                digest=digest_hex(mark.digest),
+                tokens=tokens,
+                label_tokens=label_tokens,
+                real_tokens=group.run_real_tokens(step),
+            )
+            common = group.step_infos[step] = info.SerializeToString()
+        place = group.slice_of(step, rank)
+        own = _SLICE_KEY + _varint(place) if place else b""
+        parts += (_STEPS_KEY, _varint(len(common) + len(own)), common, own)
+    return b"".join(parts)
 
 
 def counts_of(group: StepGroup, first: int, last: int) -> bytes:
@@ -131,6 +146,8 @@ def _key(field: int) -> bytes:
 
 
 def _varint(value: int) -> bytes:
+    if value <= 0x7F:
+        return bytes((value,))
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)

@@ -84,7 +84,7 @@ def handlers_of(servicer: object, service_name: str) -> grpc.GenericRpcHandler:
     methods: dict[str, Any] = {}
     for name, rpc in rpcs_of(type(servicer)).items():
         make = grpc.stream_stream_rpc_method_handler if rpc.streams else grpc.unary_unary_rpc_method_handler
-        methods[name] = make(getattr(servicer, name), _parser(rpc), _serialised)
+        methods[name] = make(getattr(servicer, name), parser(rpc), _serialised)
     return grpc.method_handlers_generic_handler(service_name, methods)
 
 
@@ -98,11 +98,22 @@ def readable(message: Any) -> Any:
 def abort(context: grpc.ServicerContext, error: TokenloomError, name: str = "") -> NoReturn:
     """Ends a call with an error: its name (``name`` where it has none of its own) and what else a client may know of
     it in the metadata, the message in the details."""
-    retry = () if error.retry_for_s is None else (("tokenloom-retry-for-s", f"{error.retry_for_s:.1f}"),)
-    launch = (("tokenloom-of-launch", "1"),) if error.of_launch else ()
-    context.set_trailing_metadata((("tokenloom-error", name or error.name), *retry, *launch))
+    context.set_trailing_metadata(_metadata_of(error, name))
     context.abort(getattr(grpc.StatusCode, error.grpc_status), str(error)[:_MAX_DETAILS])
     raise AssertionError("unreachable: abort raises")
+
+
+def set_error(context: grpc.ServicerContext, error: TokenloomError, name: str = "") -> None:
+    """As ``abort``, where the call's status is sent afterwards."""
+    context.set_trailing_metadata(_metadata_of(error, name))
+    context.set_code(getattr(grpc.StatusCode, error.grpc_status))
+    context.set_details(str(error)[:_MAX_DETAILS])
+
+
+def _metadata_of(error: TokenloomError, name: str) -> tuple[tuple[str, str], ...]:
+    retry = () if error.retry_for_s is None else (("tokenloom-retry-for-s", f"{error.retry_for_s:.1f}"),)
+    launch = (("tokenloom-of-launch", "1"),) if error.of_launch else ()
+    return ("tokenloom-error", name or error.name), *retry, *launch
 
 
 @contextlib.contextmanager
@@ -121,7 +132,7 @@ def errors_as_statuses(context: grpc.ServicerContext) -> Iterator[None]:
         abort(context, TokenloomError(f"the server failed: {type(error).__name__}: {error}; see its log"), "Internal")
 
 
-def _parser(rpc: Rpc) -> Callable[[bytes], Any]:
+def parser(rpc: Rpc) -> Callable[[bytes], Any]:
     """Reads a request. A larger one than allowed is not parsed, and an error comes in its place: what is raised here,
     gRPC passes on without a name."""
 

@@ -17,6 +17,7 @@ from tokenloom_server.errors import ConfigError
 if TYPE_CHECKING:
     from grpc_health.v1.health import HealthServicer
 
+    from tokenloom_server.api.grpc.servicer import DataLoader
     from tokenloom_server.api.service import Runs
 
 #: A connection that is silent for so long is asked for a sign of life, and dropped where none comes within as much
@@ -39,6 +40,7 @@ class GrpcServer:
         self._access = access
         self._interceptor = AuthInterceptor(access)
         self._health: HealthServicer | None = None
+        self._service: DataLoader | None = None
         host = address.rpartition(":")[0]
         try:
             # gRPC counts for each address by itself; a name such as localhost has two.
@@ -73,7 +75,7 @@ class GrpcServer:
 
         from tokenloom_server.api.grpc.servicer import SERVICE, DataLoader, rpcs
 
-        service = DataLoader(runs, self._access, self._max_connections, rest_address)
+        service = self._service = DataLoader(runs, self._access, self._max_connections, rest_address, serves_many=True)
         self._server.add_generic_rpc_handlers((service.handlers(),))
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -90,6 +92,8 @@ class GrpcServer:
             self._health.enter_graceful_shutdown()
         self._server.stop(grace_s).wait(grace_s + 1.0)
         self._interceptor.close()
+        if self._service is not None:
+            self._service.close()
 
 
 def _options(max_connections: int) -> list[tuple[str, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections import Counter
 from collections.abc import Iterator
 
@@ -13,11 +14,14 @@ from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_server.api.auth import Access, Scope
 from tokenloom_server.api.grpc import join, stream
 from tokenloom_server.api.grpc.auth_interceptor import OTHER_RPCS, authorization_of
+from tokenloom_server.api.grpc.detached_call import GoesOn
+from tokenloom_server.api.grpc.rank_streams import RankStreams
 from tokenloom_server.api.grpc.rpc import MAX_REPORT_BYTES, MAX_REQUEST_BYTES, Rpc, handlers_of, rpc, rpcs_of
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.api.service import Runs
 from tokenloom_server.config.stream import TRAIN
 from tokenloom_server.errors import ConfigError, JoinRefused, NotFound
+from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.join_call import MAX_WORLD_SIZE
 from tokenloom_server.run.losses import Report
 
@@ -30,14 +34,23 @@ class DataLoader:
     """Translates between the wire and the runs; decides nothing."""
 
     def __init__(
-        self, runs: Runs, access: Access, max_connections: int = MAX_WORLD_SIZE, rest_address: str | None = None
+        self,
+        runs: Runs,
+        access: Access,
+        max_connections: int = MAX_WORLD_SIZE,
+        rest_address: str | None = None,
+        *,
+        serves_many: bool = False,
     ) -> None:
         """``max_connections``: how many trainers and others may have at a time. ``rest_address``: of this server, for
-        who knows its other one."""
+        who knows its other one. ``serves_many``: one thread serves the ranks' streams of a run, until ``close``."""
         self._rest_address = rest_address
         self._runs = runs
         self._access = access
         self._max_connections = max_connections
+        self._serves_many = serves_many
+        self._streams: dict[RunCoordinator, RankStreams] = {}
+        self._lock = threading.Lock()
 
     def handlers(self) -> grpc.GenericRpcHandler:
         return handlers_of(self, SERVICE.full_name)
@@ -63,7 +76,7 @@ class DataLoader:
     @rpc(Scope.READ, wire.StreamRequest, trains=True)
     def Stream(  # noqa: N802
         self, requests: Iterator[wire.StreamRequest], context: grpc.ServicerContext
-    ) -> Iterator[wire.StreamResponse | bytes]:
+    ) -> Iterator[wire.StreamResponse | bytes | GoesOn]:
         opened = stream.opening(requests, context)
         if _evaluates(opened):
             yield from stream.evaluation(self._runs.get(opened.run), opened, requests, context)
@@ -71,7 +84,8 @@ class DataLoader:
             yield from stream.peek(self._served(opened.run, opened.stream), opened, requests, context)
         else:
             self._require_control(context)
-            yield from stream.training(self._served(opened.run, opened.stream), opened, requests, context)
+            served = self._served(opened.run, opened.stream)
+            yield from stream.training(served, opened, requests, context, self._streams_of(served.coordinator))
 
     # Control where it is to be saved.
     @rpc(Scope.READ, wire.SnapshotRequest)
@@ -146,6 +160,19 @@ class DataLoader:
         )
         served.losses.add(request.run_uid, request.generation, request.attempt, report)
         return wire.ReportResponse()
+
+    def close(self) -> None:
+        """Ends the threads of streams. To be called when the server takes no call any more."""
+        for streams in self._streams.values():
+            streams.stop()
+
+    def _streams_of(self, coordinator: RunCoordinator) -> RankStreams | None:
+        if not self._serves_many:
+            return None
+        with self._lock:
+            if coordinator not in self._streams:
+                self._streams[coordinator] = RankStreams(coordinator)
+            return self._streams[coordinator]
 
     def _require_control(self, context: grpc.ServicerContext) -> None:
         """For a request that asks for more than its method's scope. Raises ``Forbidden``."""

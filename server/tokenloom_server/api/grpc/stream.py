@@ -6,13 +6,17 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import grpc
 from tokenloom_proto import dataloader_pb2 as wire
 
+from tokenloom_server.api.grpc import rank_streams
+from tokenloom_server.api.grpc.detached_call import GoesOn, can_detach
 from tokenloom_server.api.grpc.join import evaluation_call
-from tokenloom_server.api.grpc.messages import encode_delivery, encode_slice
+from tokenloom_server.api.grpc.messages import encode_delivery, encode_slice, response_of
+from tokenloom_server.api.grpc.rank_streams import FINISH_S, HEARTBEAT_S
 from tokenloom_server.api.grpc.rpc import readable
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.errors import JoinRefused, TokenloomError
@@ -23,10 +27,6 @@ from tokenloom_server.run.views import Session
 
 _log = logging.getLogger(__name__)
 
-#: A stream that has nothing to send says so this often, seconds.
-HEARTBEAT_S = 2.0
-#: How long the end of a client's stream waits for its last commit, seconds.
-_FINISH_S = 2.0
 #: A stream whose first message does not come within this time is ended, seconds: it has a thread.
 OPEN_TIMEOUT_S = 30.0
 
@@ -45,9 +45,13 @@ def opening(requests: _Requests, context: grpc.ServicerContext) -> wire.StreamOp
 
 
 def training(
-    served: ServedRun, opened: wire.StreamOpen, requests: _Requests, context: grpc.ServicerContext
-) -> _Responses:
-    """A rank's part of the run."""
+    served: ServedRun,
+    opened: wire.StreamOpen,
+    requests: _Requests,
+    context: grpc.ServicerContext,
+    streams: rank_streams.RankStreams | None,
+) -> Iterator[wire.StreamResponse | bytes | GoesOn]:
+    """A rank's part of the run; with ``streams`` and many ranks, it goes on there."""
     coordinator = served.coordinator
     session = coordinator.attach(
         opened.run_uid,
@@ -62,6 +66,10 @@ def training(
         opened.process,
         opened.number,
     )
+    many = len(session.active.generation.slots) >= rank_streams.FEWEST_RANKS
+    if many and streams is not None and can_detach(context):
+        yield partial(streams.add, session, opened)
+        return
     try:
         yield from _responses(coordinator, _RankStream(coordinator, session), opened, requests, context)
     finally:
@@ -127,7 +135,7 @@ class _RankStream(NamedTuple):
         self.coordinator.wake(self.session)
 
     def finish(self, said_goodbye: bool) -> None:
-        self.coordinator.finish(self.session, _FINISH_S)
+        self.coordinator.finish(self.session, FINISH_S)
         if said_goodbye:
             self.coordinator.leave(self.session)
 
@@ -157,12 +165,8 @@ def _responses(
                 yield encode_delivery(source.rank, item, committed, epoch, document_starts=document_starts)
             elif isinstance(item, Slice):
                 yield encode_slice(item, committed, epoch, document_starts=document_starts)
-            elif isinstance(item, EndOfData):
-                end = wire.EndOfData(end_index=item.end_index, reason=item.reason, dropped_samples=item.dropped_samples)
-                yield wire.StreamResponse(end_of_data=end, committed_through=committed, server_epoch=epoch)
-            elif isinstance(item, Waiting):
-                heartbeat = wire.Heartbeat(waiting_for=item.waiting_for)
-                yield wire.StreamResponse(heartbeat=heartbeat, committed_through=committed, server_epoch=epoch)
+            else:
+                yield response_of(item, committed, epoch)
     finally:
         # The reader ends with the call; until then it reports to nobody.
         reader.stopped = True

@@ -83,7 +83,10 @@ class RestServer:
             from tokenloom_server.api.rest.app import RESOURCES, create_app
             from tokenloom_server.api.rest.resources import health
             from tokenloom_server.api.rest.uvicorn_server import Http
+            from tokenloom_server.order.snapshot_document import ResumeStateDocument, SnapshotDocument
 
+            for document in (SnapshotDocument, ResumeStateDocument):
+                document.model_rebuild()  # which the first restore would otherwise wait for
             resources = (health,) if self._only_health else RESOURCES
             app = create_app(
                 runs, resources, version=version("tokenloom"), grpc_address=grpc_address, access=self._access

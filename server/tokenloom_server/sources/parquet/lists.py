@@ -18,7 +18,7 @@ from tokenloom_server.sources.parquet import flat as parquet_flat
 from tokenloom_server.sources.parquet import pages as parquet_pages
 from tokenloom_server.sources.parquet import thrift
 from tokenloom_server.sources.parquet.flat import FlatColumn, FlatPage
-from tokenloom_server.sources.parquet.pages import FAULTS, PHYSICAL_TYPES, Chunk, Chunks, Dictionary, Page, Unusual
+from tokenloom_server.sources.parquet.pages import FAULTS, PHYSICAL_TYPES, Chunk, Chunks, Page, Unusual
 from tokenloom_server.storage.file import File
 
 #: Pages are decoded together until they have this many values: each call has a fixed cost.
@@ -77,18 +77,14 @@ def read_lists(file: File, column: ListColumn, chunks: Chunks, group: int) -> It
 
 
 def _units(file: File, chunk: Chunk, column: ListColumn) -> Iterator[Any]:
-    dictionary: Dictionary | None = None
     held: list[Page] = []
     for page in parquet_pages.pages(file, chunk):
-        if isinstance(page, Dictionary):
-            dictionary = page
-            continue
         # A row may reach into the next page.
         if sum(p.length for p in held) >= UNIT_VALUES and _first(page.repetition) == 0:
-            yield _decoded(held, dictionary, column)
-            held = []
+            yield _decoded(held, column)
         held.append(page)
-    yield _decoded(held, dictionary, column)
+        del page
+    yield _decoded(held, column)
 
 
 def _first(levels: memoryview) -> int:
@@ -103,10 +99,11 @@ def _all_are(levels: memoryview, value: int, count: int) -> bool:
     return not head & 1 and head >> 1 >= count and levels[position] == value
 
 
-def _decoded(held: list[Page], dictionary: Dictionary | None, column: ListColumn) -> Any:
+def _decoded(held: list[Page], column: ListColumn) -> Any:
+    """The rows of consecutive pages. Empties the list: what is decoded is not held."""
     repetition = parquet_flat.levels([(page.length, page.repetition) for page in held], 1)
     if all(_all_are(page.definition, column.item_level, page.length) for page in held):
-        values = _values(held, [page.length for page in held], dictionary, column.physical_type)
+        values = _values(held, [page.length for page in held], column.physical_type)
         items, begins = parquet_flat.decode([values, repetition])
         offsets = _starts(arrays.numbers(begins))
     else:
@@ -117,16 +114,17 @@ def _decoded(held: list[Page], dictionary: Dictionary | None, column: ListColumn
         offsets = starts - np.searchsorted(absent, starts)
         ends = np.cumsum([page.length for page in held])
         counts = np.diff(ends - np.searchsorted(absent, ends), prepend=0).tolist()
-        decoded = parquet_flat.decode([_values(held, counts, dictionary, column.physical_type)]) if sum(counts) else []
+        decoded = parquet_flat.decode([_values(held, counts, column.physical_type)]) if sum(counts) else []
         items = decoded[0] if decoded else pa.nulls(0, column.item_type)
     if len(items) != offsets[-1]:
         raise Unusual(f"{len(items)} values, where {offsets[-1]} were expected")
+    held.clear()
     return arrays.lists(offsets.astype(np.int32), _typed(items, column.item_type))
 
 
-def _values(held: list[Page], counts: list[int], dictionary: Dictionary | None, physical_type: int) -> FlatColumn:
+def _values(held: list[Page], counts: list[int], physical_type: int) -> FlatColumn:
     pages = [FlatPage(count, page.encoding, (page.values,)) for page, count in zip(held, counts, strict=True) if count]
-    return FlatColumn(physical_type, dictionary, pages)
+    return FlatColumn(physical_type, held[0].dictionary, pages)
 
 
 def _starts(begins: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:

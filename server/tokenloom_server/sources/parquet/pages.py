@@ -72,13 +72,15 @@ class Dictionary(NamedTuple):
 
 
 class Page(NamedTuple):
-    """A data page: as many levels, run-length encoded, as its length says, and the values, encoded."""
+    """A data page: as many levels, run-length encoded, as its length says, and the values, encoded; and its column's
+    dictionary, if that has one."""
 
     length: int
     encoding: int
     repetition: memoryview
     definition: memoryview
     values: memoryview
+    dictionary: Dictionary | None = None
 
 
 def chunks(file: File, leaf: int) -> Iterator[Chunk]:
@@ -150,11 +152,12 @@ def _chunk(fields: thrift.Fields) -> Chunk:
     return Chunk(min(start, dictionary or start), meta[7], meta[5], meta[1], meta[4])
 
 
-def pages(file: File, chunk: Chunk) -> Iterator[Dictionary | Page]:
+def pages(file: File, chunk: Chunk) -> Iterator[Page]:
     """The pages of a column that has both kinds of levels, read one at a time; checksums are verified."""
     if chunk.codec not in _CODECS:
         raise Unusual(f"the codec {chunk.codec}")
     position, end, left = chunk.start, chunk.start + chunk.size, chunk.levels
+    dictionary: Dictionary | None = None
     while left > 0:
         header, length = thrift.read_struct(file.read_at(position, min(HEADER_BYTES, end - position)), 0)
         kind, size, stored = header[1], header[2], header[3]
@@ -170,11 +173,12 @@ def pages(file: File, chunk: Chunk) -> Iterator[Dictionary | Page]:
         if 4 in header and zlib.crc32(body) != header[4] & 0xFFFFFFFF:
             raise Unusual("a checksum that differs")
         if kind == DICTIONARY_PAGE:
-            yield Dictionary(count, _decompressed(chunk.codec, body, size))
+            dictionary = Dictionary(count, _decompressed(chunk.codec, body, size))
             continue
         left -= count
         if count:
-            yield (_page if kind == DATA_PAGE else _page_v2)(details, chunk.codec, body, size)
+            page = _page if kind == DATA_PAGE else _page_v2
+            yield page(details, chunk.codec, body, size)._replace(dictionary=dictionary)
 
 
 class CheckedPages(FileStream):

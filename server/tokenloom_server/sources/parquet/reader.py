@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources import files
+from tokenloom_server.sources import columns, files
 from tokenloom_server.sources.base import Content, Rows
 from tokenloom_server.sources.parquet import lists as parquet_lists
 from tokenloom_server.sources.parquet import pages as parquet_pages
@@ -91,9 +91,11 @@ class ParquetSource(ShardedSource):
             first_row, last_row = ends[group], ends[group + 1]
             expect(group)
             for batch in self._read_group(file, group, size, where, lists, selection):
-                if first_row + len(batch) <= last_row:
-                    yield from selection.rows_from(row, batch, first_row, where)
+                fits = first_row + len(batch) <= last_row
+                pieces = selection.rows_from(row, batch, first_row, where) if fits else iter(())
                 first_row += len(batch)
+                del batch
+                yield from columns.let_go(pieces) if self._content is Content.IDS else pieces
             if first_row != last_row:
                 raise SourceError(
                     f"{where}: row group {group} has {first_row - ends[group]} rows, but the footer says "
@@ -105,11 +107,15 @@ class ParquetSource(ShardedSource):
     ) -> Iterator[Any]:
         """What is read of one row group, in record batches of about ``BATCH_BYTES`` or of a page."""
         done = 0
+
+        def as_batch(array: Any) -> Any:
+            nonlocal done
+            done += len(array)
+            return pa.RecordBatch.from_arrays([array], [self._spec.column])
+
         if lists is not None:
             try:
-                for array in lists(group):
-                    done += len(array)
-                    yield pa.RecordBatch.from_arrays([array], [self._spec.column])
+                yield from map(as_batch, lists(group))
                 return
             except Unusual as error:
                 _log.debug("%s: row group %d is left to Arrow from row %d on: %s", where, group, done, error)

@@ -1,0 +1,193 @@
+"""The streams of many ranks, which one thread serves: what ranks get, and how their streams end."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from support.served import PATIENCE_S, Sample, over_grpc, runs_of, sequence
+from tokenloom_proto import dataloader_pb2 as wire
+from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
+from tokenloom_server.api.grpc import rank_streams
+from tokenloom_server.api.served_run import ServedRun
+
+WORLD, BATCH = 3, 2
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ServedRun, DataLoaderStub]]:
+    """A run of 126 samples, its server, and a way to it."""
+    monkeypatch.setattr(rank_streams, "FEWEST_RANKS", WORLD)
+    pq.write_table(pa.table({"ids": [[n % 7 + 1, n // 7 + 1, 3] for n in range(126)]}), tmp_path / "ids.parquet")
+    document = {
+        "run": "ids",
+        "vocab_size": 32,
+        "end_of_text_id": 0,
+        "sequence_length": 4,
+        "mixture": {"policy": "least_consumed", "children": [{"source": "parquet:ids.parquet:ids"}]},
+    }
+    path = tmp_path / "ids.yaml"
+    path.write_text(yaml.safe_dump(document), encoding="utf-8")
+    with runs_of(tmp_path, path) as runs, over_grpc(runs) as address, grpc.insecure_channel(address) as channel:
+        yield runs.get("ids"), DataLoaderStub(channel)
+
+
+class Rank:
+    """A rank that joined, and its stream."""
+
+    def __init__(self, stub: DataLoaderStub, rank: int) -> None:
+        self.stub, self.rank, self.nonce = stub, rank, f"nonce-{rank}"
+        self.joined = stub.Join(
+            wire.JoinRequest(run="ids", rank=rank, world_size=WORLD, batch_size=BATCH, attempt="a", nonce=self.nonce),
+            timeout=PATIENCE_S,
+        )
+        self.through = self.joined.start_index
+        self.samples: dict[int, Sample] = {}
+        self.connect()
+
+    def connect(self) -> None:
+        self.requests: queue.SimpleQueue[wire.StreamRequest | None] = queue.SimpleQueue()
+        progress = wire.Progress(consumed_through=self.through, credit_micro_steps=4)
+        opened = wire.StreamOpen(
+            run="ids",
+            run_uid=self.joined.run_uid,
+            generation=self.joined.generation,
+            rank=self.rank,
+            nonce=self.nonce,
+            received_through=self.through,
+            progress=progress,
+        )
+        self.requests.put(wire.StreamRequest(open=opened))
+        self.call: Any = self.stub.Stream(iter(self.requests.get, None), timeout=60)
+
+    def take(self) -> wire.StreamResponse:
+        """The next message; says that it is used up."""
+        message = next(self.call)
+        begin = message.batches.begin_index
+        for number, step in enumerate(message.batches.micro_steps):
+            for place in range(BATCH):
+                at = number * BATCH + place
+                if message.batches.source_ids[at] >= 0:
+                    ids = message.batches.ids[at * 4 : at * 4 + 4]
+                    self.samples[begin + step.slice * BATCH + place] = Sample(message.batches.source_ids[at], ids)
+            begin = self.through = step.end_index
+        if message.HasField("batches"):
+            progress = wire.Progress(consumed_through=self.through, credit_micro_steps=4)
+            self.requests.put(wire.StreamRequest(progress=progress))
+        return message
+
+    def take_all(self) -> None:
+        while not self.take().HasField("end_of_data"):
+            pass
+        self.requests.put(None)
+        assert next(self.call, None) is None
+
+
+def launch(stub: DataLoaderStub) -> list[Rank]:
+    return [Rank(stub, rank) for rank in range(WORLD)]
+
+
+def in_turn(ranks: list[Rank], what: Callable[[Rank], object]) -> None:
+    threads = [threading.Thread(target=what, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def states(served: ServedRun) -> list[str]:
+    return [rank.state for rank in served.coordinator.view().generation.ranks]
+
+
+def error_of(call: Any) -> str:
+    with pytest.raises(grpc.RpcError) as ended:
+        for _ in call:
+            pass
+    return str(dict(ended.value.trailing_metadata())["tokenloom-error"])
+
+
+def test_one_thread_serves_the_order_to_its_end_and_all_of_it_is_committed(
+    served: tuple[ServedRun, DataLoaderStub],
+) -> None:
+    run, stub = served
+    before = {thread.name for thread in threading.enumerate()}
+    ranks = launch(stub)
+    for rank in ranks:
+        rank.take()
+    names = {thread.name for thread in threading.enumerate()} - before
+    assert {name for name in names if "ids" in name and "files" not in name} == {"ids-streams"}
+    in_turn(ranks, Rank.take_all)
+    got = ranks[0].samples | ranks[1].samples | ranks[2].samples
+    expected = sequence(run)
+    assert sum(len(rank.samples) for rank in ranks) == len(got)
+    assert got == dict(enumerate(expected[: len(got)]))
+    assert len(expected) - len(got) < WORLD * BATCH
+    assert run.coordinator.committed_through == len(got)
+    assert states(run) == ["finished"] * WORLD
+
+
+def test_a_newer_stream_of_a_rank_takes_the_olders_place(served: tuple[ServedRun, DataLoaderStub]) -> None:
+    _, stub = served
+    ranks = launch(stub)
+    older = ranks[1].call
+    ranks[1].take()
+    ranks[1].connect()
+    assert error_of(older) == "Fenced"
+    in_turn(ranks, Rank.take_all)
+    assert sorted({**ranks[0].samples, **ranks[1].samples, **ranks[2].samples}) == [*range(126)]
+
+
+def test_a_client_that_breaks_the_protocol_or_its_call_loses_its_stream_alone(
+    served: tuple[ServedRun, DataLoaderStub],
+) -> None:
+    run, stub = served
+    ranks = launch(stub)
+    for rank in ranks:
+        rank.take()
+    until(lambda: states(run) == ["connected"] * 3)
+    ranks[0].requests.put(wire.StreamRequest(open=wire.StreamOpen(run="ids")))
+    assert error_of(ranks[0].call) == "JoinRefused"
+    ranks[1].requests.put(wire.StreamRequest(progress=wire.Progress(consumed_through=10**6)))
+    assert error_of(ranks[1].call) == "JoinRefused"
+    ranks[2].call.cancel()
+    until(lambda: states(run) == ["away"] * 3)
+    for rank in ranks:
+        rank.connect()
+    in_turn(ranks, Rank.take_all)
+
+
+def test_a_stream_that_has_nothing_to_send_says_for_what_it_waits(
+    served: tuple[ServedRun, DataLoaderStub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_streams, "HEARTBEAT_S", 0.02)
+    _, stub = served
+    rank = Rank(stub, 0)
+    while not (message := rank.take()).HasField("heartbeat"):
+        pass
+    assert message.server_epoch == rank.joined.server_epoch
+    assert rank.take().HasField("heartbeat")
+
+
+def test_a_server_that_stops_says_so(served: tuple[ServedRun, DataLoaderStub]) -> None:
+    run, stub = served
+    ranks = launch(stub)
+    for rank in ranks:
+        rank.take()
+    run.coordinator.stop(1.0)
+    assert {error_of(rank.call) for rank in ranks} == {"ServerStopping"}

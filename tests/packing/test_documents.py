@@ -1,0 +1,68 @@
+"""A source's rows as tokens: how many of them are encoded together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.sources import opened
+from tokenloom_server.errors import SourceError
+from tokenloom_server.packing.documents import Documents
+from tokenloom_server.sources.columns import PIECE_BYTES
+from tokenloom_server.tokenizer.documents import DocumentEncoder
+from tokenloom_server.tokenizer.documents import Documents as Encoded
+from tokenloom_server.tokenizer.engine import BytesEngine
+
+ROW_BYTES, ROWS = 100_000, 120
+
+
+class NotingEncoder:
+    """Encodes, and notes how many rows were given together."""
+
+    def __init__(self) -> None:
+        self._encoder = DocumentEncoder(BytesEngine(), vocab_size=257, eot_id=256)
+        self.rows: list[int] = []
+
+    def encode(self, column: Any, first_row: int, shard: int) -> Encoded:
+        self.rows.append(len(column))
+        return self._encoder.encode(column, first_row, shard)
+
+
+def written(folder: Path, last_line: str = "") -> None:
+    lines = [json.dumps({"text": f"{row:06d}" * (ROW_BYTES // 6)}) for row in range(ROWS)]
+    (folder / "a.jsonl").write_text("\n".join([*lines, last_line]), encoding="utf-8")
+
+
+def documents(folder: Path, encoder: NotingEncoder, joined_bytes: int, epochs: float = 1) -> Documents:
+    return Documents("texts", opened(folder, "jsonl:a.jsonl:text"), encoder, epochs, joined_bytes=joined_bytes)
+
+
+def test_texts_are_encoded_together_in_doubling_amounts_and_give_the_same_tokens(tmp_path: Path) -> None:
+    written(tmp_path)
+    alone, together = NotingEncoder(), NotingEncoder()
+    pieces = list(documents(tmp_path, alone, 0).read(None))
+    joined = list(documents(tmp_path, together, 4 * PIECE_BYTES).read(None))
+    assert max(alone.rows) * ROW_BYTES <= PIECE_BYTES
+    # What is asked for first comes as soon as it did; then each call has twice as much, up to the bound.
+    assert together.rows[0] == alone.rows[0]
+    assert together.rows[1] == 2 * alone.rows[0]
+    assert max(together.rows) * ROW_BYTES <= 5 * PIECE_BYTES
+    assert len(together.rows) < len(alone.rows) / 2
+    assert np.array_equal(np.concatenate([rows.ids for rows in pieces]), np.concatenate([rows.ids for rows in joined]))
+    assert [rows.first_row for rows in joined] == np.cumsum([0, *together.rows[:-1]]).tolist()
+
+
+def test_what_lies_before_a_fault_is_given_and_what_lies_behind_the_end_is_not_encoded(tmp_path: Path) -> None:
+    written(tmp_path, last_line="{")
+    encoder, given = NotingEncoder(), 0
+    with pytest.raises(SourceError, match="line 121"):
+        for rows in documents(tmp_path, encoder, 64 * PIECE_BYTES).read(None):
+            given += len(rows.ends)
+    assert given == ROWS
+    written(tmp_path)
+    encoder = NotingEncoder()
+    list(documents(tmp_path, encoder, 64 * PIECE_BYTES, epochs=0.25).read(None))
+    assert sum(encoder.rows) == ROWS / 4
