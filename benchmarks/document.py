@@ -143,18 +143,27 @@ def _ratios(folder: Path) -> str:
 
 
 def _sizing(folder: Path) -> str:
-    """Server cores and bytes per second for tokens per second, from the measured ns per token."""
+    """Server cores, memory and bytes per second for tokens per second, from the measured ns per token."""
     result = newest("throughput", folder)
     forms = {"parquet": "int32 Parquet", "arrow": "narrow Arrow", "text": "text"}
-    cost = {form: result.row(form).median["server ns/token"] for form in forms}
+    medians = {form: result.row(form).median for form in forms}
     headings = [f"server cores, {name}" for name in forms.values()] + [f"MB/s, {kind}" for kind in BYTES]
     lines = [f"| tokens/s wanted | {' | '.join(headings)} |", "|---:|" + "---:|" * len(headings)]
     for tokens, name in WANTED.items():
-        cells = [number(tokens * ns / 1e9) for ns in cost.values()]
+        cells = [
+            number(tokens * median["server ns/token"] / 1e9) + "*" * (tokens > median["M tokens/s"] * 1e6)
+            for median in medians.values()
+        ]
         cells += [number(tokens * size / 1e6) for size in BYTES.values()]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    costs = ", ".join(f"{forms[form]} {number(ns)}" for form, ns in cost.items())
-    return "\n".join(lines) + f"\n\n<sub>From the server's ns per token above: {costs}.</sub>"
+    costs = ", ".join(f"{forms[form]} {number(median['server ns/token'])}" for form, median in medians.items())
+    memory = ", ".join(f"{forms[form]} {number(median['server PSS MB'])}" for form, median in medians.items())
+    notes = (
+        f"From the server's ns per token above: {costs}. Memory of the server at any of these rates, three sources and "
+        f"two ranks, MB: {memory}. *: more than one run reached here, where {result.machine['cores']} cores had the "
+        "server and its trainers."
+    )
+    return "\n".join(lines) + f"\n\n<sub>{notes}</sub>"
 
 
 BLOCKS: dict[str, Callable[[Path], str]] = {

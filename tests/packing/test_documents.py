@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from support.sources import opened
 from tokenloom_server.errors import SourceError
@@ -66,3 +68,16 @@ def test_what_lies_before_a_fault_is_given_and_what_lies_behind_the_end_is_not_e
     encoder = NotingEncoder()
     list(documents(tmp_path, encoder, 64 * PIECE_BYTES, epochs=0.25).read(None))
     assert sum(encoder.rows) == ROWS / 4
+
+
+@pytest.mark.parametrize("kind", ["ids", "text"])
+def test_rows_that_were_encoded_are_not_held(kind: str, tmp_path: Path) -> None:
+    row = np.arange(1000, dtype=np.int32) if kind == "ids" else "x" * 4000
+    pq.write_table(pa.table({kind: [row] * 600}), tmp_path / "a.parquet", row_group_size=300, use_dictionary=False)
+    encoder = DocumentEncoder(BytesEngine(), vocab_size=30_000, eot_id=256)
+    source, left = opened(tmp_path, f"parquet:a.parquet:{kind}"), 0
+    before = pa.total_allocated_bytes()
+    for rows in Documents("rows", source, encoder, 1, joined_bytes=4 * PIECE_BYTES).read(None):
+        # Tokens with the ends of documents among them are in Arrow's memory, too.
+        left = pa.total_allocated_bytes() - before - rows.ids.nbytes
+    assert left < 20_000, "at the last rows, whose file was read to its end"

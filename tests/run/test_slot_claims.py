@@ -76,3 +76,45 @@ def test_where_the_ledger_is_away_every_claim_hears_so_and_may_come_again(server
     assert {type(answer) for answer in claim_all(server, claims, "nonce")} == {LedgerUnavailable}
     ledger.away = False
     assert claim_all(server, claims, "nonce") == [None] * RANKS
+
+
+class _BrokenOnce(SqliteLedger):
+    """Fails once, with two claims in hand."""
+
+    claims: SlotClaims | None = None
+    broken = False
+
+    def execute_all(self, some: Sequence[Command]) -> list[int | TokenloomError]:
+        if self.claims is not None and not self.broken:
+            while len(some) == 1 and not self.claims._waiting:
+                pass
+            if len(some) == 1:
+                return super().execute_all(some)
+            self.broken = True
+            raise OSError("on purpose")
+        return super().execute_all(some)
+
+
+def test_a_claim_that_a_fault_left_unanswered_is_not_taken_for_written(tmp_path: Path) -> None:
+    ledger = _BrokenOnce(tmp_path / "ledger.db")
+    server = lead(ledger)
+    server.open(1, 0)
+    ledger.claims = claims = SlotClaims(ledger)
+
+    def claim(rank: int) -> BaseException | None:
+        try:
+            claims.write(ClaimSlot(UID, STREAM, server.epoch, 1, rank, "nonce"))
+        except (TokenloomError, OSError) as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        answers = list(pool.map(claim, range(RANKS)))
+    taken = set()
+    for rank in range(RANKS):
+        try:
+            server.claim(rank, "other")
+        except AttemptUsed:
+            taken.add(rank)
+    assert ledger.broken
+    assert taken == {rank for rank, answer in enumerate(answers) if answer is None}

@@ -241,16 +241,19 @@ class Documents:
                     rows = rows.cut(0, min(end - rows.first_row, len(rows.column)))
                 held.append(rows)
                 size += rows.column.nbytes
-                if size >= most or not columns.is_text(rows.column):
-                    yield columns.joined(held)
-                    held, size, most = [], 0, min(max(2 * size, most), self._joined_bytes)
+                is_full = size >= most or not columns.is_text(rows.column)
+                # What is given is not held: it may be a whole row group, and sources many.
+                del rows
+                if is_full:
+                    yield _joined(held)
+                    size, most = 0, min(max(2 * size, most), self._joined_bytes)
         except TokenloomError:
             # A source fails after the rows before the fault.
             if held:
-                yield columns.joined(held)
+                yield _joined(held)
             raise
         if held:
-            yield columns.joined(held)
+            yield _joined(held)
 
     def _window(
         self,
@@ -377,6 +380,13 @@ class Documents:
             return 0
         # Only a fraction needs the number of rows, and so every shard's index.
         return math.ceil(self._fraction * self._reading.rows)
+
+
+def _joined(held: list[Rows]) -> Rows:
+    """Consecutive rows as one. Empties the list."""
+    rows = columns.joined(held)
+    held.clear()
+    return rows
 
 
 def _begin(cursor: Cursor | None) -> tuple[int, int | None, int]:

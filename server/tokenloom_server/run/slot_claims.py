@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 
-from tokenloom_server.errors import TokenloomError
+from tokenloom_server.errors import LedgerUnavailable, TokenloomError
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.commands import ClaimSlot
 
@@ -40,9 +40,13 @@ class SlotClaims:
 
     def _write_all(self) -> None:
         claims = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        # What a fault of the program leaves unanswered was perhaps not written.
+        unknown = LedgerUnavailable("claiming a slot failed; see the server's log")
+        answers: list[int | TokenloomError] = [unknown] * len(claims)
         try:
             answers = self._ledger.execute_all([claim.command for claim in claims])
         except TokenloomError as error:
             answers = [error] * len(claims)
-        for claim, answer in zip(claims, answers, strict=True):
-            claim.answer = answer
+        finally:
+            for claim, answer in zip(claims, answers, strict=True):
+                claim.answer = answer
