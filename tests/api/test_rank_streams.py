@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pyarrow as pa
@@ -17,7 +17,8 @@ import yaml
 from support.served import PATIENCE_S, Sample, over_grpc, runs_of, sequence
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
-from tokenloom_server.api.grpc import rank_streams
+from tokenloom_server.api.grpc import rank_streams, stream
+from tokenloom_server.api.grpc.detached_call import DetachedCall
 from tokenloom_server.api.served_run import ServedRun
 
 WORLD, BATCH = 3, 2
@@ -191,3 +192,72 @@ def test_a_server_that_stops_says_so(served: tuple[ServedRun, DataLoaderStub]) -
         rank.take()
     run.coordinator.stop(1.0)
     assert {error_of(rank.call) for rank in ranks} == {"ServerStopping"}
+
+
+def test_a_call_that_broke_is_no_goodbye(served: tuple[ServedRun, DataLoaderStub]) -> None:
+    run, stub = served
+    rank = launch(stub)[0]
+    for _ in range(60):
+        rank.take()
+        rank.call.cancel()
+        until(lambda: states(run)[0] != "connected")
+        assert states(run)[0] == "away"
+        rank.through = rank.joined.start_index
+        rank.connect()
+
+
+def test_of_a_ranks_streams_that_nobody_reads_two_stay(served: tuple[ServedRun, DataLoaderStub]) -> None:
+    run, _ = served
+    coordinator = run.coordinator
+    streams = rank_streams.RankStreams(coordinator)
+    joined = launch(served[1])[0].joined
+    calls: list[UnreadCall] = []
+    for number in range(5):
+        session = coordinator.attach(joined.run_uid, joined.generation, 0, "nonce-0", 0, 0)
+        progress = wire.Progress(credit_micro_steps=4)
+        call = UnreadCall()
+        streams.add(session, wire.StreamOpen(progress=progress), cast("DetachedCall", call))
+        calls.append(call)
+        until(lambda call=call: call.sends == 1)  # type: ignore[misc]
+        assert [each.cancelled for each in calls] == [place < number - 1 for place in range(number + 1)]
+    streams.stop()
+
+
+class UnreadCall:
+    """A call whose client takes nothing of what is sent."""
+
+    def __init__(self) -> None:
+        self.context, self.sends, self.cancelled = self, 0, False
+
+    def is_active(self) -> bool:
+        return not self.cancelled
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def receive(self, received: Callable[[Any], None]) -> bool:
+        return True
+
+    def send(self, data: bytes, sent: Callable[[], None]) -> bool:
+        self.sends += 1
+        return True
+
+
+def test_a_stream_that_is_cancelled_as_it_begins_leaves_its_rank_away(
+    served: tuple[ServedRun, DataLoaderStub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, stub = served
+    ranks = launch(stub)
+    ranks[0].take()
+    attached = threading.Event()
+
+    def can_detach(context: Any) -> bool:
+        attached.set()
+        until(lambda: not context.is_active())
+        return True
+
+    monkeypatch.setattr(stream, "can_detach", can_detach)
+    ranks[0].connect()
+    assert attached.wait(PATIENCE_S)
+    ranks[0].call.cancel()
+    until(lambda: states(run)[0] == "away")

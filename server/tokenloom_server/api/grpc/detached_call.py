@@ -61,7 +61,8 @@ class DetachedCall:
         self.context: grpc.ServicerContext = context
         self._state, self._call = context._state, context._rpc_event.call
         self._parse, self._end = parse, end
-        context.send_initial_metadata(())
+        with contextlib.suppress(grpc.RpcError):  # the call is over: whoever has it hears so from what it starts
+            context.send_initial_metadata(())
 
     def receive(self, received: Callable[[Any], None]) -> bool:
         """Asks for the next request, or None where none comes any more; False where the call is over."""
@@ -89,7 +90,8 @@ class DetachedCall:
 
     def end(self) -> None:
         """Ends the call with its context's status."""
-        self._end(None)
+        if self.context.is_active():
+            self._end(None)
 
     def _start(self, operation: Any, tag: Callable[[Any], Any], token: str) -> bool:
         with self._state.condition:

@@ -29,6 +29,12 @@ HEARTBEAT_S = 2.0
 FINISH_S = 2.0
 #: How often it looks which streams are silent, or at their end, seconds.
 TICK_S = 0.02
+#: A call that breaks may say first that its client has closed its side, and then that it broke: what it is shows after
+#: so long, seconds.
+BREAK_S = 0.02
+#: Streams of one rank at a time: the newest, and the one whose place it took, which hears of that. One that is older
+#: still and sends is not read by its client: what it was sent would stay in memory.
+STREAMS_OF_A_RANK = 2
 
 
 class RankStreams:
@@ -38,6 +44,8 @@ class RankStreams:
         self._coordinator = coordinator
         self._news: queue.SimpleQueue[tuple[_RankStream, Any] | None] = queue.SimpleQueue()
         self._streams: set[_RankStream] = set()
+        #: By rank, oldest first.
+        self._newest: dict[int, tuple[_RankStream, ...]] = {}
         name = f"{coordinator.name}-streams"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -62,10 +70,21 @@ class RankStreams:
             if news is None:
                 return
             stream, event = news
-            self._streams.add(stream)
+            if event is _BEGUN:
+                self._begin(stream)
             self._act(stream, event)
+            if event is None:
+                tick_at = min(tick_at, time.monotonic() + TICK_S)
             if time.monotonic() >= tick_at:
                 tick_at = self._tick()
+
+    def _begin(self, stream: _RankStream) -> None:
+        self._streams.add(stream)
+        rank = stream.session.rank
+        older = [each for each in self._newest.get(rank, ()) if not each.over]
+        for each in older[: 1 - STREAMS_OF_A_RANK]:
+            each.call.context.cancel()
+        self._newest[rank] = (*older[1 - STREAMS_OF_A_RANK :], stream)
 
     def _tick(self) -> float:
         """Looks at all streams that may have to act without news; returns when to look again."""
@@ -143,7 +162,7 @@ class _RankStream:
 
     def _read(self, request: Any) -> None:
         if request is None:
-            self.closed_at, self._said_goodbye = time.monotonic(), self.call.context.is_active()
+            self.closed_at = time.monotonic()
             return
         readable(request)
         if request.WhichOneof("kind") != "progress":
@@ -158,7 +177,11 @@ class _RankStream:
 
     def _finished(self, closed_at: float) -> bool:
         """After the client closed its side: whether its last commit is there, or waited for long enough."""
-        if not self._coordinator.finish(self.session, 0.0) and time.monotonic() < closed_at + FINISH_S:
+        now = time.monotonic()
+        if now < closed_at + BREAK_S:
+            return False
+        self._said_goodbye = self._said_goodbye or self.call.context.is_active()
+        if not self._coordinator.finish(self.session, 0.0) and now < closed_at + FINISH_S:
             return False
         if self._said_goodbye:
             self._coordinator.leave(self.session)

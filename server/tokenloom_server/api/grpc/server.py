@@ -27,7 +27,8 @@ KEEPALIVE_S = 30
 #: seconds: the client connects again when it calls.
 HANDSHAKE_S, IDLE_S = 10, 120
 #: Calls at a time, one thread each; gRPC refuses the next one. Room for the largest world twice, since a rank that
-#: reconnects comes before its old stream was seen to be broken, and for those who look on.
+#: reconnects comes before its old stream was seen to be broken, and for those who look on. (Streams that one thread
+#: serves have no thread, and are not counted: ``rank_streams.STREAMS_OF_A_RANK``.)
 MAX_CALLS = 2 * 4096 + 256
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -16,7 +17,7 @@ from tokenloom_server.api.grpc import rank_streams
 from tokenloom_server.api.grpc.detached_call import GoesOn, can_detach
 from tokenloom_server.api.grpc.join import evaluation_call
 from tokenloom_server.api.grpc.messages import encode_delivery, encode_slice, response_of
-from tokenloom_server.api.grpc.rank_streams import FINISH_S, HEARTBEAT_S
+from tokenloom_server.api.grpc.rank_streams import BREAK_S, FINISH_S, HEARTBEAT_S
 from tokenloom_server.api.grpc.rpc import readable
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.errors import JoinRefused, TokenloomError
@@ -150,7 +151,7 @@ def _responses(
     """What a source gives, until the data end, the client closes its side, or the generation is over."""
     progress, document_starts = opened.progress, opened.document_starts
     source.progress(progress.consumed_through, progress.credit_micro_steps, progress.digest, progress.waited_s)
-    reader = _Reader(source, requests)
+    reader = _Reader(source, requests, context)
     reader.start()
     try:
         while context.is_active():
@@ -175,10 +176,13 @@ def _responses(
 class _Reader(threading.Thread):
     """Reads a client's progress while the stream's own thread sends."""
 
-    def __init__(self, source: StreamSource, requests: Iterator[wire.StreamRequest]) -> None:
+    def __init__(
+        self, source: StreamSource, requests: Iterator[wire.StreamRequest], context: grpc.ServicerContext
+    ) -> None:
         super().__init__(name=f"{source.name}-progress", daemon=True)
         self._source = source
         self._requests = requests
+        self._context = context
         self.closed = False
         self.stopped = False
         self.said_goodbye = False
@@ -196,7 +200,8 @@ class _Reader(threading.Thread):
                 self._source.progress(
                     progress.consumed_through, progress.credit_micro_steps, progress.digest, progress.waited_s
                 )
-            self.said_goodbye = not self.stopped
+            time.sleep(BREAK_S)
+            self.said_goodbye = not self.stopped and self._context.is_active()
         except TokenloomError as error:
             self.error = error
         except Exception as error:
