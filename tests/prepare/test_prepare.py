@@ -202,6 +202,16 @@ def test_shards_do_not_depend_on_the_number_of_threads(folder: Path, tmp_path: P
     assert found[0] == found[1]
 
 
+def test_record_batches_do_not_grow_with_the_file(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "data/docs.jsonl", ["x" * 50_000] * 140)
+    run(job_of(tmp_path, flat([DOCS]), shard_bytes=2**30), tmp_path / "out")
+    (shard,) = (tmp_path / "out").glob("sources/*/*.arrow")
+    file = pa.ipc.open_file(shard)
+    rows = [file.get_batch(i).num_rows for i in range(file.num_record_batches)]
+    assert sum(rows) == 140
+    assert max(rows) * 50_001 < 2.1 * 2**20
+
+
 def test_whatever_ends_it_the_next_call_goes_on_to_the_same_shards(folder: Path, tmp_path: Path) -> None:
     run(job_of(folder, mixture()), tmp_path / "whole")
     pieces = 0

@@ -124,9 +124,9 @@ class PipelineFactory:
         if any(source.is_chat for source in self.config.sources[first:]):
             self.resources.chats(self.record)
 
-    def documents(self, source_id: int) -> Documents:
-        """A source's documents as tokens, just as a pipeline reads them."""
-        return self._documents(source_id, self.readers.open(source_id))
+    def documents(self, source_id: int, *, joined: bool = True) -> Documents:
+        """A source's documents as tokens, just as a pipeline reads them; not ``joined``: a piece of text at a time."""
+        return self._documents(source_id, self.readers.open(source_id), joined=joined)
 
     def max_bad_rows(self, source_id: int) -> int | None:
         """How many bad rows a source may have for each epoch; None for any number, or where the first is an error."""
@@ -209,7 +209,7 @@ class PipelineFactory:
         return self.record.earlier_file_counts.get(source_id, frozenset())
 
     def _documents(
-        self, source_id: int, reader: Source, bad_rows: int = 0, lane: tuple[int, int] = (0, 1)
+        self, source_id: int, reader: Source, bad_rows: int = 0, lane: tuple[int, int] = (0, 1), joined: bool = True
     ) -> Documents:
         source = self.config.sources[source_id]
         io_stats = self.resources.io_stats
@@ -234,7 +234,7 @@ class PipelineFactory:
             fim=self._fim(source),
             may_be_empty=self.record.gives_held_out,
             left_out_first=with_seen(excluded, seen) if seen else None,
-            joined_bytes=self._joined_bytes(source),
+            joined_bytes=self._joined_bytes(source) if joined else 0,
         )
 
     def _joined_bytes(self, source: SourceConfig) -> int:
