@@ -46,12 +46,15 @@ def dropping(batch):
 def null(batch):
     return pc.if_else(pc.equal(batch["text"], "row 72"), None, batch["text"])
 
+def sized(batch):
+    return pa.array([text if batch.nbytes < 1_200_000 else "!" for text in batch["text"].to_pylist()])
+
 def counting(batch):
     return pa.array([f"{number} {text}" for number, text in enumerate(batch["text"].to_pylist())])
 
 """
 SOURCE = "jsonl:data/*.jsonl:text"
-NAMES = [f"cleaning:{name}" for name in ("marked", "dropping", "null", "counting")]
+NAMES = [f"cleaning:{name}" for name in ("marked", "dropping", "null", "sized", "counting")]
 #: By file; the last one but one is bad.
 ROWS: list[list[Any]] = [
     [f"row {i}" if i % 7 else "" for i in range(100)],
@@ -108,6 +111,14 @@ def test_every_cursor_gives_the_same_texts(folder: Path) -> None:
             after = order.pipeline(before.state())
             after.advance(90 - sample)
             assert after.state() == whole.state()
+
+
+def test_a_batch_is_about_a_mebibyte(folder: Path) -> None:
+    rows = [f"{row:06d}" * 15_000 for row in range(60)]
+    for file in (folder / "data").iterdir():
+        file.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    with created(parsed("cleaning:sized")) as order:
+        assert texts(order.documents(0).read(None)) == 2 * rows
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from tokenloom_server.tokenizer.chat import ChatEncoder
 from tokenloom_server.tokenizer.crash_child import ChildEncoder
 from tokenloom_server.tokenizer.crash_guard import CrashGuardEncoder
 from tokenloom_server.tokenizer.documents import DocumentEncoder, Encoder
+from tokenloom_server.tokenizer.engine import TokenizersEngine
 from tokenloom_server.tokenizer.masked import MaskedEncoder
 from tokenloom_server.tokenizer.transformed import TransformEncoder
 
@@ -233,8 +234,16 @@ class PipelineFactory:
             fim=self._fim(source),
             may_be_empty=self.record.gives_held_out,
             left_out_first=with_seen(excluded, seen) if seen else None,
-            joined_bytes=min(JOINED_BYTES, ALL_JOINED_BYTES // sum(each.lanes for each in self.config.sources)),
+            joined_bytes=self._joined_bytes(source),
         )
+
+    def _joined_bytes(self, source: SourceConfig) -> int:
+        """Not where a transform has a limit for each call, nor where `tokenizers` encodes, as it does conversations: it
+        takes 35 bytes of memory for each of the text meanwhile, and a call's fixed cost is nothing beside it."""
+        engine = self.record.serving_engine
+        if source.transform is not None or source.is_chat or (engine and engine.engine == TokenizersEngine.name):
+            return 0
+        return min(JOINED_BYTES, ALL_JOINED_BYTES // sum(each.lanes for each in self.config.sources))
 
     def _fim(self, source: SourceConfig) -> FillInMiddle | None:
         if source.fim is None:
