@@ -20,6 +20,7 @@ from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_server.api.grpc import rank_streams, stream
 from tokenloom_server.api.grpc.detached_call import DetachedCall
 from tokenloom_server.api.served_run import ServedRun
+from tokenloom_server.errors import StorageError
 
 WORLD, BATCH = 3, 2
 
@@ -194,6 +195,22 @@ def test_a_server_that_stops_says_so(served: tuple[ServedRun, DataLoaderStub]) -
     assert {error_of(rank.call) for rank in ranks} == {"ServerStopping"}
 
 
+def test_an_error_that_no_utf_8_holds_ends_streams_as_any_other(
+    served: tuple[ServedRun, DataLoaderStub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, stub = served
+    ranks = launch(stub)
+
+    def next_now(*_: object) -> None:
+        raise StorageError("'\udcff.parquet' is gone")
+
+    monkeypatch.setattr(run.coordinator, "next_now", next_now)
+    for rank in ranks:
+        rank.connect()
+        assert error_of(rank.call) == "StorageError"
+        assert rank.call.details() == "'\\udcff.parquet' is gone"
+
+
 def test_a_call_that_broke_is_no_goodbye(served: tuple[ServedRun, DataLoaderStub]) -> None:
     run, stub = served
     rank = launch(stub)[0]
@@ -220,7 +237,9 @@ def test_of_a_ranks_streams_that_nobody_reads_two_stay(served: tuple[ServedRun, 
         calls.append(call)
         until(lambda call=call: call.sends == 1)  # type: ignore[misc]
         assert [each.cancelled for each in calls] == [place < number - 1 for place in range(number + 1)]
+    assert states(run)[0] == "connected"
     streams.stop()
+    until(lambda: states(run)[0] == "away")
 
 
 class UnreadCall:

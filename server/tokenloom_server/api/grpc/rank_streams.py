@@ -68,6 +68,8 @@ class RankStreams:
                 tick_at = self._tick()
                 continue
             if news is None:
+                for stream in self._streams:
+                    self._coordinator.detach(stream.session)
                 return
             stream, event = news
             if event is _BEGUN:

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 
 from tokenloom_server.api.auth import Scope
 from tokenloom_server.core import caller
+from tokenloom_server.core.control_characters import escaped
 from tokenloom_server.errors import ConfigError, LimitExceeded, TokenloomError
 
 _log = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ def abort(context: grpc.ServicerContext, error: TokenloomError, name: str = "") 
     """Ends a call with an error: its name (``name`` where it has none of its own) and what else a client may know of
     it in the metadata, the message in the details."""
     context.set_trailing_metadata(_metadata_of(error, name))
-    context.abort(getattr(grpc.StatusCode, error.grpc_status), str(error)[:_MAX_DETAILS])
+    context.abort(getattr(grpc.StatusCode, error.grpc_status), _details_of(error))
     raise AssertionError("unreachable: abort raises")
 
 
@@ -107,7 +108,12 @@ def set_error(context: grpc.ServicerContext, error: TokenloomError, name: str = 
     """As ``abort``, where the call's status is sent afterwards."""
     context.set_trailing_metadata(_metadata_of(error, name))
     context.set_code(getattr(grpc.StatusCode, error.grpc_status))
-    context.set_details(str(error)[:_MAX_DETAILS])
+    context.set_details(_details_of(error))
+
+
+def _details_of(error: TokenloomError) -> str:
+    """Its message, as UTF-8 has it: an error of the system may name a file that has no such name."""
+    return escaped(str(error), lines=True)[:_MAX_DETAILS]
 
 
 def _metadata_of(error: TokenloomError, name: str) -> tuple[tuple[str, str], ...]:
