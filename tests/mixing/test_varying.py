@@ -51,7 +51,7 @@ def test_soft_sequential_is_the_product_as_it_is_written(children: list[tuple[in
     for remaining, total in children:
         shares.append(left * remaining / total)
         left *= 1 - remaining / total
-    near = 1e-6 + (1 + len(shares)) * 2**-59 / sum(shares)  # shares are in 2^-60
+    near = 1e-6 + (1 + len(shares)) * 2**-59 / (sum(shares) or 1)  # shares are in 2^-60
     assert all(abs(weight / MAX_SUM - share / sum(shares)) < near for weight, share in zip(found, shares, strict=True))
     assert sum(found) <= MAX_SUM
 
