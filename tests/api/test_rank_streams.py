@@ -17,7 +17,7 @@ import yaml
 from support.served import PATIENCE_S, Sample, over_grpc, runs_of, sequence
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
-from tokenloom_server.api.grpc import rank_streams, stream
+from tokenloom_server.api.grpc import detached_call, rank_streams
 from tokenloom_server.api.grpc.detached_call import DetachedCall
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.errors import StorageError
@@ -270,13 +270,35 @@ def test_a_stream_that_is_cancelled_as_it_begins_leaves_its_rank_away(
     ranks[0].take()
     attached = threading.Event()
 
-    def can_detach(context: Any) -> bool:
+    def begun_late(context: Any, *arguments: Any) -> DetachedCall:
         attached.set()
         until(lambda: not context.is_active())
-        return True
+        return DetachedCall(context, *arguments)
 
-    monkeypatch.setattr(stream, "can_detach", can_detach)
+    monkeypatch.setattr(detached_call, "DetachedCall", begun_late)
     ranks[0].connect()
     assert attached.wait(PATIENCE_S)
     ranks[0].call.cancel()
     until(lambda: states(run)[0] == "away")
+
+
+@pytest.fixture
+def other_grpcio(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A release of grpcio whose private parts take other arguments."""
+    monkeypatch.setitem(detached_call._CALLED, "_send_message", 3)
+    detached_call.is_supported.cache_clear()
+    yield
+    monkeypatch.undo()
+    detached_call.is_supported.cache_clear()
+
+
+def test_with_a_grpcio_that_is_not_known_each_stream_has_its_threads_and_the_log_says_so(
+    other_grpcio: None, caplog: pytest.LogCaptureFixture, served: tuple[ServedRun, DataLoaderStub]
+) -> None:
+    said = [record.getMessage() for record in caplog.get_records("setup")]
+    assert any(f"grpcio {grpc.__version__} is not one that this release was made for" in line for line in said)
+    _, stub = served
+    ranks = launch(stub)
+    in_turn(ranks, Rank.take_all)
+    assert "ids-streams" not in {thread.name for thread in threading.enumerate()}
+    assert sorted({**ranks[0].samples, **ranks[1].samples, **ranks[2].samples}) == [*range(126)]

@@ -19,7 +19,7 @@ SOURCES_PER_MESSAGE = 128
 GROUP_BYTES = 64 * 2**20
 #: With many ranks it is more: each gets so much, since a message of less costs more than its bytes, and for each source
 #: so much, since a state has some 200 bytes of it, and every rank is sent every state. Never more than the largest.
-RANK_BYTES, SOURCE_BYTES = 128 * 1024, 5 * 1024
+RANK_BYTES, SOURCE_BYTES = 256 * 1024, 5 * 1024
 LARGEST_GROUP_BYTES = 256 * 2**20
 #: The default window: groups of this much together, but so few and so many at least and at most. A fast
 #: trainer acknowledges hundreds of micro-steps until the next commit, and must not wait for it. (What is acknowledged

@@ -1,31 +1,52 @@
 """A call of two streams that holds no thread: what it receives, and that it has sent, comes as callbacks.
 
 gRPC's server in Python has a thread for each call, and another for whoever reads requests meanwhile. Those of its parts
-that start an operation do without. They are private, so ``can_detach`` says whether a release has them as expected.
+that start an operation do without. They are private, so ``is_supported`` says whether a release has them as expected.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeAlias
 
 import grpc
-from grpc import _server as parts
-from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
-_NEEDED = (
-    (parts, ("_receive_message", "_send_message", "_is_rpc_state_active", "_RECEIVE_MESSAGE_TOKEN")),
-    (cygrpc, ("ReceiveMessageOperation", "SendMessageOperation")),
-)
+try:
+    from grpc import _server as parts
+    from grpc._cython import cygrpc  # type: ignore[attr-defined]
+except ImportError:  # see is_supported
+    parts = cygrpc = None  # type: ignore[assignment]
 
+#: The functions that are called, with the number of their parameters.
+_CALLED = {"_receive_message": 3, "_send_message": 2, "_is_rpc_state_active": 1}
+#: What makes gRPC hand a method its way to send, in place of iterating over what it gives.
+_MARK = "experimental_non_blocking"
 
 #: What a method gives last, in place of a response, whose call goes on without its thread.
 GoesOn: TypeAlias = "Callable[[DetachedCall], None]"
 
 
+@cache
+def is_supported() -> bool:
+    """Whether the grpcio that is installed has the parts that are needed here, as they are expected."""
+    try:
+        return (
+            all(len(inspect.signature(getattr(parts, name)).parameters) == n for name, n in _CALLED.items())
+            and _MARK in parts._stream_response_in_pool.__code__.co_consts
+            and all(hasattr(cygrpc, name) for name in ("ReceiveMessageOperation", "SendMessageOperation"))
+            and all(hasattr(parts, name) for name in ("_RECEIVE_MESSAGE_TOKEN", "_SEND_MESSAGE_TOKEN"))
+        )
+    except (AttributeError, TypeError, ValueError):
+        return False
+
+
 def detachable(handler: Any) -> Any:
-    """A handler of streams whose method may go on without its thread."""
+    """A handler of streams whose method may go on without its thread; the same one where that is not supported."""
+    if not is_supported():
+        return handler
     behavior, parse = handler.stream_stream, handler.request_deserializer
 
     def call(requests: Any, context: Any, send: Callable[[Any], None]) -> None:
@@ -39,18 +60,8 @@ def detachable(handler: Any) -> Any:
                     return
         send(None)
 
-    call.experimental_non_blocking = True  # type: ignore[attr-defined]
+    setattr(call, _MARK, True)
     return handler._replace(stream_stream=call)
-
-
-def can_detach(context: Any) -> bool:
-    """Whether the call of a context can go on without its thread."""
-    call = getattr(getattr(context, "_rpc_event", None), "call", None)
-    return (
-        hasattr(call, "start_server_batch")
-        and hasattr(getattr(context, "_state", None), "due")
-        and all(hasattr(module, name) for module, names in _NEEDED for name in names)
-    )
 
 
 class DetachedCall:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ import grpc
 
 from tokenloom_server.api.auth import OPEN_TO_ALL, Access
 from tokenloom_server.api.grpc.auth_interceptor import AuthInterceptor
+from tokenloom_server.api.grpc.detached_call import is_supported
 from tokenloom_server.api.grpc.rpc import MAX_REQUEST_BYTES
 from tokenloom_server.api.tls import Tls
 from tokenloom_server.errors import ConfigError
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
     from tokenloom_server.api.grpc.servicer import DataLoader
     from tokenloom_server.api.service import Runs
+
+_log = logging.getLogger(__name__)
 
 #: A connection that is silent for so long is asked for a sign of life, and dropped where none comes within as much
 #: time again, seconds.
@@ -76,7 +80,9 @@ class GrpcServer:
 
         from tokenloom_server.api.grpc.servicer import SERVICE, DataLoader, rpcs
 
-        service = self._service = DataLoader(runs, self._access, self._max_connections, rest_address, serves_many=True)
+        service = self._service = DataLoader(
+            runs, self._access, self._max_connections, rest_address, serves_many=_serves_many()
+        )
         self._server.add_generic_rpc_handlers((service.handlers(),))
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -95,6 +101,17 @@ class GrpcServer:
         self._interceptor.close()
         if self._service is not None:
             self._service.close()
+
+
+def _serves_many() -> bool:
+    """Whether one thread may serve the streams of a run's ranks."""
+    if not is_supported():
+        _log.warning(
+            "grpcio %s is not one that this release was made for: two threads serve each rank's stream, so from some "
+            "hundred ranks on the server takes several times the CPU; install the version of constraints.txt",
+            grpc.__version__,
+        )
+    return is_supported()
 
 
 def _options(max_connections: int) -> list[tuple[str, int]]:

@@ -14,7 +14,7 @@ import grpc
 from tokenloom_proto import dataloader_pb2 as wire
 
 from tokenloom_server.api.grpc import rank_streams
-from tokenloom_server.api.grpc.detached_call import GoesOn, can_detach
+from tokenloom_server.api.grpc.detached_call import GoesOn
 from tokenloom_server.api.grpc.join import evaluation_call
 from tokenloom_server.api.grpc.messages import encode_delivery, encode_slice, response_of
 from tokenloom_server.api.grpc.rank_streams import BREAK_S, FINISH_S, HEARTBEAT_S
@@ -68,7 +68,7 @@ def training(
         opened.number,
     )
     many = len(session.active.generation.slots) >= rank_streams.FEWEST_RANKS
-    if many and streams is not None and can_detach(context):
+    if many and streams is not None:
         yield partial(streams.add, session, opened)
         return
     try:
