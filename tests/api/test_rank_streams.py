@@ -91,7 +91,7 @@ class Rank:
         while not self.take().HasField("end_of_data"):
             pass
         self.requests.put(None)
-        assert next(self.call, None) is None
+        assert all(message.HasField("heartbeat") for message in self.call)
 
 
 def launch(stub: DataLoaderStub) -> list[Rank]:
