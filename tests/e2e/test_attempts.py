@@ -88,7 +88,9 @@ def test_a_launch_whose_rank_0_was_killed_keeps_nobody_out_but_one_that_stands_s
         if restarted:
             server.kill()
             server.start()
+        # Its stream ends a moment after it: until then a launch is refused, and comes again.
         with launched() as second:
+            wait_for(lambda second=second: second.stats()["ranks"][0]["state"] == "away", "the stream's end")
             next(iter(second))
         trainer.kill()
     assert caplog.text.count("so another may begin in") == 2
