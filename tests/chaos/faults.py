@@ -278,8 +278,8 @@ def _skip(world: World, draw: random.Random, point: str, how: str) -> Iterator[N
         world.kill_job()
     state, index = world.checkpoint(draw, oldest=draw.random() < 0.3)
     samples = draw.choice((1, 2, 7, 40, 150))
-    # What the ledger lost can still be given to it.
-    by_state = index < world.history_from or draw.random() < 0.3
+    # What the ledger lost, or a job that was launched again further back has not come to, can still be given to it.
+    by_state = index < world.history_from or draw.random() < 0.3 or index > world.wait_observed()["sample_index"]
     body = {"snapshot": json.loads(state).get("tokenloom", state)} if by_state else {"sample_index": index}
     body |= {"skip_samples": samples}
     if how:
@@ -343,7 +343,7 @@ def skip_refused_or_taken_back(world: World, draw: random.Random) -> Iterator[No
     status = refused.error.status if refused.error is not None else 200
     assert 400 <= status < 500, f"a skip beyond what was produced is answered with {status}"
     _, index = world.checkpoint(draw, oldest=False)
-    if index >= world.history_from:
+    if world.history_from <= index <= world.wait_observed()["sample_index"]:
         world.ask(path, {"sample_index": index, "skip_samples": 7})
         world.ask(path, method="DELETE")
     stats = world.ask(f"/v1/runs/{RUN}/stats", method="GET")
