@@ -12,7 +12,7 @@ from tokenloom_proto import dataloader_pb2 as wire
 
 from tokenloom_server.api.grpc.detached_call import DetachedCall
 from tokenloom_server.api.grpc.messages import encode_delivery, response_of
-from tokenloom_server.api.grpc.rpc import readable, set_error
+from tokenloom_server.api.grpc.rpc import failure_of, readable, set_error
 from tokenloom_server.errors import JoinRefused, TokenloomError
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.delivery import Delivery
@@ -46,9 +46,7 @@ class RankStreams:
         self._streams: set[_RankStream] = set()
         #: By rank, oldest first.
         self._newest: dict[int, tuple[_RankStream, ...]] = {}
-        name = f"{coordinator.name}-streams"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name=f"{coordinator.name}-streams", daemon=True).start()
 
     def add(self, session: Session, opened: wire.StreamOpen, call: DetachedCall) -> None:
         stream = _RankStream(self._coordinator, session, opened, call, self._news)
@@ -105,7 +103,7 @@ class RankStreams:
         except Exception as error:
             is_over = True
             _log.exception("a stream failed")
-            set_error(stream.call.context, TokenloomError(f"the server failed: {error}; see its log"), "Internal")
+            set_error(stream.call.context, failure_of(error), "Internal")
         if is_over and not stream.over:
             stream.over = True
             self._coordinator.detach(stream.session)

@@ -85,7 +85,7 @@ def handlers_of(servicer: object, service_name: str) -> grpc.GenericRpcHandler:
     methods: dict[str, Any] = {}
     for name, rpc in rpcs_of(type(servicer)).items():
         make = grpc.stream_stream_rpc_method_handler if rpc.streams else grpc.unary_unary_rpc_method_handler
-        methods[name] = make(getattr(servicer, name), parser(rpc), _serialised)
+        methods[name] = make(getattr(servicer, name), _parser(rpc), _serialised)
     return grpc.method_handlers_generic_handler(service_name, methods)
 
 
@@ -109,6 +109,11 @@ def set_error(context: grpc.ServicerContext, error: TokenloomError, name: str = 
     context.set_trailing_metadata(_metadata_of(error, name))
     context.set_code(getattr(grpc.StatusCode, error.grpc_status))
     context.set_details(_details_of(error))
+
+
+def failure_of(error: Exception) -> TokenloomError:
+    """What a client hears of a fault of the program."""
+    return TokenloomError(f"the server failed: {type(error).__name__}: {error}; see its log")
 
 
 def _details_of(error: TokenloomError) -> str:
@@ -135,10 +140,10 @@ def errors_as_statuses(context: grpc.ServicerContext) -> Iterator[None]:
         if not context.is_active():
             return
         _log.exception("a call failed")
-        abort(context, TokenloomError(f"the server failed: {type(error).__name__}: {error}; see its log"), "Internal")
+        abort(context, failure_of(error), "Internal")
 
 
-def parser(rpc: Rpc) -> Callable[[bytes], Any]:
+def _parser(rpc: Rpc) -> Callable[[bytes], Any]:
     """Reads a request. A larger one than allowed is not parsed, and an error comes in its place: what is raised here,
     gRPC passes on without a name."""
 
