@@ -2,12 +2,14 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# A tenth of what is installed is ever imported: Python compiles that itself, and keeps it whatever the shell says.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
 PROTOC := $(VENV)/protoc/bin/python
 PROTO_OUT ?= proto
 JOBS ?= 3
 
-.PHONY: install demo test chaos check proto format bench bench-peers capabilities goldens tables house clean
+.PHONY: install demo test chaos check proto format bench bench-peers capabilities goldens kubernetes tables screenshots house clean
 
 install: $(VENV)/.installed
 
@@ -16,6 +18,7 @@ install: $(VENV)/.installed
 $(VENV)/.demo: pyproject.toml constraints.txt
 	@echo "making the environment in $(VENV); once, this takes a minute"
 	@$(PYTHON) -m venv $(VENV)
+	@$(INSTALL) --upgrade pip
 	@$(INSTALL) torch
 	@$(INSTALL) -e '.[server,torch]'
 	@touch $@
@@ -55,7 +58,7 @@ check: install $(PROTOC)
 # protobuf from 4.25 on takes, so that a training image keeps the packages that it has; it needs some of its own.
 $(PROTOC): Makefile
 	@$(PYTHON) -m venv $(dir $(PROTOC))..
-	@$(PROTOC) -m pip install --quiet --disable-pip-version-check grpcio-tools==1.62.3 'setuptools<81'
+	@$(PROTOC) -m pip install --quiet --disable-pip-version-check --no-compile grpcio-tools==1.62.3 'setuptools<81'
 	@touch $@
 
 proto: $(PROTOC)
@@ -70,6 +73,11 @@ capabilities: install
 goldens: install
 	PYTHONPATH=tests $(BIN)/python -m support.goldens
 
+# What deploy/kubernetes gives, which the tests look at also where there is no kubectl.
+KUBERNETES := base overlays/standby overlays/external-redis trainer
+kubernetes:
+	for each in $(KUBERNETES); do kubectl kustomize deploy/kubernetes/$$each > tests/deployment/kubernetes/$$(basename $$each).yaml; done
+
 # The tables of the docs that come from the code: routes and metrics.
 tables: install
 	$(BIN)/python -m tests.support.doc_tables
@@ -77,6 +85,10 @@ tables: install
 # The size of the code, and the ceilings that it may not rise above; LOWER=1 lowers these to what is there now.
 house: install
 	PYTHONPATH=tests $(BIN)/python -m support.house $(if $(LOWER),--lower)
+
+# The pictures of the page in the docs, from a real server and a run that has lived; needs Chromium.
+screenshots: install
+	PYTHONPATH=tests $(BIN)/python -m support.lived_run
 
 format: install
 	$(BIN)/ruff check --fix .

@@ -218,6 +218,11 @@ def rows_corpus(millions: int) -> IdCorpus:
     return IdCorpus(name=f"rows-{millions}m", sources=(Documents(count=250_000),), links=4 * millions)
 
 
+def files_corpus(count: int) -> IdCorpus:
+    """One source of so many files, a multiple of twenty, of five row groups each: twenty files and links to them."""
+    return IdCorpus(name=f"files-{count}", sources=(Documents(count=100 * ROW_GROUP, files=20),), links=count // 20)
+
+
 def folder_of(corpus: Corpus, cache: Path = CACHE) -> Path:
     """Where a corpus lies; made at the first call, anew whenever what it is made of changes."""
     digest = hashlib.blake2b(repr(corpus).encode(), digest_size=4).hexdigest()

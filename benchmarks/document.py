@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/performance.md from the kept results: no figure is copied by hand.
+"""Writes the tables of README.md and docs/ from the kept results: no figure is copied by hand.
 
     python -m benchmarks.document                   # from the newest benchmarks/results/*.json
 
@@ -15,13 +15,16 @@ from pathlib import Path
 from benchmarks.block_index import COLUMNS as BLOCK_INDEX_COLUMNS
 from benchmarks.large import COLUMNS as LARGE_COLUMNS
 from benchmarks.peers.__main__ import COLUMNS as PEER_COLUMNS
+from benchmarks.pictures import NIC_BYTES
 from benchmarks.ranks import COLUMNS as RANK_COLUMNS
+from benchmarks.readers import COLUMNS as READERS_COLUMNS
 from benchmarks.results import FOLDER, ROOT, Result, Row, newest, number
 from benchmarks.scale import COLUMNS as SCALE_COLUMNS
+from benchmarks.scale import FILES_COLUMNS
 from benchmarks.throughput import COLUMNS as THROUGHPUT_COLUMNS
 from benchmarks.workloads import WORKLOADS
 
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "scale.md")
 _BLOCK = re.compile(r"(<!-- figures: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 #: Tokens per second that somebody may want, and what they are about.
 WANTED = {1e6: "1 M", 10e6: "10 M", 50e6: "50 M", 100e6: "100 M", 300e6: "300 M"}
@@ -115,6 +118,52 @@ def _block_index(folder: Path) -> str:
     return table(newest("block-index", folder), BLOCK_INDEX_COLUMNS)
 
 
+def _readers(folder: Path) -> str:
+    return table(newest("readers", folder), READERS_COLUMNS)
+
+
+def _readers_sizing(folder: Path) -> str:
+    """CPUs of readers and of the server for tokens per second of text, from the measured ns per token."""
+    cost = newest("readers", folder).rows[-1].median
+    leader, text = cost["leader ns/token"], newest("throughput", folder).row("text").median["server ns/token"]
+    serving = _serving(folder)
+    lines = [
+        "| tokens/s of text | cores without readers | CPUs of readers | cores of the server then |",
+        "|---:|---:|---:|---:|",
+    ]
+    for tokens in (10e6, 50e6, 100e6, 200e6):
+        cores = [tokens * ns / 1e9 for ns in (text, cost["all ns/token"] - leader, leader + serving)]
+        lines.append(f"| {tokens / 1e6:.0f} M | {' | '.join(map(number, cores))} |")
+    return "\n".join(lines) + (
+        f"\n\n<sub>Modelled: tokens/s times measured ns per token. Without readers {number(text)}; readers "
+        f"{number(cost['all ns/token'] - leader)}; the server with them {number(leader)}, and {number(serving)} to "
+        "send samples to ranks (what narrow ids cost the server less what it costs to make their samples).</sub>"
+    )
+
+
+def _serving(folder: Path) -> float:
+    """ns per token of sending samples to ranks: what serving ids costs beside making their samples."""
+    made = newest("readers", folder).row("narrow ids in Arrow").median["leader ns/token"]
+    return newest("throughput", folder).row("arrow").median["server ns/token"] - made
+
+
+def _replicas(folder: Path) -> str:
+    """What replicas that all make one order would cost, and carry."""
+    serving, made = _serving(folder), newest("readers", folder).row("narrow ids in Arrow").median["leader ns/token"]
+    lines = ["| replicas | CPU ns/token, all | M tokens/s, uint16 | M tokens/s, uint32 |", "|---:|---:|---:|---:|"]
+    for count in (1, 2, 4):
+        carried = [min(count * NIC_BYTES / size, 1e9 / made) / 1e6 for size in BYTES.values()]
+        lines.append(f"| {count} | {' | '.join(map(number, (count * made + serving, *carried)))} |")
+    return "\n".join(lines) + (
+        f"\n\n<sub>Modelled from measured costs of narrow ids: {number(made)} ns to make a token's part of a sample, "
+        f"on one thread, and {number(serving)} to send it; cards of 25 Gbit/s.</sub>"
+    )
+
+
+def _files(folder: Path) -> str:
+    return table(newest("scale-files", folder), FILES_COLUMNS)
+
+
 def _peers(data: str) -> Callable[[Path], str]:
     return lambda folder: table(newest(f"peers-{data}", folder), PEER_COLUMNS)
 
@@ -182,6 +231,10 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "snapshot": _latency("snapshot"),
     "large": _large,
     "block-index": _block_index,
+    "readers": _readers,
+    "readers-sizing": _readers_sizing,
+    "replicas": _replicas,
+    "files": _files,
     "sizing": _sizing,
     "peers-ids": _peers("ids"),
     "peers-text": _peers("text"),

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/performance.md from the kept results.
+"""Draws the pictures of docs/performance.md and docs/scale.md from the kept results.
 
     python -m benchmarks.pictures                   # docs/img/*.svg from the newest benchmarks/results/*.json
 
@@ -47,7 +47,12 @@ STYLE: Any = {
     "lines.markersize": 5,
 }
 #: In this order, in these colours.
-FORMS = {"parquet": "int32 ids in Parquet", "arrow": "narrow ids in Arrow", "text": "text"}
+FORMS = {
+    "parquet": "int32 ids in Parquet",
+    "arrow": "narrow ids in Arrow",
+    "text": "text",
+}  #: Of a network card of 25 Gbit/s, per second.
+NIC_BYTES = 25e9 / 8
 
 
 @contextmanager
@@ -179,6 +184,28 @@ def peers(path: Path, folder: Path) -> None:
             axes.set_title(f"{title}: M tokens per CPU-second", loc="left", fontsize=10)
 
 
+def readers(path: Path, folder: Path) -> None:
+    """Tokens per second of text by number of readers: measured, and beyond by the CPU that one token took."""
+    rows = [row for row in newest("readers", folder).rows if row.name.startswith("text")]
+    cost = rows[-1].median
+    leader, reader = (1e3 / ns for ns in (cost["leader ns/token"], cost["all ns/token"] - cost["leader ns/token"]))
+    counts = 2 ** np.arange(9)
+    with _picture(path, 1) as (axes,):
+        for found, colour, label in (
+            (rows[:1], COLOURS[1], "measured, no readers"),
+            (rows[1:], COLOURS[0], "measured"),
+        ):
+            cpus = [row.at["readers"] or 1 for row in found]
+            axes.plot(cpus, [row.median["M tokens/s"] for row in found], "o-", color=colour, label=label)
+        many = np.geomspace(1, counts[-1], 65)
+        axes.plot(many, np.minimum(many * reader, leader), "--", color=COLOURS[0], label="modelled")
+        axes.axhline(NIC_BYTES / 2 / 1e6, linestyle=":", color=COLOURS[3], label="25 Gbit/s of uint16 ids")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [str(count) for count in counts])
+        _axis(axes, "CPUs of readers", "text: M tokens per second", log=True)
+        axes.legend(fontsize=8)
+
+
 def places(path: Path, ways: Mapping[str, npt.NDArray[np.int64]], points: int) -> None:
     """Where the samples of an order lie in the files, a panel for each way to read them; so many points in each."""
     with _picture(path, len(ways)) as panels:
@@ -200,7 +227,7 @@ def _place(row: Row) -> str:
 
 
 PICTURES: dict[str, Callable[[Path, Path], None]] = {
-    draw.__name__: draw for draw in (shards, sources, rows, ranks, mixer, restore, peers)
+    draw.__name__: draw for draw in (shards, sources, rows, ranks, mixer, restore, peers, readers)
 }
 
 

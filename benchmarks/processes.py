@@ -29,7 +29,7 @@ import psutil
 from benchmarks.results import ROOT
 
 #: A process that is not ready by then will not be.
-READY_S = 120.0
+READY_S = 900.0
 #: A process that was asked to end gets this long.
 END_S = 10.0
 #: How often a window looks whether it is over.

@@ -14,7 +14,6 @@ from support.catalog import CATALOG, SOURCES
 from tokenloom.connection import reports
 from tokenloom_server import errors
 from tokenloom_server.api import open_files
-from tokenloom_server.api.auth import Scope
 from tokenloom_server.api.grpc import servicer
 from tokenloom_server.api.grpc.auth_interceptor import OPEN_THREADS, PEEK_THREADS, READ_THREADS, REFUSAL_THREADS
 from tokenloom_server.api.grpc.rpc import MAX_REPORT_BYTES, MAX_REQUEST_BYTES, SMALL_REQUEST_BYTES
@@ -46,7 +45,7 @@ from tokenloom_server.tools import export
 from tokenloom_server.tools.peek import range as sample_range
 from typer.main import get_command
 
-from tests.support.doc_tables import TABLES, written
+from tests.support.doc_tables import TABLES, TOKENS, written
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -254,11 +253,10 @@ def test_the_tables_of_routes_and_metrics_are_those_of_the_code() -> None:
 
 def test_every_rpc_is_on_the_page_of_access_with_its_token() -> None:
     table = section("access", "What each RPC asks for")
-    rows = dict(re.findall(r"^\| ([^|]*`\w+`[^|]*) \| (none|reading|control)\b", table, re.MULTILINE))
-    words = {Scope.OPEN: "none", Scope.READ: "reading", Scope.CONTROL: "control"}
+    rows = dict(re.findall(r"^\| ([^|]*`\w+`[^|]*) \| (none|reading|training|control|admin)\b", table, re.MULTILINE))
     for method, rpc in servicer.rpcs().items():
         name = method.rpartition("/")[2]
-        assert [token for names, token in rows.items() if f"`{name}`" in names] == [words[rpc.scope]], method
+        assert [token for names, token in rows.items() if f"`{name}`" in names] == [TOKENS[rpc.scope]], method
 
 
 def test_every_setting_of_the_environment_is_documented() -> None:
@@ -267,6 +265,7 @@ def test_every_setting_of_the_environment_is_documented() -> None:
     variables = {name for text in sources for name in re.findall(r'"(TOKENLOOM_[A-Z_]+)"', text)}
     assert {"TOKENLOOM_TOKEN", "TOKENLOOM_TLS_CA", "TOKENLOOM_DATA_ROOTS"} <= variables
     elsewhere = {"TOKENLOOM_LEDGER", "TOKENLOOM_HEALTH", "TOKENLOOM_CACHE", "TOKENLOOM_CACHE_SIZE", "TOKENLOOM_"}
+    elsewhere |= {"TOKENLOOM_CONFIG", "TOKENLOOM_SERVE", "TOKENLOOM_SERVE_READERS"}
     assert {name for name in variables - elsewhere if f"`{name}`" not in settings} == set()
 
 

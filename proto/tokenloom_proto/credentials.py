@@ -66,11 +66,14 @@ def read_secret(name: str, file: Path, size: int = -1, *, private: bool = True) 
     which begins with ``name``."""
     try:
         with file.open("rb") as opened:
-            mode = os.fstat(opened.fileno()).st_mode & 0o777
+            status = os.fstat(opened.fileno())
             content = opened.read(size)
     except OSError as error:
         raise ValueError(f"{name} cannot be read ({error.strerror or error})") from None
-    if private and mode & _OTHERS:
+    mode = status.st_mode & 0o777
+    # A Secret of Kubernetes is root's, and its pod reads it as a group.
+    allowed = 0o040 if status.st_uid == 0 != os.geteuid() else 0
+    if private and mode & _OTHERS & ~allowed:
         raise ValueError(
             f"{name} has mode {mode:04o}, so others than its owner may use it; expected 0600: chmod 600 {file}, and "
             "replace the secret if somebody may have read it"

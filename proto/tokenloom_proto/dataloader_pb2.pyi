@@ -27,7 +27,7 @@ LABELS_SAME: Labels
 LABELS_SHIFTED: Labels
 
 class JoinRequest(_message.Message):
-    __slots__ = ("run", "stream", "rank", "world_size", "batch_size", "attempt", "nonce", "resume", "state_json", "takeover", "process", "peek", "fork", "batch_sizes", "accumulate", "samples")
+    __slots__ = ("run", "stream", "rank", "world_size", "batch_size", "attempt", "nonce", "resume", "state_json", "takeover", "process", "peek", "fork", "batch_sizes", "accumulate", "samples", "release")
     RUN_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,7 @@ class JoinRequest(_message.Message):
     BATCH_SIZES_FIELD_NUMBER: _ClassVar[int]
     ACCUMULATE_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
     run: str
     stream: str
     rank: int
@@ -60,7 +61,8 @@ class JoinRequest(_message.Message):
     batch_sizes: _containers.RepeatedCompositeFieldContainer[BatchSize]
     accumulate: int
     samples: int
-    def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., batch_size: _Optional[int] = ..., attempt: _Optional[str] = ..., nonce: _Optional[str] = ..., resume: _Optional[str] = ..., state_json: _Optional[bytes] = ..., takeover: bool = ..., process: _Optional[str] = ..., peek: bool = ..., fork: bool = ..., batch_sizes: _Optional[_Iterable[_Union[BatchSize, _Mapping]]] = ..., accumulate: _Optional[int] = ..., samples: _Optional[int] = ...) -> None: ...
+    release: str
+    def __init__(self, run: _Optional[str] = ..., stream: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., batch_size: _Optional[int] = ..., attempt: _Optional[str] = ..., nonce: _Optional[str] = ..., resume: _Optional[str] = ..., state_json: _Optional[bytes] = ..., takeover: bool = ..., process: _Optional[str] = ..., peek: bool = ..., fork: bool = ..., batch_sizes: _Optional[_Iterable[_Union[BatchSize, _Mapping]]] = ..., accumulate: _Optional[int] = ..., samples: _Optional[int] = ..., release: _Optional[str] = ...) -> None: ...
 
 class BatchSize(_message.Message):
     __slots__ = ("total_tokens", "batch_size")
@@ -81,7 +83,7 @@ class Source(_message.Message):
     def __init__(self, id: _Optional[int] = ..., spec: _Optional[str] = ..., alias: _Optional[str] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("run_uid", "generation", "start_index", "start_digest", "start_tokens", "sequence_length", "id_type", "labels", "vocab_size", "sources", "group_micro_steps", "snapshot_template", "base", "server_epoch", "sample_lengths", "pads_left", "loss_masks", "mask_boundaries", "global_batch_size", "batch_size", "batch_plans", "stream_samples", "skips")
+    __slots__ = ("run_uid", "generation", "start_index", "start_digest", "start_tokens", "sequence_length", "id_type", "labels", "vocab_size", "sources", "group_micro_steps", "snapshot_template", "base", "server_epoch", "sample_lengths", "pads_left", "loss_masks", "mask_boundaries", "global_batch_size", "batch_size", "batch_plans", "stream_samples", "skips", "release")
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     START_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +107,7 @@ class JoinResponse(_message.Message):
     BATCH_PLANS_FIELD_NUMBER: _ClassVar[int]
     STREAM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     SKIPS_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
     run_uid: str
     generation: int
     start_index: int
@@ -128,7 +131,8 @@ class JoinResponse(_message.Message):
     batch_plans: _containers.RepeatedCompositeFieldContainer[BatchPlan]
     stream_samples: int
     skips: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., start_index: _Optional[int] = ..., start_digest: _Optional[str] = ..., start_tokens: _Optional[int] = ..., sequence_length: _Optional[int] = ..., id_type: _Optional[_Union[IdType, str]] = ..., labels: _Optional[_Union[Labels, str]] = ..., vocab_size: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., group_micro_steps: _Optional[int] = ..., snapshot_template: _Optional[bytes] = ..., base: _Optional[_Union[Base, _Mapping]] = ..., server_epoch: _Optional[int] = ..., sample_lengths: bool = ..., pads_left: bool = ..., loss_masks: bool = ..., mask_boundaries: bool = ..., global_batch_size: _Optional[int] = ..., batch_size: _Optional[int] = ..., batch_plans: _Optional[_Iterable[_Union[BatchPlan, _Mapping]]] = ..., stream_samples: _Optional[int] = ..., skips: _Optional[_Iterable[str]] = ...) -> None: ...
+    release: str
+    def __init__(self, run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., start_index: _Optional[int] = ..., start_digest: _Optional[str] = ..., start_tokens: _Optional[int] = ..., sequence_length: _Optional[int] = ..., id_type: _Optional[_Union[IdType, str]] = ..., labels: _Optional[_Union[Labels, str]] = ..., vocab_size: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., group_micro_steps: _Optional[int] = ..., snapshot_template: _Optional[bytes] = ..., base: _Optional[_Union[Base, _Mapping]] = ..., server_epoch: _Optional[int] = ..., sample_lengths: bool = ..., pads_left: bool = ..., loss_masks: bool = ..., mask_boundaries: bool = ..., global_batch_size: _Optional[int] = ..., batch_size: _Optional[int] = ..., batch_plans: _Optional[_Iterable[_Union[BatchPlan, _Mapping]]] = ..., stream_samples: _Optional[int] = ..., skips: _Optional[_Iterable[str]] = ..., release: _Optional[str] = ...) -> None: ...
 
 class BatchPlan(_message.Message):
     __slots__ = ("begin_index", "batch_size", "group_micro_steps")

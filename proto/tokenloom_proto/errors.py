@@ -115,7 +115,7 @@ class LedgerRolledBack(LedgerError, grpc="DATA_LOSS", http=409):
 
 
 class NotLeader(LedgerError, grpc="UNAVAILABLE", http=503):
-    """Another server has taken this run over: this one's epoch is old."""
+    """Another server has taken this run over: this one's epoch is old. Or the run is in another ledger."""
 
 
 class LeaseHeld(LedgerError, grpc="UNAVAILABLE", http=503):
@@ -189,7 +189,7 @@ class Unauthenticated(TokenloomError, grpc="UNAUTHENTICATED", http=401):
 
 
 class Forbidden(TokenloomError, grpc="PERMISSION_DENIED", http=403):
-    """The token is for reading, and the call needs the one for control. Never retried."""
+    """The token has a lower scope than the call asks for, or is not good for its run. Never retried."""
 
 
 class LimitExceeded(TokenloomError, grpc="RESOURCE_EXHAUSTED", http=409):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -10,8 +13,16 @@ import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from support.memory_service import MemoryService, rank_stats, report_stats, run_stats, source_stats
-from tokenloom_server.api import metrics
+from support.memory_service import (
+    ACCESS,
+    MemoryService,
+    rank_stats,
+    readers_stats,
+    report_stats,
+    run_stats,
+    source_stats,
+)
+from tokenloom_server.api import metric_tables, metrics
 from tokenloom_server.core.wait_reason import WaitReason
 from tokenloom_server.errors import LedgerUnavailable
 from tokenloom_server.storage.cache import FOLDER, block_cache
@@ -20,8 +31,12 @@ from tokenloom_server.storage.cache import FOLDER, block_cache
 Scrape = dict[str, dict[tuple[tuple[str, str], ...], float]]
 
 
+#: The series of a histogram.
+PARTS = ("bucket", "count", "sum")
+
+
 def scrape(service: MemoryService) -> Scrape:
-    registry = metrics.create_registry(service, version="1.2.3")
+    registry = metrics.create_registry(service, version="1.2.3", access=ACCESS)
     found: Scrape = {}
     for family in text_string_to_metric_families(generate_latest(registry).decode()):
         for sample in family.samples:
@@ -46,6 +61,7 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryS
         run_stats(
             "wiki",
             reported=report_stats(),
+            readers=readers_stats(),
             sources=[source_stats(0, alias="code", loss=2.5), source_stats(1, alias="prose")],
         )
     )
@@ -67,12 +83,14 @@ def test_every_metric_equals_the_stats(service: MemoryService) -> None:
     found = scrape(service)
     for run in service.runs.values():
         of_run = {"run": run.run, "stream": run.stream}
-        rows: list[tuple[Any, dict[str, Any], Any]] = [(metric, {}, run) for metric in metrics.RUN_METRICS]
-        rows += [(m, {"source": source.alias}, source) for m in metrics.SOURCE_METRICS for source in run.sources]
-        rows += [(m, {"rank": rank.rank}, rank) for m in metrics.RANK_METRICS for rank in run.ranks]
+        rows: list[tuple[Any, dict[str, Any], Any]] = [(metric, {}, run) for metric in metric_tables.RUN_METRICS]
+        rows += [(m, {}, service.measures[run.run]) for m in metric_tables.MEASURE_METRICS if m.is_counter]
+        rows += [(m, {"source": source.alias}, source) for m in metric_tables.SOURCE_METRICS for source in run.sources]
+        rows += [(m, {"rank": rank.rank}, rank) for m in metric_tables.RANK_METRICS for rank in run.ranks]
         for metric, own, row in rows:
-            own |= {label: metrics.value_of(row, field) for label, field in metric.labels.items()}
-            generation = {"generation": run.generation} if metric.is_counter else {}
+            own |= {label: metric_tables.value_of(row, field) for label, field in metric.labels.items()}
+            rewinds = metric.is_counter and metric not in metric_tables.MEASURE_METRICS
+            generation = {"generation": run.generation} if rewinds else {}
             value = found.get(metric.name, {}).get(labels(**of_run, **own, **generation))
             assert value == metric.value(row), metric.name
 
@@ -98,30 +116,100 @@ def test_metrics_come_from_the_fields_that_their_names_say(service: MemoryServic
     assert found["tokenloom_server_info"] == {labels(version="1.2.3"): 1}
 
 
+def test_what_a_server_measures_is_counted_in_buckets_and_by_label(service: MemoryService) -> None:
+    scrape(service)
+    measures = service.measures["wiki"]
+    for seconds in (0.001, 0.004, 60.0):
+        measures.commits.observe(seconds)
+    measures.storage.retries.add(2)
+    for _ in range(3):
+        service.rpc_errors.add("Stream", "FAILED_PRECONDITION", "Fenced")
+    found, run = scrape(service), {"run": "wiki", "stream": "train"}
+    buckets = found["tokenloom_commit_duration_seconds_bucket"]
+    at_most = {bound: buckets[labels(**run, le=bound)] for bound in ("0.001", "0.0025", "0.005", "5.0", "+Inf")}
+    assert at_most == {"0.001": 1, "0.0025": 1, "0.005": 2, "5.0": 2, "+Inf": 3}
+    assert found["tokenloom_commit_duration_seconds_sum"][labels(**run)] == pytest.approx(60.005)
+    assert found["tokenloom_commit_duration_seconds_count"][labels(**run)] == 3
+    assert found["tokenloom_storage_retries_total"][labels(**run)] == 2
+    of = labels(rpc="Stream", code="FAILED_PRECONDITION", error="Fenced")
+    assert found["tokenloom_rpc_errors_total"] == {of: 3}
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_promtool_has_nothing_to_say_of_the_metrics(service: MemoryService) -> None:
+    scrape(service)
+    service.rpc_errors.add("Join", "UNAVAILABLE", "NotLeader")
+    text = generate_latest(metrics.create_registry(service, version="1", access=ACCESS))
+    checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, check=False)
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
+
+
+def test_when_a_source_ends_follows_from_what_is_left_its_share_and_the_rate(service: MemoryService) -> None:
+    source = source_stats(0, alias="code", remaining_samples=1000, target_share=0.25)
+    others = [
+        source_stats(1, target_share=0.0),
+        source_stats(2, exhausted=True),
+        source_stats(3, remaining_samples=None),
+    ]
+    service.put(run_stats("wiki", sources=[source, *others], tokens_per_s=512.0, sequence_length=512))
+    service.put(run_stats("code", tokens_per_s=0.0))
+    ends = scrape(service)["tokenloom_source_ends_in_seconds"]
+    assert ends == {labels(run="wiki", stream="train", source="code"): 4000}
+
+
 def test_what_is_waited_for_is_a_series_for_each_reason() -> None:
     service = MemoryService()
     service.put(run_stats("wiki", waiting_for="storage: s3://bucket/a (for 3 s)", waiting_reason="storage"))
     waits = scrape(service)["tokenloom_waiting"]
     reasons = {reason: waits[labels(run="wiki", stream="train", reason=reason)] for reason in get_args(WaitReason)}
-    assert reasons == {"ranks": 0, "storage": 1, "ledger": 0, "lease": 0, "rows": 0}
+    assert reasons == {"ranks": 0, "storage": 1, "readers": 0, "ledger": 0, "lease": 0, "rows": 0}
     service.put(run_stats("wiki"))
     assert set(scrape(service)["tokenloom_waiting"].values()) == {0}
 
 
+def test_readers_have_series_for_each_node_and_source(service: MemoryService) -> None:
+    found, at = scrape(service), labels(run="wiki", stream="train", node="a-node")
+    assert found["tokenloom_reader_tokens_total"] == {at: 1_000_000}
+    assert found["tokenloom_reader_cpu_seconds_total"] == {at: 0.0415}
+    of = labels(run="wiki", stream="train", source="code")
+    assert found["tokenloom_reader_rows_ahead"] == {of: 5000}
+    assert found["tokenloom_reader_asked_again_total"] == {of: 3}
+
+
 def test_counters_are_counters_and_everything_else_is_a_gauge(service: MemoryService) -> None:
-    text = generate_latest(metrics.create_registry(service, version="1")).decode()
+    text = generate_latest(metrics.create_registry(service, version="1", access=ACCESS)).decode()
     for family in text_string_to_metric_families(text):
-        assert family.name.startswith("tokenloom_")
+        assert family.name.startswith(("tokenloom_", "process_"))
         assert family.documentation
-        expected = "counter" if family.samples[0].name.endswith("_total") else "gauge"
-        assert family.type == expected, family.name
+        for sample in family.samples[:1]:
+            ending = sample.name.rpartition("_")[2]
+            assert family.type == {"total": "counter", "bucket": "histogram"}.get(ending, "gauge"), family.name
 
 
 def test_no_metric_is_exposed_that_the_tables_do_not_list(service: MemoryService) -> None:
-    tables = (metrics.SERVER_METRICS, metrics.READ_METRICS, metrics.RUN_METRICS, metrics.WAITING_METRICS)
-    listed = {metric.name for table in (*tables, metrics.SOURCE_METRICS, metrics.RANK_METRICS) for metric in table}
-    exposed = {name for name in scrape(service) if not name.startswith("tokenloom_process_")}
-    assert exposed == listed
+    service.rpc_errors.add("Join", "UNAVAILABLE", "NotLeader")
+    service.snapshot("wiki", None, save=True)
+    listed = {metric.name for _, table in metric_tables.TABLES for metric in table}
+    parts = {f"{name}_{part}" for name in listed if name.endswith("_duration_seconds") for part in PARTS}
+    exposed = {name for name in scrape(service) if not name.startswith("process_")}
+    assert exposed == {name for name in listed if not name.endswith("_duration_seconds")} | parts
+
+
+def test_the_page_says_how_many_series_there_are(service: MemoryService) -> None:
+    service.put(run_stats(reported=report_stats(), sources=[source_stats(loss=2.5)], ranks=[rank_stats()]))
+    service.snapshot("wiki-and-code", None, save=True)
+    levels = {"server": 0, "run": 0, "source": 0, "rank": 0}
+    for name, series in scrape(service).items():
+        for key in [] if name.startswith("process_") else series:
+            names = dict(key)
+            if names.get("run") in (None, "wiki-and-code"):
+                levels[next((level for level in ("rank", "source", "run") if level in names), "server")] += 1
+    page = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    stated = re.search(r"`(\d+) \+ (\d+) R \+ (\d+) S \+ (\d+) W`", page)
+    assert stated is not None
+    limits = [*map(int, stated.groups())]
+    levels["server"] += 6  # of the process
+    assert all(limit / 1.5 < count <= limit for count, limit in zip(levels.values(), limits, strict=True)), levels
 
 
 def test_what_is_not_known_is_left_out(service: MemoryService) -> None:
@@ -161,10 +249,10 @@ def test_a_run_that_cannot_be_read_costs_its_own_figures_only(service: MemorySer
 def test_without_runs_the_server_still_answers_for_itself() -> None:
     found = scrape(MemoryService(reason="starting"))
     assert found["tokenloom_ready"] == {(): 0}
-    assert found["tokenloom_process_resident_memory_bytes"][()] > 0
+    assert found["process_resident_memory_bytes"][()] > 0
 
 
 def test_the_global_registry_stays_untouched(service: MemoryService) -> None:
-    metrics.create_registry(service, version="1")
-    metrics.create_registry(service, version="1")
+    metrics.create_registry(service, version="1", access=ACCESS)
+    metrics.create_registry(service, version="1", access=ACCESS)
     assert not [family.name for family in REGISTRY.collect() if family.name.startswith("tokenloom_")]

@@ -233,7 +233,7 @@ def test_of_a_ranks_streams_that_nobody_reads_two_stay(served: tuple[ServedRun, 
         session = coordinator.attach(joined.run_uid, joined.generation, 0, "nonce-0", 0, 0)
         progress = wire.Progress(credit_micro_steps=4)
         call = UnreadCall()
-        streams.add(session, wire.StreamOpen(progress=progress), cast("DetachedCall", call))
+        streams.add(session, wire.StreamOpen(progress=progress), lambda: None, cast("DetachedCall", call))
         calls.append(call)
         until(lambda call=call: call.sends == 1)  # type: ignore[misc]
         assert [each.cancelled for each in calls] == [place < number - 1 for place in range(number + 1)]

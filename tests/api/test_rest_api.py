@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import logging
 import signal
@@ -16,11 +18,11 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.hostile import TEXTS, is_shown_as_it_is
-from support.memory_service import MemoryService, run_plan, run_stats
+from support.memory_service import MemoryService, run_event, run_history, run_plan, run_stats
 from support.waiting import wait_for
 from tokenloom_proto.seal import unseal
 from tokenloom_server import errors
-from tokenloom_server.api.page import FILES
+from tokenloom_server.api.page import page_files
 from tokenloom_server.api.rest.guard import MAX_BODY_BYTES
 from tokenloom_server.api.rest.problems import HTTP_ERRORS, SECURITY_HEADERS
 from tokenloom_server.api.rest.resources.plan import MAX_PLANS
@@ -97,6 +99,7 @@ def raw(server: RestServer, *parts: bytes, read_timeout_s: float = 5) -> bytes:
 def test_runs_are_listed_with_what_a_newcomer_needs_to_connect(http: httpx.Client) -> None:
     assert http.get("/v1/runs").json() == {
         "runs": [RUN],
+        "broken": [],
         "version": version("tokenloom"),
         "grpc_address": "127.0.0.1:50051",
     }
@@ -120,6 +123,27 @@ def test_a_plan_goes_to_the_end_or_as_far_as_it_is_asked_to(http: httpx.Client) 
         assert part in refused
     problem(http.get(f"/v1/runs/{RUN}/plan", params={"tokens": "1" * 33}), 422, "InvalidRequest")
     problem(http.get("/v1/runs/other/plan"), 404, "NotFound")
+
+
+def test_a_change_is_planned_and_not_made(http: httpx.Client, service: MemoryService) -> None:
+    url, change = f"/v1/runs/{RUN}/plan", {"set": [{"child": "code", "weight": None}]}
+    planned = http.post(url, json=change, params={"tokens": "1B"}).json()
+    assert planned["revision"]["changes"] == ["code: changed"]
+    assert planned["plan"]["until_tokens"] == 10**9
+    assert not service.revisions[RUN]
+    # What would open files of the server takes a PATCH, and so the token for control.
+    for opens in ("add", "append_files", "mixture", "exclude"):
+        assert opens in problem(http.post(url, json={opens: []}), 422, "InvalidRequest")
+    problem(http.post("/v1/runs/other/plan", json=change), 404, "NotFound")
+
+
+def test_a_sample_of_a_source_comes_by_its_number_or_at_random(http: httpx.Client) -> None:
+    url = f"/v1/runs/{RUN}/samples"
+    by_number = http.get(url, params={"source": "prose", "number": "4", "text": "true"}).json()
+    assert (by_number["source"], by_number["sample"], len(by_number["ids"])) == ("prose", 8, 512)
+    assert http.get(url, params={"source": "prose"}).json()["ids"] is None
+    assert "it has ['code', 'prose']" in problem(http.get(url, params={"source": "web"}), 404, "NotFound")
+    assert "source" in problem(http.get(url), 422, "InvalidRequest")
 
 
 def test_more_plans_than_a_server_makes_at_once_are_refused_and_others_answered(
@@ -312,6 +336,42 @@ def test_an_unknown_query_parameter_is_refused_with_those_that_are_known(http: h
     assert problem(plan, 422, "InvalidRequest").endswith("did you mean tokens?")
 
 
+def test_history_and_events_are_the_same_as_csv_and_refuse_what_is_no_time(
+    http: httpx.Client, service: MemoryService
+) -> None:
+    service.histories[RUN] = run_history(RUN, points=2, code=[1, 2], web=[None, 4])
+    service.happened[RUN] = [run_event(), run_event(1, kind="audit", text='set "a",\nthen b', author="ada")]
+
+    def table(path: str) -> list[dict[str, str]]:
+        answer = http.get(path, params={"format": "csv"})
+        assert answer.headers["content-type"] == "text/csv; charset=utf-8"
+        return [*csv.DictReader(io.StringIO(answer.text, newline=""))]
+
+    def written(value: object) -> str:
+        return "" if value is None else str(value)
+
+    history = http.get(f"/v1/runs/{RUN}/history").json()
+    columns = {name: values for name, values in history.items() if isinstance(values, list) and name != "sources"}
+    for source in history["sources"]:
+        columns |= {f"{name}[{source['alias']}]": of for name, of in source.items() if isinstance(of, list)}
+    lines = [{name: written(values[place]) for name, values in columns.items()} for place in range(2)]
+    assert table(f"/v1/runs/{RUN}/history") == lines
+    events = http.get(f"/v1/runs/{RUN}/events").json()["events"]
+    assert table(f"/v1/runs/{RUN}/events") == [{name: written(of) for name, of in one.items()} for one in events]
+    assert len(http.get(f"/v1/runs/{RUN}/events", params={"kind": ["audit"]}).json()["events"]) == 1
+
+    for params, said in (
+        ({"from": "yesterday"}, "from is 'yesterday'; expected Unix seconds, or ISO 8601"),
+        ({"to": "nan"}, "to is 'nan'; expected"),
+        ({"from": "2026-01-02", "to": "2026-01-01T00:00:00Z"}, "swap them"),
+    ):
+        for path in ("history", "events"):
+            assert said in problem(http.get(f"/v1/runs/{RUN}/{path}", params=params), 422, "ConfigError")
+    for params in ({"points": "2001"}, {"points": "1"}, {"format": "xml"}):
+        problem(http.get(f"/v1/runs/{RUN}/history", params=params), 422, "InvalidRequest")
+    problem(http.get(f"/v1/runs/{RUN}/events", params={"kind": "party"}), 422, "InvalidRequest")
+
+
 def test_an_unknown_field_is_named(http: httpx.Client) -> None:
     answer = http.post(f"/v1/runs/{RUN}/snapshots", json={"sample_idx": 1})
     assert problem(answer, 422, "InvalidRequest").startswith("body.sample_idx: found a field that is not known")
@@ -425,7 +485,7 @@ def test_poison_is_refused_on_every_route(http: httpx.Client, service: MemorySer
 
 def test_every_post_route_refuses_what_the_guard_refuses(http: httpx.Client, service: MemoryService) -> None:
     writes = [(method, path.format(run=RUN, number=1)) for path, method, _ in operations(http) if method != "get"]
-    assert len(writes) == 6
+    assert len(writes) == 10
     for each in writes:
         plain = {"content-type": "text/plain"}
         problem(http.request(*each), 415, "ContentTypeRequired")
@@ -578,7 +638,13 @@ def test_openapi_documents_every_route_its_errors_and_an_example(http: httpx.Cli
     paths = {f"{method.upper()} {path}" for path, method, _ in operations(http)}
     assert paths == {
         "GET /v1/runs",
+        "GET /v1/summaries",
+        "POST /v1/runs",
+        "DELETE /v1/runs/{run}",
+        "POST /v1/runs/{run}/reload",
         "GET /v1/runs/{run}/stats",
+        "GET /v1/runs/{run}/history",
+        "GET /v1/runs/{run}/events",
         "GET /v1/runs/{run}/losses",
         "GET /v1/runs/{run}/plan",
         "GET /v1/runs/{run}/plan.svg",
@@ -589,6 +655,8 @@ def test_openapi_documents_every_route_its_errors_and_an_example(http: httpx.Cli
         "GET /v1/runs/{run}/snapshots/{snapshot_id}",
         "POST /v1/runs/{run}/restore",
         "POST /v1/runs/{run}/fork",
+        "POST /v1/runs/{run}/plan",
+        "GET /v1/runs/{run}/samples",
         "GET /v1/runs/{run}/samples/{index}",
         "GET /v1/runs/{run}/micro-steps/{micro_step}",
         "GET /v1/runs/{run}/mixture",
@@ -621,7 +689,7 @@ def test_each_http_status_has_one_name() -> None:
 
 
 def test_the_page_is_served_from_the_package_and_points_nowhere_else(http: httpx.Client) -> None:
-    for url, (_, media_type) in FILES.items():
+    for url, _, media_type in page_files():
         answer = http.get(url)
         assert answer.status_code == 200
         assert answer.headers["content-type"] == media_type

@@ -41,7 +41,9 @@ from tokenloom_server.api.grpc import servicer
 from tokenloom_server.api.grpc.auth_interceptor import PEEK_THREADS, READ_THREADS
 from tokenloom_server.api.grpc.rpc import MAX_REPORT_BYTES, MAX_REQUEST_BYTES, SMALL_REQUEST_BYTES
 from tokenloom_server.api.grpc.server import MAX_CALLS
+from tokenloom_server.api.page import page_files
 from tokenloom_server.api.rest.app import create_app
+from tokenloom_server.api.rest.routes import Backend
 from tokenloom_server.api.rest.server import RestServer
 from tokenloom_server.api.service import Runs
 from tokenloom_server.cli.serve import ServerAccess
@@ -66,8 +68,8 @@ BROUGHT: dict[str, tuple[str | None, Scope]] = {
     "the token without a scheme": (CONTROL, Scope.OPEN),
     "the token as a password": (f"Basic {CONTROL}", Scope.OPEN),
     "the token for reading": (f"Bearer {READ}", Scope.READ),
-    "the token for control": (f"Bearer {CONTROL}", Scope.CONTROL),
-    "a scheme in small letters": (f"bearer {CONTROL}", Scope.CONTROL),
+    "the token for control": (f"Bearer {CONTROL}", Scope.ADMIN),
+    "a scheme in small letters": (f"bearer {CONTROL}", Scope.ADMIN),
 }
 
 # Tokens
@@ -115,7 +117,7 @@ def test_what_is_no_token_is_refused_and_never_shown(tmp_path: Path, text: str) 
 
 def test_an_empty_read_token_is_none_and_an_empty_control_token_is_refused() -> None:
     access = Access.find({"TOKENLOOM_TOKEN": CONTROL, "TOKENLOOM_READ_TOKEN": ""})
-    assert access.check(f"Bearer {CONTROL}", Scope.CONTROL) is Scope.CONTROL
+    assert access.check(f"Bearer {CONTROL}", Scope.CONTROL).scope is Scope.ADMIN
     with pytest.raises(Unauthenticated):
         access.check("Bearer ", Scope.READ)
     with pytest.raises(ConfigError, match="TOKENLOOM_TOKEN holds nothing"):
@@ -145,7 +147,7 @@ def test_a_token_that_the_server_made_is_the_same_after_a_restart_and_one_that_i
         ServerAccess(make_token=True).access(again)
     monkeypatch.setenv("TOKENLOOM_TOKEN", CONTROL)
     assert ServerAccess(make_token=True).made_token(folder) is None
-    assert ServerAccess(make_token=True).access(None).check(f"Bearer {CONTROL}", Scope.CONTROL) is Scope.CONTROL
+    assert ServerAccess(make_token=True).access(None).check(f"Bearer {CONTROL}", Scope.CONTROL).scope is Scope.ADMIN
 
 
 def test_a_token_that_cannot_be_kept_or_is_not_there_is_an_error_that_says_what_to_do(
@@ -197,7 +199,7 @@ def test_a_token_may_travel_in_the_clear_on_this_machine_and_where_it_is_allowed
 # REST: every route that the app has
 
 
-APP = create_app(MemoryService(), version="0")
+APP = create_app(Backend(MemoryService(), "0"))
 #: By method and path.
 SCOPES = APP.resource_routes.scopes
 
@@ -222,10 +224,10 @@ def test_everybody_hears_whether_a_server_is_ready_and_readers_alone_why_not(
 
 
 def test_only_health_and_the_pages_own_files_are_open() -> None:
-    assert {path for (_, path), scope in SCOPES.items() if scope is Scope.OPEN} == {
-        *("/healthz", "/readyz", "/", "/page/page.css", "/page/page.js", "/page/icon.svg")
-    }
-    assert {method for (method, _), scope in SCOPES.items() if scope < Scope.CONTROL} == {"GET"}
+    open_to_all = {path for (_, path), scope in SCOPES.items() if scope is Scope.OPEN}
+    assert open_to_all == {"/healthz", "/readyz", *(url for url, _, _ in page_files())}
+    looking = {(method, path) for (method, path), scope in SCOPES.items() if scope < Scope.CONTROL and method != "GET"}
+    assert looking == {("POST", "/v1/runs/{run}/plan")}, "changes nothing"
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +258,10 @@ def test_a_route_answers_who_brings_what_it_asks_for_and_nobody_else(
     http: httpx.Client, service: MemoryService, method: str, path: str
 ) -> None:
     url = path.format(run=RUN, snapshot_id="s0-4096", index=4095, micro_step=3, number=1)
+    url += "?source=code" if path.endswith("/samples") else ""
     bodies = {"POST": b'{"sample_index": 12}', "PATCH": b'{"reason": "because"}'}
+    if of_server := {"/v1/runs": b'{"file": "/srv/runs/new.yaml"}', f"/v1/runs/{RUN}/reload": b"{}"}.get(url):
+        bodies["POST"] = of_server
     body = {"content": bodies[method]} if method in bodies else {}
     needed = SCOPES[method, path]
     for what, (header, scope) in BROUGHT.items():
@@ -272,7 +277,7 @@ def test_a_route_answers_who_brings_what_it_asks_for_and_nobody_else(
         status, name = (403, "Forbidden") if scope is Scope.READ else (401, "Unauthenticated")
         assert (answer.status_code, answer.json()["error"]) == (status, name), what
         assert answer.headers["www-authenticate"].startswith('Bearer realm="tokenloom"')
-        assert ('scope="control"' in answer.headers["www-authenticate"]) is (status == 403)
+        assert (f'scope="{needed.name.lower()}"' in answer.headers["www-authenticate"]) is (status == 403)
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert service.calls == 0, f"{what}: the service was asked"
 
@@ -349,7 +354,8 @@ def test_only_health_is_open_and_what_trains_or_changes_something_takes_control(
 
     assert names[Scope.OPEN] == {"Check"}
     # And what BY_REQUEST has.
-    assert names[Scope.CONTROL] == {"Restore", "Report"}
+    assert names[Scope.TRAIN] == {"Report"}
+    assert names[Scope.CONTROL] == {"Restore"}
 
 
 @pytest.fixture(scope="module")

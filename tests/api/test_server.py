@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pyarrow as pa
@@ -21,6 +22,7 @@ from support.memory_service import MemoryService
 from support.served import over_grpc, runs_of
 from support.server_process import ServerProcess
 from support.trainer import World
+from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_server.api import grpc as grpc_service
 from tokenloom_server.api.grpc import GrpcServer, stream
@@ -64,6 +66,26 @@ def mixture(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize("further", [{}, {"peek": True}, {"stream": "evaluated"}])
+def test_a_client_two_minor_versions_away_is_refused_before_anything_is_opened(
+    mixture: Path, monkeypatch: pytest.MonkeyPatch, further: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("tokenloom_server.api.grpc.servicer.own_release", lambda: "0.5.0")
+    join: dict[str, Any] = {"run": "ids", "world_size": 1, "batch_size": 1, "attempt": "a", "nonce": "n"}
+    with (
+        runs_of(mixture.parent, mixture) as runs,
+        over_grpc(runs) as address,
+        grpc.insecure_channel(address) as channel,
+    ):
+        stub = DataLoaderStub(channel)
+        with pytest.raises(grpc.RpcError, match=r"client is Tokenloom 0\.3\.2, and this server 0\.5\.0"):
+            stub.Join(wire.JoinRequest(**join | further, release="0.3.2"), timeout=30)
+        assert runs.get("ids").stats.read().generation == 0
+        if not further:
+            assert stub.Join(wire.JoinRequest(**join, release="0.4.9"), timeout=30).release == "0.5.0"
+            assert runs.get("ids").stats.read().ranks[0].release == "0.4.9"
+
+
 def test_a_server_gets_ready_without_what_its_first_batch_does_not_need() -> None:
     modules = ", ".join(f"tokenloom_server.{name}" for name in READY)
     code = f"import json, sys, {modules}; print(json.dumps(sorted(sys.modules)))"
@@ -102,7 +124,7 @@ def test_the_runs_that_rest_is_tested_with_have_the_owners_of_real_ones(mixture:
     with runs_of(tmp_path, mixture) as runs:
         for name, owner in vars(MemoryService().get("any")).items():
             for method in vars(owner) if isinstance(owner, SimpleNamespace) else ():
-                assert callable(getattr(getattr(runs.get("ids"), name), method)), f"{name}.{method}"
+                assert hasattr(getattr(runs.get("ids"), name), method), f"{name}.{method}"
 
 
 def test_a_stream_that_is_opened_and_never_begun_is_ended(

@@ -115,11 +115,11 @@ def install(arm_file: Path, mutant: str) -> None:
     open_ledger = server.open_ledger
 
     def open_pointed(url: str, base_dir: Path) -> Any:
-        from tokenloom_server.run.history import History
+        from tokenloom_server.run.past_states import PastStates
 
-        patched: Any = History
-        patched.snapshot = points.behind("snapshot", History.snapshot)
-        patched.forward = points.behind("forward", History.forward)
+        patched: Any = PastStates
+        patched.snapshot = points.behind("snapshot", PastStates.snapshot)
+        patched.forward = points.behind("forward", PastStates.forward)
         ledger: Any = open_ledger(url, base_dir)
         if mutant:
             script, line = MUTANTS[mutant]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -12,7 +13,7 @@ import grpc
 import pytest
 from tokenloom import ConnectionOptions, Forbidden, RemoteDataset, Unauthenticated
 from tokenloom_proto import dataloader_pb2 as wire
-from tokenloom_proto.credentials import Credentials, TlsFiles
+from tokenloom_proto.credentials import Credentials, TlsFiles, read_secret
 
 TOKEN = "a-token-0123456789"
 
@@ -149,3 +150,22 @@ def test_a_refusal_at_the_entry_is_final(refusing: Any, error: type[Exception], 
 
     assert calls == [f"/{wire.DESCRIPTOR.services_by_name['DataLoader'].full_name}/Join"]
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(("mode", "owner", "is_read"), [(0o640, 0, True), (0o644, 0, False), (0o640, 1000, False)])
+def test_a_key_that_is_roots_may_be_read_by_the_group_of_a_server_that_is_not_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, owner: int, is_read: bool
+) -> None:
+    """As Kubernetes mounts a Secret."""
+    file = tmp_path / "tls.key"
+    file.write_bytes(b"key")
+    file.chmod(mode)
+    status = file.stat()
+    theirs = os.stat_result([*status[:4], owner, *status[5:]])
+    monkeypatch.setattr(os, "geteuid", lambda: 10001)
+    monkeypatch.setattr(os, "fstat", lambda descriptor: theirs)
+    if is_read:
+        assert read_secret("the key", file) == b"key"
+    else:
+        with pytest.raises(ValueError, match=f"the key has mode 0{mode:o}"):
+            read_secret("the key", file)

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import yaml
 from support.ports import free_port
-from support.redis_server import RedisServer
+from support.redis_server import RedisServer, compose_version
 from support.server_process import CommandLine, server_forks
 from support.waiting import wait_for
 from tokenloom import ConnectionOptions, RemoteDataset
@@ -126,7 +126,10 @@ def test_both_services_run_with_as_little_as_they_need(compose: dict[str, Any]) 
 def test_the_ledger_is_kept_in_a_named_volume_and_its_image_has_a_full_version(
     compose: dict[str, Any], ledger: Service
 ) -> None:
-    assert re.fullmatch(r"redis:\d+\.\d+\.\d+", ledger["image"])
+    assert re.fullmatch(rf"redis:{re.escape(compose_version())}\.\d+", ledger["image"])
+    for folder in ("deploy", "examples"):
+        for path in (ROOT / folder).rglob("*.yaml"):
+            assert {*re.findall(r"image: (redis:\S+)", path.read_text(encoding="utf-8"))} <= {ledger["image"]}, path
     assert ledger["volumes"] == ["ledger:/data"]
     assert "ledger" in compose["volumes"]
 
@@ -212,6 +215,8 @@ def compose_redis(ledger: Service, tmp_path: Path) -> Iterator[RedisServer]:
 
 def test_redis_takes_the_command_and_keeps_what_it_acknowledged_when_it_is_killed(compose_redis: RedisServer) -> None:
     with compose_redis.client() as client:
+        # What is tested here, and by all other tests, is of the version that Compose starts.
+        assert client.info("server")["redis_version"].startswith(f"{compose_version()}.")
         # One at a time: a Redis before 7 takes no more.
         found = {}
         for setting in ("appendonly", "appendfsync", "maxmemory-policy", "save"):

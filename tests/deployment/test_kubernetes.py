@@ -1,4 +1,4 @@
-"""The Kubernetes manifest: its parts are held against each other, and what they run is run, without a cluster."""
+"""The Kubernetes manifests: what kustomize makes of them is checked part by part, and its commands are run here."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
 from support.catalog import CATALOG
@@ -18,24 +19,21 @@ from support.ports import free_port
 from support.redis_server import RedisServer
 from support.server_process import MAIN, server_forks
 from tokenloom import ConnectionOptions, RemoteDataset
+from tokenloom_server.cli.app import app
 from tokenloom_server.config import mixture_file as config
+from typer.main import get_command
 
 ROOT = Path(__file__).resolve().parents[2]
-MANIFEST = ROOT / "examples" / "kubernetes" / "tokenloom.yaml"
+FOLDER = ROOT / "deploy" / "kubernetes"
+#: What kustomize makes of each folder, by ``make kubernetes``.
+RENDERED = {path.stem: path for path in sorted((Path(__file__).parent / "kubernetes").glob("*.yaml"))}
+#: Of Kubernetes, the oldest release whose maintenance has not ended for long.
+SCHEMAS = "1.31"
 TOKEN = "a-token-for-kubernetes-0123456789"
 DEADLINE_S = 60.0
+SERVERS = ("tokenloom", "tokenloom-standby")
 
 Object = dict[str, Any]
-#: What each kind is of, and what its spec must have.
-KINDS = {
-    "ConfigMap": ("v1", set()),
-    "PersistentVolumeClaim": ("v1", {"accessModes", "resources"}),
-    "Service": ("v1", {"selector", "ports"}),
-    "Deployment": ("apps/v1", {"replicas", "selector", "template", "strategy"}),
-    "StatefulSet": ("apps/v1", {"replicas", "selector", "template", "serviceName"}),
-    "Job": ("batch/v1", {"template", "completions", "parallelism", "completionMode"}),
-    "NetworkPolicy": ("networking.k8s.io/v1", {"podSelector", "policyTypes", "ingress"}),
-}
 
 
 def assert_keys_stand_once(node: yaml.Node) -> None:
@@ -50,13 +48,10 @@ def assert_keys_stand_once(node: yaml.Node) -> None:
             assert_keys_stand_once(value)
 
 
-@pytest.fixture(scope="module")
-def objects() -> dict[tuple[str, str], Object]:
-    """By kind and name."""
-    text = MANIFEST.read_text(encoding="utf-8")
-    for document in yaml.compose_all(text, yaml.SafeLoader):
-        assert_keys_stand_once(document)
-    found = list(yaml.safe_load_all(text))
+@pytest.fixture(scope="module", params=[name for name in RENDERED if name != "trainer"])
+def objects(request: pytest.FixtureRequest) -> dict[tuple[str, str], Object]:
+    """By kind and name: a server as it is rendered, with the trainer."""
+    found = [item for name in (request.param, "trainer") for item in yaml.safe_load_all(RENDERED[name].read_text())]
     named = {(item["kind"], item["metadata"]["name"]): item for item in found}
     assert len(named) == len(found), "two objects of one kind and name"
     return named
@@ -79,12 +74,38 @@ def environment(of: Object) -> dict[str, Object]:
 # --- What the parts say of each other ----------------------------------------------------------------------------
 
 
-def test_every_object_is_of_a_kind_with_what_that_needs(objects: dict[tuple[str, str], Object]) -> None:
+@pytest.mark.parametrize("name", RENDERED)
+def test_what_is_rendered_is_what_kustomize_makes(name: str) -> None:
+    (folder,) = [
+        path.parent
+        for path in FOLDER.rglob("kustomization.yaml")
+        if path.parent.name == name and "components" not in path.parts
+    ]
+    for path in folder.glob("*.yaml"):
+        for document in yaml.compose_all(path.read_text(encoding="utf-8"), yaml.SafeLoader):
+            assert_keys_stand_once(document)
+    if (kubectl := shutil.which("kubectl")) is not None:
+        done = subprocess.run([kubectl, "kustomize", folder], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert RENDERED[name].read_text(encoding="utf-8") == done.stdout, "make kubernetes"
+
+
+def test_every_object_is_as_its_schema_says(objects: dict[tuple[str, str], Object]) -> None:
     for (kind, name), item in objects.items():
-        version, needed = KINDS[kind]
-        assert item["apiVersion"] == version, name
-        assert needed <= item.get("spec", {}).keys(), name
         assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name)
+        if kind == "ServiceMonitor":  # Prometheus's operator brings it, with its schema
+            (endpoint,) = item["spec"]["endpoints"]
+            assert endpoint["authorization"] == {"credentials": {"name": "tokenloom", "key": "read-token"}}
+            services = [each for (of, _), each in objects.items() if of == "Service"]
+            chosen = [
+                each
+                for each in services
+                if item["spec"]["selector"]["matchLabels"].items() <= each["metadata"]["labels"].items()
+            ]
+            assert chosen
+            assert all(endpoint["port"] in {port["name"] for port in each["spec"]["ports"]} for each in chosen)
+        else:
+            kubernetes_validate.validate(item, SCHEMAS, strict=True)
 
 
 def test_selectors_find_the_pods_that_they_are_for(objects: dict[tuple[str, str], Object]) -> None:
@@ -100,10 +121,12 @@ def test_selectors_find_the_pods_that_they_are_for(objects: dict[tuple[str, str]
         elif kind == "Service":
             assert found(spec["selector"]) == 1, name
         elif kind == "NetworkPolicy":
-            assert found(spec["podSelector"]["matchLabels"]) == 1, name
+            assert found(spec["podSelector"]["matchLabels"]) >= 1, name
             # Prometheus is of another namespace, and not of this file.
             own = [source for rule in spec["ingress"] for source in rule["from"] if "namespaceSelector" not in source]
-            assert all(found(source["podSelector"]["matchLabels"]) == 1 for source in own), name
+            assert all(found(source["podSelector"]["matchLabels"]) >= 1 for source in own), name
+        elif kind == "PodDisruptionBudget":
+            assert found(spec["selector"]["matchLabels"]) == len(pods(objects).keys() & {*SERVERS}), name
 
 
 def test_every_port_that_is_named_is_one_of_the_pods(objects: dict[tuple[str, str], Object]) -> None:
@@ -113,7 +136,7 @@ def test_every_port_that_is_named_is_one_of_the_pods(objects: dict[tuple[str, st
     }
     assert ports == {
         "tokenloom": {"grpc": 50051, "rest": 8080, "health": 8081},
-        "tokenloom-redis": {"redis": 6379},
+        **({"tokenloom-redis": {"redis": 6379}} if "tokenloom-redis" in pods(objects) else {}),
         "trainer": {"master": 29500},
     }
     for (kind, name), item in objects.items():
@@ -150,7 +173,8 @@ def test_the_token_comes_from_a_secret_that_is_not_in_the_file(objects: dict[tup
     secret = {"valueFrom": {"secretKeyRef": {"name": "tokenloom", "key": "token"}}}
     for name in ("tokenloom", "trainer"):
         assert environment(container(pods(objects)[name]))["TOKENLOOM_TOKEN"] == {"name": "TOKENLOOM_TOKEN", **secret}
-    for text in (MANIFEST.read_text(encoding="utf-8"), (ROOT / "docs/integrations/kubernetes.md").read_text("utf-8")):
+    for file in (FOLDER / "base" / "kustomization.yaml", ROOT / "docs" / "integrations" / "kubernetes.md"):
+        text = file.read_text(encoding="utf-8")
         assert "kubectl create secret generic tokenloom --from-literal=token=" in text
         assert "--from-literal=read-token=" in text
     assert not any(kind == "Secret" for kind, _ in objects)
@@ -177,7 +201,7 @@ def test_prometheus_may_scrape_with_the_token_for_reading_and_reaches_nothing_el
 
 
 def test_servers_run_with_as_little_as_they_need(objects: dict[tuple[str, str], Object]) -> None:
-    for name in ("tokenloom", "tokenloom-redis"):
+    for name in pods(objects).keys() - {"trainer"}:
         pod, own = pods(objects)[name], container(pods(objects)[name])
         assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
         assert pod["spec"]["securityContext"]["runAsUser"] > 0
@@ -219,6 +243,19 @@ def test_the_trainers_ranks_and_names_fit(objects: dict[tuple[str, str], Object]
 # --- What they run -----------------------------------------------------------------------------------------------
 
 
+def test_a_standby_is_the_same_server_with_the_same_secrets(objects: dict[tuple[str, str], Object]) -> None:
+    first, *others = [container(pods(objects)[name]) for name in SERVERS if name in pods(objects)]
+    assert get_command(app).commands["serve"].make_context("serve", first["args"][1:])  # type: ignore[attr-defined]
+    assert others in ([], [first])
+    assert ("--standby" in first["args"]) == bool(others)
+    ledger = environment(first)["TOKENLOOM_LEDGER"]
+    if "tokenloom-redis" not in pods(objects):
+        expected: Object = {"valueFrom": {"secretKeyRef": {"name": "tokenloom-ledger", "key": "ledger"}}}
+        assert ledger == {"name": "TOKENLOOM_LEDGER", **expected}
+        assert {"--tls-cert=/tls/tls.crt", "--tls-key=/tls/tls.key"} <= set(first["args"])
+
+
+@pytest.mark.parametrize("objects", ["base"], indirect=True)
 def test_with_redis_away_the_server_is_alive_and_not_ready(
     objects: dict[tuple[str, str], Object], tmp_path: Path
 ) -> None:
@@ -239,17 +276,17 @@ def test_with_redis_away_the_server_is_alive_and_not_ready(
     def here(argument: str) -> str:
         argument = argument.replace("--health=0.0.0.0:8081", f"--health=127.0.0.1:{health_port}")
         argument = argument.replace("/config/", f"{folder}/").replace("/index", f"{tmp_path}/index")
-        argument = argument.replace("redis://tokenloom-redis:6379/", f"redis://127.0.0.1:{ledger.port}/")
         return re.sub(r"0\.0\.0\.0:\d+$", "127.0.0.1:0", argument)
 
     ready, log = tmp_path / "ready.json", tmp_path / "log"
+    url = environment(server)["TOKENLOOM_LEDGER"]["value"].replace("tokenloom-redis:6379", f"127.0.0.1:{ledger.port}")
     roots = environment(server)["TOKENLOOM_DATA_ROOTS"]["value"].replace("/config", str(folder))
     process = server_forks().fork(
         MAIN,
         [*map(here, server["args"]), f"--ready-file={ready}"],
         output=log,
         folder=tmp_path,
-        environment={"TOKENLOOM_TOKEN": TOKEN, "TOKENLOOM_DATA_ROOTS": roots},
+        environment={"TOKENLOOM_TOKEN": TOKEN, "TOKENLOOM_DATA_ROOTS": roots, "TOKENLOOM_LEDGER": url},
     )
 
     def status(probe: str) -> int:

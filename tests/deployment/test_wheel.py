@@ -165,7 +165,8 @@ def test_the_wheel_carries_types_pages_scripts_and_licence(wheel: Path) -> None:
 
     assert {f"{package}/py.typed" for package in PACKAGES} <= names
     assert {"tokenloom_proto/dataloader_pb2.py", "tokenloom_proto/dataloader_pb2.pyi"} <= names
-    assert "tokenloom_server/api/page/index.html" in names
+    library = "tokenloom_server/api/page/uplot"
+    assert {f"{library}/LICENSE", f"{library}/uPlot.iife.min.js", "tokenloom_server/api/page/index.html"} <= names
     assert any(name.startswith("tokenloom_server/ledger/") and name.endswith(".lua") for name in names)
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from conftest import Corpus
+from conftest import Corpus, StartServer
 from support.ports import free_port
 from support.server_process import CommandLine, Finished, ServerProcess, run_module
 from tokenloom import ConnectionOptions, LocalDataset, RemoteDataset
@@ -123,12 +123,17 @@ def test_what_serve_cannot_use_is_refused_with_the_option_to_change(files: Files
             assert_refused(done, "ConfigError", *parts)
 
 
-def test_one_run_in_two_files_is_refused(files: Files, tokenloom: CommandLine) -> None:
+def test_one_run_in_two_files_is_served_from_the_first_and_the_other_is_named(
+    files: Files, start_server: StartServer
+) -> None:
     first = files.mixture("txt:a.txt:text")
     second = files.folder / "second.yaml"
     second.write_text(first.read_text(encoding="utf-8"), encoding="utf-8")
-    done = tokenloom("serve", first, second, *ADDRESSES)
-    assert_refused(done, "ConfigError", "second.yaml", "run 'bad' is served already", "its own name")
+    listed = start_server(first, flags=(str(second),)).get("/v1/runs")
+    assert listed["runs"] == ["bad"]
+    (broken,) = listed["broken"]
+    assert (broken["origin"], broken["error"]) == (str(second), "ConfigError")
+    assert "run 'bad' is served already" in broken["message"] and "its own name" in broken["message"]
 
 
 def test_the_command_says_what_it_is_for(tokenloom: CommandLine) -> None:

@@ -16,12 +16,13 @@ import httpx
 import pytest
 import redis
 import trustme
-from conftest import Corpus, StartServer
+from conftest import SPECS, Corpus, StartServer
 from cryptography.hazmat.primitives import serialization
 from support.redirecting import Redirecting
 from support.redis_server import RedisServer
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import World, with_connection
+from support.waiting import wait_for
 from tokenloom import ConnectionOptions, Forbidden, PeekDataset, RemoteDataset, ServerUnavailable, Unauthenticated
 
 RUN = "entry"
@@ -367,3 +368,37 @@ def test_no_secret_is_in_a_log_however_much_is_logged(mixture: Path, tmp_path: P
     assert "DEBUG" in written
     for secret in (CONTROL, READ, wrong, password):
         assert secret not in written
+
+
+def test_a_server_takes_up_tokens_and_certificates_while_a_job_of_many_ranks_streams(
+    corpus: Corpus, start_server: StartServer, authority: Authority, tokenloom: CommandLine, tmp_path: Path
+) -> None:
+    file = tmp_path / "tokens.json"
+    endless = {"policy": "least_consumed", "children": [{"source": SPECS[0], "epochs": "inf"}]}
+
+    def create(name: str, scope: str, runs: str) -> str:
+        made = tokenloom("token", "create", "--tokens", file, "--name", name, "--scope", scope, "--run", runs)
+        assert made.status == 0, made.output
+        return made.output.strip()
+
+    job, other = create("job", "train", f"{RUN[:2]}*"), create("other", "admin", "another")
+    cert, key = authority.issue("127.0.0.1")
+    server = start_server(corpus.mixture(RUN, mixture=endless), flags=[*tls_arguments(cert, key), "--tokens", file])
+    options = {"tls_ca": authority.file}
+    not_good = f"'other' is not good for run '{RUN}'"
+    with dataset(secure(server), token=other, **options) as refused, pytest.raises(Forbidden, match=not_good):
+        next(iter(refused))
+    context = ssl.create_default_context(cafile=str(authority.file))
+    assert status_over_tls(server, context, f"/v1/runs/{RUN}/restore", job) in (403, 405)
+    with World(secure(server), 36, token=job, **options) as world:
+        world.steps(1)
+        authority.issue("127.0.0.1")
+        wait_for(lambda: "--tls-cert, --tls-key changed; what" in server.log, "the new certificate")
+        assert tokenloom("token", "revoke", "job", "--tokens", file).status == 0
+        for rank in world.ranks:
+            with pytest.raises(Unauthenticated, match="the token 'job' was revoked"):
+                for _ in rank:
+                    pass
+    assert status_over_tls(server, context, f"/v1/runs/{RUN}/stats", job) == 401
+    assert "tokens: other (before: job, other); by this server" in server.log
+    assert job not in server.log

@@ -19,7 +19,7 @@ from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.errors import AttemptUsed, Fenced, LeaseHeld, LedgerError, LedgerRolledBack, NotFound, NotLeader
 from tokenloom_server.ledger import commands
 from tokenloom_server.ledger.base import Ledger
-from tokenloom_server.ledger.records import Counters, StoredRun, StoredSnapshot
+from tokenloom_server.ledger.records import Counters, RunContents, StoredRun, StoredSnapshot
 from tokenloom_server.ledger.sqlite import SqliteLedger
 
 SNAPSHOT = StoredSnapshot(id="s", sample_index=3, saved_at=1.5, text="{}")
@@ -524,7 +524,7 @@ def test_a_revision_closes_the_generation_that_it_names_until_the_next_opening(s
     assert server.revise(1, 4, closes=1) == 1
     assert (server.run.closed_generation, server.committed) == (1, commit_at(4))
     for late in (lambda: server.commit(6), lambda: server.claim(0, "nonce"), lambda: server.revise(2, 4, closes=1)):
-        with pytest.raises(Fenced, match="at generation 1, which a revision closed while nobody trained"):
+        with pytest.raises(Fenced, match="at generation 1, which was closed: by a revision while nobody trained"):
             late()
     server.revise(2, 4)
     server.open(2, 4)
@@ -646,3 +646,137 @@ def test_a_uid_that_another_run_has_is_not_adopted(ledger: Ledger) -> None:
     with pytest.raises(LedgerError, match="uid-2"):
         ledger.create_run("fourth", STREAM, "uid-2", "{}")
     assert server.run.uid == "uid-2"
+
+
+# Whole runs, as backups and other ledgers have them.
+
+
+def _full(ledger: Ledger) -> Server:
+    """A run that has something of everything."""
+    server = lead(ledger)
+    server.open(1, 0)
+    server.claim(0, "n")
+    server.commit(4, journal=True)
+    server.revise(1, 8)
+    ledger.execute(commands.Pin(UID, STREAM, server.epoch, "{}", known_changes=1))
+    ledger.execute(commands.SaveSnapshot(UID, STREAM, SNAPSHOT))
+    return server
+
+
+def _contents(ledger: Ledger) -> RunContents:
+    contents = ledger.read_all(NAME, STREAM)
+    assert contents is not None
+    return contents
+
+
+def _lists(contents: RunContents) -> tuple[object, ...]:
+    lists = (contents.openings, contents.journal, contents.revisions, contents.snapshots)
+    return (contents.slots, *(list(each) for each in lists), contents.run.committed, contents.run.record)
+
+
+def test_a_run_is_read_as_a_whole_and_goes_to_every_kind_of_ledger(
+    ledger: Ledger, tmp_path: Path, redis_server: RedisServer
+) -> None:
+    assert ledger.read_all(NAME, STREAM) is None
+    server = _full(ledger)
+    contents = _contents(ledger)
+    assert contents.run == server.run
+    assert [(each.generation, each.sample_index) for each in contents.journal] == [(1, 0), (1, 4)]
+    assert (len(contents.openings), len(contents.revisions), len(contents.snapshots)) == (1, 1, 1)
+    for other in (SqliteStore(tmp_path), RedisStore(redis_server), MemoryStore()):
+        target = other.open()
+        target.create_run("another", STREAM, "uid-9", "{}")
+        assert target.execute(commands.Import(UID, STREAM, contents)) == server.epoch + 1
+        assert _lists(_contents(target)) == _lists(contents)
+        stored = target.read_run(NAME, STREAM)
+        assert stored == replace(contents.run, epoch=server.epoch + 1, lease=None)
+        assert target.journal_size(UID, STREAM) == (2, sum(len(each.state.encode()) for each in contents.journal))
+        # It goes on where it was, under a new server, and in the same generation.
+        again = Server(target, target.execute(commands.Acquire(UID, STREAM, "two", 0.0)))
+        assert again.commit(8) == 8
+        again.claim(0, "n")
+        with pytest.raises(AttemptUsed):
+            again.open(2, 8, "attempt-1")
+        again.open(2, 8)
+        assert target.store_faults() == []
+        with pytest.raises(LedgerError, match=rf"'{NAME}', stream train, is in this ledger already.*sample index 8"):
+            target.execute(commands.Import(UID, STREAM, contents))
+        other.close()
+
+
+def test_a_backup_shuts_out_all_servers_and_launches_that_it_or_the_ledger_knows(ledger: Ledger) -> None:
+    old = _full(ledger)
+    contents = _contents(ledger)
+    old.open(2, 4)
+    old.open(3, 4)
+    old.commit(12, 3)
+    restored = ledger.execute(commands.Import(UID, STREAM, contents, from_backup=True, replace=True))
+    assert restored > old.epoch + 1000
+    run = ledger.read_run(NAME, STREAM)
+    assert run is not None
+    assert (run.committed, run.pin, run.lease, run.closed_generation) == (contents.run.committed, None, None, 3)
+    assert _contents(ledger).slots == {}
+    with pytest.raises(NotLeader):
+        old.commit(16, 3)
+    new = Server(ledger, ledger.execute(commands.Acquire(UID, STREAM, "one", 0.0)))
+    for generation in (1, 3):
+        with pytest.raises((Fenced, LedgerRolledBack)):
+            new.commit(16, generation)
+        with pytest.raises((Fenced, LedgerRolledBack)):
+            new.claim(0, "n", generation)
+        with pytest.raises(LedgerError, match="expected 4 or more"):
+            new.open(generation, 4, "another")
+    new.open(4, 4, "another")
+    assert new.commit(8, 4) == 8
+
+
+def test_a_backup_replaces_a_run_that_a_server_began_anew_meanwhile(ledger: Ledger) -> None:
+    _full(ledger)
+    contents = _contents(ledger)
+    contents = replace(contents, run=replace(contents.run, name="moved", uid="uid-2"))
+    ledger.create_run("moved", STREAM, "uid-fresh", "{}")
+    epoch = ledger.execute(commands.Acquire("uid-fresh", STREAM, "two", 60.0))
+    restore = commands.Import("uid-2", STREAM, contents, from_backup=True, replace=True)
+    with pytest.raises(LeaseHeld, match="served by two"):
+        ledger.execute(restore)
+    ledger.execute(commands.Release("uid-fresh", STREAM, epoch))
+    ledger.execute(restore)
+    run = ledger.read_run("moved", STREAM)
+    assert run is not None
+    assert (run.uid, run.committed) == ("uid-2", contents.run.committed)
+    with pytest.raises(NotLeader, match="took the uid uid-2"):
+        ledger.execute(commands.Release("uid-fresh", STREAM, epoch))
+    assert len(list(ledger.openings("uid-2", STREAM))) == 1
+    taken = replace(contents, run=replace(contents.run, name="third"))
+    with pytest.raises(LedgerError, match=r"'third'.*uid-2.*'moved'"):
+        ledger.execute(commands.Import("uid-2", STREAM, taken, replace=True))
+
+
+def test_a_run_that_is_in_another_ledger_is_refused_to_everybody_and_can_come_back(ledger: Ledger) -> None:
+    server = _full(ledger)
+    contents = _contents(ledger)
+    ledger.execute(commands.Move(UID, STREAM, server.epoch, "redis://b:6379/0"))
+    assert server.run.elsewhere == "redis://b:6379/0"
+    writes: list[Callable[[], object]] = [
+        lambda: ledger.create_run(NAME, STREAM, "uid-9", "{}"),
+        lambda: ledger.execute(commands.Create(UID, STREAM, NAME, "{}")),
+        lambda: ledger.execute(commands.Acquire(UID, STREAM, "one", 0.0)),
+        lambda: ledger.execute(commands.Adopt(UID, STREAM, server.epoch, "uid-9")),
+        lambda: ledger.execute(commands.SaveSnapshot(UID, STREAM, replace(SNAPSHOT, id="t"))),
+        lambda: ledger.execute(commands.Import(UID, STREAM, contents, replace=True)),
+        lambda: ledger.execute(commands.Import(UID, STREAM, contents, elsewhere="redis://c:6379/0")),
+        lambda: server.commit(8),
+        lambda: server.open(2, 0),
+    ]
+    for write in writes:
+        with pytest.raises(NotLeader, match=r"'wiki-and-code' .*is in redis://b:6379/0"):
+            write()
+    # What another one reads first, and brings last, is older than what is there.
+    later = ledger.execute(commands.Import(UID, STREAM, contents, elsewhere="redis://b:6379/0"))
+    assert later == server.epoch + 1
+    with pytest.raises(NotLeader):
+        ledger.execute(commands.Import(UID, STREAM, contents, elsewhere="redis://b:6379/0"))
+    with pytest.raises(NotLeader, match="server epoch"):
+        ledger.execute(commands.Move(UID, STREAM, server.epoch, ""))
+    ledger.execute(commands.Move(UID, STREAM, later, ""))
+    assert Server(ledger, ledger.execute(commands.Acquire(UID, STREAM, "one", 0.0))).commit(8) == 8

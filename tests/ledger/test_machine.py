@@ -25,7 +25,7 @@ from tokenloom_server.errors import LeaseHeld, TokenloomError
 from tokenloom_server.ledger import commands, rules
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.commands import Command
-from tokenloom_server.ledger.records import StoredRun, StoredSnapshot
+from tokenloom_server.ledger.records import RunContents, StoredRun, StoredSnapshot
 from tokenloom_server.ledger.redis import RedisLedger
 from tokenloom_server.ledger.rules import Head
 from tokenloom_server.ledger.sqlite import SqliteLedger
@@ -53,6 +53,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.epochs = [0, 0]
         self.leader = 0
         self.last: Command | None = None
+        self.backup: RunContents | None = None
         self.store = type(self).make_store()
 
     @initialize(opened=st.sampled_from([True, True, False]))
@@ -221,6 +222,25 @@ class LedgerMachine(RuleBasedStateMachine):
         snapshot = StoredSnapshot(id=name, sample_index=index, saved_at=index / 4, text=f"{index}")
         self._do(who, commands.SaveSnapshot(UID, STREAM, snapshot))
 
+    @rule(leads=LEADS, elsewhere=st.sampled_from(["", "", "redis://b"]))
+    def move(self, leads: bool, elsewhere: str) -> None:
+        who, epoch = self._server(leads)
+        self._do(who, commands.Move(UID, STREAM, epoch, elsewhere))
+
+    @rule(who=st.integers(0, 1))
+    def come_back(self, who: int) -> None:
+        self.pin(True, None, 0)
+        self._do(who, commands.Move(UID, STREAM, self.epochs[self.leader], ""))
+
+    @rule()
+    def back_up(self) -> None:
+        self.backup = self.rules_only.read_all(NAME, STREAM)
+
+    @rule(replaces=st.booleans(), lossy=st.booleans(), elsewhere=st.sampled_from(["", "", "redis://b"]))
+    def restore(self, replaces: bool, lossy: bool, elsewhere: str) -> None:
+        if self.backup is not None:
+            self._do(self.leader, commands.Import(UID, STREAM, self.backup, lossy, elsewhere, replaces))
+
     @rule()
     def crash(self) -> None:
         self.store.crash()
@@ -301,6 +321,7 @@ HEAD_MUTANTS: dict[str, Callable[[Head, Command], dict[str, Any]]] = {
     ),
     "revision_changes": lambda head, command: {"revision_changes": getattr(command, "known_changes", 0)},
     "closed_generation": lambda head, command: {"closed_generation": 0},
+    "elsewhere": lambda head, command: {"elsewhere": ""},
     "newest_revision": lambda head, command: {"newest_revision": None},
     "same_number": lambda head, command: {"same_number": None},
     "attempt_generation": lambda head, command: {"attempt_generation": None},
@@ -322,8 +343,10 @@ LUA_MUTANTS = {
     "dropped twice": (
         *("drop_revisions", "if revision_changes() ~= tonumber(ARGV[#ARGV]) then return {1, revision_changes()} end"),
     ),
-    "closed": ("commit", "and field('closed_generation') ~= present"),
+    "closed": ("commit", "present > tonumber(field('closed_generation') or '0') and"),
     "closes another": ("revise", "if ARGV[6] ~= '0' and not is_present(ARGV[6]) then return refused(same) end"),
+    "elsewhere": ("pin", "is_here() and"),
+    "moved": ("move", "or not has_epoch()"),
     "number": ("revise", "if number ~= newest + 1 then return refused(same) end"),
     "index": ("revise", "if tonumber(ARGV[4]) < last then return refused(same) end"),
     "attempts": ("open", "if used then return refused(used) end"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import signal
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,17 +17,25 @@ from typing import Any
 
 import pytest
 import redis
+import trustme
 from support.ledger_data import commit_at, opening_of, revision_of
+from support.ledger_server import NAME, STREAM, UID, lead
 from support.ports import free_port
-from support.redis_server import RedisServer
+from support.redis_server import ROOT, RedisServer
+from support.tls_front import tls_front
 from support.waiting import wait_for
 from tokenloom_server.errors import LedgerError, LedgerUnavailable, LedgerUnsafe
-from tokenloom_server.ledger import redis_client
+from tokenloom_server.ledger import commands, redis_client
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.commands import Acquire, Adopt, ClaimSlot, Commit, Open, Pin, Revise, SaveSnapshot
 from tokenloom_server.ledger.open import open_ledger
 from tokenloom_server.ledger.records import StoredSnapshot
 from tokenloom_server.ledger.redis import RedisLedger
+from tokenloom_server.ledger.redis_client import SCHEMA_VERSION
+from tokenloom_server.ledger.sqlite import SqliteLedger
+from tokenloom_server.tools.ledger_copy import copy_run
+
+SNAPSHOT = StoredSnapshot(id="s", sample_index=3, saved_at=1.5, text="{}")
 
 
 @pytest.fixture
@@ -99,8 +109,18 @@ def test_every_key_has_the_runs_hash_tag_and_none_expires(ledger: Ledger, client
     keys = set(client.keys())
     endings = ["samples", "rows", "tokens", "openings", "attempts", "slots", "journal", "states", "snapshots"]
     endings.append("revisions")
-    assert keys == {"tokenloom:runs", "tokenloom:{uid}:train"} | {f"tokenloom:{{uid}}:train:{each}" for each in endings}
+    shared = {"tokenloom:schema", "tokenloom:runs"}
+    assert keys == shared | {"tokenloom:{uid}:train"} | {f"tokenloom:{{uid}}:train:{each}" for each in endings}
     assert {client.ttl(key) for key in keys} == {-1}
+
+
+def test_a_newer_schema_is_refused_by_its_number_and_left_as_it_is(ledger: Ledger, client: Any) -> None:
+    assert client.get("tokenloom:schema") == str(SCHEMA_VERSION)
+    client.delete("tokenloom:schema")
+    ledger.check()  # as before there was one
+    client.set("tokenloom:schema", SCHEMA_VERSION + 1)
+    with pytest.raises(LedgerError, match=f"has schema version {SCHEMA_VERSION + 1}, .* to {SCHEMA_VERSION}:.*Upgrade"):
+        ledger.check()
 
 
 @pytest.mark.parametrize("missing", [("skipped", "parent_run", "ramp"), ()])
@@ -125,7 +145,7 @@ def test_a_write_survives_a_flush_of_the_scripts(ledger: Ledger, client: Any) ->
 
 def test_no_script_is_longer_known_by_another_name(redis_url: str) -> None:
     scripts = redis_client.load_scripts()
-    assert len({hashlib.sha1(text.encode()).digest() for text in scripts.values()}) == len(scripts) == 14
+    assert len({hashlib.sha1(text.encode()).digest() for text in scripts.values()}) == len(scripts)
 
 
 def test_all_calls_work_where_keys_of_several_slots_are_refused(tmp_path: Path) -> None:
@@ -191,6 +211,58 @@ def test_where_config_is_forbidden_the_ledger_refuses_rather_than_guess(
             ledger.check()
     finally:
         client.execute_command("ACL", "DELUSER", "managed")
+
+
+def test_a_user_with_what_the_docs_give_it_does_everything_over_tls(
+    redis_url: str, redis_server: RedisServer, client: Any, tmp_path: Path
+) -> None:
+    text = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
+    _, name, *rules = re.findall(r"ACL SETUSER .*", text)[0].removesuffix("'").replace("'", "").split()[1:]
+    client.execute_command("ACL", "SETUSER", name, *rules)
+    client.execute_command("ACL", "LOG", "RESET")
+    password = next(rule[1:] for rule in rules if rule.startswith(">"))
+    ca = trustme.CA()
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.verify_mode, context.minimum_version = ssl.CERT_REQUIRED, ssl.TLSVersion.TLSv1_2
+    ca.configure_trust(context)
+    ca.issue_cert("127.0.0.1").configure_cert(context)
+    own = ca.issue_cert("loader@example.org")
+    ca.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    own.private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "own.pem"))
+    files = f"ssl_certfile={tmp_path}/own.pem&ssl_keyfile={tmp_path}/own.pem"
+    try:
+        with tls_front(context, redis_server.port) as port:
+            url = f"rediss://{name}:{password}@127.0.0.1:{port}/0?{files}&ssl_ca_certs={tmp_path}/ca.pem"
+            with closing(open_ledger(url, tmp_path)) as ledger, closing(SqliteLedger(tmp_path / "b.db")) as other:
+                assert ledger.description == f"rediss://127.0.0.1:{port}/0"
+                ledger.check()
+                server = lead(ledger)
+                server.open(1, 0)
+                server.claim(0, "n")
+                server.commit(4, journal=True)
+                server.revise(1, 8)
+                server.drop(1)
+                ledger.execute(commands.SaveSnapshot(UID, STREAM, SNAPSHOT))
+                ledger.execute(commands.ThinJournal(UID, STREAM, server.epoch))
+                assert ledger.snapshots(UID, STREAM) == [SNAPSHOT]
+                assert ledger.journal_size(UID, STREAM)[0] == 1
+                assert copy_run(ledger, other, NAME, STREAM)
+                assert copy_run(other, ledger, NAME, STREAM)
+                assert ledger.store_faults() == []
+            strange = f"rediss://{name}:{password}@127.0.0.1:{port}/0?{files}"
+            with (
+                closing(open_ledger(strange, tmp_path)) as ledger,
+                pytest.raises(LedgerUnavailable, match="certificate verify failed"),
+            ):
+                ledger.check()
+        refused = [log for log in client.execute_command("ACL", "LOG") if log["object"] != "client"]  # it may fail
+        assert refused == []
+        plain = redis.Redis(port=redis_server.port, username=name, password=password)
+        for request in (("FLUSHALL",), ("SET", "other", "1"), ("KEYS", "*"), ("CONFIG", "SET", "appendonly", "no")):
+            with closing(plain), pytest.raises(redis.exceptions.NoPermissionError):
+                plain.execute_command(*request)
+    finally:
+        client.execute_command("ACL", "DELUSER", name)
 
 
 # Servers that are absent, or do not want.

@@ -239,7 +239,9 @@ def test_a_file_of_an_older_layout_is_brought_up_to_date(tmp_path: Path, version
     with closing(sqlite3.connect(path)) as connection:
         if version < 3:
             connection.execute("DROP TABLE revisions")
-        connection.execute("DROP TABLE boots")
+        connection.execute("ALTER TABLE runs DROP COLUMN elsewhere")
+        if version < 9:
+            connection.execute("DROP TABLE boots")
         if version < 8:
             connection.execute("ALTER TABLE openings DROP COLUMN process")
         if version < 7:

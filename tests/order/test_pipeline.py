@@ -8,6 +8,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,9 @@ from support.corpora import (
     write_corpus,
 )
 from support.digest import digest_after
+from support.ray_cluster import ray_cluster
+from tokenloom_server.cluster.connection import Needs
+from tokenloom_server.cluster.readers.link import RayReaders, ReaderOptions
 from tokenloom_server.core.hashing import slice_rotation
 from tokenloom_server.core.state import (
     SHARE_UNIT,
@@ -50,6 +54,12 @@ END_OF_TEXT = 256
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    with ray_cluster({"num_cpus": 4}) as started:
+        yield started
 
 
 class Sample(NamedTuple):
@@ -517,6 +527,23 @@ def test_the_order_is_what_it_was(
     assert {order.record.order_version for order in orders.values()} == {version}
     actual = {name: fingerprint(order) for name, order in orders.items()}
     assert actual == json.loads((GOLDEN / f"order_v{version}.json").read_text())
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("readers", [1, 4])
+def test_the_order_is_what_it_was_with_readers(cluster: Any, folder: Path, readers: int) -> None:
+    asked = RayReaders(ReaderOptions(address=cluster.address, needs=Needs(cpus=4 / readers)))
+    try:
+        orders = {name: order_of(folder, document) for name, document in GOLDEN_CONFIGS.items()}
+        for order in orders.values():
+            order.resources.readers = asked
+            order.pipeline = partial(order.pipeline, ahead=True)  # type: ignore[method-assign]
+        actual = {name: fingerprint(order) for name, order in orders.items()}
+        answers = sum(node.answers for order in orders.values() for node in asked.stats(order.resources).nodes)
+    finally:
+        asked.close()
+    assert answers >= len(orders)
+    assert actual == json.loads((GOLDEN / "order_v2.json").read_text())
 
 
 def test_the_corpus_is_what_it_was() -> None:

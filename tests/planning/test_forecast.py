@@ -133,6 +133,10 @@ def test_a_plan_goes_as_far_as_it_is_asked_to() -> None:
     endless = planned(root, {"a": 100, "b": 1000})
     assert (endless.ends, endless.until_sample_index) == (False, 2000 + A_TURN)
     assert "a is read for ever" in endless.reason
+    most = planned(
+        node("least_consumed", leaf("a", epochs=1e300), leaf("b")), {"a": 100, "b": 1000}, until=8000 * LENGTH
+    )
+    assert most.until_tokens == 8000 * LENGTH
 
 
 def test_where_nothing_ever_ends_a_plan_goes_as_far_as_the_sources_reach_once() -> None:

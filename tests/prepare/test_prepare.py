@@ -27,6 +27,7 @@ from tokenloom_server.prepare.preparer import Done, OnRows, prepare
 from tokenloom_server.prepare.shards import ShardFormat, ShardWriter
 from tokenloom_server.sources import lines
 from tokenloom_server.storage.drafts import checksum
+from tokenloom_server.storage.folder import Folder
 
 
 def job_of(
@@ -332,7 +333,7 @@ def test_folders_with_other_things_are_refused(folder: Path, tmp_path: Path) -> 
 def test_two_at_once_are_refused(folder: Path, tmp_path: Path) -> None:
     job = job_of(folder, mixture())
     with (
-        Journal.open(tmp_path / "out", job, lambda *_: None),
+        Journal.open(Folder(tmp_path / "out"), job, lambda *_: None),
         pytest.raises(ConfigError, match="another process prepares into it now"),
     ):
         run(job, tmp_path / "out")

@@ -9,10 +9,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import xxhash
-from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, flat, mixture, write_corpus
+from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, flat, mixture, numbers, write_corpus
 from support.digest import digest_after
+from support.features import LATENTS, write_features
+from support.features import document as features_document
 from support.served import PATIENCE_S, Place, Trainer, never, serving
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.config.mixture_change import MixtureChange
@@ -33,7 +37,7 @@ from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.replay.documents import by_source, explain
 from tokenloom_server.replay.past import MAX_PEEKS
 from tokenloom_server.replay.peek import Peek
-from tokenloom_server.reports.trace import TracedSample
+from tokenloom_server.reports.trace import TracedPart, TracedSample
 from tokenloom_server.run.delivery import Delivery, Waiting
 
 END = 256
@@ -191,7 +195,7 @@ def test_a_step_is_what_each_rank_got_and_the_data_end_within_a_padded_one(folde
 def test_a_generation_that_was_taken_back_is_still_told(folder: Path, tmp_path: Path) -> None:
     with serving(folder, tmp_path, mixture()) as served:
         first = Trainer(served, 1, 1).train_to(50)
-        text, _ = served.history.snapshot(20)
+        text, _ = served.past_states.snapshot(20)
         second = Trainer(served, 1, 2, state=text.encode()).train_to(30)
         assert second.ranks[0].joined.opening.parent == 1
         assert {i: second.taken()[i] for i in range(20, 30)} == {i: first.taken()[i] for i in range(20, 30)}
@@ -420,7 +424,7 @@ def test_a_generation_from_before_a_revision_is_told_without_it(
     small_groups(monkeypatch)
     with serving(folder, tmp_path, flat([CODE, PROSE, WIKI], window_micro_steps=4)) as served:
         first = Trainer(served, 1, 1).train_to(60)
-        text, _ = served.history.snapshot(20)
+        text, _ = served.past_states.snapshot(20)
         second = Trainer(served, 1, 1, state=text.encode()).train_to(24)
         index = served.revision_handler.revise(change(drop=[PROSE])).sample_index
         assert 24 < index < 50
@@ -487,6 +491,96 @@ def test_samples_after_a_skip_are_told_as_received_and_what_was_passed_over_by_t
         told_as_received(served, after, range(8, 30))
         told_as_received(served, before, range(40), 1)
         assert served.traces.sample(12, 1, False).status == "rewound"
+        assert_numbered(served, after.taken() | {i: before.taken()[i] for i in range(8)})
+
+
+def assert_numbered(served: ServedRun, line: dict[int, Any]) -> None:
+    """That a source's samples have the numbers in which the trainers of a line got them, and that any is drawn."""
+    for source, spec in enumerate(served.coordinator.order.record.specs):
+        indices = [index for index in sorted(line) if line[index].source == source]
+        assert [served.traces.of_source(spec, i, False).sample for i in range(len(indices))] == indices
+        with pytest.raises(BeyondHorizon, match=rf"has given {len(indices)} samples .* found {len(indices)}"):
+            served.traces.of_source(spec, len(indices), False)
+        drawn = {served.traces.of_source(spec, None, False).sample for _ in range(6)}
+        assert len(drawn) > 1 and drawn <= {*indices}
+
+
+def test_the_samples_of_a_source_are_counted_over_launches_revisions_and_restarts(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_groups(monkeypatch)
+    monkeypatch.setattr("tokenloom_server.order.replay.TURN_TOKENS", 40)
+    server = Place(folder, tmp_path, flat([CODE, PROSE, WIKI], window_micro_steps=4))
+    served = server.serve()
+    with pytest.raises(BeyondHorizon, match="no trainer has joined"):
+        served.traces.of_source(CODE, None, False)
+    first = Trainer(served, 1, 1).train_to(40)
+    second = Trainer(served, 2, 1, state=first.state(20)).train_to(24)
+    served.revision_handler.revise(change(add=[{"child": {"source": DOCS, "alias": "docs", "weight": 3}}]))
+    second.train_to(60)
+    line = {i: first.taken()[i] for i in range(20)} | second.taken()
+    assert_numbered(served, line)
+    served = server.restart()
+    # A server that has just come up knows the counts at the state boundary before the commit.
+    boundary = served.coordinator.view().state.sample_index
+    assert boundary > 50
+    assert_numbered(served, {i: line[i] for i in range(boundary)})
+    sample = served.traces.of_source("docs", 2, True)
+    assert sample == served.traces.sample(sample.sample, None, True)
+    with pytest.raises(NotFound, match=r"source: run 'test' has no source 'web'; it has .*, 'docs'"):
+        served.traces.of_source("web", 0, False)
+    server.stop()
+
+
+def test_rows_in_batches_have_numbers_and_shapes(tmp_path: Path) -> None:
+    write_features(tmp_path)
+    with serving(tmp_path, tmp_path, features_document(window_micro_steps=4)) as served:
+        assert_numbered(served, Trainer(served, 1, 4).train_to(60).taken())
+        (row,) = served.traces.of_source(LATENTS, 3, True).documents
+        assert '"latent": "float16 [' in (row.text or "") and row.parts is None
+
+
+@pytest.mark.parametrize("labels", ["same", "shifted"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mask_boundaries": True, "tail": "pad", "padding": "left"},
+        {"packing": "best_fit", "pack_window_rows": 9, "loss_mask": "mask"},
+        {"packing": "none", "loss_mask": "mask", "mask_boundaries": True},
+    ],
+    ids=["boundaries", "mask", "both"],
+)
+def test_parts_of_documents_say_which_ids_are_labels(tmp_path: Path, labels: str, fields: dict[str, Any]) -> None:
+    folder = write_corpus(tmp_path / "corpus")
+    lengths = numbers(60, 77, 0, 50)
+    words = b"a\xc3\xa9\xe2\x82\xac b"  # of one, two and three bytes
+    table = {
+        "ids": pa.array([list((words * 9)[:n]) for n in lengths], pa.list_(pa.int32())),
+        "mask": pa.array([numbers(n, 500 + i, 0, 2) for i, n in enumerate(lengths)], pa.list_(pa.int8())),
+    }
+    pq.write_table(pa.table(table), folder / "data/masked.parquet")
+    document = flat([PROSE, "parquet:data/masked.parquet:ids"], labels=labels, sequence_length=24, pad_id=0)
+    document |= {name: value for name, value in fields.items() if name != "loss_mask"}
+    document["mixture"]["children"][1] |= {"loss_mask": "mask"} if "loss_mask" in fields else {}
+    with serving(folder, tmp_path, document) as served:
+        timeline = served.coordinator.timeline
+        group = Replay(timeline, timeline.initial()).samples(1, 40)
+        Trainer(served, 1, 1).train_to(40)
+        divided = 0
+        for index in range(40):
+            sample = served.traces.sample(index, None, True)
+            counted: list[bool] = []
+            for each in sample.documents:
+                parts = each.parts or [TracedPart(tokens=each.end - each.begin, counts=True, text=each.text)]
+                counted += [part.counts for part in parts for _ in range(part.tokens)]
+                shown = "".join(part.text or "" for part in parts)
+                # A character that two parts share is none in either.
+                assert all(one in (other, "\ufffd") for one, other in zip(shown, each.text or "", strict=True))
+                divided += len(parts) > 1
+            assert len(counted) == len(sample.ids or ())
+            assert sum(counted[1:]) == group.real_tokens(index)[1]
+        assert divided > 8
+        assert served.traces.sample(1, None, False).documents[0].parts is None
 
 
 def test_a_generation_whose_revision_was_dropped_since_is_not_told_without_it(
@@ -495,7 +589,7 @@ def test_a_generation_whose_revision_was_dropped_since_is_not_told_without_it(
     small_groups(monkeypatch)
     with serving(folder, tmp_path, flat([CODE, PROSE, WIKI], window_micro_steps=4)) as served:
         first = Trainer(served, 1, 1).train_to(4)
-        text, _ = served.history.snapshot(4)
+        text, _ = served.past_states.snapshot(4)
         index = served.revision_handler.revise(change(drop=[PROSE], sample_index=12)).sample_index
         for to in range(8, 60, 4):
             first.train_to(to)

@@ -206,7 +206,7 @@ def test_a_server_whose_epoch_the_ledger_gave_out_twice_leads_no_longer(place: P
 
 def commit_another_order(served: ServedRun, place: Place, index: int) -> None:
     """Somebody else's commit at a sample index, with another digest."""
-    coordinator, history = served.coordinator, served.history
+    coordinator, history = served.coordinator, served.past_states
     point = history.parse(seal(json.loads(history.snapshot(index)[0])))
     state: State = history.forward(point)
     resume_state = coordinator.timeline.encode(point.base or coordinator.timeline.initial())
@@ -280,3 +280,12 @@ def test_a_loss_is_reported_until_the_ledger_has_caught_up_perhaps_by_another_se
     now = coordinator.clock()
     coordinator.lead(coordinator.lease.epoch, stored, coordinator.timeline, now, now + 15)
     assert isinstance(coordinator.view().error, LedgerRolledBack) == lost
+
+
+def test_a_ledger_that_begins_anew_has_no_rate_of_before(place: Place, served: ServedRun, trainer: Trainer) -> None:
+    trainer.train(2)
+    Trainer(served, state=trainer.state())  # a launch at sample 8, so rates begin with its tokens
+    coordinator, stored = served.coordinator, replace(place.stored(), opening=None, committed=None)
+    now = coordinator.clock()
+    coordinator.lead(coordinator.lease.epoch, stored, coordinator.timeline, now, now + 15)
+    assert coordinator.view().tokens_per_s == 0.0

@@ -48,7 +48,7 @@ def test_each_source_says_where_it_resumes(
     served: ServedRun, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer.take(9)
-    state = served.history.forward(served.history.parse(trainer.state()))
+    state = served.past_states.forward(served.past_states.parse(trainer.state()))
     with caplog.at_level(logging.INFO):
         Trainer(served, state=trainer.state())
     cursor = state.sources[0].cursor
@@ -91,9 +91,9 @@ def test_what_a_run_waits_for_has_a_reason(place: Place, monkeypatch: pytest.Mon
     may_fill.set()
     # Full window, nobody consumes: training sets the pace.
     deadline = time.monotonic() + PATIENCE_S
-    while served.stats.read().window_fill < 1 and time.monotonic() < deadline:
+    while (reason := served.stats.read().waiting_reason) != "ranks" and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert served.stats.read().waiting_reason == "ranks"
+    assert reason == "ranks"
     place.ledger.away = True
     trainer.take(6)
     assert coordinator.next_for(trainer.ranks[0].session, 0.2, never).reason == "ledger"  # type: ignore[union-attr]

@@ -93,7 +93,7 @@ def test_states_of_ranks_at_different_places_count_what_all_ranks_got(
         assert counts == recount(served, samples, index)
         assert sum(count["samples"] for count in counts.values()) == index
         if index % 72 == 0:
-            assert served.history.snapshot(index) == (text.decode(), index)
+            assert served.past_states.snapshot(index) == (text.decode(), index)
         padded |= any(count["real_tokens"] < count["tokens"] for count in counts.values())
     assert padded == (name not in ("always full", "boundaries masked"))
     # The counters that a restore starts from lag; those in `counts` do not.
@@ -115,7 +115,7 @@ def test_a_launch_of_another_size_counts_on_from_the_middle_of_a_group(
         assert counts_in(text) == recount(served, samples, trainer.index)
         served = place.restart()
         # After a restart, before any rank is there, the server goes forward to it.
-        assert served.history.snapshot(None) == (text.decode(), trainer.index)
+        assert served.past_states.snapshot(None) == (text.decode(), trainer.index)
         trainer = Trainer(served, ranks, batch, state=text, takeover=True)
         assert counts_in(trainer.state()) == counts_in(text)
     trainer.train(3)

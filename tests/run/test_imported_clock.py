@@ -136,7 +136,7 @@ def test_what_is_past_has_the_clock_of_its_line(place: Place, served: ServedRun)
     for restart in (False, True):
         if restart:
             served = place.restart()
-        text, index = served.history.snapshot(begin + 7)
+        text, index = served.past_states.snapshot(begin + 7)
         assert total(text.encode()) == (index, CLOCK + 7 * LENGTH)
         state = served.past.state_at(begin + 9)[1]
         assert (state.sample_index, state.total_tokens) == (begin + 9, CLOCK + 9 * LENGTH)
@@ -151,7 +151,7 @@ def test_what_is_past_has_the_clock_of_its_line(place: Place, served: ServedRun)
     assert (after.index, total(after.state())) == (begin + 6, (begin + 6, CLOCK + 6 * LENGTH))
     # A generation that is over, once the run has begun anew.
     Trainer(served, 1, 1, resume="fresh").take(1)
-    nearest = served.history.nearest(begin + 3, 1)
+    nearest = served.past_states.nearest(begin + 3, 1)
     assert nearest.timeline.tokens_at(begin + 3) == CLOCK + 3 * LENGTH
     assert nearest.state.clock_offset == nearest.timeline.clock_offset == CLOCK - begin * LENGTH
 
@@ -246,5 +246,5 @@ def test_a_fork_goes_on_by_the_clock_and_its_budget(place: Place, served: Served
         end = forked.ranks[0].end
         assert end is not None
         assert total(forked.state())[1] + end.dropped_samples * LENGTH == CLOCK + 400 + given
-    text, index = fork.history.snapshot(begin + 10)
+    text, index = fork.past_states.snapshot(begin + 10)
     assert total(text.encode()) == (index, CLOCK + 10 * LENGTH)

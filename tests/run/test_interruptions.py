@@ -385,14 +385,14 @@ def _hold_together(drawn: Drawn, generations: int) -> None:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=130, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_run_without_revisions(corpus: Corpus, seed: int) -> None:
     rng = random.Random(seed)
     _hold_together(Drawn(rng, corpus), 4)
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_run_with_revisions(corpus: Corpus, seed: int) -> None:
     rng = random.Random(seed)
     drawn = Drawn(rng, corpus)
@@ -401,7 +401,7 @@ def test_a_run_with_revisions(corpus: Corpus, seed: int) -> None:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_run_whose_weights_are_made_anew_often(corpus: Corpus, seed: int) -> None:
     # Runs of this size would see it once: the rule is the same with any number of samples.
     rng = random.Random(seed)

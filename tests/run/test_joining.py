@@ -23,7 +23,7 @@ from tokenloom_server.errors import (
     ServerStopping,
     SnapshotInvalid,
 )
-from tokenloom_server.run.history import History
+from tokenloom_server.run.past_states import PastStates
 from tokenloom_server.run.timeouts import Timeouts
 
 
@@ -248,14 +248,14 @@ def test_a_rank_that_is_refused_before_the_others_join_keeps_the_launch_from_ope
 def test_a_rank_that_is_refused_while_rank_0_is_at_the_opening_keeps_it_from_being_written(
     place: Place, served: ServedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = History.forward
+    forward = PastStates.forward
 
     def refused_meanwhile(*args: Any, **options: Any) -> Any:
         with pytest.raises(SnapshotInvalid):
             served.join_handler.join(call_of(1, state=b"{"))
         return forward(*args, **options)
 
-    monkeypatch.setattr(History, "forward", refused_meanwhile)
+    monkeypatch.setattr(PastStates, "forward", refused_meanwhile)
     with pytest.raises(SnapshotInvalid, match="rank 1 of attempt 'a' was refused"):
         served.join_handler.join(call_of(0))
     assert place.stored().opening is None

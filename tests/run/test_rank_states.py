@@ -14,7 +14,7 @@ from support.waiting import wait_for
 from tokenloom_server.api.metrics import create_registry
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.reports.stats_text import print_stats
-from tokenloom_server.run.history import History
+from tokenloom_server.run.past_states import PastStates
 
 
 def shown(served: ServedRun) -> str:
@@ -58,14 +58,14 @@ def test_a_server_that_did_not_hear_the_goodbye_does_not_say_that_there_was_one(
 def test_while_a_launch_is_opened_the_run_says_so(
     place: Place, served: ServedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward, opening, may_go_on = History.forward, threading.Event(), threading.Event()
+    forward, opening, may_go_on = PastStates.forward, threading.Event(), threading.Event()
 
     def slow(*args: Any, **options: Any) -> Any:
         opening.set()
         assert may_go_on.wait(PATIENCE_S)
         return forward(*args, **options)
 
-    monkeypatch.setattr(History, "forward", slow)
+    monkeypatch.setattr(PastStates, "forward", slow)
     assert not served.stats.read().opening
     rank_0 = threading.Thread(target=lambda: served.join_handler.join(call_of(0)), daemon=True)
     rank_0.start()

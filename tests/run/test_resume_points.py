@@ -49,7 +49,9 @@ def test_every_resume_point_gives_exactly_what_follows_it(place: Place, served: 
     trainer = Trainer(served)
     assert trainer.take(7) == part(samples, 0, 28)
     state = trainer.state(12)
-    _, saved = place.runs.get(RUN).snapshots.take(17, save=True)
+    snapshots = place.runs.get(RUN).snapshots
+    assert snapshots.saved_at() is None
+    _, saved = snapshots.take(17, save=True)
     trainer.train(2)
     for ask, begin in (
         ({"resume": "latest"}, 36),
@@ -60,6 +62,7 @@ def test_every_resume_point_gives_exactly_what_follows_it(place: Place, served: 
     ):
         if restart:
             served = place.restart()
+        assert (served.snapshots.saved_at() or 0) > 1.7e9
         trainer = Trainer(served, world_size=3, batch_size=1, **ask)
         assert trainer.index == place.committed().sample_index == begin
         assert trainer.take(4) == part(samples, begin, begin + 12)
@@ -79,7 +82,7 @@ def test_an_unknown_snapshot_id_is_refused_with_those_that_there_are(place: Plac
 
 def test_a_state_before_the_first_batch_is_sample_0_of_the_generation(served: ServedRun, trainer: Trainer) -> None:
     state = trainer.state()
-    assert state.decode() == served.history.snapshot(0)[0]
+    assert state.decode() == served.past_states.snapshot(0)[0]
     assert Trainer(served, state=state).index == 0
     with pytest.raises(JoinRefused, match="brings a loaded state and resume='latest': give one of them"):
         Trainer(served, state=state, resume="latest")
@@ -109,10 +112,10 @@ def test_an_empty_ledger_adopts_the_trainers_run(place: Place, served: ServedRun
     # Above every generation that the old ledger had when the state was taken.
     assert moved.ranks[0].joined.opening.generation == 3
     assert moved.train(9) == part(samples, 20, 47)
-    assert elsewhere.history.snapshot(33)[0].encode() != moved.state()
-    assert elsewhere.history.snapshot(47)[0].encode() == moved.state()
+    assert elsewhere.past_states.snapshot(33)[0].encode() != moved.state()
+    assert elsewhere.past_states.snapshot(47)[0].encode() == moved.state()
     with pytest.raises(BeyondHorizon, match="sample 19 lies before the first state"):
-        elsewhere.history.snapshot(19)
+        elsewhere.past_states.snapshot(19)
 
 
 def changed(state: bytes, change: Callable[[dict[str, Any]], Any]) -> bytes:
@@ -158,10 +161,10 @@ def test_a_cursor_beyond_the_files_is_refused_also_where_there_is_nothing_to_go_
     state = Trainer(served, state=trainer.state()).state()
     document = json.loads(state)
     assert document["sample_index"] == 16
-    at_boundary = served.coordinator.timeline.encode(served.history.forward(served.history.parse(state)))
+    at_boundary = served.coordinator.timeline.encode(served.past_states.forward(served.past_states.parse(state)))
     document["resume_state"] = json.loads(at_boundary)
     document.pop("checksum")
-    assert served.history.parse(seal(document)).base is not None
+    assert served.past_states.parse(seal(document)).base is not None
     before = place.stored()
     for field, value in (("row_offset", 15), ("row_offset", 2**53 - 1), ("epoch", 9)):
         damaged = json.loads(canonical(document))

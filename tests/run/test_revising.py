@@ -115,6 +115,25 @@ def test_a_revision_may_be_taken_back_until_production_reaches_it(made: Callable
     assert trainer.taken() == part(sequence(served), 0, trainer.index)
 
 
+def test_a_plan_under_a_change_is_the_one_that_the_run_has_once_it_is_made(made: Callable[..., Place]) -> None:
+    place = made(window_micro_steps=4)
+    served = place.serve()
+    Trainer(served).train(3)
+    before, timeline = served.plan(None), served.coordinator.timeline
+    revision, plan = served.plan_under(heavier(), None)
+    assert (served.coordinator.timeline, served.plan(None)) == (timeline, before)
+    assert not place.ledger.revisions(served.coordinator.uid, "train")
+    assert (revision.number, revision.changes) == (1, ["docs: weight 1 → 20"])
+    assert plan.segments != before.segments
+    with pytest.raises(ConfigError, match="the mixture has no 'nothing'; it has"):
+        served.plan_under(
+            MixtureChange.model_validate({"reason": "x", "set": [{"child": "nothing", "weight": 1}]}), None
+        )
+    written = served.mixture.revise(heavier(sample_index=revision.sample_index))
+    assert written.changes == revision.changes
+    assert served.plan(None) == plan
+
+
 def test_changes_at_once_build_on_each_other(made: Callable[..., Place]) -> None:
     place = made(window_micro_steps=4)
     served = place.serve()
@@ -209,7 +228,7 @@ def test_a_revision_of_a_run_that_stands_still_holds_from_where_it_stands(
         with pytest.raises(Fenced, match=r"generation 1 of run 'test' .* is over: a revision closed it"):
             trainer.connect(served)
         served.stats.read()
-        assert served.history.snapshot(None)[1] == trainer.index
+        assert served.past_states.snapshot(None)[1] == trainer.index
         assert served.coordinator.view().waiting.waiting_for == "a trainer"
     # Another change, and one that is taken back, need no further generation.
     served.revision_handler.revise(heavier(3))
@@ -313,7 +332,7 @@ def test_a_revision_of_a_run_that_stands_still_comes_after_all_that_is_known_to_
     with pytest.raises(
         SnapshotInvalid, match=f"made without revision 1, which holds from sample {beyond + 7} on, from other"
     ):
-        served.history.forward(served.history.parse(trainer.state(beyond + 8)))
+        served.past_states.forward(served.past_states.parse(trainer.state(beyond + 8)))
     served.start_points.restore(snapshot_id=kept)
     assert Trainer(served).take(4) == part(sequence(served), beyond + 4, beyond + 4 + 16)
 

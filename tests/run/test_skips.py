@@ -50,7 +50,7 @@ def test_every_launch_passes_over_the_range_until_a_state_without_it_takes_it_ba
         served = place.restart()
         again = Trainer(served, world_size, batch_size, state=state)
         assert again.take(9) == part(given, index, index + 9 * world_size * batch_size)
-        assert again.state().decode() == served.history.snapshot(again.index)[0]
+        assert again.state().decode() == served.past_states.snapshot(again.index)[0]
         counts = json.loads(again.state())["counts"].values()
         assert sum(count["samples"] for count in counts) == again.index
         assert 0 < sum(count["real_tokens"] for count in counts) < again.index * 16
@@ -161,7 +161,7 @@ def test_what_is_counted_after_a_skip_is_a_recount_at_every_index(place: Place, 
         assert rest.train(1000) == part(given, begin, len(given))
         for index in range(begin, len(given), 5):
             state = rest.state(index)
-            assert served.history.snapshot(index) == (state.decode(), index)
+            assert served.past_states.snapshot(index) == (state.decode(), index)
             counts = {spec: (of["samples"], of["tokens"]) for spec, of in json.loads(state)["counts"].items()}
             expected = recount(served, part(given, 0, index))
             assert counts == {spec: of for spec, of in expected.items() if of[0]}
@@ -233,17 +233,17 @@ def test_a_snapshot_that_is_made_while_a_generation_with_a_skip_is_opened_is_of_
 ) -> None:
     trainer.train(64)
     served.start_points.restore(sample_index=2, skip_samples=3)
-    openings = served.history.openings
+    openings = served.past_states.openings
 
     def read_before_an_opening() -> Sequence[Opening]:
-        monkeypatch.setattr(served.history, "openings", openings)
+        monkeypatch.setattr(served.past_states, "openings", openings)
         known = openings()
         Trainer(served).train(80)
         return known
 
-    monkeypatch.setattr(served.history, "openings", read_before_an_opening)
-    text, index = served.history.snapshot(58)
-    assert served.history.forward(served.history.parse(text)).sample_index == index == 58
+    monkeypatch.setattr(served.past_states, "openings", read_before_an_opening)
+    text, index = served.past_states.snapshot(58)
+    assert served.past_states.forward(served.past_states.parse(text)).sample_index == index == 58
 
 
 def test_skips_at_one_sample_and_before_one_another(place: Place, served: ServedRun, trainer: Trainer) -> None:
@@ -272,16 +272,16 @@ def test_a_restore_that_went_forward_while_a_skip_was_opened_keeps_the_skip(
 ) -> None:
     samples = sequence(served)
     trainer.train(10)
-    pin = served.history.pin
+    pin = served.past_states.pin
 
     def while_another_is_opened(*args: Any) -> PinnedPoint:
-        monkeypatch.setattr(served.history, "pin", pin)
+        monkeypatch.setattr(served.past_states, "pin", pin)
         pinned = pin(*args)
         served.start_points.restore(sample_index=20, skip_samples=7)
         Trainer(served).take(3)
         return pinned
 
-    monkeypatch.setattr(served.history, "pin", while_another_is_opened)
+    monkeypatch.setattr(served.past_states, "pin", while_another_is_opened)
     assert served.start_points.restore(sample_index=12, skip_samples=3).skips == {12: 3, 17: 7}
     assert Trainer(served).take(9) == part(without(samples, (12, 15), (20, 27)), 12, 48)
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from tokenloom_server.cluster.description import rebuild
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.row_rules import PLAIN, RowRules
 from tokenloom_server.config.spec import Spec
@@ -25,7 +26,7 @@ from tokenloom_server.order import foreign_checkpoint, foreign_payload
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import Pipeline, Switch
 from tokenloom_server.order.record import RunRecord
-from tokenloom_server.order.resources import RunResources
+from tokenloom_server.order.resources import Readers, RunResources
 from tokenloom_server.order.steps import BatchPlan, StepGroup
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources.base import Content, Rows, Shard
@@ -139,11 +140,12 @@ def _columns(name: str) -> tuple[pa.Array, ...]:
 
 class MemoryResources(RunResources):
     """Those of a run whose rows lie in memory. ``breathe`` is called around whatever the producer does that takes
-    time."""
+    time; ``readers``: who reads for it, if anybody."""
 
-    def __init__(self, breathe: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, breathe: Callable[[], None] = lambda: None, readers: Readers | None = None) -> None:
         super().__init__(Path(), None)
         self.breathe = breathe
+        self.readers = readers
 
     def open_source(
         self, spec: Spec, shards: tuple[Shard, ...], rules: RowRules = PLAIN, end_of_text_id: int | None = None
@@ -156,12 +158,12 @@ class MemoryFactory(PipelineFactory):
 
     resources: MemoryResources
 
-    def breathing(self, breathe: Callable[[], None]) -> MemoryFactory:
+    def breathing(self, breathe: Callable[[], None], readers: Readers | None = None) -> MemoryFactory:
         """The same for a server of its own."""
-        return MemoryFactory(self.record, MemoryResources(breathe))
+        return MemoryFactory(self.record, MemoryResources(breathe, readers))
 
     def pipeline(self, state: State, *, ahead: bool = False, switches: Sequence[Switch] = ()) -> Pipeline:
-        pipeline = super().pipeline(state, switches=switches)
+        pipeline = super().pipeline(state, ahead=ahead, switches=switches)
         if ahead:
             fill, breathe = pipeline.fill, self.resources.breathe
 
@@ -172,6 +174,11 @@ class MemoryFactory(PipelineFactory):
 
             pipeline.fill = breathing  # type: ignore[method-assign]
         return pipeline
+
+
+def rebuilt(description: str) -> MemoryFactory:
+    """The order as a reader has it."""
+    return MemoryFactory(rebuild(description).record, MemoryResources())
 
 
 def order_of(mixture: str, window_micro_steps: int) -> MemoryFactory:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import pytest
+from tokenloom_server.cluster.readers.rows import Request
+from tokenloom_server.cluster.readers.source import RowsOfReaders
 from tokenloom_server.errors import NotFound
 from tokenloom_server.ledger import rules
 from tokenloom_server.ledger.records import StoredRun
@@ -14,12 +17,13 @@ from tokenloom_server.order.timeline import Timeline, _Recorded
 from tokenloom_server.run.active_generation import ActiveGeneration
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.generation import Generation
-from tokenloom_server.run.history import History
 from tokenloom_server.run.lease_state import LeaseState
+from tokenloom_server.run.past_states import PastStates
 from tokenloom_server.run.pins import PinnedPoint
 from tokenloom_server.run.slot_claims import SlotClaims
 from tokenloom_server.run.slots import Slot
 from tokenloom_server.run.views import RunView
+from tokenloom_server.sources.base import Rows
 
 from tests.simulation.corpus import skips_of
 
@@ -150,12 +154,12 @@ def skips_forgotten_when_leading(patch: pytest.MonkeyPatch) -> None:
 
 def skips_for_one_launch_alone(patch: pytest.MonkeyPatch) -> None:
     """An opening that takes a pin writes only where it begins, and not what is passed over from there on."""
-    right = History.pinned
+    right = PastStates.pinned
 
-    def pinned(self: History, pin: PinnedPoint | None, made_at: float = 0.0) -> Timeline:
+    def pinned(self: PastStates, pin: PinnedPoint | None, made_at: float = 0.0) -> Timeline:
         return right(self, pin, made_at) if not made_at else right(self, None, made_at)
 
-    patch.setattr(History, "pinned", pinned)
+    patch.setattr(PastStates, "pinned", pinned)
 
 
 def states_of_before_a_skip_taken(patch: pytest.MonkeyPatch) -> None:
@@ -166,6 +170,30 @@ def states_of_before_a_skip_taken(patch: pytest.MonkeyPatch) -> None:
 def claims_answered_unwritten(patch: pytest.MonkeyPatch) -> None:
     """A rank's slot is its own for as long as the server lives that said so."""
     patch.setattr(SlotClaims, "write", lambda self, command: None)
+
+
+def answers_of_readers_as_they_come(patch: pytest.MonkeyPatch) -> None:
+    """The rows of the answer that is there first are taken for those that were asked for first."""
+    right = RowsOfReaders._next
+
+    def first_to_come(self: RowsOfReaders, shard: int, row: int) -> Rows | None:
+        self._tickets = deque(sorted(self._tickets, key=lambda ticket: not ticket.is_answered()))
+        rows = right(self, shard, row)
+        if rows is None and self._pieces:
+            return self._pieces.popleft()[1]
+        return rows
+
+    patch.setattr(RowsOfReaders, "_next", first_to_come)
+
+
+def rows_of_readers_again_after_a_cut(patch: pytest.MonkeyPatch) -> None:
+    """What is left of a request after an answer that was cut begins with the row that the answer ended with."""
+    right = Request.after
+
+    def after(self: Request, rows: Sequence[int]) -> Request | None:
+        return right(self, [*rows[:-1], rows[-1] - 1] if rows else rows)
+
+    patch.setattr(Request, "after", after)
 
 
 MUTANTS: dict[str, Mutant] = {
@@ -190,5 +218,7 @@ MUTANTS: dict[str, Mutant] = {
         skips_for_one_launch_alone,
         states_of_before_a_skip_taken,
         claims_answered_unwritten,
+        answers_of_readers_as_they_come,
+        rows_of_readers_again_after_a_cut,
     )
 }

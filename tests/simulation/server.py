@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 from tokenloom.snapshot import Base, Point
 from tokenloom_proto.seal import canonical
 from tokenloom_server.api.grpc.messages import counts_of
+from tokenloom_server.api.mixture_origin import MixtureOrigin
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import Fenced, NotFound, TokenloomError
@@ -213,7 +214,7 @@ class Server(Process):
     def boot(self) -> None:
         """Serves the run, as ``Runs.add`` does on standby."""
         world = self._world
-        order = world.order.breathing(self._breathe_while_producing)
+        order = world.order.breathing(self._breathe_while_producing, world.draw_readers(self.name))
         ledger = LedgerLink(world, self)
         try:
             stored: StoredRun | None = ledger.read_run(RUN, STREAM)
@@ -233,7 +234,8 @@ class Server(Process):
         coordinator.one_change = OneAtATime()  # type: ignore[assignment]
         self.coordinator = coordinator
         self.leadership = Leadership(coordinator, self.holder)
-        self.served = ServedRun(coordinator, self.leadership, Streams(order, order.config, {}), _no_other_run)
+        streams, origin = Streams(order, order.config, {}), MixtureOrigin(where="the world", index_dir=None)
+        self.served = ServedRun(coordinator, self.leadership, streams, _no_other_run, origin, order.config)
         self.producer, self.committer = Producer(coordinator), Committer(coordinator)
         self.reachable = True
         self._keep_lease()

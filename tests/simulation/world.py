@@ -17,11 +17,20 @@ from tokenloom_server.ledger.records import Opening, StoredSnapshot
 from tokenloom_server.run.timeouts import Timeouts
 
 from tests.simulation.checker import Checker
-from tests.simulation.corpus import MIXTURES, PHASES, MemoryFactory, older_checkpoint, order_of, reference
+from tests.simulation.corpus import (
+    MIXTURES,
+    PHASES,
+    MemoryFactory,
+    older_checkpoint,
+    order_of,
+    rebuilt,
+    reference,
+)
 from tests.simulation.network import Stream
 from tests.simulation.scheduler import Scheduler, Violation
 from tests.simulation.server import RUN, STREAM, Server
 from tests.simulation.trainer import Launch, Rank, Sizes
+from tests.support.drawn_readers import DrawnReaders, drawn_sizes
 from tests.support.memory_ledger import MemoryLedger, Store
 
 #: After the last fault all must be done within this time, seconds: a rank waits 120 s for a rank 0 that died.
@@ -174,6 +183,10 @@ class World(Scheduler):
                 fault_count=self._skips.randint(4, 12),
                 fault_gap_s=self._skips.choice([0.3, 1.0]),
             )
+        # In some worlds most servers have readers, and nothing is otherwise than without them, not even when.
+        self._readers = random.Random(f"readers of {seed}")
+        self.share_of_readers = 0.8 if self._readers.random() < 0.25 else 0.0
+        self.readers: list[DrawnReaders] = []
         self.order, self.record = _order(self.plan.mixture, self.plan.window_micro_steps)
         self.store = Store()
         self.ledger = MemoryLedger(self.store, lambda: self.now)
@@ -203,7 +216,7 @@ class World(Scheduler):
 
     def run(self) -> None:
         """Runs the world to its end. Raises ``Violation``."""
-        with _quietly():
+        with _quietly(), drawn_sizes(self.seed):
             self.note("world", "plan", str(self.plan))
             for address in range(self.plan.servers):
                 self._start_server(address)
@@ -292,6 +305,13 @@ class World(Scheduler):
         return run.openings if run is not None else ()
 
     # Servers
+
+    def draw_readers(self, server: str) -> DrawnReaders | None:
+        """The readers of a server that starts, if it has any."""
+        if self._readers.random() >= self.share_of_readers:
+            return None
+        self.readers.append(DrawnReaders(f"{server} of {self.seed}", rebuilt))
+        return self.readers[-1]
 
     def _start_server(self, address: int) -> None:
         self._lives += 1
@@ -487,7 +507,7 @@ class World(Scheduler):
         low = view.generation.start_index
         index = self.rng.randint(low, max(low, view.commit.sample_index))
         try:
-            text, at = server.served.history.snapshot(index)
+            text, at = server.served.past_states.snapshot(index)
             self.checker.look_at_text(text, at)
             self.checker.look_at_snapshot(launch, text, at)
             if save:
@@ -515,7 +535,7 @@ class World(Scheduler):
         if text is None or coordinator is None:
             return
         try:
-            server.served.history.forward(server.served.history.parse(text))
+            server.served.past_states.forward(server.served.past_states.parse(text))
             coordinator.ledger.execute(Pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, text))
         except SnapshotInvalid as error:
             self.checker.fail(f"its own snapshot is refused: {error}")

@@ -91,7 +91,9 @@ def test_a_read_that_fails_is_tried_again(storage: type[Troubled], tmp_path: Pat
     with open_file(url, tmp_path, io_stats=shared) as file:
         assert file.read_at(7, 100_000) == DATA[7:100_007]
     assert len(storage.reads) == 4
-    assert shared.longest_wait(0.0) == ""
+    assert shared.longest_wait(0.0) is None
+    assert (shared.measures.retries.value, shared.measures.hedges.value) == (3, 0)
+    assert shared.measures.reads.read()[0][-1] == ("+Inf", 2), "what the storage says of the file, and the read"
 
 
 def test_a_read_that_hangs_is_started_a_second_time_and_the_first_answer_counts(
@@ -103,6 +105,7 @@ def test_a_read_that_hangs_is_started_a_second_time_and_the_first_answer_counts(
     with open_file(url, tmp_path, io_stats=shared) as file:
         assert file.read_at(0, 70_000) == DATA[:70_000]
     assert len(storage.reads) > 1
+    assert shared.measures.hedges.value >= 1
 
 
 def test_what_is_usual_decides_when_a_read_is_late() -> None:
@@ -129,7 +132,7 @@ def test_storage_that_never_answers_is_named_and_then_an_error(
     def watch() -> None:
         while not said:
             time.sleep(0.01)
-            said.extend(filter(None, [shared.longest_wait(0.4)]))
+            said.extend(wait.text() for wait in [shared.longest_wait(0.4)] if wait is not None)
 
     watcher = threading.Thread(target=watch)
     watcher.start()

@@ -18,14 +18,15 @@ from support.source_tree import CLIENT, PACKAGE_FOLDERS, PROTO, SERVER, Module, 
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     SERVER: (
         ("__init__", "errors"),
-        ("core", "storage"),
+        ("core",),
+        ("storage",),
         ("config", "ledger"),
         ("mixing", "sources"),
         ("catalog", "tokenizer"),
         ("packing",),
         ("order",),
         ("planning", "prepare"),
-        ("reports",),
+        ("cluster", "reports"),
         ("run", "tools"),
         ("replay",),
         ("api",),
@@ -46,7 +47,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     PROTO: (
         ("__init__", "address", "batch_schedule", "certificate", "errors", "process", "seal", "dataloader_pb2"),
-        ("credentials", "dataloader_pb2_grpc", "protocol", "resume"),
+        ("credentials", "dataloader_pb2_grpc", "protocol", "release", "resume"),
         ("rest",),
     ),
 }
@@ -55,7 +56,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
 ONLY: dict[str, frozenset[str]] = {
     f"{SERVER}.errors": frozenset(),
     f"{SERVER}.core": frozenset({"core", "errors"}),
-    f"{SERVER}.storage": frozenset({"storage", "errors"}),
+    f"{SERVER}.storage": frozenset({"storage", "core.measures", "errors"}),
     f"{SERVER}.config": frozenset({"config", "core", "errors", "storage"}),
     f"{SERVER}.ledger": frozenset({"ledger", "core", "errors"}),
     f"{SERVER}.run.slots": frozenset({"core"}),
@@ -66,7 +67,12 @@ ONLY: dict[str, frozenset[str]] = {
 }
 
 #: A process starts here. Whatever cannot be reached from one of these is dead.
-ENTRY_POINTS = (f"{CLIENT}.__init__", f"{SERVER}.__main__", f"{SERVER}.demo.trainer")
+ENTRY_POINTS = (
+    f"{CLIENT}.__init__",
+    f"{SERVER}.__main__",
+    f"{SERVER}.demo.trainer",
+    f"{SERVER}.cluster.readers.child",
+)
 
 #: What users import by themselves.
 INTEGRATIONS = f"{CLIENT}.integrations"
@@ -99,6 +105,7 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
     (("streaming", "litdata"), frozenset({f"{SERVER}.tools.moving"})),
     (("fsspec",), frozenset({f"{SERVER}.storage"})),
     (("typer",), frozenset({f"{SERVER}.cli"})),
+    (("ray",), frozenset({f"{SERVER}.cluster"})),
     (
         ("torch",),  # without which all else of the client and of the server works
         frozenset(
@@ -179,6 +186,7 @@ NEEDS = {
                 "prometheus_client",
                 "pyarrow",
                 "pydantic",
+                "ray",
                 "redis",
             ),
             *("rich", "starlette", "tokenizers", "torch", "typer", "uvicorn", "xxhash", "yaml"),

@@ -19,13 +19,14 @@ from tokenloom_server import errors
 from tokenloom_server.api.metrics import create_registry
 from tokenloom_server.api.rest.app import create_app
 from tokenloom_server.api.rest.problems import HTTP_ERRORS
+from tokenloom_server.api.rest.routes import Backend
 from tokenloom_server.cli.app import app
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.sources.catalog import BUILT_IN
 from typer.main import get_command
 
 from tests.support.catalog import CATALOG
-from tests.support.memory_service import MemoryService
+from tests.support.memory_service import ACCESS, MemoryService
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "CAPABILITIES.txt"
@@ -57,7 +58,7 @@ def _commands() -> Iterator[str]:
 
 
 def _routes() -> Iterator[str]:
-    document = create_app(MemoryService(), version="0").openapi()
+    document = create_app(Backend(MemoryService(), "0")).openapi()
     definitions = document["components"]["schemas"]
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
@@ -112,7 +113,7 @@ def _fields(
 
 
 def _metrics() -> Iterator[str]:
-    for family in create_registry(MemoryService(), version="0").collect():
+    for family in create_registry(MemoryService(), version="0", access=ACCESS).collect():
         labels = {name for sample in family.samples for name in sample.labels} | set(getattr(family, "_labelnames", ()))
         yield f"metric: {family.type} {family.name}{{{','.join(sorted(labels))}}}"
 

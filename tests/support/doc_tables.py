@@ -6,15 +6,22 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from tokenloom_server.api import metrics
+from tokenloom_server.api import metric_tables
 from tokenloom_server.api.auth import Scope
 from tokenloom_server.api.rest.app import create_app
+from tokenloom_server.api.rest.routes import Backend
 
 from tests.support import exchange
 from tests.support.memory_service import MemoryService
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-TOKENS = {Scope.OPEN: "none", Scope.READ: "reading", Scope.CONTROL: "control"}
+TOKENS = {
+    Scope.OPEN: "none",
+    Scope.READ: "reading",
+    Scope.TRAIN: "training",
+    Scope.CONTROL: "control",
+    Scope.ADMIN: "admin",
+}
 
 
 def _table(*rows: Iterable[str]) -> str:
@@ -22,7 +29,7 @@ def _table(*rows: Iterable[str]) -> str:
 
 
 def routes() -> str:
-    app = create_app(MemoryService(), version="0")
+    app = create_app(Backend(MemoryService(), "0"))
 
     def rows() -> Iterator[tuple[str, ...]]:
         for path, operations in app.openapi()["paths"].items():
@@ -35,17 +42,9 @@ def routes() -> str:
 
 
 def metric_names() -> str:
-    levels = (
-        ((), metrics.SERVER_METRICS),
-        (("run",), metrics.READ_METRICS),
-        (metrics.RUN_LABELS, metrics.RUN_METRICS),
-        (metrics.WAITING_LABELS, metrics.WAITING_METRICS),
-        (metrics.SOURCE_LABELS, metrics.SOURCE_METRICS),
-        (metrics.RANK_LABELS, metrics.RANK_METRICS),
-    )
     rows = (
         (f"`{metric.name}`", ", ".join(f"`{label}`" for label in (*labels, *metric.labels)), metric.help)
-        for labels, level in levels
+        for labels, level in metric_tables.TABLES
         for metric in level
     )
     return _table(("metric", "labels", "meaning"), ("---",) * 3, *rows)

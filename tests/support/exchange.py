@@ -83,10 +83,12 @@ def _exchange(stub: DataLoaderStub) -> dict[str, Message]:
 
 
 def _with_uid(message: Message, uid: str) -> Message:
-    """With the page's id of the run, which is as long; a state is sealed anew."""
+    """With the page's id of the run, which is as long, and without the release; a state is sealed anew."""
     same = type(message).FromString(message.SerializeToString().replace(uid.encode(), RUN_UID.encode()))
     if isinstance(same, wire.SnapshotResponse):
         same.snapshot_json = seal(json.loads(same.snapshot_json))
+    if isinstance(same, wire.JoinResponse):
+        same.ClearField("release")
     return same
 
 

@@ -27,6 +27,7 @@ from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_proto.seal import seal, unseal
 from tokenloom_server.api.metrics import create_registry
 from tokenloom_server.api.rest.app import create_app
+from tokenloom_server.api.rest.routes import Backend
 from tokenloom_server.cli.app import app
 from tokenloom_server.ledger import commands
 from tokenloom_server.ledger.base import Ledger
@@ -39,7 +40,7 @@ from support.capabilities import commands as cli_commands
 from support.corpora import text_rows, write_jsonl, write_txt
 from support.features import MORE, latents, write_arrow
 from support.ledger_data import commit_at, opening_of, revision_of
-from support.memory_service import MemoryService, report_stats, run_stats, source_stats
+from support.memory_service import ACCESS, MemoryService, readers_stats, report_stats, run_stats, source_stats
 from support.redis_server import RedisServer
 from support.server_process import ServerProcess
 
@@ -232,9 +233,13 @@ def _snapshot(stub: DataLoaderStub, run: str, index: int) -> str:
 
 
 def _with_uid(message: Message, uid: str) -> Message:
-    """The message with ``UID`` in place of the run's, which is as long, wherever it stands."""
+    """The message with ``UID`` in place of the run's, which is as long, wherever it stands; and without the release."""
     assert len(uid) == len(UID)
-    return type(message).FromString(message.SerializeToString(deterministic=True).replace(uid.encode(), UID.encode()))
+    text = message.SerializeToString(deterministic=True).replace(uid.encode(), UID.encode())
+    shown = type(message).FromString(text)
+    if isinstance(shown, wire.JoinResponse):
+        shown.ClearField("release")
+    return shown
 
 
 def _shown(message: Message) -> dict[str, Any]:
@@ -252,16 +257,16 @@ def _shown(message: Message) -> dict[str, Any]:
 
 
 def openapi(_: Path) -> dict[str, str]:
-    return {"openapi.json": _json(create_app(MemoryService(), version="0").openapi())}
+    return {"openapi.json": _json(create_app(Backend(MemoryService(), "0")).openapi())}
 
 
 def metrics(_: Path) -> dict[str, str]:
     """A server with one run that has every figure."""
     source = source_stats(loss=2.5, last_loss=2.25)
     service = MemoryService()
-    service.put(run_stats(reported=report_stats(), sources=[source]))
-    text = generate_latest(create_registry(service, version="0")).decode()
-    return {"metrics.txt": "".join(line for line in text.splitlines(True) if "tokenloom_process_" not in line)}
+    service.put(run_stats(reported=report_stats(), readers=readers_stats(), sources=[source]))
+    text = generate_latest(create_registry(service, version="0", access=ACCESS)).decode()
+    return {"metrics.txt": "".join(line for line in text.splitlines(True) if not re.match(r"(# \w+ )?process_", line))}
 
 
 def help_texts(_: Path) -> dict[str, str]:

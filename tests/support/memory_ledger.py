@@ -21,11 +21,12 @@ from tokenloom_server.ledger.records import (
     JournalEntry,
     Lease,
     Opening,
+    RunContents,
     StoredRevision,
     StoredRun,
     StoredSnapshot,
 )
-from tokenloom_server.ledger.rules import Head, Writes, decide, refuse_uid
+from tokenloom_server.ledger.rules import Head, Writes, decide, refuse_elsewhere, refuse_uid
 
 
 @dataclass(slots=True)
@@ -44,6 +45,7 @@ class Run:
     pin: str | None = None
     revision_changes: int = 0
     closed_generation: int = 0
+    elsewhere: str = ""
     lease: Lease | None = None
     openings: list[Opening] = field(default_factory=list)
     slots: dict[int, str] = field(default_factory=dict)
@@ -115,6 +117,8 @@ class MemoryLedger(Ledger):
 
     def _execute_alone(self, command: Command) -> int:
         run = self._store.run(command.uid, command.stream)
+        if isinstance(command, commands.Import):
+            run = self._store.runs.get((command.contents.run.name, command.stream)) or run
         head = None if run is None else self.head(run, command)
         decision = decide(head, command)
         if not isinstance(decision, Writes):
@@ -124,6 +128,8 @@ class MemoryLedger(Ledger):
             self._store.runs[made.name, made.stream] = Run(made.name, made.stream, made.uid, made.record)
         elif run is not None and head is not None:
             self._write(run, head, decision)
+        if decision.contents is not None:
+            self._put_contents(decision.contents)
         return decision.answer
 
     def head(self, run: Run, command: Command) -> Head:
@@ -137,7 +143,7 @@ class MemoryLedger(Ledger):
                 items = {"slot_nonce": run.slots.get(rank)}
             case commands.SaveSnapshot(snapshot=snapshot) if snapshot.id in run.snapshots:
                 items = {"snapshot_text": run.snapshots[snapshot.id].text}
-            case commands.Adopt(new_uid=uid):
+            case commands.Adopt(new_uid=uid) | commands.Import(uid=uid):
                 holder = self._store.run(uid, run.stream)
                 items = {"uid_holder": holder.name if holder is not None and holder.uid == uid else None}
             case commands.Revise(revision=revision):
@@ -156,8 +162,23 @@ class MemoryLedger(Ledger):
             digest=run.committed.digest if run.committed is not None else "",
             revision_changes=run.revision_changes,
             closed_generation=run.closed_generation,
+            elsewhere=run.elsewhere,
             **items,
         )
+
+    def _put_contents(self, contents: RunContents) -> None:
+        stored = contents.run
+        run = self._store.runs[stored.name, stored.stream]
+        for name in ("record", "epoch", "committed", "committed_at", "pin", "lease"):
+            setattr(run, name, getattr(stored, name))
+        run.revision_changes, run.closed_generation = stored.revision_changes, stored.closed_generation
+        run.elsewhere, run.opening_mark = stored.elsewhere, ""
+        run.generation = stored.opening.generation if stored.opening is not None else 0
+        run.openings, run.slots = list(contents.openings), dict(contents.slots)
+        run.revisions, run.snapshots = list(contents.revisions), {each.id: each for each in contents.snapshots}
+        run.journal = {}
+        for entry in contents.journal:
+            run.journal.setdefault(entry.generation, {})[entry.sample_index] = entry.state
 
     def _write(self, run: Run, head: Head, writes: Writes) -> None:
         if "uid" in writes.run:
@@ -188,7 +209,10 @@ class MemoryLedger(Ledger):
 
     def create_run(self, name: str, stream: str, uid: str, record: str) -> StoredRun:
         with self._store.lock:
-            if (name, stream) not in self._store.runs:
+            run = self._store.runs.get((name, stream))
+            if run is not None and (refusal := refuse_elsewhere(name, run.elsewhere)) is not None:
+                raise refusal
+            if run is None:
                 self._execute_alone(commands.Create(uid, stream, name, record))
             return _stored(self._store.runs[name, stream])
 
@@ -196,6 +220,27 @@ class MemoryLedger(Ledger):
         with self._store.lock:
             run = self._store.runs.get((name, stream))
             return None if run is None else _stored(run)
+
+    def read_all(self, name: str, stream: str) -> RunContents | None:
+        with self._store.lock:
+            run = self._store.runs.get((name, stream))
+            if run is None:
+                return None
+            return RunContents(
+                run=_stored(run),
+                openings=list(run.openings),
+                slots=dict(sorted(run.slots.items())),
+                journal=[
+                    JournalEntry(generation=generation, sample_index=index, state=state)
+                    for generation, entries in sorted(run.journal.items())
+                    for index, state in sorted(entries.items())
+                ],
+                revisions=list(run.revisions),
+                snapshots=sorted(run.snapshots.values(), key=lambda each: (each.saved_at, each.sample_index, each.id)),
+            )
+
+    def store_faults(self) -> Sequence[str]:
+        return []
 
     def run_names(self) -> Sequence[tuple[str, str]]:
         with self._store.lock:
@@ -260,4 +305,5 @@ def _stored(run: Run) -> StoredRun:
         lease=run.lease,
         revision_changes=run.revision_changes,
         closed_generation=run.closed_generation,
+        elsewhere=run.elsewhere,
     )

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from tokenloom_proto.seal import seal, unseal
-from tokenloom_server.api.service import Runs
+from tokenloom_server.api.auth import Access
+from tokenloom_server.api.bring_up import Reason
+from tokenloom_server.api.mixture_origin import MixtureOrigin
+from tokenloom_server.api.service import RunProblem, Runs
 from tokenloom_server.config.mixture_change import MixtureChange
+from tokenloom_server.core.measures import LabelledCounter, Measures, StorageMeasures
 from tokenloom_server.core.state import RowCounts, digest_hex
 from tokenloom_server.errors import BeyondHorizon, ConfigError, NotFound, SnapshotInvalid, TokenloomError
+from tokenloom_server.order.readers_stats import ReaderNode, ReaderSource, ReadersStats
 from tokenloom_server.planning.plan import PlannedEnding, PlannedSegment, PlannedSource, RunPlan
+from tokenloom_server.reports.history import RunEvent, RunEvents, RunHistory, SourceHistory
 from tokenloom_server.reports.receipt import Receipt, RunReport, SourceReport, Tokenizer
 from tokenloom_server.reports.stats import (
     LedgerStats,
@@ -32,6 +39,9 @@ from tokenloom_server.reports.stats import (
     SourceStats,
 )
 from tokenloom_server.reports.trace import TracedDocument, TracedMicroStep, TracedRank, TracedSample
+
+#: With a part for each metric about it.
+ACCESS = Access(tls=cast("Any", SimpleNamespace(is_stale=False)))
 
 
 def source_stats(source_id: int = 0, **figures: Any) -> SourceStats:
@@ -67,7 +77,7 @@ def source_stats(source_id: int = 0, **figures: Any) -> SourceStats:
 
 
 def rank_stats(rank: int = 0, **figures: Any) -> RankStats:
-    heard = {"last_heard_s": 0.2, "waited_s": 3.5}
+    heard = {"last_heard_s": 0.2, "waited_s": 3.5, "release": "0.1.0"}
     figures = {"rank": rank, "state": "connected", "position": 4104, "lag": 0} | heard | figures
     return RankStats(**{"connected": figures["state"] == "connected"} | figures)
 
@@ -83,6 +93,14 @@ def report_stats(**figures: Any) -> ReportStats:
             "age_s": 1.5,
         }
         | figures
+    )
+
+
+def readers_stats(**figures: Any) -> ReadersStats:
+    work: dict[str, Any] = {"answers": 12, "tokens": 1_000_000, "cpu_s": 0.0415, "ns_per_token": 41.5}
+    source = ReaderSource(id=0, alias="code", rows_ahead=5000, asked_again=3, **work)
+    return ReadersStats(
+        **{"away": "", "nodes": [ReaderNode(name="a-node", cpus=4.0, **work)], "sources": [source]} | figures
     )
 
 
@@ -124,6 +142,7 @@ def run_stats(run: str = "wiki-and-code", **figures: Any) -> RunStats:
             "next_revision": PlannedRevision(number=2, sample_index=8192, eta_s=25.8),
             "reported": None,
             "sources": [source_stats(0, alias="code"), source_stats(1, alias="prose")],
+            "readers": None,
             "ranks": [rank_stats(0), rank_stats(1, position=4096, lag=8)],
             "ledger": LedgerStats(
                 backend="sqlite:///tokenloom.db",
@@ -157,6 +176,49 @@ def run_losses(run: str = "wiki-and-code", **losses: list[float | None]) -> RunL
             for i, (alias, values) in enumerate(losses.items())
         ],
     )
+
+
+def run_history(run: str = "wiki-and-code", points: int = 0, **tokens: list[int | None]) -> RunHistory:
+    """So many points, ten seconds apart; ``tokens`` by alias."""
+    shares = [0.5] * points
+    return RunHistory(
+        run=run,
+        stream="train",
+        every_s=10.0,
+        time=[1.8e9 + 10 * i for i in range(points)],
+        generation=[1] * points,
+        sample_index=[64 * (i + 1) for i in range(points)],
+        total_tokens=[64 * 512 * (i + 1) for i in range(points)],
+        rewound=[False] * points,
+        world_size=[8] * points,
+        tokens_per_s=[1e6] * points,
+        data_wait_share=[0.01] * points,
+        window_fill=[0.9] * points,
+        loss=[3.0] * points,
+        learning_rate=[6e-4] * points,
+        step=[8 * (i + 1) for i in range(points)],
+        sources=[
+            SourceHistory(
+                id=i,
+                spec=f"parquet:{alias}.parquet:text",
+                alias=alias,
+                tokens=counts,
+                target_share=shares,
+                expected_share=shares,
+                actual_share=shares,
+                window_share=shares,
+                loss=[3.0] * points,
+                epoch=[0.1] * points,
+            )
+            for i, (alias, counts) in enumerate(tokens.items())
+        ],
+    )
+
+
+def run_event(number: int = 0, **figures: Any) -> RunEvent:
+    position = {"sample_index": 64, "total_tokens": 64 * 512, "generation": 1, "rewound": False}
+    event = {"kind": "launch", "text": "generation 1 began", "author": ""}
+    return RunEvent(**{"id": number, "time": 1.8e9 + number} | position | event | figures)
 
 
 def run_plan(run: str = "wiki-and-code", **figures: Any) -> RunPlan:
@@ -283,6 +345,11 @@ def run_report(stats: RunStats, **fields: Any) -> RunReport:
     return RunReport(**document | fields)
 
 
+def run_measures() -> Measures:
+    lock = threading.Lock()
+    return Measures(lock, StorageMeasures(lock))
+
+
 @dataclass
 class MemoryService(Runs):
     """Set ``runs``, ``fault`` or ``reason`` from a test, at any time."""
@@ -292,6 +359,9 @@ class MemoryService(Runs):
     restored: dict[str, NextLaunch] = field(default_factory=dict)
     revisions: dict[str, list[RevisionInfo]] = field(default_factory=dict)
     curves: dict[str, RunLosses] = field(default_factory=dict)
+    histories: dict[str, RunHistory] = field(default_factory=dict)
+    happened: dict[str, list[RunEvent]] = field(default_factory=dict)
+    broken: list[RunProblem] = field(default_factory=list)
     reason: str | None = None
     """What ``not_ready`` answers."""
     fault: Exception | None = None
@@ -299,6 +369,11 @@ class MemoryService(Runs):
     gate: threading.Event | None = None
     """Calls about a run wait for it."""
     calls: int = 0
+    without_text: bool = False
+    """Whether the runs have no tokeniser."""
+    rpc_errors: LabelledCounter = field(default_factory=lambda: LabelledCounter(threading.Lock()))
+    measures: dict[str, Measures] = field(default_factory=dict)
+    """By run."""
 
     def put(self, stats: RunStats) -> RunStats:
         self.runs[stats.run] = stats
@@ -307,6 +382,24 @@ class MemoryService(Runs):
     def names(self) -> list[str]:
         return list(self.runs)
 
+    def problems(self) -> list[RunProblem]:
+        return self.broken
+
+    def origin(self, name: str) -> MixtureOrigin:
+        self.stats(name)
+        return MixtureOrigin.of_file(Path(f"/srv/{name}.yaml"), None)
+
+    def add_from(self, origin: MixtureOrigin, reason: Reason | None = None) -> Any:
+        if origin.where != "/srv/runs/new.yaml":
+            raise ConfigError(f"{origin.where}: cannot be read; expected a mixture file")
+        return SimpleNamespace(name=next(iter(self.runs)))
+
+    def reload(self, name: str, reason: Reason | None = None) -> Any:
+        return SimpleNamespace(name=name, origin=self.origin(name), **vars(self.get(name)))
+
+    def remove(self, name: str) -> MixtureOrigin:
+        return self.origin(name)  # the other tests go on with it
+
     def get(self, run: str) -> Any:
         """What is asked of a ``ServedRun``, answered by the methods below."""
 
@@ -314,16 +407,29 @@ class MemoryService(Runs):
             return SimpleNamespace(**{name: partial(method, run) for name, method in methods.items()})
 
         return SimpleNamespace(
+            coordinator=SimpleNamespace(name=run, pin=None),
+            recorder=SimpleNamespace(note=lambda *_, **__: None),
+            measures=self.measures.setdefault(run, run_measures()),
             stats=owner(read=self.stats),
             losses=owner(read=self.losses),
+            history=owner(read=self.history, events=self.events),
             plan=partial(self.plan, run),
+            plan_under=partial(self.plan_under, run),
             receipts=owner(receipt=self.receipt, report=self.report),
-            snapshots=owner(take=self.snapshot, list=self.snapshots),
-            history=owner(saved=self.saved_snapshot),
+            snapshots=owner(take=self.snapshot, list=self.snapshots, saved_at=self.saved_at),
+            past_states=owner(saved=self.saved_snapshot),
             start_points=owner(restore=self.restore, cancel=self.cancel),
-            traces=owner(sample=self.trace_sample, evaluated=self.trace_evaluated, micro_step=self.trace_micro_step),
+            traces=owner(
+                sample=self.trace_sample,
+                of_source=self.trace_of_source,
+                evaluated=self.trace_evaluated,
+                micro_step=self.trace_micro_step,
+            ),
             mixture=owner(info=self.mixture, revise=self.revise, drop=self.drop_revisions),
         )
+
+    def saved_at(self, run: str) -> float | None:
+        return 1.8e9 if self.saved.get(run) else None
 
     def stats(self, run: str) -> RunStats:
         self.calls += 1
@@ -336,6 +442,15 @@ class MemoryService(Runs):
         except KeyError:
             raise NotFound(f"run {run!r} is not served here; expected one of {', '.join(self.runs)}") from None
 
+    def history(self, run: str, since: float, until: float, most: int) -> RunHistory:
+        self.stats(run)
+        return self.histories.get(run) or run_history(run)
+
+    def events(self, run: str, since: float, until: float, kinds: Sequence[str]) -> RunEvents:
+        self.stats(run)
+        kept = [each for each in self.happened.get(run, []) if not kinds or each.kind in kinds]
+        return RunEvents(run=run, stream="train", dropped=0, events=kept)
+
     def losses(self, run: str) -> RunLosses:
         self.stats(run)
         return self.curves.get(run) or run_losses(run)
@@ -347,6 +462,13 @@ class MemoryService(Runs):
         if until_tokens <= stats.total_tokens:
             raise ConfigError(f"tokens: {until_tokens} are asked for, but the run has {stats.total_tokens} already")
         return run_plan(run, until_tokens=until_tokens, ends=False)
+
+    def plan_under(self, run: str, change: MixtureChange, until_tokens: int | None) -> tuple[RevisionInfo, RunPlan]:
+        stats, now = self.stats(run), change.model_copy(update={"sample_index": None})
+        shares = [0.25, 0.75] if change.set else [1 / len(stats.sources)] * len(stats.sources)
+        plan = self.plan(run, until_tokens)
+        segments = [segment.model_copy(update={"shares": shares}) for segment in plan.segments]
+        return self.revise(run, now), plan.model_copy(update={"segments": segments})
 
     def receipt(self, run: str, sample_index: int | None) -> Receipt:
         stats = self.stats(run)
@@ -430,6 +552,13 @@ class MemoryService(Runs):
             raise NotFound(f"nothing is pinned for the next launch of run {run!r}")
         return self.restored.pop(run)
 
+    def trace_of_source(self, run: str, source: str, number: int | None, text: bool) -> TracedSample:
+        names = [each.alias for each in self.stats(run).sources]
+        if source not in names:
+            raise NotFound(f"source: run {run!r} has no source {source!r}; it has {names}")
+        sample = self.trace_sample(run, 17 if number is None else number * len(names), None, text)
+        return sample.model_copy(update={"source": source, "source_id": names.index(source)})
+
     def trace_evaluated(self, run: str, stream: str, index: int, text: bool) -> TracedSample:
         stats = self.stats(run)
         if stream not in stats.streams:
@@ -451,7 +580,7 @@ class MemoryService(Runs):
             begin=0,
             end=stats.sequence_length,
             row_tokens=stats.sequence_length,
-            text="a" * stats.sequence_length if text else None,
+            text="a" * stats.sequence_length if text and not self.without_text else None,
         )
         step, place = divmod(index, stats.batch_size * stats.world_size)
         return TracedSample(
@@ -527,19 +656,19 @@ class MemoryService(Runs):
                 f"sample {index} may have been produced already; one from {stats.produced_index} on is not"
             )
         made = self.revisions.setdefault(run, [])
-        made.append(
-            RevisionInfo(
-                number=len(made) + 1,
-                sample_index=index,
-                total_tokens=index * stats.sequence_length,
-                made_at=0.0,
-                author=change.author,
-                reason=change.reason,
-                changes=[],
-                in_force=False,
-            )
+        revision = RevisionInfo(
+            number=len(made) + 1,
+            sample_index=index,
+            total_tokens=index * stats.sequence_length,
+            made_at=0.0,
+            author=change.author,
+            reason=change.reason,
+            changes=[f"{each.child}: changed" for each in change.set],
+            in_force=False,
         )
-        return made[-1]
+        if not change.dry_run:
+            made.append(revision)
+        return revision
 
     def drop_revisions(self, run: str, number: int) -> list[RevisionInfo]:
         self.stats(run)

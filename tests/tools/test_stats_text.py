@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 from rich.console import Console
-from support.memory_service import report_stats, run_stats, source_stats
+from support.memory_service import readers_stats, report_stats, run_stats, source_stats
 from tokenloom_server.reports.stats import RunStats
 from tokenloom_server.reports.stats_text import print_stats
 
@@ -40,3 +40,12 @@ def test_where_there_is_room_it_is_one_table_with_whole_numbers() -> None:
     lines = printed(LONG, 160)
     (row,) = (line for line in lines if "web-crawl-part-0" in line)
     assert {"602,816,352", "1,234,567,890", "1,000,000,000,000", "2.3456"} <= {cell.strip() for cell in row.split("│")}
+
+
+def test_readers_have_a_line_for_each_source_and_node() -> None:
+    work = "12 answers, 1,000,000 tokens, 41.5 ns of CPU per token"
+    assert [line for line in printed(run_stats(readers=readers_stats()), 200) if "readers" in line] == [
+        f"readers of code: {work}, 5,000 rows ahead, asked again 3 times",
+        f"readers on a-node: 4 CPUs, {work}",
+    ]
+    assert not any("readers" in line for line in printed(run_stats(), 200))

@@ -155,9 +155,9 @@ def _is_http1(error: grpc.RpcError) -> bool:
     return not _name(error) and (other or "missing selected ALPN" in details)
 
 
-def is_named(error: grpc.RpcError) -> bool:
-    """Whether a Tokenloom server said what is wrong."""
-    return bool(_name(error))
+def is_named(error: grpc.RpcError, name: str = "") -> bool:
+    """Whether a Tokenloom server said what is wrong: the error of a ``name``, or any."""
+    return _name(error) == name if name else bool(_name(error))
 
 
 def times_out(error: grpc.RpcError) -> bool:

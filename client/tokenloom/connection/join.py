@@ -18,6 +18,7 @@ from tokenloom_proto.address import Address
 from tokenloom_proto.credentials import Credentials
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_proto.errors import ProtocolError
+from tokenloom_proto.release import own_release
 from tokenloom_proto.resume import counts_at, real_tokens, sources_of
 
 from tokenloom.batch.arrays import ArrayMaker, BatchMaker
@@ -150,6 +151,7 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
         peek=request.peek,
         fork=request.fork,
         samples=request.samples or 0,
+        release=own_release(),
     )
     metadata = request.credentials.metadata
     retry = Retry(request.options.connect_timeout_s, len(request.address.targets))

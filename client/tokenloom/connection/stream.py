@@ -31,7 +31,7 @@ from tokenloom.batch.layout import StepNumbers
 from tokenloom.batch.packed import Message
 from tokenloom.batch.rows import Bucket, Feature, RowsMessage
 from tokenloom.connection.buffer import SIGN_OF_LIFE_S, Step, StepBuffer
-from tokenloom.connection.channel import Channels, Retry, failure, retryable, summary
+from tokenloom.connection.channel import Channels, Retry, failure, is_named, retryable, summary
 from tokenloom.connection.join import Request, base_of, join
 from tokenloom.connection.reports import Reporter
 from tokenloom.connection.response import Response, read
@@ -172,7 +172,7 @@ class Connection:
             for data in call:
                 self._receive(read(data))
         except grpc.RpcError as error:
-            if self.buffer.closing or retryable(error, self._request.address):
+            if self.buffer.closing or retryable(error, self._request.address) or self._is_elsewhere(error):
                 return "the server was silent, without even a heartbeat" if self._fell_silent else summary(error)
             raise failure(error, self._request.address, self._request.topology.rank) from None
         finally:
@@ -180,6 +180,10 @@ class Connection:
             self.buffer.wake_writer()
             call.cancel()
         return None if writer.reported_all else "the server ended the stream before the end of the data"
+
+    def _is_elsewhere(self, error: grpc.RpcError) -> bool:
+        """Whether a server no longer has the run, and another one may."""
+        return is_named(error, "NotFound") and len(self._request.address.targets) > 1
 
     def _receive(self, response: Response) -> None:
         message = response.message

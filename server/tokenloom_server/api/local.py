@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
 from tokenloom_server.api.grpc.in_process_channel import InProcessChannel
-from tokenloom_server.api.server import INDEX_FOLDER
+from tokenloom_server.api.mixture_origin import INDEX_FOLDER, MixtureOrigin
 from tokenloom_server.api.service import Runs
 from tokenloom_server.catalog import environment_catalog
 from tokenloom_server.config import mixture_file as config
+from tokenloom_server.errors import ConfigError
 from tokenloom_server.ledger.open import FILE_NAME
 from tokenloom_server.ledger.sqlite import SqliteLedger
 
@@ -25,6 +27,11 @@ class LocalServer:
 
     def __init__(self, mixture: Path) -> None:
         """Reads the mixture file alone, which raises ``ConfigError`` where it is missing or wrong."""
+        if "TOKENLOOM_SERVE_READERS" in os.environ:
+            raise ConfigError(
+                "TOKENLOOM_SERVE_READERS is set, but a server within the training process has no readers: unset it, or "
+                "start 'tokenloom serve --readers', and give the dataset that server's address"
+            )
         self._mixture = mixture.absolute()  # the process may go elsewhere before it is started
         self._config = config.load(mixture, environment_catalog())
         self._open = ExitStack()
@@ -50,7 +57,11 @@ class LocalServer:
             runs = Runs(ledger)
             opened.callback(runs.stop)
             base = self._mixture.resolve().parent
-            runs.add_mixture(self._config, base, base / INDEX_FOLDER, where=str(self._mixture))
+            runs.add_from(
+                MixtureOrigin(
+                    where=str(self._mixture), index_dir=base / INDEX_FOLDER, mixture=self._config, folder=base
+                )
+            )
             self._open = opened.pop_all()
             return InProcessChannel(runs)
 

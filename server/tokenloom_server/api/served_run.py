@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tokenloom_server.api.mixture_origin import MixtureOrigin
+from tokenloom_server.config.mixture_change import MixtureChange
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.planning.plan import RunPlan
 from tokenloom_server.planning.planner import Planner
@@ -11,16 +14,19 @@ from tokenloom_server.replay.evaluation import Evaluations
 from tokenloom_server.replay.mixture import Mixture
 from tokenloom_server.replay.past import Past
 from tokenloom_server.replay.peek import Peeks
-from tokenloom_server.replay.receipts import Receipts
+from tokenloom_server.replay.receipts import Receipts, revision_info
 from tokenloom_server.replay.saved_snapshots import SavedSnapshots
 from tokenloom_server.replay.start_points import StartPoints
 from tokenloom_server.replay.trace import Traces
+from tokenloom_server.reports.receipt import RevisionInfo
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.fork import ForkHandler
-from tokenloom_server.run.history import History
+from tokenloom_server.run.history_reader import HistoryReader
 from tokenloom_server.run.join import JoinHandler
 from tokenloom_server.run.leadership import Leadership
 from tokenloom_server.run.losses import Losses
+from tokenloom_server.run.past_states import PastStates
+from tokenloom_server.run.recorder import Recorder
 from tokenloom_server.run.revise import RevisionHandler
 from tokenloom_server.run.stats import StatsReader
 from tokenloom_server.run.streams import Streams
@@ -34,31 +40,49 @@ class ServedRun:
         coordinator: RunCoordinator,
         leadership: Leadership,
         streams: Streams,
-        other: Callable[[str], History | None] = lambda run: None,
+        other: Callable[[str], PastStates | None],
+        origin: MixtureOrigin,
+        config: RunConfig,
     ) -> None:
-        """``other`` finds another run of the server, for forks."""
+        """``other`` finds another run of the server, for forks. ``config`` is what stood at ``origin`` when the run was
+        brought up or reloaded."""
         self.coordinator = coordinator
+        self.name = coordinator.name
+        self.origin, self.config = origin, config
+        #: Are called where the run is removed, or taken up anew, and its streams have had time to end: what cancels
+        #: a call whose client reads nothing, and what ends threads.
+        self.closers: set[Callable[[], object]] = set()
+        self.measures = coordinator.measures
         self.leadership = leadership
-        self.history = History(coordinator)
+        self.past_states = PastStates(coordinator)
         self.revision_handler = RevisionHandler(coordinator)
-        self.fork_handler = ForkHandler(coordinator, self.history, other)
-        self.join_handler = JoinHandler(coordinator, self.history, self.revision_handler, self.fork_handler)
+        self.fork_handler = ForkHandler(coordinator, self.past_states, other)
+        self.join_handler = JoinHandler(coordinator, self.past_states, self.revision_handler, self.fork_handler)
         self.losses = Losses(coordinator)
         self.stats = StatsReader(coordinator, self.losses)
-        self.past = Past(coordinator, self.history)
-        self.peeks = Peeks(coordinator, self.history, self.past)
+        self.recorder = Recorder(coordinator, self.stats, self.losses, leadership.holder)
+        self.history = HistoryReader(coordinator)
+        self.past = Past(coordinator, self.past_states)
+        self.peeks = Peeks(self.past)
         self.evaluations = Evaluations(coordinator, streams)
-        self.snapshots = SavedSnapshots(coordinator, self.history)
-        self.start_points = StartPoints(coordinator, self.history, self.past, self.fork_handler)
+        self.snapshots = SavedSnapshots(coordinator, self.past_states)
+        self.start_points = StartPoints(self.past, self.fork_handler)
         self.mixture = Mixture(coordinator, self.revision_handler)
-        self.receipts = Receipts(coordinator, self.history, self.past, self.stats)
-        self.traces = Traces(coordinator, self.history, self.past, self.evaluations)
+        self.receipts = Receipts(self.past, self.stats)
+        self.traces = Traces(self.past, self.evaluations)
         self._planner = Planner()
 
     def plan(self, until_tokens: int | None) -> RunPlan:
         """What the run will be from where it is committed, up to a total of tokens or, for None, to its end."""
         view = self.coordinator.view()
         return self._planner.plan(view.timeline, view.state, until_tokens)
+
+    def plan_under(self, change: MixtureChange, until_tokens: int | None) -> tuple[RevisionInfo, RunPlan]:
+        """The revision that a change would be now, and what the run would be under it; nothing is changed. Raises what
+        ``RevisionHandler.revise`` does."""
+        view, timeline = self.revision_handler.tried(change)
+        revision = revision_info(timeline, timeline.revisions[-1], view.commit.sample_index)
+        return revision, self._planner.plan(timeline, view.state, until_tokens)
 
     def plan_from_start(self, until_tokens: int | None) -> RunPlan:
         """The plan from the run's beginning, endless or not: what a trainer's budget is made of. As it does not look at

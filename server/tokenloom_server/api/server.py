@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import secrets
 import socket
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,17 +25,21 @@ from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.boot_clock import boot_id
 from tokenloom_server.ledger.open import open_ledger
 from tokenloom_server.run.timeouts import Timeouts
+from tokenloom_server.storage.drafts import write_whole
 
 if TYPE_CHECKING:
+    from tokenloom_server.api.run_folder import RunFolder
     from tokenloom_server.api.service import Runs
+    from tokenloom_server.cluster.readers.link import RayReaders, ReaderOptions
     from tokenloom_server.config.run import RunConfig
 
 _log = logging.getLogger(__name__)
 
-#: Line indexes of text files lie in this folder beside the mixture file.
-INDEX_FOLDER = ".tokenloom-index"
 #: How long streams get to end when the server stops, seconds.
 GRACE_S = 5.0
+#: How often files of tokens and certificates are looked at, seconds: a stream whose token was revoked ends so long, and
+#: at most its next heartbeat, after that.
+ACCESS_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +52,8 @@ class ServeOptions:
     ledger: str
     ready_file: Path | None
     index_dir: Path | None
+    runs_dir: Path | None = None
+    """A folder whose mixture files are runs, too, as long as they are there."""
     health: str | None = None
     """Where health alone is answered, whoever has all connections of REST."""
     mixture: RunConfig | None = None
@@ -63,6 +70,8 @@ class ServeOptions:
     """Source schemes from outside the tree that mixtures may name."""
     transforms: Sequence[str] = ()
     """Users' functions that mixtures may name."""
+    readers: ReaderOptions | None = None
+    """Who reads text, if not the server."""
 
 
 class Server:
@@ -73,11 +82,14 @@ class Server:
         for option, address in (("--grpc", options.grpc), ("--rest", options.rest)):
             _refuse_open_door(option, address, options.access)
         self._open_files = open_files.raise_limit()
+        self._closing = threading.Event()
         self._runs: Runs | None = None
         self._ledger: Ledger | None = None
         self._rest: RestServer | None = None
         self._health: RestServer | None = None
         self._ready_file: Path | None = None
+        self._folder: RunFolder | None = None
+        self._readers: RayReaders | None = None
         # The addresses first: a port that is taken is found before any file is read, and trainers that wait for
         # this server connect while all that it needs is imported and opened.
         self._grpc = GrpcServer(options.grpc, options.access, open_files.grpc_connections(self._open_files))
@@ -94,9 +106,14 @@ class Server:
             nobody = Access(secrets.token_hex())
             self._health = RestServer(*split_address("--health", options.health), nobody, only_health=True)
             _log.info("health: %shealthz and %sreadyz", self._health.url, self._health.url)
+        from tokenloom_server.api.run_folder import RunFolder
         from tokenloom_server.api.service import Runs
         from tokenloom_server.catalog import open_catalog
 
+        if options.readers is not None:
+            from tokenloom_server.cluster.readers.link import RayReaders
+
+            self._readers = RayReaders(options.readers)
         ledger = self._ledger = open_ledger(options.ledger, _folder(options))
         _log.info("ledger: %s", ledger.description)
         runs = self._runs = Runs(
@@ -106,8 +123,15 @@ class Server:
             standby=options.standby,
             data_roots=options.data_roots,
             catalog=open_catalog(options.plugins, options.transforms),
+            on_change=self._tell_ready,
+            require_room=partial(open_files.require, self._open_files),
+            readers=self._readers,
         )
-        rest.start(runs, grpc_address=self.grpc_address)
+        runs_dir = options.runs_dir.absolute() if options.runs_dir is not None else None
+        folder = self._folder = RunFolder(runs, runs_dir, options.index_dir, options.data_roots)
+        # A daemon: a folder of a network that hangs keeps no process.
+        threading.Thread(target=self._look_at_access, args=(options.access,), name="access", daemon=True).start()
+        rest.start(runs, folder, grpc_address=self.grpc_address)
         if self._health is not None:
             self._health.start(runs)
         # A process that waits for a slow ledger is alive, and says so.
@@ -115,25 +139,61 @@ class Server:
         if options.ready_file is not None:
             # What a killed server left there; with the ports in hand, it is not another's.
             _remove_ready(options.ready_file)
-        for path in options.mixtures:
-            runs.add(path, options.index_dir or path.resolve().parent / INDEX_FOLDER, options.revise)
-        if options.mixture is not None:
-            folder = options.base_dir.resolve()
-            index_dir = options.index_dir or folder / INDEX_FOLDER
-            runs.add_mixture(options.mixture, folder, index_dir, options.revise, where="--dataset-mix")
-        served = map(runs.get, runs.names())
-        sources = sum(len(run.coordinator.order.config.sources) for run in served)
-        open_files.require(self._open_files, sources)
+        self._add_runs(options, runs, folder)
         self._grpc.start(runs, self.rest_address)
         if options.ready_file is not None:
             self._ready_file = options.ready_file
-            _write_ready(options.ready_file, self.grpc_address, self.rest_address, self.run_names)
+            self._write_ready(options.ready_file)
+
+    def _add_runs(self, options: ServeOptions, runs: Runs, folder: RunFolder) -> None:
+        """Those that are asked for. The only one raises what is wrong with it; of several, each is by itself."""
+        from tokenloom_server.api.bring_up import Reason
+        from tokenloom_server.api.mixture_origin import INDEX_FOLDER, MixtureOrigin
+
+        origins = [folder.origin(path) for path in options.mixtures]
+        if options.mixture is not None:
+            below = options.base_dir.resolve()
+            index_dir = options.index_dir or below / INDEX_FOLDER
+            option = "--dataset-mix"
+            origins.append(MixtureOrigin(where=option, index_dir=index_dir, mixture=options.mixture, folder=below))
+        reason = Reason(options.revise) if options.revise is not None else None
+        if len(origins) == 1 and options.runs_dir is None:
+            runs.add_from(origins[0], reason)
+            return
+        errors = [runs.follow(origin, reason) for origin in origins]
+        folder.begin(reason)
+        if options.runs_dir is None and errors[0] is not None and not runs.names():
+            raise errors[0]
+
+    def _tell_ready(self) -> None:
+        """The ready file names the runs that there are now."""
+        if self._ready_file is not None:
+            try:
+                self._write_ready(self._ready_file)
+            except ConfigError as error:
+                _log.warning("%s", error)
+
+    def _write_ready(self, path: Path) -> None:
+        """Raises ``ConfigError``."""
+        document = {"grpc": self.grpc_address, "rest": self.rest_address, "runs": self.run_names}
+        try:
+            # Somebody is polling for it.
+            write_whole(path, json.dumps(document) + "\n")
+        except OSError as error:
+            raise ConfigError(
+                f"--ready-file {path}: cannot be written ({error.strerror}); give a file in a folder that exists and "
+                "may be written to"
+            ) from None
+
+    def _look_at_access(self, access: Access) -> None:
+        while not self._closing.wait(ACCESS_EVERY_S):
+            access.look()
 
     def log_positions(self) -> None:
         """Where the sources of every run stand, a line each."""
         assert self._runs is not None
-        for name in self._runs.names():
-            self._runs.get(name).stats.log_positions()
+        for run in self._runs.served():
+            run.stats.log_positions()
 
     @property
     def grpc_address(self) -> str:
@@ -152,10 +212,13 @@ class Server:
     @property
     def run_names(self) -> list[str]:
         assert self._runs is not None
-        return self._runs.names()
+        return [run.name for run in self._runs.served()]  # whoever has just added one may not see them all
 
     def close(self) -> None:
         """Commits what is acknowledged, ends streams with a reason that makes clients reconnect."""
+        if self._folder is not None:
+            self._folder.end()
+        self._closing.set()
         if self._runs is not None:
             self._runs.stop()
         self._grpc.stop(GRACE_S)
@@ -164,13 +227,16 @@ class Server:
                 rest.stop(GRACE_S)
         if self._ledger is not None:
             self._ledger.close()
+        if self._readers is not None:
+            self._readers.close()
         if self._ready_file is not None:
             _remove_ready(self._ready_file)
 
 
 def _folder(options: ServeOptions) -> Path:
     """Where a ledger lies that is named without a folder."""
-    return options.mixtures[0].resolve().parent if options.mixtures else options.base_dir.resolve()
+    first = options.mixtures[0].resolve().parent if options.mixtures else options.runs_dir or options.base_dir
+    return first.resolve()
 
 
 def _holder(grpc_address: str) -> str:
@@ -205,20 +271,6 @@ def _refuse_open_door(option: str, address: str, access: Access) -> None:
             option,
             address,
         )
-
-
-def _write_ready(path: Path, grpc: str, rest: str, runs: Sequence[str]) -> None:
-    # Written whole or not at all: somebody is polling for it.
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        draft.write_text(json.dumps({"grpc": grpc, "rest": rest, "runs": list(runs)}) + "\n", encoding="utf-8")
-        draft.replace(path)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise ConfigError(
-            f"--ready-file {path}: cannot be written ({error.strerror}); give a file in a folder that exists and may "
-            "be written to"
-        ) from None
 
 
 def _remove_ready(path: Path) -> None:

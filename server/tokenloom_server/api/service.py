@@ -1,52 +1,65 @@
-"""The runs of one server: brought up, looked after, and closed together."""
+"""The runs of one server: added, reloaded, removed, and closed together."""
 
 from __future__ import annotations
 
+import gc
 import logging
+import threading
 import time
-import uuid
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from tokenloom_server.api import audit
+from tokenloom_server.api.bring_up import Reason, RunStarter
+from tokenloom_server.api.mixture_origin import MixtureOrigin
 from tokenloom_server.api.served_run import ServedRun
-from tokenloom_server.catalog import open_catalog
-from tokenloom_server.config import mixture_file as config
-from tokenloom_server.config.catalog import Catalog
-from tokenloom_server.config.data_roots import DataRoots
-from tokenloom_server.config.differences import began_with, differences, refuse
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.config.stream import TRAIN
-from tokenloom_server.errors import ConfigError, LimitExceeded, NotFound
+from tokenloom_server.core import caller
+from tokenloom_server.core.measures import LabelledCounter
+from tokenloom_server.errors import (
+    ConfigError,
+    Forbidden,
+    LimitExceeded,
+    NotFound,
+    NotLeader,
+    RunBusy,
+    ServerStopping,
+    TokenloomError,
+)
 from tokenloom_server.ledger.base import Ledger
-from tokenloom_server.ledger.records import StoredRun
-from tokenloom_server.order import builder
-from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.mixture_content import as_file, parsed
-from tokenloom_server.order.origin import Origin
-from tokenloom_server.order.revision import differences_of_files
-from tokenloom_server.order.segments import measured_ahead
-from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.reports.stats import NextLaunch
 from tokenloom_server.run.committer import Committer
-from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.history import History
-from tokenloom_server.run.leadership import Leadership
 from tokenloom_server.run.producer import Producer
-from tokenloom_server.run.streams import Streams
 from tokenloom_server.run.timeouts import Timeouts
 
 _log = logging.getLogger(__name__)
 
 #: How long the runs' threads get to commit what is acknowledged and to end, seconds.
 STOP_S = 5.0
+#: How long the end waits until the histories have what happened last, seconds; what is not written by then is lost.
+RECORD_S = 1.0
 #: How long the end waits until the ledger has heard that the leases are let go, seconds.
 LET_GO_S = 2.0
+#: How long the streams of a run that is removed get to say why they end, seconds.
+GOODBYE_S = 2.0
 #: Each has its threads, its window of samples, and a tokeniser.
 MAX_RUNS = 64
-_ANYWHERE = DataRoots()
 
 
-class Runs:
+class RunProblem(NamedTuple):
+    """Why a mixture is not served, or not as its file has it now."""
+
+    run: str
+    """Its name, or that of its file where this says none."""
+    origin: MixtureOrigin
+    error: TokenloomError
+
+
+class Runs(RunStarter):
     """The runs of a server, by name. What is asked of one run is asked of its ``ServedRun``.
 
     Calls may come from any thread, and may block for one round trip of the ledger; those that go forward to a sample
@@ -59,138 +72,274 @@ class Runs:
         holder: str | None = None,
         timeouts: Timeouts | None = None,
         *,
-        standby: bool = False,
-        data_roots: DataRoots = _ANYWHERE,
-        catalog: Catalog | None = None,
+        on_change: Callable[[], None] = lambda: None,
+        require_room: Callable[[int], None] = lambda sources: None,
+        **options: Any,
     ) -> None:
-        """``holder`` names this server in the ledger: equal for its own restart, and for no other server.
+        """``options``: see ``RunStarter``. ``on_change`` is called where a run was added or removed; ``require_room``
+        raises ``ConfigError`` where the files of so many sources cannot be open."""
+        super().__init__(ledger, holder, timeouts, **options)
+        self._on_change, self._require_room = on_change, require_room
+        #: By where their mixtures stand.
+        self._problems: dict[str, RunProblem] = {}
+        self._lock = threading.Lock()
+        #: Runs that are being added, reloaded or removed.
+        self._changing: set[str] = set()
+        self._stopping = False
+        #: Calls that ended with an error, by method, status and the error's name.
+        self.rpc_errors = LabelledCounter(threading.Lock())
 
-        ``standby``: where another server leads a run, wait for its lease instead of refusing to start.
-        ``catalog``: what mixture files are read against; all that this release knows if not given.
-        """
-        self._ledger = ledger
-        self._holder = holder or uuid.uuid4().hex
-        self._timeouts = timeouts or Timeouts()
-        self._standby = standby
-        self._data_roots = data_roots
-        self._catalog = catalog or open_catalog()
-        self._runs: dict[str, ServedRun] = {}
+    # --- added, reloaded, removed ---------------------------------------------------------------------
 
-    def add(self, path: Path, index_dir: Path | None, revise: str | None = None) -> ServedRun:
-        """Brings up the run of a mixture file; see ``add_mixture``."""
-        return self.add_mixture(
-            config.load(path, self._catalog), path.resolve().parent, index_dir, revise, where=str(path)
-        )
+    def add(self, path: Path, index_dir: Path | None, reason: Reason | None = None) -> ServedRun:
+        """Brings up the run of a mixture file; see ``add_from``."""
+        return self.add_from(MixtureOrigin.of_file(path, index_dir), reason)
 
-    def add_mixture(
-        self, mixture: RunConfig, base_dir: Path, index_dir: Path | None, revise: str | None = None, *, where: str
-    ) -> ServedRun:
+    def add_from(self, origin: MixtureOrigin, reason: Reason | None = None) -> ServedRun:
         """Brings up the run of a mixture: a new one is recorded, a known one is taken over once its lease lapsed.
-        ``where`` says in errors where the mixture stands.
 
-        ``revise``: where the mixture differs from the one in force, why that is to be a revision.
+        ``reason``: where the mixture differs from the one in force, why that is to be a revision.
 
-        Raises ``LeaseHeld`` where another server leads it (unless on standby), what ``config.load``, ``builder.create``
-        and ``builder.load`` raise, and the ledger's errors.
+        Raises ``LeaseHeld`` where another server leads it (unless on standby), ``RunBusy`` where somebody else changes
+        it just now, what ``config.load``, ``builder.create`` and ``builder.load`` raise, and the ledger's errors.
         """
-        if len(self._runs) >= MAX_RUNS:
-            raise LimitExceeded(
-                f"{where}: this server has {len(self._runs)} runs, and one serves at most {MAX_RUNS}; start another"
-            )
-        if mixture.run in self._runs:
-            raise ConfigError(
-                f"{where}: run {mixture.run!r} is served already, from another file; give each run its own name"
-            )
-        stored = self._ledger.read_run(mixture.run, TRAIN)
-        factory = None
-        if stored is None:
-            factory = measured_ahead(builder.create(mixture, base_dir, index_dir, self._data_roots))
-            stored = self._ledger.create_run(mixture.run, TRAIN, uuid.uuid4().hex, factory.record.to_json())
-        change = None
-        if factory is None or factory.record.to_json() != stored.record:
-            # An older run; or another server has created it in between, from other files perhaps.
-            factory, change = self._load(mixture, base_dir, index_dir, stored, revise)
-        for warning in builder.warnings(factory.record):
-            _log.warning("%s: %s", mixture.run, warning)
-        streams = Streams.of(factory, mixture, self._ledger)
-        coordinator = RunCoordinator(factory, self._ledger, stored.uid, self._timeouts, lease_clock=self._ledger.clock)
-        leadership = Leadership(coordinator, self._holder)
+        mixture = origin.load(self._catalog)
+        with self._change(mixture.run):
+            if mixture.run in self._runs:
+                raise ConfigError(
+                    f"{origin.where}: run {mixture.run!r} is served already, from "
+                    f"{self._runs[mixture.run].origin.where}; give each run its own name"
+                )
+            if len(self._runs.keys() | self._changing) > MAX_RUNS:
+                raise LimitExceeded(
+                    f"{origin.where}: this server has {len(self._runs)} runs, and one serves at most {MAX_RUNS}; start "
+                    "another"
+                )
+            self._require_room(len(mixture.sources) + sum(len(run.config.sources) for run in self.served()))
+            served = self._begin(*self._prepare(mixture, origin, reason))
+        self._problems.pop(origin.where, None)
+        audit.said(f"run {served.name}", f"added, of {origin.where}")
+        self._tell()
+        return served
+
+    def reload(self, name: str, reason: Reason | None = None) -> ServedRun:
+        """Reads the mixture of a run again. One that could not be brought up is tried again. One that is served gets a
+        difference as a revision, for a ``reason``, while it trains; other fields that decide no order hold once it was
+        taken up anew, for which its streams end and begin again. Where nothing changed, nothing is done.
+
+        Raises what ``add_from`` and ``RevisionHandler.revise`` raise; what is served goes on as it was then.
+        """
+        if name not in self._runs:
+            return self.add_from(self.origin(name), reason)
+        with self._change(name):
+            served = self._runs[name]
+            mixture = served.origin.load(self._catalog)
+            if mixture.run != name:
+                raise ConfigError(
+                    f"{served.origin.where}: run: found {mixture.run!r}, but run {name!r} is served from this file; "
+                    "put its name back, or remove that run and add the file again"
+                )
+            if mixture != served.config or served.coordinator.not_ready() is not None:
+                served = self._reload(served, mixture, reason)
+                self._free()
+            self._problems.pop(served.origin.where, None)
+            why = reason.text if reason is not None else "no reason given"
+            audit.changed(served, f"reloaded, of {served.origin.where} ({why})")
+            return served
+
+    def remove(self, name: str) -> MixtureOrigin:
+        """Ends a run on this server: commits what is acknowledged, lets its lease go, and ends its streams with
+        ``NotFound``. The ledger keeps all of it: where it is added again, here or elsewhere, it goes on.
+
+        Returns where its mixture stands. Raises ``NotFound``, ``RunBusy``.
+        """
+        origin = self.origin(name)
+        with self._change(name):
+            served = self._runs.pop(name, None)
+            before = "served" if served is not None else "not served"
+            if served is not None:
+                message = (
+                    f"run {name!r} was removed from this server; the ledger keeps it: add it again, and restart the "
+                    "training job from its last checkpoint"
+                )
+                self._end([served], NotFound(message))
+                del served
+                self._free()
+            self._problems.pop(origin.where, None)
+        audit.said(f"run {name}", f"removed; the ledger keeps it (before: {before}, of {origin.where})")
+        self._tell()
+        return origin
+
+    def follow(self, origin: MixtureOrigin, reason: Reason | None = None) -> TokenloomError | None:
+        """Serves a mixture as it stands now: its run is added, or reloaded. What it meets is logged, kept as the
+        mixture's problem until it is mended, and returned; the other runs go on."""
+        name = self._name_at(origin)
+        try:
+            if name is not None:
+                self.reload(name, reason)
+            else:
+                name = self.run_of(origin)
+                self.add_from(origin, reason)
+        except Exception as error:
+            name = name or origin.name
+            problem = self._note(name, origin, error)
+            line = "%s: not taken from %s: %s: %s"
+            _log.error(line, name, origin.where, problem.name, problem, exc_info=problem is not error)
+            return problem
+        return None
+
+    def forget(self, origin: MixtureOrigin) -> TokenloomError | None:
+        """Removes what is served of a mixture that is gone; returns ``RunBusy`` where that has to wait."""
+        name = self._name_at(origin)
+        try:
+            if name is not None:
+                self.remove(name)
+        except RunBusy as error:
+            return error
+        self._problems.pop(origin.where, None)
+        return None
+
+    def _name_at(self, origin: MixtureOrigin) -> str | None:
+        return next((run.name for run in self.served() if run.origin.where == origin.where), None)
+
+    def run_of(self, origin: MixtureOrigin) -> str:
+        """The run that a mixture names. Raises ``ConfigError`` for one that is wrong."""
+        return origin.load(self._catalog).run
+
+    def origin(self, name: str) -> MixtureOrigin:
+        """Where the mixture of a run stands, be it served or not. Raises ``NotFound``, ``Forbidden``."""
+        _require_sight(name)
+        return (self._runs.get(name) or self._problem_of(name) or self.get(name)).origin
+
+    def _reload(self, served: ServedRun, mixture: RunConfig, reason: Reason | None) -> ServedRun:
+        prepared, change = self._prepare(mixture, served.origin, reason)  # what is wrong shows before anything ends
+        if change is not None:
+            served.mixture.revise(change)
+        del self._runs[served.name]
+        why = ServerStopping(f"run {served.name!r} is being reloaded; it goes on where it was in a moment")
+        self._end([served], why)
+        try:
+            return self._begin(prepared)
+        except Exception as error:
+            self._note(served.name, served.origin, error)
+            raise
+
+    def _begin(self, served: ServedRun, change: MixtureChange | None = None) -> ServedRun:
+        """Leads a run, once its lease lapsed, and starts its threads."""
         if not self._standby:
-            leadership.wait_to_lead()
-        served = ServedRun(coordinator, leadership, streams, self._history_of)
-        self._runs[mixture.run] = served
-        coordinator.start(Producer(coordinator), Committer(coordinator))
-        leadership.start()
+            served.leadership.wait_to_lead()
+        with self._lock:
+            if self._stopping:
+                served.leadership.let_go()
+                raise ServerStopping("the server is stopping; it serves no more runs")
+            self._runs[served.name] = served
+            served.coordinator.start(Producer(served.coordinator), Committer(served.coordinator))
+            served.leadership.start()
+            served.recorder.start()
         if change is not None:
             served.revision_handler.revise_soon(change)
         return served
 
-    def _load(
-        self, mixture: RunConfig, base_dir: Path, index_dir: Path | None, stored: StoredRun, revise: str | None
-    ) -> tuple[PipelineFactory, MixtureChange | None]:
-        """The order of a known run, and the change that its mixture file asks for."""
-        different = differences(mixture, stored.record)
-        if not different and revise is None:
-            return builder.load(mixture, base_dir, index_dir, stored.record, self._data_roots), None
-        refuse(mixture, {field: both for field, both in different.items() if not field.startswith("mixture.")})
-        factory = builder.load(began_with(mixture, stored.record), base_dir, index_dir, stored.record, self._data_roots)
-        openings = self._ledger.openings(stored.uid, stored.stream)
-        origin = Origin.from_json(openings[0].parent_run) if openings else None
-        timeline = Timeline(factory, self._ledger.revisions(stored.uid, stored.stream), origin)
-        in_force = timeline.of_state(stored.committed.state if stored.committed is not None else "").as_revised()
-        # A file that was brought up to date after a revision differs from the record, and from nothing in force.
-        if not differences_of_files(in_force, mixture):
-            return factory, None
-        if revise is None:
-            refuse(mixture, different)
-        if self._standby:
-            raise ConfigError(
-                f"the mixture file of run {mixture.run!r} differs from the mixture in force, and a server that stands "
-                "by cannot revise it: start it without --standby, or without --revise and with the old file"
-            )
-        assert revise is not None
-        change = {"reason": revise, "author": "tokenloom serve --revise", "mixture": as_file(mixture)}
-        return factory, parsed(MixtureChange, change, "--revise", self._catalog)
+    def _note(self, name: str, origin: MixtureOrigin, error: Exception) -> TokenloomError:
+        problem = error if isinstance(error, TokenloomError) else TokenloomError(f"{type(error).__name__}: {error}")
+        self._problems[origin.where] = RunProblem(name, origin, problem)
+        return problem
 
-    def _history_of(self, run: str) -> History | None:
-        served = self._runs.get(run)
-        return served.history if served is not None else None
+    @contextmanager
+    def _change(self, name: str) -> Iterator[None]:
+        """Makes the caller the only one that changes a run. Raises ``RunBusy``, and ``Forbidden`` where its token is
+        not good for the run."""
+        _require_sight(name)
+        with self._lock:
+            if name in self._changing:
+                raise RunBusy(f"run {name!r} is being added, reloaded or removed just now; try again when that is done")
+            self._changing.add(name)
+        try:
+            yield
+        finally:
+            self._changing.discard(name)
 
-    def get(self, run: str) -> ServedRun:
-        """Raises ``NotFound``, naming the runs that are served."""
-        served = self._runs.get(run)
-        if served is None:
-            known = ", ".join(sorted(self._runs)) or "none"
-            raise NotFound(f"there is no run {run!r} on this server; it serves: {known}")
-        return served
+    def _end(self, ending: Collection[ServedRun], why: TokenloomError | None = None) -> None:
+        """Commits what is acknowledged and ends the runs' threads; bounded. ``why``: the runs alone end, and their
+        streams with it; None: the server."""
+        for served in ending:
+            served.peeks.stop()
+            served.evaluations.stop()
+        _end_each(STOP_S, [partial(served.coordinator.stop, why=why) for served in ending])
+        _end_each(RECORD_S, [served.recorder.end for served in ending])
+        # After the last commits.
+        _end_each(LET_GO_S, [served.leadership.end for served in ending])
+        for served in ending:
+            if why is not None:
+                served.coordinator.await_detached(GOODBYE_S)
+                for close in served.closers.copy():
+                    close()
+            served.coordinator.order.resources.close()
+
+    def _tell(self) -> None:
+        with self._lock:
+            self._on_change()
+
+    def _free(self) -> None:
+        """Gives the memory of a run back that has ended: its parts know each other, so a search has to find them, also
+        among what was there when the server was ready, which no search goes through otherwise."""
+        was_frozen = gc.get_freeze_count()
+        gc.unfreeze()
+        gc.collect()
+        if was_frozen:
+            gc.freeze()
 
     def stop(self) -> None:
         """Commits what is acknowledged and ends every run's threads; bounded."""
-        # All are asked to end first, so that they end side by side: the bound is one for all of them.
-        for served in self._runs.values():
-            served.coordinator.stop(0.0)
-        deadline = time.monotonic() + STOP_S
-        for served in self._runs.values():
-            served.peeks.stop()
-            served.evaluations.stop()
-            served.coordinator.stop(max(0.0, deadline - time.monotonic()))
-        # After the last commits, and again side by side: a ledger that hangs is waited for once.
-        for served in self._runs.values():
-            served.leadership.end(0.0)
-        deadline = time.monotonic() + LET_GO_S
-        for served in self._runs.values():
-            served.leadership.end(max(0.0, deadline - time.monotonic()))
-            served.coordinator.order.resources.close()
+        with self._lock:
+            self._stopping = True
+        self._end(self.served())
+
+    # --- found ----------------------------------------------------------------------------------------
+
+    def get(self, run: str) -> ServedRun:
+        """Every way to a run goes through here. Raises ``Forbidden`` where the present caller's token is not good for
+        it; ``NotFound``, naming the runs that are served; and, for a run that is to be served, what trainers wait at:
+        ``NotLeader`` while it is being brought up, and an error that may pass by itself."""
+        _require_sight(run)
+        served = self._runs.get(run)
+        if served is not None:
+            return served
+        if run in self._changing:
+            raise NotLeader(f"run {run!r} is being added, reloaded or removed here; ask again")
+        problem = self._problem_of(run)
+        if problem is None:
+            known = ", ".join(self.names()) or "none"
+            raise NotFound(f"there is no run {run!r} on this server; it serves: {known}")
+        kind = NotLeader if problem.error.grpc_status == "UNAVAILABLE" else NotFound
+        raise kind(
+            f"run {run!r} is not served: {problem.error.name}: {problem.error}\nmend that, and have it tried again: "
+            "tokenloom runs reload"
+        )
+
+    def _problem_of(self, run: str) -> RunProblem | None:
+        return next((problem for problem in self.problems() if problem.run == run), None)
 
     def names(self) -> list[str]:
-        return sorted(self._runs)
+        """Of the runs that the present caller's token is good for."""
+        return sorted(filter(caller.who.get().sees, self._runs))
+
+    def served(self) -> list[ServedRun]:
+        """All runs that are served, by name."""
+        return [run for _, run in sorted(self._runs.copy().items())]
+
+    def problems(self) -> list[RunProblem]:
+        """The mixtures that are not served, or not as their files have them now."""
+        problems = (problem for problem in self._problems.copy().values() if caller.who.get().sees(problem.run))
+        return sorted(problems, key=lambda problem: problem.run)
 
     def not_ready(self) -> str | None:
         """Why no run can be served now; None where one can. What keeps one run from it stands in that run's stats, and
         is no reason to send the ranks of the others away."""
-        reasons = {name: served.coordinator.not_ready() for name, served in list(self._runs.items())}
+        reasons = {run.name: run.coordinator.not_ready() for run in self.served()}
         if None in reasons.values():
             return None
+        reasons |= {problem.run: str(problem.error) for problem in self._problems.copy().values()}
         return "; ".join(f"run {name}: {reason}" for name, reason in reasons.items()) or "no run is served yet"
 
     def fork(
@@ -209,3 +358,19 @@ class Runs:
             raise ConfigError("a snapshot has its own sample index: leave sample_index out")
         assert text is not None
         return served.start_points.fork(text)
+
+
+def _require_sight(run: str) -> None:
+    """Raises ``Forbidden`` where the present caller's token is not good for a run."""
+    if not caller.who.get().sees(run):
+        raise Forbidden(f"the token {caller.who.get().name!r} is not good for run {run!r}; use one that is")
+
+
+def _end_each(within_s: float, ends: Sequence[Callable[[float], None]]) -> None:
+    """Calls functions that each wait so many seconds at most. All are asked to end first, so that they end side by
+    side: the bound is one for all of them, and a ledger that hangs is waited for once."""
+    for end in ends:
+        end(0.0)
+    deadline = time.monotonic() + within_s
+    for end in ends:
+        end(max(0.0, deadline - time.monotonic()))

@@ -9,12 +9,14 @@ from tokenloom_server.cli import (
     foreign,
     fork,
     init,
+    ledger,
     mixture,
     peek,
     plan,
     prepare,
     report,
     restore,
+    runs,
     schema,
     serve,
     stats,
@@ -24,11 +26,13 @@ from tokenloom_server.cli import (
     verify,
 )
 from tokenloom_server.cli.command import add_command
+from tokenloom_server.cli.config import SETTINGS
 from tokenloom_server.cli.root import App
 
 app = App()
 # In the order of --help; the groups of commands come last.
-add_command(app, serve.serve)
+add_command(app, serve.serve, **SETTINGS)
+add_command(app, serve.config, **SETTINGS)
 add_command(app, init.init)
 add_command(app, validate.validate)
 add_command(app, plan.plan)
@@ -42,8 +46,10 @@ add_command(app, export.export)
 add_command(app, restore.restore)
 add_command(app, fork.fork)
 add_command(app, foreign.import_seen, "import")
-add_command(app, token.token)
 add_command(app, schema.schema)
 add_command(app, demo.demo)
+app.add_typer(runs.app)
 app.add_typer(mixture.app)
 app.add_typer(checkpoint.app)
+app.add_typer(ledger.app)
+app.add_typer(token.app)

@@ -16,21 +16,22 @@ from tokenloom_server.errors import TokenloomError
 _Function = Callable[..., None]
 
 
-def command(app: typer.Typer, name: str | None = None) -> Callable[[_Function], _Function]:
+def command(app: typer.Typer, name: str | None = None, **settings: Any) -> Callable[[_Function], _Function]:
     """Decorates the function of a command of ``app``, see ``add_command``."""
 
     def add(function: _Function) -> _Function:
-        add_command(app, function, name)
+        add_command(app, function, name, **settings)
         return function
 
     return add
 
 
-def add_command(app: typer.Typer, function: _Function, name: str | None = None) -> None:
+def add_command(app: typer.Typer, function: _Function, name: str | None = None, **settings: Any) -> None:
     """Makes a function a command of ``app``, with the function's name if none is given.
 
     A parameter whose type is a dataclass is a group of options: each field of it is an option, in the group's place.
-    A ``TokenloomError`` ends the command with its name and message, and exit status 2.
+    A ``TokenloomError`` ends the command with its name and message, and exit status 2. ``settings``: what click's
+    context takes.
     """
     groups: dict[str, type[Any]] = {}
     options: list[inspect.Parameter] = []
@@ -54,7 +55,7 @@ def add_command(app: typer.Typer, function: _Function, name: str | None = None) 
     # Typer reads the options of a command from its signature.
     run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     run.__annotations__ = {option.name: option.annotation for option in options}
-    app.command(name)(run)
+    app.command(name, context_settings=settings)(run)
 
 
 def _parameters(called: Callable[..., Any]) -> list[inspect.Parameter]:

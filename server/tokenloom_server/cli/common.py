@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import logging
+import os
+import re
+import sys
+import threading
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
@@ -36,6 +42,9 @@ def say(text: str) -> None:
 
 def fail(error: TokenloomError) -> NoReturn:
     """Ends the command with an error's name and message."""
+    if logs_json():
+        logging.getLogger(__name__).error("%s: %s", error.name, error)
+        raise typer.Exit(2)
     err = console(stderr=True)
     err.print(f"{error.name}: ", style="bold red", end="")
     err.print(str(error), soft_wrap=True)
@@ -53,7 +62,11 @@ def print_json(document: object) -> None:
 
 
 class LineFormatter(logging.Formatter):
-    """A record is one line, whatever names and texts it quotes; a traceback after it has lines of its own."""
+    """A record is one line, whatever names and texts it quotes; a traceback after it has lines of its own. Times are
+    ISO 8601, in UTC."""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
+        return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         record.message = escaped(record.message)
@@ -63,7 +76,45 @@ class LineFormatter(logging.Formatter):
         return escaped(super().formatException(ei), lines=True)
 
 
-def set_up_logging(level: str) -> None:
+class JsonFormatter(LineFormatter):
+    """A record is one JSON object: time, level, logger, run and rank where they are known, message, exception."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        document = {"time": self.formatTime(record), "level": record.levelname.lower(), "logger": record.name}
+        document |= _run_and_rank(record) | {"message": record.getMessage()}
+        if record.exc_info:
+            document["exception"] = self.formatException(record.exc_info)
+        return json.dumps(document)
+
+
+#: Of these loggers of this package, a message that begins with ``%s: `` begins with the run's name.
+RUN_LOGS = ("run.", "replay.", "api.service", "api.bring_up", "api.grpc.servicer", "order.builder", "order.run_engine")
+#: How the threads of a run are named.
+_RUN_THREAD = re.compile(
+    r"(?P<run>.+)-(?:rank-(?P<rank>\d+)-progress|producer|committer|lease|streams|files|recorder|"
+    r"(?:ahead|opening|peeks|evaluations)_\d+)"
+)
+
+
+def _run_and_rank(record: logging.LogRecord) -> dict[str, Any]:
+    thread = _RUN_THREAD.fullmatch(record.threadName or "")
+    known: dict[str, Any] = {"run": thread["run"]} if thread else {}
+    if thread and thread["rank"]:
+        known["rank"] = int(thread["rank"])
+    of_a_run = record.name.removeprefix("tokenloom_server.").startswith(RUN_LOGS)
+    if of_a_run and record.args and str(record.msg).startswith("%s: "):
+        known["run"] = str(record.args[0])  # type: ignore[index]  # a message with %s has a tuple
+    return known
+
+
+class LogFormat(enum.StrEnum):
+    """How lines of the log look."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+def set_up_logging(level: str, log_format: LogFormat = LogFormat.TEXT) -> None:
     """Logs go to standard error, from a level on. Raises ``typer.BadParameter`` if there is none of this name."""
     number = logging.getLevelNamesMapping().get(level.upper())
     if number is None:
@@ -71,4 +122,16 @@ def set_up_logging(level: str) -> None:
     # Plain lines, never wrapped: logs are read with grep as often as by eye.
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter("%(asctime)s %(levelname)-7s %(message)s"))
+    if log_format is LogFormat.JSON:
+        handler.setFormatter(JsonFormatter())
+        # What others write there, too: Python's warnings and faults, and nothing of gRPC's native part.
+        logging.captureWarnings(True)
+        sys.excepthook = lambda *fault: logging.critical("the process ends", exc_info=fault)
+        threading.excepthook = lambda fault: logging.error("a thread ended", exc_info=fault.exc_value)
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     logging.basicConfig(level=number, handlers=[handler])
+
+
+def logs_json() -> bool:
+    """Whether standard error is for JSON alone."""
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)

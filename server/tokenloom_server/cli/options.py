@@ -17,6 +17,8 @@ from typer.models import OptionInfo
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tokenloom_server.config.catalog import Catalog
     from tokenloom_server.config.data_roots import DataRoots
     from tokenloom_server.config.run import RunConfig
@@ -283,3 +285,17 @@ class MixtureOptions:
 
 def _option(field: str) -> str:
     return f"--{field.replace('_', '-')}"
+
+
+def amounts(option: str, texts: Sequence[str] | None) -> dict[str, float]:
+    """Amounts by name, as NAME=AMOUNT each. Raises ``ConfigError``."""
+    by_name = {}
+    for text in texts or ():
+        name, _, amount = text.partition("=")
+        try:
+            by_name[name] = float(amount)
+            if not 0 < by_name[name] < float("inf"):
+                raise ValueError
+        except ValueError:
+            raise ConfigError(f"{option}: found {text!r}, expected NAME=AMOUNT, such as tokeniser=1") from None
+    return by_name

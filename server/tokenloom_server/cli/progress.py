@@ -17,8 +17,9 @@ LINE_S = 10.0
 class Progress:
     """Rows (or samples), tokens, MB/s and the time that is left. Thread-safe."""
 
-    def __init__(self, total: int | None, unit: str, *, bytes_are_total: bool = True) -> None:
-        """``total``: bytes, or with ``bytes_are_total=False`` units; None where it is not known."""
+    def __init__(self, total: int | None, unit: str, *, bytes_are_total: bool = True, of_cluster: bool = False) -> None:
+        """``total``: bytes, or with ``bytes_are_total=False`` units; None where it is not known. ``of_cluster``: tells
+        tokens/s instead of MB/s, and how many nodes there are."""
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bar
 
@@ -26,7 +27,7 @@ class Progress:
         self._unit = unit
         self._by_bytes = bytes_are_total
         self._lock = threading.Lock()
-        self._units = self._tokens = self._bytes = self._before = 0
+        self._units = self._tokens = self._bytes = self._before = self._tokens_before = self._nodes = 0
         self._began = self._printed = time.monotonic()
         self._bar = Bar(
             BarColumn(24),
@@ -53,10 +54,16 @@ class Progress:
             self._print()
 
     def kept(self, units: int, tokens: int, size: int) -> None:
-        """So much was done before: it counts, but not for the speed."""
+        """So much was done before: it counts, but not for the speed. Of a cluster, rows that are one shard."""
+        units = 1 if self._unit == "shards" else units
         with self._lock:
             self._before += size if self._by_bytes else units
+            self._tokens_before += tokens
             self._add(units, tokens, size)
+
+    def on_nodes(self, count: int) -> None:
+        """So many nodes of a cluster are at work."""
+        self._nodes = count
 
     def advance(self, units: int, tokens: int, size: int) -> None:
         """So much more is done."""
@@ -77,8 +84,12 @@ class Progress:
         return self._bytes if self._by_bytes else self._units
 
     def _text(self) -> str:
-        speed = (self._done - self._before) / max(time.monotonic() - self._began, 1e-3)
+        seconds = max(time.monotonic() - self._began, 1e-3)
+        speed = (self._done - self._before) / seconds
         rate = f"{speed / 1e6:,.1f} MB/s" if self._by_bytes else f"{speed:,.0f} {self._unit}/s"
+        if self._unit == "shards":
+            tokens_speed = (self._tokens - self._tokens_before) / seconds
+            rate = f"{tokens_speed:,.0f} tokens/s on {self._nodes} node{'s' * (self._nodes != 1)}"
         text = f"{self._units:,} {self._unit}, {self._tokens:,} tokens, {rate}"
         if self._total is None:
             return text

@@ -42,7 +42,7 @@ class RevisionOptions:
         from tokenloom_server.core.amounts import parse_amount
         from tokenloom_server.reports.mixture_text import print_revision
 
-        body = {"reason": self.reason, "author": _user() if self.author is None else self.author, **change}
+        body = {"reason": self.reason, "author": user_name() if self.author is None else self.author, **change}
         if self.sample_index is not None:
             body["sample_index"] = self.sample_index
         if self.total_tokens is not None:
@@ -93,7 +93,8 @@ def parse_number(text: str, option: str, expected: str = "a number above 0, or i
     return "inf" if value == float("inf") else value
 
 
-def _user() -> str:
+def user_name() -> str:
+    """Who is at this command line; empty where the system has no name."""
     try:
         return getpass.getuser()
     except (OSError, KeyError):

@@ -9,15 +9,16 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from tokenloom_proto.credentials import CONTROL_VARIABLE
 
 from tokenloom_server.cli.command import command
-from tokenloom_server.cli.common import set_up_logging
+from tokenloom_server.cli.common import LogFormat, logs_json, set_up_logging
+from tokenloom_server.cli.config import SETTINGS, ConfigFile, show
 from tokenloom_server.cli.options import MixtureOptions
 from tokenloom_server.cli.root import App
 from tokenloom_server.cli.token import MadeToken, make_token
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from tokenloom_server.api.auth import Access
     from tokenloom_server.api.server import ServeOptions
+    from tokenloom_server.cluster.readers.link import ReaderOptions
 
 #: ``tokenloom`` with this command alone.
 app = App()
@@ -71,6 +73,13 @@ class ServerOptions:
     ] = None
     index_dir: Annotated[
         Path | None, typer.Option(help="Folder for cached line indexes; beside each mixture file if not given.")
+    ] = None
+    runs_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder of mixture files: each *.yaml in it is a run. Files that come, change or go while the "
+            "server is up add, reload and remove their runs."
+        ),
     ] = None
     standby: Annotated[
         bool,
@@ -141,6 +150,13 @@ class ServerAccess:
             "and show it once; tokenloom token shows it again.",
         ),
     ] = False
+    tokens: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file of named tokens, each with a scope and its runs, made by tokenloom token create; mode 0600. "
+            "Read again when it changes."
+        ),
+    ] = None
     tls_cert: Annotated[
         Path | None, typer.Option(help="The server's certificate chain, PEM: gRPC and REST use TLS.")
     ] = None
@@ -153,9 +169,11 @@ class ServerAccess:
         """The tokens that callers show, and the server's TLS. Raises ``ConfigError``."""
         from tokenloom_server.api.auth import Access
         from tokenloom_server.api.tls import Tls
+        from tokenloom_server.api.tokens import watched_tokens
 
         tls = Tls.load(self.tls_cert, self.tls_key, self.tls_client_ca)
-        return Access.find(os.environ, made.file if made else self.token_file, self.read_token_file, tls)
+        named = watched_tokens(self.tokens) if self.tokens is not None else None
+        return Access.find(os.environ, made.file if made else self.token_file, self.read_token_file, tls, named)
 
     def made_token(self, folder: Path) -> MadeToken | None:
         """The server's own token, kept in a folder, where it is asked for and no other is given."""
@@ -165,37 +183,125 @@ class ServerAccess:
         return make_token(folder)
 
 
-@command(app)
-def serve(
-    mixtures: Annotated[
-        list[Path] | None, typer.Argument(help="One mixture file per run to serve.", metavar="MIXTURE.yaml...")
-    ] = None,
-    *,
-    options: ServerOptions,
-    access: ServerAccess,
+@dataclass(frozen=True, slots=True)
+class Readers:
+    """Where text is read and tokenised, if not in the server."""
+
+    readers: Annotated[
+        str | None,
+        typer.Option(
+            help="Read and tokenise text in tasks of Ray: auto, on the cluster that this machine belongs to; or "
+            "local:N, on N CPUs of this machine. The order stays the same to the token. See docs/scale.md: to prepare "
+            "the text once is nearly always better.",
+            metavar="auto|local:N",
+        ),
+    ] = None
+    readers_cpus: Annotated[float, typer.Option(min=0.01, max=1024, help="CPUs that a task of a reader takes.")] = 1.0
+    readers_resource: Annotated[
+        list[str] | None,
+        typer.Option(help="A resource of Ray's that a task takes beside, such as tokeniser=1.", metavar="NAME=AMOUNT"),
+    ] = None
+    readers_late: Annotated[
+        float, typer.Option(min=1, help="Seconds without an answer after which rows are asked for again elsewhere.")
+    ] = 30.0
+    readers_fallback: Annotated[
+        Literal["local"] | None,
+        typer.Option(
+            help="Where readers give nothing for --storage-timeout: local reads the rows in the server; else the run "
+            "ends with an error."
+        ),
+    ] = None
+
+    def options(self, storage_timeout: float) -> ReaderOptions | None:
+        """What is asked for. Raises ``ConfigError``."""
+        from tokenloom_server.cli.options import amounts
+        from tokenloom_server.cluster.connection import Needs
+        from tokenloom_server.cluster.readers.link import ReaderOptions
+
+        if self.readers is None:
+            return None
+        kind, _, count = self.readers.partition(":")
+        if not (self.readers == "auto" or (kind == "local" and count.isdecimal() and int(count) > 0)):
+            raise ConfigError(
+                f"--readers: found {self.readers!r}, expected auto, or local:N with N CPUs, such as local:4"
+            )
+        return ReaderOptions(
+            address=kind,
+            local_cpus=int(count) if kind == "local" else None,
+            needs=Needs(self.readers_cpus, resources=amounts("--readers-resource", self.readers_resource)),
+            late_s=self.readers_late,
+            timeout_s=storage_timeout,
+            falls_back=self.readers_fallback is not None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessOptions:
+    """How the process lives, and what it logs."""
+
     parent: Annotated[
         int | None,
         typer.Option(
             help="The process that starts this server: killed at once when that ends, on Linux.", metavar="PID"
         ),
-    ] = None,
+    ] = None
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info"
+    log_format: Annotated[
+        LogFormat, typer.Option(help="Lines for people, or a JSON object a line. Times are in UTC.")
+    ] = LogFormat.TEXT
+
+
+_Mixtures = Annotated[
+    list[Path] | None, typer.Argument(help="One mixture file per run to serve.", metavar="MIXTURE.yaml...")
+]
+
+
+def config(
+    ctx: typer.Context,
+    mixtures: _Mixtures = None,
+    *,
+    options: ServerOptions,
+    access: ServerAccess,
+    readers: Readers,
+    process: ProcessOptions,
+    file: ConfigFile,
     mixture_options: MixtureOptions,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the options as JSON.")] = False,
+) -> None:
+    """Show the options that tokenloom serve would have here, and where each comes from.
+
+    Takes the same options. They come from the command line, else the environment (TOKENLOOM_SERVE_…), else the file of
+    --config, else they have their defaults. Secrets are not shown.
+    """
+    show(ctx, as_json=as_json)
+
+
+@command(app, **SETTINGS)
+def serve(
+    mixtures: _Mixtures = None,
+    *,
+    options: ServerOptions,
+    access: ServerAccess,
+    readers: Readers,
+    process: ProcessOptions,
+    file: ConfigFile,
+    mixture_options: MixtureOptions,
 ) -> None:
     """Serve one or more runs until SIGTERM or Ctrl-C.
 
     Trainers then use RemoteDataset("grpc://HOST:PORT/RUN", batch_size=…).
     """
-    if parent is not None:
+    set_up_logging(process.log_level, process.log_format)
+    if process.parent is not None:
         from tokenloom_server.api import parent_death
 
-        parent_death.hold(parent)
+        parent_death.hold(process.parent)
     # numpy's linear algebra starts a thread for each core, with memory of its own; a server multiplies no matrices.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     gc.set_threshold(GC_THRESHOLD)
-    from tokenloom_server.api.server import INDEX_FOLDER, Server
+    from tokenloom_server.api.mixture_origin import INDEX_FOLDER
+    from tokenloom_server.api.server import Server
 
-    set_up_logging(log_level)
     stopping, serving = threading.Event(), threading.Event()
 
     def stop(*_: object) -> None:
@@ -206,18 +312,19 @@ def serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    made = access.made_token(options.index_dir or (mixtures[0].parent if mixtures else Path()) / INDEX_FOLDER)
-    server = Server(_options(mixtures or [], options, access.access(made), mixture_options))
+    folder = mixtures[0].parent if mixtures else options.runs_dir or Path()
+    made = access.made_token(options.index_dir or folder / INDEX_FOLDER)
+    server = Server(_options(mixtures or [], options, access.access(made), mixture_options, readers))
     serving.set()
     gc.freeze()  # what is there now stays until the end: no search goes through it
     # One line, plain, for people and scripts alike.
     print(
         f"tokenloom {'stands by' if options.standby else 'is ready'}: gRPC on {server.grpc_address}, REST and page on "
-        f"{server.page_url} (runs: {', '.join(server.run_names)})",
+        f"{server.page_url} (runs: {', '.join(server.run_names) or 'none'})",
         flush=True,
     )
     if made is not None and made.is_new:
-        print(made.lines(server.page_url, server.grpc_address, server.run_names[0]), flush=True)
+        print(made.lines(server.page_url, server.grpc_address, (server.run_names or ["RUN"])[0]), flush=True)
     # The system may hand a signal to a thread that is not Python's own, and then nothing wakes this one, which has to
     # handle it: so it looks now and then.
     due = time.monotonic() + options.log_positions
@@ -230,7 +337,11 @@ def serve(
 
 
 def _options(
-    mixtures: Sequence[Path], options: ServerOptions, access: Access, mixture_options: MixtureOptions
+    mixtures: Sequence[Path],
+    options: ServerOptions,
+    access: Access,
+    mixture_options: MixtureOptions,
+    readers: Readers,
 ) -> ServeOptions:
     """All that the server needs. Raises ``ConfigError``."""
     from tokenloom_server.api.server import ServeOptions
@@ -238,30 +349,25 @@ def _options(
 
     mixture_options.use_cache()
     mixture = mixture_options.short_form()
-    if mixture is None and not mixtures:
-        raise ConfigError("nothing to serve: name a mixture file, or give --dataset-mix")
+    if mixture is None and not mixtures and options.runs_dir is None:
+        raise ConfigError("nothing to serve: name a mixture file, or give --runs-dir or --dataset-mix")
     if mixture is not None:
-        logging.getLogger(__name__).info("the mixture of --dataset-mix, as a file:")
-        print(escaped(mixture.text, lines=True), file=sys.stderr, flush=True)
+        json_alone = logs_json()
+        text = f"\n{mixture.text}" if json_alone else ""
+        logging.getLogger(__name__).info("the mixture of --dataset-mix, as a file:%s", text)
+        if not json_alone:
+            print(escaped(mixture.text, lines=True), file=sys.stderr, flush=True)
+    settings = asdict(options)
+    del settings["log_positions"]
+    waits = ("lease", "liveness", "rank_timeout", "storage_timeout")
     return ServeOptions(
         mixtures=mixtures,
         mixture=mixture.config if mixture is not None else None,
-        grpc=options.grpc,
-        rest=options.rest,
-        health=options.health,
-        ledger=options.ledger,
-        ready_file=options.ready_file,
-        index_dir=options.index_dir,
-        standby=options.standby,
-        revise=options.revise,
-        timeouts=Timeouts(
-            lease_s=options.lease,
-            liveness_s=options.liveness,
-            rank_timeout_s=options.rank_timeout,
-            storage_timeout_s=options.storage_timeout,
-        ),
+        timeouts=Timeouts(**{f"{name}_s": settings.pop(name) for name in waits}),
         access=access,
         data_roots=mixture_options.roots(),
         plugins=mixture_options.plugins(),
         transforms=mixture_options.transforms(),
+        readers=readers.options(options.storage_timeout),
+        **settings,
     )

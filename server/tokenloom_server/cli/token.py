@@ -5,15 +5,21 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
 from tokenloom_proto.credentials import CONTROL_VARIABLE, find_token, read_token
 
+from tokenloom_server.cli.command import command
+from tokenloom_server.cli.common import fail
 from tokenloom_server.errors import ConfigError
 
 _FILE_NAME = "token"
+_File = Annotated[Path, typer.Option(help="The file of named tokens that servers have (--tokens).", metavar="FILE")]
+
+app = typer.Typer(name="token")
 
 
 class MadeToken(NamedTuple):
@@ -62,24 +68,69 @@ def make_token(folder: Path) -> MadeToken:
     return MadeToken(file, is_new=True)
 
 
+@app.callback(invoke_without_command=True)
 def token(
+    context: typer.Context,
     index_dir: Annotated[
         Path, typer.Option(help="The folder of indexes that the server has.", show_default=True)
     ] = Path(".tokenloom-index"),
 ) -> None:
-    """Print the control token of the server that runs here: the one in TOKENLOOM_TOKEN, or the one that it made.
+    """Print the control token of the server that runs here, or make, list and revoke named tokens.
 
-    In the folder where the server runs: export TOKENLOOM_TOKEN=$(tokenloom token), or with Compose
-    $(docker compose exec server tokenloom token).
+    Without a command: the token in TOKENLOOM_TOKEN, or the one that the server made. In the folder where the server
+    runs: export TOKENLOOM_TOKEN=$(tokenloom token), or with Compose $(docker compose exec server tokenloom token).
     """
+    if context.invoked_subcommand is not None:
+        return
     file = index_dir / _FILE_NAME
     try:
         control = find_token(CONTROL_VARIABLE, os.environ)
         if control is None and not file.exists():
-            raise ConfigError(
+            raise ValueError(
                 f"there is no token here: {CONTROL_VARIABLE} is not set, and {str(file)!r} does not exist; a server "
                 "that is started with --make-token and without a token makes that file"
             )
         print(control or read_token(file))
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        fail(ConfigError(str(error)))
+
+
+@command(app, "create")
+def create(
+    *,
+    tokens: _File,
+    name: Annotated[str, typer.Option(help="Whose it is: what the audit log calls it.")],
+    scope: Annotated[str, typer.Option(help="read, train, control or admin; each is good for those before it, too.")],
+    run: Annotated[
+        list[str] | None,
+        typer.Option(help="A run that it is good for, or a pattern (wiki*); repeat it. All if not given."),
+    ] = None,
+    expires: Annotated[
+        datetime | None, typer.Option(help="When it ends, UTC.", formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M:%SZ"])
+    ] = None,
+) -> None:
+    """Make a token, print it this once, and keep its digest in the file.
+
+    A server that was started with --tokens takes it up within seconds. The file is made (mode 0600) where there is
+    none.
+    """
+    from tokenloom_server.api import tokens as file
+
+    print(file.create(tokens, name, scope, run or ["*"], expires and expires.replace(tzinfo=UTC)))
+
+
+@command(app, "list")
+def list_tokens(*, tokens: _File) -> None:
+    """Show the names of the tokens, with scope, runs and end."""
+    from tokenloom_server.api.tokens import read_document
+
+    for token in read_document(tokens).tokens:
+        print(f"{token.name}  {token.scope}  {','.join(token.runs)}  {token.expires or 'never expires'}")
+
+
+@command(app, "revoke")
+def revoke(name: Annotated[str, typer.Argument(help="Its name.", metavar="NAME")], *, tokens: _File) -> None:
+    """Take a token out of the file: servers refuse it within seconds, and end the streams that it opened."""
+    from tokenloom_server.api import tokens as file
+
+    file.revoke(tokens, name)

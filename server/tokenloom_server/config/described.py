@@ -6,7 +6,7 @@ import ast
 import inspect
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
 
@@ -29,6 +29,18 @@ class Described(BaseModel):
                 if field in properties:
                     properties[field].setdefault("description", text)
         return schema
+
+
+class Document(Described):
+    """What is said of a run, for REST, gRPC and the command line. Frozen."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def of(cls, known: object, **others: Any) -> Self:
+        """A document of ``others``, and of what ``known`` has under the names of the remaining required fields."""
+        needed = [name for name, field in cls.model_fields.items() if field.is_required() and name not in others]
+        return cls(**others, **{name: getattr(known, name) for name in needed})
 
 
 def _docstrings(cls: type) -> Iterator[tuple[str, str]]:

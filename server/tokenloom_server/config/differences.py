@@ -31,8 +31,8 @@ def refuse(config: RunConfig, different: Mapping[str, str]) -> None:
     remedy = "put these back, or begin a new run under another name"
     if all(field.startswith("mixture.") for field in different):
         remedy += (
-            "; or make them a revision, from the next possible sample on: serve with --revise REASON, or put these "
-            "back and use `tokenloom mixture apply` while it trains"
+            "; or make them a revision, from the next possible sample on: serve with --revise REASON, or "
+            "`tokenloom runs reload --reason REASON`, or put these back and use `tokenloom mixture apply`"
         )
     elif set(different) <= {"sequence_length"}:
         remedy += ", such as one that is forked from this run's checkpoint; `phases` plan such a change"

@@ -8,6 +8,9 @@ from pydantic import ConfigDict, Field
 
 from tokenloom_server.config.base import PlainText
 from tokenloom_server.config.described import Described
+from tokenloom_server.core.state import MAX_COUNTER
+
+_Counter = Annotated[int, Field(ge=0, le=MAX_COUNTER, examples=[4096])]
 
 
 class _ChangePart(Described):
@@ -48,22 +51,27 @@ class Exclusion(_ChangePart):
     """JSON lines, or CSV with a header: spec (or alias), shard, row. The path is the server's."""
 
 
-class MixtureChange(_ChangePart):
+class PlannedChange(_ChangePart):
+    """What a revision may change that names no file of the server, and from when on."""
+
+    sample_index: _Counter | None = None
+    """From this sample on; the first that is possible if neither this nor ``total_tokens`` is given."""
+    total_tokens: _Counter | None = None
+    """From the first sample on before which the run has had so many tokens."""
+    set: list[Setting] = Field(default_factory=list)
+    drop: list[str] = Field(default_factory=list)
+    """Aliases, specs or places of sources and nodes that are to leave."""
+
+
+class MixtureChange(PlannedChange):
     """What a revision is to change, from when on, and why."""
 
     reason: Annotated[PlainText, Field(min_length=1, max_length=2000)]
     """For whoever asks later; it stays in the ledger."""
     author: Annotated[PlainText, Field(max_length=200)] = ""
-    sample_index: Annotated[int, Field(ge=0)] | None = None
-    """From this sample on; the first that is possible if neither this nor ``total_tokens`` is given."""
-    total_tokens: Annotated[int, Field(ge=0)] | None = None
-    """From the first sample on before which the run has had so many tokens."""
     dry_run: bool = False
     """Changes nothing: the answer is the revision that this would make now."""
-    set: list[Setting] = Field(default_factory=list)
     add: list[Addition] = Field(default_factory=list)
-    drop: list[str] = Field(default_factory=list)
-    """Aliases, specs or places of sources and nodes that are to leave."""
     mixture: dict[str, Any] | None = None
     """A whole new root, as in a mixture file, instead of ``set``, ``add`` and ``drop``."""
     append_files: list[str] = Field(default_factory=list)

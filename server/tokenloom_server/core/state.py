@@ -254,6 +254,10 @@ class State:
         """The total tokens without padding."""
         return self.total_tokens - sum(source.consumed_padding_tokens for source in self.sources)
 
+    def given(self, source_id: int) -> int:
+        """How many samples a source has given, without those that were passed over; 0 for one that comes later."""
+        return self.sources[source_id].number if source_id < len(self.sources) else 0
+
 
 def passed_over(before: State, after: State) -> State:
     """The state at ``before`` once the samples from there to ``after`` are passed over: they count as skipped, and the

@@ -9,8 +9,7 @@ know both sides, which otherwise meet only in ``tokenloom_proto``.
     corpus      three corpora and a tokeniser from the text that Python carries
     model       a small GPT
     trainer     trains it from a RemoteDataset: the example to copy from
-    reader      reads the same data without training: the uninterrupted run
-    receipts    what a rank received, on disk
+    receipts    what a rank received, on disk; and reading without training: the uninterrupted run
     proof       what must be true of the receipts
     processes   child processes that end with their parent; ``api.parent_death`` is their first line
     service     the server as a child process, and its stats over REST

@@ -125,12 +125,10 @@ class Demo:
 
     def read_reference(self, processes: Processes) -> Receipts:
         """The same data by another name, from another ledger, without an interruption."""
-        from tokenloom_server.demo.reader import read
-
         plan = self.plan
         self.report.step("An uninterrupted run to compare with: another ledger, one reader, no training")
         server = self.serve(processes, "reference-server", self.reference_mixture, self.work / "reference.db")
-        received = read(server.url(REFERENCE_RUN), plan.reader_batch_size, plan.end_index)
+        received = receipts.receive(server.url(REFERENCE_RUN), plan.reader_batch_size, plan.end_index)
         server.child.stop()
         return received
 

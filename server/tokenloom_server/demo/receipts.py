@@ -63,6 +63,22 @@ def received(
     return make_samples(batch["sample_ids"], batch["source_ids"], batch["input_ids"]), step
 
 
+def receive(url: str, batch_size: int, samples: int) -> Receipts:
+    """What one rank receives of the first ``samples`` samples of a run, in steps of ``batch_size``, without training:
+    the uninterrupted run that the trainers' samples are compared with."""
+    from tokenloom import RemoteDataset
+
+    parts, steps = [], []
+    with RemoteDataset(url, batch_size=batch_size, rank=0, world_size=1) as dataset:
+        for number, batch in enumerate(dataset, start=1):
+            rows, step = received(batch, dataset, number)
+            parts.append(rows)
+            steps.append(step)
+            if dataset.sample_index >= samples:
+                break
+    return Receipts(np.concatenate(parts), steps)
+
+
 class ReceiptWriter:
     """Appends the receipts of one rank."""
 

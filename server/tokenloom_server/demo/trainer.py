@@ -12,8 +12,9 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,8 +56,10 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
     # 2. The schedule, in tokens: it does not depend on the batch size or on the number of ranks.
     scheduler = TokenLRScheduler(optimizer, warmup_tokens=warmup_tokens, target_tokens=tokens, min_lr_ratio=LR_FLOOR)
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "dataset": dataset}
     if resume and checkpoint:
-        load(checkpoint, model, optimizer, scheduler, dataset)
+        load(checkpoint, parts)
+        log.info("loaded %s: goes on at sample %d", checkpoint, dataset.sample_index)
     replica = DistributedDataParallel(model) if world_size > 1 else model
 
     with dataset, ReceiptWriter(receipts, rank) as writer:
@@ -73,7 +76,8 @@ def train(
             writer.write(samples, step)
             log.info("step %d  tokens %d  loss %.3f  lr %.3e", number, step.total_tokens, step.loss, step.lr)
             if checkpoint and checkpoint_every and number % checkpoint_every == 0 and rank == 0:
-                save(checkpoint, model, optimizer, scheduler, dataset)
+                save(checkpoint, parts)
+                log.info("saved %s at sample %d", checkpoint, dataset.sample_index)
             if dataset.total_tokens >= tokens:
                 break
         else:
@@ -82,35 +86,19 @@ def train(
         dist.destroy_process_group()
 
 
-def save(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: TokenLRScheduler, dataset: RemoteDataset
-) -> None:
+def save(path: Path, parts: Mapping[str, Any]) -> None:
     """4. The state of the data lies in the checkpoint, beside the weights. It needs no network."""
     part = path.with_name(path.name + ".part")
-    torch.save(
-        {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "scheduler": scheduler.state_dict(),
-            "dataset": dataset.state_dict(),
-        },
-        part,
-    )
+    torch.save({name: each.state_dict() for name, each in parts.items()}, part)
     part.replace(path)
-    log.info("saved %s at sample %d", path, dataset.sample_index)
 
 
-def load(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: TokenLRScheduler, dataset: RemoteDataset
-) -> None:
+def load(path: Path, parts: Mapping[str, Any]) -> None:
     """5. And comes back from it, whatever the new number of ranks or batch size."""
     require_safe_torch(torch.__version__)
     state = torch.load(path, weights_only=True)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    scheduler.load_state_dict(state["scheduler"])
-    dataset.load_state_dict(state["dataset"])
-    log.info("loaded %s: goes on at sample %d", path, dataset.sample_index)
+    for name, each in parts.items():
+        each.load_state_dict(state[name])
 
 
 def main(arguments: Sequence[str]) -> None:

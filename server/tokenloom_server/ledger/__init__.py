@@ -8,7 +8,9 @@ Who writes, and what a write has to name:
 | command | written by | names |
 |---|---|---|
 | Create | ``Ledger.create_run``: ``api.service``, ``run.streams``, ``run.leadership`` | a run that is not there yet |
-| Acquire | ``run.leadership`` | its holder; gives the next server epoch |
+| Import | ``tools.ledger_backup``, ``tools.ledger_copy`` | a whole run, from elsewhere |
+| Move | ``tools.ledger_copy`` | server epoch; where the run is from now on |
+| Acquire | ``run.leadership``, ``tools.ledger_copy`` | its holder; gives the next server epoch |
 | Renew, Release | ``run.leadership`` | server epoch |
 | Open, Adopt | ``run.coordinator``, ``run.opening`` | server epoch |
 | ClaimSlot | ``run.coordinator``, ``run.stream_commands`` | server epoch, generation |

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tokenloom_server.errors import LedgerUnavailable, TokenloomError
+from tokenloom_server.ledger import records
 from tokenloom_server.ledger.commands import Command
+from tokenloom_server.ledger.history import HistoryStore
 from tokenloom_server.ledger.records import JournalEntry, Opening, StoredRevision, StoredRun, StoredSnapshot
 
 
@@ -45,6 +47,10 @@ class Ledger(ABC):
     @abstractmethod
     def close(self) -> None: ...
 
+    def history(self) -> HistoryStore | None:
+        """Where the history of its runs lies; None where it keeps none."""
+        return None
+
     @abstractmethod
     def execute(self, command: Command) -> int:
         """Writes what the rules (``rules.decide``) make of a command, as a whole or not at all.
@@ -58,15 +64,7 @@ class Ledger(ABC):
         """Executes several commands, each as ``execute`` does; where the store can, in one durable write. Returns, in
         order, what ``execute`` returns of each, or the refusal that it raises. Raises ``LedgerUnavailable``: then the
         outcome of each is unknown."""
-        answers: list[int | TokenloomError] = []
-        for command in some:
-            try:
-                answers.append(self.execute(command))
-            except LedgerUnavailable:
-                raise
-            except TokenloomError as error:
-                answers.append(error)
-        return answers
+        return outcomes(self.execute, some)
 
     # Runs by name.
 
@@ -74,11 +72,19 @@ class Ledger(ABC):
     def create_run(self, name: str, stream: str, uid: str, record: str) -> StoredRun:
         """Creates the run if the name is new; returns the run that is there now, whoever made it.
 
-        Raises ``LedgerError`` where another run has the uid.
+        Raises ``NotLeader`` where it is in another ledger, and ``LedgerError`` where another run has the uid.
         """
 
     @abstractmethod
     def read_run(self, name: str, stream: str) -> StoredRun | None: ...
+
+    @abstractmethod
+    def read_all(self, name: str, stream: str) -> records.RunContents | None:
+        """All of a run, read at one moment."""
+
+    @abstractmethod
+    def store_faults(self) -> Sequence[str]:
+        """What is wrong with the store beside its runs and its settings (``check``), a line each, with what to do."""
 
     @abstractmethod
     def run_names(self) -> Sequence[tuple[str, str]]:
@@ -112,3 +118,16 @@ class Ledger(ABC):
 
     @abstractmethod
     def snapshot(self, uid: str, stream: str, snapshot_id: str) -> StoredSnapshot | None: ...
+
+
+def outcomes(execute: Callable[[Command], int], some: Iterable[Command]) -> list[int | TokenloomError]:
+    """What each of several commands returns, or the refusal that it raises. Raises ``LedgerUnavailable``."""
+    answers: list[int | TokenloomError] = []
+    for command in some:
+        try:
+            answers.append(execute(command))
+        except LedgerUnavailable:
+            raise
+        except TokenloomError as refusal:  # which has written nothing
+            answers.append(refusal)
+    return answers

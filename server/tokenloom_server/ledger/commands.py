@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from tokenloom_server.ledger.records import CommittedState, Opening, StoredRevision, StoredSnapshot
+from tokenloom_server.ledger.records import CommittedState, Opening, RunContents, StoredRevision, StoredSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,8 @@ class LeaderCommand(Command):
 
 @dataclass(frozen=True, slots=True)
 class Create(Command):
-    """Makes a run of a name that the ledger does not have yet. Raises ``LedgerError`` where another run has the uid."""
+    """Makes a run of a name that the ledger does not have yet. Raises ``LedgerError`` where another run has the uid,
+    ``NotLeader`` where the run is in another ledger."""
 
     name: str
     record: str
@@ -180,3 +181,31 @@ class SaveSnapshot(Command):
     """
 
     snapshot: StoredSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Import(Command):
+    """Writes a run as another ledger or a backup held it, without its lease, at an epoch above that one's and this
+    ledger's, so that all servers of before are shut out. All or nothing.
+
+    ``from_backup``: what was acknowledged since may be lost. So all generations that this ledger or the backup knows
+    are closed, the epoch is far above those that may have been given out since, and the pin is left out.
+    ``elsewhere``: the ledger that still has the run; nobody may lead it here until ``Move`` says so.
+
+    ``replace``: a run of this name may be there. One that was brought here from ``elsewhere`` before, at a lower
+    epoch, and was not let go there, may be, too. Raises ``LeaseHeld`` where a server leads it, ``NotLeader`` where it
+    is in another ledger, and ``LedgerError`` where it may not be there, or another run has the uid.
+    """
+
+    contents: RunContents
+    from_backup: bool = False
+    elsewhere: str = ""
+    replace: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Move(LeaderCommand):
+    """Says in which ledger the run is from now on, and lets the lease lapse; empty: in this one. While it is elsewhere
+    every other command of the run raises ``NotLeader``, which says where it is."""
+
+    elsewhere: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 #: So far the ledger's clock may go back before a lease counts as one from an earlier time, seconds.
@@ -108,8 +108,11 @@ class StoredRun:
     lease: Lease | None
     #: How many times a revision was made, or some were dropped: it only grows.
     revision_changes: int = 0
-    #: The newest generation that a revision closed; 0 where none did. Nothing more is served or committed in it.
+    #: The newest generation that was closed, by a revision or as a backup was restored; 0 where none was. Nothing more
+    #: is served or committed in it and in those before.
     closed_generation: int = 0
+    #: The ledger that the run is in instead of this one, as ``Ledger.description``; empty where it is in this one.
+    elsewhere: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,3 +146,17 @@ class StoredSnapshot:
     sample_index: int
     saved_at: float
     text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContents:
+    """All that a ledger holds of a run at one moment: what a backup keeps, and what goes to another ledger."""
+
+    run: StoredRun
+    #: Oldest first, as the other lists.
+    openings: Sequence[Opening]
+    #: rank → nonce of the client process, in the present generation.
+    slots: Mapping[int, str]
+    journal: Sequence[JournalEntry]
+    revisions: Sequence[StoredRevision]
+    snapshots: Sequence[StoredSnapshot]

@@ -5,9 +5,11 @@ What a plain client finds (``redis-cli``), for a run with the id ``U`` and the s
 ==================================  =======  ==================================================================
 key                                 type     holds
 ==================================  =======  ==================================================================
+``tokenloom:schema``                string   version of this layout; 1 where it is missing
 ``tokenloom:runs``                  hash     ``name/stream`` → U
 ``tokenloom:uids``                  hash     ``uid/stream`` → U, for runs that took a uid from elsewhere (adopt)
-``tokenloom:{U}:train``             hash     ``name stream uid record epoch pin journal_bytes revision_changes``;
+``tokenloom:{U}:train``             hash     ``name stream uid record epoch pin journal_bytes revision_changes``
+                                             ``elsewhere``;
                                              the lease: ``lease_holder lease_acquired_at lease_lapses_at lease_s``
                                              ``heard_at``; generation: ``generation opening_mark closed_generation``;
                                              committed state: ``sample_index total_tokens digest state committed_at``
@@ -21,60 +23,44 @@ key                                 type     holds
 ``tokenloom:{U}:train:states``      hash     the same → state
 ``tokenloom:{U}:train:snapshots``   hash     id → snapshot, as JSON
 ``tokenloom:{U}:train:revisions``   list     revisions, as JSON, oldest first
+``tokenloom:{U}:train:history:…``   hash     the run's history: see ``redis_history``
 ==================================  =======  ==================================================================
 
-The braces are part of the keys: they keep a run's keys in one slot of a cluster. U is the uid that the run was created
-with, and stays in the keys when the run takes another uid; ``tokenloom:runs`` leads to it either way. For example::
-
-    redis-cli HGET tokenloom:runs wiki-and-code/train
-    redis-cli HGETALL 'tokenloom:{…}:train:tokens'
-
-Nothing here expires, and nothing but ``open`` and ``commit`` writes the committed state and counters.
+The braces keep a run's keys in one slot of a cluster. U is the uid that it was created with, whatever it takes later.
+Nothing expires, and nothing but ``open`` and ``commit`` writes the committed state and counters.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 from tokenloom_server.errors import LedgerError, TokenloomError
-from tokenloom_server.ledger import commands, refusals
+from tokenloom_server.ledger import commands, records, redis_rows, refusals, rules
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.commands import Command, LeaderCommand
-from tokenloom_server.ledger.records import (
-    CLOCK_SLACK_S,
-    CommittedState,
-    Counters,
-    JournalEntry,
-    Lease,
-    Opening,
-    StoredRevision,
-    StoredRun,
-    StoredSnapshot,
-)
-from tokenloom_server.ledger.redis_client import RedisClient
-from tokenloom_server.ledger.rules import Head, Writes, decide, opening_mark, refuse_integers, refuse_uid
+from tokenloom_server.ledger.history import HistoryStore
+from tokenloom_server.ledger.redis_client import SCHEMA, SCHEMA_VERSION, RedisClient
+from tokenloom_server.ledger.redis_history import RedisHistory
+from tokenloom_server.ledger.redis_rows import json_of, keys_of, lease_of, member_of, paired, revision_of, snapshot_of
+from tokenloom_server.ledger.rules import Head, Writes, decide, refuse_integers, refuse_uid
 
-RUNS = "tokenloom:runs"
-UIDS = "tokenloom:uids"
-
-#: In the order that ``lua/run.lua`` names them.
-KEYS_OF_A_RUN = (
-    "", ":samples", ":rows", ":tokens", ":openings", ":attempts", ":slots", ":journal", ":states", ":snapshots",
-    ":revisions",
-)  # fmt: skip
+RUNS, UIDS = "tokenloom:runs", "tokenloom:uids"
 
 #: Fields of commands that every script gets, around its own arguments.
 _SENT_BY_ALL = ("uid", "stream", "epoch", "known_changes")
-
-#: Fields of a run that decide, and are integers; 0 where they were never written.
+#: Fields of a run that decide: integers and texts; 0 and empty where they were never written.
 _INTEGERS = ("epoch", "generation", "sample_index", "revision_changes", "closed_generation")
-
-#: Fields of an opening by the names that they had up to version 1 of the wire protocol.
-_RENAMED = {"group_steps": "group_micro_steps", "ramp": "batch_plans"}
+_TEXTS = ("name", "uid", "opening_mark", "elsewhere", "digest")
+#: What a script says of the run's lists beside them: its name in ``Head``, and how it is read.
+_ITEMS: dict[type[Command], tuple[str, Callable[[str], Any]]] = {
+    commands.Open: ("attempt_generation", int),
+    commands.ClaimSlot: ("slot_nonce", str),
+    commands.SaveSnapshot: ("snapshot_text", str),
+    commands.Revise: ("same_number", revision_of),
+}
 
 
 class RedisLedger(Ledger):
@@ -97,13 +83,19 @@ class RedisLedger(Ledger):
     def close(self) -> None:
         self._client.close()
 
+    def history(self) -> HistoryStore:
+        return RedisHistory(self._client, lambda uid, stream: keys_of(self._home(uid, stream), stream)[0])
+
     # Runs by name.
 
-    def create_run(self, name: str, stream: str, uid: str, record: str) -> StoredRun:
+    def create_run(self, name: str, stream: str, uid: str, record: str) -> records.StoredRun:
         stored = self.read_run(name, stream)
         if stored is not None:
+            if (refusal := rules.refuse_elsewhere(name, stored.elsewhere)) is not None:
+                raise refusal
             return stored
         self._refuse_taken(uid, stream, name)
+        self._client.read(("SETNX", SCHEMA, SCHEMA_VERSION))
         self._run_script(commands.Create(uid, stream, name, record), uid)
         # Two keys in two slots of a cluster: a run exists once its name leads to it.
         self._client.read(("HSETNX", RUNS, f"{name}/{stream}", uid))
@@ -114,43 +106,41 @@ class RedisLedger(Ledger):
             self._client.read(("DEL", keys_of(uid, stream)[0]))
         return stored
 
-    def read_run(self, name: str, stream: str) -> StoredRun | None:
+    def read_run(self, name: str, stream: str) -> records.StoredRun | None:
         (home,) = self._client.read(("HGET", RUNS, f"{name}/{stream}"))
         if home is None:
             return None
         run, opening, *counters = self._client.run_script("read", keys_of(home, stream), ["", ""])
-        fields = _paired(run)
-        samples, rows, tokens = (_paired(each) for each in counters)
+        fields = paired(run)
+        self._require(fields, name, stream)
+        return redis_rows.stored_run(fields, opening, *map(paired, counters))
+
+    def read_all(self, name: str, stream: str) -> records.RunContents | None:
+        (home,) = self._client.read(("HGET", RUNS, f"{name}/{stream}"))
+        if home is None:
+            return None
+        answers = self._client.read(*redis_rows.reading_all(home, stream))
+        self._require(answers[0], name, stream)
+        return redis_rows.run_contents(answers)
+
+    def _require(self, fields: dict[str, str], name: str, stream: str) -> None:
         if not fields:
             raise LedgerError(
                 f"{self.description} names run {name!r}, stream {stream}, but does not hold it: keys were lost. "
                 f"Restore them, or remove its field from {RUNS} and resume from a trainer's checkpoint."
             )
-        committed = None
-        if "sample_index" in fields:
-            committed = CommittedState(
-                sample_index=int(fields["sample_index"]),
-                total_tokens=int(fields["total_tokens"]),
-                digest=fields["digest"],
-                state=fields["state"],
-                counters={
-                    spec: Counters(samples=int(count), rows=int(rows[spec]), tokens=int(tokens[spec]))
-                    for spec, count in samples.items()
-                },
-            )
-        return StoredRun(
-            name=name,
-            stream=stream,
-            uid=fields["uid"],
-            record=fields["record"],
-            epoch=int(fields["epoch"]),
-            opening=_opening(opening) if opening else None,
-            committed=committed,
-            committed_at=float(fields["committed_at"]) if committed else None,
-            pin=fields.get("pin"),
-            lease=_lease(fields),
-            **{name: int(fields.get(name, 0)) for name in ("revision_changes", "closed_generation")},
-        )
+
+    def store_faults(self) -> Sequence[str]:
+        homes, uids = self._client.read(("HGETALL", RUNS), ("HGETALL", UIDS))
+        known = {key for name, home in homes.items() for key in keys_of(home, name.rpartition("/")[2])}
+        endings = tuple(ending for ending in redis_rows.KEYS_OF_A_RUN if ending)
+        keys = [key for key in self._client.keys("tokenloom:{*") if key.endswith(endings) or key.count(":") == 2]
+        orphans = [key for key in keys if key not in known]
+        faults = [f"key {key} is of no run: remove it (redis-cli DEL '{key}')" for key in sorted(orphans)]
+        for uid, home in uids.items():
+            if keys_of(home, uid.rpartition("/")[2])[0] not in known:
+                faults.append(f"uid {uid} leads to no run: remove it (redis-cli HDEL {UIDS} '{uid}')")
+        return faults
 
     def run_names(self) -> Sequence[tuple[str, str]]:
         (fields,) = self._client.read(("HKEYS", RUNS))
@@ -162,6 +152,8 @@ class RedisLedger(Ledger):
         refusal = refuse_integers(command)
         if refusal is not None:
             raise refusal
+        if isinstance(command, commands.Import):
+            return self._import(command)
         home = self._home(command.uid, command.stream)
         answer = self._adopt(command, home) if isinstance(command, commands.Adopt) else self._run_script(command, home)
         self._homes[command.uid, command.stream] = home
@@ -194,41 +186,71 @@ class RedisLedger(Ledger):
         self._announce(home, command.stream, command.new_uid)
         return self._run_script(command, home, "do")
 
+    def _import(self, command: commands.Import) -> int:
+        """Writes a run's keys as a whole, while nobody writes the first of them; then its name leads to them."""
+        run = command.contents.run
+        field = f"{run.name}/{run.stream}"
+        (named,) = self._client.read(("HGET", RUNS, field))
+        self._refuse_taken(run.uid, run.stream, run.name)
+        home = named or run.uid
+        if named is not None:
+            self._announce(home, run.stream, run.uid)
+        epoch = 0
+
+        def requests(fields: dict[str, str], now: float) -> list[tuple[Any, ...]]:
+            nonlocal epoch
+            # What no name leads to was left by an import that was interrupted.
+            head = _head(command, str(now), [*fields], [*fields.values()]) if named is not None else None
+            decision = decide(head, command)
+            if not isinstance(decision, Writes):
+                raise decision
+            assert decision.contents is not None
+            epoch = decision.answer
+            return redis_rows.writing_all(home, decision.contents)
+
+        self._client.change(keys_of(home, run.stream)[0], requests)
+        self._client.read(("SETNX", SCHEMA, SCHEMA_VERSION))
+        _, present = self._client.read(("HSETNX", RUNS, field, home), ("HGET", RUNS, field))
+        if present != home:
+            raise refusals.is_there(command, present, 0)
+        return epoch
+
     # A run's lists.
 
-    def openings(self, uid: str, stream: str) -> Sequence[Opening]:
+    def openings(self, uid: str, stream: str) -> Sequence[records.Opening]:
         (texts,) = self._read(uid, stream, ("HVALS", ":openings"))
-        return sorted(map(_opening, texts), key=lambda opening: opening.generation)
+        return redis_rows.openings_of(texts)
 
-    def journal(self, uid: str, stream: str, generation: int, at_most: int) -> JournalEntry | None:
+    def journal(self, uid: str, stream: str, generation: int, at_most: int) -> records.JournalEntry | None:
         while True:
-            newest = (f"[{_member(generation, at_most)}", f"[{_member(generation, 0)}", "LIMIT", 0, 1)
+            newest = (f"[{member_of(generation, at_most)}", f"[{member_of(generation, 0)}", "LIMIT", 0, 1)
             (members,) = self._read(uid, stream, ("ZREVRANGEBYLEX", ":journal", *newest))
             if not members:
                 return None
             (state,) = self._read(uid, stream, ("HGET", ":states", members[0]))
             if state is not None:  # thinned away between the two
-                return JournalEntry(generation=generation, sample_index=int(members[0].partition(":")[2]), state=state)
+                return records.JournalEntry(
+                    generation=generation, sample_index=int(members[0].partition(":")[2]), state=state
+                )
 
     def journal_size(self, uid: str, stream: str) -> tuple[int, int]:
         entries, size_bytes = self._read(uid, stream, ("ZCARD", ":journal"), ("HGET", "", "journal_bytes"))
         return int(entries), int(size_bytes or 0)
 
-    def revisions(self, uid: str, stream: str) -> Sequence[StoredRevision]:
+    def revisions(self, uid: str, stream: str) -> Sequence[records.StoredRevision]:
         (texts,) = self._read(uid, stream, ("LRANGE", ":revisions", 0, -1))
-        return [StoredRevision(**json.loads(text)) for text in texts]
+        return [revision_of(text) for text in texts]
 
-    def snapshots(self, uid: str, stream: str) -> Sequence[StoredSnapshot]:
+    def snapshots(self, uid: str, stream: str) -> Sequence[records.StoredSnapshot]:
         (texts,) = self._read(uid, stream, ("HVALS", ":snapshots"))
-        snapshots = (StoredSnapshot(**json.loads(text)) for text in texts)
-        return sorted(snapshots, key=lambda each: (-each.saved_at, -each.sample_index, each.id))
+        return sorted(map(snapshot_of, texts), key=lambda each: (-each.saved_at, -each.sample_index, each.id))
 
     def snapshot_count(self, uid: str, stream: str) -> int:
         return int(self._read(uid, stream, ("HLEN", ":snapshots"))[0])
 
-    def snapshot(self, uid: str, stream: str, snapshot_id: str) -> StoredSnapshot | None:
+    def snapshot(self, uid: str, stream: str, snapshot_id: str) -> records.StoredSnapshot | None:
         (text,) = self._read(uid, stream, ("HGET", ":snapshots", snapshot_id))
-        return None if text is None else StoredSnapshot(**json.loads(text))
+        return None if text is None else snapshot_of(text)
 
     def _read(self, uid: str, stream: str, *requests: tuple[str | int, ...]) -> list[Any]:
         """Answers to Redis commands whose second word is a key's ending; raises where the uid is not the run's."""
@@ -288,45 +310,23 @@ def _arguments(command: Command, clock: Callable[[], float]) -> Sequence[Any]:
     match command:
         case commands.Create():
             return (command.name, command.stream, command.record)
-        case commands.Open(opening=opening, revision=revision):
-            return (
-                opening.generation,
-                opening.attempt,
-                opening_mark(command.epoch, opening, command.committed),
-                _json(opening),
-                _member(opening.generation, opening.start_index),
-                opening.start_state,
-                _json(revision) if revision is not None else "",
-                *_committed(command.committed, clock()),
-            )
-        case commands.Commit():
-            member = _member(command.generation, command.committed.sample_index) if command.journal else ""
-            return (command.generation, member, command.known_index, *_committed(command.committed, clock()))
+        case commands.Open(opening=opening, committed=committed):
+            mark = rules.opening_mark(command.epoch, opening, committed)
+            entry = member_of(opening.generation, opening.start_index), opening.start_state
+            revision = json_of(command.revision) if command.revision is not None else ""
+            arguments = (opening.generation, opening.attempt, mark, json_of(opening), *entry, revision)
+            return (*arguments, *redis_rows.committed_arguments(committed, clock()))
+        case commands.Commit(generation=generation, committed=committed):
+            member = member_of(generation, committed.sample_index) if command.journal else ""
+            return (generation, member, command.known_index, *redis_rows.committed_arguments(committed, clock()))
         case commands.Revise(revision=revision, generation=generation):
-            return (revision.number, revision.sample_index, _json(revision), generation)
+            return (revision.number, revision.sample_index, json_of(revision), generation)
         case commands.SaveSnapshot(snapshot=snapshot):
-            return (snapshot.id, snapshot.text, _json(snapshot))
+            return (snapshot.id, snapshot.text, json_of(snapshot))
     names = [field.name for field in fields(command) if field.name not in _SENT_BY_ALL]
     values = [getattr(command, name) for name in names]
-    slack = (CLOCK_SLACK_S,) if isinstance(command, commands.Acquire) else ()
+    slack = (records.CLOCK_SLACK_S,) if isinstance(command, commands.Acquire) else ()
     return ["" if value is None else value for value in (*values, *slack)]
-
-
-def _committed(commit: CommittedState, committed_at: float) -> list[str | float]:
-    """As ``put_committed`` of ``lua/run.lua`` takes it."""
-    counters = commit.counters.values()
-    return [
-        commit.sample_index,
-        commit.total_tokens,
-        commit.digest,
-        commit.state,
-        committed_at,
-        len(commit.counters),
-        *commit.counters,
-        *(each.samples for each in counters),
-        *(each.rows for each in counters),
-        *(each.tokens for each in counters),
-    ]
 
 
 def _head(
@@ -334,67 +334,18 @@ def _head(
     now: str,
     names: Sequence[str],
     values: Sequence[str | None],
-    newest_revision: str | None,
-    item: str | None,
+    newest_revision: str | None = None,
+    item: str | None = None,
 ) -> Head | None:
     """What ``refused`` of ``lua/run.lua`` answers; None where there is no such run."""
     run = {name: value for name, value in zip(names, values, strict=True) if value is not None}
     if not run:
         return None
-    items: dict[str, Any] = {name: int(run.get(name, 0)) for name in _INTEGERS}
+    fields: dict[str, Any] = {name: int(run.get(name, 0)) for name in _INTEGERS}
+    fields |= {name: run.get(name, "") for name in _TEXTS}
+    if newest_revision is not None:
+        fields["newest_revision"] = revision_of(newest_revision)
     if item is not None:
-        match command:
-            case commands.Open():
-                items["attempt_generation"] = int(item)
-            case commands.ClaimSlot():
-                items["slot_nonce"] = item
-            case commands.SaveSnapshot():
-                items["snapshot_text"] = item
-            case commands.Revise():
-                items["same_number"] = StoredRevision(**json.loads(item))
-    return Head(
-        now=float(now),
-        name=run["name"],
-        uid=run["uid"],
-        lease=_lease(run),
-        opening_mark=run.get("opening_mark", ""),
-        digest=run.get("digest", ""),
-        newest_revision=None if newest_revision is None else StoredRevision(**json.loads(newest_revision)),
-        **items,
-    )
-
-
-def keys_of(home: str, stream: str) -> list[str]:
-    """All keys of a run, as every script gets them."""
-    return [f"tokenloom:{{{home}}}:{stream}{ending}" for ending in KEYS_OF_A_RUN]
-
-
-def _opening(text: str) -> Opening:
-    """Reads what ``_json`` wrote, also before two of its fields had the names of today."""
-    fields = json.loads(text)
-    return Opening(**{_RENAMED.get(name, name): value for name, value in fields.items()})
-
-
-def _json(record: Opening | StoredRevision | StoredSnapshot) -> str:
-    return json.dumps(asdict(record), ensure_ascii=False, separators=(",", ":"))
-
-
-def _member(generation: int, sample_index: int) -> str:
-    return f"{generation:016d}:{sample_index:016d}"
-
-
-def _lease(fields: dict[str, str]) -> Lease | None:
-    if "lease_holder" not in fields:
-        return None
-    heard_at = fields.get("heard_at")
-    return Lease(
-        holder=fields["lease_holder"],
-        acquired_at=float(fields["lease_acquired_at"]),
-        lapses_at=float(fields["lease_lapses_at"]),
-        lasts_s=float(fields["lease_s"]),
-        heard_at=float(heard_at) if heard_at else None,
-    )
-
-
-def _paired(flat: Sequence[str]) -> dict[str, str]:
-    return dict(zip(flat[::2], flat[1::2], strict=True))
+        name, read = _ITEMS[type(command)]
+        fields[name] = read(item)
+    return Head(now=float(now), lease=lease_of(run), **fields)

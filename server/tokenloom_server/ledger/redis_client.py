@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import resources
 from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
 import redis
+from redis import exceptions
 from redis.backoff import ExponentialBackoff
-from redis.exceptions import (
-    AuthenticationError,
-    AuthorizationError,
-    NoPermissionError,
-    NoScriptError,
-    RedisError,
-    ResponseError,
-)
 from redis.retry import Retry
 
 from tokenloom_server.errors import LedgerError, LedgerUnavailable, LedgerUnsafe
+from tokenloom_server.ledger import refusals
+
+#: Where the version of the keys' layout stands (``redis.py`` has the layout); 1 where it does not. A release that
+#: changes the layout takes the next number.
+SCHEMA = "tokenloom:schema"
+SCHEMA_VERSION = 1
+
+_log = logging.getLogger(__name__)
 
 #: A Redis on the same network answers a connect in milliseconds.
 CONNECT_TIMEOUT_S = 2.0
@@ -46,10 +48,10 @@ _NOT_NOW = re.compile(
 
 #: Errors whose code redis-py removes from their text.
 _NOT_NOW_TYPES = (
-    redis.exceptions.ReadOnlyError,
-    redis.exceptions.OutOfMemoryError,
-    redis.exceptions.ClusterDownError,
-    redis.exceptions.TryAgainError,
+    exceptions.ReadOnlyError,
+    exceptions.OutOfMemoryError,
+    exceptions.ClusterDownError,
+    exceptions.TryAgainError,
 )
 
 #: Setting, what it must be, and why.
@@ -106,7 +108,7 @@ class RedisClient:
         with self._translated():
             try:
                 return cast("list[Any]", self._redis.evalsha(digest, len(keys), *keys, *arguments))
-            except NoScriptError:
+            except exceptions.NoScriptError:
                 return cast("list[Any]", self._redis.eval(text, len(keys), *keys, *arguments))
 
     def run_script_often(
@@ -132,8 +134,28 @@ class RedisClient:
                 cast("Any", pipeline).execute_command(*request)
             return pipeline.execute()
 
+    def change(self, key: str, requests: Callable[[dict[str, str], float], Sequence[tuple[Any, ...]]]) -> None:
+        """Sends, in one transaction, the Redis commands that ``requests`` makes of a hash and of Redis's time; anew
+        where somebody wrote the hash meanwhile."""
+
+        def write(pipeline: Any) -> None:
+            seconds, microseconds = pipeline.time()
+            sent = requests(pipeline.hgetall(key), seconds + microseconds / 1e6)
+            pipeline.multi()
+            for request in sent:
+                pipeline.execute_command(*request)
+
+        with self._translated():
+            self._redis.transaction(write, key)
+
+    def keys(self, pattern: str) -> list[str]:
+        """The names of all keys of a pattern; those that come or go meanwhile may be among them."""
+        with self._translated():
+            return list(cast("Any", self._redis.scan_iter(pattern, 1000)))
+
     def check(self) -> None:
-        """Raises ``LedgerUnavailable``, or ``LedgerUnsafe`` where an acknowledged write could be lost."""
+        """Raises ``LedgerUnavailable``, ``LedgerUnsafe`` where an acknowledged write could be lost, or ``LedgerError``
+        where a newer release laid the keys out."""
         with self._translated():
             settings = self._settings()
         for setting, expected, reason in _SAFE_SETTINGS:
@@ -148,6 +170,20 @@ class RedisClient:
                 raise LedgerUnsafe(
                     f"Redis at {self.address} has {setting} {value}; expected {expected}: {reason}. {_REMEDY}."
                 )
+        version = int(self.read(("GET", SCHEMA))[0] or SCHEMA_VERSION)
+        if version > SCHEMA_VERSION:
+            raise refusals.newer_schema(self.description, version, SCHEMA_VERSION)
+        self._warn_of_replicas()
+
+    def _warn_of_replicas(self) -> None:
+        with self._translated():
+            replicas = self._redis.info("replication").get("connected_slaves")
+        if replicas:
+            _log.warning(
+                "Redis at %s has %d replica(s): a commit is durable there, and comes to them later, so a fail-over may "
+                "lose commits. Then LedgerRolledBack ends the launch, and the job goes on from its last checkpoint",
+                self.address, replicas,
+            )  # fmt: skip
 
     def close(self) -> None:
         self._redis.close()
@@ -159,8 +195,8 @@ class RedisClient:
         try:
             for setting, _, _ in _SAFE_SETTINGS:
                 settings |= cast("dict[str, str]", self._redis.config_get(setting))
-        except ResponseError as error:
-            if not isinstance(error, NoPermissionError) and "unknown command" not in str(error).lower():
+        except exceptions.ResponseError as error:
+            if not isinstance(error, exceptions.NoPermissionError) and "unknown command" not in str(error).lower():
                 raise
             info = self._redis.info("persistence")
             if "aof_enabled" in info:
@@ -171,17 +207,17 @@ class RedisClient:
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
+        except (exceptions.AuthenticationError, exceptions.AuthorizationError, exceptions.NoPermissionError) as error:
             raise LedgerUnavailable(
                 f"Redis at {self.address} refuses this user: {error}. Look at the user and password in the ledger's "
                 f"URL, and at the user's ACL."
             ) from error
         except (redis.ConnectionError, redis.TimeoutError) as error:
             raise LedgerUnavailable(
-                f"Redis at {self.address} cannot be reached: {error}. Look whether it runs, whether host and port are "
-                f"right, and whether a firewall stands between."
+                f"Redis at {self.address} cannot be reached: {str(error).rstrip('.')}. Look whether it runs, whether "
+                f"host and port are right, and whether a firewall stands between."
             ) from error
-        except RedisError as error:
+        except exceptions.RedisError as error:
             if _NOT_NOW.search(f"{type(error).__name__} {error}") or isinstance(error, _NOT_NOW_TYPES):
                 raise LedgerUnavailable(
                     f"Redis at {self.address} cannot write now: {error}. Look at its memory, its disk and its role."

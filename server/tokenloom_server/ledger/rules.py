@@ -14,12 +14,15 @@ from typing import Any, TypeAlias, TypedDict
 
 from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.errors import TokenloomError
-from tokenloom_server.ledger import commands, refusals
+from tokenloom_server.ledger import commands, records, refusals
 from tokenloom_server.ledger.commands import Command, LeaderCommand
 from tokenloom_server.ledger.records import CommittedState, JournalEntry, Lease, Opening, StoredRevision, StoredSnapshot
 
 #: Why a command is refused: the error that its caller gets. Nothing is written then.
 Refusal: TypeAlias = TokenloomError
+
+#: So many servers more than those that a backup knows may have led since: whoever did stays below the epoch after it.
+EPOCHS_SINCE_BACKUP = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +48,11 @@ class Head:
     digest: str
     #: How many changes of the revisions there were.
     revision_changes: int = 0
-    #: The newest generation that a revision closed.
+    #: The newest generation that was closed.
     closed_generation: int = 0
-    #: ``Acquire``, ``Renew``, ``Release``, ``Open``: None before the first server.
+    #: The ledger that the run is in instead.
+    elsewhere: str = ""
+    #: ``Acquire``, ``Renew``, ``Release``, ``Open``, ``Import``, ``Move``: None before the first server.
     lease: Lease | None = None
     #: ``Revise``: the newest revision, and the one that has the command's number.
     newest_revision: StoredRevision | None = None
@@ -58,7 +63,7 @@ class Head:
     slot_nonce: str | None = None
     #: ``SaveSnapshot``: the text that the id has.
     snapshot_text: str | None = None
-    #: ``Adopt``: the name of the run that has the new uid.
+    #: ``Adopt``, ``Import``: the name of the run that has the new uid.
     uid_holder: str | None = None
 
 
@@ -72,6 +77,7 @@ class RunFields(TypedDict, total=False):
     pin: str | None
     revision_changes: int
     closed_generation: int
+    elsewhere: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +90,8 @@ class Writes:
     run: RunFields = field(default_factory=RunFields)
     #: A new run of this name.
     created: commands.Create | None = None
+    #: The whole run, in place of all that is there of it.
+    contents: records.RunContents | None = None
     lease: Lease | None = None
     #: A new generation, which forgets the slots of the one before.
     opening: Opening | None = None
@@ -102,18 +110,23 @@ class Writes:
 def decide(head: Head | None, command: Command) -> Refusal | Writes:
     """What becomes of a command, where the ledger holds ``head`` of its run; None where it has no such run.
 
-    For ``Create``, ``head`` is of the run that has the uid.
+    For ``Create``, ``head`` is of the run that has the uid; for ``Import`` of the one that has the name, and where
+    there is none of the one that has the uid.
     """
     refusal = refuse_integers(command)
     if refusal is not None:
         return refusal
     if isinstance(command, commands.Create):
         return _create(head, command)
+    if isinstance(command, commands.Import):
+        return _import(head, command)
     if head is None:
         named_epoch = isinstance(command, LeaderCommand)
         return (refusals.gone if named_epoch else refusals.no_such_run)(command.uid, command.stream)
     is_adopted = isinstance(command, commands.Adopt) and head.uid == command.new_uid
     refusal = None if is_adopted else refuse_uid(command.uid, command.stream, head.uid)
+    if refusal is None and not isinstance(command, commands.Move):
+        refusal = refuse_elsewhere(head.name, head.elsewhere)
     if refusal is None and isinstance(command, LeaderCommand):
         refusal = _refuse_epoch(head, command) or _refuse_lost_revisions(head, command)
     return refusal or _RULES[type(command)](head, command)
@@ -124,6 +137,11 @@ def refuse_uid(uid: str, stream: str, actual_uid: str | None) -> Refusal | None:
     if actual_uid is None:
         return refusals.no_such_run(uid, stream)
     return None if actual_uid == uid else refusals.renamed(uid, stream, actual_uid)
+
+
+def refuse_elsewhere(name: str, elsewhere: str) -> Refusal | None:
+    """Refuses who asks for a run that is in another ledger."""
+    return refusals.is_elsewhere(name, elsewhere) if elsewhere else None
 
 
 def refuse_integers(command: Command) -> Refusal | None:
@@ -170,7 +188,7 @@ def _refuse_lost_revisions(head: Head, command: LeaderCommand) -> Refusal | None
 
 
 def _refuse_generation(head: Head, command: commands.ClaimSlot | commands.Commit | commands.Revise) -> Refusal | None:
-    if head.generation in (0, head.closed_generation) or head.generation != command.generation:
+    if head.generation <= head.closed_generation or head.generation != command.generation:
         return refusals.fenced(command, head.generation)
     return None
 
@@ -194,7 +212,33 @@ def _create(head: Head | None, command: commands.Create) -> Refusal | Writes:
         return Writes(created=command)
     if (head.name, head.uid) != (command.name, command.uid):
         return refusals.uid_taken(command.uid, command.stream, command.name, head.name)
-    return Writes()
+    return refuse_elsewhere(head.name, head.elsewhere) or Writes()
+
+
+def _import(head: Head | None, command: commands.Import) -> Refusal | Writes:
+    run = command.contents.run
+    epoch, closed = run.epoch, run.closed_generation
+    generation = run.opening.generation if run.opening is not None else 0
+    if head is not None:
+        holder = head.uid_holder if head.name == run.name else head.name
+        if holder not in (None, run.name):
+            return refusals.uid_taken(run.uid, run.stream, run.name, holder)
+        if head.lease is not None and (left_s := head.lease.left_s(head.now)):
+            return refusals.lease_held(command, head.lease, left_s)
+        if not head.elsewhere or head.elsewhere != command.elsewhere or epoch < head.epoch:  # not the same move again
+            refusal = refuse_elsewhere(head.name, head.elsewhere)
+            if refusal is not None or not command.replace:
+                return refusal or refusals.is_there(command, head.uid, head.sample_index)
+        epoch = max(epoch, head.epoch)
+        generation, closed = max(generation, head.generation), max(closed, head.closed_generation)
+    run = replace(run, epoch=epoch + 1, lease=None, elsewhere=command.elsewhere)
+    contents = replace(command.contents, run=run)
+    if command.from_backup:
+        run = replace(run, epoch=run.epoch + EPOCHS_SINCE_BACKUP, closed_generation=max(generation, closed), pin=None)
+        contents = replace(contents, run=run, slots={})
+    created = commands.Create(run.uid, run.stream, run.name, run.record) if head is None else None
+    fields: RunFields = {"uid": run.uid} if head is not None and head.uid != run.uid else {}
+    return Writes(answer=run.epoch, created=created, run=fields, contents=contents)
 
 
 def _acquire(head: Head, command: commands.Acquire) -> Refusal | Writes:
@@ -244,8 +288,9 @@ def _open(head: Head, command: commands.Open) -> Refusal | Writes:
         return Writes()
     if head.attempt_generation is not None:
         return refusals.attempt_used(command, head.attempt_generation)
-    if opening.generation <= head.generation:
-        return refusals.generation_too_low(command, head.generation)
+    newest = max(head.generation, head.closed_generation)
+    if opening.generation <= newest:
+        return refusals.generation_too_low(command, newest)
     changes, revision = head.revision_changes, command.revision
     if revision is not None and changes != command.known_changes:
         return refusals.revisions_changed(command, changes)
@@ -320,6 +365,9 @@ _RULES: dict[type[Command], Callable[[Head, Any], Refusal | Writes]] = {
     commands.Acquire: _acquire,
     commands.Renew: _renew,
     commands.Release: lambda head, command: Writes(lease=replace(head.lease, lapses_at=0.0) if head.lease else None),
+    commands.Move: lambda head, command: Writes(
+        run={"elsewhere": command.elsewhere}, lease=replace(head.lease, lapses_at=0.0) if head.lease else None
+    ),
     commands.Adopt: _adopt,
     commands.Open: _open,
     commands.ClaimSlot: _claim_slot,

@@ -8,51 +8,30 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tokenloom_server.errors import LedgerUnsafe, TokenloomError
-from tokenloom_server.ledger import commands
-from tokenloom_server.ledger.base import Ledger
+from tokenloom_server.ledger import commands, records, sqlite_rows
+from tokenloom_server.ledger.base import Ledger, outcomes
 from tokenloom_server.ledger.commands import Command
-from tokenloom_server.ledger.records import (
-    CommittedState,
-    Counters,
-    JournalEntry,
-    Lease,
-    Opening,
-    StoredRevision,
-    StoredRun,
-    StoredSnapshot,
-)
-from tokenloom_server.ledger.rules import Head, Writes, decide, refuse_uid
+from tokenloom_server.ledger.history import HistoryStore
+from tokenloom_server.ledger.rules import Head, Writes, decide, refuse_elsewhere, refuse_uid
 from tokenloom_server.ledger.sqlite_file import SqliteFile
-
-_Record = TypeVar("_Record", Lease, Opening, StoredRevision, StoredSnapshot)
-#: Tables whose columns are the fields of a record, beside the run.
-_TABLES: dict[type[Any], str] = {
-    Lease: "leases",
-    Opening: "openings",
-    StoredRevision: "revisions",
-    StoredSnapshot: "snapshots",
-}
+from tokenloom_server.ledger.sqlite_history import SqliteHistory
+from tokenloom_server.ledger.sqlite_rows import Record, all_of, first_of, put, stored_run
 
 _HEAD = """
 SELECT runs.id, name, uid, epoch, generation, opening_mark, revision_changes,
-       closed_generation,
+       closed_generation, elsewhere,
        COALESCE(sample_index, 0) AS sample_index, COALESCE(digest, '') AS digest
 FROM runs LEFT JOIN committed ON committed.run = runs.id
 """
 _BY_UID = "WHERE uid = ? AND stream = ?"
 _BY_FORMER_UID = "WHERE runs.id = (SELECT run FROM former_uids WHERE uid = ? AND stream = ?)"
 
-# Only changed counters are written, so that a commit costs what it moved.
-_PUT_COUNTERS = """
-INSERT INTO counters (run, spec, samples, rows, tokens) VALUES (?, ?, ?, ?, ?)
-ON CONFLICT (run, spec) DO UPDATE SET samples = excluded.samples, rows = excluded.rows, tokens = excluded.tokens
-WHERE samples != excluded.samples OR rows != excluded.rows OR tokens != excluded.tokens
-"""
+_HOLDER = "SELECT name FROM runs WHERE uid = ? AND stream = ?"
 
 _THIN = """
 DELETE FROM journal WHERE id IN (
@@ -70,14 +49,16 @@ class SqliteLedger(Ledger):
         """``clock``: see ``SqliteFile``. Raises ``ConfigError`` for a file that cannot be a ledger, and
         ``LedgerUnavailable``."""
         self._file = SqliteFile(path, clock)
+        self._history: SqliteHistory | None = SqliteHistory(self._file)
 
     @property
     def description(self) -> str:
         return f"sqlite:///{self._file.path}"
 
     def forget_path(self) -> None:
-        """See ``SqliteFile``."""
+        """See ``SqliteFile``. Nothing is kept beside it, so it has no history."""
         self._file.forget_path()
+        self._history = None
 
     def identity(self) -> object:
         return self._file.identity()
@@ -96,7 +77,12 @@ class SqliteLedger(Ledger):
             pass
 
     def close(self) -> None:
+        if self._history is not None:
+            self._history.close()
         self._file.close()
+
+    def history(self) -> HistoryStore | None:
+        return self._history
 
     # Writes.
 
@@ -105,14 +91,8 @@ class SqliteLedger(Ledger):
             return self._execute_in(connection, command)
 
     def execute_all(self, some: Sequence[Command]) -> list[int | TokenloomError]:
-        answers: list[int | TokenloomError] = []
         with self._file.writing() as connection:
-            for command in some:
-                try:
-                    answers.append(self._execute_in(connection, command))
-                except TokenloomError as refusal:  # which has written nothing
-                    answers.append(refusal)
-        return answers
+            return outcomes(partial(self._execute_in, connection), some)
 
     def _execute_in(self, connection: sqlite3.Connection, command: Command) -> int:
         run, head = self._head(connection, command)
@@ -120,43 +100,48 @@ class SqliteLedger(Ledger):
         if not isinstance(decision, Writes):
             raise decision
         if decision.created is not None:
-            self._create(connection, decision.created)
+            run = self._create(connection, decision.created)
         elif head is not None:
             self._write(connection, run, head, command.stream, decision)
+        if decision.contents is not None:
+            sqlite_rows.put_contents(connection, run, decision.contents)
         return decision.answer
 
     def _head(self, connection: sqlite3.Connection, command: Command) -> tuple[int, Head | None]:
         """The run's number in this file, and its head; 0 and None where there is no such run."""
-        row = _row_of(connection, _HEAD, command.uid, command.stream)
+        row = None
+        if isinstance(command, commands.Import):
+            named = (command.contents.run.name, command.stream)
+            row = connection.execute(f"{_HEAD} {sqlite_rows.BY_NAME}", named).fetchone()
+        row = row or _row_of(connection, _HEAD, command.uid, command.stream)
         if row is None:
             return 0, None
         fields = dict(row)
         run = fields.pop("id")
         return run, Head(now=self.clock(), **fields, **_items(connection, run, command))
 
-    def _create(self, connection: sqlite3.Connection, command: commands.Create) -> None:
-        connection.execute(
+    def _create(self, connection: sqlite3.Connection, command: commands.Create) -> int:
+        """The run's number in this file."""
+        created = connection.execute(
             "INSERT INTO runs (name, stream, uid, epoch, generation, opening_mark, record) "
             "VALUES (?, ?, ?, 0, 0, '', ?)",
             (command.name, command.stream, command.uid, command.record),
         )
+        return created.lastrowid or 0
 
     def _write(self, connection: sqlite3.Connection, run: int, head: Head, stream: str, writes: Writes) -> None:
         if writes.run:
-            assignments = ", ".join(f"{column} = ?" for column in writes.run)
-            connection.execute(f"UPDATE runs SET {assignments} WHERE id = ?", (*writes.run.values(), run))
+            sqlite_rows.put_fields(connection, run, writes.run)
         if "uid" in writes.run:
             connection.execute("DELETE FROM former_uids WHERE uid = ? AND stream = ?", (writes.run["uid"], stream))
             connection.execute("INSERT INTO former_uids (uid, stream, run) VALUES (?, ?, ?)", (head.uid, stream, run))
-        for record in (writes.lease, writes.opening, writes.revision, writes.snapshot):
+        for record in (writes.lease, writes.opening, writes.revision, writes.snapshot, writes.journal_entry):
             if record is not None:
-                _put(connection, run, record)
+                put(connection, run, record)
         if writes.opening is not None:
             connection.execute("DELETE FROM slots WHERE run = ?", (run,))
         if writes.committed is not None:
-            _put_committed(connection, run, writes.committed, head.now)
-        if writes.journal_entry is not None:
-            _put_journal(connection, run, writes.journal_entry)
+            sqlite_rows.put_committed(connection, run, writes.committed, head.now)
         if writes.thin_journal:
             connection.execute(_THIN, (run,))
         if writes.slot is not None:
@@ -166,19 +151,34 @@ class SqliteLedger(Ledger):
 
     # Runs by name.
 
-    def create_run(self, name: str, stream: str, uid: str, record: str) -> StoredRun:
+    def create_run(self, name: str, stream: str, uid: str, record: str) -> records.StoredRun:
         with self._file.writing() as connection:
-            stored = _stored_run(connection, name, stream)
+            stored = stored_run(connection, name, stream)
             if stored is not None:
+                if (refusal := refuse_elsewhere(name, stored.elsewhere)) is not None:
+                    raise refusal
                 return stored
             self._execute_in(connection, commands.Create(uid, stream, name, record))
-            created = _stored_run(connection, name, stream)
+            created = stored_run(connection, name, stream)
         assert created is not None
         return created
 
-    def read_run(self, name: str, stream: str) -> StoredRun | None:
+    def read_run(self, name: str, stream: str) -> records.StoredRun | None:
         with self._file.reading() as connection:
-            return _stored_run(connection, name, stream)
+            return stored_run(connection, name, stream)
+
+    def read_all(self, name: str, stream: str) -> records.RunContents | None:
+        with self._file.reading() as connection:
+            return sqlite_rows.run_contents(connection, name, stream)
+
+    def store_faults(self) -> Sequence[str]:
+        with self._file.reading() as connection:
+            faults = [line for (line,) in connection.execute("PRAGMA integrity_check") if line != "ok"]
+            for table in sqlite_rows.OF_A_RUN:
+                query = f"SELECT COUNT(*) FROM {table} WHERE run NOT IN (SELECT id FROM runs)"
+                if count := connection.execute(query).fetchone()[0]:
+                    faults.append(f"table {table} has {count} rows of no run")
+        return [f"{fault}. Restore a backup to another file (tokenloom ledger restore)" for fault in faults]
 
     def run_names(self) -> Sequence[tuple[str, str]]:
         with self._file.reading() as connection:
@@ -187,18 +187,12 @@ class SqliteLedger(Ledger):
 
     # A run's lists.
 
-    def openings(self, uid: str, stream: str) -> Sequence[Opening]:
-        with self._file.reading() as connection:
-            return _all(connection, Opening, _run(connection, uid, stream), "ORDER BY generation")
+    def openings(self, uid: str, stream: str) -> Sequence[records.Opening]:
+        return self._all(records.Opening, uid, stream, "ORDER BY generation")
 
-    def journal(self, uid: str, stream: str, generation: int, at_most: int) -> JournalEntry | None:
-        with self._file.reading() as connection:
-            row = connection.execute(
-                "SELECT generation, sample_index, state FROM journal "
-                "WHERE run = ? AND generation = ? AND sample_index <= ? ORDER BY sample_index DESC LIMIT 1",
-                (_run(connection, uid, stream), generation, at_most),
-            ).fetchone()
-        return None if row is None else JournalEntry(**row)
+    def journal(self, uid: str, stream: str, generation: int, at_most: int) -> records.JournalEntry | None:
+        newest = "AND generation = ? AND sample_index <= ? ORDER BY sample_index DESC LIMIT 1"
+        return next(iter(self._all(records.JournalEntry, uid, stream, newest, generation, at_most)), None)
 
     def journal_size(self, uid: str, stream: str) -> tuple[int, int]:
         with self._file.reading() as connection:
@@ -207,23 +201,23 @@ class SqliteLedger(Ledger):
             ).fetchone()
         return entries, size_bytes
 
-    def revisions(self, uid: str, stream: str) -> Sequence[StoredRevision]:
-        with self._file.reading() as connection:
-            return _all(connection, StoredRevision, _run(connection, uid, stream), "ORDER BY number")
+    def revisions(self, uid: str, stream: str) -> Sequence[records.StoredRevision]:
+        return self._all(records.StoredRevision, uid, stream, "ORDER BY number")
 
-    def snapshots(self, uid: str, stream: str) -> Sequence[StoredSnapshot]:
-        newest_first = "ORDER BY saved_at DESC, sample_index DESC, id"
-        with self._file.reading() as connection:
-            return _all(connection, StoredSnapshot, _run(connection, uid, stream), newest_first)
+    def snapshots(self, uid: str, stream: str) -> Sequence[records.StoredSnapshot]:
+        return self._all(records.StoredSnapshot, uid, stream, "ORDER BY saved_at DESC, sample_index DESC, id")
 
     def snapshot_count(self, uid: str, stream: str) -> int:
         with self._file.reading() as connection:
             counted = "SELECT COUNT(*) FROM snapshots WHERE run = ?"
             return int(connection.execute(counted, (_run(connection, uid, stream),)).fetchone()[0])
 
-    def snapshot(self, uid: str, stream: str, snapshot_id: str) -> StoredSnapshot | None:
+    def snapshot(self, uid: str, stream: str, snapshot_id: str) -> records.StoredSnapshot | None:
+        return next(iter(self._all(records.StoredSnapshot, uid, stream, "AND id = ?", snapshot_id)), None)
+
+    def _all(self, record: type[Record], uid: str, stream: str, which: str, *key: str | int) -> list[Record]:
         with self._file.reading() as connection:
-            return _first(connection, StoredSnapshot, _run(connection, uid, stream), "AND id = ?", snapshot_id)
+            return all_of(connection, record, _run(connection, uid, stream), which, *key)
 
 
 def _run(connection: sqlite3.Connection, uid: str, stream: str) -> int:
@@ -252,109 +246,23 @@ def _items(connection: sqlite3.Connection, run: int, command: Command) -> dict[s
         return None if row is None else row[0]
 
     match command:
-        case commands.Acquire() | commands.Renew() | commands.Release():
-            return {"lease": _first(connection, Lease, run)}
+        case commands.Acquire() | commands.Renew() | commands.Release() | commands.Move():
+            return {"lease": first_of(connection, records.Lease, run)}
         case commands.Open(opening=opening):
             query = "SELECT generation FROM openings WHERE run = ? AND attempt = ?"
-            lease = _first(connection, Lease, run)
+            lease = first_of(connection, records.Lease, run)
             return {"lease": lease, "attempt_generation": one(query, run, opening.attempt)}
         case commands.ClaimSlot(rank=rank):
             return {"slot_nonce": one("SELECT nonce FROM slots WHERE run = ? AND rank = ?", run, rank)}
         case commands.SaveSnapshot(snapshot=snapshot):
             return {"snapshot_text": one("SELECT text FROM snapshots WHERE run = ? AND id = ?", run, snapshot.id)}
         case commands.Adopt(new_uid=new_uid, stream=stream):
-            return {"uid_holder": one("SELECT name FROM runs WHERE uid = ? AND stream = ?", new_uid, stream)}
+            return {"uid_holder": one(_HOLDER, new_uid, stream)}
+        case commands.Import(uid=uid, stream=stream):
+            return {"lease": first_of(connection, records.Lease, run), "uid_holder": one(_HOLDER, uid, stream)}
         case commands.Revise(revision=revision):
             return {
-                "newest_revision": _first(connection, StoredRevision, run, "ORDER BY number DESC LIMIT 1"),
-                "same_number": _first(connection, StoredRevision, run, "AND number = ?", revision.number),
+                "newest_revision": first_of(connection, records.StoredRevision, run, "ORDER BY number DESC LIMIT 1"),
+                "same_number": first_of(connection, records.StoredRevision, run, "AND number = ?", revision.number),
             }
     return {}
-
-
-def _put_committed(connection: sqlite3.Connection, run: int, commit: CommittedState, committed_at: float) -> None:
-    connection.execute(
-        "INSERT OR REPLACE INTO committed (run, sample_index, total_tokens, digest, committed_at, state) "
-        "VALUES (?, ?, ?, ?, ?, ?)",
-        (run, commit.sample_index, commit.total_tokens, commit.digest, committed_at, commit.state),
-    )
-    rows = [(run, spec, each.samples, each.rows, each.tokens) for spec, each in commit.counters.items()]
-    connection.executemany(_PUT_COUNTERS, rows)
-    (count,) = connection.execute("SELECT COUNT(*) FROM counters WHERE run = ?", (run,)).fetchone()
-    if count != len(rows):  # specs that are no longer counted
-        connection.execute("DELETE FROM counters WHERE run = ?", (run,))
-        connection.executemany(_PUT_COUNTERS, rows)
-
-
-def _put_journal(connection: sqlite3.Connection, run: int, entry: JournalEntry) -> None:
-    connection.execute(
-        "INSERT INTO journal (run, generation, sample_index, bytes, state) VALUES (?, ?, ?, ?, ?)",
-        (run, entry.generation, entry.sample_index, len(entry.state.encode()), entry.state),
-    )
-
-
-def _stored_run(connection: sqlite3.Connection, name: str, stream: str) -> StoredRun | None:
-    row = connection.execute(
-        "SELECT id, generation, name, stream, uid, record, epoch, pin, revision_changes, closed_generation FROM runs "
-        "WHERE name = ? AND stream = ?",
-        (name, stream),
-    ).fetchone()
-    if row is None:
-        return None
-    run, generation, *_ = row
-    fields = dict(row)
-    del fields["id"], fields["generation"]
-    committed, committed_at = _committed(connection, run)
-    return StoredRun(
-        **fields,
-        opening=_first(connection, Opening, run, "AND generation = ?", generation),
-        committed=committed,
-        committed_at=committed_at,
-        lease=_first(connection, Lease, run),
-    )
-
-
-def _committed(connection: sqlite3.Connection, run: int) -> tuple[CommittedState | None, float | None]:
-    """The committed state and its time; None before the first generation."""
-    row = connection.execute(
-        "SELECT sample_index, total_tokens, digest, state, committed_at FROM committed WHERE run = ?", (run,)
-    ).fetchone()
-    if row is None:
-        return None, None
-    fields = dict(row)
-    committed_at = fields.pop("committed_at")
-    counters = {
-        spec: Counters(samples=samples, rows=rows, tokens=tokens)
-        for spec, samples, rows, tokens in connection.execute(
-            "SELECT spec, samples, rows, tokens FROM counters WHERE run = ? ORDER BY spec", (run,)
-        )
-    }
-    return CommittedState(**fields, counters=counters), committed_at
-
-
-# Records that are rows of a table.
-
-
-def _put(connection: sqlite3.Connection, run: int, record: Lease | Opening | StoredRevision | StoredSnapshot) -> None:
-    """Appends a record; a run has one lease, which is replaced."""
-    columns = asdict(record)
-    verb = "REPLACE" if isinstance(record, Lease) else "INSERT"
-    connection.execute(
-        f"{verb} INTO {_TABLES[type(record)]} (run, {', '.join(columns)}) VALUES (?{', ?' * len(columns)})",
-        (run, *columns.values()),
-    )
-
-
-def _all(
-    connection: sqlite3.Connection, record: type[_Record], run: int, which: str = "", *key: str | int
-) -> list[_Record]:
-    """A run's records. ``which`` narrows or orders them, by ``key``."""
-    columns = ", ".join(field.name for field in fields(record))
-    rows = connection.execute(f"SELECT {columns} FROM {_TABLES[record]} WHERE run = ? {which}", (run, *key))
-    return [record(**row) for row in rows]
-
-
-def _first(
-    connection: sqlite3.Connection, record: type[_Record], run: int, which: str = "", *key: str | int
-) -> _Record | None:
-    return next(iter(_all(connection, record, run, which, *key)), None)

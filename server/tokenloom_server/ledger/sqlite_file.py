@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from tokenloom_server.errors import ConfigError, LedgerError, LedgerUnavailable
 from tokenloom_server.ledger import refusals
@@ -77,18 +79,35 @@ ALTER TABLE openings RENAME COLUMN ramp TO batch_plans;
     "ALTER TABLE runs ADD COLUMN closed_generation INTEGER NOT NULL DEFAULT 0",
     "ALTER TABLE openings ADD COLUMN process TEXT NOT NULL DEFAULT ''",
     "CREATE TABLE boots (id TEXT PRIMARY KEY, unix_s REAL NOT NULL)",
+    "ALTER TABLE runs ADD COLUMN elsewhere TEXT NOT NULL DEFAULT ''",
 )
 SCHEMA_VERSION = len(_VERSIONS)
+
+
+class Layout(NamedTuple):
+    """What a file holds, as people call it; how it is recognised, made, and written."""
+
+    name: str
+    application_id: int
+    versions: Sequence[str]
+    synchronous: str
+    #: How long a call waits for another process's transaction, seconds; ``BUSY_TIMEOUT_S`` at most.
+    busy_timeout_s: float = math.inf
+
+
+LEDGER = Layout("ledger", APPLICATION_ID, _VERSIONS, "FULL")
 
 
 class SqliteFile:
     """One connection to a ledger's file, guarded by a lock: any thread may call. Where another file has taken the path
     since, or none is there, the connection is opened anew, and whoever finds it gets ``LedgerRolledBack``."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] | None = None) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float] | None = None, layout: Layout = LEDGER) -> None:
         """``clock``: Unix time in seconds; where none is given, the one that all servers of this machine share."""
         self.path = path
+        self._layout = layout
         self._fixed_clock = clock
+        self._busy_timeout_s = min(layout.busy_timeout_s, BUSY_TIMEOUT_S)
         self._lock = threading.Lock()
         self._closed = False
         self._reopened = 0
@@ -103,7 +122,8 @@ class SqliteFile:
                 f"The ledger's folder {self.path.parent} does not exist. Create it, or give another path with --ledger."
             )
         if self.path.is_dir():
-            raise ConfigError(f"The ledger {self.path} is a folder; expected a file. Give another path with --ledger.")
+            name = self._layout.name
+            raise ConfigError(f"The {name} {self.path} is a folder; expected a file. Give another path with --ledger.")
         # Before anything is written there.
         refuse_shared(self.path)
         file = self.path.resolve()
@@ -114,7 +134,7 @@ class SqliteFile:
             os.close(os.open(file, os.O_CREAT | os.O_EXCL, 0o600))
         with self._translated():
             self._connection = sqlite3.connect(
-                self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+                self.path, timeout=self._busy_timeout_s, isolation_level=None, check_same_thread=False
             )
             self._connection.row_factory = sqlite3.Row
         try:
@@ -124,10 +144,10 @@ class SqliteFile:
             self._write_ahead()
             with self._transaction("BEGIN IMMEDIATE") as connection:
                 version = self._refuse_other_files()
-                for statements in _VERSIONS[version:]:
+                for statements in self._layout.versions[version:]:
                     _run(connection, statements)
-                connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-                connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+                connection.execute(f"PRAGMA application_id = {self._layout.application_id}")
+                connection.execute(f"PRAGMA user_version = {len(self._layout.versions)}")
                 self.clock = self._fixed_clock or boot_clock(connection)
             self._opened = self.identity()
         except BaseException:
@@ -165,8 +185,8 @@ class SqliteFile:
         return self._locked("BEGIN IMMEDIATE")
 
     def close(self) -> None:
+        self._closed = True  # before the lock: who stands in line for it does nothing any more
         with self._lock:
-            self._closed = True
             self._connection.close()
 
     def _refuse_other_files(self) -> int:
@@ -176,20 +196,19 @@ class SqliteFile:
         (tables,) = self._connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
         if (application, version, tables) == (0, 0, 0):
             return 0
-        if application != APPLICATION_ID:
-            raise ConfigError(f"{self.path} is a SQLite database, but not a ledger. Give another path with --ledger.")
-        if version > SCHEMA_VERSION:
-            raise LedgerError(
-                f"The ledger {self.path} has schema version {version}, this server knows up to {SCHEMA_VERSION}: a "
-                f"newer Tokenloom wrote it. Upgrade this one."
+        if application != self._layout.application_id:
+            raise ConfigError(
+                f"{self.path} is a SQLite database, but not a {self._layout.name}. Give another path with --ledger."
             )
+        if version > len(self._layout.versions):
+            raise refusals.newer_schema(str(self.path), version, len(self._layout.versions))
         return int(version)
 
     def _write_ahead(self) -> None:
         """Two processes that make a file a write-ahead one at once may collide without SQLite's own
         waiting: hence the loop.
         """
-        deadline_s = time.monotonic() + BUSY_TIMEOUT_S
+        deadline_s = time.monotonic() + self._busy_timeout_s
         while True:
             try:
                 self._connection.execute("PRAGMA journal_mode = WAL")
@@ -199,7 +218,7 @@ class SqliteFile:
                     with self._translated():
                         raise
                 time.sleep(0.01)
-        self._connection.execute("PRAGMA synchronous = FULL")
+        self._connection.execute(f"PRAGMA synchronous = {self._layout.synchronous}")
         # On macOS a plain fsync leaves the data in the disk's cache; elsewhere these two do nothing.
         self._connection.execute("PRAGMA fullfsync = ON")
         self._connection.execute("PRAGMA checkpoint_fullfsync = ON")
@@ -207,7 +226,9 @@ class SqliteFile:
     @contextmanager
     def _locked(self, begin: str) -> Iterator[sqlite3.Connection]:
         with self._lock:
-            if not self._closed and self._opened != self.identity():
+            if self._closed:
+                self._connection.close()
+            elif self._opened != self.identity():
                 # First, since a new file may get the number of the one that nobody has open any more.
                 self._reopened += 1
                 self._connection.close()
@@ -231,22 +252,23 @@ class SqliteFile:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
+        this = f"The {self._layout.name} {self.path}"
         try:
             yield
         except sqlite3.OperationalError as error:
             raise LedgerUnavailable(
-                f"The ledger {self.path} cannot be used now: {error}. Look at its disk's free space, at the file's "
+                f"{this} cannot be used now: {error}. Look at its disk's free space, at the file's "
                 f"permissions, and for another process that holds it locked."
             ) from error
         except sqlite3.ProgrammingError as error:
-            raise LedgerUnavailable(f"The ledger {self.path} cannot be used now: {error}") from error
+            raise LedgerUnavailable(f"{this} cannot be used now: {error}") from error
         except sqlite3.DatabaseError as error:
             if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_NOTADB:
                 raise ConfigError(
                     f"{self.path} is not a SQLite database. Give another path with --ledger, or move that file away."
                 ) from error
             raise LedgerError(
-                f"The ledger {self.path} is damaged or refuses: {error}. Restore it from a copy, or begin an empty "
+                f"{this} is damaged or refuses: {error}. Restore it from a copy, or begin an empty "
                 f"one and resume from a trainer's checkpoint."
             ) from error
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -14,7 +15,7 @@ from tokenloom_server.order.pipeline import Pipeline, Switch, initial_state
 from tokenloom_server.order.readahead import LazyPacker, Pools, ReadAhead
 from tokenloom_server.order.readers import SourceReaders
 from tokenloom_server.order.record import RunRecord
-from tokenloom_server.order.resources import RunResources
+from tokenloom_server.order.resources import Readers, RunResources
 from tokenloom_server.order.seen import with_seen
 from tokenloom_server.packing.base import DocumentPacker, Packer, PackerFactory
 from tokenloom_server.packing.best_fit import BestFitPacker, Window
@@ -33,7 +34,8 @@ from tokenloom_server.storage.urls import is_remote
 from tokenloom_server.tokenizer.chat import ChatEncoder
 from tokenloom_server.tokenizer.crash_child import ChildEncoder
 from tokenloom_server.tokenizer.crash_guard import CrashGuardEncoder
-from tokenloom_server.tokenizer.documents import DocumentEncoder, Encoder
+from tokenloom_server.tokenizer.crash_records import AllSuspected
+from tokenloom_server.tokenizer.documents import DocumentEncoder, Encoder, ReadyEncoder
 from tokenloom_server.tokenizer.engine import TokenizersEngine
 from tokenloom_server.tokenizer.masked import MaskedEncoder
 from tokenloom_server.tokenizer.transformed import TransformEncoder
@@ -92,21 +94,23 @@ class PipelineFactory:
         """What makes the packers of one pipeline."""
         if self.config.batching is not None:
             return self._bucket_packer
-        has_engine = self.resources.engine(self.record) is not None
+        has_engine, readers = self.resources.engine(self.record) is not None, self.resources.readers if ahead else None
         remote = [any(is_remote(shard.path) for shard in shards) for shards in self.record.shards]
         # Those of one pipeline, and gone with it.
         pools = None
         if ahead and (has_engine or any(remote)):
             pools = Pools(
                 ThreadPoolExecutor(readahead.OPENING_THREADS, f"{self.name}-open"),
-                ThreadPoolExecutor(readahead.threads(remote=any(remote)), f"{self.name}-ahead"),
+                ThreadPoolExecutor(readahead.threads(waits=any(remote) or readers is not None), f"{self.name}-ahead"),
             )
 
         def packer(source_id: int, source_state: SourceState) -> Packer:
             if remote[source_id]:
-                return LazyPacker(lambda: self._packer(source_id, source_state, self.readers.open(source_id)), pools)
+                return LazyPacker(
+                    lambda: self._packer(source_id, source_state, self.readers.open(source_id), readers), pools
+                )
             reader = self.readers.open(source_id)
-            packed = self._packer(source_id, source_state, reader)
+            packed = self._packer(source_id, source_state, reader, readers)
             # Ids of local files are read so fast that a second thread would only cost memory.
             return ReadAhead(packed, pools.blocks) if pools and reader.content is Content.TEXT else packed
 
@@ -127,6 +131,21 @@ class PipelineFactory:
     def documents(self, source_id: int, *, joined: bool = True) -> Documents:
         """A source's documents as tokens, just as a pipeline reads them; not ``joined``: a piece of text at a time."""
         return self._documents(source_id, self.readers.open(source_id), joined=joined)
+
+    def all_rows(
+        self, source_id: int, reader: Source, wrap: Callable[[Source], Source], *, apart: bool = False
+    ) -> Documents:
+        """The rows of a source's files as tokens, file by file: none left out or rearranged, any number of them bad.
+        ``wrap``: what is put around the rows as they are read. ``apart``: see ``encoder``."""
+        source = self.config.sources[source_id]
+        return Documents(
+            source.source,
+            wrap(self.readers.kept(source_id, reader)),
+            self.encoder(source_id, reader, apart=apart),
+            math.inf,
+            joined_bytes=0 if apart else self._joined_bytes(source),
+            joins_at_once=True,
+        )
 
     def max_bad_rows(self, source_id: int) -> int | None:
         """How many bad rows a source may have for each epoch; None for any number, or where the first is an error."""
@@ -164,18 +183,25 @@ class PipelineFactory:
             batching=self.config.batching,
         )
 
-    def _packer(self, source_id: int, state: SourceState, reader: Source) -> DocumentPacker:
+    def _packer(
+        self, source_id: int, state: SourceState, reader: Source, readers: Readers | None = None
+    ) -> DocumentPacker:
         lanes = self.config.sources[source_id].lanes
         if lanes == 1:
-            return self._lane(source_id, state, reader)
-        packers = [self._lane(source_id, lane_state(state, i), reader, (i, lanes)) for i in range(lanes)]
+            return self._lane(source_id, state, reader, readers)
+        packers = [self._lane(source_id, lane_state(state, i), reader, readers, (i, lanes)) for i in range(lanes)]
         return LanesPacker(packers, state)
 
     def _lane(
-        self, source_id: int, state: SourceState, reader: Source, lane: tuple[int, int] = (0, 1)
+        self,
+        source_id: int,
+        state: SourceState,
+        reader: Source,
+        readers: Readers | None,
+        lane: tuple[int, int] = (0, 1),
     ) -> DocumentPacker:
         config = self.config
-        documents = self._documents(source_id, reader, state.row_counts.bad_rows, lane)
+        documents = self._documents(source_id, reader, state.row_counts.bad_rows, lane, readers=readers)
         match config.packing:
             case "concat":
                 return ConcatPacker(
@@ -209,21 +235,25 @@ class PipelineFactory:
         return self.record.earlier_file_counts.get(source_id, frozenset())
 
     def _documents(
-        self, source_id: int, reader: Source, bad_rows: int = 0, lane: tuple[int, int] = (0, 1), joined: bool = True
+        self,
+        source_id: int,
+        reader: Source,
+        bad_rows: int = 0,
+        lane: tuple[int, int] = (0, 1),
+        *,
+        joined: bool = True,
+        readers: Readers | None = None,
     ) -> Documents:
         source = self.config.sources[source_id]
-        io_stats = self.resources.io_stats
-        timed: Source = TimedSource(reader, io_stats, source.spec)
-        encoder = self.encoder(source_id, reader)
-        if source.loss_mask is not None:
-            mask = TimedSource(self.readers.open_mask(source_id, reader, source.loss_mask), io_stats, source.spec)
-            timed = SourceWithLossMask(timed, mask)
-            encoder = MaskedEncoder(encoder, source.loss_mask, adds_bos=self.config.adds_bos(source))
+        ready = None
+        if readers is not None:
+            ready = readers.source(self.record, self.resources, source_id, reader)
+        rows, encoder = (ready, ReadyEncoder()) if ready is not None else self._read_here(source_id, reader)
         excluded = self.record.excluded.of(source.source)
         seen = self.readers.seen(source_id, reader)
         return Documents(
             source.source,
-            self.readers.kept(source_id, timed),
+            rows,
             encoder,
             self.config.epochs[source_id],
             excluded,
@@ -235,7 +265,19 @@ class PipelineFactory:
             may_be_empty=self.record.gives_held_out,
             left_out_first=with_seen(excluded, seen) if seen else None,
             joined_bytes=self._joined_bytes(source) if joined else 0,
+            announce=ready.announce if ready is not None else None,
         )
+
+    def _read_here(self, source_id: int, reader: Source) -> tuple[Source, Encoder]:
+        """A source's rows as this process reads them, and what makes tokens of them."""
+        source, io_stats = self.config.sources[source_id], self.resources.io_stats
+        timed: Source = TimedSource(reader, io_stats, source.spec)
+        encoder = self.encoder(source_id, reader)
+        if source.loss_mask is not None:
+            mask = TimedSource(self.readers.open_mask(source_id, reader, source.loss_mask), io_stats, source.spec)
+            timed = SourceWithLossMask(timed, mask)
+            encoder = MaskedEncoder(encoder, source.loss_mask, adds_bos=self.config.adds_bos(source))
+        return self.readers.kept(source_id, timed), encoder
 
     def _joined_bytes(self, source: SourceConfig) -> int:
         """Not where a transform has a limit for each call, nor where `tokenizers` encodes, as it does conversations: it
@@ -261,12 +303,13 @@ class PipelineFactory:
             eot_id=self.record.end_of_text_id,
         )
 
-    def encoder(self, source_id: int, reader: Source) -> Encoder:
-        """What makes tokens of a source's rows, for a reader of it."""
-        encoder, name = self._encoder(source_id, reader), self.config.sources[source_id].transform
+    def encoder(self, source_id: int, reader: Source, *, apart: bool = False) -> Encoder:
+        """What makes tokens of a source's rows, for a reader of it. ``apart``: each text is encoded in a process of
+        its own, which may die of it."""
+        encoder, name = self._encoder(source_id, reader, apart), self.config.sources[source_id].transform
         return encoder if name is None else TransformEncoder(self.resources.transform(name), encoder)
 
-    def _encoder(self, source_id: int, reader: Source) -> Encoder:
+    def _encoder(self, source_id: int, reader: Source, apart: bool) -> Encoder:
         record, config = self.record, self.config
         source, engine = config.sources[source_id], self.resources.engine(record)
         around = partial(
@@ -280,7 +323,7 @@ class PipelineFactory:
         if source.is_chat:
             masked = MaskedEncoder(around(None), source.spec.column, adds_bos=config.adds_bos(source))
             return ChatEncoder(self.resources.chats(record), masked, skip_bad=config.skips_bad_rows(source))
-        crash_records = self.resources.crash_records(record)
+        crash_records = AllSuspected() if apart else self.resources.crash_records(record)
         if (
             engine is None
             or record.serving_engine is None

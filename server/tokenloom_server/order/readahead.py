@@ -23,9 +23,9 @@ REMOTE_THREADS = 16
 OPENING_THREADS = 64
 
 
-def threads(*, remote: bool = False) -> int:
-    """How many threads make blocks of a run."""
-    return REMOTE_THREADS if remote else max(1, min(MAX_THREADS, (os.cpu_count() or 1) - 1))
+def threads(*, waits: bool = False) -> int:
+    """How many threads make blocks of a run; ``waits``: most of them wait for what comes over a network."""
+    return REMOTE_THREADS if waits else max(1, min(MAX_THREADS, (os.cpu_count() or 1) - 1))
 
 
 class ReadAhead:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.row_rules import PLAIN, RowRules
@@ -19,9 +19,10 @@ from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceChanged
 from tokenloom_server.order import readahead
+from tokenloom_server.order.readers_stats import ReadersStats
 from tokenloom_server.order.record import RunRecord
 from tokenloom_server.packing.buckets import Epochs
-from tokenloom_server.packing.reading import Layout
+from tokenloom_server.packing.reading import Layout, RowRange
 from tokenloom_server.packing.samples import Int64s
 from tokenloom_server.sources.base import Shard, Source
 from tokenloom_server.sources.manifest import Manifest
@@ -66,6 +67,24 @@ class Cache(Generic[_Value]):
         return list(self._values.values())
 
 
+class Readers(Protocol):
+    """Who reads and tokenises the rows of a run's text, if not the server itself?"""
+
+    def source(self, record: RunRecord, resources: RunResources, source_id: int, reader: Source) -> ReadySource | None:
+        """A source with the rows of ``reader``, as ids; None where that one is to be read by the server itself."""
+
+    def stats(self, resources: RunResources) -> ReadersStats:
+        """What they do for a run, which is known by its resources."""
+
+
+class ReadySource(Source, Protocol):
+    """A source of rows that are tokenised already, those that bear no ids among ``Rows.bad`` and ``Rows.filtered``. For
+    one thread."""
+
+    def announce(self, ranges: Iterator[RowRange]) -> None:
+        """The rows that will be read next, in that order."""
+
+
 class RunResources:
     """The place of a run's files, and what is loaded or looked up once for all of its pipelines. Thread-safe."""
 
@@ -77,6 +96,8 @@ class RunResources:
         self.base_dir = base_dir
         self.index_dir = index_dir
         self.roots = roots or DataRoots()
+        #: Who reads the rows of text; None: the server itself.
+        self.readers: Readers | None = None
         #: What readers wait for.
         self.io_stats = IoStats()
         #: The blocks of a source, which take every file's footer or index, by spec and files.

@@ -141,7 +141,7 @@ class Timeline:
             return replace(self.at(0).initial(), total_tokens=self.clock_offset, clock_offset=self.clock_offset)
         if origin.state:
             return self.decode(origin.state)
-        # Of use for figures alone: nobody can begin there (see ``History.beginning``).
+        # Of use for figures alone: nobody can begin there (see ``PastStates.beginning``).
         return replace(
             self.at(0).initial(),
             sample_index=origin.sample_index,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import numpy as np
 
@@ -14,23 +14,15 @@ from tokenloom_server.core.epochs import whole_and_part
 from tokenloom_server.core.state import Cursor, FileCursor, WindowCursor, row_cursor, tokens_in_row
 from tokenloom_server.errors import SourceError, TokenizerError, TokenloomError
 from tokenloom_server.packing.fim import FillInMiddle
-from tokenloom_server.packing.reading import FileOrder, Reading, Windows
+from tokenloom_server.packing.reading import FileOrder, Reading, RowRange, Windows, nth_row
 from tokenloom_server.packing.samples import Int64s
 from tokenloom_server.packing.tokenized_rows import BAD, FILTERED, DocumentSpan, TokenizedRows
 from tokenloom_server.packing.window import FileRows, RangeReader, portions
 from tokenloom_server.sources import columns
 from tokenloom_server.sources.base import Rows, Source
-from tokenloom_server.tokenizer.documents import Documents as Encoded
+from tokenloom_server.tokenizer.documents import Encoder
 
 _log = logging.getLogger(__name__)
-
-
-class Encoder(Protocol):
-    """How do a source's rows become ids? It is given where they lie, since a row may be the end of the process."""
-
-    def encode(self, column: Any, first_row: int, shard: int) -> Encoded:
-        """Tokens of an Arrow column that begins at a shard's row. Raises ``TokenizerError``."""
-
 
 #: A source with at most this many tokens and rows is kept in memory once it was read, for its next epochs.
 KEPT_TOKENS = 2**18
@@ -57,14 +49,16 @@ class Documents:
         may_be_empty: bool = False,
         left_out_first: Mapping[int, Int64s] | None = None,
         joined_bytes: int = 0,
+        joins_at_once: bool = False,
+        announce: Callable[[Iterator[RowRange]], None] | None = None,
     ) -> None:
-        """``excluded``: by shard, ascending, the rows that give no tokens. ``reading``: in which order rows come; None:
-        as they lie in the files. ``lane``: (i, n): of each epoch the i-th of n equal parts is read, in rows.
-        ``bad_rows``: how many the source, or this lane of it, had before the place that is read from;
-        ``max_bad_rows``: how many it may have for each epoch, None for any number. ``may_be_empty``: an epoch without a
-        token is no error, but the end. ``left_out_first``: the rows that give none in the first epoch, where these
-        are not the ``excluded`` alone. ``joined_bytes``: texts of consecutive rows are encoded together until they
-        have so many, from one piece on twice as much each time: each call has a fixed cost."""
+        """``excluded``: by shard, ascending, the rows without tokens. ``reading``: in which order rows come; None: as
+        they lie in the files. ``lane``: (i, n): of each epoch the i-th of n equal parts is read, in rows. ``bad_rows``:
+        how many the source, or this lane of it, had before the place that is read from; ``max_bad_rows``: how many it
+        may have for each epoch, None for any number. ``may_be_empty``: an epoch without a token is no error, but the
+        end. ``left_out_first``: the rows that give none in the first epoch, where these are not the ``excluded`` alone.
+        ``joined_bytes``: texts of consecutive rows are encoded together until they have so many, from one piece on
+        twice as much each time, or ``joins_at_once``. ``announce`` gets, at its beginning, the rows of an epoch."""
         self.name = name
         self._may_be_empty = may_be_empty
         self._bad_rows = bad_rows
@@ -73,6 +67,8 @@ class Documents:
         self._excluded = excluded or {}
         self._left_out_first = left_out_first
         self._joined_bytes = joined_bytes
+        self._first_joined_bytes = joined_bytes if joins_at_once else 1
+        self._announce = announce
         self._source = source
         self._encoder = encoder
         self._reading = reading or FileOrder(source)
@@ -178,21 +174,18 @@ class Documents:
             repeats = self._reading.repeats and (epoch > 0 or self._left_out_first is None)
             kept = [] if is_whole and end_row is None and repeats else None
             if first is None and begin:
-                first, row = self._nth_row(epoch, begin)
-            before = 0 if first is None or end_row is None else self._reading.rows_before(epoch, first)
-            for part in self._reading.parts(epoch, first):
-                end = None if end_row is None else end_row - before
-                for rows in self._part(epoch, part, row, end, begun, reader, mark_excluded):
+                first, row = nth_row(self._reading, epoch, begin)
+            if self._announce is not None:
+                self._announce(self._ranges(epoch, self._parts(epoch, first, row, end_row)))
+            for part, first_row, end in self._parts(epoch, first, row, end_row):
+                for rows in self._part(epoch, part, first_row, end, begun, reader, mark_excluded):
                     tokens += rows.given_tokens
                     bad_and_filtered += rows.bad_and_filtered
                     size += len(rows.ids) + len(rows.ends)
                     if kept is not None:
                         kept = [*kept, rows] if size <= KEPT_TOKENS else None
                     yield rows
-                row, begun = 0, False
-                before += self._reading.rows_in(part) if end_row is not None else 0
-                if end_row is not None and before >= end_row:
-                    break
+                begun = False
             empty_epochs = 0 if tokens or not is_whole else empty_epochs + 1
             if empty_epochs > 0 and self._may_be_empty:
                 return
@@ -200,6 +193,23 @@ class Documents:
             if empty_epochs > 0 and is_required and not self._may_have_tokens_later(epoch, empty_epochs):
                 raise SourceError(self._without_tokens(epoch, *bad_and_filtered.tolist()))
             epoch, first, row = epoch + 1, None, 0
+
+    def _parts(
+        self, epoch: int, first: int | None, row: int, end_row: int | None
+    ) -> Iterator[tuple[int, int, int | None]]:
+        """The parts of an epoch that are read, from a row of the ``first`` of them on; of each the row that is read
+        first, and the one before which reading ends."""
+        before = 0 if first is None or end_row is None else self._reading.rows_before(epoch, first)
+        for part in self._reading.parts(epoch, first):
+            yield part, row, None if end_row is None else end_row - before
+            row = 0
+            before += self._reading.rows_in(part) if end_row is not None else 0
+            if end_row is not None and before >= end_row:
+                return
+
+    def _ranges(self, epoch: int, parts: Iterator[tuple[int, int, int | None]]) -> Iterator[RowRange]:
+        for part, row, end in parts:
+            yield from self._reading.ranges(epoch, part, row, end)
 
     def _part(
         self,
@@ -232,21 +242,21 @@ class Documents:
     def _rows(self, shard: int, row: int, end: int | None) -> Iterator[Rows]:
         """Rows of a file from one on to before ``end``; texts as many together as ``joined_bytes`` says."""
         held: list[Rows] = []
-        size, most = 0, 1
+        size, most = 0, self._first_joined_bytes
         try:
-            for rows in self._source.read(shard, row):
-                if end is not None:
-                    if rows.first_row >= end:
-                        break
-                    rows = rows.cut(0, min(end - rows.first_row, len(rows.column)))
+            for rows in self._source.read(shard, row) if end is None or row < end else ():
+                rows = rows if end is None else rows.cut(0, min(end - rows.first_row, len(rows.column)))
                 held.append(rows)
                 size += rows.column.nbytes
                 is_full = size >= most or not columns.is_text(rows.column)
+                row = rows.first_row + len(rows.column)
                 # What is given is not held: it may be a whole row group, and sources many.
                 del rows
                 if is_full:
                     yield _joined(held)
                     size, most = 0, min(max(2 * size, most), self._joined_bytes)
+                if row == end:
+                    break  # what comes after may be at fault, and is another's
         except TokenloomError:
             # A source fails after the rows before the fault.
             if held:
@@ -266,8 +276,8 @@ class Documents:
         reader: RangeReader,
         mark_excluded: bool,
     ) -> Iterator[TokenizedRows]:
-        first = 0
-        for number, portion in enumerate(portions(reader, windows.row_ranges(epoch, window), self._lane[1])):
+        first, check = 0, partial(self._tokenize_portion, epoch, mark_excluded, None)
+        for number, portion in enumerate(portions(reader, windows.row_ranges(epoch, window), self._lane[1], check)):
             count = sum(len(each.rows.column) for each in portion)
             skipped = max(0, row - first)
             if end is not None and first + skipped >= end:
@@ -275,13 +285,13 @@ class Documents:
             if skipped < count:
                 order = windows.permutation(epoch, window, number, count)
                 begun_row = int(order[skipped]) if begun and first <= row else None
-                tokenized = self._tokenize_portion(epoch, portion, mark_excluded, begun_row)._replace(part=window)
+                tokenized = self._tokenize_portion(epoch, mark_excluded, begun_row, portion)._replace(part=window)
                 order = order[skipped:] if end is None else order[skipped : end - first]
                 yield from tokenized.reordered(order, first + skipped)
             first += count
 
     def _tokenize_portion(
-        self, epoch: int, portion: deque[FileRows], mark_excluded: bool, begun: int | None
+        self, epoch: int, mark_excluded: bool, begun: int | None, portion: deque[FileRows]
     ) -> TokenizedRows:
         """The tokens of a window's portion. Empties it on the way, so that rows and tokens are not held both.
         ``begun``: the position of the row that is read even if it is excluded."""
@@ -362,15 +372,6 @@ class Documents:
         if row_count is None:
             begin, end = self._reading.near(begin), end if lane == lanes - 1 else self._reading.near(end)
         return begin, end
-
-    def _nth_row(self, epoch: int, rows: int) -> tuple[int, int]:
-        """The part, and the row there, before which so many rows of an epoch lie."""
-        part = 0
-        for part in self._reading.parts(epoch):
-            if rows < self._reading.rows_in(part):
-                break
-            rows -= self._reading.rows_in(part)
-        return part, rows
 
     def _rows_of_epoch(self, epoch: int) -> int | None:
         """How many rows of this epoch all lanes read; None for all, 0 after the last epoch."""

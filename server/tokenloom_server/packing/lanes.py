@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenloom_server.core.state import Lane, RowCounts, SourceState
+from tokenloom_server.errors import TokenloomError
 from tokenloom_server.packing.base import Batch, Block, DocumentPacker, Packer, SampleOrigins, SourcePosition
 from tokenloom_server.packing.real_tokens import Boundaries
 from tokenloom_server.packing.samples import Int64s, Sample
@@ -81,19 +82,23 @@ class LaneOrigins:
 
 
 class _LaneFeed:
-    """One lane at work: its samples that wait, block by block."""
+    """One lane at work: its samples that wait, block by block. Its error waits for its turn, wherever blocks end."""
 
     def __init__(self, packer: Packer, state: SourceState) -> None:
         self._blocks = packer.blocks()
         self._block: Block | None = None
+        self.error: TokenloomError | None = None
         #: Samples taken since the run began, and which of the block is next.
         self.taken = state.samples
         self._next = 0
 
     def waiting(self) -> int:
-        """How many samples wait; makes some where none do. 0: it is out."""
+        """How many samples wait; makes some where none do. 0: it is out, or failed."""
         while self._block is None or self._next == len(self._block.ids):
-            self._block, self._next = next(self._blocks, None), 0
+            try:
+                self._block, self._next = next(self._blocks, None), 0
+            except TokenloomError as error:
+                self._block, self.error = None, error
             if self._block is None:
                 self._blocks = iter(())
                 return 0
@@ -142,8 +147,12 @@ class LanesPacker:
         before = [Lane(state.cursor, state.samples, state.rows, state.row_counts) for state in self._states]
         first_sample = self._first_sample
         while True:
-            turns = _turns([lane.taken for lane in lanes], [lane.waiting() for lane in lanes])
+            waiting = [lane.waiting() for lane in lanes]
+            live = [i for i, lane in enumerate(lanes) if waiting[i] or lane.error is not None]
+            turns = _turns([lane.taken for lane in lanes], waiting, live)
             if not len(turns):
+                if live and (error := lanes[min(live, key=lambda i: lanes[i].taken)].error):
+                    raise error
                 return
             counts = np.bincount(turns, minlength=len(lanes)).tolist()
             begins = [lane.taken for lane in lanes]
@@ -154,9 +163,8 @@ class LanesPacker:
             before = list(block.origins.after(first_sample - 1).lanes)
 
 
-def _turns(taken: Sequence[int], waiting: Sequence[int]) -> Int64s:
-    """Which lanes give the next samples, as far as that is known: until one that is not out has none left."""
-    live = [lane for lane, count in enumerate(waiting) if count]
+def _turns(taken: Sequence[int], waiting: Sequence[int], live: Sequence[int]) -> Int64s:
+    """Which lanes give the next samples, as far as that is known: until one that is ``live`` has none left."""
     if not live:
         return np.empty(0, np.int64)
     numbers = np.concatenate([taken[lane] + np.arange(waiting[lane]) for lane in live])

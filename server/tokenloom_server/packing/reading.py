@@ -55,6 +55,11 @@ class FileOrder:
         counts = self._all_counts()
         return sum(counts[each] for each in before[: before.index(part)])
 
+    def ranges(self, epoch: int, part: int, row: int, end: int | None) -> list[RowRange]:
+        """What is read of a part for its rows from one to before ``end`` (None: all that come), in that order."""
+        rows = self.rows_in(part)
+        return [RowRange(part, row, (rows if end is None else min(rows, end)) - row)]
+
     def near(self, rows: int) -> int:
         """So many rows of an epoch or somewhat less, where it is easier to begin."""
         return rows
@@ -143,6 +148,10 @@ class Windows:
         # Who begins within a window has to read it from its beginning.
         return rows // self._window_rows * self._window_rows
 
+    def ranges(self, epoch: int, part: int, row: int, end: int | None) -> list[RowRange]:
+        # A window is always read as a whole.
+        return self.row_ranges(epoch, part)
+
     def row_ranges(self, epoch: int, window: int) -> list[RowRange]:
         """What lies in a window, in the order of the epoch's blocks."""
         order, starts = self._blocks(epoch)
@@ -171,3 +180,13 @@ class Windows:
 
 #: In which order an epoch's rows come.
 Reading = FileOrder | Windows
+
+
+def nth_row(reading: Reading, epoch: int, rows: int) -> tuple[int, int]:
+    """The part, and the row there, before which so many rows of an epoch lie."""
+    part = 0
+    for part in reading.parts(epoch):
+        if rows < reading.rows_in(part):
+            break
+        rows -= reading.rows_in(part)
+    return part, rows

@@ -79,6 +79,14 @@ class SampleFormat:
         begin = self.begin(filled)
         return ids[begin : begin + filled]
 
+    def loss_mask(self, sample: Sample) -> Mask:
+        """Which of ``ids`` the loss mask counts: 0 or 1 for each of them."""
+        count = len(self.ids(sample))
+        if not self.masked:
+            return np.ones(count, np.uint8)
+        bits = np.unpackbits(sample[self.id_bytes + _WORD_BYTES * self.lengths :], bitorder="little")
+        return bits[self.begin(count) :][:count]
+
     def trailers(self, filled: Int64s, mask: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.uint8]:
         """[n, trailer_bytes] of samples that documents fill so far; ``mask`` [n, width] of 0 and 1, None for 1 at
         every id of a document."""

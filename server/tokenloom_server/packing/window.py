@@ -8,7 +8,7 @@ and where a portion ends depends on the rows alone: not on where reading began, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from tokenloom_server.errors import SourceError
@@ -58,20 +58,28 @@ class FileRows(NamedTuple):
     rows: Rows
 
 
-def portions(reader: RangeReader, ranges: Iterable[RowRange], lanes: int) -> Iterator[deque[FileRows]]:
-    """A window's rows, portion by portion; ``lanes``: so many windows are held at once. Raises ``SourceError``."""
+def portions(
+    reader: RangeReader, ranges: Iterable[RowRange], lanes: int, check: Callable[[deque[FileRows]], object]
+) -> Iterator[deque[FileRows]]:
+    """A window's rows, portion by portion; ``lanes``: so many windows are held at once. Raises ``SourceError``; before
+    that ``check`` is called with the rows of the portion, since the error of an earlier row comes first."""
     held: deque[FileRows] = deque()
     room = most = max(1, WINDOW_BYTES // lanes)
-    for shard, first_row, count in ranges:
-        for rows in reader.read(shard, first_row, first_row + count):
-            begin = 0
-            while begin < len(rows.column):
-                reach = columns.reach(rows.column[begin:], room)
-                held.append(FileRows(shard, rows.cut(begin, begin + reach.rows)))
-                begin += reach.rows
-                room -= reach.bytes
-                if room <= 0:
-                    yield held
-                    held, room = deque(), most
+    try:
+        for shard, first_row, count in ranges:
+            for rows in reader.read(shard, first_row, first_row + count):
+                begin = 0
+                while begin < len(rows.column):
+                    reach = columns.reach(rows.column[begin:], room, None if rows.sizes is None else rows.sizes[begin:])
+                    held.append(FileRows(shard, rows.cut(begin, begin + reach.rows)))
+                    begin += reach.rows
+                    room -= reach.bytes
+                    if room <= 0:
+                        yield held
+                        held, room = deque(), most
+    except SourceError:
+        if held:
+            check(held)
+        raise
     if held:
         yield held

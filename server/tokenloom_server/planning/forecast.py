@@ -116,14 +116,13 @@ class _Simulation:
 
     def plan(self, start: State) -> RunPlan:
         config, state = self._config, self._state()
-        segments = [replace(each, shares=_padded(each.shares, len(self._supplies))) for each in self.segments]
+        count = len(self._supplies)
+        # Sources that came later had no share.
+        segments = [replace(each, shares=np.pad(each.shares, (0, count - len(each.shares)))) for each in self.segments]
         segments = [replace(each, shares=each.shares / each.shares.sum()) for each in merged(segments, MAX_SEGMENTS)]
-        return RunPlan(
-            run=config.run,
-            sequence_length=config.sequence_length,
+        return RunPlan.of(
+            config,
             count="real" if config.balances_real else "positions",
-            labels=config.labels,
-            last_micro_step=config.last_micro_step,
             from_sample_index=start.sample_index,
             from_tokens=start.total_tokens,
             until_sample_index=self._index,
@@ -302,8 +301,3 @@ class _Simulation:
             names = ", ".join(source.name for source, supply, share in live if supply.picks == MAX_COUNTER and share)
             return f"nothing ends any more: {names} is read for ever; say how many tokens to plan further"
         return f"the run has the {self._until:,} tokens that were asked for"
-
-
-def _padded(shares: npt.NDArray[np.float64], sources: int) -> npt.NDArray[np.float64]:
-    """Sources that came later had no share."""
-    return np.pad(shares, (0, sources - len(shares)))

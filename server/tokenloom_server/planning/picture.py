@@ -55,10 +55,11 @@ def draw(plan: RunPlan, form: Format) -> bytes:
             color=colours(i % colours.N) if name != _rest_name(plan) else _OTHERS,
         )  # fmt: skip
         below = stacked
-    _mark_endings(plan, axes)
+    for tokens in sorted({ending.tokens for ending in plan.endings} - {plan.until_tokens}):
+        axes.axvline(tokens, color="white", linewidth=0.8)
     axes.set_xlim(edges[0], max(edges[-1], edges[0] + 1))
     axes.set_ylim(0, 1)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: _tick(tokens)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: re.sub(r"\.0+(?=[KMBT])", "", short(tokens))))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_xlabel("tokens of the run")
     axes.set_ylabel("share of the real tokens" if plan.count == "real" else "share of the tokens")
@@ -90,15 +91,6 @@ def _layers(plan: RunPlan) -> list[tuple[str, list[float]]]:
 
 def _rest_name(plan: RunPlan) -> str:
     return f"{len(plan.sources) - SHOWN_SOURCES} others"
-
-
-def _mark_endings(plan: RunPlan, axes: Any) -> None:
-    for tokens in sorted({ending.tokens for ending in plan.endings} - {plan.until_tokens}):
-        axes.axvline(tokens, color="white", linewidth=0.8)
-
-
-def _tick(tokens: float) -> str:
-    return re.sub(r"\.0+(?=[KMBT])", "", short(tokens))
 
 
 def _literal(text: str) -> str:

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import ConfigDict
-
-from tokenloom_server.config.described import Described
+from tokenloom_server.config.described import Document
 
 
-class _Future(Described):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class PlannedSource(_Future):
+class PlannedSource(Document):
     """What becomes of one source. Counts are since the run began, with what a restore skipped."""
 
     id: int
@@ -42,7 +36,7 @@ class PlannedSource(_Future):
     exhausted_at_sample: int | None
 
 
-class PlannedEnding(_Future):
+class PlannedEnding(Document):
     """A source or a node has no more to give."""
 
     tokens: int
@@ -53,7 +47,7 @@ class PlannedEnding(_Future):
     why: str
 
 
-class PlannedSegment(_Future):
+class PlannedSegment(Document):
     """A segment of the run with its shares."""
 
     from_tokens: int
@@ -62,7 +56,7 @@ class PlannedSegment(_Future):
     """Each source's mean share of the segment's tokens, by source id, as the plan's ``count`` says."""
 
 
-class RunPlan(_Future):
+class RunPlan(Document):
     """What a run will be, from a state on, if nothing is changed.
 
     Up to two million samples are mixed as the run mixes them; in longer plans drawn policies are planned at their mean.

@@ -27,7 +27,7 @@ class Supply:
         # Of samples that are padded, no part of the tokens is a row's.
         self._cuts_rows = config.packing == "concat"
         self._begin = 0
-        #: Picks that are left from the state on; MAX_COUNTER where the source is read for ever.
+        #: Picks that are left from the state on, at most MAX_COUNTER, as where the source is read for ever.
         self.picks = 0
         if curve is None:
             return
@@ -40,7 +40,7 @@ class Supply:
         # With shifted labels the last sample is followed by one token more.
         needed = self._begin + (config.labels == "shifted" and self._cuts_rows)
         tokens = curve.tokens_before(rows_of(curve.epoch_rows, self.epochs)) - needed
-        self.picks = max(0, tokens // self._pick_tokens)
+        self.picks = min(MAX_COUNTER, max(0, tokens // self._pick_tokens))
 
     @property
     def estimate(self) -> SizeEstimate:

@@ -18,8 +18,6 @@ from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.order import builder
-from tokenloom_server.packing.tokenized_rows import TokenizedRows
-from tokenloom_server.prepare import transformed
 from tokenloom_server.prepare.shards import ShardFormat
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.files import in_threads
@@ -168,20 +166,6 @@ class Job:
     def shuffled(self) -> bool:
         """Whether a source's rows are written in another order than that of its files."""
         return any(source.shuffle != "none" for source in self.order.config.sources)
-
-    def read(self, task: Task) -> Iterator[tuple[int, TokenizedRows]]:
-        """A task's rows, some at a time: how many are read, and what becomes of them. Raises ``SourceError`` and
-        ``TokenizerError``."""
-        is_text = self.order.readers.open(task.source).content is Content.TEXT
-        if self.transform is not None and is_text:
-            for ranges in task.ranges:
-                yield from transformed.read_transformed(self.order, self.transform, task.source, *ranges)
-            return
-        # Where a record batch ends follows from the pieces, and from nothing else: shards are compared by checksum.
-        documents = self.order.documents(task.source, joined=False)
-        for part, row, count in task.ranges:
-            for rows in documents.read_part(part, row, count):
-                yield len(rows.ends), rows
 
     def _described(self, prepared: Prepared, fields: dict[str, Any]) -> dict[str, Any]:
         source = self.order.config.sources[prepared.source]

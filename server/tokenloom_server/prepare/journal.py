@@ -1,36 +1,42 @@
 """A folder of prepared shards: which are there, and which of them are whole.
 
 ``job.json`` says what the shards are made from. ``journal.jsonl`` has a line for each that is done. A shard is written
-under a temporary name, brought to disk, renamed, and then journalled: whatever a kill leaves is either whole and
-journalled, or made again.
+by an attempt under a name of its own, brought to disk, renamed, and then journalled: whatever a kill leaves is either
+whole and journalled, or made again.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
-import os
-import threading
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import compress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+import xxhash
+from tokenloom_proto.seal import canonical
 
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.prepare.job import Job, Task
 from tokenloom_server.sources.files import in_threads
-from tokenloom_server.storage.drafts import checksum, draft_of, publish, write_whole
+from tokenloom_server.storage.drafts import checksum
+from tokenloom_server.storage.folder import Folder
 
 _log = logging.getLogger(__name__)
+
+JOURNAL = "journal.jsonl"
+#: The folder in which attempts write: what lies there belongs to a process that is at work, or to nobody.
+ATTEMPTS = ".attempts"
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
     """A shard that is done. ``bad_rows`` and ``filtered_rows`` are among its rows, as empty ones. ``checksum``:
-    XXH3-128 of all of its bytes."""
+    XXH3-128 of all of its bytes; ``signature``: what an object store says of them."""
 
     name: str
     rows: int
@@ -39,98 +45,103 @@ class Shard:
     tokens: int
     bytes: int
     checksum: str
+    signature: str = ""
 
     @property
     def content(self) -> dict[str, Any]:
-        """All but its name."""
-        return {key: value for key, value in asdict(self).items() if key != "name"}
+        """What it holds, wherever it lies."""
+        return {key: value for key, value in asdict(self).items() if key not in ("name", "signature")}
+
+
+@dataclass(frozen=True, slots=True)
+class Attempts:
+    """Where the attempts of one process write. Who finds its mark there sees the folder that the process sees, and it
+    is at work still."""
+
+    folder: Folder
+    name: str
+    digest: str
+    """The job's."""
+
+    def is_open(self) -> bool:
+        """Whether the mark is there."""
+        return self.folder.read(f"{self.name}/mark") == self.digest.encode()
+
+    def named(self, name: str, number: int) -> str:
+        """The file of one attempt at a shard."""
+        return f"{self.name}/{number}-{name.replace('/', '-')}"
 
 
 class Journal:
-    """The folder of one job, while it is worked on. Thread-safe; one process at a time has it."""
+    """The folder of one job, while it is worked on. Thread-safe; one process at a time has it: of two that prepare into
+    the same URL, the second takes it from the first."""
 
-    def __init__(self, folder: Path, file: IO[bytes], done: dict[str, Shard]) -> None:
-        self.folder = folder
-        self._file = file
-        self._done = done
-        self._lock = threading.Lock()
+    def __init__(self, attempts: Attempts, done: dict[str, Shard]) -> None:
+        self.attempts = attempts
+        self.folder = attempts.folder
+        #: The shards that are whole, by name.
+        self.done = done
 
     @classmethod
     @contextmanager
-    def open(cls, folder: Path, job: Job, on_kept: Callable[[Task, Shard], None]) -> Iterator[Journal]:
-        """Locks the folder, and keeps the shards that lie there whole, verified to the byte; ``on_kept`` is called with
-        each, from any thread.
+    def open(cls, folder: Folder, job: Job, on_kept: Callable[[Task, Shard], None]) -> Iterator[Journal]:
+        """Locks the folder, and keeps the shards that lie there whole: of a disk verified to the byte, of an object
+        store by size and signature. ``on_kept`` is called with each, from any thread.
 
         Raises ``ConfigError`` where something else was prepared there, or lies there, or another process is at work.
         """
         refuse_others(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "journal.jsonl").open("a+b") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise ConfigError(f"{folder}: another process prepares into it now; wait for it, or end it") from None
+        with folder.exclusive(JOURNAL):
             _refuse_other_job(folder, job)
-            yield cls(folder, file, _verified(folder, job, _read(file), on_kept))
+            folder.remove(ATTEMPTS)
+            done = _verified(folder, job, _read(folder), on_kept)
+            digest = xxhash.xxh3_128_hexdigest(canonical(job.document()).encode())
+            attempts = Attempts(folder, f"{ATTEMPTS}/{secrets.token_hex(8)}", digest)
+            folder.write(f"{attempts.name}/mark", digest.encode())
+            try:
+                yield cls(attempts, done)
+            finally:
+                # Below a URL, others may be of who came later.
+                folder.remove(ATTEMPTS if folder.is_local else attempts.name)
 
-    def is_done(self, task: Task) -> bool:
-        return task.name in self._done
-
-    def shard(self, task: Task) -> Shard:
-        return self._done[task.name]
-
-    @contextmanager
-    def draft(self, task: Task) -> Iterator[Path]:
-        """Where a task's shard is to be written; what lies there at the end, and was not added, is removed."""
-        path = self.folder / task.name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = draft_of(path)
-        try:
-            yield draft
-        finally:
-            draft.unlink(missing_ok=True)
-
-    def add(self, shard: Shard, draft: Path) -> None:
-        """A shard that is written: its draft becomes its file, and then it is journalled."""
-        publish(draft, self.folder / shard.name)
-        with self._lock:
-            self._file.write(json.dumps(asdict(shard)).encode() + b"\n")
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._done[shard.name] = shard
+    def add(self, shard: Shard, attempt: str) -> Shard:
+        """A shard that an attempt wrote: the attempt's file becomes the shard's, and then it is journalled."""
+        shard = replace(shard, signature=self.folder.move(attempt, shard.name))
+        self.folder.append(JOURNAL, shard.name, json.dumps(asdict(shard)).encode())
+        self.done[shard.name] = shard
+        return shard
 
 
-def refuse_others(folder: Path) -> None:
+def refuse_others(folder: Folder) -> None:
     """Raises ``ConfigError`` for a folder that has something in it, and nothing that was prepared."""
-    if not folder.is_dir() or (folder / "job.json").exists():
+    if folder.read("job.json") is not None:
         return
     # What a call leaves that was killed before it had written what it makes.
-    ours = ("journal.jsonl", ".index", ".job.json.draft")
-    others = sorted(entry.name for entry in folder.iterdir() if entry.name not in ours)
+    ours = (JOURNAL, ".index", ".job.json.draft")
+    others = sorted(folder.names() - {*ours})
     if others:
         raise ConfigError(
-            f"{folder}: holds {', '.join(others[:5])} already, and nothing that was prepared; give an empty folder, or "
-            "a new one"
+            f"{folder.place}: holds {', '.join(others[:5])} already, and nothing that was prepared; give an empty "
+            "folder, or a new one"
         )
 
 
-def _refuse_other_job(folder: Path, job: Job) -> None:
-    path = folder / "job.json"
-    present = job.document()
-    if not path.exists():
-        write_whole(path, json.dumps(present, indent=1) + "\n")
+def _refuse_other_job(folder: Folder, job: Job) -> None:
+    present, text = job.document(), folder.read("job.json")
+    if text is None:
+        folder.write("job.json", json.dumps(present, indent=1).encode() + b"\n")
         return
     try:
-        recorded = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        recorded = json.loads(text)
+    except ValueError as error:
         raise ConfigError(
-            f"{path}: cannot be read ({error}); prepare into another folder, or remove this one"
+            f"{folder.at('job.json')}: cannot be read ({error}); prepare into another folder, or remove this one"
         ) from None
     differences = list(_differences(recorded, present, ""))
     if differences:
         more = f"\n  and {len(differences) - 10} more" if len(differences) > 10 else ""
         raise ConfigError(
-            f"{folder}: was prepared from something else:\n  "
+            f"{folder.place}: was prepared from something else:\n  "
             + "\n  ".join(differences[:10])
             + f"{more}\nput that back, or prepare into another folder"
         )
@@ -154,39 +165,34 @@ def _short(value: Any) -> str:
     return "nothing" if value is None else json.dumps(value, ensure_ascii=False)
 
 
-def _read(file: IO[bytes]) -> dict[str, Shard]:
-    """The lines of a journal; a partly written last one is cut off."""
-    file.seek(0)
-    shards, end = {}, 0
-    for line in file.read().splitlines(keepends=True):
+def _read(folder: Folder) -> dict[str, Shard]:
+    """The shards that are journalled."""
+    shards = {}
+    for line in folder.lines(JOURNAL):
         try:
             shard = Shard(**json.loads(line))
         except (ValueError, TypeError):
-            break
-        if not line.endswith(b"\n"):
-            break
+            continue
         shards[shard.name] = shard
-        end += len(line)
-    file.truncate(end)
-    file.seek(end)
     return shards
 
 
 def _verified(
-    folder: Path, job: Job, journalled: dict[str, Shard], on_kept: Callable[[Task, Shard], None]
+    folder: Folder, job: Job, journalled: dict[str, Shard], on_kept: Callable[[Task, Shard], None]
 ) -> dict[str, Shard]:
     """Of the job's shards, those that lie there as they were journalled."""
-    tasks = {task.name: task for task in job.tasks}
-    for prepared in job.sources:
-        for path in sorted((folder / prepared.folder).glob("*")):
-            if path.name.endswith(".draft"):
-                path.unlink()
-            elif f"{prepared.folder}/{path.name}" not in tasks:
-                raise ConfigError(f"{path}: is no shard of this job, and would be served with them; take it away")
+    tasks, present = {task.name: task for task in job.tasks}, folder.entries("sources")
+    for name in present:
+        if name.endswith(".draft"):
+            folder.remove(name)
+        elif name not in tasks:
+            raise ConfigError(
+                f"{folder.at(name)}: is no shard of this job, and would be served with them; take it away"
+            )
 
     def is_whole(shard: Shard) -> bool:
-        if fault := _fault(folder, shard):
-            _log.warning("%s %s: it is made again", folder / shard.name, fault)
+        if fault := _fault(folder, shard, present.get(shard.name)):
+            _log.warning("%s %s: it is made again", folder.at(shard.name), fault)
         else:
             on_kept(tasks[shard.name], shard)
         return fault is None
@@ -196,13 +202,14 @@ def _verified(
     return {shard.name: shard for shard in compress(known, whole)}
 
 
-def _fault(folder: Path, shard: Shard) -> str | None:
-    path = folder / shard.name
-    try:
-        size = path.stat().st_size
-        if size != shard.bytes:
-            return f"has {size} bytes, but it was written with {shard.bytes}"
-        actual = checksum(path)
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    return None if actual == shard.checksum else f"has checksum {actual}, but it was written with {shard.checksum}"
+def _fault(folder: Folder, shard: Shard, present: tuple[int, str] | None) -> str | None:
+    if present is None:
+        return "cannot be read (No such file or directory)"
+    size, signature = present
+    if size != shard.bytes:
+        return f"has {size} bytes, but it was written with {shard.bytes}"
+    if signature != shard.signature:
+        return f"has signature {signature}, but it was written with {shard.signature}"
+    if folder.is_local and (actual := checksum(Path(folder.at(shard.name)))) != shard.checksum:
+        return f"has checksum {actual}, but it was written with {shard.checksum}"
+    return None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -16,12 +16,17 @@ from typing import Any
 import numpy as np
 
 from tokenloom_server.errors import ConfigError, SourceError
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.packing.tokenized_rows import BAD, FILTERED, TokenizedRows
+from tokenloom_server.prepare import transformed
 from tokenloom_server.prepare.job import FIELDS_OF_READING, FIELDS_OF_SERVING, Job, Prepared, Task
 from tokenloom_server.prepare.journal import Journal, Shard
-from tokenloom_server.prepare.shards import COLUMN, ShardWriter
+from tokenloom_server.prepare.shards import COLUMN, ShardFormat, ShardWriter
 from tokenloom_server.sources import short_form
-from tokenloom_server.storage.drafts import checksum, write_whole
+from tokenloom_server.sources.base import Content
+from tokenloom_server.sources.transform import Transform
+from tokenloom_server.storage.drafts import checksum
+from tokenloom_server.storage.folder import Folder
 from tokenloom_server.tokenizer.files import BYTES_TOKENIZER, FILES, TOKENIZER_FILE, tokenizer_file
 
 _log = logging.getLogger(__name__)
@@ -31,8 +36,6 @@ MANIFEST = "manifest.json"
 #: Beside a mixture file, of each of its local files the XXH3-128 of all bytes.
 DIGESTS = "digests.json"
 
-#: Called with rows, their tokens and their bytes in the files that they come from; from any thread.
-OnRows = Callable[[int, int, int], None]
 #: The fields of a shard that are summed over a source, and over all.
 _COUNTS = ("rows", "bad_rows", "filtered_rows", "tokens", "bytes")
 
@@ -49,34 +52,55 @@ class Done:
     shards: int
     kept: int
     """Of the shards, how many were there already."""
-    mixture: Path
+    mixture: Path | str
+    """Its path, or its URL."""
 
 
-def prepare(job: Job, folder: Path, *, on_done: OnRows, on_kept: OnRows) -> Done:
-    """Makes the shards that are not there yet, then the manifest and the mixture file. ``on_done`` is called as rows
-    are written, ``on_kept`` with the counts of each shard that was there.
+#: Called with rows, their tokens and their bytes in the files that they come from; from any thread.
+OnRows = Callable[[int, int, int], None]
+#: Makes shards of a job that are not there yet, and adds them to the journal. Raises what ``Maker.make`` does.
+MakeAll = Callable[[Job, Sequence[Task], Journal, OnRows], None]
+
+
+def prepare(job: Job, out: Path | str, *, on_done: OnRows, on_kept: OnRows, make_all: MakeAll | None = None) -> Done:
+    """Makes the shards that are not there yet, then the manifest and the mixture file, in a folder or below a URL.
+    ``on_done`` is called as rows are written, ``on_kept`` with the counts of each shard that was there. ``make_all``:
+    threads of this process, if nothing else is given.
 
     Raises ``ConfigError``, also where the folder cannot be written, ``SourceError`` and ``TokenizerError``. Whatever
     ends it, the next call goes on after the shards that are whole.
     """
+    folder = Folder(out)
     try:
         with Journal.open(folder, job, lambda task, shard: on_kept(shard.rows, shard.tokens, task.bytes)) as journal:
-            missing = [task for task in job.tasks if not journal.is_done(task)]
-            _make_all(job, missing, journal, on_done)
+            missing = [task for task in job.tasks if task.name not in journal.done]
+            if missing:
+                (make_all or in_threads)(job, missing, journal, on_done)
             return _finish(job, journal, len(job.tasks) - len(missing))
     except OSError as error:
         # Errors of reading are ``SourceError`` by now: this one is of writing.
-        raise ConfigError(
-            f"{error.filename or folder}: cannot be written ({error.strerror or error}); make room, or give another "
-            "--out, and call it again"
-        ) from None
+        raise cannot_write(error, folder) from None
 
 
-def _make_all(job: Job, tasks: Sequence[Task], journal: Journal, on_done: OnRows) -> None:
+def in_threads(job: Job, tasks: Sequence[Task], journal: Journal, on_done: OnRows) -> None:
+    """Makes shards in threads of this process, as many at once as the job says."""
     stop = threading.Event()
+    maker = Maker(job.order, job.form, job.transform)
+
+    def on_rows(*counts: int) -> None:
+        if stop.is_set():
+            raise CancelledError
+        on_done(*counts)
+
+    def make(task: Task) -> None:
+        attempt = journal.attempts.named(task.name, 0)
+        with journal.folder.created(attempt) as path:
+            shard = maker.make(task, path, on_rows, warn_of_bad_row)
+        journal.add(shard, attempt)
+
     with ThreadPoolExecutor(job.threads, thread_name_prefix="prepare") as pool:
         # Large ones first would end sooner, but in order of the files a disk reads them faster.
-        work = [pool.submit(_make, job, task, journal, on_done, stop) for task in tasks]
+        work = [pool.submit(make, task) for task in tasks]
         try:
             wait(work, return_when=FIRST_EXCEPTION)
         finally:
@@ -85,47 +109,79 @@ def _make_all(job: Job, tasks: Sequence[Task], journal: Journal, on_done: OnRows
             for each in work:
                 each.cancel()
     for each in work:
-        if not each.cancelled():
+        with suppress(CancelledError):
             each.result()
 
 
-def _make(job: Job, task: Task, journal: Journal, on_done: OnRows, stop: threading.Event) -> None:
-    with journal.draft(task) as draft:
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """Makes shards, which depend on these and on the task alone. Thread-safe."""
+
+    order: PipelineFactory
+    form: ShardFormat
+    transform: Transform | None
+
+    def make(self, task: Task, path: Path, on_rows: OnRows, on_bad: Callable[[str], None]) -> Shard:
+        """Writes a task's shard. ``on_rows`` is called as rows are written, ``on_bad`` with the reason of
+        the shard's first bad row.
+
+        Raises ``SourceError``, also where rows are missing or too many are bad, and ``TokenizerError``.
+        """
         bad = filtered = read = 0
-        with ShardWriter(draft, job.order.record.dtype, job.form) as writer:
-            for rows_read, rows in job.read(task):
-                if stop.is_set():
-                    return
+        with ShardWriter(path, self.order.record.dtype, self.form) as writer:
+            for rows_read, rows in self._read(task):
                 writer.add(rows.ids, rows.ends)
                 if rows.row_status is not None:
                     filtered += int(np.count_nonzero(rows.row_status == FILTERED))
-                    bad += _bad_rows(job, task, rows, bad)
+                    bad += self._bad_rows(task, rows, bad, on_bad)
                 read += rows_read
-                on_done(len(rows.ends), len(rows.ids), task.bytes * rows_read // task.rows)
+                on_rows(len(rows.ends), len(rows.ids), task.bytes * rows_read // task.rows)
         if left := task.rows - read:
             raise SourceError(f"{task.name}: {left} of its {task.rows} rows are missing; the files changed meanwhile")
-        size = draft.stat().st_size
-        journal.add(Shard(task.name, writer.rows, bad, filtered, writer.tokens, size, checksum(draft)), draft)
+        return Shard(task.name, writer.rows, bad, filtered, writer.tokens, path.stat().st_size, checksum(path))
 
+    def _read(self, task: Task) -> Iterator[tuple[int, TokenizedRows]]:
+        """A task's rows, some at a time: how many are read, and what becomes of them."""
+        is_text = self.order.readers.open(task.source).content is Content.TEXT
+        if self.transform is not None and is_text:
+            for ranges in task.ranges:
+                yield from transformed.read_transformed(self.order, self.transform, task.source, *ranges)
+            return
+        # Where a record batch ends follows from the pieces, and from nothing else: shards are compared by checksum.
+        documents = self.order.documents(task.source, joined=False)
+        for part, row, count in task.ranges:
+            for rows in documents.read_part(part, row, count):
+                yield len(rows.ends), rows
 
-def _bad_rows(job: Job, task: Task, rows: TokenizedRows, before: int) -> int:
-    """How many of the rows are bad; logs the first one of a shard. Raises ``SourceError`` where they are too many."""
-    positions = np.flatnonzero(rows.row_status == BAD)
-    if not len(positions):
-        return 0
-    reason = rows.reasons[rows.origin(int(positions[0]))]
-    if before == 0:
-        _log.warning("%s; bad rows are skipped, and counted", reason)
-    most = job.order.max_bad_rows(task.source)
-    if most is not None and before + len(positions) > most:
-        raise SourceError(
-            f"{reason}; so far {before + len(positions)} rows of {task.name} are bad, and {_allowed(most)}"
-        )
-    return len(positions)
+    def _bad_rows(self, task: Task, rows: TokenizedRows, before: int, on_bad: Callable[[str], None]) -> int:
+        """How many of the rows are bad. Raises ``SourceError`` where they are too many."""
+        positions = np.flatnonzero(rows.row_status == BAD)
+        if not len(positions):
+            return 0
+        reason = rows.reasons[rows.origin(int(positions[0]))]
+        if before == 0:
+            on_bad(reason)
+        most = self.order.max_bad_rows(task.source)
+        if most is not None and before + len(positions) > most:
+            raise SourceError(
+                f"{reason}; so far {before + len(positions)} rows of {task.name} are bad, and {_allowed(most)}"
+            )
+        return len(positions)
 
 
 def _allowed(most: int) -> str:
     return f"max_bad_rows allows {most} in an epoch: repair the files, or allow more"
+
+
+def warn_of_bad_row(reason: str) -> None:
+    """Logs the first bad row of a shard."""
+    _log.warning("%s; bad rows are skipped, and counted", reason)
+
+
+def cannot_write(error: OSError, folder: Folder) -> ConfigError:
+    """What to do about a folder that cannot be written."""
+    place, why = error.filename or folder.place, error.strerror or error
+    return ConfigError(f"{place}: cannot be written ({why}); make room, or give another --out, and call it again")
 
 
 def _finish(job: Job, journal: Journal, kept: int) -> Done:
@@ -136,18 +192,19 @@ def _finish(job: Job, journal: Journal, kept: int) -> Done:
     manifest = {**document, "tokenloom": version("tokenloom"), "run": job.config.run, "sources": sources, **totals}
     folder = journal.folder
     tokenizer = _copy_tokenizer(job, folder)
-    write_whole(folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
-    digests = {task.name: journal.shard(task).checksum for task in job.tasks}
-    write_whole(folder / DIGESTS, json.dumps(digests, indent=1) + "\n")
-    write_whole(folder / MIXTURE, short_form.as_yaml(_mixture(job, tokenizer)))
-    return Done(**totals, shards=len(job.tasks), kept=kept, mixture=folder / MIXTURE)
+    digests = {task.name: journal.done[task.name].checksum for task in job.tasks}
+    folder.write(MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n")
+    folder.write(DIGESTS, json.dumps(digests, indent=1).encode() + b"\n")
+    folder.write(MIXTURE, short_form.as_yaml(_mixture(job, folder, tokenizer)).encode())
+    mixture = Path(folder.at(MIXTURE)) if folder.is_local else folder.at(MIXTURE)
+    return Done(**totals, shards=len(job.tasks), kept=kept, mixture=mixture)
 
 
 def _source(job: Job, prepared: Prepared, fields: dict[str, Any], journal: Journal) -> dict[str, Any]:
     """A source in the manifest: what its shards are made from, and what they hold."""
     spec = prepared.config.source
     shards = [
-        {"path": task.name, **_origin(job, task), **journal.shard(task).content}
+        {"path": task.name, **_origin(job, task), **journal.done[task.name].content}
         for task in job.tasks
         if task.source == prepared.source
     ]
@@ -158,7 +215,7 @@ def _source(job: Job, prepared: Prepared, fields: dict[str, Any], journal: Journ
     if most is not None and totals["bad_rows"] > most:
         raise SourceError(f"source {spec!r}: {totals['bad_rows']} rows are bad, and {_allowed(most)}")
     fields = {key: value for key, value in fields.items() if key != "source"}
-    return {"spec": spec, "served_as": _spec(job, prepared), **fields, **totals, "shards": shards}
+    return {"spec": spec, "served_as": _spec(job, prepared, journal.folder), **fields, **totals, "shards": shards}
 
 
 def _origin(job: Job, task: Task) -> dict[str, Any]:
@@ -168,13 +225,13 @@ def _origin(job: Job, task: Task) -> dict[str, Any]:
     return {"of": job.order.record.shard_paths[task.source][first.part], "first_row": first.row}
 
 
-def _spec(job: Job, prepared: Prepared) -> str:
-    if job.form == "arrow":
-        return f"arrow:{prepared.folder}:{COLUMN}"
-    return f"parquet:{prepared.folder}/*.parquet:{COLUMN}"
+def _spec(job: Job, prepared: Prepared, folder: Folder) -> str:
+    # A folder can go elsewhere with its mixture file; of a URL the mixture file is fetched alone.
+    place = folder.at(prepared.folder) if not folder.is_local else prepared.folder
+    return f"arrow:{place}:{COLUMN}" if job.form == "arrow" else f"parquet:{place}/*.parquet:{COLUMN}"
 
 
-def _copy_tokenizer(job: Job, folder: Path) -> str | None:
+def _copy_tokenizer(job: Job, folder: Folder) -> str | None:
     """The tokeniser beside the shards, so that the folder can go elsewhere and text still be shown."""
     name = job.config.tokenizer
     if name is None or name == BYTES_TOKENIZER:
@@ -182,14 +239,13 @@ def _copy_tokenizer(job: Job, folder: Path) -> str | None:
     named = tokenizer_file(name, job.base_dir)
     # A file of another name may stand beside others that are not its own.
     beside = FILES if named.name == TOKENIZER_FILE else ()
-    (folder / "tokenizer").mkdir(exist_ok=True)
     for path in (named, *(named.with_name(file) for file in beside)):
         if path.is_file():
-            shutil.copyfile(path, folder / "tokenizer" / path.name)
+            folder.write(f"tokenizer/{path.name}", path.read_bytes())
     return "tokenizer" if beside else f"tokenizer/{named.name}"
 
 
-def _mixture(job: Job, tokenizer: str | None) -> dict[str, Any]:
+def _mixture(job: Job, folder: Folder, tokenizer: str | None) -> dict[str, Any]:
     """The job's mixture file with the prepared sources in the place of their own."""
     served = {prepared.config.source: prepared for prepared in job.sources}
 
@@ -211,7 +267,7 @@ def _mixture(job: Job, tokenizer: str | None) -> dict[str, Any]:
         config = job.order.config
         source = config.sources[prepared.source]
         served_as_before = FIELDS_OF_SERVING | (FIELDS_OF_READING if source.shuffle == "none" else set())
-        named = {"source": _spec(job, prepared), "alias": fields.get("alias", fields["source"])}
+        named = {"source": _spec(job, prepared, folder), "alias": fields.get("alias", fields["source"])}
         fields = {key: value for key, value in fields.items() if key in served_as_before}
         # A document that is rearranged keeps its end-of-text id last, if the source says that there is one.
         ends = {"add_bos": False, "add_eot": "auto" if fields.get("fim") and config.adds_eot(source) else False}
@@ -221,8 +277,3 @@ def _mixture(job: Job, tokenizer: str | None) -> dict[str, Any]:
     if tokenizer is not None:
         document["tokenizer"] = tokenizer
     return document
-
-
-def input_bytes(job: Job) -> int:
-    """Of all rows that are prepared, their part of the files."""
-    return int(np.sum([task.bytes for task in job.tasks]))

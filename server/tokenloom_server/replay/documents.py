@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,8 +16,12 @@ from tokenloom_server.errors import OrderMismatch
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.packing.buckets import described
-from tokenloom_server.reports.trace import TracedDocument, TracedSample
+from tokenloom_server.packing.samples import Mask
+from tokenloom_server.reports.trace import TracedDocument, TracedPart, TracedSample
 from tokenloom_server.tokenizer.text import Decode
+
+#: How many ids before a part of a document are decoded with it: more than any character has.
+CONTEXT_IDS = 8
 
 
 class SourceSamples(NamedTuple):
@@ -65,20 +70,19 @@ def _of_tokens(
                 f"sample {group.begin + step} of run {factory.name!r} has other tokens than its rows of "
                 f"{factory.record.specs[source]!r} when they are read again: the data or the tokeniser changed just now"
             )
-        documents, position = [], factory.form.begin(len(ids))
+        documents, begin = [], factory.form.begin(len(ids))
+        position, labels = begin, _labels(factory, group, step)
         for span in spans:
+            counted = labels[position - begin :][: len(span.ids)]
             documents.append(
-                TracedDocument(
+                TracedDocument.of(
+                    span,
                     position=position,
                     shard=paths[span.shard],
                     shard_index=span.shard,
-                    row=span.row,
-                    epoch=span.epoch,
-                    begin=span.begin,
-                    end=span.end,
-                    row_tokens=span.row_tokens,
                     fim=span.middle,
                     text=decode(span.ids.tolist()) if decode is not None and with_text else None,
+                    parts=_parts(span.ids.tolist(), counted, decode) if with_text and not counted.all() else None,
                 )
             )
             position += len(span.ids)
@@ -96,6 +100,29 @@ def _of_tokens(
             )
         )
     return explained
+
+
+def _labels(factory: PipelineFactory, group: StepGroup, step: int) -> Mask:
+    """Which ids of a micro-step's only sample count for the loss, 0 or 1 for each; of its first that is not decided."""
+    labels = factory.form.loss_mask(group.ids(0, step, step + 1)[0]).copy()
+    if factory.config.mask_boundaries:
+        _, starts = group.document_starts(0, step, step + 1)
+        positions = starts.astype(np.int64) - factory.form.begin(len(labels))
+        labels[positions[(positions > 0) & (positions < len(labels))]] = 0
+    return labels
+
+
+def _parts(ids: list[int], counted: Mask, decode: Decode | None) -> list[TracedPart]:
+    """The parts of a document's ids that count for the loss, and that do not."""
+    parts = []
+    for begin, end in pairwise([0, *(np.flatnonzero(np.diff(counted)) + 1).tolist(), len(ids)]):
+        text = None
+        if decode is not None:
+            # Decoders leave out a first blank, so some of what stands before it is decoded, too, and taken away.
+            before = ids[max(0, begin - CONTEXT_IDS) : begin]
+            text = decode(before + ids[begin:end])[len(decode(before)) :]
+        parts.append(TracedPart(tokens=end - begin, counts=bool(counted[begin]), text=text))
+    return parts
 
 
 def _of_rows(

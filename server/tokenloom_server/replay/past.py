@@ -21,8 +21,8 @@ from tokenloom_server.errors import BeyondHorizon, ServerStopping, TooManyPeeks
 from tokenloom_server.order.replay import Replay, beyond_the_end
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.history import History
 from tokenloom_server.run.lineage import NearestState
+from tokenloom_server.run.past_states import PastStates
 
 #: Peeks, traces and the like of a run at once. Each has a pipeline: a block of every source, and a message.
 MAX_PEEKS = 8
@@ -38,13 +38,13 @@ _T = TypeVar("_T")
 class Past:
     """Thread-safe. Whatever is made again waits for its turn and raises ``ServerStopping`` when the server stops."""
 
-    def __init__(self, coordinator: RunCoordinator, history: History) -> None:
-        self._coordinator = coordinator
-        self._history = history
+    def __init__(self, coordinator: RunCoordinator, past_states: PastStates) -> None:
+        self.coordinator = coordinator
+        self.states = past_states
         self._lock = threading.Lock()
         # One thread: its queue is what makes them take turns. It starts with the first.
         self._pool = ThreadPoolExecutor(1, f"{coordinator.name}-peeks")
-        self._admitted = 0
+        self._room = threading.BoundedSemaphore(MAX_PEEKS)
         # By the generation in whose line they lie, and sample index; of the timeline that is in force.
         self._known: OrderedDict[tuple[int, int], State] = OrderedDict()
         self._timeline = coordinator.timeline
@@ -53,19 +53,16 @@ class Past:
     @contextmanager
     def admitted(self) -> Iterator[None]:
         """Makes the caller one of the few at once. Raises ``TooManyPeeks`` and ``ServerStopping``."""
-        with self._lock:
-            self._refuse_when_stopping()
-            if self._admitted >= MAX_PEEKS:
-                raise TooManyPeeks(
-                    f"{MAX_PEEKS} peeks at run {self._coordinator.name!r} are open already, and a server makes no more "
-                    "at once, so that training is not slowed: close one, or try again"
-                )
-            self._admitted += 1
+        self._refuse_when_stopping()
+        if not self._room.acquire(blocking=False):
+            raise TooManyPeeks(
+                f"{MAX_PEEKS} peeks at run {self.coordinator.name!r} are open already, and a server makes no more "
+                "at once, so that training is not slowed: close one, or try again"
+            )
         try:
             yield
         finally:
-            with self._lock:
-                self._admitted -= 1
+            self._room.release()
 
     def submit(self, work: Callable[[], _T]) -> Future[_T]:
         """Has work done when its turn comes. Raises ``ServerStopping``."""
@@ -86,7 +83,7 @@ class Past:
 
         Raises ``BeyondHorizon`` where that is too far away, ``NotFound`` for an unknown generation.
         """
-        nearest = self._history.nearest(index, generation)
+        nearest = self.states.nearest(index, generation)
         state, line = nearest.state, nearest.generation
         with self._lock:
             between = [known for of, known in self._known if of == line and state.sample_index < known <= index]
@@ -95,7 +92,7 @@ class Past:
         if index > nearest.reach and index - state.sample_index > AHEAD_SAMPLES:
             raise BeyondHorizon(
                 f"sample {index} is {index - state.sample_index} samples beyond sample {state.sample_index}, the last "
-                f"before it that is known of run {self._coordinator.name!r}; a peek goes {AHEAD_SAMPLES} further at "
+                f"before it that is known of run {self.coordinator.name!r}; a peek goes {AHEAD_SAMPLES} further at "
                 f"most (committed: {nearest.reach})"
             )
         return nearest._replace(state=state)
@@ -139,7 +136,7 @@ class Past:
 
         Raises ``BeyondHorizon``, ``TooManyPeeks`` and the ledger's errors.
         """
-        self._coordinator.require_lead()
+        self.coordinator.require_lead()
         with self.admitted():
             nearest = self.nearest(index)
             state = self.forward(nearest.state, index, nearest.timeline, nearest.generation)
@@ -155,8 +152,8 @@ class Past:
 
     def _in_force(self) -> Timeline:
         """The timeline in force (the caller holds the lock); what is known of another is forgotten."""
-        if self._timeline is not self._coordinator.timeline:
-            self._timeline = self._coordinator.timeline
+        if self._timeline is not self.coordinator.timeline:
+            self._timeline = self.coordinator.timeline
             self._known.clear()
         return self._timeline
 

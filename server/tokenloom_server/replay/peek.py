@@ -20,10 +20,9 @@ from tokenloom_server.errors import JoinRefused, NotFound, OrderMismatch, Server
 from tokenloom_server.order.replay import Replay, beyond_the_end
 from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.replay.past import Past
-from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
-from tokenloom_server.run.history import LATEST, History
 from tokenloom_server.run.lineage import NearestState
+from tokenloom_server.run.past_states import LATEST
 
 #: The largest micro-step of a peek, bytes.
 MAX_STEP_BYTES = 16 * 2**20
@@ -50,9 +49,8 @@ class PeekCall:
 class Peeks:
     """All peeks of one run. Thread-safe."""
 
-    def __init__(self, coordinator: RunCoordinator, history: History, past: Past) -> None:
-        self._coordinator = coordinator
-        self._history = history
+    def __init__(self, past: Past) -> None:
+        self._coordinator = past.coordinator
         self._past = past
         self._lock = threading.Lock()
         self._streams: set[Peek] = set()
@@ -76,8 +74,8 @@ class Peeks:
             self._coordinator.require_lead()
             with past.admitted():
                 point = self._point(call)
-                state = self._history.forward(point, past.forward)
-                generation = point.generation or self._history.nearest(state.sample_index).generation
+                state = past.states.forward(point, past.forward)
+                generation = point.generation or past.states.nearest(state.sample_index).generation
                 past.remember(generation, state, timeline)
         return generation, state
 
@@ -99,7 +97,7 @@ class Peeks:
             )
         batch_size = coordinator.order.config.global_batch_size or batch_size
         with self._past.admitted():
-            peek = Peek(coordinator, self._past, self._past.nearest(index), index, batch_size, digest)
+            peek = Peek(self._past, self._past.nearest(index), index, batch_size, digest)
             with self._lock:
                 self._streams.add(peek)
             try:
@@ -138,10 +136,10 @@ class Peeks:
             )
 
     def _point(self, call: PeekCall) -> ResumePoint:
-        history, coordinator = self._history, self._coordinator
-        point = history.asked_for(coordinator.stored(), call.state, call.resume or LATEST)
+        past_states, coordinator = self._past.states, self._coordinator
+        point = past_states.asked_for(coordinator.stored(), call.state, call.resume or LATEST)
         assert point is not None
-        if point.notes and point.digest is not None and not history.began_from(point):
+        if point.notes and point.digest is not None and not past_states.began_from(point):
             raise JoinRefused(
                 f"an older data loader's checkpoint begins an order of its own, and run {coordinator.name!r} has not "
                 "begun from it: train from it first (load_state_dict, or a restore), then peek"
@@ -158,11 +156,9 @@ class Peek:
     #: Of a world of one.
     rank = 0
 
-    def __init__(
-        self, coordinator: RunCoordinator, past: Past, nearest: NearestState, index: int, batch_size: int, digest: str
-    ) -> None:
+    def __init__(self, past: Past, nearest: NearestState, index: int, batch_size: int, digest: str) -> None:
         """Samples from ``index`` on; ``nearest`` is a state at or before it."""
-        self._coordinator = coordinator
+        coordinator = past.coordinator
         self._past = past
         self._batch_size = batch_size
         self._message_steps = coordinator.message_steps(batch_size)
@@ -254,7 +250,7 @@ class Peek:
 
     def _make(self, steps: int) -> Made:
         """A message of so many micro-steps, or the end of the data; None for nothing yet."""
-        replay, timeline = self._replay, self._coordinator.timeline
+        replay, timeline = self._replay, self._past.coordinator.timeline
         replay.switch_to(timeline)
         if replay.is_before(self._index):
             replay.turn(self._index)

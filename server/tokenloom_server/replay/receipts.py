@@ -7,7 +7,6 @@ import json
 import math
 import platform
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 from tokenloom_proto.seal import canonical
@@ -30,13 +29,12 @@ from tokenloom_server.reports.receipt import (
     SourceReport,
 )
 from tokenloom_server.reports.stats import SourceStats
-from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.history import History
 from tokenloom_server.run.lineage import with_samples
 from tokenloom_server.run.sizing import batch_plans_of
 from tokenloom_server.run.stats import StatsReader
 from tokenloom_server.run.views import RunView
 from tokenloom_server.sources.manifest import commits_of
+from tokenloom_server.tokenizer.engine import installed_version
 
 #: What the samples were made by.
 PACKAGES = ("tokenloom", "gigatoken", "tokenizers", "pyarrow", "numpy", "xxhash")
@@ -52,19 +50,17 @@ class Unique(NamedTuple):
 class Receipts:
     """What one run has to show for its data. Thread-safe."""
 
-    def __init__(self, coordinator: RunCoordinator, history: History, past: Past, stats: StatsReader) -> None:
-        self._coordinator = coordinator
-        self._history = history
+    def __init__(self, past: Past, stats: StatsReader) -> None:
         self._past = past
         self._stats = stats
 
     def receipt(self, sample_index: int | None) -> Receipt:
         """At a sample index, None for the committed one. Raises ``BeyondHorizon`` for what is not committed, or lies
         before what this run's ledger has, and what going forward raises."""
-        coordinator = self._coordinator
+        coordinator = self._past.coordinator
         view = coordinator.view()
         timeline, committed = view.timeline, view.commit
-        kept = with_samples(self._history.openings())
+        kept = with_samples(self._past.states.openings())
         oldest = kept[0].start_index if kept else 0
         index = committed.sample_index if sample_index is None else sample_index
         if not oldest <= index <= committed.sample_index:
@@ -92,8 +88,8 @@ class Receipts:
 
     def report(self) -> RunReport:
         """Of all that is committed. Raises the ledger's errors, and what going forward raises."""
-        coordinator = self._coordinator
-        openings = self._history.openings()
+        coordinator = self._past.coordinator
+        openings = self._past.states.openings()
         view = coordinator.view()
         timeline, committed, end = view.timeline, view.commit, view.generation.end
         # The end is known as soon as it is produced; here it counts once it is reached.
@@ -105,16 +101,15 @@ class Receipts:
         stats = self._stats.sources(committed, state)
         sources = [_source(timeline, index, each, source) for each, source in zip(stats, state.sources, strict=True)]
         kept = with_samples(openings)
-        return RunReport(
+        versions = {name: number for name in PACKAGES if (number := installed_version(name)) != "none"}
+        return RunReport.of(
+            config,
             **self._identity(state, kept),
             made_at=coordinator.wall_clock(),
             consumed_tokens=sum(source.tokens for source in sources),
             unique_tokens=sum(source.unique_tokens for source in sources),
             unique_is_exact=all(source.unique_is_exact for source in sources),
             ended=ended,
-            sequence_length=config.sequence_length,
-            packing=config.packing,
-            labels=config.labels,
             vocab_size=record.vocab_size,
             manifest_digest=record.manifest.digest,
             mixture=as_file(config),
@@ -127,7 +122,7 @@ class Receipts:
                 if revision.sample_index < index
             ],
             exclusions=[ExclusionReport(**file._asdict()) for file in record.excluded.files],
-            software={"python": platform.python_version(), **_versions()},
+            software={"python": platform.python_version(), **versions},
         )
 
     def _state_at(self, view: RunView, index: int) -> State:
@@ -136,7 +131,7 @@ class Receipts:
 
     def _identity(self, state: State, kept: Sequence[Opening]) -> dict[str, Any]:
         """What a receipt and the report both say: which run it is of, and where in its order."""
-        coordinator = self._coordinator
+        coordinator = self._past.coordinator
         template = coordinator.template(coordinator.uid)
         names = ("run", "stream", "run_uid", "seed", "order_version", "config_digest", "tokenizer")
         return {
@@ -153,27 +148,18 @@ def _source(timeline: Timeline, index: int, figure: SourceStats, state: SourceSt
     shards = record.shards[figure.id]
     unique = unique_tokens(figure, state, steady=_is_steady(timeline, index, figure.id))
     listed = [[shard.path, shard.size, shard.fingerprint] for shard in shards]
-    return SourceReport(
-        id=figure.id,
-        spec=figure.spec,
-        alias=figure.alias,
+    return SourceReport.of(
+        figure,
         files=len(shards),
         bytes=sum(shard.size for shard in shards),
         files_digest=hashlib.sha256(canonical(listed).encode()).hexdigest(),
         commits=list(commits_of(shards)),
-        samples=figure.samples,
-        rows=figure.rows,
-        tokens=figure.tokens,
         skipped_tokens=state.tokens - figure.tokens,
         excluded_rows=record.excluded.count(figure.spec),
         share=figure.actual_share,
-        expected_share=figure.expected_share,
-        target_share=figure.target_share,
         epochs=figure.epoch,
         unique_tokens=unique.tokens,
         unique_is_exact=unique.exact,
-        dropped_tokens=figure.dropped_tokens,
-        exhausted=figure.exhausted,
     )
 
 
@@ -219,13 +205,9 @@ def skipped_before(kept: Sequence[Opening], index: int) -> list[Range]:
 
 def revision_info(timeline: Timeline, revision: StoredRevision, committed: int) -> RevisionInfo:
     """A revision for people; ``committed`` is how far the run has come."""
-    return RevisionInfo(
-        number=revision.number,
-        sample_index=revision.sample_index,
+    return RevisionInfo.of(
+        revision,
         total_tokens=timeline.tokens_at(revision.sample_index),
-        made_at=revision.made_at,
-        author=revision.author,
-        reason=revision.reason,
         changes=json.loads(revision.content)["changes"],
         in_force=revision.sample_index <= committed,
     )
@@ -239,30 +221,14 @@ def _generations(openings: Sequence[Opening], kept: Sequence[Opening], end: int)
     }
     schedules = {opening.generation: batch_plans_of(opening) for opening in openings}
     return [
-        GenerationReport(
-            generation=opening.generation,
-            parent=opening.parent,
-            attempt=opening.attempt,
-            world_size=opening.world_size,
-            batch_size=opening.batch_size,
+        GenerationReport.of(
+            opening,
             batch_sizes=[
                 BatchSizeFrom(sample_index=plan.start_index, batch_size=plan.batch_size)
                 for plan in schedules[opening.generation].plans[1:]
             ],
             accumulate=schedules[opening.generation].accumulate,
-            opened_at=opening.opened_at,
-            start_index=opening.start_index,
             kept=ranges.get(opening.generation),
         )
         for opening in openings
     ]
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions

@@ -8,9 +8,7 @@ from tokenloom_server.errors import ConfigError, LimitExceeded, NotFound
 from tokenloom_server.order.segments import skip_content
 from tokenloom_server.replay.past import Past
 from tokenloom_server.reports.stats import NextLaunch
-from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.fork import ForkHandler
-from tokenloom_server.run.history import History
 from tokenloom_server.run.stats import next_launch
 
 _log = logging.getLogger(__name__)
@@ -22,15 +20,7 @@ MAX_SKIPPED_TOKENS = 2**34
 class StartPoints:
     """Pins where the next generation of a run starts."""
 
-    def __init__(
-        self,
-        coordinator: RunCoordinator,
-        history: History,
-        past: Past,
-        forks: ForkHandler,
-    ) -> None:
-        self._coordinator = coordinator
-        self._history = history
+    def __init__(self, past: Past, forks: ForkHandler) -> None:
         self._past = past
         self._forks = forks
 
@@ -58,22 +48,22 @@ class StartPoints:
             )
         if skip_samples and skip_tokens:
             raise ConfigError(f"a restore skips {skip_samples} samples and {skip_tokens} tokens: give one of them")
-        run = self._coordinator
+        run = self._past.coordinator
         run.require_lead()
         is_pinned = False
         while not is_pinned:
             timeline = run.timeline
             if snapshot_id is not None:
-                text = self._history.saved(snapshot_id)
+                text = self._past.states.saved(snapshot_id)
             elif sample_index is not None:
-                text = self._history.text_to_restore(sample_index, undo_skip)
+                text = self._past.states.text_to_restore(sample_index, undo_skip)
             assert text is not None
-            point = self._history.parse(text)
+            point = self._past.states.parse(text)
             stored = run.ledger.read_run(run.name, run.stream)
             if stored is not None:
-                self._history.refuse_foreign(point, stored)
+                self._past.states.refuse_foreign(point, stored)
             skip = self._whole_samples(point.sample_index, skip_samples, skip_tokens)
-            pin = self._history.pin(text, skip, undo_skip, self._past.forward)
+            pin = self._past.states.pin(text, skip, undo_skip, self._past.forward)
             # Going forward takes its time: an opening, or a revision, may have changed what the run passes over.
             is_pinned = run.set_pin(pin, timeline)
         for note in point.notes:
@@ -86,7 +76,7 @@ class StartPoints:
     def cancel(self) -> NextLaunch:
         """Takes the pin back, and returns it: the next launch begins where it asks to. Raises ``NotFound`` where there
         is none, and the ledger's errors."""
-        run = self._coordinator
+        run = self._past.coordinator
         run.require_lead()
         pin = run.pin
         if pin is None:
@@ -98,14 +88,14 @@ class StartPoints:
     def fork(self, text: str) -> NextLaunch:
         """Where another run stood, as its snapshot says. Raises ``ConfigError`` where this run has begun, and what
         ``ForkHandler.fork`` raises."""
-        run = self._coordinator
+        run = self._past.coordinator
         stored = run.ledger.read_run(run.name, run.stream)
         if stored is not None and stored.opening is not None:
             raise ConfigError(
                 f"run {run.name!r} has begun (generation {stored.opening.generation}), and a fork is a new run: give "
                 "it another name in its mixture file"
             )
-        pin = self._history.pin(self._forks.fork(text), advance=self._past.forward)
+        pin = self._past.states.pin(self._forks.fork(text), advance=self._past.forward)
         run.set_pin(pin)
         launch = next_launch(pin)
         _log.info("%s: begins at sample %d, forked (pinned)", run.name, launch.sample_index)
@@ -113,7 +103,7 @@ class StartPoints:
 
     def _whole_samples(self, begin: int, samples: int, tokens: int) -> int:
         """So many samples from a sample on, or tokens as whole samples; with ``batching``, whole batches."""
-        config = self._coordinator.timeline.at(begin).config
+        config = self._past.coordinator.timeline.at(begin).config
         samples = samples or -(-tokens // config.pick_tokens) * config.pick_samples
         tokens = samples * config.sequence_length
         if tokens > MAX_SKIPPED_TOKENS:

@@ -6,13 +6,17 @@ makes the samples again, and reads their rows once more from the cursors before 
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 
+import numpy as np
+
+from tokenloom_server.core import caller
 from tokenloom_server.core.hashing import slice_rotation
-from tokenloom_server.errors import BeyondHorizon, ConfigError, LimitExceeded
+from tokenloom_server.errors import BeyondHorizon, ConfigError, LimitExceeded, NotFound, ServerStopping
 from tokenloom_server.ledger.records import Opening
 from tokenloom_server.order.replay import Replay, beyond_the_end
 from tokenloom_server.order.timeline import Timeline
@@ -21,8 +25,6 @@ from tokenloom_server.replay.evaluation import Evaluations
 from tokenloom_server.replay.past import Past
 from tokenloom_server.replay.stream_samples import StreamSamples
 from tokenloom_server.reports.trace import Status, TracedMicroStep, TracedRank, TracedSample
-from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.history import History
 from tokenloom_server.run.lineage import covering, lineage
 from tokenloom_server.run.sizing import batch_plans_of
 from tokenloom_server.tokenizer.text import Decode, bytes_decoder, load_decoder
@@ -39,10 +41,9 @@ MAX_DOCUMENTS = 2**14
 class Traces:
     """Traces of one run. Thread-safe."""
 
-    def __init__(self, coordinator: RunCoordinator, history: History, past: Past, evaluations: Evaluations) -> None:
+    def __init__(self, past: Past, evaluations: Evaluations) -> None:
         self._evaluations = evaluations
-        self._coordinator = coordinator
-        self._history = history
+        self._coordinator = past.coordinator
         self._past = past
         self._decoder_lock = threading.Lock()
         self._decoder: Decode | None = None
@@ -87,6 +88,59 @@ class Traces:
         (sample,) = explain(samples.factory, group, samples_of_source, self._decode() if text else None, text)
         return sample.model_copy(update={"status": "evaluated"})
 
+    def of_source(self, source: str, number: int | None, text: bool) -> TracedSample:
+        """A committed sample of a source, by its alias or spec: its ``number``-th from 0, where what was passed over is
+        not counted; None: one at random, each as likely as the others.
+
+        Raises ``NotFound`` for an unknown source, ``BeyondHorizon`` where it has given fewer, and what ``sample`` does.
+        """
+        openings, _ = self._openings(None)
+        view = self._coordinator.view()
+        sources = view.timeline.at(view.state.sample_index).config.sources
+        source_id = next((each.id for each in sources if source in (each.name, each.source)), None)
+        if source_id is None:
+            names = ", ".join(repr(each.name) for each in sources)
+            raise NotFound(f"source: run {self._coordinator.name!r} has no source {source!r}; it has {names}")
+        first = min(opening.start_index for opening in lineage(openings))
+        with self._past.admitted():
+            begins, ends = self._past.nearest(first).state.given(source_id), view.state.given(source_id)
+            if begins == ends or not begins <= (number or begins) < ends:
+                raise BeyondHorizon(
+                    f"number: source {source!r} of run {self._coordinator.name!r} has given {ends} samples that are "
+                    f"committed, of which this ledger knows those from number {begins} on; found {number}"
+                )
+            number = begins + secrets.randbelow(ends - begins) if number is None else number
+            index = self._index_of(source_id, number, first, view.state.sample_index)
+        return self.sample(index, None, text)
+
+    def _index_of(self, source_id: int, number: int, begin: int, end: int) -> int:
+        """The sample index of a source's ``number``-th sample, which lies from ``begin`` on and before ``end``."""
+        past, deadline = self._past, time.monotonic() + MAX_FORWARD_S
+        nearest = past.nearest(begin)
+        while begin + 1 < end:
+            middle = (begin + end) // 2
+            known = past.nearest(middle)
+            if known.state.given(source_id) > number:
+                end = known.state.sample_index
+            else:
+                begin, nearest = middle, known
+        timeline, before = nearest.timeline, nearest.state
+        replay = Replay(timeline, before)
+        while replay.is_before(end) and replay.state().given(source_id) <= number:
+            before = replay.state()
+            past.remember(nearest.generation, before, timeline)
+            if caller.has_gone() or time.monotonic() > deadline:
+                raise ServerStopping(
+                    f"sample {number} of the source was not reached in {MAX_FORWARD_S:g} s, but sample "
+                    f"{before.sample_index} of the run was; ask again for number {number}"
+                )
+            past.turn(partial(replay.turn, end))
+        pick = timeline.at(before.sample_index).config.pick_samples
+        steps = -(-(replay.sample_index - before.sample_index) // pick)
+        group = past.turn(partial(Replay(timeline, before).samples, pick, steps))
+        places = np.flatnonzero(group.source_ids[0, : len(group.marks)] == source_id)
+        return group.begin + int(places[number - before.given(source_id)])
+
     def micro_step(self, micro_step: int, rank: int | None, generation: int | None, text: bool) -> TracedMicroStep:
         """A micro-step of a generation (None: the present one), counted from 0: all of it, or what a rank got.
 
@@ -130,7 +184,7 @@ class Traces:
     def _openings(self, generation: int | None) -> tuple[Sequence[Opening], Opening]:
         """The openings of all generations, and of the given one (None: the present one)."""
         self._coordinator.require_lead()
-        openings = self._history.openings()
+        openings = self._past.states.openings()
         if not openings:
             raise BeyondHorizon(f"run {self._coordinator.name!r} has delivered nothing yet: no trainer has joined it")
         return openings, next(lineage(openings, generation))

@@ -1,13 +1,12 @@
-"""The form of all documents about a run."""
+"""What documents about a run begin with."""
 
 from __future__ import annotations
 
-from pydantic import ConfigDict
-
-from tokenloom_server.config.described import Described
+from tokenloom_server.config.described import Document
 
 
-class Document(Described):
-    """Frozen; the docstrings of its fields are their descriptions in the REST API."""
+class RunDocument(Document):
+    """What is said of a stream of a run."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    run: str
+    stream: str

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenloom_server.reports.document import Document
+from tokenloom_server.config.described import Document
+from tokenloom_server.reports.document import RunDocument
 
 
 class Range(Document):
@@ -32,11 +33,9 @@ class RevisionMark(Document):
     """SHA-256 of what it changes."""
 
 
-class Receipt(Document):
+class Receipt(RunDocument):
     """Which data a run had up to a sample index. Two of equal digest at one index are of the same samples."""
 
-    run: str
-    stream: str
     run_uid: str
     sample_index: int
     digest: str
@@ -161,11 +160,9 @@ class ExclusionReport(Document):
     rows: int
 
 
-class RunReport(Document):
+class RunReport(RunDocument):
     """What a model card needs to say about a run's data."""
 
-    run: str
-    stream: str
     run_uid: str
     made_at: float
     """Unix time, seconds."""

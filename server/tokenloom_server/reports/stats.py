@@ -5,20 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from tokenloom_server.config.described import Document
 from tokenloom_server.core.rank_state import RankState
 from tokenloom_server.core.wait_reason import WaitReason
-from tokenloom_server.reports.document import Document
+from tokenloom_server.order.readers_stats import ReadersStats
+from tokenloom_server.reports.document import RunDocument
 from tokenloom_server.reports.receipt import RevisionInfo
 
 
-class SourceStats(Document):
-    """One source. Counters are committed ones."""
+class SourceName(Document):
+    """Which source it is."""
 
     id: int
     """What ``source_ids`` in a batch holds."""
     spec: str
     alias: str
     """The short name; the spec where the mixture file gives none."""
+
+
+class SourceStats(SourceName):
+    """One source. Counters are committed ones."""
+
     target_share: float
     """Share of the next tokens that the weights in force ask for (0 to 1); 0 once the source gives nothing more. Which
     tokens shares are of, the run's ``count`` says."""
@@ -85,6 +92,8 @@ class RankStats(Document):
     """Seconds since the rank's last message; null if it was never heard."""
     waited_s: float
     """Seconds that the rank's ``next()`` has waited for data since it joined, as the rank reports."""
+    release: str
+    """Of the rank's client, as its Join said; empty where it did not, or joined the server before this one."""
 
 
 class LedgerStats(Document):
@@ -137,60 +146,64 @@ def skips_text(skips: Mapping[int, int]) -> str:
     return ", ".join(f"{samples:,} samples at sample {index:,}" for index, samples in skips.items()) or "nothing"
 
 
-class RunStats(Document):
-    """One run."""
+class RunState(RunDocument):
+    """How a run is: what all that is said of it begins with."""
 
-    run: str
-    stream: str
-    streams: list[str]
-    """Those that may be evaluated on beside it."""
-    run_uid: str
-    seed: int
     generation: int
     """0 before the first trainer."""
-    leads: bool
-    """Whether this server has the lease on the run; one that stands by shows no ranks and no progress."""
-    server_epoch: int
-    """The newest number of this server among those that led the run; 0 before it led."""
     world_size: int
-    batch_size: int
-    sequence_length: int
-    count: Literal["real", "positions"]
-    """What the shares of sources count: real tokens, those of documents, where samples are padded and the run balances
-    these; else positions, ``sequence_length`` for each sample."""
     sample_index: int
     """Committed."""
-    produced_index: int
-    digest: str
-    """Rolling digest at ``sample_index``."""
     total_tokens: int
     """Committed: the run's clock."""
-    real_tokens: int
-    """Of these, documents': without padding."""
-    skipped_tokens: int
-    """Of samples that were passed over; the clock is without them, but for what releases before 1.0 skipped."""
     tokens_per_s: float
     """Committed tokens per second over the last seconds."""
-    window_fill: float
-    """Produced and not yet committed, as a fraction of the window (0 to 1)."""
     waiting_for: str
     """What production waits for; empty while it works."""
-    opening: bool
-    """Whether a launch is being opened, which may take as long as going forward to where it begins."""
     waiting_reason: WaitReason | None
     """Which kind of that: ``ranks`` is health, samples are ready and training sets the pace; with ``rows`` these are
     being read and tokenised, and a rank has nothing left. Null while it waits for nothing."""
     data_wait_share: float | None
     """The part of the last half a minute that the rank which waited least for data did (0 to 1): near 0 training sets
     the pace, near 1 the data does. Null where no rank has reported it."""
+    opening: bool
+    """Whether a launch is being opened, which may take as long as going forward to where it begins."""
     ended: str | None
     """Why the data ended; null while it has not."""
-    exhausted: bool
-    """Whether every source is that was not dropped, and the last of their samples is committed."""
     error: str | None
     """What stopped the run; null while it is well."""
     warning: str
     """What is to be looked at while the run goes on, such as files that were written since it began; or nothing."""
+    ledger: LedgerStats
+
+
+class RunStats(RunState):
+    """One run. ``readers``: null without ``serve --readers``."""
+
+    streams: list[str]
+    """Those that may be evaluated on beside it."""
+    run_uid: str
+    seed: int
+    leads: bool
+    """Whether this server has the lease on the run; one that stands by shows no ranks and no progress."""
+    server_epoch: int
+    """The newest number of this server among those that led the run; 0 before it led."""
+    batch_size: int
+    sequence_length: int
+    count: Literal["real", "positions"]
+    """What the shares of sources count: real tokens, those of documents, where samples are padded and the run balances
+    these; else positions, ``sequence_length`` for each sample."""
+    produced_index: int
+    digest: str
+    """Rolling digest at ``sample_index``."""
+    real_tokens: int
+    """Of these, documents': without padding."""
+    skipped_tokens: int
+    """Of samples that were passed over; the clock is without them, but for what releases before 1.0 skipped."""
+    window_fill: float
+    """Produced and not yet committed, as a fraction of the window (0 to 1)."""
+    exhausted: bool
+    """Whether every source is that was not dropped, and the last of their samples is committed."""
     tokenizer: str
     """Engine and version."""
     revision: int
@@ -204,27 +217,46 @@ class RunStats(Document):
     reported: ReportStats | None
     """What a trainer reported last of its losses; null where nothing came since this server took the run up."""
     sources: list[SourceStats]
+    readers: ReadersStats | None
     ranks: list[RankStats]
-    ledger: LedgerStats
 
 
-class SourceLosses(Document):
+class RunSummary(RunState):
+    """What a list of runs says of one."""
+
+    ranks_connected: int
+    ranks_away: int
+    seconds_left: float | None
+    """Until the data end at the present rate, by the rows that are left; null where nothing moves, where a source has
+    no limit, or where that is not known."""
+
+    @classmethod
+    def of_stats(cls, stats: RunStats) -> RunSummary:
+        left = [source.remaining_samples for source in stats.sources if source.target_share > 0]
+        seconds_left = None
+        if None not in left and stats.tokens_per_s > 0:
+            seconds_left = sum(count or 0 for count in left) * stats.sequence_length / stats.tokens_per_s
+        states = [rank.state for rank in stats.ranks]
+        return cls.of(
+            stats,
+            ranks_connected=states.count("connected"),
+            ranks_away=states.count("away"),
+            seconds_left=seconds_left,
+        )
+
+
+class SourceLosses(SourceName):
     """A source's part of a curve: a number for each point of it."""
 
-    id: int
-    spec: str
-    alias: str
     losses: list[float | None]
     """Mean over the tokens of a point; null where it has none of the source."""
     tokens: list[int]
     """That the mean is of."""
 
 
-class RunLosses(Document):
+class RunLosses(RunDocument):
     """The losses that trainers reported, as a curve: each list has a number for each point."""
 
-    run: str
-    stream: str
     since: float
     """When this server took the run up, Unix time: what was reported before that is not known any more."""
     stride: int

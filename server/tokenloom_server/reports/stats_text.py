@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenloom_server.core.amounts import short
+from tokenloom_server.order.readers_stats import ReadersStats, ReaderWork
 from tokenloom_server.reports.stats import RunStats, SourceStats, skips_text
 from tokenloom_server.reports.tables import table
 
@@ -43,7 +44,11 @@ def print_stats(out: Console, stats: RunStats) -> None:
     for rank in stats.ranks:
         heard = "never heard" if rank.last_heard_s is None else f"heard {rank.last_heard_s:.1f} s ago"
         waited = f", waited {rank.waited_s:,.1f} s for data" if rank.waited_s else ""
-        out.print(f"rank {rank.rank}: {rank.state}, at sample {rank.position:,} (lag {rank.lag:,}), {heard}{waited}")
+        client = f", client {rank.release}" if rank.release else ""
+        position = f"at sample {rank.position:,} (lag {rank.lag:,})"
+        out.print(f"rank {rank.rank}: {rank.state}, {position}, {heard}{waited}{client}")
+    for line in _readers(stats.readers) if stats.readers is not None else ():
+        out.print(line)
     if stats.opening:
         out.print("a launch is being opened")
     for note in (_pace(stats), stats.ended, stats.error, stats.warning):
@@ -122,6 +127,18 @@ def _rows_without_tokens(stats: RunStats) -> str:
         if source.bad_rows or source.filtered_rows
     )
     return f"rows that gave no tokens: {sources}" if sources else ""
+
+
+def _readers(readers: ReadersStats) -> Iterator[str]:
+    for source in readers.sources:
+        rows = f"{source.rows_ahead:,} rows ahead, asked again {source.asked_again:,} times"
+        yield f"readers of {source.alias}: {_work(source)}, {rows}"
+    for node in readers.nodes:
+        yield f"readers on {node.name}: {node.cpus:g} CPUs, {_work(node)}"
+
+
+def _work(work: ReaderWork) -> str:
+    return f"{work.answers:,} answers, {work.tokens:,} tokens, {work.ns_per_token:.1f} ns of CPU per token"
 
 
 def _skipped(stats: RunStats) -> str:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from tokenloom_server.reports.document import Document
+from tokenloom_server.config.described import Document
 
 #: ``committed``: the run's present line has it, and the ledger counts it. ``produced``: made, and perhaps sent, but
 #: not committed yet. ``skipped``: a restore jumped over it. ``rewound``: of a generation that a later one took back.
 #: ``evaluated``: of a stream beside training.
 Status: TypeAlias = Literal["committed", "produced", "skipped", "rewound", "evaluated"]
+
+
+class TracedPart(Document):
+    """Consecutive tokens of a document that all count for the loss, or all do not."""
+
+    tokens: int
+    counts: bool
+    text: str | None
+    """Their text; null where the run has no tokeniser."""
 
 
 class TracedDocument(Document):
@@ -37,6 +46,10 @@ class TracedDocument(Document):
     text: str | None = None
     """Their text; null where it was not asked for, or the run has no tokeniser. A character that the sample cuts in two
     is U+FFFD."""
+    parts: list[TracedPart] | None = None
+    """Where text was asked for and not all of them count for the loss: the document by parts. A loss mask leaves tokens
+    out, and ``mask_boundaries`` the first of a document. (The first of a sample is no label either; of that
+    nothing is said here.)"""
 
 
 class TracedSample(Document):

@@ -45,6 +45,8 @@ class RankView(NamedTuple):
     #: For how long it has waited for data since it joined, seconds; and the part of its last half a minute.
     waited_s: float
     wait_share: float | None
+    #: The client's, as its Join said; empty where it did not.
+    release: str
 
 
 class GenerationView(NamedTuple):
@@ -113,7 +115,15 @@ class ActiveGeneration:
     def view(self, now: float, liveness_s: float) -> GenerationView:
         generation, index_of = self.generation, self.generation.index_of
         ranks = [
-            RankView(slot.rank, slot.state, index_of(slot.consumed), slot.last_heard, slot.waited_s, slot.wait_share)
+            RankView(
+                slot.rank,
+                slot.state,
+                index_of(slot.consumed),
+                slot.last_heard,
+                slot.waited_s,
+                slot.wait_share,
+                slot.release,
+            )
             for slot in generation.slots
         ]
         return GenerationView(

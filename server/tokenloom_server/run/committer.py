@@ -72,9 +72,12 @@ class Committer(threading.Thread):
         journal = group.begin - self._journalled >= self._journal_stride * group.plan.group_samples
         run, known_changes = (task.uid, coordinator.stream, active.epoch), coordinator.revision_changes
         try:
-            coordinator.ledger.execute(
-                Commit(*run, active.generation.number, commit, journal, task.known_index, known_changes=known_changes)
-            )
+            with coordinator.measures.commits.timing(coordinator.clock):
+                coordinator.ledger.execute(
+                    Commit(
+                        *run, active.generation.number, commit, journal, task.known_index, known_changes=known_changes
+                    )
+                )
             if journal:
                 self._journalled = group.begin
                 self._bound_journal(task)

@@ -18,15 +18,8 @@ from contextlib import contextmanager
 
 from tokenloom_proto.process import is_gone
 
+from tokenloom_server import errors
 from tokenloom_server.core.state import State
-from tokenloom_server.errors import (
-    LedgerError,
-    LedgerRolledBack,
-    LedgerUnavailable,
-    NotLeader,
-    OrderMismatch,
-    TokenloomError,
-)
 from tokenloom_server.ledger.commands import ClaimSlot, Open
 from tokenloom_server.ledger.records import CommittedState, Opening, StoredRun
 from tokenloom_server.order.steps import StepGroup
@@ -51,15 +44,24 @@ class RunCoordinator(JoinCommands):
         for worker in workers:
             worker.start()
 
-    def stop(self, timeout_s: float = 5.0) -> None:
-        """Ends streams with ``ServerStopping``, commits what is acknowledged, ends the threads; bounded."""
+    def stop(self, timeout_s: float = 5.0, why: errors.TokenloomError | None = None) -> None:
+        """Ends streams with ``ServerStopping``, or with ``why``, commits what is acknowledged, ends the threads;
+        bounded."""
         with self._lock:
+            self._ending = why or self._ending
             self.stopping = True
             self._wakes.everyone()
         self.order.resources.io_stats.stop()
         deadline = time.monotonic() + timeout_s
         for worker in self._workers:
             worker.join(max(0.0, deadline - time.monotonic()))
+
+    def await_detached(self, timeout_s: float) -> None:
+        """Waits, bounded, until no rank has a stream."""
+        with self._lock:
+            self._wakes.changed.wait_for(
+                lambda: self._active is None or not self._active.generation.slots.connected, timeout_s
+            )
 
     def not_ready(self) -> str | None:
         """Why nobody can train on this server now; None where one can.
@@ -88,6 +90,7 @@ class RunCoordinator(JoinCommands):
             self.pin = PinnedPoint.read(stored.pin) if stored.pin is not None else None
             self._wakes.everyone()
             self._drop_generation()
+            self._recent.clear()
             self._committed = self._committed_at = self._ledger_error = None
             self._committed_state = timeline.initial()
             self._take_up(stored)
@@ -107,7 +110,7 @@ class RunCoordinator(JoinCommands):
         base = self.timeline.decode(stored.committed.state)
         self._committed_state, self._committed_at = base, stored.committed_at
         active = self._install(stored.opening, base, stored.committed, resumed=True)
-        active.closed = stored.closed_generation == stored.opening.generation
+        active.closed = stored.closed_generation >= stored.opening.generation
         if stored.lease is not None and (heard_at := stored.lease.heard_at) is not None:
             silent_s = max(0.0, self.lease_clock() - heard_at)
             active.generation.slots.all_heard(self.clock() - silent_s if heard_at else None)
@@ -134,11 +137,12 @@ class RunCoordinator(JoinCommands):
                 self.name, reason,
             )  # fmt: skip
 
-    def on_lease_lost(self, error: TokenloomError) -> None:
+    def on_lease_lost(self, error: errors.TokenloomError) -> None:
         """Another server leads, or the ledger lost the run: this one writes and sends nothing more."""
         _log.error("%s: leads no longer: %s: %s", self.name, error.name, error)
+        self.measures.lease_losses.add()
         with self._lock:
-            if isinstance(error, LedgerRolledBack):
+            if isinstance(error, errors.LedgerRolledBack):
                 self._error = error
                 self._note_ledger_loss(self.committed_through)
             self._end_leading(self.lease.lost(str(error)))
@@ -179,16 +183,17 @@ class RunCoordinator(JoinCommands):
             self._require_unrefused(opening.attempt, 0)
             known_revisions = self.timeline.revisions
             if timeline.revisions[: len(known_revisions)] != known_revisions:
-                raise NotLeader(f"run {self.name!r} is being taken up anew; join again")
+                raise errors.NotLeader(f"run {self.name!r} is being taken up anew; join again")
             revision = next(iter(timeline.revisions[len(known_revisions) :]), None)
             try:
                 epoch, known = self.lease.epoch, self.revision_changes
                 self.ledger.execute(Open(uid, self.stream, epoch, opening, committed, revision, known_changes=known))
-            except LedgerUnavailable as error:
+            except errors.LedgerUnavailable as error:
                 self._await_ledger("a generation was opened", error)
                 raise
             self.uid, self.timeline, self.pin = uid, timeline, None
             self.revision_changes += revision is not None
+            self.measures.revisions.add(revision is not None)
             self._refused.clear()
             self._committed_state, self._committed_at = start, self.lease_clock()
             self._install(opening, start, committed, resumed=False)
@@ -198,34 +203,31 @@ class RunCoordinator(JoinCommands):
         with self._lock:
             active = self._active
             if active is None or active.generation.number != opening.generation:
-                raise NotLeader(f"run {self.name!r} is being taken up anew; join again")
+                raise errors.NotLeader(f"run {self.name!r} is being taken up anew; join again")
             self._refused.clear()
 
-    def claim_slot(self, generation: int, rank: int, nonce: str) -> None:
+    def claim_slot(self, generation: int, rank: int, nonce: str, release: str = "") -> None:
         """A rank joined: its slot is this process's. Raises ``AttemptUsed`` and the ledger's errors."""
         self._claims.write(ClaimSlot(self.uid, self.stream, self.lease.epoch, generation, rank, nonce))
         with self._lock:
             if self._active is not None and self._active.generation.number == generation:
                 slot = self._active.generation.slots[rank]
-                slot.last_heard, slot.left = self.clock(), False
+                slot.last_heard, slot.left, slot.release = self.clock(), False, release
 
     # --- the timeline (``revise``, ``fork``) ---------------------------------------------------------
 
     @contextmanager
-    def production_held(
-        self, choose: Callable[[RunView], int], *, dry_run: bool = False
-    ) -> Iterator[tuple[RunView, int]]:
+    def production_held(self, choose: Callable[[RunView], int]) -> Iterator[tuple[RunView, int]]:
         """Makes production wait before the first sample index that is certainly not produced, or that ``choose`` gives,
-        until a new timeline is in force or an error ends the context: what is produced then knows of it. ``dry_run``:
-        only chooses. Raises ``NotLeader``, and what ``choose`` does."""
+        until a new timeline is in force or an error ends the context: what is produced then knows of it. Raises
+        ``NotLeader``, and what ``choose`` does."""
         with self._lock:
             self.require_lead()
             view = self._view()
             index = choose(view)
-            if not dry_run:
-                self._revising_at = min(index, view.generation.first_unproduced)
-                if self._active is not None and view.closed_by(index):
-                    self._active.closed = True  # no rank comes back while that is written
+            self._revising_at = min(index, view.generation.first_unproduced)
+            if self._active is not None and view.closed_by(index):
+                self._active.closed = True  # no rank comes back while that is written
         try:
             yield view, index
         except BaseException:
@@ -239,12 +241,14 @@ class RunCoordinator(JoinCommands):
         of the revisions are acknowledged, and returns how many there are after it; ``closed``: what the ledger has
         after it, where it closes the generation. Raises what ``write`` does."""
         try:
-            changes = write(self.revision_changes)
-        except LedgerUnavailable as error:
+            known = self.revision_changes
+            changes = write(known)
+        except errors.LedgerUnavailable as error:
             with self._lock:
                 if self.lease.epoch == epoch:
                     self._await_ledger("a revision was written", error)
             raise
+        self.measures.revisions.add(changes - known)
         self.adopt_timeline(epoch, timeline, changes, closed)
 
     def adopt_timeline(
@@ -295,7 +299,7 @@ class RunCoordinator(JoinCommands):
             generation.filled(group, ended, dropped_samples)
             try:
                 active.check_order(ended is not None)
-            except OrderMismatch as error:
+            except errors.OrderMismatch as error:
                 self._alarm(error)
                 return
             if ended is not None:
@@ -345,24 +349,25 @@ class RunCoordinator(JoinCommands):
             self._wakes.changed.notify_all()
             self._wake_producer()
 
-    def on_ledger_away(self, sample_index: int, error: LedgerUnavailable) -> None:
+    def on_ledger_away(self, sample_index: int, error: errors.LedgerUnavailable) -> None:
         """A commit waits for the ledger. Raises ``LedgerError`` where the server stops, and cannot wait."""
         with self._lock:
             self._ledger_error = str(error)
+            self.measures.ledger_failures.add()
             if self.stopping:
-                raise LedgerError(f"stopped with sample {sample_index} uncommitted: {error}")
+                raise errors.LedgerError(f"stopped with sample {sample_index} uncommitted: {error}")
 
     # --- failures ----------------------------------------------------------------------------------
 
-    def fail(self, active: ActiveGeneration, error: TokenloomError, level: int = logging.ERROR) -> None:
+    def fail(self, active: ActiveGeneration, error: errors.TokenloomError, level: int = logging.ERROR) -> None:
         """Stops the run with an error, if the generation is still the present one; ``level`` is the log's."""
         with self._lock:
             if active is self._active:
                 self._stop_for_all(error, level)
 
-    def on_commit_failed(self, active: ActiveGeneration, error: TokenloomError) -> None:
+    def on_commit_failed(self, active: ActiveGeneration, error: errors.TokenloomError) -> None:
         """The ledger refused a commit of a generation for good."""
-        if not isinstance(error, NotLeader | LedgerRolledBack):
+        if not isinstance(error, errors.NotLeader | errors.LedgerRolledBack):
             self.fail(active, error)
         elif active is self._active:
             self.on_lease_lost(error)

@@ -22,7 +22,7 @@ from tokenloom_server.order.snapshot import ForeignSnapshot
 from tokenloom_server.order.snapshot_document import FileDataset
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.history import History
+from tokenloom_server.run.past_states import PastStates
 from tokenloom_server.sources.scheme import scheme_of
 
 _log = logging.getLogger(__name__)
@@ -35,10 +35,12 @@ _OR_BEGIN = ", or write the spec in another way to begin it anew"
 class ForkHandler:
     """Forks of other runs into one that has not begun. Thread-safe."""
 
-    def __init__(self, coordinator: RunCoordinator, history: History, parent: Callable[[str], History | None]) -> None:
+    def __init__(
+        self, coordinator: RunCoordinator, past_states: PastStates, parent: Callable[[str], PastStates | None]
+    ) -> None:
         """``parent`` finds a run that this server serves, by name."""
         self._coordinator = coordinator
-        self._history = history
+        self._past_states = past_states
         self._parent = parent
 
     def fork(self, text: str | bytes) -> str:
@@ -74,7 +76,7 @@ class ForkHandler:
                     )
                 origin = self._origin(text, foreign)
                 coordinator.adopt_timeline(epoch, coordinator.timeline.with_origin(origin))
-            return self._history.seal(coordinator.timeline.decode(origin.state), 0, origin.state)
+            return self._past_states.seal(coordinator.timeline.decode(origin.state), 0, origin.state)
 
     def _origin(self, text: str | bytes, foreign: ForeignSnapshot) -> Origin:
         """Where this run begins; its state is that of the other run's sources as far as this run has them."""
@@ -154,8 +156,8 @@ class ForkHandler:
             return foreign.at(state, theirs.record.shape), state if same else None
         if same:
             point = snapshot.parse(text, {**ours, "run": foreign.run}, coordinator.timeline.shape_at)
-            skipping = self._history.skipping(foreign.resume_state.all_skips, foreign.sample_index)
-            state = self._history.forward(point, timeline=skipping)
+            skipping = self._past_states.skipping(foreign.resume_state.all_skips, foreign.sample_index)
+            state = self._past_states.forward(point, timeline=skipping)
             return foreign.at(state, coordinator.timeline.shape_at(state.sample_index, state.clock_offset)), state
         state_index = foreign.resume_state.sample_index
         if state_index == foreign.sample_index:

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from tokenloom_server import errors
 from tokenloom_server.core.state import State
-from tokenloom_server.errors import (
-    AttemptUsed,
-    JoinRefused,
-    LedgerRolledBack,
-    LedgerUnavailable,
-    NotLeader,
-    RunBusy,
-    ServerStopping,
-    SnapshotInvalid,
-    TokenloomError,
-)
 from tokenloom_server.ledger.records import Opening
 from tokenloom_server.run import join_call
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.fork import ForkHandler
-from tokenloom_server.run.history import History
 from tokenloom_server.run.join_call import JoinCall
 from tokenloom_server.run.opening import GenerationOpener
+from tokenloom_server.run.past_states import PastStates
 from tokenloom_server.run.revise import RevisionHandler
 
 #: How long the other ranks' Joins wait for rank 0's, seconds: as long as clients by default try to join at all.
@@ -45,12 +35,12 @@ class JoinHandler:
     """Answers the Joins of one run. Thread-safe."""
 
     def __init__(
-        self, coordinator: RunCoordinator, history: History, revisions: RevisionHandler, forks: ForkHandler
+        self, coordinator: RunCoordinator, past_states: PastStates, revisions: RevisionHandler, forks: ForkHandler
     ) -> None:
         self._coordinator = coordinator
-        self._history = history
+        self._past_states = past_states
         self._forks = forks
-        self._opener = GenerationOpener(coordinator, history, revisions)
+        self._opener = GenerationOpener(coordinator, past_states, revisions)
 
     def join(self, call: JoinCall) -> Joined:
         """Takes a slot; rank 0 opens the attempt's generation, the others wait for it, bounded.
@@ -59,8 +49,9 @@ class JoinHandler:
         (an unknown snapshot id) and the ledger's errors.
         """
         try:
-            return self._join(call)
-        except (JoinRefused, SnapshotInvalid) as error:
+            with self._coordinator.measures.joins.timing(self._coordinator.clock):
+                return self._join(call)
+        except (errors.JoinRefused, errors.SnapshotInvalid) as error:
             self._coordinator.refuse_rank(call.attempt, call.rank, error)
             raise
 
@@ -75,7 +66,7 @@ class JoinHandler:
             call = self._as_own(call)
             opening = self._open(call) if call.rank == 0 else self._opened_by_rank_0(call)
             if opening is not None:
-                coordinator.claim_slot(opening.generation, call.rank, call.nonce)
+                coordinator.claim_slot(opening.generation, call.rank, call.nonce, call.release)
                 start = coordinator.timeline.decode(opening.start_state)
                 return Joined(uid=coordinator.uid, opening=opening, start=start)
             left_s = deadline - coordinator.clock()
@@ -89,7 +80,7 @@ class JoinHandler:
             return call
         opening = self._coordinator.stored().opening
         if opening is not None and opening.attempt != call.attempt:
-            raise JoinRefused(
+            raise errors.JoinRefused(
                 f"run {self._coordinator.name!r} has begun (generation {opening.generation}), and a fork is a new run: "
                 "leave fork_from out and load this run's own checkpoint with load_state_dict, or say resume='fresh' to "
                 "begin again where it was forked"
@@ -99,19 +90,20 @@ class JoinHandler:
     def _open(self, call: JoinCall) -> Opening:
         """Rank 0's part."""
         try:
-            with self._coordinator.opening(call.attempt):
+            coordinator = self._coordinator
+            with coordinator.opening(call.attempt), coordinator.measures.openings.timing(coordinator.clock):
                 return self._opener.open(call)
-        except (LedgerUnavailable, NotLeader, ServerStopping):
+        except (errors.LedgerUnavailable, errors.NotLeader, errors.ServerStopping):
             # Rank 0 tries again, perhaps because its call broke off, so the others go on waiting for it.
             raise
-        except TokenloomError as error:
+        except errors.TokenloomError as error:
             self._refuse_attempt(call, error)
             raise
 
-    def _refuse_attempt(self, call: JoinCall, error: TokenloomError) -> None:
+    def _refuse_attempt(self, call: JoinCall, error: errors.TokenloomError) -> None:
         try:
             choice = self._opener.choice_of(call)
-        except TokenloomError:
+        except errors.TokenloomError:
             # Rank 0's state cannot be read; the other ranks' own Joins meet the same.
             return
         self._coordinator.refuse_attempt(call.attempt, choice, error)
@@ -121,31 +113,33 @@ class JoinHandler:
         coordinator = self._coordinator
         try:
             has_opened = coordinator.has_opened(call.attempt, self._opener.choice_of(call))
-        except RunBusy as error:
+        except errors.RunBusy as error:
             # Rank 0 asks again, and may take longer than this one to be heard.
-            raise RunBusy(str(error), (error.retry_for_s or 0.0) + RANK_0_MARGIN_S) from None
+            raise errors.RunBusy(str(error), (error.retry_for_s or 0.0) + RANK_0_MARGIN_S) from None
         if not has_opened:
-            if any(opening.attempt == call.attempt for opening in self._history.openings()[:-1]):
-                raise AttemptUsed(
+            if any(opening.attempt == call.attempt for opening in self._past_states.openings()[:-1]):
+                raise errors.AttemptUsed(
                     f"attempt {call.attempt!r} opened an earlier generation of run {coordinator.name!r}; "
                     "an attempt id is used once"
                 )
             return None
         opening = coordinator.stored().opening
         if opening is None:
-            raise LedgerRolledBack(
+            raise errors.LedgerRolledBack(
                 f"attempt {call.attempt!r} opened a generation of run {coordinator.name!r}, but "
-                f"{coordinator.ledger.description} has none: it lost data. {LedgerRolledBack.remedy}"
+                f"{coordinator.ledger.description} has none: it lost data. {errors.LedgerRolledBack.remedy}"
             )
         if opening.attempt != call.attempt:
-            raise AttemptUsed(f"attempt {call.attempt!r} was superseded by {opening.attempt!r} while it was joining")
+            raise errors.AttemptUsed(
+                f"attempt {call.attempt!r} was superseded by {opening.attempt!r} while it was joining"
+            )
         self._opener.check_agreement(call, opening)
         return opening
 
 
-def no_rank_0(call: JoinCall) -> JoinRefused:
+def no_rank_0(call: JoinCall) -> errors.JoinRefused:
     """Why a rank stops waiting for rank 0, after ``RANK_0_WAIT_S``."""
-    return JoinRefused(
+    return errors.JoinRefused(
         f"rank {call.rank} waited {RANK_0_WAIT_S:.0f} s for rank 0 of attempt {call.attempt!r}; "
         "it has not joined: see its log, and check that all ranks share one attempt id"
     )

@@ -43,6 +43,8 @@ class JoinCall:
     accumulate: int = 1
     #: ``state`` is another run's: this one, which has not begun, begins there.
     fork: bool = False
+    #: The client's, as ``tokenloom_proto.release`` knows it; empty where it does not say.
+    release: str = ""
 
     @property
     def schedule(self) -> BatchSchedule:

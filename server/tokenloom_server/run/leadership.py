@@ -34,7 +34,8 @@ class Leadership(threading.Thread):
     def __init__(self, coordinator: RunCoordinator, holder: str) -> None:
         super().__init__(name=f"{coordinator.name}-lease", daemon=True)
         self._coordinator = coordinator
-        self._name = self._holder = holder
+        #: What names this server in the ledger.
+        self.holder = self._holder = holder
         self._lease_s = coordinator.timeouts.lease_s
         self._ended = threading.Event()
         self._away_since: float | None = None
@@ -126,7 +127,7 @@ class Leadership(threading.Thread):
         if lease.epoch and not lease.held and not lease.awaits_ledger:
             # A server that lost its lease must not look like a restart of the present holder: it takes another name and
             # waits like any other.
-            self._holder = f"{self._name} (was at epoch {lease.epoch})"
+            self._holder = f"{self.holder} (was at epoch {lease.epoch})"
         try:
             self._acquire()
         except LeaseHeld as error:

@@ -97,15 +97,8 @@ class Losses:
         by_source = {source: (total / weight, loss) for source, (loss, total, weight) in newest.items()}
         if last is None:
             return None, by_source
-        reported = ReportStats(
-            sample_index=last.sample_index,
-            total_tokens=last.total_tokens,
-            step=last.step,
-            loss=last.loss,
-            learning_rate=last.learning_rate,
-            age_s=max(0.0, round(age_s, 3)),
-        )
-        return reported, by_source
+        same = {name: getattr(last, name) for name in ReportStats.model_fields if name != "age_s"}
+        return ReportStats(**same, age_s=max(0.0, round(age_s, 3))), by_source
 
     def read(self) -> RunLosses:
         """The curve."""

@@ -16,8 +16,8 @@ from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.commits import commit_of
 from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.history import History
 from tokenloom_server.run.join_call import JoinCall, ResumeChoice, position_of
+from tokenloom_server.run.past_states import PastStates
 from tokenloom_server.run.pins import PinnedPoint
 from tokenloom_server.run.revise import RevisionHandler, brings
 from tokenloom_server.run.sizing import batch_plans_of
@@ -31,9 +31,9 @@ BUSY_MARGIN_S = 6.0
 class GenerationOpener:
     """Opens the generations of one run, for rank 0 of each attempt. Thread-safe."""
 
-    def __init__(self, coordinator: RunCoordinator, history: History, revisions: RevisionHandler) -> None:
+    def __init__(self, coordinator: RunCoordinator, past_states: PastStates, revisions: RevisionHandler) -> None:
         self._coordinator = coordinator
-        self._history = history
+        self._past_states = past_states
         self._revisions = revisions
         # The attempt that opened last (or tried to), and what its rank 0 asked for.
         self._newest: tuple[str, ResumeChoice] | None = None
@@ -43,7 +43,7 @@ class GenerationOpener:
         if not call.state:
             return ResumeChoice(None, call.resume)
         try:
-            point = self._history.parse(call.state)
+            point = self._past_states.parse(call.state)
         except SnapshotInvalid:
             # Revisions that only the state knows are rank 0's to bring; the others must stand where it does.
             foreign = brings(self._coordinator.name, call.state)
@@ -70,9 +70,9 @@ class GenerationOpener:
             pin = PinnedPoint.read(stored.pin) if stored.pin is not None else None
             self._revisions.take_over(call.state or (pin.snapshot if pin is not None else ""))
             choice, opened_at = self.choice_of(call), coordinator.wall_clock()
-            timeline = self._history.pinned(pin, opened_at)
+            timeline = self._past_states.pinned(pin, opened_at)
             point = self._resolve(call, stored, pin)
-            start = self._history.forward(point, timeline=timeline)
+            start = self._past_states.forward(point, timeline=timeline)
             timeline = timeline.with_clock(start.clock_offset)
             uid = self._adopt(point, stored)
             opening = self._lay(call, stored, point, timeline, start, opened_at)
@@ -80,7 +80,7 @@ class GenerationOpener:
             self._newest = call.attempt, choice
             committed = commit_of(timeline, start, opening.start_state)
             coordinator.open_generation(uid, opening, start, committed, timeline)
-        self._log_opening(opening, start, point.notes)
+        self._log_opening(call, opening, start, point.notes)
         return opening
 
     def _lay(
@@ -98,8 +98,9 @@ class GenerationOpener:
             group_micro_steps=lambda batch_size: coordinator.group_micro_steps(call.world_size, batch_size),
         )
         origin = timeline.origin if stored.opening is None else None
+        present = stored.opening.generation if stored.opening else 0
         return Opening(
-            generation=max(stored.opening.generation if stored.opening else 0, point.generation) + 1,
+            generation=max(present, stored.closed_generation, point.generation) + 1,
             parent=point.generation,
             attempt=call.attempt,
             world_size=call.world_size,
@@ -157,17 +158,17 @@ class GenerationOpener:
             return None
         # Opened before a restart of the server: what rank 0 asked for is forgotten, where it led is not.
         start = self._coordinator.timeline.decode(opening.start_state)
-        is_known = self._history.parse(call.state).digest is not None
+        is_known = self._past_states.parse(call.state).digest is not None
         return ResumeChoice.of_state(start.sample_index, digest_hex(start.digest) if is_known else None)
 
     def _resolve(self, call: JoinCall, stored: StoredRun, pin: PinnedPoint | None) -> ResumePoint:
         """Where the generation starts."""
-        history = self._history
+        past_states = self._past_states
         if call.state and call.resume:
             raise JoinRefused(f"rank {call.rank} brings a loaded state and resume={call.resume!r}: give one of them")
-        wanted = history.asked_for(stored, call.state, call.resume)
+        wanted = past_states.asked_for(stored, call.state, call.resume)
         if pin is not None:
-            pinned = history.parse(pin.snapshot)
+            pinned = past_states.parse(pin.snapshot)
             if wanted is not None and not _same_place(wanted, pinned):
                 raise JoinRefused(
                     f"a restore pinned {position_of(pinned.sample_index, pinned.digest)} as the next resume point, but "
@@ -187,7 +188,7 @@ class GenerationOpener:
                 "begins at sample 0 without a checkpoint, and load_state_dict(…) goes on from one. Or say "
                 "resume='latest' (go on at that sample) or resume=<snapshot id>"
             )
-        return history.beginning()
+        return past_states.beginning()
 
     def _adopt(self, point: ResumePoint, stored: StoredRun) -> str:
         """The run's uid: a trainer's state brings its own to a ledger that never opened the run."""
@@ -198,12 +199,12 @@ class GenerationOpener:
         _log.info("%s: an empty ledger goes on with the trainer's run_uid %s", coordinator.name, point.run_uid)
         return point.run_uid
 
-    def _log_opening(self, opening: Opening, start: State, notes: Sequence[str]) -> None:
+    def _log_opening(self, call: JoinCall, opening: Opening, start: State, notes: Sequence[str]) -> None:
         coordinator = self._coordinator
         _log.info(
-            "%s: generation %d (attempt %s): %d ranks × %d samples from sample %d, digest %s",
-            coordinator.name, opening.generation, opening.attempt, opening.world_size, opening.batch_size,
-            start.sample_index, digest_hex(start.digest),
+            "%s: generation %d (attempt %s, client %s): %d ranks × %d samples from sample %d, digest %s",
+            coordinator.name, opening.generation, opening.attempt, call.release or "of an unknown release",
+            opening.world_size, opening.batch_size, start.sample_index, digest_hex(start.digest),
         )  # fmt: skip
         for plan in batch_plans_of(opening).plans[1:]:
             _log.info("%s: %d samples per rank from sample %d on", coordinator.name, plan.batch_size, plan.start_index)

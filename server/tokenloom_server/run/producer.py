@@ -55,7 +55,8 @@ class Producer(threading.Thread):
             self._active, self._pipeline, self._group, self._step_by_step = task.active, None, None, False
         steps = 1 if self._step_by_step else task.steps
         try:
-            pipeline, group = self._fill(task, steps)
+            with coordinator.measures.productions.timing(coordinator.clock):
+                pipeline, group = self._fill(task, steps)
         except (SourceError, TokenizerError) as error:
             if steps == 1:
                 self._give_up(task, error)

@@ -17,6 +17,7 @@ from tokenloom_server.ledger.commands import DropRevisions, Revise
 from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order import revision_content, snapshot
 from tokenloom_server.order.origin import Origin
+from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.views import RunView
 
@@ -40,25 +41,11 @@ class RevisionHandler:
         and the ledger's errors.
         """
         coordinator = self._coordinator
-        if change.sample_index is not None and change.total_tokens is not None:
-            raise ConfigError("sample_index and total_tokens are both given; name one of them, or neither")
-        with (
-            coordinator.one_change,
-            coordinator.production_held(self._choice_of(change), dry_run=change.dry_run) as (view, index),
-        ):
+        if change.dry_run:
+            return self.tried(change)[1].revisions[-1]
+        with coordinator.one_change, coordinator.production_held(self._choice_of(change)) as (view, index):
             timeline, epoch = view.timeline, view.lease.epoch
-            now, known_from = view.generation.number, view.generation.first_unproduced
-            content = revision_content.revise(timeline, change, index, now, known_from, view.state)
-            revision = StoredRevision(
-                number=len(timeline.revisions) + 1,
-                sample_index=index,
-                made_at=coordinator.wall_clock(),
-                author=change.author,
-                reason=change.reason,
-                content=canonical(content),
-            )
-            if change.dry_run:
-                return revision
+            revision = self._made(change, view, index)
             closes = view.closed_by(index)
             coordinator.change_timeline(
                 epoch,
@@ -68,9 +55,30 @@ class RevisionHandler:
             )
         _log.info(
             "%s: revision %d holds from sample %d on (%s): %s",
-            coordinator.name, revision.number, index, revision.reason, "; ".join(content["changes"]),
+            coordinator.name, revision.number, index, revision.reason,
+            "; ".join(json.loads(revision.content)["changes"]),
         )  # fmt: skip
         return revision
+
+    def tried(self, change: MixtureChange) -> tuple[RunView, Timeline]:
+        """The run as it is, and its timeline as a change would make it: with one revision more. Holds nothing up.
+        Raises what ``revise`` does, but for what its write does."""
+        self._coordinator.require_lead()
+        choose, view = self._choice_of(change), self._coordinator.view()
+        revision = self._made(change, view, choose(view))
+        return view, view.timeline.with_revisions((*view.timeline.revisions, revision))
+
+    def _made(self, change: MixtureChange, view: RunView, index: int) -> StoredRevision:
+        """The revision that makes a change hold from a sample index on."""
+        now, known_from = view.generation.number, view.generation.first_unproduced
+        return StoredRevision(
+            number=len(view.timeline.revisions) + 1,
+            sample_index=index,
+            made_at=self._coordinator.wall_clock(),
+            author=change.author,
+            reason=change.reason,
+            content=canonical(revision_content.revise(view.timeline, change, index, now, known_from, view.state)),
+        )
 
     def revise_soon(self, change: MixtureChange) -> None:
         """``revise``, by a server that has just come up: at once where nobody trains, else after the liveness, when
@@ -124,6 +132,8 @@ class RevisionHandler:
 
     def _choice_of(self, change: MixtureChange) -> Callable[[RunView], int]:
         """What chooses the sample index of a change, under the run's lock: what the ledger has is read before that."""
+        if change.sample_index is not None and change.total_tokens is not None:
+            raise ConfigError("sample_index and total_tokens are both given; name one of them, or neither")
         kept = self.kept(self._coordinator.view())
         return lambda view: _index_of(self._coordinator.name, change, view, view.first_revisable(kept))
 

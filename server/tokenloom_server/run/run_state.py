@@ -14,8 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from tokenloom_server.config.stream import TRAIN
+from tokenloom_server.core.measures import Measures
 from tokenloom_server.core.state import State
-from tokenloom_server.errors import LedgerError, LedgerRolledBack, NotLeader, TokenloomError
+from tokenloom_server.errors import LedgerError, LedgerRolledBack, NotLeader, ServerStopping, TokenloomError
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.commands import Pin
 from tokenloom_server.ledger.records import CommittedState, Opening, StoredRun
@@ -36,9 +37,6 @@ from tokenloom_server.run.views import RecentCommit, RunView
 from tokenloom_server.run.wakes import Wakes
 
 _log = logging.getLogger(__name__)
-
-#: A wait for storage of so long is named, seconds.
-STORAGE_WAIT_S = 2.0
 
 
 class RunState:
@@ -67,6 +65,7 @@ class RunState:
         self._claims = SlotClaims(ledger)
         self.timeouts = timeouts
         order.resources.io_stats.wait_at_most(timeouts.storage_timeout_s)
+        self.measures = Measures(threading.Lock(), order.resources.io_stats.measures)
         self.clock = clock
         self.wall_clock = wall_clock
         self.lease_clock = lease_clock or wall_clock
@@ -84,6 +83,8 @@ class RunState:
         self.pin: PinnedPoint | None = None
         self.lease = LeaseState()
         self.stopping = False
+        #: What streams hear once it is stopping.
+        self._ending: TokenloomError = ServerStopping("the server is stopping; it goes on where it was when it is back")
         self._active: ActiveGeneration | None = None
         # Production waits before this sample index: a revision from there on is being written.
         self._revising_at: int | None = None
@@ -225,8 +226,8 @@ class RunState:
             return Waiting(ranks, "ranks")
         if self._error is not None or not self._active.generation.steps_wanted():
             return Waiting()
-        if storage := self.order.resources.io_stats.longest_wait(STORAGE_WAIT_S):
-            return Waiting(storage, "storage")
+        if wait := self.order.resources.io_stats.longest_wait():
+            return Waiting(wait.text(), wait.reason)
         return Waiting("samples to be read and tokenised", "rows") if self._active.starves() else Waiting()
 
     # --- changes that several commands make ----------------------------------------------------------

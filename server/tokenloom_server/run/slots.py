@@ -25,6 +25,8 @@ class Slot:
 
     rank: int
     nonce: str | None = None
+    #: The client's, as its Join said; empty where it did not, or joined another server.
+    release: str = ""
     session: int = 0
     connected: bool = False
     sent: int = 0

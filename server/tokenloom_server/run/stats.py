@@ -51,8 +51,7 @@ class StatsReader:
         revisions = sorted(timeline.revisions, key=lambda revision: (revision.sample_index, revision.number))
         in_force = sum(revision.sample_index <= committed.sample_index for revision in revisions)
         reported, losses = self._losses.newest()
-        record, config = timeline.at(state.sample_index).record, timeline.at(state.sample_index).config
-        engine = record.serving_engine
+        config, engine = (order := timeline.at(state.sample_index)).config, order.record.serving_engine
         # A state knows a source as exhausted once a pick of it failed, and after the last sample there is none.
         ended = generation.end.reason if generation.end is not None else None
         if exhausted := generation.over and ended is not None and ended.startswith(ALL_EXHAUSTED):
@@ -85,7 +84,7 @@ class StatsReader:
             ended=ended,
             exhausted=exhausted,
             error=f"{view.error.name}: {view.error}" if view.error is not None else None,
-            warning=coordinator.order.resources.io_stats.warning,
+            warning=order.resources.io_stats.warning,
             tokenizer=f"{engine.engine} {engine.version}" if engine is not None else "none: the sources hold ids",
             revision=revisions[in_force - 1].number if in_force else 0,
             next_revision=_planned(view, revisions[in_force:]),
@@ -93,6 +92,7 @@ class StatsReader:
             pin=next_launch(view.pin) if view.pin is not None else None,
             reported=reported,
             sources=self.sources(committed, state, view.earlier_commit, over=generation.over, losses=losses),
+            readers=readers.stats(order.resources) if (readers := order.resources.readers) is not None else None,
             ranks=_ranks(view),
             ledger=self._ledger(view),
         )
@@ -291,6 +291,7 @@ def _ranks(view: RunView) -> list[RankStats]:
             lag=farthest - rank.position,
             last_heard_s=None if rank.last_heard is None else round(view.now - rank.last_heard, 3),
             waited_s=round(rank.waited_s, 3),
+            release=rank.release,
         )
         for rank in ranks
     ]

@@ -5,20 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from tokenloom_server.errors import (
-    Fenced,
-    JoinRefused,
-    LedgerError,
-    LedgerRolledBack,
-    NotFound,
-    NotLeader,
-    OrderMismatch,
-    RankStalled,
-    ServerStopping,
-    SnapshotInvalid,
-    StorageError,
-    TokenloomError,
-)
+from tokenloom_server import errors
 from tokenloom_server.ledger.commands import ClaimSlot
 from tokenloom_server.run.active_generation import ActiveGeneration
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
@@ -67,15 +54,16 @@ class StreamCommands(RunState):
         with self._lock:
             active = self._active_for(uid, generation, attempt, committed_through)
             if stream_number < active.stream_numbers.get(nonce, 0):
-                raise Fenced(f"a newer stream of rank {rank} has taken this one's place, which came late")
+                raise self._fenced(f"a newer stream of rank {rank} has taken this one's place, which came late")
             try:
                 number = active.generation.attach(
                     rank, nonce, received_through, committed_through, self.clock(), received_digest
                 )
-            except (LedgerRolledBack, OrderMismatch) as error:
+            except (errors.LedgerRolledBack, errors.OrderMismatch) as error:
                 self._alarm(error)
                 raise
             active.stream_numbers[nonce] = stream_number
+            self.measures.reconnects.add(number > 1 or active.taken_up)
             if rank == 0 and process:
                 active.process = process  # which a restarted server did not know
             self._wakes.ranks[rank].notify_all()
@@ -111,7 +99,7 @@ class StreamCommands(RunState):
                 generation.progress(
                     session.rank, session.number, consumed_through, credit_micro_steps, self.clock(), digest
                 )
-            except OrderMismatch as error:
+            except errors.OrderMismatch as error:
                 self._alarm(error)
                 raise
             generation.slots[session.rank].note_wait(waited_s, self.clock())
@@ -158,8 +146,8 @@ class StreamCommands(RunState):
 
     def _next_for(self, session: Session) -> Delivery | EndOfData | None:
         if self.stopping:
-            raise ServerStopping("the server is stopping; it goes on where it was when it is back")
-        if isinstance(self._error, LedgerError | JoinRefused | SnapshotInvalid):
+            raise type(self._ending)(str(self._ending))  # one that is kept must not keep the calls that raised it
+        if isinstance(self._error, errors.LedgerError | errors.JoinRefused | errors.SnapshotInvalid):
             raise self._error
         self.require_lead()
         active = self._current(session)
@@ -199,7 +187,7 @@ class StreamCommands(RunState):
             return self._wakes.changed.wait_for(
                 lambda: (
                     session.active.generation.all_committed()
-                    or isinstance(self._error, LedgerError)
+                    or isinstance(self._error, errors.LedgerError)
                     or self.stopping
                     or self._active is not session.active
                 ),
@@ -213,26 +201,29 @@ class StreamCommands(RunState):
         # A server that has just lost the lease holds no generation: that is no loss of the ledger's.
         self.require_lead()
         active = self._active
-        if isinstance(self._error, LedgerRolledBack):
+        if isinstance(self._error, errors.LedgerRolledBack):
             raise self._error
         number = active.generation.number if active is not None else 0
         if generation > number or (uid != self.uid and committed_through > 0):
             # Only for this client: its like get the same, and others may have begun anew since.
-            raise LedgerRolledBack(
+            raise errors.LedgerRolledBack(
                 f"this rank trains generation {generation} of run_uid {uid} (sample {committed_through} was "
                 f"committed), but the ledger is at generation {number} of {self.uid}: it lost data. "
-                f"{LedgerRolledBack.remedy}"
+                f"{errors.LedgerRolledBack.remedy}"
             )
         if active is None:
-            raise NotFound(f"run {self.name!r} has no generation; join first")
+            raise errors.NotFound(f"run {self.name!r} has no generation; join first")
         after = f"generation {number} (attempt {active.generation.attempt!r}) has taken its place"
         is_present = uid == self.uid and generation == number and attempt in ("", active.generation.attempt)
         if is_present and active.closed:
             if self._revising_at is not None:
-                raise NotLeader(f"run {self.name!r} is being revised, which may close generation {number}; ask again")
-            after = "a revision closed it while nobody trained; restart the training job from its last checkpoint"
+                raise errors.NotLeader(
+                    f"run {self.name!r} is being revised, which may close generation {number}; ask again"
+                )
+            after = "a revision closed it while nobody trained, or a backup of the ledger was restored; restart the "
+            after += "training job from its last checkpoint"
         if not is_present or active.closed:
-            raise Fenced(f"generation {generation} of run {self.name!r} (attempt {attempt!r}) is over: {after}")
+            raise self._fenced(f"generation {generation} of run {self.name!r} (attempt {attempt!r}) is over: {after}")
         return active
 
     def _current(self, session: Session) -> ActiveGeneration:
@@ -241,11 +232,17 @@ class StreamCommands(RunState):
         if active is session.active:
             return session.active
         if active is None or active.generation.number == number:
-            raise NotLeader(f"run {self.name!r} was taken up anew, here or by another server; the stream begins again")
-        raise Fenced(
+            raise errors.NotLeader(
+                f"run {self.name!r} was taken up anew, here or by another server; the stream begins again"
+            )
+        raise self._fenced(
             f"generation {number} of run {self.name!r} is over: generation {active.generation.number} "
             f"(attempt {active.generation.attempt!r}) has taken its place"
         )
+
+    def _fenced(self, why: str) -> errors.Fenced:
+        self.measures.fences.add()
+        return errors.Fenced(why)
 
     def _ask_who_leads(self, rank: int, epoch: int) -> None:
         """A client met a newer server epoch: no need to wait for the next renewal to tell that another server leads.
@@ -256,14 +253,14 @@ class StreamCommands(RunState):
         try:
             stored = self.ledger.read_run(self.name, self.stream)
             newest = 0 if stored is None else stored.epoch
-        except TokenloomError:
+        except errors.TokenloomError:
             self._doubt_lease(own, rank, epoch)
             raise
         if newest <= own:
             # Only for this client, as in ``_active_for``.
-            raise LedgerRolledBack(
+            raise errors.LedgerRolledBack(
                 f"rank {rank} was served at server epoch {epoch}, but the ledger has given out none beyond {newest}: "
-                f"it lost data. {LedgerRolledBack.remedy}"
+                f"it lost data. {errors.LedgerRolledBack.remedy}"
             )
         self._doubt_lease(own, rank, epoch)
 
@@ -281,7 +278,7 @@ class StreamCommands(RunState):
         never gives up by itself."""
         overdue = active.generation.steps_wanted() and self.order.resources.io_stats.overdue()
         if self._error is None and overdue:
-            self._stop_for_all(StorageError(overdue))
+            self._stop_for_all(errors.StorageError(overdue))
 
     def _watch_ranks(self, session: Session) -> None:
         """Names the ranks that hold the others back: in the log, and after ``rank_timeout_s`` as an error for all."""
@@ -291,7 +288,7 @@ class StreamCommands(RunState):
             return
         named = generation.describe_laggards(now)
         if waited_s >= self.timeouts.rank_timeout_s:
-            error = RankStalled(
+            error = errors.RankStalled(
                 f"the other ranks waited {waited_s:.0f} s for {named}; look at its log and its machine, and restart "
                 "the training job from its last checkpoint (--rank-timeout sets how long they wait)"
             )

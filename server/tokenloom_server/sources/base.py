@@ -47,19 +47,22 @@ class Rows(NamedTuple):
 
     ``column`` is a ``pyarrow.Array`` without chunks: (large_)string for text, (large_)list of an
     integer type for ids. A null counts as an empty row. ``bad`` (ascending) and ``filtered`` (bool, [rows]; None:
-    every row passed) are the rows that are there as empty ones; none is both.
+    every row passed) are the rows that are there as empty ones; none is both. ``sizes`` (int64, [rows]): the bytes of
+    each row's text, where the column has its ids instead.
     """
 
     first_row: int
     column: Any
     bad: tuple[BadRow, ...] = ()
     filtered: npt.NDArray[np.bool_] | None = None
+    sizes: npt.NDArray[np.int64] | None = None
 
     def cut(self, start: int, stop: int) -> Rows:
         """The rows from ``start`` to ``stop``, counted from the first."""
         bad = tuple(BadRow(row.position - start, row.reason) for row in self.bad if start <= row.position < stop)
         filtered = None if self.filtered is None else self.filtered[start:stop]
-        return Rows(self.first_row + start, self.column.slice(start, stop - start), bad, filtered)
+        sizes = None if self.sizes is None else self.sizes[start:stop]
+        return Rows(self.first_row + start, self.column.slice(start, stop - start), bad, filtered, sizes)
 
 
 class Source(Protocol):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -246,15 +247,26 @@ class Reach(NamedTuple):
     bytes: int
 
 
-def reach(array: Any, size: int) -> Reach:
-    """The first rows of an array of ``Rows``, up to the one that reaches ``size`` bytes; all where none does."""
+def reach(array: Any, size: int, sizes: npt.NDArray[np.int64] | None = None) -> Reach:
+    """The first rows of an array of ``Rows``, up to the one that reaches ``size`` bytes; all where none does.
+    ``sizes``: the bytes of each, where they are not its own."""
+    ends = _byte_ends(array) if sizes is None else np.cumsum(sizes)
+    rows = min(int(np.searchsorted(ends, size)) + 1, len(array))
+    return Reach(rows, int(ends[rows - 1]) if rows else 0)
+
+
+def byte_sizes(array: Any) -> npt.NDArray[np.int64]:
+    """[rows]: the bytes of text or ids of each row of an array of ``Rows``."""
+    return np.diff(_byte_ends(array), prepend=0)
+
+
+def _byte_ends(array: Any) -> npt.NDArray[np.int64]:
     if pa.types.is_struct(array.type):
         array = array.field(0)  # ids, and their loss mask beside them
     offsets = arrays.offsets(array)
     item = 1 if is_text(array) else array.type.value_type.bit_width // 8
-    ends = (offsets[1:].astype(np.int64) - offsets[0]) * item
-    rows = min(int(np.searchsorted(ends, size)) + 1, len(array))
-    return Reach(rows, int(ends[rows - 1]) if rows else 0)
+    ends: npt.NDArray[np.int64] = (offsets[1:].astype(np.int64) - offsets[0]) * item
+    return ends
 
 
 def joined(parts: Sequence[Rows]) -> Rows:

@@ -82,6 +82,7 @@ class IndexedSource(ShardedSource):
         self._index_dir = request.index_dir
         self._index = lru_cache(HELD_INDEXES)(self._load_index)
         self._row_counts: dict[int, int] = {}
+        self._known: dict[int, tuple[int, int]] = {}
 
     @abstractmethod
     def _load_index(self, shard: int) -> RowIndex:
@@ -101,8 +102,17 @@ class IndexedSource(ShardedSource):
             return None
         return self._index_dir / f"{kind}-v{FORMAT}-{_cache_key(self._shards[shard], file)}{detail}.npy"
 
-    def _seek(self, shard: int, row: int) -> tuple[int, int]:
+    def position(self, shard: int, row: int) -> tuple[int, int]:
         """``RowIndex.seek`` in a file. Raises ``SourceError`` where that has no such row."""
+        return self._seek(shard, row)
+
+    def know(self, shard: int, position: tuple[int, int]) -> None:
+        """A position that another reader of the file knows by its index, so that none is made here to begin there."""
+        self._known[shard] = position
+
+    def _seek(self, shard: int, row: int) -> tuple[int, int]:
+        if shard in self._known and self._known[shard][0] <= row:
+            return self._known[shard]
         index = self._index(shard)
         self._check_row(shard, row, index.row_count)
         return index.seek(row)

@@ -41,6 +41,7 @@ class Transform:
         Raises ``ConfigError`` where the function cannot be imported.
         """
         self.name = name
+        self.seconds, self.memory_mb = seconds, memory_mb
         self._arguments = (name, str(seconds), str(memory_mb), *(["one_each"] if one_each else []))
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._at_work: set[_Worker] = set()

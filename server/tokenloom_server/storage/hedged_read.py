@@ -92,6 +92,8 @@ class HedgedRead(Generic[_T]):
                 if now >= deadline:
                     raise self._given_up(wait.attempts, wait.trouble)
                 if now >= next_at and self._running < AT_ONCE:
+                    measures = self._io_stats.measures
+                    (measures.hedges if self._running else measures.retries).add()
                     self._attempt()
                     wait.attempts += 1
                     next_at = now + policy.attempt_s

@@ -9,9 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+from tokenloom_server.core.measures import StorageMeasures
 
 _log = logging.getLogger(__name__)
+
+WaitedFor = Literal["storage", "readers"]
 
 
 class RetryPolicy(NamedTuple):
@@ -32,21 +36,31 @@ class RetryPolicy(NamedTuple):
 
 #: Bytes that all readers of a run together prefetch and hold.
 AHEAD_BYTES = 256 << 20
+#: A wait for storage or readers of so long is named, seconds.
+NAMED_AFTER_S = 2.0
 #: So many reads of a size are remembered, and so many are needed to say what is usual.
 _REMEMBERED, _TELLING = 64, 8
 
 
 @dataclass(slots=True)
 class Wait:
-    """Somebody waits for storage."""
+    """Somebody waits for storage, or for readers to answer."""
 
     name: str
     since: float
     attempts: int = 1
     #: Whether this is for whatever answers a source's rows, and nobody asks a second time: a read of a mount.
     at_once: bool = False
-    #: What the last attempt that failed was answered with.
+    #: What the last attempt that failed was answered with; of readers, why they have not answered.
     trouble: str = ""
+    reason: WaitedFor = "storage"
+
+    def text(self) -> str:
+        """What is waited for and for how long, for people."""
+        tries = f", attempt {self.attempts}" if self.attempts > 1 else ""
+        last = "the last one failed: " if self.reason == "storage" else ""
+        trouble = f"; {last}{self.trouble}" if self.trouble else ""
+        return f"{self.reason}: {self.name} (for {monotonic() - self.since:.0f} s{tries}{trouble})"
 
 
 class IoStats:
@@ -59,6 +73,7 @@ class IoStats:
         self.modified: dict[str, int] = {}
         #: What is to be looked at in the run's files, for people; or nothing.
         self.warning = ""
+        self.measures = StorageMeasures(threading.Lock())
         self._lock = threading.Lock()
         self._waits: dict[int, Wait] = {}
         # By the power of two that a read's length lies below.
@@ -82,9 +97,9 @@ class IoStats:
         self.retry_policy = self.retry_policy._replace(total_s=seconds)
 
     @contextmanager
-    def waiting(self, name: str, *, at_once: bool = False) -> Iterator[Wait]:
+    def waiting(self, name: str, *, at_once: bool = False, reason: WaitedFor = "storage") -> Iterator[Wait]:
         """For as long as somebody waits for a file; ``name`` is how people know it."""
-        wait = Wait(name, monotonic(), at_once=at_once)
+        wait = Wait(name, monotonic(), at_once=at_once, reason=reason)
         with self._lock:
             self._waits[id(wait)] = wait
         try:
@@ -93,15 +108,10 @@ class IoStats:
             with self._lock:
                 del self._waits[id(wait)]
 
-    def longest_wait(self, least_s: float) -> str:
-        """What has been waited for longest, and at least so long, for people; or nothing."""
+    def longest_wait(self, least_s: float = NAMED_AFTER_S) -> Wait | None:
+        """What has been waited for longest, and at least so long."""
         wait = self._longest()
-        seconds = monotonic() - wait.since if wait is not None else 0.0
-        if wait is None or seconds < least_s:
-            return ""
-        tries = f", attempt {wait.attempts}" if wait.attempts > 1 else ""
-        trouble = f"; the last one failed: {wait.trouble}" if wait.trouble else ""
-        return f"storage: {wait.name} (for {seconds:.0f} s{tries}{trouble})"
+        return wait if wait is not None and monotonic() - wait.since >= least_s else None
 
     def _longest(self) -> Wait | None:
         with self._lock:
@@ -121,6 +131,7 @@ class IoStats:
 
     def took(self, length: int, seconds: float) -> None:
         """A read was answered."""
+        self.measures.reads.observe(seconds)
         with self._lock:
             self._took.setdefault(length.bit_length(), deque(maxlen=_REMEMBERED)).append(seconds)
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 from tokenloom_server.errors import TokenizerError
 from tokenloom_server.sources.base import BadRow
 from tokenloom_server.tokenizer.crash_child import ChildEncoder
-from tokenloom_server.tokenizer.crash_records import CrashRecords
+from tokenloom_server.tokenizer.crash_records import AllSuspected, CrashRecords
 from tokenloom_server.tokenizer.documents import DocumentEncoder, Documents
 from tokenloom_server.tokenizer.engine import Encoded, Engine, Ids
 
@@ -31,7 +31,7 @@ class CrashGuardEncoder:
         encoder: Callable[[Engine | None], DocumentEncoder],
         engine: Engine,
         child: ChildEncoder,
-        crash_records: CrashRecords,
+        crash_records: CrashRecords | AllSuspected,
         *,
         source_id: int,
         spec: str,
@@ -59,9 +59,7 @@ class CrashGuardEncoder:
 
     def _encode_in_child(self, column: pa.Array, first_row: int, shard: int) -> Documents:
         where, end = f"{self._spec}: {self._paths[shard]}", first_row + len(column)
-        _log.warning(
-            "%s: rows %d to %d: the server died here before; they are encoded apart", where, first_row, end - 1
-        )
+        _log.warning("%s: rows %d to %d: a process died here before; they are encoded apart", where, first_row, end - 1)
         engine = _ChildEngine(self._child, where, first_row, skip_bad=self._skip_bad)
         try:
             documents = self._around(engine).encode(column, first_row)
@@ -107,7 +105,8 @@ class _ChildEngine:
         if len(self.culprits) > MAX_CULPRITS:
             raise TokenizerError(
                 f"rows {', '.join(map(str, self.culprits))}: {self.name} {self.version} crashes at each of them; "
-                "install another version of it, and begin a new run"
+                "install another version of it, and begin a new run",
+                number,
             )
         encoded, other_death = self._child.encode(texts[number : number + 1], "other")
         if other_death is not None:
@@ -117,7 +116,7 @@ class _ChildEngine:
             )
             if not self._skip_bad:
                 raise TokenizerError(
-                    f"{reason}; take the row out of the file, and begin a new run, or set on_bad_row: skip"
+                    f"{reason}; take the row out of the file, and begin a new run, or set on_bad_row: skip", number
                 )
             self.bad.append(BadRow(number, reason))
             return np.empty(0, np.uint32)

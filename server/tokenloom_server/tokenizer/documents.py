@@ -154,6 +154,15 @@ class DocumentEncoder:
         return Documents(values, ends)
 
 
+class ReadyEncoder:
+    """Implements ``Encoder`` for rows that are documents already: lists of ids, or of these and their loss mask."""
+
+    def encode(self, column: Any, first_row: int, shard: int) -> Documents:
+        masks = column.field(1) if pa.types.is_struct(column.type) else None
+        encoded = _flattened(column if masks is None else column.field(0), first_row)
+        return Documents(*encoded, mask=None if masks is None else _flattened(masks, first_row).values)
+
+
 def _without(encoded: Encoded, rows: Iterable[BadRow]) -> Encoded:
     """The same rows, these without ids."""
     lengths = np.diff(encoded.ends, prepend=0)

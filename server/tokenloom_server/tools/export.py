@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -24,8 +24,8 @@ from tokenloom_server.errors import ConfigError
 from tokenloom_server.sources import arrays
 from tokenloom_server.sources.megatron.reader import HEADER, MAGIC, TYPES, VERSION
 from tokenloom_server.storage.drafts import checksum, draft_of, publish
-from tokenloom_server.tools.peek.range import RangeStart, SampleRange
-from tokenloom_server.tools.peek.samples import PeekedSample
+from tokenloom_server.tools.peek.range import SampleRange
+from tokenloom_server.tools.peek.samples import PeekedSample, format_of
 
 ExportFormat = Literal["megatron", "parquet"]
 #: Version of the JSON file beside the others.
@@ -42,14 +42,6 @@ class Exported:
     end: int
     tokens: int
     files: tuple[Path, ...]
-
-
-class _Writer(Protocol):
-    """Writes samples into files of its own. ``finish`` makes them whole."""
-
-    def add(self, sample: PeekedSample) -> None: ...
-
-    def finish(self) -> None: ...
 
 
 def export(
@@ -96,17 +88,17 @@ def _write(
     samples: SampleRange, drafts: Mapping[str, Path], form: ExportFormat, on_sample: Callable[[int, int, int], None]
 ) -> dict[str, Any]:
     """Writes the samples, and returns what the JSON file says of them."""
-    writer: _Writer | None = None
+    writer: _Megatron | _Parquet | None = None
     tokens, by_source = 0, Counter[str]()
     last: PeekedSample | None = None
     try:
         for sample in samples.samples():
             if writer is None:
-                start = samples.start
+                dtype = format_of(samples.joined).dtype
                 if form == "megatron":
-                    writer = _Megatron(drafts[".bin"], drafts[".idx"], start.dtype, start.vocab_size)
+                    writer = _Megatron(drafts[".bin"], drafts[".idx"], dtype, samples.joined.vocab_size)
                 else:
-                    writer = _Parquet(drafts[".parquet"], start.dtype)
+                    writer = _Parquet(drafts[".parquet"], dtype)
             writer.add(sample)
             by_source[sample.spec] += 1
             tokens += len(sample.ids)
@@ -119,29 +111,34 @@ def _write(
         raise ConfigError(
             f"there is nothing to export: samples {samples.begin} to {samples.end} are none; give --from and --to"
         )
-    document = _range(samples.start, samples.begin, last)
-    return document | {"format": form, "tokens": tokens, "samples_by_source": dict(sorted(by_source.items()))}
+    return _range(samples, last) | {
+        "format": form,
+        "tokens": tokens,
+        "samples_by_source": dict(sorted(by_source.items())),
+    }
 
 
 #: Of a run's snapshots, what says which run and order an export is of.
 _IDENTITY = ("run", "run_uid", "generation", "seed", "order_version", "config_digest", "manifest_digest", "tokenizer")
 
 
-def _range(start: RangeStart, begin: int, last: PeekedSample) -> dict[str, Any]:
+def _range(samples: SampleRange, last: PeekedSample) -> dict[str, Any]:
     """The run, and the range of its samples."""
+    joined, form = samples.joined, format_of(samples.joined)
+    record = json.loads(joined.snapshot_template)
     return {
         "tokenloom_export": FORMAT,
         "tokenloom": version("tokenloom"),
-        **{key: start.record[key] for key in _IDENTITY if key in start.record},
-        "from": begin,
+        **{key: record[key] for key in _IDENTITY if key in record},
+        "from": samples.begin,
         "to": last.index + 1,
-        "digest_before": start.digest,
+        "digest_before": joined.start_digest,
         "digest_after": last.digest,
-        "total_tokens_before": start.total_tokens,
+        "total_tokens_before": joined.start_tokens,
         "total_tokens_after": last.total_tokens,
-        "sequence_length": start.sequence_length,
-        "labels": start.labels,
-        "vocab_size": start.vocab_size,
+        "sequence_length": form.length,
+        "labels": "shifted" if form.width > form.length else "same",
+        "vocab_size": joined.vocab_size,
     }
 
 

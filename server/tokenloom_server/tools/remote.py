@@ -23,7 +23,8 @@ from tokenloom_proto.credentials import (
 
 from tokenloom_server.errors import ConfigError, TokenloomError
 from tokenloom_server.reports.receipt import Receipt, RevisionInfo, RunReport
-from tokenloom_server.reports.stats import MixtureInfo, NextLaunch, RunLosses, RunStats
+from tokenloom_server.reports.runs import ChangedRun, RunList
+from tokenloom_server.reports.stats import MixtureInfo, NextLaunch, RunStats
 from tokenloom_server.reports.trace import TracedMicroStep, TracedSample
 
 #: A new mixture's files are listed, and looked into, before the answer, seconds.
@@ -84,93 +85,103 @@ class Remote:
 
     def stats(self, run: str | None) -> list[RunStats]:
         """The figures of one run, or of all. Raises ``ServerUnreachable``, ``NotFound``, ``Unauthenticated``."""
-        run = self._named(run)
-        names = [run] if run is not None else self.runs()
-        return [self._read(RunStats, self._get(f"{_path(name)}/stats")) for name in names]
-
-    def losses(self, run: str) -> RunLosses:
-        """The curve of the losses that trainers reported."""
-        return self._read(RunLosses, self._get(f"{_path(run)}/losses"))
-
-    def runs(self) -> list[str]:
-        """The names of the server's runs."""
-        return self.about().runs
+        return [self._ask(RunStats, f"{_path(name)}/stats") for name in self._named(run)]
 
     def about(self) -> rest.About:
         """The runs, and where trainers connect. Raises ``ProtocolError`` where it is no Tokenloom server."""
         return rest.About.parse(self._get(rest.ABOUT), "grpc_address", self.url)
 
+    def list_runs(self) -> RunList:
+        """The runs, and the mixtures that are not served as they stand."""
+        return self._ask(RunList, rest.ABOUT)
+
+    def add_run(self, **request: str | None) -> ChangedRun:
+        """Adds a run. ``request``: the body, as the route has it."""
+        return self._ask(ChangedRun, rest.ABOUT, request, timeout_s=_REVISE_TIMEOUT_S)
+
+    def reload_run(self, run: str, **request: str | None) -> ChangedRun:
+        """Has the mixture file of a run read again. ``request``: the body, as the route has it."""
+        return self._ask(ChangedRun, f"{_path(run)}/reload", request, timeout_s=_REVISE_TIMEOUT_S)
+
+    def remove_run(self, run: str) -> ChangedRun:
+        """Removes a run from the server; the ledger keeps it."""
+        return self._ask(ChangedRun, _path(run), method="DELETE", timeout_s=_REVISE_TIMEOUT_S)
+
     def only_run(self, run: str | None, remedy: str = "name one by --run") -> str:
         """``run``, or the only one that the server has. Raises ``ConfigError`` with the remedy where it has several."""
-        run = self._named(run)
-        names = [run] if run is not None else self.runs()
+        names = self._named(run)
         if len(names) != 1:
             raise ConfigError(f"{self.url} serves {len(names)} runs: {', '.join(names) or 'none'}; {remedy}")
         return names[0]
 
-    def _named(self, run: str | None) -> str | None:
-        """The run that an option or the address names. Raises ``ConfigError`` where these are two."""
+    def _named(self, run: str | None) -> list[str]:
+        """The run that an option or the address names, else all. Raises ``ConfigError`` where these are two."""
         if run is not None and self.run not in ("", run):
             raise ConfigError(f"{self.url}/{self.run} names the run {self.run!r}, and the option {run!r}; name it once")
-        return run or self.run or None
+        named = run or self.run
+        return [named] if named else self.about().runs
 
     def trace_sample(self, run: str, index: int, **query: int | bool | str | None) -> TracedSample:
         """The documents of a sample. ``query``, as the route has it (``generation``, ``text``, …)."""
         path = f"{_path(run)}/samples/{index}{_query(query)}"
-        return self._read(TracedSample, self._get(path, timeout_s=_FORWARD_TIMEOUT_S))
+        return self._ask(TracedSample, path, timeout_s=_FORWARD_TIMEOUT_S)
 
     def trace_micro_step(self, run: str, micro_step: int, **query: int | bool | None) -> TracedMicroStep:
         """The samples of a micro-step by rank. ``query``, as the route has it (``rank``, too)."""
         path = f"{_path(run)}/micro-steps/{micro_step}{_query(query)}"
-        return self._read(TracedMicroStep, self._get(path, timeout_s=_FORWARD_TIMEOUT_S))
+        return self._ask(TracedMicroStep, path, timeout_s=_FORWARD_TIMEOUT_S)
 
     def restore(self, run: str, **request: str | int | None) -> NextLaunch:
         """Pins where the next generation starts. ``request``: the body, as the route has it."""
-        return self._pin(run, "restore", request)
+        return self._ask(NextLaunch, f"{_path(run)}/restore", request, timeout_s=_RESTORE_TIMEOUT_S)
 
     def cancel_restore(self, run: str) -> NextLaunch:
         """Takes back what is pinned, and returns it. Also raises ``NotFound``."""
-        return self._read(NextLaunch, self._get(f"{_path(run)}/restore", b"", method="DELETE"))
+        return self._ask(NextLaunch, f"{_path(run)}/restore", method="DELETE")
 
     def fork(self, run: str, **request: str | int | None) -> NextLaunch:
         """Pins where a run that has not begun begins. ``request``: the body, as the route has it."""
-        return self._pin(run, "fork", request)
-
-    def _pin(self, run: str, route: str, request: Mapping[str, str | int | None]) -> NextLaunch:
-        body = json.dumps({name: value for name, value in request.items() if value is not None}).encode()
-        return self._read(NextLaunch, self._get(f"{_path(run)}/{route}", body, timeout_s=_RESTORE_TIMEOUT_S))
+        return self._ask(NextLaunch, f"{_path(run)}/fork", request, timeout_s=_RESTORE_TIMEOUT_S)
 
     def receipt(self, run: str, sample_index: int | None = None) -> Receipt:
         """Which data a run had up to a sample index, None for the committed one. Also raises ``BeyondHorizon``."""
         path = f"{_path(run)}/receipt{_query({'sample_index': sample_index})}"
-        return self._read(Receipt, self._get(path, timeout_s=_FORWARD_TIMEOUT_S))
+        return self._ask(Receipt, path, timeout_s=_FORWARD_TIMEOUT_S)
 
     def report(self, run: str) -> RunReport:
         """What a model card needs to say about a run's data."""
-        return self._read(RunReport, self._get(f"{_path(run)}/report", timeout_s=_FORWARD_TIMEOUT_S))
+        return self._ask(RunReport, f"{_path(run)}/report", timeout_s=_FORWARD_TIMEOUT_S)
 
     def mixture(self, run: str) -> MixtureInfo:
         """The mixture in force, and its revisions."""
-        return self._read(MixtureInfo, self._get(f"{_path(run)}/mixture"))
+        return self._ask(MixtureInfo, f"{_path(run)}/mixture")
 
     def revise(self, run: str, change: Mapping[str, Any]) -> RevisionInfo:
         """Makes a revision. ``change``: the body, as the route has it."""
-        body = json.dumps(change).encode()
-        answer = self._get(f"{_path(run)}/mixture", body, method="PATCH", timeout_s=_REVISE_TIMEOUT_S)
-        return self._read(RevisionInfo, answer)
+        path = f"{_path(run)}/mixture"
+        return self._ask(RevisionInfo, path, change, method="PATCH", timeout_s=_REVISE_TIMEOUT_S)
 
     def drop_revisions(self, run: str, number: int) -> list[RevisionInfo]:
         """Takes a revision and all after it back; returns them."""
-        path = f"{_path(run)}/mixture/revisions/{number}"
-        return self._read(list[RevisionInfo], self._get(path, b"", method="DELETE"))
+        return self._ask(list[RevisionInfo], f"{_path(run)}/mixture/revisions/{number}", method="DELETE")
 
-    def _read(self, kind: type[_Answer], body: bytes) -> _Answer:
+    def _ask(
+        self,
+        kind: type[_Answer],
+        path: str,
+        request: Mapping[str, Any] | None = None,
+        *,
+        method: str | None = None,
+        timeout_s: float = rest.TIMEOUT_S,
+    ) -> _Answer:
+        """The answer to a GET, or with the fields of a ``request`` that are given to a POST or another ``method``."""
+        fields = {name: value for name, value in (request or {}).items() if value is not None}
+        body = json.dumps(fields).encode() if request is not None else b"" if method else None
         try:
-            return TypeAdapter(kind).validate_json(body)
+            return TypeAdapter(kind).validate_json(self._get(path, body, method=method, timeout_s=timeout_s))
         except ValidationError:
-            expected = kind.__name__
             raise ServerUnreachable(
-                f"{self.url}: the answer is no {expected}; is it a Tokenloom server of this release?"
+                f"{self.url}: the answer is no {kind.__name__}; is it a Tokenloom server of this release?"
             ) from None
 
     def _get(

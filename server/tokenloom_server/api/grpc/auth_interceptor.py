@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import grpc
 from tokenloom_proto.protocol import VERSION, version_of
@@ -40,6 +41,8 @@ class AuthInterceptor(grpc.ServerInterceptor):
         self._access = access
         #: By path. Those of the data loader are added before the server takes its first call.
         self.rpcs: Mapping[str, Rpc] = OTHER_RPCS
+        #: Is called with the method, status and name of each refusal, whose method a stranger has made up perhaps.
+        self.count_error: Callable[[str, str, str], None] = lambda method, status, name: None
         self._refusals = ThreadPoolExecutor(REFUSAL_THREADS, thread_name_prefix="grpc-refusal")
         self._open = ThreadPoolExecutor(OPEN_THREADS, thread_name_prefix="grpc-open")
         self._reads = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="grpc-reads")
@@ -58,7 +61,7 @@ class AuthInterceptor(grpc.ServerInterceptor):
         method = handler_call_details.method
         version = version_of(method) or VERSION
         # Whether a method exists at all is only for those who may do everything.
-        rpc = self.rpcs.get(method, Rpc(Scope.CONTROL)) if version == VERSION else Rpc(Scope.READ)
+        rpc = self.rpcs.get(method, Rpc(Scope.ADMIN)) if version == VERSION else Rpc(Scope.READ)
         try:
             held = self._access.check(authorization_of(handler_call_details.invocation_metadata), rpc.scope)
             if version != VERSION:
@@ -67,32 +70,37 @@ class AuthInterceptor(grpc.ServerInterceptor):
                     f"{VERSION}: install the same release of tokenloom on both sides"
                 )
         except TokenloomError as error:
-            return self._refusal(error)
+            name = method.rpartition("/")[2] if method in self.rpcs else "other"
+            self.count_error(name, error.grpc_status, error.name)
+            return self._refusal(method, error)
         handler = continuation(handler_call_details)
         if handler is not None and method in OTHER_RPCS:
-            handler = _refusing_malformed(handler)
-        if handler is None or (rpc.trains and held is Scope.CONTROL):
+            handler = _refusing_malformed(handler, partial(self._access.hold, token=held, needed=rpc.scope))
+        if handler is None or (rpc.trains and held.scope >= Scope.TRAIN):
             return detachable(handler) if handler is not None and rpc.streams else handler
         if rpc.trains:
             return _in_pool(handler, self._peeks)
         return _in_pool(handler, self._open if rpc.scope is Scope.OPEN else self._reads)
 
-    def _refusal(self, error: TokenloomError) -> _Handler:
+    def _refusal(self, method: str, error: TokenloomError) -> _Handler:
         def refuse(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            self._access.refusals.note(method, unquote(context.peer()), str(error))
             abort(context, error)
 
         # Whatever the method is: of a stream of requests nothing is read that is not asked for.
         return _in_pool(grpc.stream_stream_rpc_method_handler(refuse), self._refusals)
 
 
-def _refusing_malformed(handler: _Handler) -> _Handler:
+def _refusing_malformed(handler: _Handler, hold: Callable[[grpc.ServicerContext], object]) -> _Handler:
     """A handler of gRPC's own services, whose messages are read as ours are: gRPC itself logs a trace for a malformed
-    one."""
+    one. ``hold`` is called as a call begins."""
     kind = next(kind for kind in _KINDS if getattr(handler, kind) is not None)
     behavior = getattr(handler, kind)
 
     @wraps(behavior)
     def call(messages: Any, context: grpc.ServicerContext, *rest: Any) -> Any:
+        hold(context)
+
         def checked(message: Any) -> Any:
             with errors_as_statuses(context):
                 return readable(message)

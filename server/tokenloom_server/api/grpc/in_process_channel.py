@@ -150,6 +150,9 @@ class _Context:
     def invocation_metadata(self) -> tuple[()]:
         return ()
 
+    def peer(self) -> str:
+        return "this process"
+
     def set_trailing_metadata(self, entries: Iterable[tuple[str, str]]) -> None:
         self._trailing = tuple(_Entry(key, value) for key, value in entries)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import fields
+from typing import Any, TypeVar
 
+from google.protobuf.message import Message
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.process import MAX_LENGTH
 from tokenloom_proto.seal import canonical
 
+from tokenloom_server.api import audit
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.state import State, digest_hex
@@ -17,29 +20,32 @@ from tokenloom_server.replay.evaluation import EvaluationCall
 from tokenloom_server.replay.peek import PeekCall
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.join_call import JoinCall
+from tokenloom_server.run.losses import Report
 from tokenloom_server.run.sizing import batch_plans_of
 
+_Call = TypeVar("_Call", JoinCall, PeekCall, EvaluationCall, Report)
 _ID_TYPES = {1: wire.ID_TYPE_UINT8, 2: wire.ID_TYPE_UINT16, 4: wire.ID_TYPE_UINT32}
 
 
 def training(served: ServedRun, request: wire.JoinRequest) -> wire.JoinResponse:
     """A rank of a launch."""
-    call = JoinCall(
-        rank=request.rank,
-        world_size=request.world_size,
-        batch_size=request.batch_size,
-        attempt=request.attempt,
-        nonce=request.nonce,
-        resume=request.resume,
+    call = call_of(
+        JoinCall,
+        request,
         state=request.state_json,
         process=request.process[:MAX_LENGTH],
-        takeover=request.takeover,
         batch_sizes=tuple((size.total_tokens, size.batch_size) for size in request.batch_sizes),
         accumulate=request.accumulate or 1,
-        fork=request.fork,
     )
+    before = served.coordinator.view().generation
     joined = served.join_handler.join(call)
     opening, plans = joined.opening, batch_plans_of(joined.opening).plans
+    if call.rank == 0 and opening.generation != before.number:
+        opened = (
+            f"generation {opening.generation} with {opening.world_size} ranks at sample {joined.start.sample_index}"
+        )
+        opened += ", taking over" if call.takeover else ""
+        audit.changed(served, f"opened {opened} (before: generation {before.number} with {len(before.ranks)} ranks)")
     return _response(
         served.coordinator,
         joined.uid,
@@ -65,14 +71,7 @@ def peek(served: ServedRun, request: wire.JoinRequest) -> wire.JoinResponse:
         raise JoinRefused(
             "a peek has micro-steps of one batch size, and a schedule was asked for: give batch_size a number"
         )
-    call = PeekCall(
-        rank=request.rank,
-        world_size=request.world_size,
-        batch_size=request.batch_size,
-        resume=request.resume,
-        state=request.state_json,
-    )
-    generation, state = served.peeks.join(call)
+    generation, state = served.peeks.join(call_of(PeekCall, request, state=request.state_json))
     batch_size = served.coordinator.order.config.global_batch_size or request.batch_size
     return _response(
         served.coordinator,
@@ -87,7 +86,7 @@ def peek(served: ServedRun, request: wire.JoinRequest) -> wire.JoinResponse:
 
 def evaluation(served: ServedRun, request: wire.JoinRequest) -> wire.JoinResponse:
     """A rank that evaluates on a stream beside training."""
-    kept, samples = served.evaluations.join(evaluation_call(request))
+    kept, samples = served.evaluations.join(call_of(EvaluationCall, request))
     return wire.JoinResponse(
         **_layout(kept.factory),
         run_uid=served.coordinator.uid,
@@ -100,14 +99,10 @@ def evaluation(served: ServedRun, request: wire.JoinRequest) -> wire.JoinRespons
     )
 
 
-def evaluation_call(request: wire.JoinRequest | wire.StreamOpen) -> EvaluationCall:
-    return EvaluationCall(
-        stream=request.stream,
-        rank=request.rank,
-        world_size=request.world_size,
-        batch_size=request.batch_size,
-        samples=request.samples,
-    )
+def call_of(kind: type[_Call], message: Message, **others: Any) -> _Call:
+    """A call of ``others``, and of what a message has under the names of its remaining fields."""
+    same = {field.name: getattr(message, field.name) for field in fields(kind) if field.name not in others}
+    return kind(**others, **same)
 
 
 def _response(

@@ -6,14 +6,15 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from tokenloom_proto import dataloader_pb2 as wire
 
 from tokenloom_server.api.grpc.detached_call import DetachedCall
 from tokenloom_server.api.grpc.messages import encode_delivery, response_of
-from tokenloom_server.api.grpc.rpc import failure_of, readable, set_error
-from tokenloom_server.errors import JoinRefused, TokenloomError
+from tokenloom_server.api.grpc.rpc import CountError, readable, set_error, shown
+from tokenloom_server.errors import JoinRefused
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.delivery import Delivery
 from tokenloom_server.run.views import Session
@@ -40,21 +41,23 @@ STREAMS_OF_A_RANK = 2
 class RankStreams:
     """Sends what the ranks get, and reads what they have used. Streams may be added from any thread."""
 
-    def __init__(self, coordinator: RunCoordinator) -> None:
+    def __init__(self, coordinator: RunCoordinator, count: CountError = lambda error: None) -> None:
         self._coordinator = coordinator
+        self._count = count
         self._news: queue.SimpleQueue[tuple[_RankStream, Any] | None] = queue.SimpleQueue()
         self._streams: set[_RankStream] = set()
         #: By rank, oldest first.
         self._newest: dict[int, tuple[_RankStream, ...]] = {}
         threading.Thread(target=self._run, name=f"{coordinator.name}-streams", daemon=True).start()
 
-    def add(self, session: Session, opened: wire.StreamOpen, call: DetachedCall) -> None:
-        stream = _RankStream(self._coordinator, session, opened, call, self._news)
+    def add(self, session: Session, opened: wire.StreamOpen, recheck: Callable[[], None], call: DetachedCall) -> None:
+        """``recheck`` raises what ends a stream whose token is not good for it any more."""
+        stream = _RankStream(self._coordinator, session, opened, recheck, call, self._news)
         self._coordinator.ring_for(session, stream.ring)
         self._news.put((stream, _BEGUN))
 
     def stop(self) -> None:
-        """Ends the thread. To be called when the server takes no call any more, and all are over."""
+        """Ends the thread, and what is left of the calls. To be called when no more come."""
         self._news.put(None)
 
     def _run(self) -> None:
@@ -68,6 +71,7 @@ class RankStreams:
             if news is None:
                 for stream in self._streams:
                     self._coordinator.detach(stream.session)
+                    stream.call.context.cancel()
                 return
             stream, event = news
             if event is _BEGUN:
@@ -97,13 +101,11 @@ class RankStreams:
     def _act(self, stream: _RankStream, event: Any) -> None:
         try:
             is_over = stream.over or stream.act(event)
-        except TokenloomError as error:
-            is_over = True
-            set_error(stream.call.context, error)
         except Exception as error:
             is_over = True
-            _log.exception("a stream failed")
-            set_error(stream.call.context, failure_of(error), "Internal")
+            ending = shown(error)
+            self._count(ending)
+            set_error(stream.call.context, ending)
         if is_over and not stream.over:
             stream.over = True
             self._coordinator.detach(stream.session)
@@ -124,10 +126,11 @@ class _RankStream:
         coordinator: RunCoordinator,
         session: Session,
         opened: wire.StreamOpen,
+        recheck: Callable[[], None],
         call: DetachedCall,
         news: queue.SimpleQueue[tuple[_RankStream, Any] | None],
     ) -> None:
-        self.session, self.call = session, call
+        self.session, self.call, self._recheck = session, call, recheck
         self._coordinator, self._opened, self._news = coordinator, opened, news
         self._sending = self._rung = self.over = False
         self._silent_since = time.monotonic()
@@ -192,6 +195,7 @@ class _RankStream:
         item = coordinator.next_now(self.session)
         if item is None and may_say_nothing:
             return
+        self._recheck()
         committed, epoch = coordinator.committed_through, coordinator.lease.epoch
         if isinstance(item, Delivery):
             starts = self._opened.document_starts

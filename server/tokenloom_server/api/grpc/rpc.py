@@ -7,8 +7,9 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NoReturn, TypeVar
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -30,7 +31,13 @@ MAX_REPORT_BYTES = 2**20
 #: Details travel in an HTTP/2 header: they are kept well below its limit.
 _MAX_DETAILS = 6000
 
+#: Is called for each error that ends a call.
+CountError = Callable[[TokenloomError], None]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+class Internal(TokenloomError):
+    """A fault of the program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +57,20 @@ class Rpc:
 def rpc(
     scope: Scope, request: Any, *, max_bytes: int = SMALL_REQUEST_BYTES, trains: bool = False
 ) -> Callable[[_Method], _Method]:
-    """Decorates a method of a servicer, which takes a request (of a stream: an iterator) and the call's context."""
+    """Decorates a method of a servicer, which takes a request (of a stream: an iterator) and the call's context. The
+    servicer's ``count_error`` is called with the method's name, who calls and what ``CountError`` takes."""
 
     def declare(method: _Method) -> _Method:
         streams = inspect.isgeneratorfunction(method)
 
         def respond(self: Any, message: Any, context: grpc.ServicerContext) -> Any:
-            token = caller.waits.set(context.is_active)
-            try:
-                with errors_as_statuses(context):
-                    return method(self, readable(message), context)
-            finally:
-                caller.waits.reset(token)
+            count = partial(self.count_error, method.__name__, unquote(context.peer()))
+            with errors_as_statuses(context, count), caller.serving(self.caller_of(context), context.is_active):
+                return method(self, readable(message), context)
 
         def stream(self: Any, messages: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
-            with errors_as_statuses(context):
+            count = partial(self.count_error, method.__name__, unquote(context.peer()))
+            with errors_as_statuses(context, count):
                 yield from method(self, messages, context)
 
         call: Any = wraps(method)(stream if streams else respond)
@@ -96,24 +102,27 @@ def readable(message: Any) -> Any:
     return message
 
 
-def abort(context: grpc.ServicerContext, error: TokenloomError, name: str = "") -> NoReturn:
-    """Ends a call with an error: its name (``name`` where it has none of its own) and what else a client may know of
-    it in the metadata, the message in the details."""
-    context.set_trailing_metadata(_metadata_of(error, name))
+def abort(context: grpc.ServicerContext, error: TokenloomError) -> NoReturn:
+    """Ends a call with an error: its name and what else a client may know of it in the metadata, the message in the
+    details."""
+    context.set_trailing_metadata(_metadata_of(error))
     context.abort(getattr(grpc.StatusCode, error.grpc_status), _details_of(error))
     raise AssertionError("unreachable: abort raises")
 
 
-def set_error(context: grpc.ServicerContext, error: TokenloomError, name: str = "") -> None:
+def set_error(context: grpc.ServicerContext, error: TokenloomError) -> None:
     """As ``abort``, where the call's status is sent afterwards."""
-    context.set_trailing_metadata(_metadata_of(error, name))
+    context.set_trailing_metadata(_metadata_of(error))
     context.set_code(getattr(grpc.StatusCode, error.grpc_status))
     context.set_details(_details_of(error))
 
 
-def failure_of(error: Exception) -> TokenloomError:
-    """What a client hears of a fault of the program."""
-    return TokenloomError(f"the server failed: {type(error).__name__}: {error}; see its log")
+def shown(error: Exception) -> TokenloomError:
+    """What a client hears of an error: itself, or of a fault of the program, which is logged, that there is one."""
+    if isinstance(error, TokenloomError):
+        return error
+    _log.error("a call failed", exc_info=error)
+    return Internal(f"the server failed: {type(error).__name__}: {error}; see its log")
 
 
 def _details_of(error: TokenloomError) -> str:
@@ -121,26 +130,24 @@ def _details_of(error: TokenloomError) -> str:
     return escaped(str(error), lines=True)[:_MAX_DETAILS]
 
 
-def _metadata_of(error: TokenloomError, name: str) -> tuple[tuple[str, str], ...]:
+def _metadata_of(error: TokenloomError) -> tuple[tuple[str, str], ...]:
     retry = () if error.retry_for_s is None else (("tokenloom-retry-for-s", f"{error.retry_for_s:.1f}"),)
     launch = (("tokenloom-of-launch", "1"),) if error.of_launch else ()
-    return ("tokenloom-error", name or error.name), *retry, *launch
+    return ("tokenloom-error", error.name), *retry, *launch
 
 
 @contextlib.contextmanager
-def errors_as_statuses(context: grpc.ServicerContext) -> Iterator[None]:
+def errors_as_statuses(context: grpc.ServicerContext, count: CountError = lambda error: None) -> Iterator[None]:
     """Ends a call with what is raised, under its name and status."""
     try:
         yield
-    except TokenloomError as error:
-        abort(context, error)
-    except (GeneratorExit, grpc.RpcError):
+    except grpc.RpcError:
         raise
     except Exception as error:
-        if not context.is_active():
-            return
-        _log.exception("a call failed")
-        abort(context, failure_of(error), "Internal")
+        if isinstance(error, TokenloomError) or context.is_active():
+            ending = shown(error)
+            count(ending)
+            abort(context, ending)
 
 
 def _parser(rpc: Rpc) -> Callable[[bytes], Any]:

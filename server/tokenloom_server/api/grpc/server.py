@@ -87,7 +87,7 @@ class GrpcServer:
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         name = SERVICE.full_name
-        self._interceptor.rpcs = rpcs()
+        self._interceptor.rpcs, self._interceptor.count_error = rpcs(), runs.rpc_errors.add
         reflection.enable_server_reflection((name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         self._server.start()
         for each in (name, ""):
@@ -136,9 +136,11 @@ def _options(max_connections: int) -> list[tuple[str, int]]:
 
 
 def _credentials(tls: Tls) -> grpc.ServerCredentials:
-    return grpc.ssl_server_credentials(
-        [(tls.key, tls.certificate)], root_certificates=tls.client_ca, require_client_auth=tls.client_ca is not None
-    )
+    def newest() -> grpc.ServerCertificateConfiguration:  # gRPC asks for each connection
+        now = tls.content
+        return grpc.ssl_server_certificate_configuration([(now.key, now.certificate)], now.client_ca)
+
+    return grpc.dynamic_ssl_server_credentials(newest(), newest, tls.content.client_ca is not None)
 
 
 def _try_to_listen(address: str) -> int:

@@ -6,12 +6,17 @@ import json
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from functools import partial
+from urllib.parse import unquote
 
 import grpc
 from tokenloom_proto import dataloader_pb2 as wire
+from tokenloom_proto.release import own_release, require_compatible
 
-from tokenloom_server.api.auth import Access, Scope
+from tokenloom_server.api import audit
+from tokenloom_server.api.auth import Access, Scope, Token
 from tokenloom_server.api.grpc import join, stream
 from tokenloom_server.api.grpc.auth_interceptor import OTHER_RPCS, authorization_of
 from tokenloom_server.api.grpc.detached_call import GoesOn
@@ -20,7 +25,9 @@ from tokenloom_server.api.grpc.rpc import MAX_REPORT_BYTES, MAX_REQUEST_BYTES, R
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.api.service import Runs
 from tokenloom_server.config.stream import TRAIN
-from tokenloom_server.errors import ConfigError, JoinRefused, NotFound
+from tokenloom_server.core import caller
+from tokenloom_server.core.caller import Caller
+from tokenloom_server.errors import ConfigError, Forbidden, JoinRefused, NotFound, TokenloomError, Unauthenticated
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.join_call import MAX_WORLD_SIZE
 from tokenloom_server.run.losses import Report
@@ -49,20 +56,33 @@ class DataLoader:
         self._access = access
         self._max_connections = max_connections
         self._serves_many = serves_many
+        self._release = own_release()
         self._streams: dict[RunCoordinator, RankStreams] = {}
         self._lock = threading.Lock()
 
     def handlers(self) -> grpc.GenericRpcHandler:
         return handlers_of(self, SERVICE.full_name)
 
-    # Control, but to peek and to evaluate.
+    def count_error(self, method: str, address: str, error: TokenloomError) -> None:
+        """A call of a method ended with an error."""
+        if isinstance(error, Unauthenticated | Forbidden):
+            self._access.refusals.note(method, address, str(error))
+        self._runs.rpc_errors.add(method, error.grpc_status, error.name)
+
+    # Training, but to peek and to evaluate.
     @rpc(Scope.READ, wire.JoinRequest, max_bytes=MAX_REQUEST_BYTES, trains=True)
     def Join(self, request: wire.JoinRequest, context: grpc.ServicerContext) -> wire.JoinResponse:  # noqa: N802
+        require_compatible(request.release, self._release)
+        answer = self._join(request, context)
+        answer.release = self._release
+        return answer
+
+    def _join(self, request: wire.JoinRequest, context: grpc.ServicerContext) -> wire.JoinResponse:
         if _evaluates(request):
             return join.evaluation(self._runs.get(request.run), request)
         if request.peek:
             return join.peek(self._served(request.run, request.stream), request)
-        self._require_control(context)
+        self._require(Scope.TRAIN, context)
         if not request.rank and request.world_size > self._max_connections:
             # No error: behind a proxy ranks may share connections.
             _log.warning(
@@ -72,20 +92,34 @@ class DataLoader:
             )  # fmt: skip
         return join.training(self._served(request.run, request.stream), request)
 
-    # Control, but to peek and to evaluate.
+    # Training, but to peek and to evaluate.
     @rpc(Scope.READ, wire.StreamRequest, trains=True)
     def Stream(  # noqa: N802
         self, requests: Iterator[wire.StreamRequest], context: grpc.ServicerContext
     ) -> Iterator[wire.StreamResponse | bytes | GoesOn]:
         opened = stream.opening(requests, context)
+        looks = _evaluates(opened) or opened.peek
+        scope = Scope.READ if looks else Scope.TRAIN
+        responses: Generator[wire.StreamResponse | bytes | GoesOn, None, None]
+        token = self._require(scope, context)
+        with caller.serving(token.caller(unquote(context.peer())), context.is_active):
+            served = self._runs.get(opened.run) if _evaluates(opened) else self._served(opened.run, opened.stream)
+        recheck = self._access.hold(context, token, scope, opened.run)
         if _evaluates(opened):
-            yield from stream.evaluation(self._runs.get(opened.run), opened, requests, context)
+            responses = stream.evaluation(served, opened, requests, context)
         elif opened.peek:
-            yield from stream.peek(self._served(opened.run, opened.stream), opened, requests, context)
+            responses = stream.peek(served, opened, requests, context)
         else:
-            self._require_control(context)
-            served = self._served(opened.run, opened.stream)
-            yield from stream.training(served, opened, requests, context, self._streams_of(served.coordinator))
+            many = self._streams_of(served)
+            responses = stream.training(served, opened, requests, context, recheck, many)
+        served.closers.add(context.cancel)
+        try:
+            with closing(responses):
+                for response in responses:
+                    recheck()
+                    yield response
+        finally:
+            served.closers.discard(context.cancel)
 
     # Control where it is to be saved.
     @rpc(Scope.READ, wire.SnapshotRequest)
@@ -93,12 +127,14 @@ class DataLoader:
         self, request: wire.SnapshotRequest, context: grpc.ServicerContext
     ) -> wire.SnapshotResponse:
         if request.save:
-            self._require_control(context)
+            self._require(Scope.CONTROL, context)
         served = self._served(request.run, request.stream)
         index = None if request.sample_index == -1 else request.sample_index
         if index is not None and index < 0:
             raise ConfigError(f"sample_index is {index}; expected one from 0 on, or -1 for the committed one")
         text, snapshot_id = served.snapshots.take(index, save=request.save)
+        if request.save:
+            audit.changed(served, f"saved the snapshot {snapshot_id}")
         return wire.SnapshotResponse(snapshot_json=text, id=snapshot_id or "")
 
     @rpc(Scope.CONTROL, wire.RestoreRequest, max_bytes=MAX_REQUEST_BYTES)
@@ -108,19 +144,16 @@ class DataLoader:
         for field in ("skip_samples", "skip_tokens"):
             if getattr(request, field) < 0:
                 raise ConfigError(f"{field} is {getattr(request, field)}; expected a number from 0 on")
-        point = served.start_points.restore(
-            snapshot_id=request.snapshot_id if kind == "snapshot_id" else None,
-            sample_index=request.sample_index if kind == "sample_index" else None,
-            text=request.snapshot_json if kind == "snapshot_json" else None,
-            skip_samples=request.skip_samples,
-            skip_tokens=request.skip_tokens,
-            undo_skip=request.undo_skip,
-        )
-        return wire.RestoreResponse(
-            sample_index=point.sample_index,
-            digest=point.digest,
-            skips=point.skips or {},
-        )
+        with audit.pinning(served):
+            point = served.start_points.restore(
+                snapshot_id=request.snapshot_id if kind == "snapshot_id" else None,
+                sample_index=request.sample_index if kind == "sample_index" else None,
+                text=request.snapshot_json if kind == "snapshot_json" else None,
+                skip_samples=request.skip_samples,
+                skip_tokens=request.skip_tokens,
+                undo_skip=request.undo_skip,
+            )
+        return wire.RestoreResponse(sample_index=point.sample_index, digest=point.digest, skips=point.skips or {})
 
     @rpc(Scope.READ, wire.StatsRequest)
     def Stats(self, request: wire.StatsRequest, context: grpc.ServicerContext) -> wire.StatsResponse:  # noqa: N802
@@ -143,17 +176,16 @@ class DataLoader:
             return wire.TokenizerResponse()
         return wire.TokenizerResponse(tokenizer_json=definition.content.encode(), is_bytes=definition.is_bytes)
 
-    @rpc(Scope.CONTROL, wire.ReportRequest, max_bytes=MAX_REPORT_BYTES)
+    @rpc(Scope.TRAIN, wire.ReportRequest, max_bytes=MAX_REPORT_BYTES)
     def Report(self, request: wire.ReportRequest, context: grpc.ServicerContext) -> wire.ReportResponse:  # noqa: N802
         served = self._served(request.run, request.stream)
         sources = {each.source_id: (each.loss, each.tokens) for each in request.sources}
         if len(sources) < len(request.sources):
             twice = next(i for i, n in Counter(each.source_id for each in request.sources).items() if n > 1)
             raise ConfigError(f"sources: source_id {twice} is reported twice; report each once, over all ranks")
-        report = Report(
-            sample_index=request.sample_index,
-            total_tokens=request.total_tokens,
-            step=request.step,
+        report = join.call_of(
+            Report,
+            request,
             sources=sources,
             loss=request.loss if request.HasField("loss") else None,
             learning_rate=request.learning_rate if request.HasField("learning_rate") else None,
@@ -163,20 +195,34 @@ class DataLoader:
 
     def close(self) -> None:
         """Ends the threads of streams. To be called when the server takes no call any more."""
-        for streams in self._streams.values():
-            streams.stop()
+        for coordinator in list(self._streams):
+            self._forget(coordinator)
 
-    def _streams_of(self, coordinator: RunCoordinator) -> RankStreams | None:
+    def _streams_of(self, served: ServedRun) -> RankStreams | None:
         if not self._serves_many:
             return None
+        coordinator = served.coordinator
         with self._lock:
-            if coordinator not in self._streams:
-                self._streams[coordinator] = RankStreams(coordinator)
-            return self._streams[coordinator]
+            streams = self._streams.get(coordinator)
+            if streams is None:
+                count = partial(self.count_error, "Stream", "a rank")
+                streams = self._streams[coordinator] = RankStreams(coordinator, count)
+                served.closers.add(partial(self._forget, coordinator))
+            return streams
 
-    def _require_control(self, context: grpc.ServicerContext) -> None:
+    def _forget(self, coordinator: RunCoordinator) -> None:
+        with self._lock:
+            streams = self._streams.pop(coordinator, None)
+        if streams is not None:
+            streams.stop()
+
+    def caller_of(self, context: grpc.ServicerContext) -> Caller:
+        """Who makes a call, for whom its work is done."""
+        return self._require(Scope.READ, context).caller(unquote(context.peer()))
+
+    def _require(self, scope: Scope, context: grpc.ServicerContext) -> Token:
         """For a request that asks for more than its method's scope. Raises ``Forbidden``."""
-        self._access.check(authorization_of(context.invocation_metadata()), Scope.CONTROL)
+        return self._access.check(authorization_of(context.invocation_metadata()), scope)
 
     def _served(self, run: str, stream: str) -> ServedRun:
         served = self._runs.get(run)

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -15,13 +15,13 @@ from tokenloom_proto import dataloader_pb2 as wire
 
 from tokenloom_server.api.grpc import rank_streams
 from tokenloom_server.api.grpc.detached_call import GoesOn
-from tokenloom_server.api.grpc.join import evaluation_call
+from tokenloom_server.api.grpc.join import call_of
 from tokenloom_server.api.grpc.messages import encode_delivery, encode_slice, response_of
 from tokenloom_server.api.grpc.rank_streams import BREAK_S, FINISH_S, HEARTBEAT_S
 from tokenloom_server.api.grpc.rpc import readable
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.errors import JoinRefused, TokenloomError
-from tokenloom_server.replay.evaluation import Slice
+from tokenloom_server.replay.evaluation import EvaluationCall, Slice
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
 from tokenloom_server.run.views import Session
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 OPEN_TIMEOUT_S = 30.0
 
 _Requests = Iterator[wire.StreamRequest]
-_Responses = Iterator[wire.StreamResponse | bytes]
+_Responses = Generator[wire.StreamResponse | bytes, None, None]
 
 
 def opening(requests: _Requests, context: grpc.ServicerContext) -> wire.StreamOpen:
@@ -50,9 +50,11 @@ def training(
     opened: wire.StreamOpen,
     requests: _Requests,
     context: grpc.ServicerContext,
+    recheck: Callable[[], None],
     streams: rank_streams.RankStreams | None,
-) -> Iterator[wire.StreamResponse | bytes | GoesOn]:
-    """A rank's part of the run; with ``streams`` and many ranks, it goes on there."""
+) -> Generator[wire.StreamResponse | bytes | GoesOn, None, None]:
+    """A rank's part of the run; with ``streams`` and many ranks, it goes on there, where ``recheck`` raises what ends
+    it."""
     coordinator = served.coordinator
     session = coordinator.attach(
         opened.run_uid,
@@ -69,7 +71,7 @@ def training(
     )
     many = len(session.active.generation.slots) >= rank_streams.FEWEST_RANKS
     if many and streams is not None:
-        yield partial(streams.add, session, opened)
+        yield partial(streams.add, session, opened, recheck)
         return
     try:
         yield from _responses(coordinator, _RankStream(coordinator, session), opened, requests, context)
@@ -88,7 +90,7 @@ def evaluation(
     served: ServedRun, opened: wire.StreamOpen, requests: _Requests, context: grpc.ServicerContext
 ) -> _Responses:
     """Samples of a stream beside training."""
-    call = evaluation_call(opened)
+    call = call_of(EvaluationCall, opened)
     source = served.evaluations.open(opened.run_uid, call, opened.received_through, opened.received_digest)
     yield from _responses(served.coordinator, source, opened, requests, context)
 

@@ -1,23 +1,36 @@
 """The page at ``/``: static files that ask the REST interface for a run's stats once a second.
 
-The files are read once, when the app is made, and named one by one: a request never becomes a path.
+The files are listed once, and read when the app is made: a request never becomes a path.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.resources import files
+from pathlib import PurePath
 
 from tokenloom_server.api.rest.routes import Backend, Routes
 
-#: URL → (file in this package, media type).
-FILES = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/page/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "/page/icon.svg": ("icon.svg", "image/svg+xml"),
+#: What is served of this package, by how a file's name ends.
+_MEDIA_TYPES = {
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".svg": "image/svg+xml",
 }
 
 
+def page_files() -> Iterator[tuple[str, bytes, str]]:
+    """Each file's URL, content and media type."""
+    page = files(__name__)
+    # https://github.com/leeoniya/uPlot 1.6.32, MIT, its files as they are published.
+    for url, folder in (("/page", page), ("/page/uplot", page.joinpath("uplot"))):
+        for file in folder.iterdir():
+            media_type = _MEDIA_TYPES.get(PurePath(file.name).suffix)
+            if media_type is not None:
+                yield "/" if file.name == "index.html" else f"{url}/{file.name}", file.read_bytes(), media_type
+
+
 def add_routes(routes: Routes, backend: Backend) -> None:
-    for url, (name, media_type) in FILES.items():
-        routes.add_file(url, files(__name__).joinpath(name).read_bytes(), media_type)
+    for url, content, media_type in page_files():
+        routes.add_file(url, content, media_type)

@@ -9,12 +9,11 @@ from typing import Any
 from fastapi import Depends, FastAPI
 
 from tokenloom_server.api import page
-from tokenloom_server.api.auth import OPEN_TO_ALL, Access
 from tokenloom_server.api.rest.guard import Guard
 from tokenloom_server.api.rest.problems import add_error_handlers
 from tokenloom_server.api.rest.resources import (
     health,
-    losses,
+    history,
     metrics,
     mixture,
     plan,
@@ -25,10 +24,9 @@ from tokenloom_server.api.rest.resources import (
     trace,
 )
 from tokenloom_server.api.rest.routes import Backend, Routes, refuse_unknown_parameters
-from tokenloom_server.api.service import Runs
 
 #: Each has ``add_routes(routes, backend)``. A new resource is its module, and its name here.
-RESOURCES = (runs, losses, plan, receipts, snapshots, restore, trace, mixture, health, metrics, page)
+RESOURCES = (runs, history, plan, receipts, snapshots, restore, trace, mixture, health, metrics, page)
 
 
 class RestApp(FastAPI):
@@ -58,20 +56,11 @@ class RestApp(FastAPI):
         return schema
 
 
-def create_app(
-    runs: Runs,
-    resources: Sequence[ModuleType] = RESOURCES,
-    *,
-    version: str,
-    grpc_address: str | None = None,
-    access: Access = OPEN_TO_ALL,
-) -> RestApp:
-    """The REST interface to ``runs``, with its own metrics registry. ``grpc_address`` is shown to people who have no
-    trainer yet."""
-    app = RestApp(version)
-    backend = Backend(runs, version, grpc_address, access)
+def create_app(backend: Backend, resources: Sequence[ModuleType] = RESOURCES) -> RestApp:
+    """The REST interface to the runs of ``backend``, with its own metrics registry."""
+    app = RestApp(backend.version)
     for resource in resources:
         resource.add_routes(app.resource_routes, backend)
     add_error_handlers(app)
-    app.add_middleware(Guard, access=access, scope_of=app.resource_routes.scope_of)
+    app.add_middleware(Guard, access=backend.access, needed_by=app.resource_routes.needed_by)
     return app

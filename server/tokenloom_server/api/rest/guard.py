@@ -15,8 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tokenloom_proto.seal import strict_json
 
-from tokenloom_server.api.auth import Access
-from tokenloom_server.api.auth import Scope as TokenScope
+from tokenloom_server.api.auth import Access, Needed, Token
 from tokenloom_server.api.rest.problems import HTTP_ERRORS, SECURITY_HEADERS, problem, quoted
 from tokenloom_server.core import caller
 from tokenloom_server.errors import TokenloomError
@@ -57,20 +56,24 @@ class Guard:
     content type that browsers do not send unasked.
     """
 
-    def __init__(self, app: ASGIApp, access: Access, scope_of: Callable[[Scope], TokenScope]) -> None:
-        """``scope_of`` says what the route of a request asks for."""
+    def __init__(self, app: ASGIApp, access: Access, needed_by: Callable[[Scope], Needed]) -> None:
+        """``needed_by`` says what the route of a request asks for."""
         self._app = app
         self._own_name = socket.gethostname().lower()
         self._access = access
-        self._scope_of = scope_of
+        self._needed_by = needed_by
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
 
+        reason = ""
+
         async def send_secured(message: Message) -> None:
             if message["type"] == "http.response.start":
+                if message["status"] in (401, 403):
+                    self._access.refusals.note(f"{scope['method']} {scope['path']}", _address_of(scope), reason)
                 headers = MutableHeaders(scope=message)
                 for name, value in SECURITY_HEADERS.items():
                     headers.setdefault(name, value)
@@ -79,11 +82,12 @@ class Guard:
         try:
             headers = Headers(scope=scope)
             self._check_sender(headers)
-            self._check_token(scope, headers)
+            token = self._check_token(scope, headers)
             if scope["method"] in ("POST", "PUT", "PATCH", "DELETE"):
                 receive = _replay(await _read_strict_json(headers, receive), receive)
         except _Refused as refusal:
             headers_out = refusal.headers | ({"connection": "close"} if refusal.unread else {})
+            reason = refusal.message
             name = refusal.name or HTTP_ERRORS[refusal.status]
             answer = problem(refusal.status, name, refusal.message, headers_out)
             await answer(scope, receive, _lingering(send_secured, receive) if refusal.unread else send_secured)
@@ -91,6 +95,8 @@ class Guard:
             pass
         else:
             caller.waits.set(_still_connected(Request(scope, receive)))
+            caller.who.set(token.caller(_address_of(scope)))
+            reason = f"refused to {token.name}"
             await self._app(scope, receive, send_secured)
 
     def _check_sender(self, headers: Headers) -> None:
@@ -110,16 +116,16 @@ class Guard:
                     f"(Host is {quoted(host)}); send the request from this server's own page, or without a browser",
                 )
 
-    def _check_token(self, scope: Scope, headers: Headers) -> None:
-        if not self._access.closed:
-            return
-        needed = self._scope_of(scope)
+    def _check_token(self, scope: Scope, headers: Headers) -> Token:
+        needed = self._needed_by(scope)
         sent = headers.getlist("authorization")
         try:
-            self._access.check(sent[0] if len(sent) == 1 else None, needed)
+            return self._access.check(sent[0] if len(sent) == 1 else None, *needed)
         except TokenloomError as error:
             # What RFC 6750 says to a client: which kind of token, and which scope was short.
-            lacks = f', error="insufficient_scope", scope="{needed.name.lower()}"' if error.http_status == 403 else ""
+            lacks = (
+                f', error="insufficient_scope", scope="{needed.scope.name.lower()}"' if error.http_status == 403 else ""
+            )
             raise _Refused(
                 error.http_status,
                 str(error),
@@ -180,6 +186,11 @@ def _still_connected(request: Request) -> Callable[[], bool]:
     """Whether the client is still there, for the thread in which its route works."""
     loop = asyncio.get_running_loop()
     return lambda: not asyncio.run_coroutine_threadsafe(request.is_disconnected(), loop).result(LOOK_S)
+
+
+def _address_of(scope: Scope) -> str:
+    host, port = scope.get("client") or ("", 0)
+    return f"{host}:{port}"
 
 
 def _has_body(headers: Headers) -> bool:

@@ -15,17 +15,18 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import Scope as RequestScope
 
-from tokenloom_server.api.auth import Access, Scope
+from tokenloom_server.api.auth import OPEN_TO_ALL, Access, Needed, Scope
 from tokenloom_server.api.rest.guard import MAX_BODY_BYTES
 from tokenloom_server.api.rest.models import ErrorBody
 from tokenloom_server.api.rest.problems import quoted
+from tokenloom_server.api.run_folder import RunFolder
 from tokenloom_server.api.service import Runs
 
 _Endpoint = TypeVar("_Endpoint", bound=Callable[..., Any])
 #: What an error status means, for OpenAPI.
 _MEANINGS = {
     401: "`Unauthenticated`: no token, or another.",
-    403: "`OriginRefused`: a browser sent this for a page of another host. `Forbidden`: the token is for reading.",
+    403: "`OriginRefused`: a browser sent this for a page of another host. `Forbidden`: the token has a lower scope.",
     404: "No such run or snapshot.",
     409: "The run is in a state that does not allow this, such as `SourceChanged`.",
     413: f"`BodyTooLarge`: more than {MAX_BODY_BYTES} bytes.",
@@ -39,6 +40,8 @@ _MEANINGS = {
 }
 #: What ``Guard`` and ``refuse_unknown_parameters`` answer, whatever the route is.
 _OF_EVERY_ROUTE = (403, 421, 422)
+#: What ``Guard`` answers where there may be a body, and what ``Runs.get`` does.
+_OF_A_BODY, _OF_A_RUN = (413, 415), (404, 503)
 
 
 async def refuse_unknown_parameters(request: Request) -> None:
@@ -59,9 +62,11 @@ class Backend:
     runs: Runs
     version: str
     """Of the server."""
-    grpc_address: str | None
+    grpc_address: str | None = None
     """Where trainers connect, for people who have none yet."""
-    access: Access
+    access: Access = OPEN_TO_ALL
+    folder: RunFolder | None = None
+    """How runs are added and removed; none that is followed if not given."""
 
 
 class Routes:
@@ -71,6 +76,8 @@ class Routes:
         self._app = app
         #: By method and path. FastAPI adds the route of the schema itself.
         self.scopes: dict[tuple[str, str], Scope] = {("GET", "/openapi.json"): Scope.READ}
+        #: Those that are about all runs: closed to a token that is good for some.
+        self.of_all_runs: set[tuple[str, str]] = set()
 
     def add(
         self,
@@ -79,19 +86,28 @@ class Routes:
         scope: Scope,
         *,
         errors: tuple[int, ...] = (),
+        shows_own_runs: bool = False,
         responses: Mapping[int | str, dict[str, Any]] | None = None,
         **documented: Any,
     ) -> Callable[[_Endpoint], _Endpoint]:
         """Decorates the function that answers on a route. The first line of its docstring is the route's summary in
-        OpenAPI, the rest its description. ``errors``: the statuses that it may answer with, besides those of every
-        route. ``documented``: what else FastAPI's ``add_api_route`` takes, such as tags."""
+        OpenAPI, the rest its description. ``errors``: the statuses that it may answer with, besides those that follow
+        from its method and path. ``shows_own_runs``: a path without a run that shows each caller only the runs that its
+        token is good for; the others take a token for all runs. ``documented``: what else FastAPI's ``add_api_route``
+        takes, such as tags."""
         self.scopes[method, path] = scope
-        statuses = (*_OF_EVERY_ROUTE, *errors)
+        statuses = {*_OF_EVERY_ROUTE, *errors}
+        if method != "GET":
+            statuses |= {*_OF_A_BODY}
+        if "{run}" in path:
+            statuses |= {*_OF_A_RUN}
+        elif scope is not Scope.OPEN and not shows_own_runs:
+            self.of_all_runs.add((method, path))
         if scope is not Scope.OPEN:
-            statuses = (401, *statuses)
+            statuses.add(401)
             documented["openapi_extra"] = {"security": [{"token": [scope.name.lower()]}]}
         answers: dict[int | str, dict[str, Any]] = {**(responses or {})}
-        for status in statuses:
+        for status in sorted(statuses):
             answers[status] = {"model": ErrorBody, "description": _MEANINGS[status]}
 
         def add(endpoint: _Endpoint) -> _Endpoint:
@@ -119,10 +135,13 @@ class Routes:
 
         self._app.add_route(path, serve, methods=["GET"], include_in_schema=False)
 
-    def scope_of(self, request: RequestScope) -> Scope:
+    def needed_by(self, request: RequestScope) -> Needed:
         """What the route of a request asks for. Where there is no such route, only a reader learns that."""
         for route in self._app.routes:
-            if route.matches(request)[0] is Match.FULL:
+            match, details = route.matches(request)
+            if match is Match.FULL:
                 method = "GET" if request["method"] == "HEAD" else request["method"]
-                return self.scopes.get((method, getattr(route, "path", "")), Scope.CONTROL)
-        return Scope.READ
+                key = method, getattr(route, "path", "")
+                run = None if key in self.of_all_runs else details["path_params"].get("run", "")
+                return Needed(self.scopes.get(key, Scope.ADMIN), run)
+        return Needed(Scope.READ)

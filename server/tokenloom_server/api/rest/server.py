@@ -13,6 +13,7 @@ from tokenloom_server.api.rest.listener import MAX_CONNECTIONS, MAX_HEALTH_CONNE
 
 if TYPE_CHECKING:
     from tokenloom_server.api.rest.uvicorn_server import Http
+    from tokenloom_server.api.run_folder import RunFolder
     from tokenloom_server.api.service import Runs
 
 logger = logging.getLogger(__name__)
@@ -44,11 +45,13 @@ class RestServer:
         self._thread: threading.Thread | None = None
         self._http: Http | None = None
 
-    def start(self, runs: Runs, *, grpc_address: str | None = None) -> None:
-        """Answers with what is asked of ``runs`` (see ``app.create_app``), from a thread. Requests wait until the
+    def start(self, runs: Runs, folder: RunFolder | None = None, *, grpc_address: str | None = None) -> None:
+        """Answers with what is asked of ``runs`` (see ``routes.Backend``), from a thread. Requests wait until the
         packages are imported."""
         # A daemon, so that a request that never ends cannot keep the process.
-        self._thread = threading.Thread(target=self._run, args=(runs, grpc_address), name="tokenloom-rest", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(runs, folder, grpc_address), name="tokenloom-rest", daemon=True
+        )
         self._thread.start()
 
     def stop(self, timeout: float = 5.0) -> bool:
@@ -73,7 +76,7 @@ class RestServer:
         logger.warning("REST: a request was still running %g s after the stop; it was dropped", timeout)
         return False
 
-    def _run(self, runs: Runs, grpc_address: str | None) -> None:
+    def _run(self, runs: Runs, folder: RunFolder | None, grpc_address: str | None) -> None:
         try:
             self._await_somebody()
             if self._stopping:
@@ -82,15 +85,14 @@ class RestServer:
 
             from tokenloom_server.api.rest.app import RESOURCES, create_app
             from tokenloom_server.api.rest.resources import health
+            from tokenloom_server.api.rest.routes import Backend
             from tokenloom_server.api.rest.uvicorn_server import Http
             from tokenloom_server.order.snapshot_document import ResumeStateDocument, SnapshotDocument
 
             for document in (SnapshotDocument, ResumeStateDocument):
                 document.model_rebuild()  # which the first restore would otherwise wait for
             resources = (health,) if self._only_health else RESOURCES
-            app = create_app(
-                runs, resources, version=version("tokenloom"), grpc_address=grpc_address, access=self._access
-            )
+            app = create_app(Backend(runs, version("tokenloom"), grpc_address, self._access, folder), resources)
             http = self._http = Http(app, self._access.tls)
             # Whoever stops sets this first and looks at ``_http`` then: one of the two sees the other.
             if not self._stopping:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import time
 
 import uvicorn
@@ -11,7 +12,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tokenloom_server.api.rest.listener import MAX_CONNECTIONS
-from tokenloom_server.api.tls import Tls
+from tokenloom_server.api.tls import NewestContext, Tls
 
 #: A connection without a request under way is closed after this time, seconds: since it was accepted, or since its last
 #: answer. However slowly bytes come: a request is under way once its head is complete.
@@ -71,7 +72,8 @@ class Http(uvicorn.Server):
         if tls is not None:
             # Checked when the server started; uvicorn would read the files now, and take weaker ciphers.
             self.config.load()
-            self.config.ssl = tls.context
+            self.config.ssl = context = NewestContext(ssl.PROTOCOL_TLS_SERVER)
+            context.tls = tls
         #: Requests that had not ended in time.
         self.dropped = 0
 

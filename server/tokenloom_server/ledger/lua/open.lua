@@ -5,7 +5,7 @@ local current = field('generation')
 if tonumber(current) == tonumber(ARGV[3]) and field('opening_mark') == ARGV[5] then return {1} end -- a repetition
 local used = redis.call('HGET', ATTEMPTS, ARGV[4])
 if used then return refused(used) end
-if tonumber(ARGV[3]) <= tonumber(current) then return refused() end
+if tonumber(ARGV[3]) <= math.max(tonumber(current), tonumber(field('closed_generation') or '0')) then return refused() end
 if ARGV[9] ~= '' then
   if revision_changes() ~= tonumber(ARGV[#ARGV]) then return refused() end
   redis.call('RPUSH', REVISIONS, ARGV[9])

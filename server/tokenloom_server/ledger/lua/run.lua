@@ -22,7 +22,7 @@ end
 
 -- Of a run's fields those that decide: neither its record nor its state, which may be large.
 local HEAD = {'name', 'uid', 'epoch', 'generation', 'opening_mark', 'sample_index', 'digest', 'lease_holder',
-  'lease_acquired_at', 'lease_lapses_at', 'lease_s', 'heard_at', 'revision_changes', 'closed_generation'}
+  'lease_acquired_at', 'lease_lapses_at', 'lease_s', 'heard_at', 'revision_changes', 'closed_generation', 'elsewhere'}
 
 -- The answer of a script that wrote nothing: what it saw of the run (Head in rules.py), which says why. item is what
 -- the run's lists hold of the call's own attempt, rank, number or id.
@@ -47,13 +47,18 @@ local function has_epoch()
   return tonumber(field('epoch')) == tonumber(ARGV[2]) and revision_changes() >= tonumber(ARGV[#ARGV])
 end
 
+-- Whether the run is in this ledger, and not in another.
+local function is_here()
+  return (field('elsewhere') or '') == ''
+end
+
 local function may_write()
-  return field('uid') == ARGV[1] and has_epoch()
+  return field('uid') == ARGV[1] and is_here() and has_epoch()
 end
 
 local function is_present(generation)
-  local present = field('generation') or '0'
-  return present ~= '0' and tonumber(present) == tonumber(generation) and field('closed_generation') ~= present
+  local present = tonumber(field('generation') or '0')
+  return present > tonumber(field('closed_generation') or '0') and present == tonumber(generation)
 end
 
 -- Whether the run has less than what the caller knows as committed in its generation (0: none).

@@ -94,7 +94,9 @@ def _of_sources(content: Content) -> Iterator[str]:
         if source.samples and not source.tokens:
             yield f"{where}: token_offset: found {source.tokens}, though {source.samples} samples were taken"
     known = [source for source in content.sources if not source.unknown]
-    if any(map(_has_progress, known)) and not any(source.tokens or source.samples for source in known):
+    if any(each.row or each.epoch or each.rows or each.exhausted for each in known) and not any(
+        source.tokens or source.samples for source in known
+    ):
         yield "resume_state.datasets: every token_offset is 0 or missing, though the cursors show progress"
 
 
@@ -214,10 +216,6 @@ def _of_own(there: Node | Source | Child | None) -> tuple[int, int] | None:
     if any(row is None or row.samples is None or row.tokens is None for row in rows):
         return None
     return sum(row.samples or 0 for row in rows if row), sum(row.tokens or 0 for row in rows if row)
-
-
-def _has_progress(source: Source) -> bool:
-    return bool(source.row or source.epoch or source.rows or source.exhausted)
 
 
 def _entries(content: Content) -> list[Mapping[str, Any]]:

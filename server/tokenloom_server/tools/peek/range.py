@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Any
 
 import grpc
-import numpy as np
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 
@@ -26,20 +22,6 @@ SEARCH_S, _PAUSE_S = 60.0, 0.5
 _MOST_SAMPLES = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RangeStart:
-    """Where a range of samples begins, and of which run it is."""
-
-    #: What the run's snapshots say wherever they are taken.
-    record: Mapping[str, Any]
-    digest: str
-    total_tokens: int
-    sequence_length: int
-    labels: str
-    vocab_size: int
-    dtype: np.dtype[Any]
-
-
 class SampleRange:
     """The samples [``begin``, ``end``) of a run."""
 
@@ -50,14 +32,14 @@ class SampleRange:
         #: The next sample.
         self.index = self.begin = begin
         self.end = end
-        self._start: RangeStart | None = None
+        self._joined: wire.JoinResponse | None = None
         self._digest = ""
 
     @property
-    def start(self) -> RangeStart:
-        """Known from the first sample on."""
-        assert self._start is not None
-        return self._start
+    def joined(self) -> wire.JoinResponse:
+        """Of which run it is, and where it begins there. Known from the first sample on."""
+        assert self._joined is not None
+        return self._joined
 
     def samples(self) -> Iterator[PeekedSample]:
         """Where a server goes away, the next one goes on; for ``SEARCH_S`` none need answer.
@@ -116,12 +98,5 @@ class SampleRange:
                 f"sample {self.index} has digest {joined.start_digest} at the server that answers now, but the samples "
                 f"before have {self._digest}: its data, tokeniser or software are others; begin again"
             )
-        self._start = self._start or RangeStart(
-            record=json.loads(joined.snapshot_template),
-            digest=joined.start_digest,
-            total_tokens=joined.start_tokens,
-            sequence_length=joined.sequence_length,
-            labels="shifted" if joined.labels == wire.LABELS_SHIFTED else "same",
-            vocab_size=joined.vocab_size,
-            dtype=np.dtype(f"u{int(joined.id_type)}"),
-        )
+        if self._joined is None:
+            self._joined = joined

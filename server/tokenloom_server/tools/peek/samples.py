@@ -67,6 +67,18 @@ class PeekedSample:
         }
 
 
+def format_of(joined: wire.JoinResponse) -> SampleFormat:
+    """How samples of ids travel."""
+    return SampleFormat(
+        length=joined.sequence_length,
+        width=joined.sequence_length + (joined.labels == wire.LABELS_SHIFTED),
+        dtype=np.dtype(f"u{int(joined.id_type)}"),
+        lengths=joined.sample_lengths,
+        masked=joined.loss_masks,
+        padding="left" if joined.pads_left else "right",
+    )
+
+
 def decode_batches(
     joined: wire.JoinResponse, sources: Mapping[int, NamedSource], batches: wire.Batches
 ) -> Iterator[PeekedSample]:
@@ -78,15 +90,8 @@ def _samples(
     joined: wire.JoinResponse, sources: Mapping[int, NamedSource], batches: wire.Batches
 ) -> Iterator[PeekedSample]:
     """Samples of ids, one for each micro-step."""
-    length = joined.sequence_length
-    form = SampleFormat(
-        length=length,
-        width=length + (joined.labels == wire.LABELS_SHIFTED),
-        dtype=np.dtype(f"u{int(joined.id_type)}"),
-        lengths=joined.sample_lengths,
-        masked=joined.loss_masks,
-        padding="left" if joined.pads_left else "right",
-    )
+    form = format_of(joined)
+    length = form.length
     size, first = form.sample_bytes, 0
     samples = [batches.ids[begin : begin + size] for begin in range(0, len(batches.ids), size)]
     for step, sample, source, count in zip(

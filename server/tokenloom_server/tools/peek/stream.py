@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator
 
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
+from tokenloom_proto.release import own_release
 from tokenloom_proto.resume import NamedSource, sources_of
 
 from tokenloom_server.tools.peek.samples import PeekedSample, decode_batches
@@ -24,7 +25,9 @@ class PeekStream:
         self._stub = stub
         self._servers = servers
         resume = "" if index is None else str(index)
-        request = wire.JoinRequest(run=servers.run, peek=True, world_size=1, batch_size=1, resume=resume)
+        request = wire.JoinRequest(
+            run=servers.run, peek=True, world_size=1, batch_size=1, resume=resume, release=own_release()
+        )
         self.joined: wire.JoinResponse = stub.Join(request, timeout=DEADLINE_S, metadata=servers.metadata)
         #: Samples in the ledger, as the newest message says.
         self.committed = 0

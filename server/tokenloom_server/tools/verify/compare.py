@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -89,14 +90,8 @@ def _search(a: DigestSource, b: DigestSource) -> tuple[int, int | None]:
     low, step = first, 1
     while low + step < end and same(low + step):
         low, step = low + step, step * 2
-    high = min(low + step, end)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if same(middle):
-            low = middle
-        else:
-            high = middle
-    return low, high
+    high = bisect_left(range(min(low + step, end)), True, low + 1, key=lambda index: not same(index))
+    return high - 1, high
 
 
 def _common(a: DigestSource, b: DigestSource) -> list[int]:

@@ -43,7 +43,7 @@ def add_routes(routes: Routes, backend: Backend) -> None:
 
 def _may_read(access: Access, request: Request) -> bool:
     try:
-        access.check(request.headers.get("authorization"), Scope.READ)
+        access.check(request.headers.get("authorization"), Scope.READ, None)
     except TokenloomError:
         return False
     return True

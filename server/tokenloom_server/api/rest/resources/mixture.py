@@ -6,6 +6,7 @@ from typing import Annotated
 
 from fastapi import Body, Path
 
+from tokenloom_server.api import audit
 from tokenloom_server.api.auth import Scope
 from tokenloom_server.api.rest.models import RunName
 from tokenloom_server.api.rest.routes import Backend, Routes
@@ -45,18 +46,12 @@ _CHANGE_EXAMPLES = {
 def add_routes(routes: Routes, backend: Backend) -> None:
     runs = backend.runs
 
-    @routes.add("GET", "/v1/runs/{run}/mixture", Scope.READ, errors=(404, 422, 503), tags=["mixture"])
+    @routes.add("GET", "/v1/runs/{run}/mixture", Scope.READ, tags=["mixture"])
     def read_mixture(run: RunName) -> MixtureInfo:
         """The mixture in force, and what changes it."""
         return runs.get(run).mixture.info()
 
-    @routes.add(
-        "PATCH",
-        "/v1/runs/{run}/mixture",
-        Scope.CONTROL,
-        errors=(404, 409, 413, 415, 416, 422, 500, 503),
-        tags=["mixture"],
-    )
+    @routes.add("PATCH", "/v1/runs/{run}/mixture", Scope.CONTROL, errors=(409, 416, 500), tags=["mixture"])
     def revise(run: RunName, change: Annotated[MixtureChange, Body(openapi_examples=_CHANGE_EXAMPLES)]) -> RevisionInfo:
         """Change the mixture while the run trains.
 
@@ -64,15 +59,16 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         or from a later sample index or token count. Journalled before production passes it; snapshots carry it, and a
         restore applies it again at its index.
         """
-        return runs.get(run).mixture.revise(change)
+        served = runs.get(run)
+        revision = served.mixture.revise(change)
+        if not change.dry_run:
+            audit.changed(served, f"revision {audit.revision_text(revision)}")
+        return revision
 
-    @routes.add(
-        "DELETE",
-        "/v1/runs/{run}/mixture/revisions/{number}",
-        Scope.CONTROL,
-        errors=(404, 415, 416, 422, 503),
-        tags=["mixture"],
-    )
+    @routes.add("DELETE", "/v1/runs/{run}/mixture/revisions/{number}", Scope.CONTROL, errors=(416,), tags=["mixture"])
     def drop_revisions(run: RunName, number: Annotated[int, Path(ge=1, le=MAX_COUNTER)]) -> list[RevisionInfo]:
         """Take back a revision, and all after it, before production reaches them."""
-        return runs.get(run).mixture.drop(number)
+        served = runs.get(run)
+        dropped = served.mixture.drop(number)
+        audit.changed(served, f"took back revision {', '.join(map(audit.revision_text, dropped))}")
+        return dropped

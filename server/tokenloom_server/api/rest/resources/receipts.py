@@ -13,7 +13,7 @@ from tokenloom_server.reports.receipt import Receipt, RunReport
 
 
 def add_routes(routes: Routes, backend: Backend) -> None:
-    @routes.add("GET", "/v1/runs/{run}/receipt", Scope.READ, errors=(404, 416, 422, 429, 500, 503), tags=["receipts"])
+    @routes.add("GET", "/v1/runs/{run}/receipt", Scope.READ, errors=(416, 429, 500), tags=["receipts"])
     def read_receipt(
         run: RunName,
         sample_index: Annotated[
@@ -28,7 +28,7 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         """
         return backend.runs.get(run).receipts.receipt(sample_index)
 
-    @routes.add("GET", "/v1/runs/{run}/report", Scope.READ, errors=(404, 422, 429, 500, 503), tags=["receipts"])
+    @routes.add("GET", "/v1/runs/{run}/report", Scope.READ, errors=(429, 500), tags=["receipts"])
     def read_report(run: RunName) -> RunReport:
         """What a model card says about a run's data.
 

@@ -7,13 +7,14 @@ from typing import Annotated
 from fastapi import Body
 from pydantic import ConfigDict, Field
 
+from tokenloom_server.api import audit
 from tokenloom_server.api.auth import Scope
 from tokenloom_server.api.rest.models import Model, RunName, SampleIndex
 from tokenloom_server.api.rest.routes import Backend, Routes
 from tokenloom_server.reports.stats import NextLaunch
 
 _POINTS = ("snapshot_id", "sample_index", "snapshot")
-_ERRORS = (404, 409, 413, 415, 416, 422, 500, 503)
+_ERRORS = (409, 416, 500)
 
 
 class RestoreRequest(Model):
@@ -79,22 +80,19 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         one; another is refused with both named. Samples to skip are passed over after it, by that generation and all
         that come there later; they are counted apart, and may take a while: the server goes forward through them.
         """
-        return backend.runs.get(run).start_points.restore(
-            snapshot_id=request.snapshot_id,
-            sample_index=request.sample_index,
-            text=request.snapshot,
-            skip_samples=request.skip_samples,
-            skip_tokens=request.skip_tokens,
-            undo_skip=request.undo_skip,
-        )
+        served = backend.runs.get(run)
+        with audit.pinning(served):
+            return served.start_points.restore(text=request.snapshot, **request.model_dump(exclude={"snapshot"}))
 
-    @routes.add("DELETE", "/v1/runs/{run}/restore", Scope.CONTROL, errors=(404, 409, 422, 500, 503), tags=["snapshots"])
+    @routes.add("DELETE", "/v1/runs/{run}/restore", Scope.CONTROL, errors=(409, 500), tags=["snapshots"])
     def cancel_restore(run: RunName) -> NextLaunch:
         """Take back what is pinned, and return it.
 
         The next generation starts where its trainer asks to. Where nothing is pinned, the answer is `NotFound`.
         """
-        return backend.runs.get(run).start_points.cancel()
+        served = backend.runs.get(run)
+        with audit.pinning(served):
+            return served.start_points.cancel()
 
     @routes.add("POST", "/v1/runs/{run}/fork", Scope.CONTROL, errors=_ERRORS, tags=["snapshots"])
     def fork(run: RunName, request: Annotated[ForkRequest, Body(openapi_examples=_FORK_EXAMPLES)]) -> NextLaunch:
@@ -103,4 +101,7 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         The run must not have begun. Cursors of the sources that both have stay; sample index, tokens and rolling digest
         go on. Nothing moves until the first trainer opens the run, which is to bring no state.
         """
-        return backend.runs.fork(run, parent=request.parent, sample_index=request.sample_index, text=request.snapshot)
+        with audit.pinning(backend.runs.get(run)):
+            return backend.runs.fork(
+                run, parent=request.parent, sample_index=request.sample_index, text=request.snapshot
+            )

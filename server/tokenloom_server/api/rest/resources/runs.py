@@ -1,34 +1,140 @@
-"""The runs of this server, and the stats of each."""
+"""The runs of this server: listed, added, reloaded and removed; and the stats and losses of each."""
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated
+
+from fastapi import Body
+from pydantic import ConfigDict, Field
 
 from tokenloom_server.api.auth import Scope
+from tokenloom_server.api.bring_up import Reason
 from tokenloom_server.api.rest.models import Model, RunName
 from tokenloom_server.api.rest.routes import Backend, Routes
-from tokenloom_server.reports.stats import RunStats
+from tokenloom_server.api.run_folder import RunFolder
+from tokenloom_server.config.data_roots import DataRoots
+from tokenloom_server.errors import ConfigError, TokenloomError
+from tokenloom_server.reports.runs import BrokenRun, ChangedRun, RunList
+from tokenloom_server.reports.stats import RunLosses, RunStats, RunSummary
+
+_ERRORS = (404, 409, 416, 500, 503)
+_ADD_EXAMPLES = {
+    "file": {"summary": "A mixture file on the server's machine", "value": {"file": "/srv/mixtures/wiki.yaml"}},
+}
+_RELOAD_EXAMPLES = {
+    "revision": {"summary": "What changed is to be a revision", "value": {"reason": "more code", "author": "ada"}},
+}
 
 
-class RunList(Model):
-    runs: list[str] = Field(examples=[["wiki-and-code"]])
-    """Names, as in the mixture files."""
-    version: str = Field(examples=["0.1.0"])
-    """The server's version."""
-    grpc_address: str | None = Field(examples=["127.0.0.1:50051"])
-    """Where trainers connect; null where that is not known."""
+class ReloadRequest(Model):
+    """What a mixture that differs from the one in force is to be."""
+
+    reason: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
+    """Why it becomes a revision; without one, a difference is refused."""
+    author: Annotated[str, Field(max_length=128)] = ""
+    """Who asks for it."""
+
+    def as_reason(self) -> Reason | None:
+        return Reason(self.reason, self.author) if self.reason is not None else None
+
+
+class AddRequest(ReloadRequest):
+    """Either ``file`` or ``mixture``."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": [k]} for k in ("file", "mixture")]})
+
+    file: Annotated[str, Field(pattern="^/", max_length=4096)] | None = None
+    """The path of a mixture file on the server's machine, below its data roots."""
+    mixture: Annotated[str, Field(min_length=1)] | None = None
+    """The text of a mixture file."""
+
+
+class Summaries(Model):
+    """A few figures of each run."""
+
+    runs: list[RunSummary]
+    """By name."""
+    unread: dict[str, str]
+    """Why the stats of a run cannot be read now, by its name."""
 
 
 def add_routes(routes: Routes, backend: Backend) -> None:
-    @routes.add("GET", "/v1/runs", Scope.READ, errors=(503,), tags=["runs"])
+    runs = backend.runs
+    folder = backend.folder or RunFolder(runs, None, None, DataRoots())
+    kept = f"It is served again after a restart, as long as it lies in {folder.folder}."
+    not_kept = "After a restart it is served where the server is started with it."
+
+    @routes.add("GET", "/v1/runs", Scope.READ, errors=(503,), shows_own_runs=True, tags=["runs"])
     def list_runs() -> RunList:
         """The runs of this server."""
-        return RunList(runs=backend.runs.names(), version=backend.version, grpc_address=backend.grpc_address)
+        names = runs.names()
+        broken = [
+            BrokenRun(run=run, served=run in names, origin=origin.where, error=error.name, message=str(error))
+            for run, origin, error in runs.problems()
+        ]
+        return RunList(runs=names, broken=broken, version=backend.version, grpc_address=backend.grpc_address)
 
-    @routes.add("GET", "/v1/runs/{run}/stats", Scope.READ, errors=(404, 422, 503), tags=["runs"])
+    @routes.add("GET", "/v1/summaries", Scope.READ, errors=(503,), shows_own_runs=True, tags=["runs"])
+    def read_summaries() -> Summaries:
+        """All runs at a look: state, tokens, rate, ranks and what is wrong."""
+        summaries, unread = [], {}
+        for name in runs.names():
+            try:
+                summaries.append(RunSummary.of_stats(runs.get(name).stats.read()))
+            except TokenloomError as error:
+                unread[name] = str(error)
+        return Summaries(runs=summaries, unread=unread)
+
+    @routes.add("POST", "/v1/runs", Scope.ADMIN, errors=_ERRORS, tags=["runs"], status_code=201)
+    def add_run(request: Annotated[AddRequest, Body(openapi_examples=_ADD_EXAMPLES)]) -> ChangedRun:
+        """Add a run, by its mixture file.
+
+        It is served from then on, beside the others; one that the ledger knows goes on where it was. The folder of
+        `--runs-dir` gets a link to the file, or one with the text; without a folder only a file is taken, until the
+        server ends.
+        """
+        if (request.file is None) == (request.mixture is None):
+            raise ConfigError("a run is added by its mixture file: give file or mixture, one of the two")
+        name = folder.add(request.file, request.mixture, request.as_reason())
+        return ChangedRun(run=name, origin=runs.origin(name).where, note=kept if folder.folder else not_kept)
+
+    @routes.add("DELETE", "/v1/runs/{run}", Scope.ADMIN, errors=_ERRORS, tags=["runs"])
+    def remove_run(run: RunName) -> ChangedRun:
+        """Remove a run from this server.
+
+        What is acknowledged is committed, the lease is let go, and trainers end with `NotFound`. The ledger keeps the
+        run: added again, it goes on. Its file in the folder of `--runs-dir` is renamed.
+        """
+        origin = runs.origin(run)
+        away = folder.remove(run)
+        note = f"Its mixture file is {away} now." if away is not None else not_kept
+        return ChangedRun(run=run, origin=origin.where, note=note)
+
+    @routes.add("POST", "/v1/runs/{run}/reload", Scope.ADMIN, errors=_ERRORS, tags=["runs"])
+    def reload_run(
+        run: RunName, request: Annotated[ReloadRequest, Body(openapi_examples=_RELOAD_EXAMPLES)]
+    ) -> ChangedRun:
+        """Read the mixture file of a run again.
+
+        What differs from the mixture in force becomes a revision, for a reason, or is refused; a run that could not be
+        brought up is tried again.
+        """
+        served = runs.reload(run, request.as_reason())
+        return ChangedRun(run=served.name, origin=served.origin.where, note="It is served as its mixture stands now.")
+
+    @routes.add("GET", "/v1/runs/{run}/stats", Scope.READ, tags=["runs"])
     def read_stats(run: RunName) -> RunStats:
         """A run's stats.
 
         Counters are committed ones: they move when every rank has acknowledged and the ledger holds it.
         """
-        return backend.runs.get(run).stats.read()
+        return runs.get(run).stats.read()
+
+    @routes.add("GET", "/v1/runs/{run}/losses", Scope.READ, tags=["runs"])
+    def read_losses(run: RunName) -> RunLosses:
+        """The losses that trainers reported, by source.
+
+        The means of each report and the tokens that they are of, joined where there are many. This server keeps them in
+        its memory: after a restart there are none. The history has losses that outlast it.
+        """
+        return runs.get(run).losses.read()

@@ -8,6 +8,7 @@ from fastapi import Body, Path
 from starlette.responses import Response
 from tokenloom_proto.seal import unseal
 
+from tokenloom_server.api import audit
 from tokenloom_server.api.auth import Scope
 from tokenloom_server.api.rest.models import Model, RunName, SampleIndex
 from tokenloom_server.api.rest.routes import Backend, Routes
@@ -43,19 +44,16 @@ def add_routes(routes: Routes, backend: Backend) -> None:
     runs = backend.runs
 
     @routes.add(
-        "POST",
-        "/v1/runs/{run}/snapshots",
-        Scope.CONTROL,
-        errors=(404, 409, 413, 415, 416, 422, 500, 503),
-        status_code=201,
-        tags=["snapshots"],
+        "POST", "/v1/runs/{run}/snapshots", Scope.CONTROL, errors=(409, 416, 500), status_code=201, tags=["snapshots"]
     )
     def save_snapshot(
         run: RunName, request: Annotated[SnapshotRequest | None, Body(openapi_examples=_EXAMPLES)] = None
     ) -> SnapshotSaved:
         """Take a snapshot and save it in the ledger."""
-        text, snapshot_id = runs.get(run).snapshots.take(request.sample_index if request else None, save=True)
+        served = runs.get(run)
+        text, snapshot_id = served.snapshots.take(request.sample_index if request else None, save=True)
         assert snapshot_id is not None, "a saved snapshot has an id"
+        audit.changed(served, f"saved the snapshot {snapshot_id}")
         content = unseal(text)
         return SnapshotSaved(
             id=snapshot_id,
@@ -64,7 +62,7 @@ def add_routes(routes: Routes, backend: Backend) -> None:
             total_tokens=content["total_tokens"],
         )
 
-    @routes.add("GET", "/v1/runs/{run}/snapshots", Scope.READ, errors=(404, 422, 503), tags=["snapshots"])
+    @routes.add("GET", "/v1/runs/{run}/snapshots", Scope.READ, tags=["snapshots"])
     def list_snapshots(run: RunName) -> list[SnapshotInfo]:
         """The snapshots saved in the ledger."""
         return runs.get(run).snapshots.list()
@@ -73,7 +71,6 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         "GET",
         "/v1/runs/{run}/snapshots/{snapshot_id}",
         Scope.READ,
-        errors=(404, 422, 503),
         tags=["snapshots"],
         response_class=Response,
         responses={
@@ -85,4 +82,4 @@ def add_routes(routes: Routes, backend: Backend) -> None:
 
         The sealed text itself, unchanged: its checksum covers these bytes.
         """
-        return Response(runs.get(run).history.saved(snapshot_id), media_type="application/json")
+        return Response(runs.get(run).past_states.saved(snapshot_id), media_type="application/json")

@@ -13,7 +13,7 @@ from tokenloom_server.config.stream import TRAIN
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.reports.trace import TracedMicroStep, TracedSample
 
-_ERRORS = (404, 409, 416, 422, 429, 500, 503)
+_ERRORS = (409, 416, 429, 500)
 Generation = Annotated[
     int | None,
     Query(
@@ -21,10 +21,25 @@ Generation = Annotated[
         **COUNTER,
     ),
 ]
-Text = Annotated[bool, Query(description="Also each document's text, and each sample's ids.")]
+Text = Annotated[bool, Query(description="Also each document's text, what of it counts for the loss, and the ids.")]
 
 
 def add_routes(routes: Routes, backend: Backend) -> None:
+    @routes.add("GET", "/v1/runs/{run}/samples", Scope.READ, errors=_ERRORS, tags=["trace"])
+    def trace_sample_of_source(
+        run: RunName,
+        source: Annotated[str, Query(description="The source's alias or spec.", max_length=4096, examples=["code"])],
+        number: Annotated[
+            int | None, Query(description="Of the source's samples, from 0; one at random if not given.", **COUNTER)
+        ] = None,
+        text: Text = False,
+    ) -> TracedSample:
+        """A committed sample of a source, by its number or at random.
+
+        Each is as likely as the others. Samples that were passed over have no number. Made again as any sample is.
+        """
+        return backend.runs.get(run).traces.of_source(source, number, text)
+
     @routes.add("GET", "/v1/runs/{run}/samples/{index}", Scope.READ, errors=_ERRORS, tags=["trace"])
     def trace_sample(
         run: RunName,

@@ -1,0 +1,96 @@
+"""The task of a reader, as it runs in a process of Ray's."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenloom_server.cluster.description import named_by_node, rebuild, verify_file
+from tokenloom_server.cluster.readers.reading import read
+from tokenloom_server.cluster.readers.rows import Answer, Request
+from tokenloom_server.errors import SourceChanged, StorageError, TokenloomError
+from tokenloom_server.order.factory import PipelineFactory
+
+#: What of the lines that a task logs comes to the server's log.
+LINES, LINE_CHARACTERS = 20, 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A run's record as it lies in Ray's store, known by its digest."""
+
+    digest: str
+    text: Any = field(compare=False)
+    """A reference to the bytes of the description."""
+
+    def load(self) -> str:
+        """The description's text."""
+        import ray
+
+        return bytes(ray.get(self.text)).decode()
+
+
+class LoggedLines(logging.Handler):
+    """What is logged meanwhile: the first lines, and how many more there were."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._lines: list[tuple[int, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append((record.levelno, record.getMessage()[:LINE_CHARACTERS]))
+
+    def lines(self) -> list[tuple[int, str]]:
+        """Levels and lines."""
+        more = len(self._lines) - LINES
+        return self._lines[:LINES] + [(logging.WARNING, f"{more:,} more lines were logged there")] * (more > 0)
+
+
+def answer(described: Described, request_json: str) -> npt.NDArray[np.uint8]:
+    """The bytes of an ``Answer``. Never raises for what the run's files or this machine hold."""
+    import ray
+
+    request, node, lines = Request.from_json(request_json), platform.node(), LoggedLines()
+    logging.getLogger("tokenloom_server").addHandler(lines)
+    try:
+        order = _order(described)
+        for shard in {each.shard for each in request.ranges}:
+            _check(described, request.source, shard)
+        made = read(order, request, node)
+        if isinstance(made.error, (SourceChanged, StorageError)):
+            raise made.error  # of this machine, perhaps, alone
+    except TokenloomError as error:
+        none = np.empty(0, np.int64)
+        made = Answer([], np.empty(0, np.uint8), none, none, refused=named_by_node(error))
+    finally:
+        logging.getLogger("tokenloom_server").removeHandler(lines)
+    work = made.work._replace(node=node, log=lines.lines(), node_id=ray.get_runtime_context().get_node_id())
+    return made._replace(work=work).to_bytes()
+
+
+def check(described: Described, sources: Sequence[int]) -> str:
+    """Why this machine cannot read these sources of a run; or nothing. Looks at the first file of each."""
+    try:
+        _order(described)
+        for source in sources:
+            _check(described, source, 0)
+    except TokenloomError as error:
+        return named_by_node(error)
+    return ""
+
+
+@lru_cache(maxsize=4)
+def _order(described: Described) -> PipelineFactory:
+    return rebuild(described.load())
+
+
+@lru_cache(maxsize=1 << 16)
+def _check(described: Described, source: int, shard: int) -> None:
+    verify_file(_order(described), source, shard)

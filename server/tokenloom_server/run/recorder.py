@@ -1,0 +1,206 @@
+"""The recorder: the thread that writes a run's history, while this server leads it.
+
+It looks at what stats and ledger say, and nothing waits for it: what it cannot write is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import deque
+from typing import NamedTuple
+
+from tokenloom_server.core.state import MAX_COUNTER
+from tokenloom_server.ledger.history import HistoryEntry, HistoryStore, Kind
+from tokenloom_server.reports.history import EventKind
+from tokenloom_server.reports.stats import RunStats
+from tokenloom_server.run.coordinator import RunCoordinator
+from tokenloom_server.run.events import Look, Seen, compared
+from tokenloom_server.run.history import Event, is_kept, point_text
+from tokenloom_server.run.losses import Losses
+from tokenloom_server.run.stats import StatsReader
+
+_log = logging.getLogger(__name__)
+
+#: Points and events are written at most this often, seconds.
+EVERY_S = 10.0
+#: The recorder wakes this often, seconds: to see whether the ledger can be reached, and losses of a run's beginning.
+LOOK_S = 1.0
+#: So many points of a run may be nearer than ``EVERY_S`` to each other, where losses are reported.
+FIRST_POINTS = 100
+#: Events that are kept, of those that are rare and of those that are not; and noted between two writes.
+MAX_EVENTS, MAX_NOTED = 1000, 1000
+#: Points are thinned out once for so many that are added.
+THIN_EVERY = 32
+_FREQUENT = frozenset({"audit", "bad_rows", "failover", "ledger", "pin"})
+
+
+class _Point(NamedTuple):
+    time: float
+    #: Generation and sample index.
+    place: tuple[int, int]
+    text: str
+
+
+class _Stored:
+    """What the store holds of a run, by the one server that writes there."""
+
+    def __init__(self, store: HistoryStore, uid: str, stream: str, epoch: int) -> None:
+        self.run = uid, epoch
+        self.entries: dict[Kind, list[HistoryEntry]] = {"points": [], "events": [], "frequent": [], "mark": []}
+        for entry in store.entries(uid, stream, *self.entries):
+            self.entries[entry.kind].append(entry)
+        texts = store.read(uid, stream, [*self.entries["mark"], *self.entries["points"][-1:]])
+        self.seen = next((Seen.read(entry.text) for entry in texts if entry.kind == "mark"), Seen())
+        #: Generation and sample index of the last point.
+        self.last = (0, 0)
+        for point in (json.loads(entry.text) for entry in texts if entry.kind == "points"):
+            self.last = point["generation"], point["sample_index"]
+
+    def next_number(self, *kinds: Kind) -> int:
+        return max((self.entries[kind][-1].number for kind in kinds if self.entries[kind]), default=-1) + 1
+
+    def too_old(self, sources: int) -> list[HistoryEntry]:
+        """The entries that are kept no longer."""
+        points, thinned = self.entries["points"], []
+        if points and points[-1].number % THIN_EVERY == 0:
+            thinned = [one for one in points if not is_kept(one.number, points[-1].number, sources)]
+        return [*thinned, *self.entries["events"][:-MAX_EVENTS], *self.entries["frequent"][:-MAX_EVENTS]]
+
+
+class Recorder(threading.Thread):
+    """Writes the history of one run. ``note`` may be called by any thread."""
+
+    def __init__(self, coordinator: RunCoordinator, stats: StatsReader, losses: Losses, holder: str) -> None:
+        """``holder`` names this server in the ledger."""
+        super().__init__(name=f"{coordinator.name}-recorder", daemon=True)
+        self._coordinator = coordinator
+        self._stats = stats
+        self._losses = losses
+        self._holder = holder
+        self._store = coordinator.ledger.history()
+        self._ended = threading.Event()
+        self._noted: deque[Event] = deque(maxlen=MAX_NOTED)
+        # None until this server leads, and once another one does.
+        self._stored: _Stored | None = None
+        # Points that are not written yet, numbered when they are.
+        self._points: list[_Point] = []
+        self._reported: object = None
+        self._away_since: float | None = None
+        self._fails = False
+
+    def note(self, kind: EventKind, text: str, *, author: str = "") -> None:
+        """Notes an event of now, to be written with the next ones; returns at once, and raises nothing. ``text``: a
+        plain sentence."""
+        view, time = self._coordinator.view(), self._coordinator.wall_clock()
+        commit, generation = view.commit, view.generation.number
+        self._noted.append(Event(kind, time, text, commit.sample_index, commit.total_tokens, generation, author))
+
+    def run(self) -> None:
+        due = 0.0
+        while not self._ended.wait(LOOK_S):
+            is_due = self._coordinator.clock() >= due
+            if is_due:
+                due = self._coordinator.clock() + EVERY_S
+            self.step(is_due)
+        self.step()
+
+    def end(self, timeout_s: float) -> None:
+        """Writes what is left, and ends; waits for that at most ``timeout_s``."""
+        self._ended.set()
+        if self.ident is not None:
+            self.join(timeout_s)
+
+    def step(self, is_due: bool = True) -> None:
+        """Looks, and where it is due writes what is new, if this server leads; or says why that fails."""
+        if self._store is None:
+            return
+        try:
+            self._look()
+            if is_due:
+                self._write(self._store)
+                self._fails = False
+        except Exception as error:
+            self._coordinator.measures.history_failures.add()
+            if not self._fails:
+                name = self._coordinator.name
+                _log.warning("%s: the history cannot be written, and is lost meanwhile: %s", name, error)
+            self._fails = True
+
+    def _look(self) -> None:
+        """What is to be seen between two writes."""
+        coordinator = self._coordinator
+        away = coordinator.not_ready() if coordinator.lease.held else None
+        if away is not None and self._away_since is None:
+            self._away_since = coordinator.clock()
+            self.note("ledger", away)
+        elif away is None and self._away_since is not None:
+            self.note("ledger", f"the ledger is back after {coordinator.clock() - self._away_since:.0f} s")
+            self._away_since = None
+        stored, newest = self._stored, self._losses.newest()[0]
+        reported = newest.sample_index if newest is not None else None
+        if stored is not None and stored.next_number("points") < FIRST_POINTS and reported != self._reported:
+            self._reported = reported
+            self._points = [*self._points, self._point(self._stats.read())][:FIRST_POINTS]
+
+    def _write(self, store: HistoryStore) -> None:
+        coordinator = self._coordinator
+        of_run, epoch = (coordinator.uid, coordinator.stream), coordinator.lease.epoch
+        if not coordinator.leads():
+            return
+        stored = self._stored
+        if stored is None or stored.run != (coordinator.uid, epoch):
+            stored = self._stored = _Stored(store, *of_run, epoch)
+        stats, noted = self._stats.read(), list(self._noted)
+        seen, events = compared(stored.seen, self._look_at(stats, stored))
+        points, last = self._points, self._point(stats)
+        if last.place != (points[-1].place if points else stored.last):
+            points = [*points, last]
+        # Readers look for a time among them.
+        least = max((entry.time for entry in stored.entries["points"][-1:]), default=0.0)
+        put = [
+            HistoryEntry("points", number, max(least, point.time), point.text)
+            for number, point in enumerate(points, stored.next_number("points"))
+        ]
+        for number, event in enumerate([*events, *noted], stored.next_number("events", "frequent")):
+            kind: Kind = "frequent" if event.kind in _FREQUENT else "events"
+            put.append(HistoryEntry(kind, number, event.time, event.as_json()))
+        if not put:
+            return
+        if seen != stored.seen:
+            put.append(HistoryEntry("mark", 0, 0.0, seen.text))
+        for entry in put:
+            if entry.kind != "mark":
+                stored.entries[entry.kind].append(entry._replace(text=""))
+        drop = stored.too_old(len(stats.sources))
+        # Until it is known that this was written, nothing is known of the store.
+        self._stored = None
+        if not store.write(*of_run, epoch, put, drop):
+            return
+        gone = set(drop)
+        stored.entries = {kind: [one for one in all_ if one not in gone] for kind, all_ in stored.entries.items()}
+        stored.seen, stored.last = seen, last.place
+        self._stored = stored
+        self._points = []
+        for event in noted:
+            if self._noted and self._noted[0] is event:
+                self._noted.popleft()
+
+    def _point(self, stats: RunStats) -> _Point:
+        place = stats.generation, stats.sample_index
+        return _Point(round(self._coordinator.wall_clock(), 3), place, point_text(stats))
+
+    def _look_at(self, stats: RunStats, stored: _Stored) -> Look:
+        coordinator, seen, (last_generation, last_index) = self._coordinator, stored.seen, stored.last
+        of_run, ledger = (coordinator.uid, coordinator.stream), coordinator.ledger
+        openings = ledger.openings(*of_run) if stats.generation != seen.generation else []
+        openings = [opening for opening in openings if opening.generation > seen.generation]
+        reached = {last_generation: last_index}
+        for opening in openings:
+            journalled = ledger.journal(*of_run, opening.generation - 1, MAX_COUNTER)
+            reached[opening.generation - 1] = max(
+                journalled.sample_index if journalled is not None else 0, reached.get(opening.generation - 1, 0)
+            )
+        now = coordinator.wall_clock()
+        return Look(now, self._holder, stats, coordinator.timeline, openings, reached)

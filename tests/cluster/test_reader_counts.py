@@ -1,0 +1,76 @@
+"""What readers did is counted from their answers, with a bound on what is named and what is logged."""
+
+from __future__ import annotations
+
+import logging
+from time import monotonic
+from types import SimpleNamespace
+
+import pytest
+from support.corpora import DOCS, order_of, write_corpus
+from tokenloom_server.cluster.readers import counts, worker
+from tokenloom_server.cluster.readers.reading import read
+from tokenloom_server.cluster.readers.rows import Answer, Request, Work
+from tokenloom_server.packing.reading import RowRange
+from tokenloom_server.storage.io_stats import NAMED_AFTER_S, Wait
+
+
+@pytest.fixture(scope="module")
+def answer(tmp_path_factory: pytest.TempPathFactory) -> Answer:
+    """Some rows of a file, with what it took to read them."""
+    order = order_of(write_corpus(tmp_path_factory.mktemp("corpus")))
+    return read(order, Request("", order.record.specs.index(DOCS), [RowRange(0, 0, 9)], [(0, 0)]), "a-node")
+
+
+def test_answers_are_counted_by_node_and_source(answer: Answer) -> None:
+    done, tokens = counts.ReaderCounts(), len(answer.ids)
+    for source in enumerate(("docs", "code")):
+        done.asked(*source)
+    for each in (answer, answer._replace(work=Work("another", 0.25)), answer):
+        done.answered(0, each)
+    stats = done.stats([("a-node", 2.0), ("a-node", 0.5), ("idle", 1.0)], [], "")
+    assert answer.work.cpu_s > 0 and tokens > 0
+    assert {(node.name, node.cpus, node.answers, node.tokens) for node in stats.nodes} == {
+        ("a-node", 2.5, 2, 2 * tokens),
+        ("another", 0, 1, tokens),
+        ("idle", 1, 0, 0),
+    }
+    costs = {node.name: node.ns_per_token for node in stats.nodes}
+    assert costs["a-node"] == pytest.approx(1e9 * answer.work.cpu_s / tokens, rel=0.01)
+    assert costs["another"] == pytest.approx(0.25e9 / tokens, rel=0.01)
+    assert [(each.alias, each.answers, each.tokens) for each in stats.sources] == [
+        ("docs", 3, 3 * tokens),
+        ("code", 0, 0),
+    ]
+
+
+def test_rows_that_are_answered_and_held_are_ahead_and_a_wait_that_lasts_is_named(answer: Answer) -> None:
+    done, wait = counts.ReaderCounts(), Wait("rows", monotonic(), reason="readers", trouble="asked again: late")
+    done.asked(3, "docs")
+    done.asked_again[3] += 2
+    held = [SimpleNamespace(source=3, answer=each, wait=wait) for each in (answer, None, answer)]
+    (source,) = done.stats([], held, "").sources
+    assert (source.rows_ahead, source.asked_again, source.waiting_for) == (2 * len(answer.sizes), 2, "")
+    wait.since -= NAMED_AFTER_S
+    assert done.stats([], held, "").sources[0].waiting_for == "readers: rows (for 2 s; asked again: late)"
+
+
+def test_nodes_that_come_and_go_without_end_are_one_in_the_end(answer: Answer) -> None:
+    done = counts.ReaderCounts()
+    done.asked(0, "docs")
+    for i in range(2 * counts.MOST_NODES):
+        done.answered(0, answer._replace(work=Work(f"node-{i}", 0.1)))
+    *_, last = nodes = done.stats([], [], "").nodes
+    assert (len(nodes), last.name, last.answers) == (counts.MOST_NODES + 1, "others", counts.MOST_NODES)
+
+
+def test_of_many_lines_of_a_task_the_first_are_kept() -> None:
+    lines, log = worker.LoggedLines(), logging.getLogger("tokenloom_server.test")
+    log.addHandler(lines)
+    for i in range(10_000):
+        log.warning("line %d %s", i, "x" * 5000)
+    log.removeHandler(lines)
+    *first, last = lines.lines()
+    assert [line.split()[:2] for _, line in first] == [["line", str(i)] for i in range(20)]
+    assert max(len(line) for _, line in first) == 1000
+    assert last == (logging.WARNING, "9,980 more lines were logged there")

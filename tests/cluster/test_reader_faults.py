@@ -1,0 +1,119 @@
+"""Readers that die, and readers that cannot be: the order stays; what is wrong is said before anything has begun."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from support.corpora import flat, order_of
+from support.ray_cluster import ray_cluster
+from support.reader_faults import DOCUMENT, Faults, faulty_readers, samples, write_texts
+from support.waiting import wait_for
+from tokenloom import LocalDataset
+from tokenloom_server.cli.serve import Readers
+from tokenloom_server.cluster.connection import Needs
+from tokenloom_server.cluster.readers.link import RayReaders, ReaderOptions
+from tokenloom_server.errors import ConfigError
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_texts(tmp_path_factory.mktemp("texts"))
+
+
+@pytest.fixture(scope="module")
+def faults(folder: Path) -> Iterator[Faults]:
+    with faulty_readers(folder) as faults:
+        yield faults
+
+
+@pytest.fixture(scope="module")
+def cluster(faults: Faults) -> Iterator[Any]:
+    with ray_cluster({"num_cpus": 2}) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def readers(cluster: Any) -> Iterator[RayReaders]:
+    readers = RayReaders(ReaderOptions(address=cluster.address, late_s=20, timeout_s=60))
+    yield readers
+    readers.close()
+
+
+def test_the_order_stays_though_a_worker_dies_and_then_the_process_that_speaks_to_ray(
+    folder: Path, faults: Faults, readers: RayReaders, caplog: pytest.LogCaptureFixture
+) -> None:
+    order = order_of(folder, DOCUMENT)
+    readers.check(order)
+    expected = samples(order)
+    before = readers._process
+    caplog.set_level(logging.INFO)
+    at = {300: faults.signal(signal.SIGKILL), len(expected) // 3: lambda: os.kill(before.pid, signal.SIGKILL)}
+    assert samples(order_of(folder, DOCUMENT), readers, at) == expected
+    assert faults.all_happened()
+    # All that was asked for may have been there already when the process was killed.
+    wait_for(lambda: readers._process is not before and not readers.away, "another process", 60)
+    assert "Ray is away: the process that speaks to it ended with status -9" in caplog.text
+    wait_for(lambda: re.search(r"Ray is back: \d+ requests are asked for again", caplog.text), "Ray")
+
+
+def test_a_run_without_text_is_refused(folder: Path, readers: RayReaders) -> None:
+    pq.write_table(pa.table({"kind": ["a", "b"] * 8, "row": range(16)}), folder / "data/rows.parquet")
+    ids, tensors = flat(["parquet:data/code-*.parquet:ids"]), flat(["parquet:data/rows.parquet:*"])
+    for name in ("tokenizer", "sequence_length"):
+        del tensors[name]
+    tensors |= {"batching": {"bucket_by": "kind", "columns": ["row"]}, "global_batch_size": 2}
+    for document in (ids, tensors):
+        with pytest.raises(
+            ConfigError, match=r"has no source of text .* cheaper to read than to send, so serve it with"
+        ):
+            readers.check(order_of(folder, document))
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "said"),
+    [
+        (
+            {"address": "auto"},
+            {"RAY_ADDRESS": "127.0.0.1:9"},
+            r"--readers auto: nothing answers at \S+:9 .*start one",
+        ),
+        ({"local_cpus": 2}, {"FAULTY_NODE": "no ray"}, r"Ray is not installed here: pip install 'tokenloom\[ray\]'"),
+        ({"needs": Needs(8)}, {}, "found 0 CPUs of nodes that have room for a task .* expected 8 CPUs on one"),
+        ({"local_cpus": 3}, {}, r"found 2 CPUs of nodes that have room for a task .* 3"),
+        ({"local_cpus": 2}, {}, "the object store of .* has 100,000,000 bytes; expected 200,000,000"),
+    ],
+)
+def test_readers_that_cannot_be_are_refused(
+    cluster: Any,
+    options: dict[str, Any],
+    environment: dict[str, str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tokenloom_server.cluster.readers.link.STORE_BYTES", 200_000_000)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=said):
+        RayReaders(ReaderOptions(**{"address": cluster.address} | options))
+
+
+def test_other_words_and_other_servers_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for words in ("nonsense", "local:", "local:0", "local:x", "ray://host:1"):
+        with pytest.raises(ConfigError, match=f"--readers: found '{words}', expected auto, or local:N with N CPUs"):
+            Readers(readers=words).options(300)
+    monkeypatch.setenv("TOKENLOOM_SERVE_READERS", "local:2")
+    (folder / "mixture.yaml").write_text(yaml.safe_dump(DOCUMENT), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"TOKENLOOM_SERVE_READERS is set, .* unset it, or start 'tokenloom serve"):
+        LocalDataset(folder / "mixture.yaml", 1)
