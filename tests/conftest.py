@@ -1,4 +1,4 @@
-"""Fixtures for every test: a real Redis, empty for each test that asks, and the command."""
+"""Fixtures for every test: a real Redis, empty for each test that asks, a browser, and the command."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import redis
+from playwright.sync_api import Browser, sync_playwright
+from support.page import CHROMIUM, CHROMIUM_OPTIONS
 from support.redis_server import RedisServer
 from support.server_process import CommandLine
 
@@ -32,6 +34,17 @@ def redis_url(redis_server: RedisServer) -> str:
     with redis.Redis(port=redis_server.port) as client:
         client.flushall()
     return redis_server.url()
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """The one browser of this process: Playwright cannot be started a second time beside it."""
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine: install chromium to run the tests of the page")
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_OPTIONS)
+        yield launched
+        launched.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,26 +1,16 @@
-"""Fixtures for the tests of the page: one browser, and one server with runs that are held in memory."""
+"""Fixtures for the tests of the page: one window, and one server with runs that are held in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 from support.lived_run import lived_run
 from support.memory_service import MemoryService, run_stats
-from support.page import CHROMIUM, CHROMIUM_OPTIONS, HEIGHT, RUN, WIDTH, watched
+from support.page import HEIGHT, RUN, WIDTH, watched
 from tokenloom_server.api.rest.server import RestServer
 from tokenloom_server.api.served_run import ServedRun
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip("no Chromium on this machine: install chromium to run the tests of the page")
-    with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_OPTIONS)
-        yield launched
-        launched.close()
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import expect, sync_playwright
-from support.page import CHROMIUM, CHROMIUM_OPTIONS, open_tab, opened
+from playwright.sync_api import Browser, expect
+from support.page import open_tab, opened
 from support.ray_cluster import ray_cluster
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import World
@@ -41,7 +41,7 @@ def metrics_of(server: ServerProcess) -> dict[str, float]:
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
 
 
-def test_readers_are_seen_at_work_and_in_want_of_it(tmp_path: Path, tokenloom: CommandLine) -> None:
+def test_readers_are_seen_at_work_and_in_want_of_it(tmp_path: Path, tokenloom: CommandLine, browser: Browser) -> None:
     from ray.util.placement_group import placement_group, remove_placement_group
 
     node, flags = platform.node(), ["--readers", "auto"]
@@ -87,7 +87,7 @@ def test_readers_are_seen_at_work_and_in_want_of_it(tmp_path: Path, tokenloom: C
             shown = tokenloom("stats", server.rest_url, "--run", RUN).output
             assert f"readers on {node}: 1 CPUs" in shown and "readers of docs: " in shown
             assert f"{RUN}: source docs on {node}: 'docs.jsonl' was written or copied" in server.log
-            look_at_page(server, node)
+            look_at_page(browser, server, node)
         finally:
             server.terminate()
 
@@ -96,17 +96,12 @@ def is_child(process: psutil.Process) -> bool:
     return "tokenloom_server.cluster.readers.child" in process.cmdline()
 
 
-def look_at_page(server: ServerProcess, node: str) -> None:
-    if CHROMIUM is None:
-        pytest.skip("no Chromium on this machine: install chromium to run the tests of the page")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_OPTIONS)
-        with opened(browser, f"{server.rest_url}/#/run/{RUN}/mix", 404) as page:
-            open_tab(page, "Sources")
-            tables = page.locator('[data-slot="readers"] table')
-            expect(tables.nth(0).get_by_role("row", name="docs")).to_contain_text("docs")
-            expect(tables.nth(1).get_by_role("row", name=node)).to_contain_text(node)
-            assert Axe().run(page).violations_count == 0
-            page.set_viewport_size({"width": 360, "height": 740})
-            assert page.evaluate("document.documentElement.scrollWidth") <= 360
-        browser.close()
+def look_at_page(browser: Browser, server: ServerProcess, node: str) -> None:
+    with opened(browser, f"{server.rest_url}/#/run/{RUN}/mix", 404) as page:
+        open_tab(page, "Sources")
+        tables = page.locator('[data-slot="readers"] table')
+        expect(tables.nth(0).get_by_role("row", name="docs")).to_contain_text("docs")
+        expect(tables.nth(1).get_by_role("row", name=node)).to_contain_text(node)
+        assert Axe().run(page).violations_count == 0
+        page.set_viewport_size({"width": 360, "height": 740})
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
