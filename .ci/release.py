@@ -70,13 +70,6 @@ def run(*command: object, **options: object) -> str:
     return str(done.stdout)
 
 
-def install_locked(folder: Path, requirements: Path) -> None:
-    """A new environment with exactly the packages of a file, each with a hash that stands there."""
-    run(sys.executable, "-m", "venv", folder)
-    options = ["--quiet", "--disable-pip-version-check", "--only-binary=:all:", "--require-hashes"]
-    run(folder / "bin" / "python", "-m", "pip", "install", *options, "-r", requirements)
-
-
 def version_and_tag(check: Check) -> str:
     project = tomllib.loads((check.clone / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     check.version = project["version"]
@@ -110,7 +103,9 @@ def changelog(check: Check) -> str:
 
 
 def tools(check: Check) -> str:
-    install_locked(check.work / "tools", check.clone / "requirements" / "release.txt")
+    run(sys.executable, "-m", "venv", check.tools.parent)
+    options = ["--quiet", "--disable-pip-version-check", "--only-binary=:all:", "--require-hashes"]
+    run(check.tools / "python", "-m", "pip", "install", *options, "-r", check.clone / "requirements" / "release.txt")
     return "requirements/release.txt, by hashes"
 
 
@@ -157,8 +152,10 @@ def description(check: Check) -> str:
 
 def environment(check: Check) -> str:
     """The image's packages by their hashes, the wheel, and nothing else."""
-    install_locked(check.work / "image", check.clone / "requirements" / "image.txt")
-    run(check.image / "python", "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", check.wheel)
+    run(sys.executable, "-m", "venv", check.image.parent)
+    uv = [check.tools / "uv", "pip", "install", "--quiet", "--python", check.image / "python"]
+    run(*uv, "--only-binary", ":all:", "--require-hashes", "-r", check.clone / "requirements" / "image.txt")
+    run(*uv, "--no-deps", "--offline", check.wheel)
     run(check.image / "python", "-m", "pip", "check")
     if (shown := run(check.image / "tokenloom", "--version")) != f"tokenloom {check.version}\n":
         raise Refused(f"tokenloom --version says {shown!r}; expected {check.version}")
