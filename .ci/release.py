@@ -70,6 +70,12 @@ def run(*command: object, **options: object) -> str:
     return str(done.stdout)
 
 
+def install_locked(check: Check, commands: Path, name: str) -> None:
+    """Exactly the packages of a file, each with a hash that stands there."""
+    uv = [check.tools / "uv", "pip", "install", "--quiet", "--python", commands / "python"]
+    run(*uv, "--only-binary", ":all:", "--require-hashes", "-r", check.clone / "requirements" / name)
+
+
 def version_and_tag(check: Check) -> str:
     project = tomllib.loads((check.clone / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     check.version = project["version"]
@@ -103,9 +109,14 @@ def changelog(check: Check) -> str:
 
 
 def tools(check: Check) -> str:
+    """uv first, which installs the others in a tenth of pip's time."""
+    text = (check.clone / "requirements" / "release.txt").read_text(encoding="utf-8")
+    (uv,) = re.findall(r"^uv==.*\n(?: .*\n)+", text, re.MULTILINE)
+    (check.work / "uv.txt").write_text(uv, encoding="utf-8")
     run(sys.executable, "-m", "venv", check.tools.parent)
     options = ["--quiet", "--disable-pip-version-check", "--only-binary=:all:", "--require-hashes"]
-    run(check.tools / "python", "-m", "pip", "install", *options, "-r", check.clone / "requirements" / "release.txt")
+    run(check.tools / "python", "-m", "pip", "install", *options, "-r", check.work / "uv.txt")
+    install_locked(check, check.tools, "release.txt")
     return "requirements/release.txt, by hashes"
 
 
@@ -153,9 +164,8 @@ def description(check: Check) -> str:
 def environment(check: Check) -> str:
     """The image's packages by their hashes, the wheel, and nothing else."""
     run(sys.executable, "-m", "venv", check.image.parent)
-    uv = [check.tools / "uv", "pip", "install", "--quiet", "--python", check.image / "python"]
-    run(*uv, "--only-binary", ":all:", "--require-hashes", "-r", check.clone / "requirements" / "image.txt")
-    run(*uv, "--no-deps", "--offline", check.wheel)
+    install_locked(check, check.image, "image.txt")
+    run(check.image / "python", "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", check.wheel)
     run(check.image / "python", "-m", "pip", "check")
     if (shown := run(check.image / "tokenloom", "--version")) != f"tokenloom {check.version}\n":
         raise Refused(f"tokenloom --version says {shown!r}; expected {check.version}")
@@ -167,7 +177,8 @@ def sbom(check: Check) -> str:
     options = ["--output-reproducible", "--mc-type", "application", "--pyproject", check.clone / "pyproject.toml"]
     run(check.tools / "cyclonedx-py", "environment", *options, "--output-file", path, check.image / "python")
     document = json.loads(path.read_text(encoding="utf-8"))
-    listed = {(part["name"].lower(), part["version"]) for part in document["components"]}
+    parts = [document["metadata"]["component"], *document["components"]]
+    listed = {(part["name"].lower(), part["version"]) for part in parts}
     installed = json.loads(run(check.image / "python", "-m", "pip", "list", "--format", "json"))
     if missing := {(part["name"].lower(), part["version"]) for part in installed} - listed:
         raise Refused(f"the SBOM lacks {sorted(missing)}")
