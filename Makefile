@@ -87,7 +87,7 @@ KUBERNETES := base overlays/standby overlays/external-redis trainer
 kubernetes:
 	for each in $(KUBERNETES); do kubectl kustomize deploy/kubernetes/$$each > tests/deployment/kubernetes/$$(basename $$each).yaml; done
 
-# The tables of the docs that come from the code: routes and metrics.
+# The tables of the docs that come from the code.
 tables: install
 	$(BIN)/python -m tests.support.doc_tables
 

@@ -10,9 +10,14 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from docsite.dialect import as_python_markdown
 from docsite.nav import INDEX, nav_of
 from docsite.offline import loads_from_elsewhere
+from docsite.reference import commands, python, rest, wire
 from docsite.repository import OUTSIDE, ROOT, links_of_site
+
+#: What stands on the site in place of ``<!-- site: NAME -->``.
+PARTS = {"contract": wire.contract, "options": commands.every_option, "python": python.names, "routes": rest.routes}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -28,9 +33,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    # A table stands by itself for Python-Markdown, also after a comment.
-    apart = re.sub(r"(-->)\n(?=\|)", r"\1\n\n", markdown)
-    return links_of_site(apart, page.file.src_uri)
+    whole = re.sub(r"^<!-- site: (\w+) -->$", lambda part: PARTS[part[1]](), markdown, flags=re.MULTILINE)
+    return links_of_site(as_python_markdown(whole), page.file.src_uri)
 
 
 def on_post_build(config: MkDocsConfig) -> None:
