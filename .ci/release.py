@@ -81,6 +81,11 @@ def version_and_tag(check: Check) -> str:
     check.version = project["version"]
     if RELEASE.fullmatch(check.version) is None:
         raise Refused(f"pyproject.toml: version is {check.version!r}; expected a release such as 0.2.0 or 0.2.0rc1")
+    for package in ("client", "server", "proto"):
+        for path in (check.clone / package).rglob("*.py"):
+            lines = [line for line in path.read_text(encoding="utf-8").splitlines() if f'"{check.version}"' in line]
+            if any("examples=" not in line for line in lines):
+                raise Refused(f"{path.relative_to(check.clone)}: {lines}: the release stands in pyproject.toml alone")
     if check.tag is not None and check.tag != f"v{check.version}":
         raise Refused(
             f"the tag is {check.tag}, and pyproject.toml has {check.version}: tag v{check.version}, or set it there"
