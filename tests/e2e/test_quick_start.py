@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -28,25 +29,15 @@ DEADLINE_S = 90.0
 NOT_RUN = "pip install 'tokenloom[server,torch]'"
 
 
-def commands() -> list[str]:
-    return re.findall(r"^    (\S.*)$", re.sub(r"^```.*?^```$", "", PAGE, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
-
-
 @contextmanager
 def running(command: str, folder: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     """A command with the file of its output; killed at the end with all that it has started."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     output = folder / f"output-{len([*folder.glob('output-*')])}"
     with output.open("wb") as file:
-        process = subprocess.Popen(
-            ["bash", "-c", f"exec {command}"],
-            cwd=folder,
-            env=os.environ | {"PATH": path} | environment,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+        environment = {**os.environ, "PATH": path, **environment}
+        process = subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=folder, env=environment, **streams)
     try:
         yield process, output
     finally:
@@ -93,7 +84,9 @@ def test_every_command_of_the_page_runs_as_it_stands_but_for_the_ports(tmp_path:
         (tmp_path / name).write_text(text)
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     grpc, rest = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
-    typed = [each.replace("127.0.0.1:50051", grpc).replace("127.0.0.1:8080", rest) for each in commands()]
+    shell = re.sub(r"^```.*?^```$", "", PAGE, flags=re.DOTALL | re.MULTILINE)
+    shell = shell.replace("127.0.0.1:50051", grpc).replace("127.0.0.1:8080", rest)
+    typed = re.findall(r"^    (\S.*)$", shell, re.MULTILINE)
     serve = typed.index("tokenloom serve mixture.yaml")
     (install, *prepare, alone), (by_server, again, two, three, *look) = typed[:serve], typed[serve + 1 :]
 
