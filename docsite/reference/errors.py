@@ -11,7 +11,7 @@ from docsite.reference.markdown import prose, table
 
 
 def errors() -> str:
-    """A table of all errors that a server sends or a client raises."""
+    """A table of all errors that a server sends or a client raises. Raises ``LookupError`` for one without a remedy."""
     kinds = [getattr(tokenloom, name) for name in tokenloom.__all__]
     of_ours = [kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, TokenloomError)]
     rows = (_row(kind) for kind in of_ours if kind is not TokenloomError)
@@ -20,6 +20,8 @@ def errors() -> str:
 
 def _row(kind: type[TokenloomError]) -> tuple[str, ...]:
     meaning, _, remedy = inspect.cleandoc(kind.__doc__ or "").partition("\n\n")
+    if not remedy:
+        raise LookupError(f"{kind.__name__}'s docstring lacks its second paragraph, which says what to do")
     own = kind.__module__.startswith("tokenloom.")
     statuses = ("the client's", "") if own else (kind.grpc_status, str(kind.http_status))
     return f"`{kind.__name__}`", *statuses, prose(meaning), prose(remedy)
