@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
+import pyarrow as pa
 from tokenloom_server.cluster.description import describe, rebuild
 from tokenloom_server.cluster.readers import reading, source
 from tokenloom_server.cluster.readers.reading import read
@@ -49,7 +50,7 @@ class DrawnReaders:
         """See ``Asked``."""
         return self.requests % 3 > 0
 
-    def answer(self, request: Request, machine: int) -> bytes:
+    def answer(self, request: Request, machine: int) -> tuple[str, pa.Buffer]:
         """What a machine gives, but for the time that it took."""
         text = request.to_json()
         asked = Request.from_json(text)
@@ -58,7 +59,7 @@ class DrawnReaders:
         # Nor does it look through a whole file for where rows begin.
         with patch.object(row_index, "cached", side_effect=AssertionError("an index is made")):
             answer = read(self._orders[machine, asked.order], asked)
-        return bytes(answer._replace(work=Work()).to_bytes())
+        return answer._replace(work=Work()).encoded()
 
     def close(self) -> None:
         """Ends the processes of users' functions."""
@@ -85,7 +86,7 @@ class _Ticket:
         if self._drawn.random() < 0.3:
             # Taken for lost, and asked for again: whichever comes, it is the same.
             assert self._readers.answer(self.request, self._drawn.randint(0, 1)) == made
-        answer = Answer.from_bytes(made)
+        answer = Answer.decoded(*made)
         self._readers.cut += self.request.after(answer.rows) is not None and answer.error is None
         return answer
 
