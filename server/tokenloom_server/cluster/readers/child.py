@@ -9,15 +9,19 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import mmap
 import os
 import sys
 from dataclasses import replace
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pyarrow as pa
+
 from tokenloom_server.cluster.connection import Needs, Node, connect, nodes, on_each
 from tokenloom_server.cluster.readers import messages, worker
-from tokenloom_server.cluster.readers.rows import Request
+from tokenloom_server.cluster.readers.rows import ANSWER_BYTES, Request
 from tokenloom_server.errors import TokenloomError
 
 #: Deaths of the process at a request after which each of its texts is encoded in a process that may die of it. The
@@ -28,6 +32,8 @@ TICK_S = 0.5
 PAUSE_S = 2.0
 #: Seconds that each node has to look at a run's files.
 CHECK_S = 60.0
+#: Bytes of memory for an answer, if it needs no more; of which none is taken before it is written.
+MEMORY_BYTES = 2 * ANSWER_BYTES
 #: Ray's label of a node.
 NODE_ID = "ray.io/node-id"
 
@@ -35,18 +41,19 @@ _log = logging.getLogger(__name__)
 
 
 class Child:
-    """Requests of the server, as tasks of Ray. ``answers``: the memory that it shares with the server."""
+    """Requests of the server, as tasks of Ray."""
 
-    def __init__(self, server: Connection, answers: int, ray: Any, needs: Needs, late_s: float) -> None:
+    def __init__(self, server: Connection, ray: Any, needs: Needs, late_s: float) -> None:
         self._server = server
-        self._answers = answers
         self._ray = ray
         self._needs = needs
         self._late_s = late_s
         self._task = ray.remote(max_retries=0, **needs.options())(worker.answer)
         self._described: dict[str, worker.Described] = {}
         self._requests: dict[int, asyncio.Task[None]] = {}
-        self._giving = asyncio.Lock()
+        #: By name, memory that is shared with the server; and the names of what that one uses no more.
+        self._memory: dict[str, mmap.mmap] = {}
+        self._free: list[str] = []
 
     async def serve(self) -> None:
         """Until the server is gone. Where Ray is lost the process ends, and the server starts another."""
@@ -70,8 +77,11 @@ class Child:
             self._described[described.digest] = described
             if message["sources"]:
                 tasks.create_task(self._check(described, message["sources"]))
-        elif request_at_work := self._requests.pop(message["done"], None):
-            request_at_work.cancel()
+        elif "forget" in message:
+            if request_at_work := self._requests.pop(message["forget"], None):
+                request_at_work.cancel()
+        elif message["free"] in self._memory:  # not that of a process before this one
+            self._free.append(message["free"])
 
     async def _watch(self) -> None:
         """Tells the server whether a CPU is free, until this machine is no node of the cluster any more: a driver does
@@ -95,8 +105,8 @@ class Child:
         messages.send(self._server, checked=described.digest, fault=fault)
 
     async def _answer(self, number: int, request: Request) -> None:
-        """Asks for rows until they are there, and gives them to the server, which cancels this once it has them, or
-        wants them no more."""
+        """Asks for rows until they are there, and gives them to the server; which cancels this if it wants them no
+        more."""
         known = self._ray.exceptions
         tasks: dict[asyncio.Future[Any], Any] = {}
         deaths, refused_by = 0, set[str]()
@@ -106,7 +116,7 @@ class Child:
                 task = self._submit(request, refused_by)
                 tasks[asyncio.wrap_future(task.future())] = task
                 try:
-                    head, content = await self._first(tasks)
+                    head, batches = await self._first(tasks)
                     refused, node_id = (made := json.loads(head))["refused"], made["work"][-1]
                     if not refused:
                         break
@@ -126,15 +136,29 @@ class Child:
                     reason, pause_s = f"no answer within {self._late_s:g} s", 0.0
                 messages.send(self._server, again=number, reason=reason[:1000], is_refused=bool(refused))
                 await asyncio.sleep(pause_s)
-            async with self._giving:
-                messages.write(self._answers, content)
-                messages.send(self._server, answer=number, head=head, size=len(content))
-                await asyncio.Event().wait()
+            self._give(number, head, batches)
         finally:
             # Where others work on it nobody goes on; a process that was stopped does not once it can.
             for future, task in tasks.items():
                 future.cancel()
                 self._ray.cancel(task)
+
+    def _give(self, number: int, head: str, batches: list[pa.RecordBatch]) -> None:
+        # Memory that was used before is ten times cheaper than fresh one.
+        size = messages.size_of(batches)
+        name = next((name for name in self._free if len(self._memory[name]) >= size), "")
+        if is_new := not name:
+            file = os.memfd_create("tokenloom-answer")
+            os.ftruncate(file, max(size, MEMORY_BYTES))
+            name = f"{os.getpid()}-{len(self._memory)}"
+            self._memory[name] = mmap.mmap(file, 0)
+        else:
+            self._free.remove(name)
+        used = messages.write(self._memory[name], batches) if batches else 0
+        messages.send(self._server, answer=number, head=head, memory=name, is_new=is_new, size=used)
+        if is_new:
+            reduction.send_handle(self._server, file, None)
+            os.close(file)
 
     def _submit(self, request: Request, refused_by: set[str]) -> Any:
         elsewhere = {NODE_ID: f"!in({','.join(refused_by)})"} if refused_by else None
@@ -159,7 +183,7 @@ def _words(error: Exception) -> str:
 
 def main(arguments: list[str]) -> None:
     """Serves the server at the other end of a socket, until that is gone."""
-    server, answers, options = Connection(int(arguments[0])), int(arguments[1]), json.loads(arguments[2])
+    server, options = Connection(int(arguments[0])), json.loads(arguments[1])
     needs = Needs(**options["needs"])
     logging.basicConfig(level=logging.WARNING)
     try:
@@ -173,7 +197,7 @@ def main(arguments: list[str]) -> None:
             import ray
 
             messages.send(server, up=[[node.name, node.cpus] for node in fitting])
-            asyncio.run(Child(server, answers, ray, needs, options["late_s"]).serve())
+            asyncio.run(Child(server, ray, needs, options["late_s"]).serve())
     except TokenloomError as error:
         messages.send(server, refused=str(error))
     except Exception:

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import logging
+import mmap
 import os
 import signal
 import subprocess
@@ -16,9 +17,13 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from multiprocessing import Pipe
+from multiprocessing import Pipe, reduction
 from time import monotonic
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 
 from tokenloom_server.cluster.connection import Needs
 from tokenloom_server.cluster.description import describe, verify_file
@@ -84,7 +89,7 @@ class _Ticket:
         self._readers = readers
 
     def __del__(self) -> None:
-        self._readers.done.append(self.number)
+        self._readers.unused.append({"forget": self.number})
 
     def is_answered(self) -> bool:
         return self.answer is not None
@@ -142,8 +147,10 @@ class RayReaders:
         self.away = self.busy = ""
         #: Guards all of this; told whenever any of it changed.
         self.changed = threading.Condition()
-        #: Numbers of requests for whose answer nobody waits any more. To add one needs no lock.
-        self.done: deque[int] = deque()
+        #: What is to be told of requests that nobody holds any more, and of memory. To add to it needs no lock.
+        self.unused: deque[dict[str, Any]] = deque()
+        #: By name, the memory of answers.
+        self._memory: dict[str, mmap.mmap] = {}
         self._numbers = itertools.count()
         self._tickets: weakref.WeakValueDictionary[int, _Ticket] = weakref.WeakValueDictionary()
         self._counts: weakref.WeakKeyDictionary[RunResources, ReaderCounts] = weakref.WeakKeyDictionary()
@@ -153,9 +160,7 @@ class RayReaders:
         #: Of descriptions that were checked, why a node cannot read what they describe; or nothing.
         self._faults: dict[str, str] = {}
         self._stopping = False
-        self._answers = os.memfd_create("tokenloom-answers")
         if why := self._connect():
-            os.close(self._answers)
             raise ConfigError(why)
         self._thread = threading.Thread(target=self._listen, name="readers", daemon=True)
         self._thread.start()
@@ -225,7 +230,6 @@ class RayReaders:
         _end(self._process)
         self._thread.join()
         self._link.close()
-        os.close(self._answers)
 
     # --- the process beside --------------------------------------------------------------------------
 
@@ -253,11 +257,10 @@ class RayReaders:
             "late_s": options.late_s,
         }
         ours, theirs = Pipe()
-        files = (theirs.fileno(), self._answers)
         # In a session of its own: Ctrl-C is for the server, which ends it in order.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tokenloom_server.cluster.readers.child", *map(str, files), json.dumps(begin)],
-            pass_fds=files,
+            [sys.executable, "-m", "tokenloom_server.cluster.readers.child", str(theirs.fileno()), json.dumps(begin)],
+            pass_fds=[theirs.fileno()],
             env={name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -270,6 +273,7 @@ class RayReaders:
             return str((head or {}).get("refused", "the process that speaks to Ray ended; the log above says why"))
         with self.changed:
             self._link, self.nodes, self.away, self.busy = ours, head["up"], "", ""
+            self._memory.clear()
             for described in self._described.values():
                 self._send(**described)
             waiting = [ticket for ticket in self._tickets.values() if ticket.answer is None]
@@ -302,16 +306,27 @@ class RayReaders:
                 ticket.counts.asked_again[ticket.source] += 1
                 ticket.trouble, ticket.is_refused = f"asked again: {message['reason']}", message["is_refused"]
         else:
+            content = self._content(message)
             if ticket := self._tickets.get(message["answer"]):
-                answer = Answer.decoded(message["head"], messages.read(self._answers, message["size"]))
+                answer = Answer.decoded(message["head"], pa.ipc.open_stream(content) if len(content) else ())
                 ticket.answer, self.patience_s = answer, self.options.timeout_s
                 ticket.counts.answered(ticket.source, answer)
                 where = f"{ticket.order.name}: source {ticket.alias} on {answer.work.node}"
                 for level, line in answer.work.log:
                     _log.log(level, "%s: %s", where, escaped(line))
-            self.done.append(message["answer"])
-        while self.done:
-            self._send(done=self.done.popleft())
+        while self.unused:
+            self._send(**self.unused.popleft())
+
+    def _content(self, message: dict[str, Any]) -> npt.NDArray[np.uint8]:
+        """The bytes of an answer, where the other process wrote them; that one hears of it once they are unused."""
+        name = message["memory"]
+        if message["is_new"]:
+            file = reduction.recv_handle(self._link)
+            self._memory[name] = mmap.mmap(file, 0, prot=mmap.PROT_READ)
+            os.close(file)
+        content = np.frombuffer(self._memory[name], np.uint8, message["size"])
+        weakref.finalize(content, self.unused.append, {"free": name}).atexit = False
+        return content
 
     def _begin_again(self) -> None:
         """Another process in place of one that ended."""

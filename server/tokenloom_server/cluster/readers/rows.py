@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -89,27 +89,20 @@ class Answer(NamedTuple):
         columns = [rows.column for _, rows in self.pieces]
         return sum(len((each.field(0) if pa.types.is_struct(each.type) else each).values) for each in columns)
 
-    def encoded(self) -> tuple[str, pa.Buffer]:
-        """A head as JSON, and the rows in Arrow's stream format."""
+    def encoded(self) -> tuple[str, list[pa.RecordBatch]]:
+        """A head as JSON, and the rows of each piece."""
         head = {
             "pieces": [[shard, rows.first_row, rows.bad] for shard, rows in self.pieces],
             "error": None if self.error is None else [self.error.name, str(self.error)],
             "refused": self.refused,
             "work": self.work,
         }
-        sink = pa.BufferOutputStream()
-        batches = [_batch(rows) for _, rows in self.pieces]
-        if batches:
-            with pa.ipc.new_stream(sink, batches[0].schema) as stream:
-                for batch in batches:
-                    stream.write_batch(batch)
-        return json.dumps(head), sink.getvalue()
+        return json.dumps(head), [_batch(rows) for _, rows in self.pieces]
 
     @classmethod
-    def decoded(cls, head: str, content: pa.Buffer) -> Answer:
-        """Of what ``encoded`` gave; the rows are views of ``content``."""
+    def decoded(cls, head: str, batches: Iterable[pa.RecordBatch]) -> Answer:
+        """Of what ``encoded`` gave; the rows are views of it."""
         fields = json.loads(head)
-        batches = pa.ipc.open_stream(content) if fields["pieces"] else ()
         pieces = [
             (shard, _rows(first_row, bad, batch))
             for (shard, first_row, bad), batch in zip(fields["pieces"], batches, strict=True)

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+import pyarrow as pa
 
 from tokenloom_server.cluster.description import named_by_node, rebuild, verify_file
 from tokenloom_server.cluster.readers.reading import read
@@ -52,7 +51,7 @@ class LoggedLines(logging.Handler):
         return [*self._lines, more] if self._more else self._lines
 
 
-def answer(described: Described, request_json: str) -> tuple[str, npt.NDArray[np.uint8]]:
+def answer(described: Described, request_json: str) -> tuple[str, list[pa.RecordBatch]]:
     """``Answer.encoded``. Never raises for what the run's files or this machine hold."""
     import ray
 
@@ -70,8 +69,7 @@ def answer(described: Described, request_json: str) -> tuple[str, npt.NDArray[np
     finally:
         logging.getLogger("tokenloom_server").removeHandler(lines)
     work = made.work._replace(node=node, log=lines.lines(), node_id=ray.get_runtime_context().get_node_id())
-    head, content = made._replace(work=work).encoded()
-    return head, np.frombuffer(content, np.uint8)
+    return made._replace(work=work).encoded()
 
 
 def check(described: Described, sources: Sequence[int]) -> str:
