@@ -1,16 +1,21 @@
-"""What readers did is counted from their answers, with a bound on what is named and what is logged."""
+"""What readers did is counted from their answers, with a bound on what is named, logged and held."""
 
 from __future__ import annotations
 
+import gc
+import json
 import logging
+from pathlib import Path
 from time import monotonic
 from types import SimpleNamespace
 
 import pytest
 from support.corpora import DOCS, order_of, write_corpus
+from tokenloom_server.cluster.description import describe
 from tokenloom_server.cluster.readers import counts, worker
 from tokenloom_server.cluster.readers.reading import read
 from tokenloom_server.cluster.readers.rows import Answer, Part, Request, Work
+from tokenloom_server.order.resources import RunResources
 from tokenloom_server.storage.io_stats import NAMED_AFTER_S, Wait
 
 
@@ -73,3 +78,18 @@ def test_of_many_lines_of_a_task_the_first_are_kept() -> None:
     assert [line.split()[:2] for _, line in first] == [["line", str(i)] for i in range(20)]
     assert max(len(line) for _, line in first) == 1000
     assert last == (logging.WARNING, "9,980 more lines were logged there")
+
+
+def test_a_worker_closes_what_a_run_holds_once_it_holds_the_run_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, closed = describe(order_of(write_corpus(tmp_path))), []
+    monkeypatch.setattr("ray.get", lambda reference: reference)
+    monkeypatch.setattr(RunResources, "close", lambda self: closed.append(self.base_dir))
+    for i in range(5):
+        worker._order(worker.Described(f"run {i}", json.dumps(json.loads(text) | {"base_dir": f"/run-{i}"})))
+    gc.collect()
+    assert closed == [Path("/run-0")]
+    worker._order.cache_clear()
+    gc.collect()
+    assert sorted(closed) == [Path(f"/run-{i}") for i in range(5)]

@@ -248,14 +248,8 @@ class RayReaders:
 
     def _connect(self) -> str:
         """Starts the process, and asks it for everything that is waited for. Why Ray cannot be reached, or nothing."""
-        options = self.options
-        begin = {
-            "address": options.address,
-            "local_cpus": options.local_cpus,
-            "needs": asdict(options.needs),
-            "store_bytes": max(STORE_BYTES, 2 * REQUESTS_PER_CPU * ANSWER_BYTES * (options.local_cpus or 1)),
-            "late_s": options.late_s,
-        }
+        in_store = 2 * REQUESTS_PER_CPU * ANSWER_BYTES * (self.options.local_cpus or 1)
+        begin = asdict(self.options) | {"store_bytes": max(STORE_BYTES, in_store)}
         ours, theirs = Pipe()
         # In a session of its own: Ctrl-C is for the server, which ends it in order.
         self._process = subprocess.Popen(

@@ -33,10 +33,9 @@ def write(memory: Any, batches: Sequence[pa.RecordBatch]) -> int:
     with pa.ipc.new_stream(sink, batches[0].schema) as stream:
         for batch in batches:
             stream.write_batch(batch)
-    used: int = sink.tell()
-    return used
+    return int(sink.tell())
 
 
 def size_of(batches: Sequence[pa.RecordBatch]) -> int:
     """Bytes that ``write`` takes at most."""
-    return SCHEMA_BYTES + sum(map(pa.ipc.get_record_batch_size, batches))
+    return SCHEMA_BYTES + sum(int(pa.ipc.get_record_batch_size(batch)) for batch in batches)
