@@ -145,9 +145,9 @@ class RayReaders:
         self.nodes: list[tuple[str, float]] = []
         #: Why Ray is away; empty where it is not. What is said where no CPU is free.
         self.away = self.busy = ""
-        #: Guards all of this; told whenever any of it changed.
+        #: Guards all of this, and wakes who waits whenever any of it changed.
         self.changed = threading.Condition()
-        #: What is to be told of requests that nobody holds any more, and of memory. To add to it needs no lock.
+        #: Messages about requests and memory that nobody holds any more. To add one needs no lock.
         self.unused: deque[dict[str, Any]] = deque()
         #: By name, the memory of answers.
         self._memory: dict[str, mmap.mmap] = {}
