@@ -1,17 +1,20 @@
-"""What readers did is counted from their answers, with a bound on what is named and what is logged."""
+"""What readers did is counted from their answers, with a bound on what is named, logged and held."""
 
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
 from time import monotonic
 from types import SimpleNamespace
 
 import pytest
 from support.corpora import DOCS, order_of, write_corpus
+from tokenloom_server.cluster.description import describe
 from tokenloom_server.cluster.readers import counts, worker
 from tokenloom_server.cluster.readers.reading import read
-from tokenloom_server.cluster.readers.rows import Answer, Request, Work
-from tokenloom_server.packing.reading import RowRange
+from tokenloom_server.cluster.readers.rows import Answer, Part, Request, Work
+from tokenloom_server.order.resources import RunResources
 from tokenloom_server.storage.io_stats import NAMED_AFTER_S, Wait
 
 
@@ -19,11 +22,11 @@ from tokenloom_server.storage.io_stats import NAMED_AFTER_S, Wait
 def answer(tmp_path_factory: pytest.TempPathFactory) -> Answer:
     """Some rows of a file, with what it took to read them."""
     order = order_of(write_corpus(tmp_path_factory.mktemp("corpus")))
-    return read(order, Request("", order.record.specs.index(DOCS), [RowRange(0, 0, 9)], [(0, 0)]), "a-node")
+    return read(order, Request("", order.record.specs.index(DOCS), [Part(0, 0, 9, (0, 0))]), "a-node")
 
 
 def test_answers_are_counted_by_node_and_source(answer: Answer) -> None:
-    done, tokens = counts.ReaderCounts(), len(answer.ids)
+    done, tokens = counts.ReaderCounts(), answer.tokens
     for source in enumerate(("docs", "code")):
         done.asked(*source)
     for each in (answer, answer._replace(work=Work("another", 0.25)), answer):
@@ -50,7 +53,7 @@ def test_rows_that_are_answered_and_held_are_ahead_and_a_wait_that_lasts_is_name
     done.asked_again[3] += 2
     held = [SimpleNamespace(source=3, answer=each, wait=wait) for each in (answer, None, answer)]
     (source,) = done.stats([], held, "").sources
-    assert (source.rows_ahead, source.asked_again, source.waiting_for) == (2 * len(answer.sizes), 2, "")
+    assert (source.rows_ahead, source.asked_again, source.waiting_for) == (2 * answer.rows, 2, "")
     wait.since -= NAMED_AFTER_S
     assert done.stats([], held, "").sources[0].waiting_for == "readers: rows (for 2 s; asked again: late)"
 
@@ -74,3 +77,15 @@ def test_of_many_lines_of_a_task_the_first_are_kept() -> None:
     assert [line.split()[:2] for _, line in first] == [["line", str(i)] for i in range(20)]
     assert max(len(line) for _, line in first) == 1000
     assert last == (logging.WARNING, "9,980 more lines were logged there")
+
+
+def test_a_worker_closes_what_a_run_holds_once_it_holds_the_run_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, closed = describe(order_of(write_corpus(tmp_path))), []
+    monkeypatch.setattr("ray.get", lambda reference: reference)
+    monkeypatch.setattr(RunResources, "close", lambda self: closed.append(self.base_dir))
+    for i in range(5):
+        worker._order(worker.Described(f"run {i}", json.dumps(json.loads(text) | {"base_dir": f"/run-{i}"})))
+    assert closed == [Path("/run-0")]
+    worker._order.cache_clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 from tokenloom_server.cluster.readers.rows import Request
@@ -190,8 +190,8 @@ def rows_of_readers_again_after_a_cut(patch: pytest.MonkeyPatch) -> None:
     """What is left of a request after an answer that was cut begins with the row that the answer ended with."""
     right = Request.after
 
-    def after(self: Request, rows: Sequence[int]) -> Request | None:
-        return right(self, [*rows[:-1], rows[-1] - 1] if rows else rows)
+    def after(self: Request, rows: int) -> Request | None:
+        return right(self, max(0, rows - 1))
 
     patch.setattr(Request, "after", after)
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
+import pyarrow as pa
 from tokenloom_server.cluster.description import describe, rebuild
-from tokenloom_server.cluster.readers import reading, source
+from tokenloom_server.cluster.readers import messages, reading, source
 from tokenloom_server.cluster.readers.reading import read
 from tokenloom_server.cluster.readers.rows import Answer, Request, Work
 from tokenloom_server.cluster.readers.source import RowsOfReaders
@@ -49,7 +50,7 @@ class DrawnReaders:
         """See ``Asked``."""
         return self.requests % 3 > 0
 
-    def answer(self, request: Request, machine: int) -> bytes:
+    def answer(self, request: Request, machine: int) -> tuple[str, bytes]:
         """What a machine gives, but for the time that it took."""
         text = request.to_json()
         asked = Request.from_json(text)
@@ -58,7 +59,9 @@ class DrawnReaders:
         # Nor does it look through a whole file for where rows begin.
         with patch.object(row_index, "cached", _no_index):
             answer = read(self._orders[machine, asked.order], asked)
-        return bytes(answer._replace(work=Work()).to_bytes())
+        head, batches = answer._replace(work=Work()).encoded()
+        memory = bytearray(messages.size_of(batches))
+        return head, bytes(memory[: messages.write(memory, batches)]) if batches else b""
 
     def close(self) -> None:
         """Ends the processes of users' functions."""
@@ -89,7 +92,7 @@ class _Ticket:
         if self._drawn.random() < 0.3:
             # Taken for lost, and asked for again: whichever comes, it is the same.
             assert self._readers.answer(self.request, self._drawn.randint(0, 1)) == made
-        answer = Answer.from_bytes(made)
+        answer = Answer.decoded(made[0], pa.ipc.open_stream(made[1]) if made[1] else ())
         self._readers.cut += self.request.after(answer.rows) is not None and answer.error is None
         return answer
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -132,18 +132,15 @@ class PipelineFactory:
         """A source's documents as tokens, just as a pipeline reads them; not ``joined``: a piece of text at a time."""
         return self._documents(source_id, self.readers.open(source_id), joined=joined)
 
-    def all_rows(
-        self, source_id: int, reader: Source, wrap: Callable[[Source], Source], *, apart: bool = False
-    ) -> Documents:
-        """The rows of a source's files as tokens, file by file: none left out or rearranged, any number of them bad.
-        ``wrap``: what is put around the rows as they are read. ``apart``: see ``encoder``."""
+    def all_rows(self, source_id: int, reader: Source, encoder: Encoder, *, joined: bool) -> Documents:
+        """The rows of a source's files as tokens, file by file: none left out or rearranged, any number of them bad."""
         source = self.config.sources[source_id]
         return Documents(
             source.source,
-            wrap(self.readers.kept(source_id, reader)),
-            self.encoder(source_id, reader, apart=apart),
+            self.readers.kept(source_id, reader),
+            encoder,
             math.inf,
-            joined_bytes=0 if apart else self._joined_bytes(source),
+            joined_bytes=self._joined_bytes(source) if joined else 0,
             joins_at_once=True,
         )
 

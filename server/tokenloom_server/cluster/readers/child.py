@@ -1,4 +1,4 @@
-"""``python -m tokenloom_server.cluster.readers.child SOCKET``: the process beside a server that speaks to Ray.
+"""``python -m tokenloom_server.cluster.readers.child``: the process beside a server that speaks to Ray.
 
 Ray ends the process of its driver where its head is away for a minute: this one may end, and the server starts another.
 It decides nothing and keeps nothing but what Ray works on now: what is lost with it is asked for again.
@@ -6,185 +6,175 @@ It decides nothing and keeps nothing but what Ray works on now: what is lost wit
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
+import mmap
 import os
-import socket
 import sys
-import threading
-import time
 from dataclasses import replace
-from functools import partial
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
 from typing import Any
+
+import pyarrow as pa
 
 from tokenloom_server.cluster.connection import Needs, Node, connect, nodes, on_each
 from tokenloom_server.cluster.readers import messages, worker
-from tokenloom_server.cluster.readers.rows import Answer, Request
+from tokenloom_server.cluster.readers.rows import ANSWER_BYTES, Request
 from tokenloom_server.errors import TokenloomError
 
 #: Deaths of the process at a request after which each of its texts is encoded in a process that may die of it. The
 #: first may be anybody's doing.
 DEATHS = 2
-#: Seconds between looks at what takes long, at what is free, and between tries where Ray refuses.
+#: Seconds between looks at what is free, and between tries where Ray refuses.
 TICK_S = 0.5
 PAUSE_S = 2.0
-#: Seconds that all nodes have to look at a run's files.
+#: Seconds that each node has to look at a run's files.
 CHECK_S = 60.0
+#: Bytes of memory for an answer, if it needs no more; of which none is taken before it is written.
+MEMORY_BYTES = 2 * ANSWER_BYTES
 #: Ray's label of a node.
 NODE_ID = "ray.io/node-id"
 
 _log = logging.getLogger(__name__)
 
 
-class _Pending:
-    """A request, and Ray's tasks for it."""
-
-    def __init__(self, number: int, request: Request) -> None:
-        self.number = number
-        self.request = request
-        self.tasks: list[Any] = []
-        self.asked_at = time.monotonic()
-        self.deaths = 0
-        #: The nodes that refused it.
-        self.refused_by: set[str] = set()
-
-
 class Child:
     """Requests of the server, as tasks of Ray."""
 
-    def __init__(self, server: socket.socket, ray: Any, task: Any, late_s: float) -> None:
+    def __init__(self, server: Connection, ray: Any, needs: Needs, late_s: float) -> None:
         self._server = server
         self._ray = ray
-        self._task = task
+        self._needs = needs
         self._late_s = late_s
-        self._lock = threading.Condition()
+        self._task = ray.remote(max_retries=0, **needs.options())(worker.answer)
         self._described: dict[str, worker.Described] = {}
-        self._by_task: dict[Any, _Pending] = {}
-        self._wanted: dict[int, _Pending] = {}
+        self._requests: dict[int, asyncio.Task[None]] = {}
+        #: By name, memory that is shared with the server; and the names of what that one uses no more.
+        self._memory: dict[str, mmap.mmap] = {}
+        self._free: list[str] = []
 
-    def hear(self) -> None:
-        """Takes requests until the server is gone."""
-        while (message := messages.receive(self._server)) is not None:
-            head, content = message
-            if content is None:
-                self._forget(head["forget"])
-                continue
-            if "order" in head:
-                described = worker.Described(head["order"], self._ray.put(bytes(content)))
-                self._described[described.digest] = described
-                if head["sources"]:
-                    # A node that does not answer keeps nobody's requests.
-                    threading.Thread(target=self._check, args=(described, head["sources"]), daemon=True).start()
-                continue
-            pending = _Pending(head["number"], Request.from_json(bytes(content)))
-            with self._lock:
-                self._wanted[pending.number] = pending
-            self._submit(pending)
+    async def serve(self) -> None:
+        """Until the server is gone. Where Ray is lost the process ends, and the server starts another."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watching = tasks.create_task(self._watch())
+                while message := await asyncio.to_thread(messages.receive, self._server):
+                    self._hear(message, tasks)
+                for each in (watching, *self._requests.values()):
+                    each.cancel()
+        except* Exception as errors:
+            _log.error("Ray is lost: %s", errors.exceptions[0])
+            os._exit(1)
 
-    def work(self) -> None:
-        """Gives each answer to the server as it comes."""
-        while True:
-            with self._lock:
-                self._lock.wait_for(lambda: self._by_task)
-                tasks = list(self._by_task)
-            ready, _ = self._ray.wait(tasks, num_returns=1, timeout=TICK_S)
-            for task in ready:
-                with self._lock:
-                    pending = self._by_task.pop(task)
-                    pending.tasks.remove(task)
-                self._finish(pending, task)
-            self._ask_again_late()
+    def _hear(self, message: dict[str, Any], tasks: asyncio.TaskGroup) -> None:
+        if "number" in message:
+            request = Request.from_json(message["request"])
+            self._requests[message["number"]] = tasks.create_task(self._answer(message["number"], request))
+        elif "digest" in message:
+            described = worker.Described(message["digest"], self._ray.put(message["text"]))
+            self._described[described.digest] = described
+            if message["sources"]:
+                tasks.create_task(self._check(described, message["sources"]))
+        elif "forget" in message:
+            if request_at_work := self._requests.pop(message["forget"], None):
+                request_at_work.cancel()
+        elif message["free"] in self._memory:  # not that of a process before this one
+            self._free.append(message["free"])
 
-    def watch(self, needs: Needs) -> None:
+    async def _watch(self) -> None:
         """Tells the server whether a CPU is free, until this machine is no node of the cluster any more: a driver does
         not come back from that, though another cluster may be at the same address."""
         here = self._ray.get_runtime_context().get_node_id()
-        while any(node.id == here for node in nodes()):
-            is_free = needs.fit(Node("", "", self._ray.available_resources()))
-            messages.send(self._server, {"busy": "" if is_free else f"no CPU is free for a task of {needs}"})
-            time.sleep(TICK_S)
+        while any(node.id == here for node in await asyncio.to_thread(nodes)):
+            is_free = self._needs.fit(Node("", "", await asyncio.to_thread(self._ray.available_resources)))
+            messages.send(self._server, busy="" if is_free else f"no CPU is free for a task of {self._needs}")
+            await asyncio.sleep(TICK_S)
         raise ConnectionError("this machine is no node of the cluster any more")
 
-    def _check(self, described: worker.Described, sources: list[int]) -> None:
-        """Tells the server why nodes cannot read a run's sources."""
-        faults = []
-        for node, task in on_each([node for node in nodes() if node.cpus], worker.check, described, sources):
+    async def _check(self, described: worker.Described, sources: list[int]) -> None:
+        """Tells the server why a node cannot read a run's sources, or that all can."""
+        present = [node for node in nodes() if node.cpus]
+        fault = ""
+        for node, task in on_each(present, worker.check, described, sources):
             try:
-                faults.append(self._ray.get(task, timeout=CHECK_S))
-            except self._ray.exceptions.RayError as error:
-                faults.append(f"{node.name}: {_words(error)}")
-        messages.send(self._server, {"checked": described.digest, "faults": list(filter(None, faults))})
+                fault = fault or await asyncio.wait_for(asyncio.wrap_future(task.future()), CHECK_S)
+            except (self._ray.exceptions.RayError, TimeoutError) as error:
+                fault = f"{node.name}: {_words(error)}"
+        messages.send(self._server, checked=described.digest, fault=fault)
 
-    def _submit(self, pending: _Pending) -> None:
-        with self._lock:
-            if self._wanted.get(pending.number) is not pending:
-                return  # it was answered, or nobody waits for it any more
-            elsewhere = {NODE_ID: f"!in({','.join(pending.refused_by)})"} if pending.refused_by else None
-            described, text = self._described[pending.request.order], pending.request.to_json()
-            task = self._task.options(label_selector=elsewhere).remote(described, text)
-            pending.tasks.append(task)
-            pending.asked_at = time.monotonic()
-            self._by_task[task] = pending
-            self._lock.notify()
-
-    def _forget(self, number: int) -> None:
-        """Where others work on a request nobody goes on; a process that was stopped does not once it can."""
-        with self._lock:
-            pending = self._wanted.pop(number, None)
-            tasks = list(pending.tasks) if pending is not None else []
-        for task in tasks:
-            self._ray.cancel(task)
-
-    def _finish(self, pending: _Pending, task: Any) -> None:
-        if pending.number not in self._wanted:
-            return  # another one was faster
-        try:
-            content = self._ray.get(task)
-        except self._ray.exceptions.RayError as error:
-            self._ask_again(pending, error)
-            return
-        answer = Answer.from_bytes(content)
-        if answer.refused:
-            pause = 0.0
-            pending.refused_by.add(answer.work.node_id)
-            if pending.refused_by >= {node.id for node in nodes() if node.cpus}:
-                pending.refused_by, pause = set(), PAUSE_S
-            self._again(pending, answer.refused, pause, is_refused=True)
-            return
-        self._forget(pending.number)
-        messages.send(self._server, {"number": pending.number}, content)
-
-    def _ask_again(self, pending: _Pending, error: Exception) -> None:
+    async def _answer(self, number: int, request: Request) -> None:
+        """Asks for rows until they are there, and gives them to the server; which cancels this if it wants them no
+        more."""
         known = self._ray.exceptions
-        if isinstance(error, known.OutOfMemoryError):
-            self._again(pending, "Ray ended the task for want of memory", PAUSE_S)
-        elif isinstance(error, known.WorkerCrashedError):
-            pending.deaths += 1
-            if pending.deaths >= DEATHS:
-                pending.request = replace(pending.request, apart=True)
-            self._again(pending, "the process that worked on it died")
+        tasks: dict[asyncio.Future[Any], Any] = {}
+        deaths, refused_by = 0, set[str]()
+        try:
+            while True:
+                refused, pause_s = "", PAUSE_S
+                task = self._submit(request, refused_by)
+                tasks[asyncio.wrap_future(task.future())] = task
+                try:
+                    head, batches = await self._first(tasks)
+                    refused, node_id = (made := json.loads(head))["refused"], made["work"][-1]
+                    if not refused:
+                        break
+                    refused_by.add(node_id)
+                    reason, pause_s = refused, 0.0
+                    if refused_by >= {node.id for node in nodes() if node.cpus}:
+                        refused_by, pause_s = set(), PAUSE_S
+                except known.OutOfMemoryError:
+                    reason = "Ray ended the task for want of memory"
+                except known.WorkerCrashedError:
+                    reason, pause_s = "the process that worked on it died", 0.0
+                    deaths += 1
+                    request = replace(request, apart=deaths >= DEATHS)
+                except known.RayError as error:
+                    reason = _words(error)
+                except TimeoutError:
+                    reason, pause_s = f"no answer within {self._late_s:g} s", 0.0
+                messages.send(self._server, again=number, reason=reason[:1000], is_refused=bool(refused))
+                await asyncio.sleep(pause_s)
+            self._give(number, head, batches)
+        finally:
+            # Where others work on it nobody goes on; a process that was stopped does not once it can.
+            for future, task in tasks.items():
+                future.cancel()
+                self._ray.cancel(task)
+
+    def _give(self, number: int, head: str, batches: list[pa.RecordBatch]) -> None:
+        # Memory that was used before is ten times cheaper than fresh one.
+        size = messages.size_of(batches)
+        name = next((name for name in self._free if len(self._memory[name]) >= size), "")
+        if is_new := not name:
+            file = os.memfd_create("tokenloom-answer")
+            os.ftruncate(file, max(size, MEMORY_BYTES))
+            name = f"{os.getpid()}-{len(self._memory)}"
+            self._memory[name] = mmap.mmap(file, 0)
         else:
-            self._again(pending, _words(error), PAUSE_S)
+            self._free.remove(name)
+        used = messages.write(self._memory[name], batches) if batches else 0
+        messages.send(self._server, answer=number, head=head, memory=name, is_new=is_new, size=used)
+        if is_new:
+            reduction.send_handle(self._server, file, None)
+            os.close(file)
 
-    def _ask_again_late(self) -> None:
-        with self._lock:
-            late = [each for each in self._by_task.values() if time.monotonic() - each.asked_at > self._late_s]
-        for pending in dict.fromkeys(late):
-            if len(pending.tasks) < 2:
-                self._again(pending, f"no answer within {self._late_s:g} s")
+    def _submit(self, request: Request, refused_by: set[str]) -> Any:
+        elsewhere = {NODE_ID: f"!in({','.join(refused_by)})"} if refused_by else None
+        task = self._task.options(label_selector=elsewhere)
+        return task.remote(self._described[request.order], request.to_json())
 
-    def _again(self, pending: _Pending, reason: str, pause: float = 0.0, *, is_refused: bool = False) -> None:
-        message = {"again": pending.number, "reason": reason[:1000], "is_refused": is_refused}
-        messages.send(self._server, message)
-        if pause:
-            threading.Timer(pause, self._submit, [pending]).start()
-        else:
-            self._submit(pending)
-
-
-def _end(failed: Any) -> None:
-    """Where a thread fails, the process ends, and the server starts another."""
-    _log.error("Ray is lost: %s", failed.exc_value)
-    os._exit(1)
+    async def _first(self, tasks: dict[asyncio.Future[Any], Any]) -> Any:
+        """What the first of the tasks gives that ends, or why it failed. Raises ``TimeoutError`` where one is late that
+        is alone."""
+        late_s = self._late_s if len(tasks) == 1 else None
+        ended, _ = await asyncio.wait(tasks, timeout=late_s, return_when=asyncio.FIRST_COMPLETED)
+        if not ended:
+            raise TimeoutError
+        first = ended.pop()
+        del tasks[first]
+        return first.result()
 
 
 def _words(error: Exception) -> str:
@@ -193,13 +183,9 @@ def _words(error: Exception) -> str:
 
 def main(arguments: list[str]) -> None:
     """Serves the server at the other end of a socket, until that is gone."""
-    server = socket.socket(fileno=int(arguments[0]))
-    logging.basicConfig(level=logging.WARNING)
-    threading.excepthook = _end
-    begin = messages.receive(server)
-    assert begin is not None
-    options = begin.head
+    server, options = Connection(int(arguments[0])), json.loads(arguments[1])
     needs = Needs(**options["needs"])
+    logging.basicConfig(level=logging.WARNING)
     try:
         with connect(
             options["address"],
@@ -210,19 +196,12 @@ def main(arguments: list[str]) -> None:
         ) as fitting:
             import ray
 
-            task = ray.remote(max_retries=0, **needs.options())(worker.answer)
-            messages.send(server, {"up": [[node.name, node.cpus] for node in fitting]})
-            child = Child(server, ray, task, options["late_s"])
-            for work in (child.work, partial(child.watch, needs)):
-                threading.Thread(target=work, daemon=True).start()
-            hearing = threading.Thread(target=child.hear, daemon=True)
-            hearing.start()
-            hearing.join()
-            threading.excepthook = lambda _: None  # the others lose Ray now
+            messages.send(server, up=[[node.name, node.cpus] for node in fitting])
+            asyncio.run(Child(server, ray, needs, options["late_s"]).serve())
     except TokenloomError as error:
-        messages.send(server, {"refused": str(error)})
-    except OSError:
-        pass  # the server is gone
+        messages.send(server, refused=str(error))
+    except Exception:
+        _log.exception("the process that speaks to Ray fails")
     finally:
         sys.stderr.flush()
         os._exit(0)

@@ -28,7 +28,7 @@ class ReaderCounts:
         self._sources.setdefault(source, ReaderSource(id=source, alias=alias))
 
     def answered(self, source: int, answer: Answer) -> None:
-        name, work = answer.work.node, (len(answer.ids), answer.work.cpu_s)
+        name, work = answer.work.node, (answer.tokens, answer.work.cpu_s)
         name = name if name in self._nodes or len(self._nodes) < MOST_NODES else "others"
         self._nodes[name] = self._nodes.get(name, ReaderNode(name=name)).plus(*work)
         self._sources[source] = self._sources[source].plus(*work)
@@ -38,7 +38,7 @@ class ReaderCounts:
         ahead, waiting = Counter[int](), defaultdict[int, str](str)
         for ticket in tickets:
             if ticket.answer is not None:
-                ahead[ticket.source] += len(ticket.answer.sizes)
+                ahead[ticket.source] += ticket.answer.rows
             elif ticket.wait is not None and monotonic() - ticket.wait.since >= NAMED_AFTER_S:
                 waiting[ticket.source] = ticket.wait.text()
         figures: Any = {"rows_ahead": ahead, "asked_again": self.asked_again, "waiting_for": waiting}

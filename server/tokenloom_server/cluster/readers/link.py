@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
 import logging
+import mmap
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from multiprocessing import Pipe, reduction
 from time import monotonic
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 
 from tokenloom_server.cluster.connection import Needs
 from tokenloom_server.cluster.description import describe, verify_file
@@ -71,50 +79,58 @@ class _Ticket:
         self.request = request
         self.source = request.source
         self.alias = order.config.sources[request.source].name
-        self.run, self.counts = order.name, readers.counts(order.resources)
+        self.order = order
+        self.counts = readers.counts(order.resources)
         self.answer: Answer | None = None
         self.wait: Wait | None = None
         self.trouble = ""
         #: Whether a node's files or versions are not those of the server, as far as that one knows.
         self.is_refused = False
-        self._order = order
         self._readers = readers
 
     def __del__(self) -> None:
-        if self.answer is None:
-            self._readers.forget(self.number)
+        self._readers.unused.append({"forget": self.number})
 
     def is_answered(self) -> bool:
         return self.answer is not None
 
     def take(self) -> Answer:
         """See ``Ticket``."""
-        first = self.request.ranges[0]
-        path = self._order.record.shard_paths[self.source][first.shard]
+        readers, first, stats = self._readers, self.request.parts[0], self.order.resources.io_stats
+        path = self.order.record.shard_paths[self.source][first.shard]
         name = f"rows from {first.first_row} on of {self.alias}: {path}"
-        stats = self._order.resources.io_stats
+        until = monotonic() + readers.patience_s
         with stats.waiting(name, reason="readers") as wait:
             self.wait = wait
-            until = monotonic() + self._readers.patience_s
-            while (answer := self._readers.wait(self, wait, until, lambda: stats.stopped)) is None and self.is_refused:
-                self.is_refused = False
-                try:
-                    for shard in {each.shard for each in self.request.ranges}:
-                        verify_file(self._order, self.request.source, shard)
-                except TokenloomError:
-                    return read(self._order, self.request)  # with the error of a run without readers
-        if answer is not None:
-            return answer
-        why = wait.trouble or "all of their CPUs are busy, or have stopped"
-        limit = self._readers.options.timeout_s
-        if not self._readers.options.falls_back:
-            raise SourceError(f"{name}: no reader has given them for {limit:g} s: {why}; look at the cluster")
-        if self._readers.patience_s:
-            _log.warning(
-                "%s: no reader has given them for %g s: %s; until one answers, the server reads", name, limit, why
-            )
-        self._readers.patience_s = 0.0
-        return read(self._order, self.request)
+            while self.answer is None and (left_s := until - monotonic()) > 0:
+                if stats.stopped:
+                    raise StorageError(f"{name} are no longer waited for: the server stops")
+                if self.is_refused and self._has_changed():
+                    return read(self.order, self.request)  # with the error of a run without readers
+                with readers.changed:
+                    if self.answer is None:
+                        wait.trouble = readers.away or "; ".join(filter(None, [self.trouble, readers.busy]))
+                        readers.changed.wait(min(1.0, left_s))
+        if self.answer is not None:
+            return self.answer
+        limit_s, why = readers.options.timeout_s, wait.trouble or "all of their CPUs are busy, or have stopped"
+        said = f"{name}: no reader has given them for {limit_s:g} s: {why}"
+        if not readers.options.falls_back:
+            raise SourceError(f"{said}; look at the cluster")
+        if readers.patience_s:
+            _log.warning("%s; until one answers, the server reads", said)
+        readers.patience_s = 0.0
+        return read(self.order, self.request)
+
+    def _has_changed(self) -> bool:
+        """Whether the files are not those of the run for the server, either."""
+        self.is_refused = False
+        try:
+            for shard in {part.shard for part in self.request.parts}:
+                verify_file(self.order, self.source, shard)
+        except TokenloomError:
+            return True
+        return False
 
 
 class RayReaders:
@@ -127,27 +143,27 @@ class RayReaders:
         self.patience_s = options.timeout_s
         #: The nodes' names and CPUs.
         self.nodes: list[tuple[str, float]] = []
-        #: Why Ray is away; empty where it is not.
-        self.away = ""
-        #: What is said where no CPU is free.
-        self.busy = ""
-        self._counts: weakref.WeakKeyDictionary[RunResources, ReaderCounts] = weakref.WeakKeyDictionary()
-        self._changed = threading.Condition()
+        #: Why Ray is away; empty where it is not. What is said where no CPU is free.
+        self.away = self.busy = ""
+        #: Guards all of this, and wakes who waits whenever any of it changed.
+        self.changed = threading.Condition()
+        #: Messages about requests and memory that nobody holds any more. To add one needs no lock.
+        self.unused: deque[dict[str, Any]] = deque()
+        #: By name, the memory of answers.
+        self._memory: dict[str, mmap.mmap] = {}
+        self._numbers = itertools.count()
         self._tickets: weakref.WeakValueDictionary[int, _Ticket] = weakref.WeakValueDictionary()
-        self._count = 0
-        #: Texts, and the sources of each that are to be checked still.
-        self._described: dict[str, tuple[str, Sequence[int]]] = {}
+        self._counts: weakref.WeakKeyDictionary[RunResources, ReaderCounts] = weakref.WeakKeyDictionary()
+        #: By digest, the messages that describe records.
+        self._described: dict[str, dict[str, Any]] = {}
         self._digests: weakref.WeakKeyDictionary[RunRecord, str] = weakref.WeakKeyDictionary()
-        #: Of descriptions that were checked, why nodes cannot read what they describe.
-        self._faults: dict[str, list[str]] = {}
+        #: Of descriptions that were checked, why a node cannot read what they describe; or nothing.
+        self._faults: dict[str, str] = {}
         self._stopping = False
-        self._process, self._socket = self._start()
-        head = self._receive_up(self._socket)
-        if "up" not in head:
-            self.close()
-            raise ConfigError(head.get("refused", "the process that speaks to Ray ended; the log above says why"))
-        self.nodes = head["up"]
-        threading.Thread(target=self._listen, name="readers", daemon=True).start()
+        if why := self._connect():
+            raise ConfigError(why)
+        self._thread = threading.Thread(target=self._listen, name="readers", daemon=True)
+        self._thread.start()
 
     # --- what others ask -----------------------------------------------------------------------------
 
@@ -170,26 +186,26 @@ class RayReaders:
                 f"--readers: run {order.name!r} has no source of text that can be read from the middle; ids and rows "
                 "of tensors are cheaper to read than to send, so serve it without --readers"
             )
-        digest = self._digest(order, sources)
-        with self._changed:
-            self._changed.wait_for(lambda: digest in self._faults, START_S)
-            faults = self._faults.get(digest, [f"no node has answered within {START_S:g} s"])
-        if faults:
-            raise ConfigError(f"--readers: {faults[0]}")
+        with self.changed:
+            digest = self._digest(order, sources)
+            self._faults.pop(digest, None)
+            self.changed.wait_for(lambda: digest in self._faults, START_S)
+            fault = self._faults.get(digest, f"no node has answered within {START_S:g} s")
+        if fault:
+            raise ConfigError(f"--readers: {fault}")
 
     def ask(self, order: PipelineFactory, request: Request) -> _Ticket:
         """See ``Asked``."""
-        with self._changed:
-            self._count += 1
-            ticket = _Ticket(self, order, self._count, request)
+        with self.changed:
+            ticket = _Ticket(self, order, next(self._numbers), request)
             self._tickets[ticket.number] = ticket
             ticket.counts.asked(ticket.source, ticket.alias)
-        self._send({"number": ticket.number}, request.to_json().encode())
+            self._send(number=ticket.number, request=request.to_json())
         return ticket
 
     def stats(self, resources: RunResources) -> ReadersStats:
         """See ``Readers``."""
-        with self._changed:
+        with self.changed:
             counts = self.counts(resources)
             tickets = [ticket for ticket in self._tickets.values() if ticket.counts is counts]
             return counts.stats(self.nodes, tickets, self.away)
@@ -201,152 +217,123 @@ class RayReaders:
     def has_room(self) -> bool:
         """See ``Asked``."""
         most = REQUESTS_PER_CPU * max(1.0, sum(cpus for _, cpus in self.nodes) / self.options.needs.cpus)
-        with self._changed:
+        with self.changed:
             return sum(ticket.answer is None for ticket in self._tickets.values()) < most
-
-    def forget(self, number: int) -> None:
-        """Nobody waits for a request any more."""
-        self._send({"forget": number})
-
-    def wait(self, ticket: _Ticket, wait: Any, until: float, is_stopping: Any) -> Answer | None:
-        """The answer; None where there is none in time, or a node refuses. Raises ``StorageError`` where the server
-        stops."""
-        with self._changed:
-            while ticket.answer is None and not ticket.is_refused and (left := until - monotonic()) > 0:
-                wait.trouble = self.away or "; ".join(filter(None, [ticket.trouble, self.busy]))
-                self._changed.wait(min(1.0, left))
-                if is_stopping():
-                    raise StorageError(f"{wait.name} are no longer waited for: the server stops")
-            return ticket.answer
 
     def close(self) -> None:
         """Ends the process beside the server, and with it what was begun on this machine."""
-        self._stopping = True
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # to close it is not enough, as long as a thread listens
-        self._socket.close()
+        with self.changed:
+            self._stopping = True
+            self._send()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
         _end(self._process)
+        self._thread.join()
+        self._link.close()
 
     # --- the process beside --------------------------------------------------------------------------
 
     def _digest(self, order: PipelineFactory, sources: Sequence[int] = ()) -> str:
-        with self._changed:
-            known = self._digests.get(order.record)
+        """What names a record from now on; nodes are to look at these of its sources."""
+        known = self._digests.get(order.record)
         if known is not None and not sources:
             return known
         text = describe(order)
         digest = hashlib.sha256(text.encode()).hexdigest()
-        with self._changed:
-            self._described[digest] = text, sources
-            self._faults.pop(digest, None)
-        self._send({"order": digest, "sources": sources}, text.encode())
-        with self._changed:
-            self._digests[order.record] = digest  # from now on requests may name it
+        with self.changed:
+            self._described[digest] = {"digest": digest, "text": text, "sources": sources}
+            self._digests[order.record] = digest
+            self._send(**self._described[digest])
         return digest
 
-    def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        ours, theirs = messages.pair()
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
-        command = [sys.executable, "-m", "tokenloom_server.cluster.readers.child", str(theirs.fileno())]
+    def _connect(self) -> str:
+        """Starts the process, and asks it for everything that is waited for. Why Ray cannot be reached, or nothing."""
+        in_store = 2 * REQUESTS_PER_CPU * ANSWER_BYTES * (self.options.local_cpus or 1)
+        begin = asdict(self.options) | {"store_bytes": max(STORE_BYTES, in_store)}
+        ours, theirs = Pipe()
         # In a session of its own: Ctrl-C is for the server, which ends it in order.
-        process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tokenloom_server.cluster.readers.child", str(theirs.fileno()), json.dumps(begin)],
+            pass_fds=[theirs.fileno()],
+            env={name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )
         theirs.close()
-        options = self.options
-        begin = {
-            "address": options.address,
-            "local_cpus": options.local_cpus,
-            "needs": asdict(options.needs),
-            "store_bytes": max(STORE_BYTES, 2 * REQUESTS_PER_CPU * ANSWER_BYTES * (options.local_cpus or 1)),
-            "late_s": options.late_s,
-        }
-        messages.send(ours, begin)
-        return process, ours
-
-    def _receive_up(self, of: socket.socket) -> dict[str, Any]:
-        of.settimeout(START_S)
-        try:
-            message = messages.receive(of)
-        except OSError:
-            message = None
-        of.settimeout(None)
-        return message.head if message is not None else {}
-
-    def _send(self, head: dict[str, Any], content: bytes | None = None) -> None:
-        # Where that fails, the thread that listens hears of it, too, and asks again for everything.
-        with suppress(OSError):
-            messages.send(self._socket, head, content)
-
-    def _listen(self) -> None:
-        while not self._stopping:
-            try:
-                message = messages.receive(self._socket)
-            except OSError:
-                message = None
-            if message is not None:
-                self._take(message)
-            elif not self._stopping:
-                self._begin_again()
-
-    def _take(self, message: messages.Message) -> None:
-        head, content = message
-        with self._changed:
-            if "checked" in head:
-                self._faults[head["checked"]] = head["faults"]
-                self._described[head["checked"]] = self._described[head["checked"]][0], ()
-            elif "busy" in head:
-                self.busy = head["busy"]
-            elif "again" in head:
-                if ticket := self._tickets.get(head["again"]):
-                    ticket.counts.asked_again[ticket.source] += 1
-                    ticket.trouble, ticket.is_refused = f"asked again: {head['reason']}", head["is_refused"]
-            elif ticket := self._tickets.get(head["number"]):
-                ticket.answer, self.patience_s = (answer := Answer.from_bytes(content)), self.options.timeout_s
-                ticket.counts.answered(ticket.source, answer)
-                for level, line in answer.work.log:
-                    _log.log(
-                        level, "%s: source %s on %s: %s", ticket.run, ticket.alias, answer.work.node, escaped(line)
-                    )
-            self._changed.notify_all()
-
-    def _is_away(self, why: str) -> None:
-        """Whoever waits hears it at once, for it may not last."""
-        with self._changed:
-            self.away = f"Ray is away: {why}"
-            self._changed.notify_all()
-        _log.warning(self.away)
-
-    def _begin_again(self) -> None:
-        """Another process in place of one that ended; everything that is waited for is asked for again."""
-        self._process.wait()
-        status = _end(self._process)
-        self._socket.close()
-        self._is_away(f"the process that speaks to it ended with status {status}")
-        while not self._stopping:
-            process, ours = self._start()
-            head = self._receive_up(ours)
-            if "up" in head:
-                break
-            _end(process)
+        head = messages.receive(ours) if ours.poll(START_S) else None
+        if head is None or "up" not in head:
+            _end(self._process)
             ours.close()
-            self._is_away(head.get("refused", f"no answer within {START_S:g} s"))
-            threading.Event().wait(RETRY_S)
-        else:
-            return
-        with self._changed:
-            self._process, self._socket, self.nodes, self.away, self.busy = process, ours, head["up"], "", ""
-            described = list(self._described.items())
+            return str((head or {}).get("refused", "the process that speaks to Ray ended; the log above says why"))
+        with self.changed:
+            self._link, self.nodes, self.away, self.busy = ours, head["up"], "", ""
+            self._memory.clear()
+            for described in self._described.values():
+                self._send(**described)
             waiting = [ticket for ticket in self._tickets.values() if ticket.answer is None]
             for ticket in waiting:
                 ticket.counts.asked_again[ticket.source] += 1
-        for digest, (text, sources) in described:
-            self._send({"order": digest, "sources": sources}, text.encode())
-        for ticket in waiting:
-            self._send({"number": ticket.number}, ticket.request.to_json().encode())
-        _log.info("Ray is back: %d requests are asked for again", len(waiting))
+                self._send(number=ticket.number, request=ticket.request.to_json())
+        return ""
+
+    def _send(self, **message: Any) -> None:
+        # Where that fails, the thread that listens hears of it, too, and asks again for everything.
+        with suppress(OSError):
+            messages.send(self._link, **message)
+
+    def _listen(self) -> None:
+        while not self._stopping:
+            if (message := messages.receive(self._link)) is not None:
+                with self.changed:
+                    self._take(message)
+                    self.changed.notify_all()
+            elif not self._stopping:
+                self._begin_again()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if "checked" in message:
+            self._faults[message["checked"]] = message["fault"]
+        elif "busy" in message:
+            self.busy = message["busy"]
+        elif "again" in message:
+            if ticket := self._tickets.get(message["again"]):
+                ticket.counts.asked_again[ticket.source] += 1
+                ticket.trouble, ticket.is_refused = f"asked again: {message['reason']}", message["is_refused"]
+        else:
+            content = self._content(message)
+            if ticket := self._tickets.get(message["answer"]):
+                answer = Answer.decoded(message["head"], pa.ipc.open_stream(content) if len(content) else ())
+                ticket.answer, self.patience_s = answer, self.options.timeout_s
+                ticket.counts.answered(ticket.source, answer)
+                where = f"{ticket.order.name}: source {ticket.alias} on {answer.work.node}"
+                for level, line in answer.work.log:
+                    _log.log(level, "%s: %s", where, escaped(line))
+        while self.unused:
+            self._send(**self.unused.popleft())
+
+    def _content(self, message: dict[str, Any]) -> npt.NDArray[np.uint8]:
+        """The bytes of an answer, where the other process wrote them; that one hears of it once they are unused."""
+        name = message["memory"]
+        if message["is_new"]:
+            file = reduction.recv_handle(self._link)
+            self._memory[name] = mmap.mmap(file, 0, prot=mmap.PROT_READ)
+            os.close(file)
+        content = np.frombuffer(self._memory[name], np.uint8, message["size"])
+        weakref.finalize(content, self.unused.append, {"free": name}).atexit = False
+        return content
+
+    def _begin_again(self) -> None:
+        """Another process in place of one that ended."""
+        why = f"the process that speaks to it ended with status {_end(self._process)}"
+        while why and not self._stopping:
+            with self.changed:
+                # Whoever waits hears it at once, for it may not last.
+                self.away = f"Ray is away: {why}"
+                self.changed.notify_all()
+            _log.warning(self.away)
+            if why := self._connect():
+                threading.Event().wait(RETRY_S)
+        _log.info("Ray is back: what is waited for is asked for again")
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:

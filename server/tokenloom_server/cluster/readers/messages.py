@@ -1,54 +1,41 @@
-"""Messages between a server and the process beside it that speaks to Ray: a head, and bytes in shared memory."""
+"""Between a server and the process beside it that speaks to Ray: JSON on a socket, and rows in shared memory."""
 
 from __future__ import annotations
 
 import json
-import mmap
-import os
-import socket
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
 
-#: Bytes of a head at most.
-HEAD_BYTES = 1 << 16
+import pyarrow as pa
 
-
-class Message(NamedTuple):
-    """``content``: bytes that the other process wrote, mapped; None where there are none."""
-
-    head: dict[str, Any]
-    content: mmap.mmap | None
+#: Bytes of a stream at most, beside its batches.
+SCHEMA_BYTES = 1 << 16
 
 
-def pair() -> tuple[socket.socket, socket.socket]:
-    """The two ends; messages keep their bounds."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+def send(to: Connection, **message: Any) -> None:
+    """For one thread at a time. Raises ``OSError`` where nobody is at the other end."""
+    to.send_bytes(json.dumps(message).encode())
 
 
-def send(to: socket.socket, head: dict[str, Any], content: Any = None) -> None:
-    """Raises ``OSError`` where nobody is at the other end."""
-    text = json.dumps(head).encode()
-    if content is None:
-        to.send(text)
-        return
-    file = os.memfd_create("tokenloom-rows", os.MFD_CLOEXEC)
-    try:
-        view = memoryview(content)
-        while view:
-            view = view[os.write(file, view) :]
-        socket.send_fds(to, [text], [file])
-    finally:
-        os.close(file)
-
-
-def receive(of: socket.socket) -> Message | None:
+def receive(of: Connection) -> dict[str, Any] | None:
     """The next message; None where the other end is gone."""
-    text, files, _, _ = socket.recv_fds(of, HEAD_BYTES, 1)
-    if not text:
-        return None
-    if not files:
-        return Message(json.loads(text), None)
     try:
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        return Message(json.loads(text), mmap.mmap(files[0], 0, flags=flags, prot=mmap.PROT_READ))
-    finally:
-        os.close(files[0])
+        message: dict[str, Any] = json.loads(of.recv_bytes())
+    except (EOFError, OSError):
+        return None
+    return message
+
+
+def write(memory: Any, batches: Sequence[pa.RecordBatch]) -> int:
+    """Puts them at the beginning of some memory, of ``size_of`` bytes at least; how many it took."""
+    sink = pa.FixedSizeBufferWriter(pa.py_buffer(memory))
+    with pa.ipc.new_stream(sink, batches[0].schema) as stream:
+        for batch in batches:
+            stream.write_batch(batch)
+    return int(sink.tell())
+
+
+def size_of(batches: Sequence[pa.RecordBatch]) -> int:
+    """Bytes that ``write`` takes at most."""
+    return SCHEMA_BYTES + sum(int(pa.ipc.get_record_batch_size(batch)) for batch in batches)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from tokenloom_server.cluster.readers.rows import Answer, Request
+from tokenloom_server.cluster.readers.rows import Answer, Part, Request
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.packing.reading import RowRange
@@ -106,24 +106,20 @@ class RowsOfReaders(WrappedSource):
             self._ahead = min(2 * self._ahead, MOST_AHEAD)
             self._fill()
         answer = ticket.take()
-        self._pieces.extend(answer.pieces(ticket.request.ranges))
+        self._pieces.extend(answer.pieces)
         self._error = answer.error
-        self._rows_seen += len(answer.sizes)
-        self._bytes_seen += int(answer.sizes.sum())
+        self._rows_seen += answer.rows
+        self._bytes_seen += sum(int(rows.sizes.sum()) for _, rows in answer.pieces if rows.sizes is not None)
         rest = ticket.request.after(answer.rows)
         if rest is not None and answer.error is None:
             self._tickets.appendleft(self._asked.ask(self._order, rest))
 
     def _fill(self) -> None:
         while len(self._tickets) < self._ahead and (not self._tickets or self._asked.has_room()):
-            ranges = self._cut()
-            if not ranges:
+            parts = self._cut()
+            if not parts:
                 return
-            positions = []
-            if isinstance(self._source, IndexedSource):
-                positions = [self._source.position(shard, row) for shard, row, _ in ranges]
-            request = Request(self._digest, self._source_id, ranges, positions)
-            self._tickets.append(self._asked.ask(self._order, request))
+            self._tickets.append(self._asked.ask(self._order, Request(self._digest, self._source_id, parts)))
 
     def _planned(self) -> RowRange | None:
         # Of a file that cannot be opened, nothing more is planned: it is an error once its turn comes.
@@ -131,11 +127,11 @@ class RowsOfReaders(WrappedSource):
             return next(self._plan, None)
         return None
 
-    def _cut(self) -> list[RowRange]:
-        """The row ranges of the next request."""
+    def _cut(self) -> list[Part]:
+        """The rows of the next request."""
         wanted = min(max(1, REQUEST_BYTES * self._rows_seen // max(self._bytes_seen, 1)), MOST_ROWS)
         wanted = wanted if self._rows_seen else FIRST_ROWS
-        ranges: list[RowRange] = []
+        parts: list[Part] = []
         while wanted > 0 and (each := self._rest or self._planned()):
             shard, first, rows = each
             # What begins within a block is found past all before it there.
@@ -145,6 +141,7 @@ class RowsOfReaders(WrappedSource):
             end = min(first + rows, block_end if block_end <= end + wanted else end)
             self._rest = RowRange(shard, end, first + rows - end) if end < first + rows else None
             if rows > 0:
-                ranges.append(RowRange(shard, first, end - first))
+                position = self._source.position(shard, first) if isinstance(self._source, IndexedSource) else None
+                parts.append(Part(shard, first, end - first, position))
                 wanted -= end - first
-        return ranges
+        return parts

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import platform
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+import pyarrow as pa
 
 from tokenloom_server.cluster.description import named_by_node, rebuild, verify_file
 from tokenloom_server.cluster.readers.reading import read
@@ -28,13 +28,7 @@ class Described:
 
     digest: str
     text: Any = field(compare=False)
-    """A reference to the bytes of the description."""
-
-    def load(self) -> str:
-        """The description's text."""
-        import ray
-
-        return bytes(ray.get(self.text)).decode()
+    """A reference to the description."""
 
 
 class LoggedLines(logging.Handler):
@@ -43,42 +37,44 @@ class LoggedLines(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self._lines: list[tuple[int, str]] = []
+        self._more = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._lines.append((record.levelno, record.getMessage()[:LINE_CHARACTERS]))
+        if len(self._lines) < LINES:
+            self._lines.append((record.levelno, record.getMessage()[:LINE_CHARACTERS]))
+        else:
+            self._more += 1
 
     def lines(self) -> list[tuple[int, str]]:
         """Levels and lines."""
-        more = len(self._lines) - LINES
-        return self._lines[:LINES] + [(logging.WARNING, f"{more:,} more lines were logged there")] * (more > 0)
+        more = (logging.WARNING, f"{self._more:,} more lines were logged there")
+        return [*self._lines, more] if self._more else self._lines
 
 
-def answer(described: Described, request_json: str) -> npt.NDArray[np.uint8]:
-    """The bytes of an ``Answer``. Never raises for what the run's files or this machine hold."""
+def answer(described: Described, request_json: str) -> tuple[str, list[pa.RecordBatch]]:
+    """``Answer.encoded``. Never raises for what the run's files or this machine hold."""
     import ray
 
     request, node, lines = Request.from_json(request_json), platform.node(), LoggedLines()
     logging.getLogger("tokenloom_server").addHandler(lines)
     try:
         order = _order(described)
-        for shard in {each.shard for each in request.ranges}:
+        for shard in {part.shard for part in request.parts}:
             _check(described, request.source, shard)
         made = read(order, request, node)
         if isinstance(made.error, (SourceChanged, StorageError)):
             raise made.error  # of this machine, perhaps, alone
     except TokenloomError as error:
-        none = np.empty(0, np.int64)
-        made = Answer([], np.empty(0, np.uint8), none, none, refused=named_by_node(error))
+        made = Answer(refused=named_by_node(error))
     finally:
         logging.getLogger("tokenloom_server").removeHandler(lines)
     work = made.work._replace(node=node, log=lines.lines(), node_id=ray.get_runtime_context().get_node_id())
-    return made._replace(work=work).to_bytes()
+    return made._replace(work=work).encoded()
 
 
 def check(described: Described, sources: Sequence[int]) -> str:
     """Why this machine cannot read these sources of a run; or nothing. Looks at the first file of each."""
     try:
-        _order(described)
         for source in sources:
             _check(described, source, 0)
     except TokenloomError as error:
@@ -88,7 +84,11 @@ def check(described: Described, sources: Sequence[int]) -> str:
 
 @lru_cache(maxsize=4)
 def _order(described: Described) -> PipelineFactory:
-    return rebuild(described.load())
+    import ray
+
+    order = rebuild(ray.get(described.text))
+    weakref.finalize(order, order.resources.close)
+    return order
 
 
 @lru_cache(maxsize=1 << 16)
