@@ -140,15 +140,15 @@ def test_a_node_that_has_something_else_refuses_with_its_name(out: Folder, tmp_p
         out.write(f".index/{path.name}", path.read_bytes())
     with Journal.open(out, job, nothing) as journal:
         description = json.loads(described(job, journal.attempts))
-        assert json.loads(make_shard(json.dumps(description), "", 0)) == {}
+        assert json.loads(make_shard(json.dumps(description))) == {"log": []}
         order = json.loads(description["order"])
         for other, said in (
             ({"order": json.dumps(order | {"tokenloom": "0.0.1"})}, "has Tokenloom .*who asks it has 0.0.1: install"),
             ({"order": json.dumps(order | {"tokenizer": "other"})}, "tokenizer 'bytes' has the digest"),
-            ({"attempts": [journal.attempts.name, "other"]}, "is not seen here; expected a folder that all nodes have"),
+            ({"attempts": ".attempts/other"}, "is not seen here; expected a folder that all nodes have"),
             ({"transform": ["gate:held", 1.0, 100, {}]}, "transform 'gate:held': expected MODULE:FUNCTION"),
         ):
-            answer = json.loads(make_shard(json.dumps(description | other), "", 0))
+            answer = json.loads(make_shard(json.dumps(description | other)))
             assert re.search(f"^{NODE}: .*{said}", answer["message"]), answer
         os.truncate(tmp_path / "data/0.jsonl", 100)
         answer = made(job, journal)

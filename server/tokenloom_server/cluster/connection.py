@@ -110,8 +110,10 @@ def _start(ray: Any, address: str, where: str, cpus: int | None, object_store_by
         quiet |= {"include_dashboard": False, "object_store_memory": object_store_bytes}
         ray.init("local", num_cpus=cpus or os.cpu_count(), **quiet)
         return
-    _reach(ray, address, where)
+    target = _reach(ray, address, where)
     try:
+        if not address.startswith("ray://"):
+            _show_token(ray, address, target)
         ray.init(address, **quiet)
     except (Exception, SystemExit) as error:  # Ray ends the process where no head answers
         raise ConfigError(
@@ -121,8 +123,9 @@ def _start(ray: Any, address: str, where: str, cpus: int | None, object_store_by
         ) from None
 
 
-def _reach(ray: Any, address: str, where: str) -> None:
-    """Raises ``ConfigError`` where nobody listens at an address: Ray would try for long, and say it in many lines."""
+def _reach(ray: Any, address: str, where: str) -> str:
+    """The host and port of an address. Raises ``ConfigError`` where nobody listens there: Ray would try for long, and
+    say it in many lines."""
     target = address
     try:
         if address == "auto":
@@ -136,6 +139,17 @@ def _reach(ray: Any, address: str, where: str) -> None:
             f"{where}: nothing answers at {target} ({error}); expected a Ray cluster: start one with ray start --head, "
             "name another one, or give 'local' for one of this machine's own"
         ) from None
+    return target
+
+
+def _show_token(ray: Any, address: str, target: str) -> None:
+    """Raises Ray's error where the cluster does not take this machine's token: ``ray.init`` would try for minutes."""
+    from ray._private.authentication import authentication_token_setup as tokens
+
+    if address == "auto":
+        tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    tokens.ensure_token_if_auth_enabled(create_token_if_missing=False)
+    ray._raylet.GcsClient(address=target)
 
 
 def _checked(needs: Needs, where: str, cpus: int | None, object_store_bytes: int | None) -> tuple[Node, ...]:
