@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -50,6 +51,11 @@ def test_a_document_at_which_workers_die_is_named(
     assert caplog.text.count("its worker or node was lost") == 2
 
 
+def reachable(port: int) -> bool:
+    with socket.socket() as tried:
+        return tried.connect_ex(("127.0.0.1", port)) == 0
+
+
 @pytest.fixture
 def with_token(tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
     """The address of a cluster that asks for a token, and the environment that has it."""
@@ -61,7 +67,7 @@ def with_token(tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
         with (tmp_path / "log").open("wb") as log:
             head = subprocess.Popen(command, env=home | token, stdout=log, stderr=log)
         try:
-            wait_for(lambda: b"Ray runtime started" in (tmp_path / "log").read_bytes(), "the cluster", 60)
+            wait_for(lambda: reachable(port), "the cluster", 60)
             yield f"127.0.0.1:{port}", home | token
         finally:
             head.terminate()

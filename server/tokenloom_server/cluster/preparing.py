@@ -77,17 +77,17 @@ class OnRay:
         for node, reference in on_each(self.fitting, make_shard, description):
             _answer(reference, node.name)
         remote = ray.remote(make_shard).options(max_retries=0, **self.needs.options())
-        asked = _Asked(lambda *arguments: remote.remote(description, *arguments))
+        requests = _Requests(lambda *arguments: remote.remote(description, *arguments))
         waiting = deque(map(_Wanted, tasks))
-        while waiting or asked.by_reference:
+        while waiting or requests.by_reference:
             fitting = [node for node in nodes() if self.needs.fit(node)]
             self.on_nodes(len(fitting))
             room = self.at_once or max(1, AHEAD * int(sum(node.cpus // self.needs.cpus for node in fitting)))
-            while waiting and len(asked.by_reference) < room:
-                asked.ask(waiting.popleft())
-            asked.ask_late_again()
+            while waiting and len(requests.by_reference) < room:
+                requests.ask(waiting.popleft())
+            requests.ask_late_again()
             made = []
-            for wanted, answer in asked.answers():
+            for wanted, answer in requests.answers():
                 if "lost" in answer:
                     waiting.appendleft(wanted)
                 else:
@@ -98,7 +98,7 @@ class OnRay:
                 on_done(1, shard.tokens, task.bytes)
 
 
-class _Asked:
+class _Requests:
     """The shards that are asked for now, and Ray's references to their answers."""
 
     def __init__(self, make: Callable[[str, int, bool], Any]) -> None:
