@@ -9,7 +9,7 @@ PROTOC := $(VENV)/protoc/bin/python
 PROTO_OUT ?= proto
 JOBS ?= 3
 
-.PHONY: install demo test chaos check proto format bench bench-peers capabilities goldens kubernetes tables screenshots house clean
+.PHONY: install demo test chaos check docs docs-serve proto format bench bench-peers capabilities goldens kubernetes tables screenshots house clean
 
 install: $(VENV)/.installed
 
@@ -27,7 +27,7 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(MAKE) --no-print-directory $(VENV)/.demo
 	@echo "adding what the tests need to $(VENV); once, this takes a few minutes"
-	@$(INSTALL) -e '.[server,torch,dev]'
+	@$(INSTALL) -e '.[server,torch,dev,docs]'
 	@$(INSTALL) --no-deps litdata mosaicml-streaming
 	@touch $@
 
@@ -54,6 +54,15 @@ check: install $(PROTOC)
 		cmp "$$f" "proto/tokenloom_proto/$$(basename $$f)" || { echo "generated code is stale: run 'make proto' and commit"; exit 1; }; \
 	done
 
+# The documentation as a site, in site/; a link or an anchor that leads nowhere, a page outside of the index, or an address
+# that a reader without a network would miss is an error. The theme's notice about its successor is in mkdocs.yml.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
+docs: install
+	$(MKDOCS) build --strict --quiet
+
+docs-serve: install
+	$(MKDOCS) serve
+
 # Generated code asks for at least the protobuf of the tool that made it. This is the oldest of those whose code every
 # protobuf from 4.25 on takes, so that a training image keeps the packages that it has; it needs some of its own.
 $(PROTOC): Makefile
@@ -78,7 +87,7 @@ KUBERNETES := base overlays/standby overlays/external-redis trainer
 kubernetes:
 	for each in $(KUBERNETES); do kubectl kustomize deploy/kubernetes/$$each > tests/deployment/kubernetes/$$(basename $$each).yaml; done
 
-# The tables of the docs that come from the code: routes and metrics.
+# The tables of the docs that come from the code.
 tables: install
 	$(BIN)/python -m tests.support.doc_tables
 
@@ -102,4 +111,4 @@ bench-peers: install
 	$(BIN)/python -m benchmarks.peers
 
 clean:
-	rm -rf $(VENV) .cache tokenloom-demo
+	rm -rf $(VENV) .cache site tokenloom-demo

@@ -6,11 +6,18 @@ from tokenloom_proto.errors import TokenloomError
 
 
 class ServerUnavailable(TokenloomError):
-    """The server could not be reached, or did not answer, for as long as the timeout allows."""
+    """The server could not be reached, or did not answer, for as long as the timeout allows.
+
+    Look whether the server runs and its address is right; the connection's timeouts say for how long it is waited
+    for.
+    """
 
 
 class EndOfData(TokenloomError):
-    """The data ended, and the dataset was made with ``at_end="raise"``."""
+    """The data ended, and the dataset was made with ``at_end="raise"``.
+
+    Nothing: ``reason`` says why. Without ``at_end="raise"`` the iteration stops instead.
+    """
 
     def __init__(self, message: str, *, reason: str = "", sample_index: int = 0, total_tokens: int = 0) -> None:
         super().__init__(message)

@@ -1,7 +1,8 @@
 """Every error that a server sends, in one small tree; and the one table to gRPC and HTTP statuses.
 
-A message names what was found, what was expected and what to do. The class name is the stable name
-that travels in ``tokenloom-error`` metadata and in REST bodies; a client raises the class of that name.
+A message names what was found, what was expected and what to do. A docstring's second paragraph says what to do in
+general (docs/errors.md). The class name is the stable name that travels in ``tokenloom-error`` metadata and in REST
+bodies; a client raises the class of that name.
 """
 
 from __future__ import annotations
@@ -66,23 +67,39 @@ class TokenloomError(Exception):
 
 
 class ConfigError(TokenloomError, grpc="INVALID_ARGUMENT", http=422):
-    """A mixture file, spec or command-line value is wrong."""
+    """A mixture file, spec or command-line value is wrong.
+
+    Correct the field that the message names; ``tokenloom validate`` checks the whole file.
+    """
 
 
 class SourceError(TokenloomError, grpc="FAILED_PRECONDITION"):
-    """A source's files are missing, malformed, of another shape, or not what the run began with."""
+    """A source's files are missing, malformed, of another shape, or not what the run began with.
+
+    Look at the file and row that the message names; ``tokenloom validate --scan`` looks at every row.
+    """
 
 
 class SourceChanged(SourceError, http=409):
-    """A file differs from the run's frozen manifest."""
+    """A file differs from the run's frozen manifest.
+
+    Bring the file back as it was, or begin a new run with the files as they are; see
+    docs/guarantees.md#changed-files.
+    """
 
 
 class StorageError(SourceError, http=503):
-    """A file's storage failed, or did not answer for as long as is waited: nothing is known about what is in it."""
+    """A file's storage failed, or did not answer for as long as is waited: nothing is known about what is in it.
+
+    Look at the storage, its address and its credentials; then start the server again.
+    """
 
 
 class TokenizerError(TokenloomError, grpc="FAILED_PRECONDITION"):
-    """The tokeniser is missing, unsupported, or gave an id that the vocabulary does not have."""
+    """The tokeniser is missing, unsupported, or gave an id that the vocabulary does not have.
+
+    Bring the tokeniser that the message names back, or correct ``tokenizer`` in the mixture file.
+    """
 
     def __init__(self, message: str, at: int | None = None) -> None:
         """``at``: of the rows that were to be encoded, the first that is at fault, where it is a row's."""
@@ -91,21 +108,32 @@ class TokenizerError(TokenloomError, grpc="FAILED_PRECONDITION"):
 
 
 class LedgerError(TokenloomError, grpc="FAILED_PRECONDITION"):
-    """The ledger refused or contradicted a write."""
+    """The ledger refused or contradicted a write.
+
+    Read what the message says of the ledger; ``tokenloom ledger check`` looks at the whole of it.
+    """
 
 
 class LedgerUnavailable(LedgerError, grpc="UNAVAILABLE", http=503):
-    """The ledger cannot be reached now; the outcome of a write under way is unknown."""
+    """The ledger cannot be reached now; the outcome of a write under way is unknown.
+
+    Bring the ledger back: the server and its clients wait for it, and go on by themselves.
+    """
 
 
 class LedgerUnsafe(LedgerError, http=503):
     """The ledger would acknowledge writes that it can lose (Redis without appendonly and fsync always, SQLite on a
     network file system).
+
+    Change the setting that the message names; or give ``--ledger`` a place that keeps what it acknowledges.
     """
 
 
 class LedgerRolledBack(LedgerError, grpc="DATA_LOSS", http=409):
-    """The ledger lacks a commit or a revision that it has acknowledged: it lost data."""
+    """The ledger lacks a commit or a revision that it has acknowledged: it lost data.
+
+    Bring its data back, or restart the training job from its last checkpoint; see docs/operations.md.
+    """
 
     #: What to do about it, whoever finds it; a sentence without its full stop.
     remedy: ClassVar[str] = (
@@ -115,35 +143,59 @@ class LedgerRolledBack(LedgerError, grpc="DATA_LOSS", http=409):
 
 
 class NotLeader(LedgerError, grpc="UNAVAILABLE", http=503):
-    """Another server has taken this run over: this one's epoch is old. Or the run is in another ledger."""
+    """Another server has taken this run over: this one's epoch is old. Or the run is in another ledger.
+
+    Nothing, where the address has all servers: the client finds the one that leads. Else give it that one's.
+    """
 
 
 class LeaseHeld(LedgerError, grpc="UNAVAILABLE", http=503):
-    """Another server serves this run, and its lease has not lapsed."""
+    """Another server serves this run, and its lease has not lapsed.
+
+    Stop the other server, or start this one with ``--standby``: it takes over when the lease lapses.
+    """
 
 
 class OrderMismatch(LedgerError, grpc="DATA_LOSS", http=409):
-    """The same sample index was committed with another digest: two orders exist. Everything stops."""
+    """The same sample index was committed with another digest: two orders exist. Everything stops.
+
+    Find out which server, files or package differ before anything goes on; then resume from a checkpoint.
+    """
 
 
 class ProtocolError(TokenloomError, grpc="FAILED_PRECONDITION", http=400):
-    """The peer broke the wire contract: it speaks another version, or is not a Tokenloom server. Never retried."""
+    """The peer broke the wire contract: it speaks another version, or is not a Tokenloom server. Never retried.
+
+    Install the same release on both sides, and check that the address is the server's.
+    """
 
 
 class Fenced(TokenloomError, grpc="ABORTED", http=409):
-    """The call belongs to a generation that is over. Never retried."""
+    """The call belongs to a generation that is over. Never retried.
+
+    Nothing in this process: a newer launch has the run. End it, if it does not end by itself.
+    """
 
 
 class AttemptUsed(TokenloomError, grpc="ALREADY_EXISTS", http=409):
-    """An attempt id opened a generation before, or its slot was served to another process."""
+    """An attempt id opened a generation before, or its slot was served to another process.
+
+    Give each launch an ``attempt`` of its own, the same on all of its ranks and on no other.
+    """
 
 
 class JoinRefused(TokenloomError, grpc="FAILED_PRECONDITION", http=409):
-    """Ranks disagree, or a rank does not fit its world."""
+    """Ranks disagree, or a rank does not fit its world.
+
+    Give all ranks the same arguments and state; the message names the ranks and what differs.
+    """
 
 
 class RunBusy(TokenloomError, grpc="UNAVAILABLE", http=409):
-    """Every rank of the run's present attempt was heard just now: another launch may not end it by mistake."""
+    """Every rank of the run's present attempt was heard just now: another launch may not end it by mistake.
+
+    End the other launch, or wait until its ranks are silent; ``takeover=True`` ends it on purpose.
+    """
 
     of_launch = True
 
@@ -153,47 +205,80 @@ class RunBusy(TokenloomError, grpc="UNAVAILABLE", http=409):
 
 
 class RankStalled(TokenloomError, grpc="DEADLINE_EXCEEDED", http=504):
-    """A rank is missing, dead or does not go on, and the others have waited for it long enough."""
+    """A rank is missing, dead or does not go on, and the others have waited for it long enough.
+
+    Look at the log of the rank that the message names; then start the launch again from its checkpoint.
+    """
 
 
 class ResumePointNeeded(TokenloomError, grpc="FAILED_PRECONDITION", http=409):
-    """The ledger has progress and the trainer brought no state: guessing would skip or repeat data."""
+    """The ledger has progress and the trainer brought no state: guessing would skip or repeat data.
+
+    Load the checkpoint; or say ``resume="latest"`` or ``"fresh"`` on purpose; see docs/checkpoints.md.
+    """
 
 
 class SnapshotInvalid(TokenloomError, ValueError, grpc="INVALID_ARGUMENT", http=422):
-    """A snapshot is torn, of another version, or of another run, seed, tokeniser, data or config."""
+    """A snapshot is torn, of another version, or of another run, seed, tokeniser, data or config.
+
+    Take the checkpoint of this run, whole; ``tokenloom checkpoint show`` says what is in a file.
+    """
 
 
 class BeyondHorizon(TokenloomError, grpc="OUT_OF_RANGE", http=416):
-    """A sample index that has not been and may not yet be produced."""
+    """A sample index that has not been and may not yet be produced.
+
+    Ask for a sample that the run has come to.
+    """
 
 
 class NotFound(TokenloomError, grpc="NOT_FOUND", http=404):
-    """No such run, stream or snapshot."""
+    """No such run, stream or snapshot.
+
+    Check the name in the address; ``tokenloom runs list`` shows those that the server has.
+    """
 
 
 class CounterOverflow(TokenloomError):
-    """A counter passed 2^53 − 1, the last integer that JSON and Lua readers hold exactly."""
+    """A counter passed 2^53 − 1, the last integer that JSON and Lua readers hold exactly.
+
+    Report it: no run is so long.
+    """
 
 
 class ServerStopping(TokenloomError, grpc="UNAVAILABLE", http=503):
-    """The server is closing in an orderly way; clients reconnect."""
+    """The server is closing in an orderly way; clients reconnect.
+
+    Nothing: the client waits until a server is back.
+    """
 
 
 class TooManyPeeks(TokenloomError, grpc="UNAVAILABLE", http=429):
-    """As many peeks at a run are open as a server makes at once. Retried: others end."""
+    """As many peeks at a run are open as a server makes at once. Retried: others end.
+
+    Nothing: the client tries again. End peeks that nobody reads.
+    """
 
 
 class Unauthenticated(TokenloomError, grpc="UNAUTHENTICATED", http=401):
-    """The call brings no token, or one that this server does not know. Never retried."""
+    """The call brings no token, or one that this server does not know. Never retried.
+
+    Set ``TOKENLOOM_TOKEN`` to a token that the server knows; see docs/access.md.
+    """
 
 
 class Forbidden(TokenloomError, grpc="PERMISSION_DENIED", http=403):
-    """The token has a lower scope than the call asks for, or is not good for its run. Never retried."""
+    """The token has a lower scope than the call asks for, or is not good for its run. Never retried.
+
+    Use a token whose scope and runs cover the call; see docs/access.md.
+    """
 
 
 class LimitExceeded(TokenloomError, grpc="RESOURCE_EXHAUSTED", http=409):
-    """A bound of the server is reached: a message's size, or the number of streams, runs or saved snapshots."""
+    """A bound of the server is reached: a message's size, or the number of streams, runs or saved snapshots.
+
+    Remove what is not needed any more, or ask for less; the bounds are in docs/limits.md.
+    """
 
 
 def named(name: str, message: str) -> TokenloomError:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import webbrowser
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from support.memory_service import run_stats, source_stats
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.order_fields import order_digest
 from tokenloom_server.core import state
-from tokenloom_server.demo import corpus, plan, processes, proof, receipts, service
+from tokenloom_server.demo import corpus, live, plan, processes, proof, receipts, service
+from tokenloom_server.demo.live import LiveDemo
 from tokenloom_server.demo.main import MARKER, run_demo
 from tokenloom_server.demo.model import GPT
 from tokenloom_server.demo.plan import REFERENCE_RUN, RUN, Launch, Plan
@@ -533,11 +535,15 @@ def test_a_claim_that_does_not_hold_makes_the_status_1(tmp_path: Path) -> None:
     assert "✓ the sky is up (as ever)" in output(console)
 
 
+def little_text(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setattr(corpus, "library_folder", lambda: Path(subprocess.__file__).with_name(package))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_whole_demonstration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder whose name needs quoting, with little text and as little training as there can be."""
-    monkeypatch.setattr(corpus, "library_folder", lambda: Path(subprocess.__file__).with_name("unittest"))
+    little_text(monkeypatch, "unittest")
     console = quiet()
     before = set(psutil.Process(os.getpid()).children(recursive=True))
 
@@ -545,3 +551,24 @@ def test_the_whole_demonstration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert output(console).count("✓") == 10
     assert set(psutil.Process(os.getpid()).children(recursive=True)) == before
     assert "Nothing lost, nothing repeated, the same order." in output(console)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_live_demonstration_stays_at_its_address_while_it_is_revised_killed_and_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    little_text(monkeypatch, "unittest")
+    monkeypatch.setattr(live, "PAUSE_S", 0.0)
+    monkeypatch.setattr(live, "FIRST", Launch(name="first", ranks=2, batch_size=1))
+    monkeypatch.setattr(live, "SECOND", Launch(name="second", ranks=1, batch_size=2))
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    console = quiet()
+
+    assert run_demo(tmp_path, steps=20, act=LiveDemo, console=console) == 0, output(console)
+    shown = output(console)
+    (page,) = {line.rpartition("page ")[2] for line in shown.splitlines() if ": gRPC " in line}
+    assert opened == [f"{page}#/run/demo/mix"]
+    assert "revision 1, from sample 128 on" in shown
+    assert "revision 1 is in force since sample 128" in shown

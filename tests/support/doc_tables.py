@@ -1,9 +1,12 @@
-"""The tables of the docs that come from the code: ``make tables`` writes them, and a test says which is stale."""
+"""The tables of the docs that come from the code: ``make tables`` writes them, and a test says which is stale.
+
+They stand between ``<!-- table: NAME -->`` and ``<!-- end -->``.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tokenloom_server.api import metric_tables
@@ -11,6 +14,8 @@ from tokenloom_server.api.auth import Scope
 from tokenloom_server.api.rest.app import create_app
 from tokenloom_server.api.rest.routes import Backend
 
+from docsite.reference import commands, errors, mixture_file
+from docsite.reference.markdown import table
 from tests.support import exchange
 from tests.support.memory_service import MemoryService
 
@@ -24,10 +29,6 @@ TOKENS = {
 }
 
 
-def _table(*rows: Iterable[str]) -> str:
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
-
 def routes() -> str:
     app = create_app(Backend(MemoryService(), "0"))
 
@@ -38,7 +39,7 @@ def routes() -> str:
                 token = TOKENS[app.resource_routes.scopes[method.upper(), path]]
                 yield f"`{method.upper()} {path}`", token, ", ".join(query), operation["summary"]
 
-    return _table(("route", "token", "query", "what it is"), ("---",) * 4, *rows())
+    return table(("route", "token", "query", "what it is"), rows())
 
 
 def metric_names() -> str:
@@ -47,27 +48,36 @@ def metric_names() -> str:
         for labels, level in metric_tables.TABLES
         for metric in level
     )
-    return _table(("metric", "labels", "meaning"), ("---",) * 3, *rows)
+    return table(("metric", "labels", "meaning"), rows)
 
 
 def worked_exchange() -> str:
-    return _table(("message", "field", "bytes", "value"), ("---",) * 4, *exchange.table())
+    return table(("message", "field", "bytes", "value"), exchange.table())
 
 
-#: The table of each page, the only one there.
+#: By their names.
 TABLES: dict[str, Callable[[], str]] = {
-    "rest.md": routes,
-    "metrics.md": metric_names,
-    "protocol.md": worked_exchange,
+    "commands": commands.overview,
+    "errors": errors.errors,
+    "metrics": metric_names,
+    "routes": routes,
+    "worked exchange": worked_exchange,
+    **mixture_file.tables(),
 }
+_PLACE = re.compile(r"^<!-- table: (?P<name>[\w ]+) -->\n.*?^<!-- end -->\n", re.DOTALL | re.MULTILINE)
 
 
-def written(page: str, table: str) -> str:
-    """The page with this table in place of the one that it has."""
-    return re.sub(r"(^\|.*\n)+", lambda _: table, page, count=1, flags=re.MULTILINE)
+def pages() -> dict[Path, list[str]]:
+    """The pages that have tables, with the tables' names."""
+    names = {page: _PLACE.findall(page.read_text(encoding="utf-8")) for page in sorted(DOCS.rglob("*.md"))}
+    return {page: named for page, named in names.items() if named}
+
+
+def written(page: str) -> str:
+    """The page with its tables as they are to be."""
+    return _PLACE.sub(lambda place: f"<!-- table: {place['name']} -->\n{TABLES[place['name']]()}<!-- end -->\n", page)
 
 
 if __name__ == "__main__":
-    for name, make in TABLES.items():
-        file = DOCS / name
-        file.write_text(written(file.read_text(encoding="utf-8"), make()), encoding="utf-8")
+    for page in pages():
+        page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -36,7 +36,8 @@ class RunFields(Section):
     """One run: what is read, how it is cut into samples, and in which proportions."""
 
     run: Annotated[str, Field(pattern=RUN_NAME)]
-    """The run's name: what clients ask for and what the ledger's keys carry."""
+    """The run's name: what clients ask for and what the ledger's keys carry. Letters (a to z), digits, dots, hyphens
+    and underscores, 128 at most."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seeds every draw and every tie."""
     order_version: Annotated[Literal[1, 2], BeforeValidator(not_bool)] | None = None
@@ -89,14 +90,14 @@ class RunFields(Section):
     add_eot: EndOfText = True
     """Put the end-of-text id after each document; ``auto``: unless the document ends with it already."""
     last_micro_step: Literal["drop", "pad"] = "drop"
-    """What becomes of an incomplete last micro-step."""
+    """What becomes of an incomplete last micro-step: dropped, or padded with samples of source −1 and labels −100."""
     on_bad_row: OnBadRow = "fail"
     """What becomes of a row that does not decode: the run stops with an error that names it, or it is skipped and
     counted."""
     max_bad_rows: RowCount | None = None
     """So many rows of a source may be skipped in each epoch; one more stops the run. None: any number."""
     window_micro_steps: Annotated[int, Field(ge=2, le=100_000)] | None = None
-    """Micro-steps that may be produced ahead of the committed one; the default follows the message size."""
+    """Micro-steps that may be produced ahead of the committed one; by default 64 MiB, which are 4 to 64 messages."""
     new_source_baseline: Literal["min", "mean", "zero"] = "min"
     """At how many tokens for each unit of its weight the balance of a source begins that an older data loader's
     checkpoint does not have: the minimum or the mean of its siblings, or 0."""

@@ -34,9 +34,14 @@ INTERRUPTED = 130
 
 
 def run_demo(
-    folder: Path = DEFAULT_FOLDER, *, steps: int = DEFAULT_STEPS, keep: bool = False, console: Console | None = None
+    folder: Path = DEFAULT_FOLDER,
+    *,
+    steps: int = DEFAULT_STEPS,
+    keep: bool = False,
+    act: type[Demo] | None = None,
+    console: Console | None = None,
 ) -> int:
-    """Runs the whole job in ``folder`` and returns the exit status: 0 if every claim holds.
+    """Runs the whole job, or another ``act``, in ``folder`` and returns the exit status: 0 if every claim holds.
 
     ``steps`` scales the training. With ``keep`` the server and its page stay up at the end, until Ctrl-C.
     """
@@ -45,7 +50,7 @@ def run_demo(
         if steps < FEWEST_STEPS:
             raise DemoFailed(f"--steps {steps}: give at least {FEWEST_STEPS}, so that there is something to interrupt")
         with _ends_like_ctrl_c(signal.SIGTERM), _claimed(folder.absolute()) as claimed:
-            return Demo(claimed, Plan(steps=steps), Report(console)).run(keep)
+            return (act or Demo)(claimed, Plan(steps=steps), Report(console)).run(keep)
     except KeyboardInterrupt:
         console.print("\n[bold]Interrupted; every process was ended.[/]")
         return INTERRUPTED
@@ -57,13 +62,13 @@ def run_demo(
 class Demo:
     """One demonstration in one folder."""
 
-    def __init__(self, folder: Path, plan: Plan, report: Report) -> None:
+    def __init__(self, folder: Path, plan: Plan, report: Report, work: str = "run") -> None:
         self.plan = plan
         self.report = report
         self.data = folder / "data"
         self.mixture = folder / "mixture.yaml"
         self.reference_mixture = folder / "reference.yaml"
-        self.work = folder / "run"
+        self.work = folder / work
         self.logs = self.work / "logs"
         self.ledger = self.work / "ledger.db"
         self.checkpoint = self.work / "checkpoint.pt"
@@ -100,15 +105,19 @@ class Demo:
         server = self.serve(processes, "server", self.mixture, self.ledger)
         ranks = self.launch(processes, plan.first, server, text, "--checkpoint-every", str(plan.checkpoint_step))
         self.follow(plan.first, ranks, server, lambda: len(self.steps_of(plan.first)) >= plan.kill_step)
+        self.kill([*ranks, server.child])
+
+    def kill(self, children: Sequence[Child]) -> None:
+        """A SIGKILL for each, and what that costs the trainers."""
         self.report.step("SIGKILL for the trainers and the server")
-        for victim in (*ranks, server.child):
+        for victim in children:
             if victim.status is not None:
                 raise victim.failure(f"{victim.name} ended by itself, before it could be killed")
             victim.kill_on_purpose()
             self.report.line(f"killed {victim.name} (pid {victim.pid})")
-        last = self.steps_of(plan.first)[-1]
+        last = self.steps_of(self.plan.first)[-1]
         self.report.line(
-            f"the checkpoint is at sample {plan.checkpoint_index}, the trainers were at {last.sample_index}"
+            f"the checkpoint is at sample {self.plan.checkpoint_index}, the trainers were at {last.sample_index}"
         )
 
     def resume(self, processes: Processes, text: Corpus) -> Service:

@@ -61,11 +61,15 @@ def serve_arguments(mixture: Path, ledger: Path) -> list[str]:
     return ["serve", str(mixture), "--ledger", f"sqlite:///{quote(str(ledger))}"]
 
 
-def start(processes: Processes, name: str, mixture: Path, ledger: Path, log: Path) -> Service:
-    """Starts a server on free ports of the loopback interface, and waits until it is ready."""
+def start(
+    processes: Processes, name: str, mixture: Path, ledger: Path, log: Path, *, successor_of: Service | None = None
+) -> Service:
+    """Starts a server on this machine alone, at the addresses of the one that it follows, or on free ports; and waits
+    until it is ready."""
     ready_file = log.with_suffix(".ready.json")
     ready_file.unlink(missing_ok=True)
-    options = ["--grpc", "127.0.0.1:0", "--rest", "127.0.0.1:0", "--ready-file", str(ready_file)]
+    grpc, rest = (successor_of.grpc, successor_of.rest) if successor_of else ("127.0.0.1:0", "127.0.0.1:0")
+    options = ["--grpc", grpc, "--rest", rest, "--ready-file", str(ready_file)]
     # What is killed here is known to be dead: nobody has to wait as long as in earnest until that is certain.
     options += ["--lease", str(CERTAIN_AFTER_S), "--liveness", str(CERTAIN_AFTER_S)]
     child = processes.start(name, ["-m", "tokenloom_server", *serve_arguments(mixture, ledger), *options], log)

@@ -12,6 +12,7 @@ import argparse
 import logging
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ def train(
     resume: bool,
     receipts: Path,
     rendezvous: str,
+    pause: float,
 ) -> None:
     """One rank."""
     torch.set_num_threads(1)  # the ranks share this machine's cores
@@ -80,6 +82,7 @@ def train(
                 log.info("saved %s at sample %d", checkpoint, dataset.sample_index)
             if dataset.total_tokens >= tokens:
                 break
+            time.sleep(pause)
         else:
             log.info("the data ended: %s", dataset.end_reason)
     if world_size > 1:
@@ -115,6 +118,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     parser.add_argument("--receipts", type=Path, default=Path("receipts"), help="folder for what was received")
     parser.add_argument("--rendezvous", default="env://", help="how ranks meet: torch.distributed's init_method")
+    parser.add_argument("--pause", type=float, default=0, help="seconds after each step, for whoever watches")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     train(**vars(parser.parse_args(arguments)))
 

@@ -1,0 +1,25 @@
+"""The errors, by their classes: the first paragraph of a docstring is the meaning, the second the remedy."""
+
+from __future__ import annotations
+
+import inspect
+
+import tokenloom
+from tokenloom_proto.errors import TokenloomError
+
+from docsite.reference.markdown import prose, table
+
+
+def errors() -> str:
+    """A table of all errors that a server sends or a client raises."""
+    kinds = [getattr(tokenloom, name) for name in tokenloom.__all__]
+    of_ours = [kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, TokenloomError)]
+    rows = (_row(kind) for kind in of_ours if kind is not TokenloomError)
+    return table(("error", "gRPC", "HTTP", "meaning", "what to do"), rows)
+
+
+def _row(kind: type[TokenloomError]) -> tuple[str, ...]:
+    meaning, _, remedy = inspect.cleandoc(kind.__doc__ or "").partition("\n\n")
+    own = kind.__module__.startswith("tokenloom.")
+    statuses = ("the client's", "") if own else (kind.grpc_status, str(kind.http_status))
+    return f"`{kind.__name__}`", *statuses, prose(meaning), prose(remedy)
