@@ -58,8 +58,8 @@ def cluster() -> Iterator[Any]:
 
 @contextmanager
 def on_ray(address: str, counts: list[int] | None = None) -> Iterator[OnRay]:
-    with connect(address, NEEDS, option="--ray") as fitting:
-        yield OnRay(NEEDS, fitting, None, (counts if counts is not None else []).append)
+    with connect(address, NEEDS, option="--ray"):
+        yield OnRay(NEEDS, None, (counts if counts is not None else []).append)
 
 
 def digest_of(mixture: Path) -> int:

@@ -43,10 +43,10 @@ def test_a_document_at_which_workers_die_is_named(
     with (
         faulty_readers(tmp_path),
         ray_cluster({}) as cluster,
-        connect(cluster.address, Needs(), option="--ray") as fitting,
+        connect(cluster.address, Needs(), option="--ray"),
         pytest.raises(TokenizerError, match=said),
     ):
-        make_all = OnRay(Needs(), fitting, None, nothing)
+        make_all = OnRay(Needs(), None, nothing)
         prepare(job, tmp_path / "out", on_done=nothing, on_kept=nothing, make_all=make_all)
     assert caplog.text.count("its worker or node was lost") == 2
 

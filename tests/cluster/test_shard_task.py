@@ -129,7 +129,7 @@ def test_a_second_command_that_prepares_below_the_same_url_takes_it_over(tmp_pat
         prepare(job, place, on_done=nothing, on_kept=nothing)
         journal.add(Shard(**answer["shard"]), journal.attempts.named(tasks[0].name, 0))
 
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="another command prepares into it now"):
         prepare(job, place, on_done=nothing, on_kept=nothing, make_all=make_all)
 
 

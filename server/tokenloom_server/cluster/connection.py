@@ -91,6 +91,11 @@ def nodes() -> tuple[Node, ...]:
     return tuple(Node(node["NodeID"], node["NodeManagerHostname"], node["Resources"]) for node in present)
 
 
+def fitting(needs: Needs) -> tuple[Node, ...]:
+    """Those that have room for one of the tasks."""
+    return tuple(node for node in nodes() if needs.fit(node))
+
+
 def on_each(present: Iterable[Node], work: Callable[..., Any], *arguments: Any) -> list[tuple[Node, Any]]:
     """Begins a function on each of these nodes, beside whatever they do: the nodes, and the references to answers."""
     import ray
@@ -153,18 +158,18 @@ def _show_token(ray: Any, address: str, target: str) -> None:
 
 
 def _checked(needs: Needs, where: str, cpus: int | None, object_store_bytes: int | None) -> tuple[Node, ...]:
-    fitting = tuple(node for node in nodes() if needs.fit(node))
+    there = fitting(needs)
     shown = "; ".join(f"{node.name} with {dict(node.resources)}" for node in nodes()[:5])
-    in_all = sum(node.cpus for node in fitting)
-    if not fitting or in_all < (cpus or 0):
+    in_all = sum(node.cpus for node in there)
+    if not there or in_all < (cpus or 0):
         raise ConfigError(
             f"{where}: found {in_all:g} CPUs of nodes that have room for a task ({shown}); expected {needs} on one, "
             f"and {cpus or 'any'} in all: ask for less, or add nodes"
         )
-    for node in fitting:
+    for node in there:
         if (store_bytes := int(node.resources.get("object_store_memory", 0))) < (object_store_bytes or 0):
             raise ConfigError(
                 f"{where}: the object store of {node.name} has {store_bytes:,} bytes; expected {object_store_bytes:,}: "
                 "start that node with more (ray start --object-store-memory)"
             )
-    return fitting
+    return there

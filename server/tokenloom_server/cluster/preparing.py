@@ -19,7 +19,7 @@ from typing import Any
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server import errors
-from tokenloom_server.cluster.connection import Needs, Node, nodes, on_each
+from tokenloom_server.cluster.connection import Needs, fitting, on_each
 from tokenloom_server.cluster.description import describe, named_by_node, rebuild, verify_file
 from tokenloom_server.cluster.readers.worker import LoggedLines
 from tokenloom_server.errors import ConfigError, TokenloomError
@@ -59,12 +59,10 @@ class _Wanted:
 
 @dataclass(frozen=True, slots=True)
 class OnRay:
-    """Makes shards on the cluster that this process is connected to (``preparer.MakeAll``). ``fitting``: the nodes that
-    tasks may run on now. ``at_once``: shards at most, if not as many as there is room for. ``on_nodes`` is called with
-    how many nodes there are."""
+    """Makes shards on the cluster that this process is connected to (``preparer.MakeAll``). ``at_once``: shards at
+    most, if not as many as there is room for. ``on_nodes`` is called with how many nodes there are."""
 
     needs: Needs
-    fitting: Sequence[Node]
     at_once: int | None
     on_nodes: Callable[[int], None]
 
@@ -74,15 +72,15 @@ class OnRay:
         import ray
 
         description = ray.put(described(job, journal.attempts))
-        for node, reference in on_each(self.fitting, make_shard, description):
+        for node, reference in on_each(fitting(self.needs), make_shard, description):
             _answer(reference, node.name)
         remote = ray.remote(make_shard).options(max_retries=0, **self.needs.options())
         requests = _Requests(lambda *arguments: remote.remote(description, *arguments))
         waiting = deque(map(_Wanted, tasks))
         while waiting or requests.by_reference:
-            fitting = [node for node in nodes() if self.needs.fit(node)]
-            self.on_nodes(len(fitting))
-            room = self.at_once or max(1, AHEAD * int(sum(node.cpus // self.needs.cpus for node in fitting)))
+            there = fitting(self.needs)
+            self.on_nodes(len(there))
+            room = self.at_once or max(1, AHEAD * int(sum(node.cpus // self.needs.cpus for node in there)))
             while waiting and len(requests.by_reference) < room:
                 requests.ask(waiting.popleft())
             requests.ask_late_again()
@@ -198,7 +196,7 @@ def make_shard(description: str, task: str = "", number: int = 0, apart: bool = 
     try:
         answer = _made(_worker(description), task, number, apart)
     except (TokenloomError, OSError) as error:
-        answer = _refused(error)
+        answer = {"error": getattr(error, "name", "ConfigError"), "message": named_by_node(error)}
     finally:
         logger.removeHandler(lines)
     return json.dumps({**answer, "log": lines.lines()})
@@ -270,8 +268,3 @@ def _worker(description: str) -> _Worker:
     worker = _Worker(maker, Attempts(folder, fields["attempts"]), fields["sources"], set())
     weakref.finalize(worker, held.close)
     return worker
-
-
-def _refused(error: TokenloomError | OSError) -> dict[str, Any]:
-    """An answer with the node's name."""
-    return {"error": getattr(error, "name", "ConfigError"), "message": named_by_node(error)}

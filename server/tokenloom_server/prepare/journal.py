@@ -102,7 +102,10 @@ class Journal:
                 folder.remove(ATTEMPTS if folder.is_local else attempts.name)
 
     def add(self, shard: Shard, attempt: str) -> Shard:
-        """A shard that an attempt wrote: the attempt's file becomes the shard's, and then it is journalled."""
+        """A shard that an attempt wrote: the attempt's file becomes the shard's, and then it is journalled. Raises
+        ``ConfigError`` where another process has taken the folder."""
+        if not self.attempts.is_open():
+            raise ConfigError(f"{self.folder.place}: another command prepares into it now, and took it from this one")
         shard = replace(shard, signature=self.folder.move(attempt, shard.name))
         self.folder.append(JOURNAL, shard.name, json.dumps(asdict(shard)).encode())
         self.done[shard.name] = shard
