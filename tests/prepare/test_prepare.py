@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -400,7 +401,7 @@ def test_long_rows_and_many_empty_ones_are_cut_into_batches(tmp_path: Path, monk
     monkeypatch.setattr(shards, "BATCH_ROWS", 4)
     monkeypatch.setattr(shards, "MAX_ROW_IDS", 25)
     rows = [list(range(length)) for length in (0, 3, 25, 0, 0, 9, 20, 1, 0, 0, 0, 0, 0)]
-    with ShardWriter(tmp_path / "a.parquet", np.dtype(np.uint16), "parquet") as writer:
+    with closing(ShardWriter(tmp_path / "a.parquet", np.dtype(np.uint16), "parquet")) as writer:
         for at in range(0, len(rows), 3):
             part = rows[at : at + 3]
             values = np.array([i for row in part for i in row], np.uint32)
