@@ -115,6 +115,14 @@ def test_the_index_leads_to_every_page() -> None:
     assert pages <= linked
 
 
+@pytest.mark.parametrize("name", [name for name in PAGES if name.startswith("docs/concepts/")])
+def test_a_concept_is_short_and_has_a_picture_for_light_and_dark_pages(name: str) -> None:
+    assert len(PAGES[name].split()) <= 500
+    (description, picture) = re.findall(r"!\[([^]]+)\]\(\.\./(img/[\w-]+\.svg)\)", PAGES[name])[0]
+    assert len(description) > 40
+    assert "prefers-color-scheme: dark" in (DOCS / picture).read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("name", [name for name in PAGES if name.startswith("docs/")])
 def test_a_page_begins_with_its_title_and_a_sentence_that_says_what_it_is_for(name: str) -> None:
     title, text = PAGES[name].split("\n", 1)
