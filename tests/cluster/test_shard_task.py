@@ -14,10 +14,8 @@ from typing import Any
 
 import pytest
 import yaml
-from support.corpora import flat, write_jsonl
 from support.forks import Fork
-from support.prepared import job_of, nothing, shards_of, write_texts, write_tokenizer
-from support.reader_faults import faulty_readers
+from support.prepared import job_of, nothing, shards_of, write_texts
 from support.s3_server import BUCKET, s3_storage
 from support.server_process import MAIN, server_forks
 from support.waiting import wait_for
@@ -56,11 +54,11 @@ def out(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
             yield Folder(f"s3://{BUCKET}/{tmp_path.name}")
 
 
-def made(job: Job, journal: Journal, number: int = 0, *, apart: bool = False) -> dict[str, Any]:
+def made(job: Job, journal: Journal, number: int = 0) -> dict[str, Any]:
     """The answer to an attempt at a job's first task."""
     task = job.tasks[0]
     text = json.dumps([task.source, task.ranges, task.bytes, task.name])
-    answer: dict[str, Any] = json.loads(make_shard(described(job, journal.attempts), text, number, apart))
+    answer: dict[str, Any] = json.loads(make_shard(described(job, journal.attempts), text, number))
     return answer
 
 
@@ -154,23 +152,3 @@ def test_a_node_that_has_something_else_refuses_with_its_name(out: Folder, tmp_p
         assert answer["error"] == "SourceChanged"
         assert re.search(rf"^{NODE}: source .*data/0\.jsonl", answer["message"])
         assert not shards_of(out.place)
-
-
-def test_a_document_at_which_the_tokeniser_crashes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = [f"row {row}" for row in range(20)]
-    texts[7] += " this one kills"
-    write_jsonl(tmp_path / "deadly.jsonl", texts)
-    write_tokenizer(tmp_path / "tokenizer.json", texts)
-    job = job_of(tmp_path, flat(["jsonl:deadly.jsonl:text"], tokenizer="tokenizer.json"))
-    whole = prepare(job, tmp_path / "whole", on_done=nothing, on_kept=nothing)
-    with faulty_readers(tmp_path), Journal.open(Folder(tmp_path / "out"), job, nothing) as journal:
-        monkeypatch.setenv("FAULTY_NODE", "GigatokenEngine")
-        answer = made(job, journal, apart=True)
-        assert answer["shard"]["tokens"] == whole.tokens
-        journal.add(Shard(**answer["shard"]), answer["attempt"])
-        assert [line for _, line in answer["log"] if "row 7: a process that encodes this document with" in line]
-        monkeypatch.setenv("FAULTY_NODE", "GigatokenEngine,TokenizersEngine")
-        answer = made(job, journal, 1, apart=True)
-    assert shards_of(tmp_path / "out") == shards_of(tmp_path / "whole")
-    assert answer["error"] == "TokenizerError"
-    assert re.search(r"deadly.jsonl: row 7: a process that encodes .* was ended by SIGSEGV, and one", answer["message"])

@@ -13,11 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from support import prepared
 from support.catalog import CATALOG
 from support.corpora import CODE, DOCS, PROSE, flat, mixture, text_rows, write_corpus, write_jsonl, write_txt
+from support.prepared import nothing
 from support.server_process import MAIN, CommandLine, server_forks
 from tokenloom_server.config import mixture_file as config
-from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError, SourceError, TokenloomError
 from tokenloom_server.order import builder
@@ -31,32 +32,8 @@ from tokenloom_server.storage.drafts import checksum
 from tokenloom_server.storage.folder import Folder
 
 
-def job_of(
-    folder: Path,
-    document: dict[str, Any],
-    *,
-    form: ShardFormat = "arrow",
-    shard_bytes: int = 100,
-    ids: bool = False,
-    shuffled: bool = False,
-    threads: int = 2,
-) -> Job:
-    parsed = config.parse(document, where="test", catalog=CATALOG)
-    return Job(
-        parsed,
-        folder,
-        folder / "index",
-        DataRoots(),
-        form=form,
-        shard_bytes=shard_bytes,
-        ids_too=ids,
-        shuffled=shuffled,
-        threads=threads,
-    )
-
-
-def nothing(*_: int) -> None:
-    pass
+def job_of(folder: Path, document: dict[str, Any], **options: Any) -> Job:
+    return prepared.job_of(folder, document, **{"shard_bytes": 100, **options})
 
 
 def run(job: Job, out: Path, *, on_done: OnRows = nothing) -> Done:
@@ -94,7 +71,7 @@ def test_what_is_served_is_the_same_to_the_digest(
     document = mixture(labels=labels, add_bos=True)
     document["mixture"]["children"][1]["epochs"] = 2.5
     document["mixture"]["children"][2]["children"][0]["add_eot"] = False
-    job = job_of(folder, document, form=form, ids=ids)
+    job = job_of(folder, document, form=form, ids_too=ids)
     done = run(job, tmp_path / "out")
     assert len(job.tasks) > 4, "some file is cut into several shards"
     ours, theirs = end_of(served(done.mixture)), end_of(job_order(folder, document))
@@ -350,13 +327,13 @@ def test_a_source_with_a_loss_mask_stays_as_it_is(folder: Path, tmp_path: Path) 
     pq.write_table(pa.table(masked), folder / "masked.parquet")
     document = flat([DOCS], packing="best_fit")
     document["mixture"]["children"].append({"source": "parquet:masked.parquet:ids", "loss_mask": "mask"})
-    done = run(job_of(folder, document, ids=True), tmp_path / "out")
+    done = run(job_of(folder, document, ids_too=True), tmp_path / "out")
     _, child = yaml.safe_load(done.mixture.read_text())["mixture"]["children"]
     assert child == {"source": f"parquet:{folder / 'masked.parquet'}:ids", "loss_mask": "mask"}
     assert end_of(served(done.mixture)).sources[1].rows == 9
     del document["mixture"]["children"][0]
     with pytest.raises(ConfigError, match=r"nothing to tokenise.*those with a loss mask are left as they are"):
-        job_of(folder, document, ids=True)
+        job_of(folder, document, ids_too=True)
 
 
 def test_batches_of_rows_have_nothing_to_tokenise(folder: Path) -> None:

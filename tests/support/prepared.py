@@ -29,13 +29,18 @@ def write_texts(folder: Path, files: int = 6) -> dict[str, Any]:
     return flat(["jsonl:data/*.jsonl:text"], on_bad_row="skip")
 
 
-def job_of(folder: Path, document: dict[str, Any], transform: Transform | None = None) -> Job:
+def job_of(
+    folder: Path,
+    document: dict[str, Any],
+    transform: Transform | None = None,
+    *,
+    shard_bytes: int = 1_000_000,
+    **options: Any,
+) -> Job:
     """A job of two threads, for shards of 10^6 bytes; its index lies in ``folder``."""
     parsed = config.parse(document, where="test", catalog=CATALOG)
-    return Job(
-        parsed, folder, folder / "index", DataRoots(), form="arrow", shard_bytes=1_000_000, ids_too=False,
-        shuffled=False, threads=2, transform=transform,
-    )  # fmt: skip
+    given = {"form": "arrow", "ids_too": False, "shuffled": False, "threads": 2, **options}
+    return Job(parsed, folder, folder / "index", DataRoots(), shard_bytes=shard_bytes, transform=transform, **given)
 
 
 def write_tokenizer(path: Path, texts: list[str]) -> None:
