@@ -8,12 +8,19 @@
 FROM python:3.11.14-slim-bookworm AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
-RUN python -m venv /opt/tokenloom
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+# Every package by its hash, those that build the wheel in an environment of their own.
+COPY requirements requirements
+RUN python -m venv /opt/build \
+    && /opt/build/bin/pip install --require-hashes -r requirements/release.txt \
+    && python -m venv /opt/tokenloom \
+    && /opt/tokenloom/bin/pip install --require-hashes --only-binary=:all: -r requirements/image.txt
+COPY pyproject.toml README.md LICENSE ./
 COPY client client
 COPY proto proto
 COPY server server
-RUN /opt/tokenloom/bin/pip install -c constraints.txt '.[server,plot,hf,s3]'
+RUN /opt/build/bin/python -m build --no-isolation --wheel \
+    && /opt/tokenloom/bin/pip install --no-deps --no-index dist/*.whl \
+    && /opt/tokenloom/bin/pip check
 
 FROM python:3.11.14-slim-bookworm
 ARG VERSION=unreleased

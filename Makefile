@@ -9,7 +9,7 @@ PROTOC := $(VENV)/protoc/bin/python
 PROTO_OUT ?= proto
 JOBS ?= 3
 
-.PHONY: install demo test chaos check docs docs-serve proto format bench bench-peers capabilities goldens kubernetes tables screenshots house clean
+.PHONY: install demo test chaos check docs docs-serve proto format bench bench-peers capabilities goldens kubernetes tables screenshots house release-check clean
 
 install: $(VENV)/.installed
 
@@ -109,6 +109,10 @@ bench: install
 # The other loaders go into environments of their own under .cache, about 10 GB; the first call takes half an hour.
 bench-peers: install
 	$(BIN)/python -m benchmarks.peers
+
+# All that a release does but the upload, from a clean clone. TAG=v0.1.0 is taken for the tag, OUT=dist keeps what is built.
+release-check:
+	@$(PYTHON) .ci/release.py $(if $(TAG),--tag "$(TAG)") $(if $(OUT),--out "$(OUT)")
 
 clean:
 	rm -rf $(VENV) .cache site tokenloom-demo

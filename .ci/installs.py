@@ -4,7 +4,7 @@ A client in an environment of its own, without torch, reads a run of a server, w
 or is an installed command. The client's digest must be that of the sample's order.
 
     .ci/installs.py oldest --client python3.10 --server .venv/bin/tokenloom
-    .ci/installs.py newest --client python3.13 --server python3.13
+    .ci/installs.py newest --client python3.13 --server python3.13 [--wheel dist/tokenloom-0.1.0-py3-none-any.whl]
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ DIGEST = "368423d72acedcf6823aba172c98770f"
 READ = """
 import json, sys
 import google.protobuf, grpc, numpy
+import tokenloom
 from tokenloom import NumpyDataset
+assert tokenloom.__version__ == sys.argv[2], tokenloom.__version__
 with NumpyDataset(sys.argv[1], batch_size=4) as dataset:
     steps = [batch["input_ids"].shape for _, batch in zip(range(50), dataset)]
 assert steps == [(4, 128)] * 50 and "torch" not in sys.modules
@@ -82,7 +84,7 @@ def names_its_engine(commands: Path, folder: Path) -> None:
     assert "gigatoken" in said, said
 
 
-def read(client: Path, server: Path, folder: Path) -> list[str]:
+def read(client: Path, server: Path, folder: Path, release: str) -> list[str]:
     """The digest that a client has after the first samples of a served run, and the versions of its packages."""
     options = ["--grpc=127.0.0.1:0", "--rest=127.0.0.1:0", "--ready-file=ready.json"]
     serving = subprocess.Popen([server, "serve", "mixture.yaml", *options], cwd=folder)
@@ -92,7 +94,7 @@ def read(client: Path, server: Path, folder: Path) -> list[str]:
             assert serving.poll() is None and time.monotonic() < deadline, "the server did not start"
             time.sleep(0.05)
         url = f"grpc://{json.loads(ready.read_text(encoding='utf-8'))['grpc']}/sample"
-        found: list[str] = json.loads(subprocess.check_output([client / "python", "-c", READ, url], text=True))
+        found: list[str] = json.loads(subprocess.check_output([client / "python", "-c", READ, url, release], text=True))
     finally:
         serving.terminate()
         serving.wait(START_DEADLINE_S)
@@ -105,12 +107,15 @@ def main() -> None:
     options.add_argument("packages", choices=("oldest", "newest"))
     options.add_argument("--client", required=True, help="a Python")
     options.add_argument("--server", required=True, help="a Python, or the command of an installed server")
+    options.add_argument("--wheel", type=Path, help="one that is built; by default this tree's")
     chosen = options.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT]
-        subprocess.run(build, check=True)
-        (wheel,) = folder.glob("*.whl")
+        if (wheel := chosen.wheel) is None:
+            build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT]
+            subprocess.run(build, check=True)
+            (wheel,) = folder.glob("*.whl")
+        release = wheel.name.split("-")[1]
         work = folder / "work"
         shutil.copytree(ROOT / "examples" / "compose", work)
         server = Path(chosen.server).absolute()
@@ -119,7 +124,7 @@ def main() -> None:
             names_its_engine(commands, work)
             server = commands / "tokenloom"
         client = environment(folder / "client", chosen.client, wheel, "", chosen.packages)
-        digest, *versions = read(client, server, work)
+        digest, *versions = read(client, server, work, release)
     print(f"Python, grpcio, protobuf, numpy: {', '.join(versions)}: {digest}")
     assert digest == DIGEST, f"expected {DIGEST}"
 

@@ -55,7 +55,7 @@ def main(options: argparse.Namespace) -> None:
 
     saved = options.checkpoint / "last.pt"
     if saved.exists():
-        state = torch.load(saved, weights_only=True)  # safe from torch 2.6 on
+        state = torch.load(saved, weights_only=True)  # safe from torch 2.10 on
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])

@@ -73,7 +73,7 @@ def main(options: argparse.Namespace) -> None:
     part = f"pp{pp.get_local_rank()}-tp{mesh['tp'].get_local_rank()}.pt"
     saved = sorted(path for path in options.checkpoint.glob("[0-9]*") if not path.suffix)
     if saved:
-        state = torch.load(saved[-1] / part, weights_only=True)  # safe from torch 2.6 on
+        state = torch.load(saved[-1] / part, weights_only=True)  # safe from torch 2.10 on
         load(model, optimizer, state)
         scheduler.load_state_dict(state["scheduler"])
         dataset.load_state_dict(state["dataset"])  # 2. on every process

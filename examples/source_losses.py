@@ -49,7 +49,7 @@ def main(options: argparse.Namespace) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     saved = options.checkpoint / "last.pt"
     if saved.exists():
-        state = torch.load(saved, weights_only=True)  # safe from torch 2.6 on
+        state = torch.load(saved, weights_only=True)  # safe from torch 2.10 on
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         dataset.load_state_dict(state["dataset"])

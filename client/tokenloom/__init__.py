@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenloom_proto import errors as _shared_errors
 from tokenloom_proto.errors import *  # noqa: F403
+from tokenloom_proto.release import own_release as _own_release
 
 from tokenloom.batch.layout import Batch, NumpyBatch
 from tokenloom.clock.token_budget import TokenBudget
@@ -21,6 +22,7 @@ from tokenloom.datasets.arrays import NumpyDataset
 from tokenloom.errors import EndOfData, ServerUnavailable
 
 if TYPE_CHECKING:
+    __version__: str
     from tokenloom.clock.lr_scheduler import TokenLRScheduler
     from tokenloom.datasets.evaluation import EvaluationDataset
     from tokenloom.datasets.local import LocalDataset
@@ -65,7 +67,9 @@ _NEED_TORCH = {
 if not TYPE_CHECKING:  # which would take any name for one of the package
 
     def __getattr__(name: str) -> Any:
-        """A name that needs torch. Raises ``ModuleNotFoundError``, which says what to install."""
+        """The release, or a name that needs torch. Raises ``ModuleNotFoundError``, which says what to install."""
+        if name == "__version__":  # looked up when it is asked for: an import reads no metadata
+            return _own_release()
         if name not in _NEED_TORCH:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:

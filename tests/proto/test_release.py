@@ -5,8 +5,11 @@ from __future__ import annotations
 from importlib.metadata import version
 
 import pytest
+import tokenloom
 from tokenloom_proto.errors import ProtocolError
 from tokenloom_proto.release import own_release, require_compatible
+from tokenloom_server.cli.app import app
+from typer.testing import CliRunner
 
 
 @pytest.mark.parametrize(
@@ -40,5 +43,6 @@ def test_what_is_no_release_is_refused(text: str) -> None:
         require_compatible(text, "0.1.0")
 
 
-def test_the_own_release_is_that_of_the_installed_package() -> None:
-    assert own_release() == version("tokenloom")
+def test_the_release_that_join_carries_is_what_python_and_the_command_say() -> None:
+    assert own_release() == version("tokenloom") == tokenloom.__version__
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"tokenloom {own_release()}\n"

@@ -24,7 +24,7 @@ from tokenloom_server.order.nested_state import is_nested
 #: The one key of a ``state_dict()``.
 KEY = "tokenloom"
 #: The first release of torch whose ``weights_only`` runs nothing that a file says.
-SAFE_TORCH = (2, 6)
+SAFE_TORCH = (2, 10)
 #: How a sealed text begins: its keys are sorted, and none comes before the checksum.
 _SEALED = b'{"checksum":"sha256:'
 #: Of a JSON file, and of a torch checkpoint's structure (its tensors lie beside it), bytes.
@@ -151,7 +151,7 @@ def require_safe_torch(version: str) -> None:
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < SAFE_TORCH:
         raise ConfigError(
             f"this is torch {version}, in which weights_only=True does not keep a checkpoint from running code "
-            "(CVE-2025-32434): install torch 2.6 or later"
+            "(CVE-2025-32434, CVE-2026-24747): install torch 2.10 or later"
         )
 
 
