@@ -15,7 +15,7 @@ from support.ray_cluster import STORE_BYTES, ray_cluster, ray_folder
 from tokenloom_server.cluster.connection import Needs, connect
 from tokenloom_server.errors import ConfigError
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ from tokenloom_server.order import builder
 from tokenloom_server.prepare.preparer import prepare
 from tokenloom_server.sources.transform import Transform
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(300)
 NEEDS = Needs(cpus=0.5, memory_mb=50)
 #: Says whose texts are held until a file is there.
 GATE = """
@@ -212,6 +212,7 @@ def test_killed_workers_nodes_and_drivers_change_no_byte(
     assert shards_of(tmp_path / "out") == shards_of(tmp_path / "whole")
 
 
+@pytest.mark.readers
 def test_without_memory_on_a_node_the_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mixture.yaml").write_text(yaml.safe_dump(write_texts(tmp_path, files=1)))
     # All that it has is too much.

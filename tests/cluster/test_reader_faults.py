@@ -24,7 +24,7 @@ from tokenloom_server.cluster.connection import Needs
 from tokenloom_server.cluster.readers.link import RayReaders, ReaderOptions
 from tokenloom_server.errors import ConfigError
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")

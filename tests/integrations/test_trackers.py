@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import mlflow
 import pytest
 import torch
 import yaml
@@ -78,6 +77,8 @@ def test_tensorboard_has_them_in_its_event_files(dataset: LocalDataset, tmp_path
 
 def test_mlflow_has_them_in_its_store(dataset: LocalDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # its skinny package has no other on disk
+    import mlflow
+
     mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
     with mlflow.start_run() as run:
         logged = _train(dataset, MlflowTracker(dataset, run))

@@ -56,7 +56,7 @@ class DrawnReaders:
         if (machine, asked.order) not in self._orders:
             self._orders[machine, asked.order] = self._rebuilt(self._described[asked.order])
         # Nor does it look through a whole file for where rows begin.
-        with patch.object(row_index, "cached", side_effect=AssertionError("an index is made")):
+        with patch.object(row_index, "cached", _no_index):
             answer = read(self._orders[machine, asked.order], asked)
         return bytes(answer._replace(work=Work()).to_bytes())
 
@@ -64,6 +64,10 @@ class DrawnReaders:
         """Ends the processes of users' functions."""
         for order in self._orders.values():
             order.resources.close()
+
+
+def _no_index(*_: object) -> None:
+    raise AssertionError("an index is made")
 
 
 class _Ticket:

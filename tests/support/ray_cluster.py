@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 STORE_BYTES = 100_000_000
+#: A node without what the tests do not look at: each process of Ray's takes a second to import it.
+FEWEST_PROCESSES = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
 
 
 @contextmanager
@@ -25,6 +27,8 @@ def ray_folder() -> Iterator[Path]:
     # A developer's own cluster may have left a token.
     quiet = {
         "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_AUTH_MODE": "disabled",
+        # Processes for tasks are started as tasks come.
+        "RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0",
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"RAY_TMPDIR": str(folder), **quiet}.items():
@@ -37,9 +41,11 @@ def ray_folder() -> Iterator[Path]:
 def ray_cluster(*nodes: dict[str, Any]) -> Iterator[Any]:
     """``ray.cluster_utils.Cluster`` whose head has the first of ``nodes`` as its options, one CPU where these name
     none."""
-    with ray_folder():
+    with ray_folder(), pytest.MonkeyPatch.context() as patch:
         from ray.cluster_utils import Cluster
 
+        # Without a dashboard there is a process that serves nothing, for which a head waits as it starts.
+        patch.setattr("ray._private.node.Node.start_api_server", lambda *_, **__: None)
         logging.getLogger("ray").setLevel(logging.ERROR)
         cluster = Cluster()
         try:
@@ -56,4 +62,4 @@ def add_node(cluster: Any, **options: Any) -> None:
     with warnings.catch_warnings():
         # Ray leaves it to the collector to close the logs of the processes that it starts.
         warnings.simplefilter("ignore", ResourceWarning)
-        cluster.add_node(**{"num_cpus": 1, "object_store_memory": STORE_BYTES, **options}, include_dashboard=False)
+        cluster.add_node(**{"num_cpus": 1, "object_store_memory": STORE_BYTES, **options}, **FEWEST_PROCESSES)
