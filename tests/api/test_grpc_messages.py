@@ -9,9 +9,10 @@ import pytest
 from support.catalog import CATALOG
 from support.corpora import encode_state
 from tokenloom_proto import dataloader_pb2 as wire
-from tokenloom_server.api.grpc.messages import _varint, encode_delivery
+from tokenloom_server.api.grpc.messages import encode_delivery
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.core.state import digest_hex
+from tokenloom_server.core.varint import varint
 from tokenloom_server.order import builder
 from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.run.delivery import Delivery
@@ -76,4 +77,4 @@ def test_the_bytes_are_the_message_field_by_field(
 
 @pytest.mark.parametrize("value", [0, 1, 127, 128, 300, 2**21 - 1, 2**21, 2**35])
 def test_a_length_is_written_as_protobuf_reads_it(value: int) -> None:
-    assert wire.StreamResponse.FromString(b"\x20" + _varint(value)).committed_through == value
+    assert wire.StreamResponse.FromString(b"\x20" + varint(value)).committed_through == value

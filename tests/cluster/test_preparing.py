@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,8 @@ def cluster() -> Iterator[Any]:
 
 @contextmanager
 def on_ray(address: str, counts: list[int] | None = None) -> Iterator[OnRay]:
-    with connect(address, NEEDS, option="--ray") as fitting:
-        yield OnRay(NEEDS, fitting, None, (counts if counts is not None else []).append)
+    with connect(address, NEEDS, option="--ray"):
+        yield OnRay(NEEDS, None, (counts if counts is not None else []).append)
 
 
 def digest_of(mixture: Path) -> int:
@@ -143,6 +144,30 @@ def test_a_path_that_the_driver_alone_sees_is_refused_before_any_work(cluster: A
                 shutil.rmtree(tmp_path / "out")
     finally:
         os.close(700)
+
+
+def test_a_shard_whose_worker_has_stopped_is_asked_for_elsewhere(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    document = write_texts(tmp_path, files=2)
+    (tmp_path / "data/x.jsonl").write_text(json.dumps({"text": "held x"}))
+    (tmp_path / "gate.py").write_text(GATE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tokenloom_server.cluster.preparing.LATE_S", 1.0)
+    with closing(Transform("gate:gate")) as transform, ThreadPoolExecutor(1) as pool:
+        job = job_of(tmp_path, document, transform)
+        with on_ray(cluster.address) as make_all:
+            done = pool.submit(prepare, job, tmp_path / "out", on_done=nothing, on_kept=nothing, make_all=make_all)
+            wait_for(lambda: list(tmp_path.glob("held-by-*")), "the shard", 60)
+            stopped = int(next(tmp_path.glob("held-by-*")).name.removeprefix("held-by-"))
+            os.kill(stopped, signal.SIGSTOP)
+            (tmp_path / "go").touch()
+            assert done.result(60).shards == 6
+            with suppress(ProcessLookupError):
+                os.kill(stopped, signal.SIGCONT)
+        prepare(job, tmp_path / "whole", on_done=nothing, on_kept=nothing)
+    assert "it is asked for again" in caplog.text
+    assert shards_of(tmp_path / "out") == shards_of(tmp_path / "whole")
 
 
 def test_killed_workers_nodes_and_drivers_change_no_byte(

@@ -14,14 +14,11 @@ import psutil
 import pytest
 import yaml
 from support.corpora import flat, order_of, text_rows, write_jsonl
+from support.prepared import write_tokenizer
 from support.ray_cluster import STORE_BYTES, ray_cluster
 from support.reader_faults import DOCUMENT, Faults, faulty_readers, samples, write_texts
 from support.server_process import ServerProcess
 from support.trainer import World
-from tokenizers import Tokenizer
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from tokenizers.trainers import BpeTrainer
 from tokenloom_server.cluster.readers.link import RayReaders, ReaderOptions
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError, TokenizerError
 
@@ -151,14 +148,7 @@ def test_a_document_that_kills_the_tokeniser_is_found_by_its_second_death(
 ) -> None:
     draw = random.Random(5)
     texts = [f"{row} " + " ".join(draw.choices(["the", "quick", "brown", "fox"], k=40)) for row in range(900)]
-    tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    alphabet = ByteLevel.alphabet()
-    trainer = BpeTrainer(
-        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    write_tokenizer(folder / "tokenizer.json", texts)
     texts[700] += " this one kills"
     write_jsonl(folder / "deadly.jsonl", texts)
     document = flat(["jsonl:deadly.jsonl:text"], tokenizer="tokenizer.json", sequence_length=16)

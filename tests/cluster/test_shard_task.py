@@ -57,11 +57,8 @@ def out(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 def made(job: Job, journal: Journal, number: int = 0) -> dict[str, Any]:
     """The answer to an attempt at a job's first task."""
     task = job.tasks[0]
-    answer: dict[str, Any] = json.loads(
-        make_shard(
-            described(job, journal.attempts), json.dumps([task.source, task.ranges, task.bytes, task.name]), number
-        )
-    )
+    text = json.dumps([task.source, task.ranges, task.bytes, task.name])
+    answer: dict[str, Any] = json.loads(make_shard(described(job, journal.attempts), text, number))
     return answer
 
 
@@ -130,7 +127,7 @@ def test_a_second_command_that_prepares_below_the_same_url_takes_it_over(tmp_pat
         prepare(job, place, on_done=nothing, on_kept=nothing)
         journal.add(Shard(**answer["shard"]), journal.attempts.named(tasks[0].name, 0))
 
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="another command prepares into it now"):
         prepare(job, place, on_done=nothing, on_kept=nothing, make_all=make_all)
 
 
@@ -140,15 +137,15 @@ def test_a_node_that_has_something_else_refuses_with_its_name(out: Folder, tmp_p
         out.write(f".index/{path.name}", path.read_bytes())
     with Journal.open(out, job, nothing) as journal:
         description = json.loads(described(job, journal.attempts))
-        assert json.loads(make_shard(json.dumps(description), "", 0)) == {}
+        assert json.loads(make_shard(json.dumps(description))) == {"log": []}
         order = json.loads(description["order"])
         for other, said in (
             ({"order": json.dumps(order | {"tokenloom": "0.0.1"})}, "has Tokenloom .*who asks it has 0.0.1: install"),
             ({"order": json.dumps(order | {"tokenizer": "other"})}, "tokenizer 'bytes' has the digest"),
-            ({"attempts": [journal.attempts.name, "other"]}, "is not seen here; expected a folder that all nodes have"),
+            ({"attempts": ".attempts/other"}, "is not seen here; expected a folder that all nodes have"),
             ({"transform": ["gate:held", 1.0, 100, {}]}, "transform 'gate:held': expected MODULE:FUNCTION"),
         ):
-            answer = json.loads(make_shard(json.dumps(description | other), "", 0))
+            answer = json.loads(make_shard(json.dumps(description | other)))
             assert re.search(f"^{NODE}: .*{said}", answer["message"]), answer
         os.truncate(tmp_path / "data/0.jsonl", 100)
         answer = made(job, journal)

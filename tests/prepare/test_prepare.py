@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from support import prepared
 from support.catalog import CATALOG
 from support.corpora import CODE, DOCS, PROSE, flat, mixture, text_rows, write_corpus, write_jsonl, write_txt
+from support.prepared import nothing, write_tokenizer
 from support.server_process import MAIN, CommandLine, server_forks
 from tokenloom_server.config import mixture_file as config
-from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError, SourceError, TokenloomError
 from tokenloom_server.order import builder
@@ -30,32 +32,8 @@ from tokenloom_server.storage.drafts import checksum
 from tokenloom_server.storage.folder import Folder
 
 
-def job_of(
-    folder: Path,
-    document: dict[str, Any],
-    *,
-    form: ShardFormat = "arrow",
-    shard_bytes: int = 100,
-    ids: bool = False,
-    shuffled: bool = False,
-    threads: int = 2,
-) -> Job:
-    parsed = config.parse(document, where="test", catalog=CATALOG)
-    return Job(
-        parsed,
-        folder,
-        folder / "index",
-        DataRoots(),
-        form=form,
-        shard_bytes=shard_bytes,
-        ids_too=ids,
-        shuffled=shuffled,
-        threads=threads,
-    )
-
-
-def nothing(*_: int) -> None:
-    pass
+def job_of(folder: Path, document: dict[str, Any], **options: Any) -> Job:
+    return prepared.job_of(folder, document, **{"shard_bytes": 100, **options})
 
 
 def run(job: Job, out: Path, *, on_done: OnRows = nothing) -> Done:
@@ -93,7 +71,7 @@ def test_what_is_served_is_the_same_to_the_digest(
     document = mixture(labels=labels, add_bos=True)
     document["mixture"]["children"][1]["epochs"] = 2.5
     document["mixture"]["children"][2]["children"][0]["add_eot"] = False
-    job = job_of(folder, document, form=form, ids=ids)
+    job = job_of(folder, document, form=form, ids_too=ids)
     done = run(job, tmp_path / "out")
     assert len(job.tasks) > 4, "some file is cut into several shards"
     ours, theirs = end_of(served(done.mixture)), end_of(job_order(folder, document))
@@ -349,13 +327,13 @@ def test_a_source_with_a_loss_mask_stays_as_it_is(folder: Path, tmp_path: Path) 
     pq.write_table(pa.table(masked), folder / "masked.parquet")
     document = flat([DOCS], packing="best_fit")
     document["mixture"]["children"].append({"source": "parquet:masked.parquet:ids", "loss_mask": "mask"})
-    done = run(job_of(folder, document, ids=True), tmp_path / "out")
+    done = run(job_of(folder, document, ids_too=True), tmp_path / "out")
     _, child = yaml.safe_load(done.mixture.read_text())["mixture"]["children"]
     assert child == {"source": f"parquet:{folder / 'masked.parquet'}:ids", "loss_mask": "mask"}
     assert end_of(served(done.mixture)).sources[1].rows == 9
     del document["mixture"]["children"][0]
     with pytest.raises(ConfigError, match=r"nothing to tokenise.*those with a loss mask are left as they are"):
-        job_of(folder, document, ids=True)
+        job_of(folder, document, ids_too=True)
 
 
 def test_batches_of_rows_have_nothing_to_tokenise(folder: Path) -> None:
@@ -400,7 +378,7 @@ def test_long_rows_and_many_empty_ones_are_cut_into_batches(tmp_path: Path, monk
     monkeypatch.setattr(shards, "BATCH_ROWS", 4)
     monkeypatch.setattr(shards, "MAX_ROW_IDS", 25)
     rows = [list(range(length)) for length in (0, 3, 25, 0, 0, 9, 20, 1, 0, 0, 0, 0, 0)]
-    with ShardWriter(tmp_path / "a.parquet", np.dtype(np.uint16), "parquet") as writer:
+    with closing(ShardWriter(tmp_path / "a.parquet", np.dtype(np.uint16), "parquet")) as writer:
         for at in range(0, len(rows), 3):
             part = rows[at : at + 3]
             values = np.array([i for row in part for i in row], np.uint32)
@@ -414,19 +392,9 @@ def test_long_rows_and_many_empty_ones_are_cut_into_batches(tmp_path: Path, monk
 
 
 def test_the_folder_goes_elsewhere_with_its_tokeniser(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
     texts = text_rows(200, 3, 30)
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<|endoftext|>"], show_progress=False, initial_alphabet=alphabet
-    )
-    tokenizer.train_from_iterator(texts, trainer)
     (tmp_path / "made").mkdir()
-    tokenizer.save(str(tmp_path / "made/bpe.json"))
+    write_tokenizer(tmp_path / "made/bpe.json", texts)
     write_txt(tmp_path / "a.txt", texts)
     document = flat(["txt:a.txt:text"], tokenizer="made/bpe.json")
     job = job_of(tmp_path, document)
@@ -438,7 +406,7 @@ def test_the_folder_goes_elsewhere_with_its_tokeniser(tmp_path: Path) -> None:
         (tmp_path / path).rename(tmp_path / f"gone-{path}")
     order = served(tmp_path / "moved/mixture.yaml")
     assert order.record.tokenizer is not None
-    assert order.record.tokenizer.vocab_size == tokenizer.get_vocab_size()
+    assert order.record.tokenizer.vocab_size == 300
     assert end_of(order).digest == expected.digest
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.prepare.job import Job
@@ -28,13 +29,30 @@ def write_texts(folder: Path, files: int = 6) -> dict[str, Any]:
     return flat(["jsonl:data/*.jsonl:text"], on_bad_row="skip")
 
 
-def job_of(folder: Path, document: dict[str, Any], transform: Transform | None = None) -> Job:
+def job_of(
+    folder: Path,
+    document: dict[str, Any],
+    transform: Transform | None = None,
+    *,
+    shard_bytes: int = 1_000_000,
+    **options: Any,
+) -> Job:
     """A job of two threads, for shards of 10^6 bytes; its index lies in ``folder``."""
     parsed = config.parse(document, where="test", catalog=CATALOG)
-    return Job(
-        parsed, folder, folder / "index", DataRoots(), form="arrow", shard_bytes=1_000_000, ids_too=False,
-        shuffled=False, threads=2, transform=transform,
-    )  # fmt: skip
+    given = {"form": "arrow", "ids_too": False, "shuffled": False, "threads": 2, **options}
+    return Job(parsed, folder, folder / "index", DataRoots(), shard_bytes=shard_bytes, transform=transform, **given)
+
+
+def write_tokenizer(path: Path, texts: list[str]) -> None:
+    """One that either engine reads: byte-level BPE of 300 ids."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.save(str(path))
 
 
 def nothing(*_: int) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
 from functools import wraps
 from typing import Any, get_type_hints
 
@@ -29,26 +29,16 @@ def command(app: typer.Typer, name: str | None = None, **settings: Any) -> Calla
 def add_command(app: typer.Typer, function: _Function, name: str | None = None, **settings: Any) -> None:
     """Makes a function a command of ``app``, with the function's name if none is given.
 
-    A parameter whose type is a dataclass is a group of options: each field of it is an option, in the group's place.
-    A ``TokenloomError`` ends the command with its name and message, and exit status 2. ``settings``: what click's
-    context takes.
+    A parameter whose type is a dataclass is a group of options: each field of it is an option, or a group, in the
+    group's place. A ``TokenloomError`` ends the command with its name and message, and exit status 2. ``settings``:
+    what click's context takes.
     """
-    groups: dict[str, type[Any]] = {}
-    options: list[inspect.Parameter] = []
-    for parameter in _parameters(function):
-        kind = parameter.annotation
-        if isinstance(kind, type) and is_dataclass(kind):
-            groups[parameter.name] = kind
-            options += _parameters(kind)
-        else:
-            options.append(parameter)
+    options = list(_options(function))
 
     @wraps(function)
     def run(**values: Any) -> None:
-        for parameter, group in groups.items():
-            values[parameter] = group(**{field.name: values.pop(field.name) for field in fields(group)})
         try:
-            function(**values)
+            _called(function, values)
         except TokenloomError as error:
             fail(error)
 
@@ -56,6 +46,21 @@ def add_command(app: typer.Typer, function: _Function, name: str | None = None, 
     run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     run.__annotations__ = {option.name: option.annotation for option in options}
     app.command(name, context_settings=settings)(run)
+
+
+def _is_group(kind: Any) -> bool:
+    return isinstance(kind, type) and is_dataclass(kind)
+
+
+def _options(called: Callable[..., Any]) -> Iterator[inspect.Parameter]:
+    for parameter in _parameters(called):
+        yield from _options(parameter.annotation) if _is_group(parameter.annotation) else [parameter]
+
+
+def _called(called: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+    """A function or a dataclass, with the values of its options."""
+    kinds = {parameter.name: parameter.annotation for parameter in _parameters(called)}
+    return called(**{name: _called(kind, values) if _is_group(kind) else values[name] for name, kind in kinds.items()})
 
 
 def _parameters(called: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -119,8 +119,8 @@ class _ClusterOptions:
         from tokenloom_server.cluster.preparing import OnRay
 
         needs = Needs(self.ray_cpus, self.ray_memory, amounts("--ray-resource", self.ray_resource))
-        with connect(self.ray, needs, option="--ray", cpus=threads and math.ceil(threads * self.ray_cpus)) as fitting:
-            yield partial(OnRay, needs, fitting, threads)
+        with connect(self.ray, needs, option="--ray", cpus=threads and math.ceil(threads * self.ray_cpus)):
+            yield partial(OnRay, needs, threads)
 
 
 def prepare(

@@ -17,9 +17,9 @@ LINE_S = 10.0
 class Progress:
     """Rows (or samples), tokens, MB/s and the time that is left. Thread-safe."""
 
-    def __init__(self, total: int | None, unit: str, *, bytes_are_total: bool = True, of_cluster: bool = False) -> None:
-        """``total``: bytes, or with ``bytes_are_total=False`` units; None where it is not known. ``of_cluster``: tells
-        tokens/s instead of MB/s, and how many nodes there are."""
+    def __init__(self, total: int | None, unit: str, *, bytes_are_total: bool = True) -> None:
+        """``total``: bytes, or with ``bytes_are_total=False`` units; None where it is not known. Of shards, which are a
+        cluster's, it tells tokens/s instead of MB/s, and how many nodes there are."""
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bar
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from tokenloom_proto.credentials import CONTROL_VARIABLE
 
-from tokenloom_server.cli.command import command
+from tokenloom_server.cli.command import add_command
 from tokenloom_server.cli.common import LogFormat, logs_json, set_up_logging
 from tokenloom_server.cli.config import SETTINGS, ConfigFile, show
 from tokenloom_server.cli.options import MixtureOptions
@@ -26,8 +26,6 @@ from tokenloom_server.core.control_characters import escaped
 from tokenloom_server.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from tokenloom_server.api.auth import Access
     from tokenloom_server.api.server import ServeOptions
     from tokenloom_server.cluster.readers.link import ReaderOptions
@@ -251,21 +249,55 @@ class ProcessOptions:
     ] = LogFormat.TEXT
 
 
-_Mixtures = Annotated[
-    list[Path] | None, typer.Argument(help="One mixture file per run to serve.", metavar="MIXTURE.yaml...")
-]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """All that ``serve`` takes."""
+
+    mixtures: Annotated[
+        list[Path] | None, typer.Argument(help="One mixture file per run to serve.", metavar="MIXTURE.yaml...")
+    ] = None
+    options: ServerOptions
+    access: ServerAccess
+    readers: Readers
+    process: ProcessOptions
+    file: ConfigFile
+    mixture_options: MixtureOptions
+
+    def serve_options(self, access: Access) -> ServeOptions:
+        """All that the server needs. Raises ``ConfigError``."""
+        from tokenloom_server.api.server import ServeOptions
+        from tokenloom_server.run.timeouts import Timeouts
+
+        self.mixture_options.use_cache()
+        mixture = self.mixture_options.short_form()
+        if mixture is None and not self.mixtures and self.options.runs_dir is None:
+            raise ConfigError("nothing to serve: name a mixture file, or give --runs-dir or --dataset-mix")
+        if mixture is not None:
+            json_alone = logs_json()
+            text = f"\n{mixture.text}" if json_alone else ""
+            logging.getLogger(__name__).info("the mixture of --dataset-mix, as a file:%s", text)
+            if not json_alone:
+                print(escaped(mixture.text, lines=True), file=sys.stderr, flush=True)
+        settings = asdict(self.options)
+        del settings["log_positions"]
+        waits = ("lease", "liveness", "rank_timeout", "storage_timeout")
+        return ServeOptions(
+            mixtures=self.mixtures or [],
+            mixture=mixture.config if mixture is not None else None,
+            timeouts=Timeouts(**{f"{name}_s": settings.pop(name) for name in waits}),
+            access=access,
+            data_roots=self.mixture_options.roots(),
+            plugins=self.mixture_options.plugins(),
+            transforms=self.mixture_options.transforms(),
+            readers=self.readers.options(self.options.storage_timeout),
+            **settings,
+        )
 
 
 def config(
     ctx: typer.Context,
-    mixtures: _Mixtures = None,
     *,
-    options: ServerOptions,
-    access: ServerAccess,
-    readers: Readers,
-    process: ProcessOptions,
-    file: ConfigFile,
-    mixture_options: MixtureOptions,
+    command: Command,
     as_json: Annotated[bool, typer.Option("--json", help="Print the options as JSON.")] = False,
 ) -> None:
     """Show the options that tokenloom serve would have here, and where each comes from.
@@ -276,21 +308,12 @@ def config(
     show(ctx, as_json=as_json)
 
 
-@command(app, **SETTINGS)
-def serve(
-    mixtures: _Mixtures = None,
-    *,
-    options: ServerOptions,
-    access: ServerAccess,
-    readers: Readers,
-    process: ProcessOptions,
-    file: ConfigFile,
-    mixture_options: MixtureOptions,
-) -> None:
+def serve(command: Command) -> None:
     """Serve one or more runs until SIGTERM or Ctrl-C.
 
     Trainers then use RemoteDataset("grpc://HOST:PORT/RUN", batch_size=…).
     """
+    options, access, process = command.options, command.access, command.process
     set_up_logging(process.log_level, process.log_format)
     if process.parent is not None:
         from tokenloom_server.api import parent_death
@@ -312,9 +335,9 @@ def serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    folder = mixtures[0].parent if mixtures else options.runs_dir or Path()
+    folder = command.mixtures[0].parent if command.mixtures else options.runs_dir or Path()
     made = access.made_token(options.index_dir or folder / INDEX_FOLDER)
-    server = Server(_options(mixtures or [], options, access.access(made), mixture_options, readers))
+    server = Server(command.serve_options(access.access(made)))
     serving.set()
     gc.freeze()  # what is there now stays until the end: no search goes through it
     # One line, plain, for people and scripts alike.
@@ -336,38 +359,4 @@ def serve(
     server.close()
 
 
-def _options(
-    mixtures: Sequence[Path],
-    options: ServerOptions,
-    access: Access,
-    mixture_options: MixtureOptions,
-    readers: Readers,
-) -> ServeOptions:
-    """All that the server needs. Raises ``ConfigError``."""
-    from tokenloom_server.api.server import ServeOptions
-    from tokenloom_server.run.timeouts import Timeouts
-
-    mixture_options.use_cache()
-    mixture = mixture_options.short_form()
-    if mixture is None and not mixtures and options.runs_dir is None:
-        raise ConfigError("nothing to serve: name a mixture file, or give --runs-dir or --dataset-mix")
-    if mixture is not None:
-        json_alone = logs_json()
-        text = f"\n{mixture.text}" if json_alone else ""
-        logging.getLogger(__name__).info("the mixture of --dataset-mix, as a file:%s", text)
-        if not json_alone:
-            print(escaped(mixture.text, lines=True), file=sys.stderr, flush=True)
-    settings = asdict(options)
-    del settings["log_positions"]
-    waits = ("lease", "liveness", "rank_timeout", "storage_timeout")
-    return ServeOptions(
-        mixtures=mixtures,
-        mixture=mixture.config if mixture is not None else None,
-        timeouts=Timeouts(**{f"{name}_s": settings.pop(name) for name in waits}),
-        access=access,
-        data_roots=mixture_options.roots(),
-        plugins=mixture_options.plugins(),
-        transforms=mixture_options.transforms(),
-        readers=readers.options(options.storage_timeout),
-        **settings,
-    )
+add_command(app, serve, **SETTINGS)

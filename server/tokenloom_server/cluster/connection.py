@@ -91,6 +91,11 @@ def nodes() -> tuple[Node, ...]:
     return tuple(Node(node["NodeID"], node["NodeManagerHostname"], node["Resources"]) for node in present)
 
 
+def fitting(needs: Needs) -> tuple[Node, ...]:
+    """Those that have room for one of the tasks."""
+    return tuple(node for node in nodes() if needs.fit(node))
+
+
 def on_each(present: Iterable[Node], work: Callable[..., Any], *arguments: Any) -> list[tuple[Node, Any]]:
     """Begins a function on each of these nodes, beside whatever they do: the nodes, and the references to answers."""
     import ray
@@ -110,8 +115,10 @@ def _start(ray: Any, address: str, where: str, cpus: int | None, object_store_by
         quiet |= {"include_dashboard": False, "object_store_memory": object_store_bytes}
         ray.init("local", num_cpus=cpus or os.cpu_count(), **quiet)
         return
-    _reach(ray, address, where)
+    target = _reach(ray, address, where)
     try:
+        if not address.startswith("ray://"):
+            _show_token(ray, address, target)
         ray.init(address, **quiet)
     except (Exception, SystemExit) as error:  # Ray ends the process where no head answers
         raise ConfigError(
@@ -121,8 +128,9 @@ def _start(ray: Any, address: str, where: str, cpus: int | None, object_store_by
         ) from None
 
 
-def _reach(ray: Any, address: str, where: str) -> None:
-    """Raises ``ConfigError`` where nobody listens at an address: Ray would try for long, and say it in many lines."""
+def _reach(ray: Any, address: str, where: str) -> str:
+    """The host and port of an address. Raises ``ConfigError`` where nobody listens there: Ray would try for long, and
+    say it in many lines."""
     target = address
     try:
         if address == "auto":
@@ -136,21 +144,32 @@ def _reach(ray: Any, address: str, where: str) -> None:
             f"{where}: nothing answers at {target} ({error}); expected a Ray cluster: start one with ray start --head, "
             "name another one, or give 'local' for one of this machine's own"
         ) from None
+    return target
+
+
+def _show_token(ray: Any, address: str, target: str) -> None:
+    """Raises Ray's error where the cluster does not take this machine's token: ``ray.init`` would try for minutes."""
+    from ray._private.authentication import authentication_token_setup as tokens
+
+    if address == "auto":
+        tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    tokens.ensure_token_if_auth_enabled(create_token_if_missing=False)
+    ray._raylet.GcsClient(address=target)
 
 
 def _checked(needs: Needs, where: str, cpus: int | None, object_store_bytes: int | None) -> tuple[Node, ...]:
-    fitting = tuple(node for node in nodes() if needs.fit(node))
+    there = fitting(needs)
     shown = "; ".join(f"{node.name} with {dict(node.resources)}" for node in nodes()[:5])
-    in_all = sum(node.cpus for node in fitting)
-    if not fitting or in_all < (cpus or 0):
+    in_all = sum(node.cpus for node in there)
+    if not there or in_all < (cpus or 0):
         raise ConfigError(
             f"{where}: found {in_all:g} CPUs of nodes that have room for a task ({shown}); expected {needs} on one, "
             f"and {cpus or 'any'} in all: ask for less, or add nodes"
         )
-    for node in fitting:
+    for node in there:
         if (store_bytes := int(node.resources.get("object_store_memory", 0))) < (object_store_bytes or 0):
             raise ConfigError(
                 f"{where}: the object store of {node.name} has {store_bytes:,} bytes; expected {object_store_bytes:,}: "
                 "start that node with more (ray start --object-store-memory)"
             )
-    return fitting
+    return there

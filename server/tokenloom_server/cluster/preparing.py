@@ -8,44 +8,61 @@ import logging
 import os
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server import errors
-from tokenloom_server.cluster.connection import Needs, Node, nodes, on_each
+from tokenloom_server.cluster.connection import Needs, fitting, on_each
 from tokenloom_server.cluster.description import describe, named_by_node, rebuild, verify_file
+from tokenloom_server.cluster.readers.worker import LoggedLines
 from tokenloom_server.errors import ConfigError, TokenloomError
 from tokenloom_server.prepare.job import Job, PartRows, Task
 from tokenloom_server.prepare.journal import Attempts, Journal, Shard
-from tokenloom_server.prepare.preparer import Maker, OnRows, cannot_write, warn_of_bad_row
+from tokenloom_server.prepare.preparer import Maker, OnRows, cannot_write
 from tokenloom_server.sources.files import in_threads
 from tokenloom_server.sources.transform import Transform
 from tokenloom_server.storage.folder import Folder
 
 _log = logging.getLogger(__name__)
 
-#: How often a shard is asked for whose worker or node is lost.
-ATTEMPTS = 5
+#: How often a shard's worker or node may be lost.
+LOSSES = 5
+#: Deaths of workers at a shard after which each of its texts is encoded in a process that may die of it. The first may
+#: be anybody's doing.
+DEATHS = 2
 #: Shards asked for at once, for each that the nodes have room for: the next begins where one ends.
 AHEAD = 2
 #: Between two looks at what is done, and at which nodes there are, seconds.
 LOOK_S = 0.5
+#: A worker may have stopped, or its disk: a shard is asked for once more after so many seconds, if that is also so many
+#: times what as many bytes took where they took longest.
+LATE_S, LATE_TIMES = 60.0, 4
+
+
+@dataclass(slots=True, eq=False)
+class _Wanted:
+    """A shard that is not made yet: when it was asked for last, how often, and what became of that."""
+
+    task: Task
+    asked_at: float = 0.0
+    attempts: int = 0
+    losses: int = 0
+    deaths: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class OnRay:
-    """Makes shards on the cluster that this process is connected to (``preparer.MakeAll``). ``fitting``: the nodes that
-    tasks may run on now. ``at_once``: shards at most, if not as many as there is room for. ``on_nodes`` is called with
-    how many nodes there are."""
+    """Makes shards on the cluster that this process is connected to (``preparer.MakeAll``). ``at_once``: shards at
+    most, if not as many as there is room for. ``on_nodes`` is called with how many nodes there are."""
 
     needs: Needs
-    fitting: Sequence[Node]
     at_once: int | None
     on_nodes: Callable[[int], None]
 
@@ -55,39 +72,81 @@ class OnRay:
         import ray
 
         description = ray.put(described(job, journal.attempts))
-        for node, reference in on_each(self.fitting, make_shard, description, "", 0):
+        for node, reference in on_each(fitting(self.needs), make_shard, description):
             _answer(reference, node.name)
         remote = ray.remote(make_shard).options(max_retries=0, **self.needs.options())
-        waiting, numbers = deque(tasks), Counter[str]()
-        in_flight: dict[Any, Task] = {}
-        while waiting or in_flight:
-            fitting = [node for node in nodes() if self.needs.fit(node)]
-            self.on_nodes(len(fitting))
-            room = self.at_once or max(1, AHEAD * int(sum(node.cpus // self.needs.cpus for node in fitting)))
-            while waiting and len(in_flight) < room:
-                task = waiting.popleft()
-                text = json.dumps([task.source, task.ranges, task.bytes, task.name])
-                in_flight[remote.remote(description, text, numbers[task.name])] = task
+        requests = _Requests(lambda *arguments: remote.remote(description, *arguments))
+        waiting = deque(map(_Wanted, tasks))
+        while waiting or requests.by_reference:
+            there = fitting(self.needs)
+            self.on_nodes(len(there))
+            room = self.at_once or max(1, AHEAD * int(sum(node.cpus // self.needs.cpus for node in there)))
+            while waiting and len(requests.by_reference) < room:
+                requests.ask(waiting.popleft())
+            requests.ask_late_again()
             made = []
-            for reference in ray.wait(list(in_flight), num_returns=len(in_flight), timeout=LOOK_S)[0]:
-                task = in_flight.pop(reference)
-                answer = _answer(reference, task.name)
-                if "shard" in answer:
-                    made.append((task, Shard(**answer["shard"]), answer["attempt"]))
-                    continue
-                waiting.appendleft(task)
-                numbers[task.name] += 1
-                if numbers[task.name] == ATTEMPTS:
-                    raise ConfigError(f"{task.name}: was lost {ATTEMPTS} times; the last time: {answer['lost']}")
+            for wanted, answer in requests.answers():
+                if "lost" in answer:
+                    waiting.appendleft(wanted)
+                else:
+                    made.append((wanted.task, Shard(**answer["shard"]), answer["attempt"]))
             # An object store takes its time for each.
             in_threads(lambda each: journal.add(*each[1:]), made, remote=True)
             for task, shard, _ in made:
                 on_done(1, shard.tokens, task.bytes)
 
 
+class _Requests:
+    """The shards that are asked for now, and Ray's references to their answers."""
+
+    def __init__(self, make: Callable[[str, int, bool], Any]) -> None:
+        self._make = make
+        self.by_reference: dict[Any, _Wanted] = {}
+        self._slowest_s_per_byte = 0.0
+
+    def ask(self, wanted: _Wanted) -> None:
+        task = wanted.task
+        text = json.dumps([task.source, task.ranges, task.bytes, task.name])
+        self.by_reference[self._make(text, wanted.attempts, wanted.deaths >= DEATHS)] = wanted
+        wanted.attempts, wanted.asked_at = wanted.attempts + 1, monotonic()
+
+    def ask_late_again(self) -> None:
+        """A second attempt, at most, beside one that is late."""
+        for wanted, attempts in Counter(self.by_reference.values()).items():
+            took_s, usual_s = monotonic() - wanted.asked_at, self._slowest_s_per_byte * wanted.task.bytes
+            if attempts == 1 and usual_s and took_s > max(LATE_S, LATE_TIMES * usual_s):
+                _log.warning("%s: no answer within %.0f s: it is asked for again", wanted.task.name, took_s)
+                self.ask(wanted)
+
+    def answers(self) -> Iterator[tuple[_Wanted, dict[str, Any]]]:
+        """What there is after a look: the first shard of several attempts; ``lost`` once none is left of them. Raises
+        ``ConfigError`` where that was so too often, and the error that a worker said."""
+        import ray
+
+        for reference in ray.wait(list(self.by_reference), num_returns=len(self.by_reference), timeout=LOOK_S)[0]:
+            if reference not in self.by_reference:
+                continue  # another attempt was faster
+            wanted = self.by_reference.pop(reference)
+            answer = _answer(reference, wanted.task.name)
+            others = [other for other, same in self.by_reference.items() if same is wanted]
+            if "lost" in answer:
+                wanted.losses, wanted.deaths = wanted.losses + 1, wanted.deaths + answer["died"]
+                if wanted.losses == LOSSES:
+                    raise ConfigError(f"{wanted.task.name}: was lost {LOSSES} times; the last time: {answer['lost']}")
+                if others:
+                    continue
+            else:
+                took_s = monotonic() - wanted.asked_at
+                self._slowest_s_per_byte = max(self._slowest_s_per_byte, took_s / max(1, wanted.task.bytes))
+                for other in others:
+                    del self.by_reference[other]
+                    ray.cancel(other)
+            yield wanted, answer
+
+
 def _answer(reference: Any, name: str) -> dict[str, Any]:
-    """What a worker said; ``lost`` with why where it or its node is lost, which is logged. Raises the error that it
-    said."""
+    """What a worker said, after what it logged; ``lost`` with why where it or its node is lost, ``died`` where it
+    crashed. Raises the error that it said."""
     import ray
 
     try:
@@ -99,9 +158,9 @@ def _answer(reference: Any, name: str) -> dict[str, Any]:
         if isinstance(error, ray.exceptions.OutOfMemoryError):
             lost = f"its node had no memory left, and it was killed: say with --ray-memory what it takes ({lost})"
         _log.warning("%s: its worker or node was lost: %s", name, lost)
-        return {"lost": lost}
-    for reason in answer.get("bad", ()):
-        warn_of_bad_row(reason)
+        return {"lost": lost, "died": isinstance(error, ray.exceptions.WorkerCrashedError)}
+    for level, line in answer["log"]:
+        _log.log(level, "%s", line)
     if "error" in answer:
         raise getattr(errors, answer["error"])(answer["message"])
     return answer
@@ -117,43 +176,51 @@ def described(job: Job, attempts: Attempts) -> str:
             "sources": [prepared.source for prepared in job.sources],
             "transform": function and [function.name, function.seconds, function.memory_mb, dict(function.code)],
             "place": str(Path(folder.place).absolute()) if folder.is_local else folder.place,
-            "attempts": [attempts.name, attempts.digest],
+            "attempts": attempts.name,
             "current_folder": str(Path.cwd()),
         }
     )
 
 
-def make_shard(description: str, task: str, number: int) -> str:
-    """Makes the shard of a task in an attempt's file; attempts at a task are numbered from 0. The answer is JSON:
-    ``shard`` with its fields, the file as ``attempt``, ``bad`` with the reason of its first bad row; or ``error`` and
-    ``message``. Where the driver has ended meanwhile, nothing stays.
+def make_shard(description: str, task: str = "", number: int = 0, apart: bool = False) -> str:
+    """Makes the shard of a task in an attempt's file; attempts at a task are numbered from 0. ``apart``: each text is
+    encoded in a process that may die of it. The answer is JSON: ``shard`` with its fields, and the file as ``attempt``;
+    or ``error`` and ``message``; and as ``log`` levels and lines of what was logged. Where the driver has ended
+    meanwhile, nothing stays.
 
     First it compares what is on this node with what the driver has: versions, tokeniser, functions, the folder to write
-    into, and the task's files. Without a task (an empty text) it does nothing else, with the first file of each source.
+    into, and the task's files. Without a task it does nothing else, with the first file of each source.
     """
-    bad: list[str] = []
+    lines, logger = LoggedLines(), logging.getLogger("tokenloom_server")
+    logger.addHandler(lines)
     try:
-        worker = _worker(description, number)
-        if not task:
-            worker.check({(source, 0) for source in worker.sources})
-            return "{}"
-        source, ranges, size, name = json.loads(task)
-        todo = Task(source, tuple(PartRows(*each) for each in ranges), size, name)
-        worker.check(worker.files_of(todo))
+        answer = _made(_worker(description), task, number, apart)
     except (TokenloomError, OSError) as error:
-        return _refused(error)
-    attempts, attempt = worker.attempts, worker.attempts.named(name, number)
+        answer = {"error": getattr(error, "name", "ConfigError"), "message": named_by_node(error)}
+    finally:
+        logger.removeHandler(lines)
+    return json.dumps({**answer, "log": lines.lines()})
+
+
+def _made(worker: _Worker, text: str, number: int, apart: bool) -> dict[str, Any]:
+    if not text:
+        worker.check({(source, 0) for source in worker.sources})
+        return {}
+    source, ranges, size, name = json.loads(text)
+    task = Task(source, tuple(PartRows(*each) for each in ranges), size, name)
+    worker.check(worker.files_of(task))
+    folder, attempt = worker.attempts.folder, worker.attempts.named(name, number)
     try:
-        with attempts.folder.created(attempt) as path:
-            shard = worker.maker.make(todo, path, lambda *_: None, bad.append)
+        with folder.created(attempt) as path:
+            shard = replace(worker.maker, apart=apart).make(task, path, lambda *_: None)
     except TokenloomError as error:
-        return json.dumps({"error": error.name, "message": str(error)})  # as one process says it
+        return {"error": error.name, "message": str(error)}  # as one process says it
     except OSError as error:
-        return _refused(cannot_write(error, attempts.folder))
-    if attempts.is_open():
-        return json.dumps({"shard": asdict(shard), "attempt": attempt, "bad": bad})
-    attempts.folder.remove(attempt)
-    return _refused(ConfigError(f"{name} was made after its command had ended, and is removed"))
+        raise cannot_write(error, folder) from None
+    if worker.attempts.is_open():
+        return {"shard": asdict(shard), "attempt": attempt}
+    folder.remove(attempt)
+    raise ConfigError(f"{name} was made after its command had ended, and is removed")
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -183,9 +250,8 @@ class _Worker:
 
 
 @lru_cache(maxsize=1)
-def _worker(description: str, number: int) -> _Worker:
-    """One for all tasks of a process. An attempt that follows another has one of its own, which knows at which rows
-    processes died."""
+def _worker(description: str) -> _Worker:
+    """One for all tasks of a process."""
     fields = json.loads(description)
     with suppress(OSError):
         # A function of the user's is found from where the command was given.
@@ -199,11 +265,6 @@ def _worker(description: str, number: int) -> _Worker:
         if dict(function.code) != code:
             raise ConfigError(f"transform {name!r}: its code is {dict(function.code)}, expected {code}: put it there")
     maker = Maker(order, fields["form"], function)
-    worker = _Worker(maker, Attempts(folder, *fields["attempts"]), fields["sources"], set())
+    worker = _Worker(maker, Attempts(folder, fields["attempts"]), fields["sources"], set())
     weakref.finalize(worker, held.close)
     return worker
-
-
-def _refused(error: TokenloomError | OSError) -> str:
-    """An answer with the node's name."""
-    return json.dumps({"error": getattr(error, "name", "ConfigError"), "message": named_by_node(error)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tokenloom_proto.seal import canonical
@@ -21,7 +21,8 @@ def differences(config: RunConfig, record: str) -> dict[str, str]:
     """By field, how a mixture file differs from a run's record, both values named."""
     recorded = _POSITIONS | json.loads(record)["config"]
     file = _POSITIONS | json.loads(canonical(order_fields(config.counting(recorded["count"]))))
-    return dict(_differences(recorded, file, ""))
+    both = changes(recorded, file, default_of=_default_of)
+    return {path: f"the run began with {shown(old)}, the file has {shown(new)}" for path, old, new in both}
 
 
 def refuse(config: RunConfig, different: Mapping[str, str]) -> None:
@@ -69,19 +70,21 @@ def began_with(config: RunConfig, record: str) -> RunConfig:
     )
 
 
-def _differences(record: Any, file: Any, path: str) -> list[tuple[str, str]]:
-    """Each field with another value, and both of them, in the file's own terms."""
-    if isinstance(record, dict) and isinstance(file, dict):
-        lines = []
-        for key in sorted(record.keys() | file.keys()):
+def changes(
+    old: Any, new: Any, path: str = "", default_of: Callable[[str], Any] = lambda path: None
+) -> Iterator[tuple[str, Any, Any]]:
+    """Of two documents, the path of each field with another value, and both of them. ``default_of``: the value of a
+    field that one of them leaves out."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
             key_path = f"{path}.{key}" if path else key
-            default = _default_of(key_path)
-            lines += _differences(record.get(key, default), file.get(key, default), key_path)
-        return lines
-    if isinstance(record, list) and isinstance(file, list) and len(record) == len(file):
-        pairs: Sequence[tuple[Any, Any]] = list(zip(record, file, strict=True))
-        return [line for i, (old, new) in enumerate(pairs) for line in _differences(old, new, f"{path}.{i}")]
-    return [] if record == file else [(path, f"the run began with {_short(record)}, the file has {_short(file)}")]
+            default = default_of(key_path)
+            yield from changes(old.get(key, default), new.get(key, default), key_path, default_of)
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for i, (before, after) in enumerate(zip(old, new, strict=True)):
+            yield from changes(before, after, f"{path}.{i}", default_of)
+    elif old != new:
+        yield path, old, new
 
 
 def _default_of(path: str) -> Any:
@@ -90,9 +93,11 @@ def _default_of(path: str) -> Any:
     return "(not given)" if field is None or field.default is None else field.default
 
 
-def _short(value: Any) -> str:
-    if isinstance(value, list) and isinstance(value[0], dict):
-        # Children, of which one list has more: their names tell which.
-        return f"{len(value)}: " + ", ".join(child.get("source", child.get("policy", "?")) for child in value)
-    text = json.dumps(value, ensure_ascii=False)
+def shown(value: Any) -> str:
+    """A field's value for people; of a list of children or files their names, since one of two such lists has more."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        names = (child.get("path") or child.get("source") or child.get("policy", "?") for child in value)
+        text = f"{len(value)}: {', '.join(names)}"
+    else:
+        text = "nothing" if value is None else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 160 else text[:157] + "…"

@@ -128,9 +128,10 @@ class PipelineFactory:
         if any(source.is_chat for source in self.config.sources[first:]):
             self.resources.chats(self.record)
 
-    def documents(self, source_id: int, *, joined: bool = True) -> Documents:
-        """A source's documents as tokens, just as a pipeline reads them; not ``joined``: a piece of text at a time."""
-        return self._documents(source_id, self.readers.open(source_id), joined=joined)
+    def documents(self, source_id: int, *, joined: bool = True, apart: bool = False) -> Documents:
+        """A source's documents as tokens, just as a pipeline reads them; not ``joined``: a piece of text at a time.
+        ``apart``: see ``encoder``."""
+        return self._documents(source_id, self.readers.open(source_id), joined=joined, apart=apart)
 
     def all_rows(self, source_id: int, reader: Source, encoder: Encoder, *, joined: bool) -> Documents:
         """The rows of a source's files as tokens, file by file: none left out or rearranged, any number of them bad."""
@@ -239,13 +240,14 @@ class PipelineFactory:
         lane: tuple[int, int] = (0, 1),
         *,
         joined: bool = True,
+        apart: bool = False,
         readers: Readers | None = None,
     ) -> Documents:
         source = self.config.sources[source_id]
         ready = None
         if readers is not None:
             ready = readers.source(self.record, self.resources, source_id, reader)
-        rows, encoder = (ready, ReadyEncoder()) if ready is not None else self._read_here(source_id, reader)
+        rows, encoder = (ready, ReadyEncoder()) if ready is not None else self._read_here(source_id, reader, apart)
         excluded = self.record.excluded.of(source.source)
         seen = self.readers.seen(source_id, reader)
         return Documents(
@@ -265,11 +267,11 @@ class PipelineFactory:
             announce=ready.announce if ready is not None else None,
         )
 
-    def _read_here(self, source_id: int, reader: Source) -> tuple[Source, Encoder]:
+    def _read_here(self, source_id: int, reader: Source, apart: bool) -> tuple[Source, Encoder]:
         """A source's rows as this process reads them, and what makes tokens of them."""
         source, io_stats = self.config.sources[source_id], self.resources.io_stats
         timed: Source = TimedSource(reader, io_stats, source.spec)
-        encoder = self.encoder(source_id, reader)
+        encoder = self.encoder(source_id, reader, apart=apart)
         if source.loss_mask is not None:
             mask = TimedSource(self.readers.open_mask(source_id, reader, source.loss_mask), io_stats, source.spec)
             timed = SourceWithLossMask(timed, mask)

@@ -211,13 +211,10 @@ class KnownDataset(_Counters):
             tokens=self.token_offset,
             dropped_tokens=self.dropped_tokens,
             exhausted=self.exhausted,
-            skipped_samples=self.skipped_samples,
-            skipped_rows=self.skipped_rows,
-            skipped_tokens=self.skipped_tokens,
-            skipped_padding_tokens=self.skipped_padding_tokens,
             row_counts=self.row_counts,
             lanes=tuple(lane_of(entry) for entry in self.lanes),
             owed=int(self.owed, 16),
+            **{name: getattr(self, name) for name in SKIPPED},
         )
 
 

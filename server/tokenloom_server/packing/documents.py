@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,6 +29,18 @@ _log = logging.getLogger(__name__)
 KEPT_TOKENS = 2**18
 #: Epochs in a row without a token after which a lane is taken to have none at all, or it would be read for ever.
 EMPTY_EPOCHS = 64
+
+
+class _Part(NamedTuple):
+    """Rows of a part of an epoch, from one on to before ``end``. ``begun``: that one is read whatever became of it
+    since. ``mark_excluded``: see ``Documents.read``."""
+
+    epoch: int
+    number: int
+    row: int
+    end: int | None
+    begun: bool = False
+    mark_excluded: bool = False
 
 
 class Documents:
@@ -143,7 +156,7 @@ class Documents:
 
     def read_part(self, part: int, row: int, rows: int) -> Iterator[TokenizedRows]:
         """So many rows of one part of the first epoch, from a row of it on."""
-        yield from self._part(0, part, row, row + rows, False, RangeReader(self._source), mark_excluded=False)
+        yield from self._part(_Part(0, part, row, row + rows), RangeReader(self._source))
 
     def _with_fill_in_middle(self, rows: TokenizedRows) -> TokenizedRows:
         """Some of the rows rearranged, where the source is for fill-in-the-middle."""
@@ -178,7 +191,7 @@ class Documents:
             if self._announce is not None:
                 self._announce(self._ranges(epoch, self._parts(epoch, first, row, end_row)))
             for part, first_row, end in self._parts(epoch, first, row, end_row):
-                for rows in self._part(epoch, part, first_row, end, begun, reader, mark_excluded):
+                for rows in self._part(_Part(epoch, part, first_row, end, begun, mark_excluded), reader):
                     tokens += rows.given_tokens
                     bad_and_filtered += rows.bad_and_filtered
                     size += len(rows.ids) + len(rows.ends)
@@ -211,31 +224,21 @@ class Documents:
         for part, row, end in parts:
             yield from self._reading.ranges(epoch, part, row, end)
 
-    def _part(
-        self,
-        epoch: int,
-        part: int,
-        row: int,
-        end: int | None,
-        begun: bool,
-        reader: RangeReader,
-        mark_excluded: bool,
-    ) -> Iterator[TokenizedRows]:
-        """Rows of a part, from one on to before ``end``. ``begun``: that one is read whatever became of it since."""
+    def _part(self, part: _Part, reader: RangeReader) -> Iterator[TokenizedRows]:
         if isinstance(self._reading, Windows):
-            yield from self._window(self._reading, epoch, part, row, end, begun, reader, mark_excluded)
+            yield from self._window(self._reading, part, reader)
             return
-        for rows in self._rows(part, row, end):
+        for rows in self._rows(part.number, part.row, part.end):
             fault = None
             try:
-                tokenized = self._tokenized(epoch, part, rows)
+                tokenized = self._tokenized(part.epoch, part.number, rows)
             except TokenizerError as error:
                 if not error.at:
                     raise
                 # What lies before the row goes out, so that the run stops at one sample from wherever it is read.
-                tokenized, fault = self._tokenized(epoch, part, rows.cut(0, error.at)), error
+                tokenized, fault = self._tokenized(part.epoch, part.number, rows.cut(0, error.at)), error
             del rows
-            yield self._leave_out_excluded(tokenized, mark_excluded, row if begun else None)
+            yield self._leave_out_excluded(tokenized, part.mark_excluded, part.row if part.begun else None)
             if fault is not None:
                 raise fault
 
@@ -265,17 +268,8 @@ class Documents:
         if held:
             yield _joined(held)
 
-    def _window(
-        self,
-        windows: Windows,
-        epoch: int,
-        window: int,
-        row: int,
-        end: int | None,
-        begun: bool,
-        reader: RangeReader,
-        mark_excluded: bool,
-    ) -> Iterator[TokenizedRows]:
+    def _window(self, windows: Windows, part: _Part, reader: RangeReader) -> Iterator[TokenizedRows]:
+        epoch, window, row, end, begun, mark_excluded = part
         first, check = 0, partial(self._tokenize_portion, epoch, mark_excluded, None)
         for number, portion in enumerate(portions(reader, windows.row_ranges(epoch, window), self._lane[1], check)):
             count = sum(len(each.rows.column) for each in portion)

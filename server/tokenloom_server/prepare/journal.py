@@ -17,9 +17,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-import xxhash
-from tokenloom_proto.seal import canonical
-
+from tokenloom_server.config.differences import changes, shown
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.prepare.job import Job, Task
 from tokenloom_server.sources.files import in_threads
@@ -31,6 +29,8 @@ _log = logging.getLogger(__name__)
 JOURNAL = "journal.jsonl"
 #: The folder in which attempts write: what lies there belongs to a process that is at work, or to nobody.
 ATTEMPTS = ".attempts"
+#: Differences to what was prepared that an error lists at most.
+LISTED = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,10 @@ class Attempts:
 
     folder: Folder
     name: str
-    digest: str
-    """The job's."""
 
     def is_open(self) -> bool:
         """Whether the mark is there."""
-        return self.folder.read(f"{self.name}/mark") == self.digest.encode()
+        return self.folder.read(f"{self.name}/mark") is not None
 
     def named(self, name: str, number: int) -> str:
         """The file of one attempt at a shard."""
@@ -95,9 +93,8 @@ class Journal:
             _refuse_other_job(folder, job)
             folder.remove(ATTEMPTS)
             done = _verified(folder, job, _read(folder), on_kept)
-            digest = xxhash.xxh3_128_hexdigest(canonical(job.document()).encode())
-            attempts = Attempts(folder, f"{ATTEMPTS}/{secrets.token_hex(8)}", digest)
-            folder.write(f"{attempts.name}/mark", digest.encode())
+            attempts = Attempts(folder, f"{ATTEMPTS}/{secrets.token_hex(8)}")
+            folder.write(f"{attempts.name}/mark", b"")
             try:
                 yield cls(attempts, done)
             finally:
@@ -105,7 +102,10 @@ class Journal:
                 folder.remove(ATTEMPTS if folder.is_local else attempts.name)
 
     def add(self, shard: Shard, attempt: str) -> Shard:
-        """A shard that an attempt wrote: the attempt's file becomes the shard's, and then it is journalled."""
+        """A shard that an attempt wrote: the attempt's file becomes the shard's, and then it is journalled. Raises
+        ``ConfigError`` where another process has taken the folder."""
+        if not self.attempts.is_open():
+            raise ConfigError(f"{self.folder.place}: another command prepares into it now, and took it from this one")
         shard = replace(shard, signature=self.folder.move(attempt, shard.name))
         self.folder.append(JOURNAL, shard.name, json.dumps(asdict(shard)).encode())
         self.done[shard.name] = shard
@@ -137,32 +137,11 @@ def _refuse_other_job(folder: Folder, job: Job) -> None:
         raise ConfigError(
             f"{folder.at('job.json')}: cannot be read ({error}); prepare into another folder, or remove this one"
         ) from None
-    differences = list(_differences(recorded, present, ""))
-    if differences:
-        more = f"\n  and {len(differences) - 10} more" if len(differences) > 10 else ""
-        raise ConfigError(
-            f"{folder.place}: was prepared from something else:\n  "
-            + "\n  ".join(differences[:10])
-            + f"{more}\nput that back, or prepare into another folder"
-        )
-
-
-def _differences(recorded: Any, present: Any, path: str) -> Iterator[str]:
-    if isinstance(recorded, dict) and isinstance(present, dict):
-        for key in sorted(recorded.keys() | present.keys()):
-            yield from _differences(recorded.get(key), present.get(key), f"{path}.{key}" if path else key)
-    elif isinstance(recorded, list) and isinstance(present, list) and len(recorded) == len(present):
-        for i, (old, new) in enumerate(zip(recorded, present, strict=True)):
-            yield from _differences(old, new, f"{path}.{i}")
-    elif recorded != present:
-        yield f"{path}: it was {_short(recorded)}, it is {_short(present)}"
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, list):
-        names = [str(each.get("path") or each.get("source")) if isinstance(each, dict) else str(each) for each in value]
-        return f"{len(value)}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
-    return "nothing" if value is None else json.dumps(value, ensure_ascii=False)
+    different = [f"{path}: it was {shown(old)}, it is {shown(new)}" for path, old, new in changes(recorded, present)]
+    if different:
+        different[LISTED:] = [f"and {len(different) - LISTED} more"] if len(different) > LISTED else []
+        lines = "\n  ".join(["was prepared from something else:", *different])
+        raise ConfigError(f"{folder.place}: {lines}\nput that back, or prepare into another folder")
 
 
 def _read(folder: Folder) -> dict[str, Shard]:

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -17,11 +17,11 @@ import numpy as np
 
 from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.packing.tokenized_rows import BAD, FILTERED, TokenizedRows
-from tokenloom_server.prepare import transformed
+from tokenloom_server.packing.tokenized_rows import BAD, TokenizedRows
 from tokenloom_server.prepare.job import FIELDS_OF_READING, FIELDS_OF_SERVING, Job, Prepared, Task
 from tokenloom_server.prepare.journal import Journal, Shard
 from tokenloom_server.prepare.shards import COLUMN, ShardFormat, ShardWriter
+from tokenloom_server.prepare.transformed import read_transformed
 from tokenloom_server.sources import short_form
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.transform import Transform
@@ -95,7 +95,7 @@ def in_threads(job: Job, tasks: Sequence[Task], journal: Journal, on_done: OnRow
     def make(task: Task) -> None:
         attempt = journal.attempts.named(task.name, 0)
         with journal.folder.created(attempt) as path:
-            shard = maker.make(task, path, on_rows, warn_of_bad_row)
+            shard = maker.make(task, path, on_rows)
         journal.add(shard, attempt)
 
     with ThreadPoolExecutor(job.threads, thread_name_prefix="prepare") as pool:
@@ -120,62 +120,56 @@ class Maker:
     order: PipelineFactory
     form: ShardFormat
     transform: Transform | None
+    apart: bool = False
+    """Whether each text is encoded in a process that may die of it."""
 
-    def make(self, task: Task, path: Path, on_rows: OnRows, on_bad: Callable[[str], None]) -> Shard:
-        """Writes a task's shard. ``on_rows`` is called as rows are written, ``on_bad`` with the reason of
-        the shard's first bad row.
+    def make(self, task: Task, path: Path, on_rows: OnRows) -> Shard:
+        """Writes a task's shard, and logs the first bad row in it. ``on_rows`` is called as rows are written.
 
         Raises ``SourceError``, also where rows are missing or too many are bad, and ``TokenizerError``.
         """
-        bad = filtered = read = 0
-        with ShardWriter(path, self.order.record.dtype, self.form) as writer:
+        counts, read = np.zeros(2, np.int64), 0
+        with closing(ShardWriter(path, self.order.record.dtype, self.form)) as writer:
             for rows_read, rows in self._read(task):
                 writer.add(rows.ids, rows.ends)
-                if rows.row_status is not None:
-                    filtered += int(np.count_nonzero(rows.row_status == FILTERED))
-                    bad += self._bad_rows(task, rows, bad, on_bad)
+                before = int(counts[0])
+                counts += rows.bad_and_filtered
+                if counts[0] > before:
+                    self._note_bad_rows(task, rows, before, int(counts[0]))
                 read += rows_read
                 on_rows(len(rows.ends), len(rows.ids), task.bytes * rows_read // task.rows)
         if left := task.rows - read:
             raise SourceError(f"{task.name}: {left} of its {task.rows} rows are missing; the files changed meanwhile")
+        bad, filtered = counts.tolist()
         return Shard(task.name, writer.rows, bad, filtered, writer.tokens, path.stat().st_size, checksum(path))
 
     def _read(self, task: Task) -> Iterator[tuple[int, TokenizedRows]]:
         """A task's rows, some at a time: how many are read, and what becomes of them."""
-        is_text = self.order.readers.open(task.source).content is Content.TEXT
-        if self.transform is not None and is_text:
+        reader = self.order.readers.open(task.source)
+        if self.transform is not None and reader.content is Content.TEXT:
+            encoder = self.order.encoder(task.source, reader, apart=self.apart)
+            spec = self.order.config.sources[task.source].source
             for ranges in task.ranges:
-                yield from transformed.read_transformed(self.order, self.transform, task.source, *ranges)
+                yield from read_transformed(reader, encoder, self.transform, spec, *ranges)
             return
         # Where a record batch ends follows from the pieces, and from nothing else: shards are compared by checksum.
-        documents = self.order.documents(task.source, joined=False)
+        documents = self.order.documents(task.source, joined=False, apart=self.apart)
         for part, row, count in task.ranges:
             for rows in documents.read_part(part, row, count):
                 yield len(rows.ends), rows
 
-    def _bad_rows(self, task: Task, rows: TokenizedRows, before: int, on_bad: Callable[[str], None]) -> int:
-        """How many of the rows are bad. Raises ``SourceError`` where they are too many."""
-        positions = np.flatnonzero(rows.row_status == BAD)
-        if not len(positions):
-            return 0
-        reason = rows.reasons[rows.origin(int(positions[0]))]
+    def _note_bad_rows(self, task: Task, rows: TokenizedRows, before: int, bad: int) -> None:
+        """Raises ``SourceError`` where a shard's bad rows are too many."""
+        reason = rows.reasons[rows.origin(int(np.argmax(rows.row_status == BAD)))]
         if before == 0:
-            on_bad(reason)
+            _log.warning("%s; bad rows are skipped, and counted", reason)
         most = self.order.max_bad_rows(task.source)
-        if most is not None and before + len(positions) > most:
-            raise SourceError(
-                f"{reason}; so far {before + len(positions)} rows of {task.name} are bad, and {_allowed(most)}"
-            )
-        return len(positions)
+        if most is not None and bad > most:
+            raise SourceError(f"{reason}; so far {bad} rows of {task.name} are bad, and {_allowed(most)}")
 
 
 def _allowed(most: int) -> str:
     return f"max_bad_rows allows {most} in an epoch: repair the files, or allow more"
-
-
-def warn_of_bad_row(reason: str) -> None:
-    """Logs the first bad row of a shard."""
-    _log.warning("%s; bad rows are skipped, and counted", reason)
 
 
 def cannot_write(error: OSError, folder: Folder) -> ConfigError:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -58,16 +57,6 @@ class ShardWriter:
         self._ids = self._rows = 0
         self.rows = self.tokens = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self._flush()
-        self._writer.close()
-
     def add(self, values: npt.NDArray[np.unsignedinteger], ends: npt.NDArray[np.int64]) -> None:
         """Appends rows: row i lies between ``ends[i - 1]`` and ``ends[i]``. Raises ``SourceError`` for one that no
         list can hold."""
@@ -80,6 +69,10 @@ class ShardWriter:
         self._rows += len(ends)
         if self._ids >= BATCH_IDS or self._rows >= BATCH_ROWS:
             self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        self._writer.close()
 
     def _flush(self) -> None:
         if not self._rows:

@@ -8,24 +8,23 @@ import numpy as np
 import pyarrow as pa
 
 from tokenloom_server.errors import TokenizerError
-from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.packing.tokenized_rows import BAD, FILTERED, TokenizedRows
 from tokenloom_server.packing.window import RangeReader
 from tokenloom_server.sources import arrays
+from tokenloom_server.sources.base import Source
 from tokenloom_server.sources.transform import Transform
+from tokenloom_server.tokenizer.documents import Encoder
 
 
 def read_transformed(
-    order: PipelineFactory, transform: Transform, source: int, file: int, row: int, count: int
+    reader: Source, encoder: Encoder, transform: Transform, spec: str, file: int, row: int, count: int
 ) -> Iterator[tuple[int, TokenizedRows]]:
     """So many rows of a file from one of them on, some at a time: how many these are, and the texts made of them.
 
     Rows that are bad or filtered out do not reach the function; they stand as empty ones after the texts of the others.
     Raises ``SourceError`` with file and rows where the function fails, and ``TokenizerError``.
     """
-    reader = order.readers.open(source)
-    encoder = order.encoder(source, reader)
-    where = f"{order.config.sources[source].source}: {reader.shards[file].path}"
+    where = f"{spec}: {reader.shards[file].path}"
     for rows in RangeReader(reader).read(file, row, row + count):
         passing = np.ones(len(rows.column), np.bool_) if rows.filtered is None else ~rows.filtered
         passing[[bad.position for bad in rows.bad]] = False

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from tokenloom_proto import dataloader_pb2 as wire
 
 from tokenloom_server.core.state import digest_hex
+from tokenloom_server.core.varint import varint
 from tokenloom_server.errors import Fenced
 from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.replay.evaluation import Slice
@@ -46,8 +47,8 @@ def encode_delivery(
     if not ids:
         raise Fenced(f"a newer stream of rank {rank} has consumed what this one was about to send")
     size = sum(map(len, ids)) if group.of_rows else len(ids) * len(ids[0])
-    ids_key = _key(wire.Batches.IDS_FIELD_NUMBER) + _varint(size)
-    batches_key = _key(wire.StreamResponse.BATCHES_FIELD_NUMBER) + _varint(len(batches) + len(ids_key) + size)
+    ids_key = _key(wire.Batches.IDS_FIELD_NUMBER) + varint(size)
+    batches_key = _key(wire.StreamResponse.BATCHES_FIELD_NUMBER) + varint(len(batches) + len(ids_key) + size)
     rest = wire.StreamResponse(committed_through=committed_through, server_epoch=epoch).SerializeToString()
     return b"".join((batches_key, batches, ids_key, *ids, rest))
 
@@ -109,8 +110,8 @@ def _step_infos(group: StepGroup, first: int, last: int, rank: int) -> bytes:
             )
             common = group.step_infos[step] = info.SerializeToString()
         place = group.slice_of(step, rank)
-        own = _SLICE_KEY + _varint(place) if place else b""
-        parts += (_STEPS_KEY, _varint(len(common) + len(own)), common, own)
+        own = _SLICE_KEY + varint(place) if place else b""
+        parts += (_STEPS_KEY, varint(len(common) + len(own)), common, own)
     return b"".join(parts)
 
 
@@ -142,15 +143,4 @@ def _buckets(group: StepGroup, rank: int, first: int, last: int) -> Iterator[wir
 
 
 def _key(field: int) -> bytes:
-    return _varint(field << 3 | _LENGTH_DELIMITED)
-
-
-def _varint(value: int) -> bytes:
-    if value <= 0x7F:
-        return bytes((value,))
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
+    return varint(field << 3 | _LENGTH_DELIMITED)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tokenloom_server.core.varint import varint
+
 TRUE, FALSE, BYTE, I16, I32, I64, DOUBLE, BINARY, LIST, SET = range(1, 11)
 STRUCT = 12
 
@@ -97,10 +99,4 @@ def skip(data: Sequence[int], position: int, kind: int) -> int:
 
 def integer(value: int) -> bytes:
     """An integer that is not negative, as a field has it."""
-    value <<= 1
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
+    return varint(value << 1)
