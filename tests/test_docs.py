@@ -153,7 +153,7 @@ def test_the_commands_that_a_page_names_exist(name: str) -> None:
 def test_every_option_of_the_server_is_documented() -> None:
     serve = get_command(command_line).commands["serve"]  # type: ignore[attr-defined]
     names = {name for option in serve.params for name in option.opts if name.startswith("--")}
-    where = page("running") + page("access") + section("mixture-file", "A mixture without a file")
+    where = page("options") + page("access") + section("mixture-file", "A mixture without a file")
     assert {name for name in names - {"--help"} if not re.search(rf"`{name}[ `]", where)} == set()
 
 

@@ -13,8 +13,8 @@ from docsite.reference.markdown import prose, table
 
 #: The page about what a command is for.
 GUIDES = {
-    "checkpoint": "checkpoints.md#look-into-a-checkpoints-file",
-    "config": "running.md#options-from-the-environment-and-a-file",
+    "checkpoint": "checkpoint-files.md",
+    "config": "options.md#options-from-the-environment-and-a-file",
     "demo": "quick-start.md",
     "export": "export.md",
     "fork": "forks.md",
@@ -27,7 +27,7 @@ GUIDES = {
     "prepare": "prepare.md",
     "report": "receipts.md",
     "restore": "checkpoints.md#restore-to-an-earlier-sample",
-    "runs": "operations.md#add-and-remove-runs",
+    "runs": "many-runs.md#add-and-remove-runs",
     "schema": "mixture-file.md#in-an-editor",
     "serve": "running.md",
     "stats": "running.md#look-at-a-run",

@@ -20,7 +20,7 @@ GUIDES = {
     "filter": "rows.md",
     "fim": "rows.md",
     "holdout": "evaluation.md",
-    "new_source_baseline": "checkpoints.md#checkpoints-of-other-data-loaders",
+    "new_source_baseline": "other-checkpoints.md",
     "packing": "packing.md",
     "phases": "mixtures.md#phases",
     "policy": "mixtures.md",

@@ -26,7 +26,7 @@ from tokenloom import TokenloomError
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 RULES, RULE_TESTS, CONFIG = (DEPLOY / "prometheus" / f"{name}.yml" for name in ("alerts", "alerts.test", "prometheus"))
 BOARDS = sorted((DEPLOY / "grafana").glob("*.json"))
-OPERATIONS = DEPLOY.parent / "docs" / "operations.md"
+RUNBOOKS = DEPLOY.parent / "docs" / "alerts.md"
 TOKEN, READ_TOKEN = "a-token-for-trainers-0123456789", "a-token-for-prometheus-0123456789"
 SCRAPE_EVERY = "250ms"
 
@@ -54,10 +54,10 @@ def test_promtool_accepts_the_example_and_every_alert_fires_where_it_should_and_
 
 
 def test_every_alert_says_what_to_do_about_it() -> None:
-    headings = re.findall(r"^### (\w+)$", OPERATIONS.read_text(encoding="utf-8"), re.MULTILINE)
+    headings = re.findall(r"^## (\w+)$", RUNBOOKS.read_text(encoding="utf-8"), re.MULTILINE)
     for rule in alert_rules():
         name, annotations = rule["alert"], rule["annotations"]
-        assert annotations["runbook"] == f"docs/operations.md#{name.lower()}"
+        assert annotations["runbook"] == f"docs/alerts.md#{name.lower()}"
         assert name in headings
         assert annotations["summary"] and annotations["description"]
         assert rule["labels"]["severity"] in {"critical", "warning", "info"}
