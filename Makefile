@@ -57,7 +57,7 @@ check: install $(PROTOC)
 # that a reader without a network would miss is an error. The theme's notice about its successor is in mkdocs.yml.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 docs: install
-	$(MKDOCS) build --strict --quiet
+	$(MKDOCS) build --strict
 
 docs-serve: install
 	$(MKDOCS) serve

@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from docsite.nav import nav_of
 from docsite.offline import loads_from_elsewhere
-from docsite.repository import HOST, links_of_site
+from docsite.repository import HOST, ROOT, links_of_site
 
 
 @pytest.mark.parametrize(
@@ -89,3 +93,19 @@ def test_what_a_reader_follows_is_no_fault(tmp_path: Path) -> None:
     (tmp_path / "a.svg").write_text('<svg xmlns="http://www.w3.org/2000/svg"><use href="#a"/></svg>')
     (tmp_path / "a.css").write_text("a { background: url(data:image/svg+xml;charset=utf-8,http://www.w3.org/) }")
     assert list(loads_from_elsewhere(tmp_path)) == []
+
+
+def test_the_command_of_the_makefile_fails_at_a_link_that_leads_nowhere(tmp_path: Path) -> None:
+    for name in ("Makefile", "mkdocs.yml", "docsite", "client", "proto"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    with (tmp_path / "docs" / "forks.md").open("a") as page:
+        page.write("\n[nowhere](running.md#no-such-heading)\n")
+
+    # The make that runs pytest hands its flags down.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    command = ["make", "-C", str(tmp_path), "docs", f"VENV={sys.prefix}", "-o", "install"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "'#no-such-heading'" in done.stderr
+    assert "Aborted with 1 warnings" in done.stderr + done.stdout
