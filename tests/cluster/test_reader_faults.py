@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,22 @@ def test_the_order_stays_though_a_worker_dies_and_then_the_process_that_speaks_t
     wait_for(lambda: readers._process is not before and not readers.away, "another process", 60)
     assert "Ray is away: the process that speaks to it ended with status -9" in caplog.text
     wait_for(lambda: "Ray is back" in caplog.text, "Ray")
+
+
+@pytest.mark.readers
+def test_the_process_that_speaks_to_ray_may_end_between_an_answer_and_its_memory(
+    folder: Path, readers: RayReaders, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, receive, before = samples(order_of(folder, DOCUMENT)), reduction.recv_handle, readers._process
+
+    def ends_first(link: Any) -> int:
+        monkeypatch.setattr(reduction, "recv_handle", receive)
+        raise EOFError
+
+    monkeypatch.setattr(reduction, "recv_handle", ends_first)
+    assert samples(order_of(folder, DOCUMENT), readers) == expected
+    assert readers._process is not before
+    assert "an answer of the readers cannot be taken" in caplog.text
 
 
 def test_a_run_without_text_is_refused(folder: Path, readers: RayReaders) -> None:

@@ -44,6 +44,8 @@ LOOK_S = 0.5
 #: A worker may have stopped, or its disk: a shard is asked for once more after so many seconds, if that is also so many
 #: times what as many bytes took where they took longest.
 LATE_S, LATE_TIMES = 60.0, 4
+#: Attempts of a shard at a time: not all on what has stopped.
+ATTEMPTS = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -111,10 +113,10 @@ class _Requests:
         wanted.attempts, wanted.asked_at = wanted.attempts + 1, monotonic()
 
     def ask_late_again(self) -> None:
-        """A second attempt, at most, beside one that is late."""
+        """Another attempt beside those that are late."""
         for wanted, attempts in Counter(self.by_reference.values()).items():
             took_s, usual_s = monotonic() - wanted.asked_at, self._slowest_s_per_byte * wanted.task.bytes
-            if attempts == 1 and usual_s and took_s > max(LATE_S, LATE_TIMES * usual_s):
+            if attempts < ATTEMPTS and usual_s and took_s > max(LATE_S, LATE_TIMES * usual_s):
                 _log.warning("%s: no answer within %.0f s: it is asked for again", wanted.task.name, took_s)
                 self.ask(wanted)
 

@@ -27,6 +27,8 @@ from tokenloom_server.errors import TokenloomError
 #: Deaths of the process at a request after which each of its texts is encoded in a process that may die of it. The
 #: first may be anybody's doing.
 DEATHS = 2
+#: Tasks of one request at a time, each asked for when those before it are late: not all on what has stopped.
+ATTEMPTS = 4
 #: Seconds between looks at what is free, and between tries where Ray refuses.
 TICK_S = 0.5
 PAUSE_S = 2.0
@@ -166,9 +168,8 @@ class Child:
         return task.remote(self._described[request.order], request.to_json())
 
     async def _first(self, tasks: dict[asyncio.Future[Any], Any]) -> Any:
-        """What the first of the tasks gives that ends, or why it failed. Raises ``TimeoutError`` where one is late that
-        is alone."""
-        late_s = self._late_s if len(tasks) == 1 else None
+        """What the first of the tasks gives that ends, or why it failed. Raises ``TimeoutError`` where all are late."""
+        late_s = self._late_s if len(tasks) < ATTEMPTS else None
         ended, _ = await asyncio.wait(tasks, timeout=late_s, return_when=asyncio.FIRST_COMPLETED)
         if not ended:
             raise TimeoutError

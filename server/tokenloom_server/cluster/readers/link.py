@@ -46,6 +46,9 @@ _log = logging.getLogger(__name__)
 
 #: Requests that are asked for each CPU of the readers: one that is worked on, and one that comes next.
 REQUESTS_PER_CPU = 2
+#: Answers that wait for use, for each request of all CPUs: beyond them a source has one ahead, so that memory
+#: has a bound however unevenly sources are used.
+ANSWERED_PER_REQUEST = 4
 #: Bytes of a node's object store at least, so that nothing is put on its disk; of a local cluster for all its CPUs.
 STORE_BYTES = 100_000_000
 #: Seconds between tries to reach Ray again.
@@ -218,7 +221,9 @@ class RayReaders:
         """See ``Asked``."""
         most = REQUESTS_PER_CPU * max(1.0, sum(cpus for _, cpus in self.nodes) / self.options.needs.cpus)
         with self.changed:
-            return sum(ticket.answer is None for ticket in self._tickets.values()) < most
+            tickets = list(self._tickets.values())
+            answered = sum(ticket.answer is not None for ticket in tickets)
+            return len(tickets) - answered < most and answered < ANSWERED_PER_REQUEST * most
 
     def close(self) -> None:
         """Ends the process beside the server, and with it what was begun on this machine."""
@@ -283,11 +288,16 @@ class RayReaders:
 
     def _listen(self) -> None:
         while not self._stopping:
-            if (message := messages.receive(self._link)) is not None:
-                with self.changed:
-                    self._take(message)
-                    self.changed.notify_all()
-            elif not self._stopping:
+            try:
+                if (message := messages.receive(self._link)) is not None:
+                    with self.changed:
+                        self._take(message)
+                        self.changed.notify_all()
+                    continue
+            except (EOFError, OSError, RuntimeError) as error:
+                # It ended between a message and the memory that belongs to it, or there is no room for that here.
+                _log.warning("an answer of the readers cannot be taken (%s)", error)
+            if not self._stopping:
                 self._begin_again()
 
     def _take(self, message: dict[str, Any]) -> None:
