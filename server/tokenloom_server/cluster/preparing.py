@@ -41,7 +41,7 @@ DEATHS = 2
 AHEAD = 2
 #: Between two looks at what is done, and at which nodes there are, seconds.
 LOOK_S = 0.5
-#: A worker may have stopped, or its disk: a shard is asked for once more after so many seconds, if that is also so many
+#: A worker may have stopped, or its disk: a shard is asked for again after so many seconds, if that is also so many
 #: times what as many bytes took where they took longest.
 LATE_S, LATE_TIMES = 60.0, 4
 #: Attempts of a shard at a time: not all on what has stopped.

@@ -7,7 +7,6 @@ import webbrowser
 from dataclasses import replace
 from pathlib import Path
 
-from tokenloom_server.demo import service
 from tokenloom_server.demo.corpus import Corpus
 from tokenloom_server.demo.main import Demo
 from tokenloom_server.demo.plan import RUN, Launch, Plan
@@ -36,7 +35,6 @@ class LiveDemo(Demo):
     def __init__(self, folder: Path, plan: Plan, report: Report) -> None:
         plan = replace(plan, steps=LONGER * plan.steps, first=FIRST, second=SECOND)
         super().__init__(folder, plan, report, "live")
-        self._server: Service | None = None
 
     def run(self, keep: bool) -> int:
         """Every part in its order; returns the exit status."""
@@ -66,7 +64,8 @@ class LiveDemo(Demo):
 
     def prepare(self) -> Corpus:
         text = super().prepare()
-        self.mixture.write_text(self.plan.mixture(RUN) + SHORT_WINDOW, encoding="utf-8")
+        with self.mixture.open("a", encoding="utf-8") as mixture:
+            mixture.write(SHORT_WINDOW)
         return text
 
     def open_page(self, server: Service) -> None:
@@ -82,10 +81,8 @@ class LiveDemo(Demo):
         self.report.line(f"revision {made.number}, from sample {made.sample_index} on: {CHANGE['reason']}")
 
     def serve(self, processes: Processes, name: str, mixture: Path, ledger: Path) -> Service:
-        log = self.logs / f"{name}.log"
-        self._server = service.start(processes, name, mixture, ledger, log, successor_of=self._server)
-        self.report.line(f"{name}: gRPC {self._server.grpc}, page {self._server.page}")
-        return self._server
+        self.predecessor = super().serve(processes, name, mixture, ledger)
+        return self.predecessor
 
     def launch(self, processes: Processes, launch: Launch, server: Service, text: Corpus, *options: str) -> list[Child]:
         return super().launch(processes, launch, server, text, *options, "--pause", str(PAUSE_S))

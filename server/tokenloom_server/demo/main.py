@@ -72,6 +72,8 @@ class Demo:
         self.logs = self.work / "logs"
         self.ledger = self.work / "ledger.db"
         self.checkpoint = self.work / "checkpoint.pt"
+        #: The server whose addresses the next one takes; None for free ones.
+        self.predecessor: Service | None = None
 
     def run(self, keep: bool) -> int:
         """Every part in its order; returns the exit status."""
@@ -172,7 +174,8 @@ class Demo:
     # What the parts have in common
 
     def serve(self, processes: Processes, name: str, mixture: Path, ledger: Path) -> Service:
-        server = service.start(processes, name, mixture, ledger, self.logs / f"{name}.log")
+        log = self.logs / f"{name}.log"
+        server = service.start(processes, name, mixture, ledger, log, successor_of=self.predecessor)
         self.report.line(f"{name}: gRPC {server.grpc}, page {server.page}")
         return server
 
