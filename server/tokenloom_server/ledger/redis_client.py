@@ -209,7 +209,7 @@ class RedisClient:
             yield
         except (exceptions.AuthenticationError, exceptions.AuthorizationError, exceptions.NoPermissionError) as error:
             raise LedgerUnavailable(
-                f"Redis at {self.address} refuses this user: {error}. Look at the user and password in the ledger's "
+                f"Redis at {self.address} refuses this user: {str(error).rstrip('.')}. Look at the user and password in the ledger's "
                 f"URL, and at the user's ACL."
             ) from error
         except (redis.ConnectionError, redis.TimeoutError) as error:
