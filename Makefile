@@ -106,8 +106,8 @@ $(RECORDER): Makefile
 	@touch $@
 
 recording: $(VENV)/.demo $(RECORDER)
-	cd $$(mktemp -d) && PATH="$(abspath $(BIN)):$$PATH" script -qec "stty rows 34 cols 92; $(abspath $(RECORDER)) \
-		$(CURDIR)/docs/img/demo.svg -c 'tokenloom demo' -g 92x34 -m 500 -M 500 -D 20000 -t window_frame" /dev/null >/dev/null
+	cd $$(mktemp -d) && PATH="$(abspath $(BIN)):$$PATH" script -qec "stty rows 34 cols 100; $(abspath $(RECORDER)) \
+		$(CURDIR)/docs/img/demo.svg -c 'tokenloom demo' -g 100x34 -m 500 -M 500 -D 20000 -t xterm" /dev/null >/dev/null
 	sed -i 's/animation-duration: [0-9]*ms/animation-duration: 30s/' docs/img/demo.svg
 
 format: install
