@@ -54,8 +54,7 @@ class Leadership(threading.Thread):
                 return
             except LeaseHeld as error:
                 if time.monotonic() >= deadline:
-                    remedy = "Stop that server, or start this one with --standby: it takes over when that one goes."
-                    raise LeaseHeld(f"{error} {remedy}") from None
+                    raise
                 if not is_logged:
                     _log.info(
                         "%s: waiting up to %.0f s for the lease to lapse: %s", coordinator.name, self._lease_s, error
