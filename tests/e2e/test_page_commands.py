@@ -100,7 +100,7 @@ class Shell:
         for shown, meant in {
             r"redis://[\w.]+:6379/0": self.redis.url(),
             r"redis-cli (?:-h ledger|(?!-))": f"redis-cli -p {self.redis.port} ",
-            r"(?<![\w.])/(srv|backups|etc|local)/": rf"{self.folder}/\1/",
+            r"(?<![\w.])/(srv|backups|local)/": rf"{self.folder}/\1/",
             r"\bDATA\b": "data",
         }.items():
             text = re.sub(shown, meant, text)
@@ -117,6 +117,8 @@ class Shell:
         elif command.startswith("tokenloom serve"):
             self.serve(text)
         else:
+            if command.startswith("tokenloom ledger backup TOKENLOOM_LEDGER"):  # of a server whose ledger is in Redis
+                self.serve(self.here("tokenloom serve mixture.yaml --ledger redis://ledger:6379/0 --grpc a:50051"))
             if command.startswith("tokenloom ledger copy"):  # its page says to stop the servers
                 self.stop()
                 self.redis.client().flushall()
@@ -176,12 +178,10 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = Tokenizer(WordLevel({"1": 0, "[UNK]": 1}, "[UNK]"))
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    for name in ("examples/compose", "deploy/prometheus"):
-        shutil.copytree(ROOT / name, folder / name)
-    for name in ("srv/runs", "srv/mixtures", "etc/prometheus", "backups", "local"):
+    shutil.copytree(ROOT / "examples/compose", folder / "examples/compose")
+    for name in ("srv/runs", "mixtures", "backups", "local"):
         (folder / name).mkdir(parents=True)
-    for name in ("srv/runs", "srv/mixtures"):
-        (folder / name / "data").symlink_to("../../data")
+    (folder / "srv/runs/data").symlink_to("../../data")
     return folder
 
 
@@ -207,7 +207,7 @@ def bring_up(world: World, shell: Shell) -> None:
     """Writes the mixture files; where the page speaks of servers, they serve, and their runs are trained."""
     files = {run: f"{run}.yaml" if number else "mixture.yaml" for number, run in enumerate(world.runs)}
     for run, file in ({"wiki": "wiki.yaml", "code": "code.yaml", "anneal": "anneal.yaml"} | files).items():
-        for path in (file, f"srv/mixtures/{file}"):
+        for path in (file, f"mixtures/{file}"):
             (shell.folder / path).write_text(mixture(run, world))
     if not world.samples:
         return
