@@ -290,6 +290,16 @@ def test_a_join_waits_for_a_server_that_is_away(caplog: pytest.LogCaptureFixture
         assert "cannot join" in caplog.text
 
 
+def test_of_several_servers_the_log_has_the_words_of_the_one_that_leads(caplog: pytest.LogCaptureFixture) -> None:
+    standby, leader = Script(join_errors=["NotLeader"] * 9), Script(join_errors=["ServerStopping"])
+    with serving(standby) as (_, first, _), serving(leader) as (_, second, _):
+        both = first.replace("/fake", f",{second.removeprefix('grpc://')}")
+        with RemoteDataset(both, 1) as dataset:
+            assert next(samples(dataset)) == 0
+    (line,) = [record.message for record in caplog.records if "cannot join" in record.message]
+    assert "ServerStopping" in line
+
+
 @pytest.mark.parametrize("listens", [False, True])
 def test_a_server_that_never_comes_or_does_not_answer_is_unavailable_after_the_timeout(listens: bool) -> None:
     with socket.socket() as mute:

@@ -217,7 +217,7 @@ def test_a_user_with_what_the_docs_give_it_does_everything_over_tls(
     redis_url: str, redis_server: RedisServer, client: Any, tmp_path: Path
 ) -> None:
     text = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
-    _, name, *rules = re.findall(r"ACL SETUSER .*", text)[0].removesuffix("'").replace("'", "").split()[1:]
+    name, *rules = re.findall(r"^    user (.*)", text, re.MULTILINE)[0].split()
     client.execute_command("ACL", "SETUSER", name, *rules)
     client.execute_command("ACL", "LOG", "RESET")
     password = next(rule[1:] for rule in rules if rule.startswith(">"))

@@ -27,6 +27,23 @@ def test_while_the_ledger_is_away_production_stops_at_the_horizon_and_nothing_is
     assert place.counters() == recount(served, trainer.taken())
 
 
+def test_a_server_that_leads_no_longer_waits_for_no_ledger_and_says_where_it_cannot_ask_who_leads(
+    place: Place, served: ServedRun, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: object) -> None:
+        raise LedgerUnavailable("cut off on purpose")
+
+    place.ledger.away = True
+    trainer.take(6)
+    served.coordinator.next_for(trainer.ranks[0].session, 0.2, never)
+    assert not served.stats.read().ledger.available
+    monkeypatch.setattr(place.ledger, "read_run", unreachable)
+    served.coordinator.on_lease_lost(NotLeader("another leads"))
+    assert served.stats.read().ledger.available
+    served.leadership.step()
+    assert served.coordinator.not_ready() == "stands by: cut off on purpose"
+
+
 def test_an_opening_that_arrives_when_it_was_given_up_opens_nothing(
     place: Place, served: ServedRun, trainer: Trainer
 ) -> None:

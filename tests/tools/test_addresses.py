@@ -23,9 +23,11 @@ from tokenloom_proto.errors import ProtocolError, Unauthenticated
 from tokenloom_server.api.auth import Access
 from tokenloom_server.api.grpc import GrpcServer
 from tokenloom_server.api.rest.server import RestServer
+from tokenloom_server.api.service import Runs
 from tokenloom_server.api.tls import Tls
 from tokenloom_server.cli.options import ReadAccess
 from tokenloom_server.errors import ConfigError
+from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.tools.remote import ServerUnreachable
 
 SHORT = ConnectionOptions(connect_timeout_s=0.2)
@@ -64,6 +66,26 @@ def test_every_form_leads_commands_of_either_port_to_the_run(ports: Ports) -> No
         assert (servers.run, servers.targets) == ("test", (ports.grpc,)), form
     standby = f"grpc://127.0.0.1:{free_port()},{ports.grpc}/test"
     assert access.connect(standby).only_run(None) == "test"
+
+
+def test_of_several_servers_commands_ask_the_one_that_can_serve(tmp_path: Path) -> None:
+    folder = write_corpus(tmp_path / "served")
+    (folder / "mixture.yaml").write_text(yaml.safe_dump(flat(["txt:data/prose/*.txt:text"])))
+    with runs_of(folder, folder / "mixture.yaml") as leads:
+        ledger = SqliteLedger(folder / "ledger.db")
+        stands_by = Runs(ledger, "standby", standby=True)
+        stands_by.add(folder / "mixture.yaml", None)
+        ends = [RestServer("127.0.0.1", 0) for _ in range(2)]
+        for end, runs in zip(ends, (stands_by, leads), strict=True):
+            end.start(runs)
+        standby, leader = (end.address for end in ends)
+        for several in (f"http://{standby},{leader}", f"http://127.0.0.1:{free_port()},{leader},{standby}/test"):
+            remote = ReadAccess().connect(several)
+            assert (remote.url, remote.only_run(None)) == (f"http://{leader}", "test")
+        for end in ends:
+            end.stop()
+        stands_by.stop()
+        ledger.close()
 
 
 def test_every_form_is_a_datasets(ports: Ports) -> None:

@@ -157,6 +157,7 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
     retry = Retry(request.options.connect_timeout_s, len(request.address.targets))
     give_up_at = math.inf
     named_error: grpc.RpcError | None = None
+    shown: grpc.RpcError | None = None
     warn_at = 0.0
     while True:
         try:
@@ -178,11 +179,15 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
                 # A server's own words tell more than that the last try ran out of time.
                 reason = named_error if named_error is not None and times_out(error) else error
                 raise failure(reason, request.address, request.topology.rank) from None
+            # Of several servers the one that leads says why, once all were asked; the others only that they stand by.
+            if shown is None or not is_named(error, "NotLeader"):
+                shown = error
+            all_asked = retry.tried >= len(request.address.targets)
             # A busy run counts down: on one rank.
-            if time.monotonic() >= warn_at and (busy_s is None or not request.topology.rank):
+            if all_asked and time.monotonic() >= warn_at and (busy_s is None or not request.topology.rank):
                 warn_at = time.monotonic() + WARN_EVERY_S
-                left_s = min(retry.remaining_s(), give_up_at - time.monotonic())
-                log.warning("cannot join %s yet, trying for %.0f s more: %s", request.address, left_s, summary(error))
+                left_s = max(0.0, min(retry.remaining_s(), give_up_at - time.monotonic()))
+                log.warning("cannot join %s yet, trying for %.0f s more: %s", request.address, left_s, summary(shown))
         time.sleep(delay_s)
 
 

@@ -60,7 +60,18 @@ class ReadAccess:
 
     def connect(self, url: str) -> Remote:
         """The server at an address of either of its ports. Raises ``ConfigError``, and ``ServerUnreachable`` where it
-        has to be asked for the other one."""
+        has to be asked for the other one. Of several the one that can serve: those that stand by know little."""
+        from tokenloom_server.tools.remote import ServerUnreachable
+
+        address = _parsed(url)
+        for target in address.targets if len(address.targets) > 1 else ():
+            scheme = f"{address.scheme}://" if address.scheme else ""
+            try:
+                remote = self.connect(f"{scheme}{target}/{quote(address.run)}")
+                remote.check_ready()
+            except ServerUnreachable:
+                continue
+            return remote
         return self._rest(url if url.startswith(("http://", "https://")) else self._locate(url)[0])
 
     def servers(self, url: str) -> Servers:

@@ -209,8 +209,8 @@ class RedisClient:
             yield
         except (exceptions.AuthenticationError, exceptions.AuthorizationError, exceptions.NoPermissionError) as error:
             raise LedgerUnavailable(
-                f"Redis at {self.address} refuses this user: {error}. Look at the user and password in the ledger's "
-                f"URL, and at the user's ACL."
+                f"Redis at {self.address} refuses this user: {str(error).rstrip('.')}. Look at the user and password "
+                f"in the ledger's URL, and at the user's ACL."
             ) from error
         except (redis.ConnectionError, redis.TimeoutError) as error:
             raise LedgerUnavailable(

@@ -57,10 +57,10 @@ def revisions_lost(command: LeaderCommand, changes: int) -> errors.LedgerRolledB
 
 
 def lease_held(command: commands.Acquire | commands.Import, lease: Lease, left_s: float) -> errors.LeaseHeld:
+    moves = isinstance(command, commands.Import)
     return errors.LeaseHeld(
         f"{_run(command)}, is served by {lease.holder} since {date_of(lease.acquired_at)}; its lease lasts "
-        f"{left_s:.1f} s more unless it is renewed. Stop that server, or start this one with --standby: it takes over "
-        "when that one goes."
+        f"{left_s:.1f} s more unless it is renewed.{' Stop that server first.' if moves else ''}"
     )
 
 

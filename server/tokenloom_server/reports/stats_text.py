@@ -18,8 +18,8 @@ _COUNTERS = ("samples", "rows", "tokens", "epoch", "left")
 #: Lines that are long enough for one table, characters.
 _WIDE = 140
 
-#: Where every rank waits for data at least this part of its time, the data sets the pace.
-SLOW_DATA_SHARE = 0.1
+#: Where every rank waits for data at least this part of its time, the data sets the pace: as in TokenloomStarved.
+SLOW_DATA_SHARE = 0.05
 
 
 def print_stats(out: Console, stats: RunStats) -> None:

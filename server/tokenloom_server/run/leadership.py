@@ -54,7 +54,8 @@ class Leadership(threading.Thread):
                 return
             except LeaseHeld as error:
                 if time.monotonic() >= deadline:
-                    raise
+                    remedy = "Stop that server, or start this one with --standby: it takes over when that one goes."
+                    raise LeaseHeld(f"{error} {remedy}") from None
                 if not is_logged:
                     _log.info(
                         "%s: waiting up to %.0f s for the lease to lapse: %s", coordinator.name, self._lease_s, error
@@ -182,5 +183,7 @@ class Leadership(threading.Thread):
         if self._away_since is None:
             self._away_since = now
             _log.warning("%s: the lease cannot be renewed: %s", coordinator.name, error)
-        if coordinator.lease.held and now >= coordinator.lease.until:
+        if not coordinator.lease.held:
+            coordinator.stand_by(str(error))  # who led when it was last heard may be gone
+        elif now >= coordinator.lease.until:
             coordinator.suspend(str(error))

@@ -194,7 +194,7 @@ class RunState:
             recent=tuple(self._recent),
             now=now,
             error=self._error or self._ended_thread(),
-            ledger_error=self._ledger_error,
+            ledger_error=self._ledger_error if self.lease.held or self.lease.awaits_ledger else None,
             waiting=self._waiting(),
             opening=bool(self._openings),
             pin=self.pin,

@@ -91,6 +91,10 @@ class Remote:
         """The runs, and where trainers connect. Raises ``ProtocolError`` where it is no Tokenloom server."""
         return rest.About.parse(self._get(rest.ABOUT), "grpc_address", self.url)
 
+    def check_ready(self) -> None:
+        """Raises ``ServerUnreachable`` where no run can be served."""
+        self._get("/readyz")
+
     def list_runs(self) -> RunList:
         """The runs, and the mixtures that are not served as they stand."""
         return self._ask(RunList, rest.ABOUT)

@@ -2,7 +2,7 @@
 
 import { compact, grouped, lasting } from "./numbers.js";
 
-const SLOW_DATA_SHARE = 0.1; // where every rank waits for data this part of its time, the data sets the pace
+const SLOW_DATA_SHARE = 0.05; // where every rank waits for data this part of its time, the data sets the pace
 
 // [state, words]: the state is good, wait, warn or bad. Of a run's stats or of its summary in the list.
 export function stateOf(run, connected, away) {
