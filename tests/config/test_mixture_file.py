@@ -275,6 +275,7 @@ def test_a_mixture_that_contains_itself_is_refused() -> None:
         ("", "expected a mapping with run, mixture, …, found NoneType"),
         ("- 1\n", "found list"),
         ("run: [", "is not YAML"),
+        ('run: [b in ["c"]]', "is not YAML: while parsing a flow sequence\n  at line 1, column 6\n"),
         ("run: \x00", "is not YAML"),
         (MINIMAL + "run: other\n", "the key 'run' stands twice"),
         (MINIMAL.replace("epochs: .inf", "weight: 1\n      weight: 2"), "the key 'weight' stands twice"),
@@ -587,7 +588,7 @@ def test_a_stream_is_there_wherever_a_source_holds_rows_out() -> None:
 
 def test_what_one_phase_keeps_out_no_other_may_train_on() -> None:
     kept = {"policy": "weighted", "children": [{"source": CODE, "holdout": 0.1}]}
-    with pytest.raises(ConfigError, match=r"phases.1.mixture.children.0.holdout: found 0.1, but .* has None elsewhere"):
+    with pytest.raises(ConfigError, match=r"phases.1.mixture.children.0.holdout: found 0.1, but .* has none elsewhere"):
         parsed(mixture(phases=[{"until_tokens": 80}, {"mixture": kept}], last_micro_step="pad"))
 
 

@@ -92,7 +92,7 @@ def test_every_change_has_a_command(corpus: Corpus, server: ServerProcess, token
         (("resume", url, "notes", "code"), "code: paused → live"),
         (("add", url, "txt:late.txt:text", "--to", "notes", "--alias", "late", "--weight", "2"), "late: new, weight 2"),
         (("drop", url, "prose"), "prose: live → dropped"),
-        (("exclude", url, "gone.csv"), "code: 1 rows left out of each epoch"),
+        (("exclude", url, "gone.csv"), "code: 1 row left out of each epoch"),
         (("set", url, "notes", "--policy", "schedule"), "notes: policy weighted → schedule"),
         (("set", url, "docs", "--weight", "0:1,2K:0"), "docs: weight 0.75 → [(0, 1.0), (2000, 0.0)]"),
         (("set", url, "docs", "--alias", "text", "--on-exhausted", "stop"), "text: on_exhausted not given → stop"),
@@ -119,6 +119,9 @@ def test_a_whole_file_is_applied_once_its_changes_were_agreed_to(
     assert (same.status, "this changes nothing" in same.output) == (2, True)
     document["mixture"]["children"][0]["weight"] = 5
     del document["mixture"]["children"][1]
+    (corpus.folder / "scored.jsonl").write_text('{"title": "a", "text": "b c", "score": 1}\n' * 40, encoding="utf-8")
+    rows = {"filter": ["score > 0", 'title in ["a"]'], "template": "{title}\n{text}"}
+    document["mixture"]["children"].append({"source": "jsonl:scored.jsonl:text", "alias": "scored", **rows})
     path.write_text(yaml.safe_dump(document), encoding="utf-8")
     asked = tokenloom("mixture", "apply", server.rest_url, path, *WHY)
     assert (asked.status, "nobody is here to answer: --yes" in asked.output) == (2, True)
@@ -128,6 +131,8 @@ def test_a_whole_file_is_applied_once_its_changes_were_agreed_to(
     applied = tokenloom("mixture", "apply", server.rest_url, path, *WHY, "--yes")
     assert applied.status == 0, applied.output
     assert shown(server, tokenloom)["dropped"] == ["prose"]
+    tree = "".join(line.strip() for line in tokenloom("mixture", "show", server.rest_url).output.splitlines())
+    assert '└── scored: filter "score > 0" "title in ["a"]", template {title}\\n{text}, jsonl:' in tree
     paused = tokenloom("mixture", "pause", server.rest_url, "code", *WHY)
     assert paused.status == 0
     text = tokenloom("mixture", "show", server.rest_url, "--yaml").output

@@ -45,7 +45,7 @@ and, while it serves, the trainer:
 
   for batch in RemoteDataset("grpc://127.0.0.1:50051/{run}", batch_size=4):
       print(batch["sample_index"], batch["input_ids"].shape)
-with a model, a checkpoint and a resume it is in README.md and docs/quick-start.md"""
+with a model, a checkpoint and a resume: the quick start of the documentation"""
 #: What the mixture file says of a run's own fields.
 _COMMENTS = {
     "seed": "another one gives another order",
@@ -90,8 +90,8 @@ class _Answers:
         column = named.get(alias, named.get("", usual[0] if len(usual) == 1 else ""))
         return column or _ask(
             f"{alias}: the column that is read ({', '.join(usual)})",
-            missing=f"{alias}: which column is read does not show: its columns are {', '.join(candidate.columns)}, and "
-            f"{' and '.join(usual) or 'none'} may be meant; give --column {alias}=NAME",
+            missing=f"{alias}: found no single column to read: its columns are {', '.join(candidate.columns)}, and "
+            f"{' and '.join(usual) or 'none'} may be meant; give --column {alias}=NAME (NAME.KEY within an object)",
         )
 
 

@@ -36,7 +36,7 @@ def load(path: Path, catalog: Catalog) -> RunConfig:
         check_yaml(text)
         document = yaml.load(text, Loader=_UniqueKeyLoader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: is not YAML: {error}") from None
+        raise ConfigError(f"{path}: is not YAML: {error}".replace(' in "<unicode string>",', " at")) from None
     except ValueError as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     if not isinstance(document, dict):

@@ -138,8 +138,9 @@ def _holdouts(run: RunFields) -> dict[str, float | None]:
     for path, source in run.phase_sources():
         if shares.setdefault(source.source, source.holdout) != source.holdout:
             raise ValueError(
-                f"{path}.holdout: found {source.holdout}, but {source.source!r} has {shares[source.source]} "
-                "elsewhere, and what one part of the run keeps out the other would train on: give both the same"
+                f"{path}.holdout: found {source.holdout or 'none'}, but {source.source!r} has "
+                f"{shares[source.source] or 'none'} elsewhere, so one part of the run would train on what another "
+                "holds out: give both the same"
             )
     return shares
 

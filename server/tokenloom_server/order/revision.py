@@ -266,6 +266,6 @@ def _refuse_another(known: SourceConfig, source: SourceConfig) -> None:
             makes = "another order of its rows" if field in drawn else "other documents of the same rows"
             raise ConfigError(
                 f"{source.source!r}: {field} is {field_text(getattr(known, field))} in this run and "
-                f"{field_text(getattr(source, field))} in the new mixture; that would make {makes}: put it "
-                "back, or begin a new run"
+                f"{field_text(getattr(source, field))} in the new mixture, or in a phase; that would make {makes}: "
+                "give both the same, or begin a new run"
             )

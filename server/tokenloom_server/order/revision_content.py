@@ -70,7 +70,7 @@ def _checked_content(
     for source in config.sources:
         rows = after.record.excluded.count(source.source) - factory.record.excluded.count(source.source)
         if rows:
-            lines.append(f"{source.name}: {rows} rows left out of each epoch")
+            lines.append(f"{source.name}: {rows} row{'s' * (rows != 1)} left out of each epoch")
     if not lines:
         raise ConfigError("this changes nothing: the mixture in force there is the same")
     if back := _returning(factory, after, change, state):

@@ -83,9 +83,10 @@ def _line(child: dict[str, Any], place: str, paused: Collection[str]) -> str:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, list):
-        return " ".join(f"{tokens:,}:{weight:g}" for tokens, weight in value)
-    return f"{value:g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+    if isinstance(value, list):  # comparisons of a filter, or points of a weight
+        return " ".join(f'"{each}"' if isinstance(each, str) else f"{each[0]:,}:{each[1]:g}" for each in value)
+    text = f"{value:g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+    return text.replace("\n", "\\n")  # of a template
 
 
 def _phases(info: MixtureInfo) -> Table:

@@ -242,7 +242,8 @@ def _index_of(run: str, change: MixtureChange, view: RunView, least: int) -> int
         return least
     if wished < least:
         raise BeyondHorizon(
-            f"sample {wished} may have been produced already: a revision of run {run!r} can hold from sample {least} on"
+            f"sample {wished} may have been produced already: a revision of run {run!r} can hold from sample {least} "
+            f"on ({timeline.tokens_at(least):,} tokens)"
         )
     return wished
 
