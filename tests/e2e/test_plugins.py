@@ -11,16 +11,20 @@ from pathlib import Path
 import pytest
 import yaml
 from support.server_process import ServerProcess, run_module
+from support.sources import rows_of
 from support.timelines import revised
 from support.trainer import World
 from tokenloom_server.catalog import open_catalog
 from tokenloom_server.config.mixture_file import parse
+from tokenloom_server.config.row_rules import RowRules
 from tokenloom_server.config.stream import TRAIN
-from tokenloom_server.errors import ConfigError, SourceChanged
+from tokenloom_server.errors import ConfigError, SourceChanged, SourceError
 from tokenloom_server.ledger.open import open_ledger
 from tokenloom_server.order.builder import create
 from tokenloom_server.order.timeline import Timeline
+from tokenloom_server.sources.base import Source
 from tokenloom_server.sources.catalog import SourceCatalog
+from tokenloom_server.sources.open import open_source
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "sources" / "plugins.md"
 ALLOW = ("--allow-plugins", "acme")
@@ -168,3 +172,44 @@ def test_one_that_cannot_be_meant_is_refused(
     assert name is not None
     with pytest.raises(ConfigError, match=fault):
         SourceCatalog([name[1]])
+
+
+TEXT = b"score,text\n1,a row of text\n"
+
+
+def test_the_page_s_module_refuses_damaged_files_by_name_and_skips_bad_rows(
+    package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(package.folder))
+    spec = open_catalog(["acme"]).sources.spec("acme:a.csv:text")
+
+    def opened(data: bytes, **rules: bool) -> Source:
+        (tmp_path / "a.csv").write_bytes(data)
+        return open_source(spec, tmp_path, rules=RowRules(**rules))
+
+    for data, message in (
+        (b"", "is no CSV file: Empty CSV file"),
+        (TEXT + b"2,b,c\n", "is no CSV file: .*Expected 2 columns, got 3"),
+        (b"score,text\n", "has no rows"),
+        (b"score,body\n1,a\n", "has no column 'text'"),
+    ):
+        with pytest.raises(SourceError, match=rf"a\.csv.*{message}"):
+            rows_of(opened(data, skip_bad=True))
+    damaged = TEXT + b"2,\xff\n3,2.50\n"
+    assert rows_of(opened(damaged, skip_bad=True)) == ["a row of text", "", "2.50"]
+    with pytest.raises(SourceError, match=r"a\.csv.*row 1 .*UTF-8"):
+        rows_of(opened(damaged))
+
+
+def test_a_reader_that_opens_without_rows_is_refused_by_name(
+    package: Package, mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = package.folder / "acme_csv.py"
+    module.write_text(re.sub(r".*_refuse_without_rows.*\n", "", module.read_text()), encoding="utf-8")
+    mixture.write_text(mixture.read_text().replace("score >= 1", 'text != "x"'), encoding="utf-8")
+    for path in mixture.parent.glob("data/*.csv"):
+        path.write_bytes(TEXT.partition(b"1")[0])
+    monkeypatch.setenv("PYTHONPATH", str(package.folder))
+    refused = run_module("plan", mixture, *ALLOW)
+    assert refused.status == 2
+    assert "SourceError: source 'acme:data/*.csv:text' has no rows: its 2 files have none" in refused.output

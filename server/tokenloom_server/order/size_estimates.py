@@ -28,6 +28,7 @@ from tokenloom_server.sources import columns
 from tokenloom_server.sources.base import Rows, Source
 from tokenloom_server.sources.endings import codec_of
 from tokenloom_server.sources.lines import BOM, LinesSource
+from tokenloom_server.sources.sharded import no_rows
 from tokenloom_server.sources.wrapped import WrappedSource
 from tokenloom_server.tokenizer.documents import Encoder
 
@@ -164,7 +165,8 @@ def measure(factory: PipelineFactory, source_id: int, *, by_strata: bool = True)
         samples, rows = _many_lines(reader, kept, encoder, places, by_strata)
         return _estimate(factory, source_id, samples, rows, by_strata)
     counts = readers.row_counts(source_id, reader)
-    filled = [shard for shard, rows in enumerate(counts) if rows]
+    if not (filled := [shard for shard, rows in enumerate(counts) if rows]):
+        raise no_rows(factory.config.sources[source_id].spec, reader.shards, "have none")
     blocks = reader.blocks if by_strata and not is_whole else None
     strata = list(_strata(filled if is_whole else _spread(filled), counts, places, blocks))
     budget, reading = _Budget.of(total, len(strata)), _Onwards(kept)

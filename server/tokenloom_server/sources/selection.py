@@ -80,7 +80,7 @@ class Selection:
     ) -> Iterator[Rows]:
         """``Rows`` of a record batch, as ``columns.rows`` makes them of one column.
 
-        ``bad`` are known to be; the source's own column is null there.
+        Text that is not UTF-8 becomes bad rows. ``bad`` are known to be; the source's own column is null there.
         """
         try:
             by_name = {name: column.of(batch) for name, column in self.columns.items()}

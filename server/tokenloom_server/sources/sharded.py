@@ -26,7 +26,11 @@ class _Kept(NamedTuple):
 
 
 class ShardedSource(ABC):
-    """The part of ``Source`` that does not depend on the format."""
+    """The part of ``Source`` that does not depend on the format.
+
+    A subclass has ``row_count``, ``blocks`` and ``_read``. It opens a file by ``_open``, names it in errors by
+    ``_where``, and calls ``_refuse_without_rows`` when it is opened.
+    """
 
     _content: Content | None = None
     """What the column holds: the subclass's to set, unless it calls ``_check_schema``."""
