@@ -9,7 +9,7 @@ PROTOC := $(VENV)/protoc/bin/python
 PROTO_OUT ?= proto
 JOBS ?= 3
 
-.PHONY: install demo test chaos check docs docs-serve proto format bench bench-peers capabilities goldens kubernetes tables screenshots house release-check clean
+.PHONY: install demo test chaos check docs docs-serve proto format bench bench-peers capabilities goldens kubernetes tables screenshots recording house release-check clean
 
 install: $(VENV)/.installed
 
@@ -97,6 +97,18 @@ house: install
 # The pictures of the page in the docs, from a real server and a run that has lived; needs Chromium.
 screenshots: install
 	PYTHONPATH=tests $(BIN)/python -m support.lived_run
+
+# The recording of a demonstration in the docs: two frames a second, shown within half a minute.
+RECORDER := $(VENV)/recorder/bin/termtosvg
+$(RECORDER): Makefile
+	@$(PYTHON) -m venv $(VENV)/recorder
+	@$(VENV)/recorder/bin/python -m pip install --quiet --disable-pip-version-check termtosvg==1.1.0 'setuptools<81'
+	@touch $@
+
+recording: $(VENV)/.demo $(RECORDER)
+	cd $$(mktemp -d) && PATH="$(abspath $(BIN)):$$PATH" script -qec "stty rows 34 cols 100; $(abspath $(RECORDER)) \
+		$(CURDIR)/docs/img/demo.svg -c 'tokenloom demo' -g 100x34 -m 500 -M 500 -D 20000 -t xterm" /dev/null >/dev/null
+	sed -i 's/animation-duration: [0-9]*ms/animation-duration: 30s/' docs/img/demo.svg
 
 format: install
 	$(BIN)/ruff check --fix .

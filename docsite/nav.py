@@ -28,7 +28,9 @@ def nav_of(index: str) -> list[Any]:
             levels[max(levels.keys() - {level})].append({match["heading"]: levels[level]})
         elif match["page"] not in seen and max(levels) > 1:
             seen.add(match["page"])
-            title = match["text"][0].upper() + match["text"][1:]
+            # MkDocs shows titles as they are.
+            text = match["text"].replace("`", "")
+            title = text[0].upper() + text[1:]
             entry = match["page"] if title.endswith(".md") else {title: match["page"]}
             levels[max(levels)].append(entry)
     return list(_without_needless(nav))

@@ -21,7 +21,7 @@ from tokenloom_server.demo.plan import DEFAULT_STEPS, FEWEST_STEPS, REFERENCE_RU
 from tokenloom_server.demo.processes import Child, DemoFailed, Processes, wait_until
 from tokenloom_server.demo.proof import Evidence
 from tokenloom_server.demo.receipts import Receipts, Step
-from tokenloom_server.demo.report import Report
+from tokenloom_server.demo.report import Report, from_here
 from tokenloom_server.demo.service import Service
 from tokenloom_server.errors import TokenloomError
 
@@ -86,7 +86,8 @@ class Demo:
             if keep:
                 self.keep_serving(server)
         self.report.claim("every process has ended as it was meant to", processes.all_ended)
-        return self.report.verdict(service.serve_arguments(self.mixture, self.ledger), self.logs)
+        serve = service.serve_arguments(from_here(self.mixture), from_here(self.ledger))
+        return self.report.verdict(serve, self.logs)
 
     def prepare(self) -> Corpus:
         """The data folder, and a clean folder for this run."""

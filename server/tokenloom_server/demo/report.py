@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,11 @@ from tokenloom_server.reports.tables import table
 
 #: Steps over which a loss is averaged: single batches of a small model scatter.
 AVERAGED_STEPS = 4
+
+
+def from_here(path: Path) -> Path:
+    """The path from the working folder, where it lies below."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 class Report:
@@ -106,9 +112,10 @@ class Report:
         self.console.print(table(headings, rows, left=("",), title="The training, across the kill"))
 
     def _how_to_go_on(self, serve: Sequence[str]) -> None:
-        """Commands with real paths."""
+        """Commands that run as they stand from here."""
         program = Path(sys.executable).with_name("tokenloom")
-        command = [str(program) if program.exists() else "tokenloom", *serve]
+        on_the_path = not program.exists() or shutil.which("tokenloom") == str(program)
+        command = ["tokenloom" if on_the_path else str(from_here(program)), *serve]
         self.console.print("\n[bold]To go on[/]")
         self.line("serve the run again:   " + " ".join(shlex.quote(part) for part in command))
         self.line("watch its mix:         http://127.0.0.1:8080/")

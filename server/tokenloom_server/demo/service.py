@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,8 +58,8 @@ class Service:
 
 
 def serve_arguments(mixture: Path, ledger: Path) -> list[str]:
-    """What follows ``tokenloom`` on the command line."""
-    return ["serve", str(mixture), "--ledger", f"sqlite:///{quote(str(ledger))}"]
+    """What follows ``tokenloom`` on the command line; the ledger's file is named from the mixture file's folder."""
+    return ["serve", str(mixture), "--ledger", f"sqlite:///{quote(os.path.relpath(ledger, mixture.parent))}"]
 
 
 def start(
