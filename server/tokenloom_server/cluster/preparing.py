@@ -105,15 +105,15 @@ class OnRay:
         """The nodes that are left out, as they do not answer. One of many may hang; what others find raises."""
         import ray
 
-        silent, asked, until = {}, on_each(fitting(self.needs), make_shard, description), monotonic() + CHECK_S
-        for node, reference in asked:
+        silent, checks, until = {}, on_each(fitting(self.needs), make_shard, description), monotonic() + CHECK_S
+        for node, reference in checks:
             try:
                 _answer(reference, node.name, max(0.0, until - monotonic()))
             except ray.exceptions.GetTimeoutError:
                 silent[node.id] = node.name
         if silent:
             said = f"{', '.join(silent.values())}: no answer within {CHECK_S:g} s to what is compared before shards"
-            if len(silent) == len(asked):
+            if len(silent) == len(checks):
                 raise ConfigError(f"{said}; expected one: look at what hangs there, such as the disk of --out")
             _log.warning("%s: left out", said)
         return set(silent)
