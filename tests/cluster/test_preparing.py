@@ -12,13 +12,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from support.catalog import CATALOG
+from support.corpora import flat, write_jsonl
 from support.forks import Fork
 from support.ports import free_port
 from support.prepared import job_of, nothing, shards_of, write_texts
@@ -29,7 +31,7 @@ from support.waiting import wait_for
 from tokenloom_server.cluster.connection import Needs, connect
 from tokenloom_server.cluster.preparing import OnRay
 from tokenloom_server.config import mixture_file as config
-from tokenloom_server.errors import SourceError, TokenloomError
+from tokenloom_server.errors import ConfigError, SourceError, TokenloomError
 from tokenloom_server.order import builder
 from tokenloom_server.prepare.preparer import prepare
 from tokenloom_server.sources.transform import Transform
@@ -52,7 +54,9 @@ def gate(batch):
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    with s3_storage(), ray_cluster({"ray_client_server_port": free_port()}, {}) as cluster:
+    head, second = {"ray_client_server_port": free_port()}, {"resources": {"second": 1}}
+    with pytest.MonkeyPatch.context() as patch, s3_storage(), ray_cluster(head, second) as cluster:
+        patch.setattr("tokenloom_server.cluster.preparing.LOOK_S", 0.1)
         yield cluster
 
 
@@ -146,28 +150,77 @@ def test_a_path_that_the_driver_alone_sees_is_refused_before_any_work(cluster: A
         os.close(700)
 
 
-def test_a_shard_whose_worker_has_stopped_is_asked_for_elsewhere(
+def test_the_first_shard_is_asked_for_on_another_node_where_one_has_stopped(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    document = write_texts(tmp_path, files=2)
-    (tmp_path / "data/x.jsonl").write_text(json.dumps({"text": "held x"}))
+    from ray.util import placement_group, remove_placement_group
+
+    write_jsonl(tmp_path / "x.jsonl", ["held x"])
     (tmp_path / "gate.py").write_text(GATE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tokenloom_server.cluster.preparing.LATE_S", 1.0)
+    needs, stopped = Needs(cpus=0.1), set[psutil.Process]()
+
+    def is_elsewhere() -> bool:
+        """Whether the shard is at work on a second node; on the first one its workers have stopped."""
+        held = {psutil.Process(int(path.name.removeprefix("held-by-"))) for path in tmp_path.glob("held-by-*")}
+        if len({worker.ppid() for worker in held}) == 2:
+            return True
+        for worker in held:
+            worker.suspend()
+        stopped.update(held)
+        return False
+
     with closing(Transform("gate:gate")) as transform, ThreadPoolExecutor(1) as pool:
-        job = job_of(tmp_path, document, transform)
-        with on_ray(cluster.address) as make_all:
+        job = job_of(tmp_path, flat(["jsonl:x.jsonl:text"]), transform)
+        with connect(cluster.address, needs, option="--ray"):
+            # What Ray may place anywhere goes to the first node, which has room for all attempts.
+            taken = placement_group([{"CPU": 1, "second": 1}])
+            assert taken.wait(30)
+            make_all = OnRay(needs, None, nothing)
             done = pool.submit(prepare, job, tmp_path / "out", on_done=nothing, on_kept=nothing, make_all=make_all)
-            wait_for(lambda: list(tmp_path.glob("held-by-*")), "the shard", 60)
-            stopped = int(next(tmp_path.glob("held-by-*")).name.removeprefix("held-by-"))
-            os.kill(stopped, signal.SIGSTOP)
-            (tmp_path / "go").touch()
-            assert done.result(60).shards == 6
-            with suppress(ProcessLookupError):
-                os.kill(stopped, signal.SIGCONT)
+            try:
+                wait_for(lambda: is_elsewhere() or caplog.text.count("asked for again") == 3, "four attempts", 60)
+                remove_placement_group(taken)
+                wait_for(is_elsewhere, "an attempt on the other node", 60)
+                (tmp_path / "go").touch()
+                assert done.result(60).shards == 1
+            finally:
+                (tmp_path / "go").touch()
+                for worker in stopped:
+                    worker.resume()
         prepare(job, tmp_path / "whole", on_done=nothing, on_kept=nothing)
-    assert "it is asked for again" in caplog.text
     assert shards_of(tmp_path / "out") == shards_of(tmp_path / "whole")
+
+
+def test_a_node_that_does_not_answer_is_left_out_where_another_one_does(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = job_of(tmp_path, write_texts(tmp_path, files=1))
+    nodes: list[int] = []
+    (second,) = cluster.worker_nodes
+    raylet = psutil.Process(second.all_processes["raylet"][0].process.pid)
+
+    def made(out: str, needs: Needs = NEEDS) -> dict[str, bytes]:
+        prepare(job, tmp_path / out, on_done=nothing, on_kept=nothing, make_all=OnRay(needs, None, nodes.append))
+        return shards_of(tmp_path / out)
+
+    with connect(cluster.address, NEEDS, option="--ray"):
+        whole = made("whole")
+        raylet.suspend()
+        try:
+            monkeypatch.setattr("tokenloom_server.cluster.preparing.CHECK_S", 3.0)
+            assert set(nodes) == {2}
+            nodes.clear()
+            assert made("out") == whole
+            assert set(nodes) == {1}
+            said = f"{platform.node()}: no answer within 3 s to what is compared before shards"
+            assert f"{said}: left out" in caplog.text
+            assert "asked for again" not in caplog.text
+            with pytest.raises(ConfigError, match=f"^{re.escape(said)}; expected one"):
+                made("none", Needs(resources={"second": 1}))
+        finally:
+            raylet.resume()
 
 
 def test_killed_workers_nodes_and_drivers_change_no_byte(

@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,10 +25,11 @@ class Needs:
     memory_mb: int = 0
     resources: Mapping[str, float] = field(default_factory=dict)
 
-    def options(self) -> dict[str, Any]:
-        """As the options of a remote function of Ray's."""
+    def options(self, excluded: Collection[str] = ()) -> dict[str, Any]:
+        """As the options of a remote function of Ray's, for nodes but those with the ids that are ``excluded``."""
+        labels = {"label_selector": {"ray.io/node-id": f"!in({','.join(excluded)})"}} if excluded else {}
         memory = self.memory_mb * 1_000_000 or None
-        return {"num_cpus": self.cpus, "memory": memory, "resources": dict(self.resources)}
+        return {"num_cpus": self.cpus, "memory": memory, "resources": dict(self.resources), **labels}
 
     def fit(self, node: Node) -> bool:
         """Whether a node that has nothing else to do has room for a task."""
@@ -99,11 +100,16 @@ def fitting(needs: Needs) -> tuple[Node, ...]:
 def on_each(present: Iterable[Node], work: Callable[..., Any], *arguments: Any) -> list[tuple[Node, Any]]:
     """Begins a function on each of these nodes, beside whatever they do: the nodes, and the references to answers."""
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     task = ray.remote(max_retries=0, num_cpus=0)(work)
-    here = [(node, NodeAffinitySchedulingStrategy(node.id, soft=False)) for node in present]
-    return [(node, task.options(scheduling_strategy=only).remote(*arguments)) for node, only in here]
+    return [(node, pinned(task, node, soft=False).remote(*arguments)) for node in present]
+
+
+def pinned(task: Any, node: Node, *, soft: bool) -> Any:
+    """A remote function on one node; ``soft``: on another one where that is lost."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=soft))
 
 
 def _start(ray: Any, address: str, where: str, cpus: int | None, object_store_bytes: int | None) -> None:

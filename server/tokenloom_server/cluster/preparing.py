@@ -19,7 +19,7 @@ from typing import Any
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server import errors
-from tokenloom_server.cluster.connection import Needs, fitting, on_each
+from tokenloom_server.cluster.connection import Needs, Node, fitting, on_each, pinned
 from tokenloom_server.cluster.description import describe, named_by_node, rebuild, verify_file
 from tokenloom_server.cluster.readers.worker import LoggedLines
 from tokenloom_server.errors import ConfigError, TokenloomError
@@ -41,9 +41,13 @@ DEATHS = 2
 AHEAD = 2
 #: Between two looks at what is done, and at which nodes there are, seconds.
 LOOK_S = 0.5
+#: For how long a node may compare what it has with what is here, seconds. Most of it is the start of a worker.
+CHECK_S = 60.0
 #: A worker may have stopped, or its disk: a shard is asked for again after so many seconds, if that is also so many
 #: times what as many bytes took where they took longest.
 LATE_S, LATE_TIMES = 60.0, 4
+#: What bytes take as long as no shard is made: the slowest tokeniser makes four times as many.
+FIRST_S_PER_BYTE = 1e-6
 #: Attempts of a shard at a time: not all on what has stopped.
 ATTEMPTS = 4
 
@@ -69,23 +73,23 @@ class OnRay:
     on_nodes: Callable[[int], None]
 
     def __call__(self, job: Job, tasks: Sequence[Task], journal: Journal, on_done: OnRows) -> None:
-        """Raises ``ConfigError``, before any shard is made where a node does not see what this machine sees, and where
-        workers were lost too often; and what making a shard raises. ``on_done`` is called with each shard."""
+        """Raises ``ConfigError``, before any shard is made where a node does not see what this machine sees or none
+        answers, and where workers were lost too often; and what making a shard raises. ``on_done`` is called with each
+        shard."""
         import ray
 
         description = ray.put(described(job, journal.attempts))
-        for node, reference in on_each(fitting(self.needs), make_shard, description):
-            _answer(reference, node.name)
-        remote = ray.remote(make_shard).options(max_retries=0, **self.needs.options())
-        requests = _Requests(lambda *arguments: remote.remote(description, *arguments))
+        silent = self._silent(description)
+        remote = ray.remote(max_retries=0, **self.needs.options(silent))(make_shard)
+        requests = _Requests(remote, description)
         waiting = deque(map(_Wanted, tasks))
         while waiting or requests.by_reference:
-            there = fitting(self.needs)
+            there = [node for node in fitting(self.needs) if node.id not in silent]
             self.on_nodes(len(there))
             room = self.at_once or max(1, AHEAD * int(sum(node.cpus // self.needs.cpus for node in there)))
             while waiting and len(requests.by_reference) < room:
                 requests.ask(waiting.popleft())
-            requests.ask_late_again()
+            requests.ask_late_again(there)
             made = []
             for wanted, answer in requests.answers():
                 if "lost" in answer:
@@ -97,28 +101,51 @@ class OnRay:
             for task, shard, _ in made:
                 on_done(1, shard.tokens, task.bytes)
 
+    def _silent(self, description: Any) -> set[str]:
+        """The nodes that are left out, as they do not answer. One of many may hang; what others find raises."""
+        import ray
+
+        silent, checks, until = {}, on_each(fitting(self.needs), make_shard, description), monotonic() + CHECK_S
+        for node, reference in checks:
+            try:
+                _answer(reference, node.name, max(0.0, until - monotonic()))
+            except ray.exceptions.GetTimeoutError:
+                silent[node.id] = node.name
+        if silent:
+            said = f"{', '.join(silent.values())}: no answer within {CHECK_S:g} s to what is compared before shards"
+            if len(silent) == len(checks):
+                raise ConfigError(f"{said}; expected one: look at what hangs there, such as the disk of --out")
+            _log.warning("%s: left out", said)
+        return set(silent)
+
 
 class _Requests:
     """The shards that are asked for now, and Ray's references to their answers."""
 
-    def __init__(self, make: Callable[[str, int, bool], Any]) -> None:
-        self._make = make
+    def __init__(self, remote: Any, description: Any) -> None:
+        self._remote, self._description = remote, description
         self.by_reference: dict[Any, _Wanted] = {}
         self._slowest_s_per_byte = 0.0
 
-    def ask(self, wanted: _Wanted) -> None:
-        task = wanted.task
+    def ask(self, wanted: _Wanted, nodes: Sequence[Node] = ()) -> None:
+        """One more attempt at a shard: on the next of ``nodes``, or where Ray wants it."""
+        task, remote = wanted.task, self._remote
+        if nodes:
+            remote = pinned(remote, nodes[(hash(task.name) + wanted.attempts) % len(nodes)], soft=True)
         text = json.dumps([task.source, task.ranges, task.bytes, task.name])
-        self.by_reference[self._make(text, wanted.attempts, wanted.deaths >= DEATHS)] = wanted
+        reference = remote.remote(self._description, text, wanted.attempts, wanted.deaths >= DEATHS)
+        self.by_reference[reference] = wanted
         wanted.attempts, wanted.asked_at = wanted.attempts + 1, monotonic()
 
-    def ask_late_again(self) -> None:
-        """Another attempt beside those that are late."""
+    def ask_late_again(self, there: Sequence[Node]) -> None:
+        """Another attempt beside those that are late. Ray may want it on the same node, and does not say which one
+        that is; so two attempts in turn are on two."""
         for wanted, attempts in Counter(self.by_reference.values()).items():
-            took_s, usual_s = monotonic() - wanted.asked_at, self._slowest_s_per_byte * wanted.task.bytes
-            if attempts < ATTEMPTS and usual_s and took_s > max(LATE_S, LATE_TIMES * usual_s):
+            usual_s = (self._slowest_s_per_byte or FIRST_S_PER_BYTE) * wanted.task.bytes
+            took_s = monotonic() - wanted.asked_at
+            if attempts < ATTEMPTS and took_s > max(LATE_S, LATE_TIMES * usual_s):
                 _log.warning("%s: no answer within %.0f s: it is asked for again", wanted.task.name, took_s)
-                self.ask(wanted)
+                self.ask(wanted, there)
 
     def answers(self) -> Iterator[tuple[_Wanted, dict[str, Any]]]:
         """What there is after a look: the first shard of several attempts; ``lost`` once none is left of them. Raises
@@ -146,15 +173,15 @@ class _Requests:
             yield wanted, answer
 
 
-def _answer(reference: Any, name: str) -> dict[str, Any]:
+def _answer(reference: Any, name: str, timeout_s: float | None = None) -> dict[str, Any]:
     """What a worker said, after what it logged; ``lost`` with why where it or its node is lost, ``died`` where it
-    crashed. Raises the error that it said."""
+    crashed. Raises the error that it said, and Ray's ``GetTimeoutError``."""
     import ray
 
     try:
-        answer: dict[str, Any] = json.loads(ray.get(reference))
-    except ray.exceptions.RayTaskError:
-        raise  # a fault of the program
+        answer: dict[str, Any] = json.loads(ray.get(reference, timeout=timeout_s))
+    except (ray.exceptions.RayTaskError, ray.exceptions.GetTimeoutError):
+        raise  # a fault of the program, or the caller's business
     except ray.exceptions.RayError as error:
         lost = str(error).strip().partition("\n")[0]
         if isinstance(error, ray.exceptions.OutOfMemoryError):
