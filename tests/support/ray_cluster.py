@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 STORE_BYTES = 100_000_000
+BYTECODE = Path(__file__).parents[2] / ".cache/bytecode"
 #: A node without what the tests do not look at: each process of Ray's takes a second to import it.
 FEWEST_PROCESSES = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
 
@@ -29,6 +30,8 @@ def ray_folder() -> Iterator[Path]:
         "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_AUTH_MODE": "disabled",
         # Processes for tasks are started as tasks come.
         "RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0",
+        # Where the environment keeps no bytecode, each of them would compile all that it imports.
+        "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(BYTECODE),
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"RAY_TMPDIR": str(folder), **quiet}.items():
