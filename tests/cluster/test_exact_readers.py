@@ -83,6 +83,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder / "out.jsonl",
         [{"spec": JSONL, "shard": f"a-{shard}.jsonl", "row": row} for shard, row in ((0, 2), (0, 3), (0, 11), (2, 5))],
     )
+    write_lines(folder / "grown-0.jsonl", rows_of(11, 13))
+    write_lines(
+        folder / "out-of-grown.jsonl",
+        [{"spec": "jsonl:grown-*.jsonl:text", "shard": f"grown-{row % 2}.jsonl", "row": row} for row in (3, 4, 6, 7)],
+    )
     (folder / "made.py").write_text(
         "import pyarrow as pa\n"
         "def of(batch):\n"
@@ -172,6 +177,10 @@ CASES = {
             ]
         },
     ),
+    "files that are appended": Case(
+        [{"source": "jsonl:grown-*.jsonl:text", "epochs": 3}, {"source": TXT}],
+        changes={9: {"append_files": ["jsonl:grown-*.jsonl:text"]}, 20: {"exclude": {"file": "out-of-grown.jsonl"}}},
+    ),
     "revisions": Case(
         [{"source": JSONL, "alias": "a", "epochs": 2}, {"source": PARQUET, "alias": "p"}],
         changes={
@@ -192,6 +201,8 @@ def timeline_of(case: Case, folder: Path) -> Timeline:
     order = builder.create(config.parse(document, where="mixture.yaml", catalog=catalog), folder, None)
     timeline = Timeline(builder.aside(order, order.config) if case.held_out else order)
     for index, change in case.changes.items():
+        if "append_files" in change:
+            write_lines(folder / "grown-1.jsonl", rows_of(14, 14))
         timeline = skipping(timeline, index, change["skip"]) if "skip" in change else revised(timeline, index, **change)
     return timeline
 

@@ -23,6 +23,7 @@ from support.trainer import World
 from tokenloom_server.cluster.connection import Needs, connect
 
 pytestmark = pytest.mark.timeout(240)
+BOARD = Path(__file__).resolve().parents[2] / "deploy" / "grafana" / "run.json"
 RUN = "looked-at"
 MIXTURE = f"""{{run: {RUN}, tokenizer: bytes, sequence_length: 64, mixture: {{policy: least_consumed, children: [
 {{source: "jsonl:docs.jsonl:text", alias: docs}}]}}}}"""
@@ -84,6 +85,8 @@ def test_readers_are_seen_at_work_and_in_want_of_it(tmp_path: Path, tokenloom: C
             metrics, labels = metrics_of(server), f'run="{RUN}",source="docs",stream="train"'
             assert metrics[f"tokenloom_reader_asked_again_total{{{labels}}}"] == done["asked_again"]
             assert metrics[f'tokenloom_reader_tokens_total{{node="{node}",run="{RUN}",stream="train"}}'] >= at["tokens"]
+            asked_for = set(re.findall(r"tokenloom_reader_\w+", BOARD.read_text(encoding="utf-8")))
+            assert len(asked_for) == 4 and asked_for <= {name.partition("{")[0] for name in metrics}
             shown = tokenloom("stats", server.rest_url, "--run", RUN).output
             assert f"readers on {node}: 1 CPUs" in shown and "readers of docs: " in shown
             assert f"{RUN}: source docs on {node}: 'docs.jsonl' was written or copied" in server.log

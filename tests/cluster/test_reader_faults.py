@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
+import threading
 from collections.abc import Iterator
 from multiprocessing import reduction
 from pathlib import Path
@@ -97,6 +99,30 @@ def test_a_run_without_text_is_refused(folder: Path, readers: RayReaders) -> Non
             readers.check(order_of(folder, document))
 
 
+def test_what_is_read_no_more_is_described_no_more(folder: Path, readers: RayReaders) -> None:
+    for length in (16, 24, 32):
+        readers.check(order_of(folder, DOCUMENT | {"sequence_length": length}))
+        assert len(readers._described) == 1
+    samples(order_of(folder, DOCUMENT), readers)
+
+
+def test_server_and_child_may_both_have_more_to_say_than_a_socket_holds(folder: Path, readers: RayReaders) -> None:
+    long = "x" * 1_000_000
+
+    def say(count: int, sources: list[int]) -> None:
+        with readers.changed:  # so that nothing of what the child answers is taken
+            for i in range(count):
+                readers._send(digest=f"{i}{long}", text="", sources=sources)
+            wait_for(lambda: readers._link.poll(), "an answer")
+            for i in range(count):
+                readers._send(drop=f"{i}{long}")
+
+    saying = threading.Thread(target=say, args=[5, [0]], daemon=True)
+    saying.start()
+    saying.join(60)
+    assert not saying.is_alive()
+
+
 @pytest.mark.parametrize(
     ("options", "environment", "said"),
     [
@@ -133,3 +159,18 @@ def test_other_words_and_other_servers_are_refused(folder: Path, monkeypatch: py
     (folder / "mixture.yaml").write_text(yaml.safe_dump(DOCUMENT), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"TOKENLOOM_SERVE_READERS is set, .* unset it, or start 'tokenloom serve"):
         LocalDataset(folder / "mixture.yaml", 1)
+
+
+def test_to_close_ends_a_process_that_begins(
+    readers: RayReaders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sleeps").write_text("#!/bin/sh\nexec sleep 1000\n")
+    (tmp_path / "sleeps").chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "sleeps"))
+    before = readers._process
+    before.kill()
+    wait_for(lambda: readers._process is not before, "another process")
+    closing = threading.Thread(target=readers.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()

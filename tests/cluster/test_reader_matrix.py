@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -16,7 +17,7 @@ import yaml
 from support.corpora import flat, order_of, text_rows, write_jsonl
 from support.prepared import write_tokenizer
 from support.ray_cluster import STORE_BYTES, ray_cluster
-from support.reader_faults import DOCUMENT, Faults, faulty_readers, samples, write_texts
+from support.reader_faults import DOCUMENT, TEXT, Faults, faulty_readers, samples, write_texts
 from support.server_process import ServerProcess
 from support.trainer import World
 from tokenloom_server.cluster.readers.link import RayReaders, ReaderOptions
@@ -162,14 +163,20 @@ def test_a_document_that_kills_the_tokeniser_is_found_by_its_second_death(
         samples(order_of(folder, document), readers)
 
 
-def test_a_server_of_two_runs_and_a_revision_is_what_it_was_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+def test_a_server_of_two_runs_a_revision_and_a_fork_is_what_it_was_and_leaves_nothing(
+    folder: Path, tmp_path: Path
+) -> None:
     write_jsonl(folder / "data/more.jsonl", text_rows(60, 9, 60))
     added = {"child": {"source": "jsonl:data/more.jsonl:text"}, "to": "mixture"}
     change = {"reason": "why", "sample_index": 3000, "add": [added], "drop": ["parquet:data/code-*.parquet:ids"]}
+    rows = [{"spec": TEXT, "shard": f"data/text-{row % 3}.jsonl", "row": row} for row in range(0, 300, 2)]
+    (folder / "out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    change |= {"append_files": [TEXT], "exclude": {"file": "out.jsonl"}}
     found = {}
     for kind, flags in {"plain": (), "readers": ("--readers", "local:2")}.items():
-        paths = [folder / f"{kind}-{run}.yaml" for run in ("one", "two")]
-        for path, run in zip(paths, ("one", "two"), strict=True):
+        (folder / "data/text-3.jsonl").unlink(missing_ok=True)
+        paths = [folder / f"{kind}-{run}.yaml" for run in ("one", "two", "fork")]
+        for path, run in zip(paths, ("one", "two", "fork"), strict=True):
             path.write_text(yaml.safe_dump(DOCUMENT | {"run": run}), encoding="utf-8")
         server = ServerProcess(tmp_path / kind, *paths, options=(), flags=flags).start()
         assert server._process is not None
@@ -177,11 +184,14 @@ def test_a_server_of_two_runs_and_a_revision_is_what_it_was_and_leaves_nothing(f
         assert "_raylet" not in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8"), "the server has imported ray"
         assert not [name for each in begun for name in each.environ() if name.startswith("TOKENLOOM_")]
         with World(server.url("one"), 1, 4) as one, World(server.url("two"), 1, 4) as two:
-            one.steps(10)
+            state = one.steps(10).state()
             for each in psutil.Process(pid).children():
                 each.kill()
+            write_jsonl(folder / "data/text-3.jsonl", text_rows(50, 4, 60))
             assert server.request("PATCH", "/v1/runs/one/mixture", json=change).status_code == 200
             found[kind] = [world.run().receipt.sequence() for world in (one, two)]
+            with World(server.url("fork"), 1, 4, fork_from=state) as fork:
+                found[kind].append(fork.run().receipt.sequence(40))
         assert len(begun) > 5 or not flags
         assert psutil.wait_procs(begun, 5)[1] == []
         begun = psutil.Process(pid).children(recursive=True)

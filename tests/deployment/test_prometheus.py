@@ -242,7 +242,11 @@ def test_under_faults_every_panel_has_data_and_the_alerts_that_should_fire_do(
         with pytest.raises(TokenloomError), world_of(server, "unknown", authority) as world:
             world.join()
         for query in board_queries():
-            wait_for(lambda query=query: prometheus.query(query.expression), f"data of {query}")  # type: ignore[misc]
+            # There are no readers here; ``test_looking`` has the names of what they count.
+            wait_for(
+                lambda query=query: prometheus.query(query.expression) or "tokenloom_reader_" in query.expression,  # type: ignore[misc]
+                f"data of {query}",
+            )
         for rule in prometheus.get("rules")["groups"][0]["rules"]:
             assert rule["health"] == "ok", rule
         for path in BOARDS:

@@ -12,6 +12,7 @@ import logging
 import mmap
 import os
 import sys
+import threading
 from dataclasses import replace
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
@@ -62,7 +63,9 @@ class Child:
         try:
             async with asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(self._watch())
-                while message := await asyncio.to_thread(messages.receive, self._server):
+                heard = asyncio.Queue[dict[str, Any]]()
+                threading.Thread(target=self._listen, args=(asyncio.get_running_loop(), heard), daemon=True).start()
+                while message := await heard.get():
                     self._hear(message, tasks)
                 for each in (watching, *self._requests.values()):
                     each.cancel()
@@ -70,15 +73,24 @@ class Child:
             _log.error("Ray is lost: %s", errors.exceptions[0])
             os._exit(1)
 
+    def _listen(self, loop: asyncio.AbstractEventLoop, heard: asyncio.Queue[dict[str, Any]]) -> None:
+        """Takes messages even while the loop sends: if both sides only wrote, both would wait for ever."""
+        while message := messages.receive(self._server):
+            loop.call_soon_threadsafe(heard.put_nowait, message)
+        loop.call_soon_threadsafe(heard.put_nowait, {})
+
     def _hear(self, message: dict[str, Any], tasks: asyncio.TaskGroup) -> None:
         if "number" in message:
-            request = Request.from_json(message["request"])
-            self._requests[message["number"]] = tasks.create_task(self._answer(message["number"], request))
+            number, request = message["number"], Request.from_json(message["request"])
+            answering = self._answer(number, self._described[request.order], request)
+            self._requests[number] = tasks.create_task(answering)
         elif "digest" in message:
             described = worker.Described(message["digest"], self._ray.put(message["text"]))
             self._described[described.digest] = described
             if message["sources"]:
                 tasks.create_task(self._check(described, message["sources"]))
+        elif "drop" in message:
+            del self._described[message["drop"]]
         elif "forget" in message:
             if request_at_work := self._requests.pop(message["forget"], None):
                 request_at_work.cancel()
@@ -106,7 +118,7 @@ class Child:
                 fault = f"{node.name}: {_words(error)}"
         messages.send(self._server, checked=described.digest, fault=fault)
 
-    async def _answer(self, number: int, request: Request) -> None:
+    async def _answer(self, number: int, described: worker.Described, request: Request) -> None:
         """Asks for rows until they are there, and gives them to the server; which cancels this if it wants them no
         more."""
         known = self._ray.exceptions
@@ -115,7 +127,8 @@ class Child:
         try:
             while True:
                 refused, pause_s = "", PAUSE_S
-                task = self._submit(request, refused_by)
+                elsewhere = {NODE_ID: f"!in({','.join(refused_by)})"} if refused_by else None
+                task = self._task.options(label_selector=elsewhere).remote(described, request.to_json())
                 tasks[asyncio.wrap_future(task.future())] = task
                 try:
                     head, batches = await self._first(tasks)
@@ -161,11 +174,6 @@ class Child:
         if is_new:
             reduction.send_handle(self._server, file, None)
             os.close(file)
-
-    def _submit(self, request: Request, refused_by: set[str]) -> Any:
-        elsewhere = {NODE_ID: f"!in({','.join(refused_by)})"} if refused_by else None
-        task = self._task.options(label_selector=elsewhere)
-        return task.remote(self._described[request.order], request.to_json())
 
     async def _first(self, tasks: dict[asyncio.Future[Any], Any]) -> Any:
         """What the first of the tasks gives that ends, or why it failed. Raises ``TimeoutError`` where all are late."""

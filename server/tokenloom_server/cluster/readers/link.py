@@ -160,9 +160,10 @@ class RayReaders:
         #: By digest, the messages that describe records.
         self._described: dict[str, dict[str, Any]] = {}
         self._digests: weakref.WeakKeyDictionary[RunRecord, str] = weakref.WeakKeyDictionary()
+        self._sources: weakref.WeakSet[RowsOfReaders] = weakref.WeakSet()
         #: Of descriptions that were checked, why a node cannot read what they describe; or nothing.
         self._faults: dict[str, str] = {}
-        self._stopping = False
+        self._stopping = threading.Event()
         if why := self._connect():
             raise ConfigError(why)
         self._thread = threading.Thread(target=self._listen, name="readers", daemon=True)
@@ -177,7 +178,10 @@ class RayReaders:
         if not can_read(record, source_id, reader):
             return None
         order = PipelineFactory(record, resources)
-        return RowsOfReaders(order, self._digest(order), source_id, reader, self)
+        with self.changed:
+            source = RowsOfReaders(order, self._digest(order), source_id, reader, self)
+            self._sources.add(source)
+        return source
 
     def check(self, order: PipelineFactory) -> None:
         """Compares versions, tokeniser and first files on each node. Raises ``ConfigError`` where they differ, or where
@@ -193,7 +197,7 @@ class RayReaders:
             digest = self._digest(order, sources)
             self._faults.pop(digest, None)
             self.changed.wait_for(lambda: digest in self._faults, START_S)
-            fault = self._faults.get(digest, f"no node has answered within {START_S:g} s")
+            fault = self._faults.pop(digest, f"no node has answered within {START_S:g} s")
         if fault:
             raise ConfigError(f"--readers: {fault}")
 
@@ -227,11 +231,10 @@ class RayReaders:
 
     def close(self) -> None:
         """Ends the process beside the server, and with it what was begun on this machine."""
+        self._stopping.set()
         with self.changed:
-            self._stopping = True
             self._send()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(10)
+        self._thread.join(10)
         _end(self._process)
         self._thread.join()
         self._link.close()
@@ -240,12 +243,16 @@ class RayReaders:
 
     def _digest(self, order: PipelineFactory, sources: Sequence[int] = ()) -> str:
         """What names a record from now on; nodes are to look at these of its sources."""
-        known = self._digests.get(order.record)
-        if known is not None and not sources:
+        known = self._digests.get(order.record, "")
+        if known in self._described and not sources:
             return known
         text = describe(order)
         digest = hashlib.sha256(text.encode()).hexdigest()
         with self.changed:
+            # Those of revisions before, of which nothing is read any more.
+            for unused in self._described.keys() - {source.digest for source in self._sources}:
+                del self._described[unused]
+                self._send(drop=unused)
             self._described[digest] = {"digest": digest, "text": text, "sources": sources}
             self._digests[order.record] = digest
             self._send(**self._described[digest])
@@ -265,7 +272,10 @@ class RayReaders:
             start_new_session=True,
         )
         theirs.close()
-        head = messages.receive(ours) if ours.poll(START_S) else None
+        until = monotonic() + START_S
+        while not ours.poll(0.1) and monotonic() < until and not self._stopping.is_set():
+            pass
+        head = messages.receive(ours) if ours.poll() else None
         if head is None or "up" not in head:
             _end(self._process)
             ours.close()
@@ -287,7 +297,7 @@ class RayReaders:
             messages.send(self._link, **message)
 
     def _listen(self) -> None:
-        while not self._stopping:
+        while not self._stopping.is_set():
             try:
                 if (message := messages.receive(self._link)) is not None:
                     with self.changed:
@@ -297,7 +307,7 @@ class RayReaders:
             except (EOFError, OSError, RuntimeError) as error:
                 # It ended between a message and the memory that belongs to it, or there is no room for that here.
                 _log.warning("an answer of the readers cannot be taken (%s)", error)
-            if not self._stopping:
+            if not self._stopping.is_set():
                 self._begin_again()
 
     def _take(self, message: dict[str, Any]) -> None:
@@ -335,14 +345,14 @@ class RayReaders:
     def _begin_again(self) -> None:
         """Another process in place of one that ended."""
         why = f"the process that speaks to it ended with status {_end(self._process)}"
-        while why and not self._stopping:
+        while why and not self._stopping.is_set():
             with self.changed:
                 # Whoever waits hears it at once, for it may not last.
                 self.away = f"Ray is away: {why}"
                 self.changed.notify_all()
             _log.warning(self.away)
             if why := self._connect():
-                threading.Event().wait(RETRY_S)
+                self._stopping.wait(RETRY_S)
         _log.info("Ray is back: what is waited for is asked for again")
 
 

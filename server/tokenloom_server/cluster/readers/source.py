@@ -54,7 +54,7 @@ class RowsOfReaders(WrappedSource):
     def __init__(self, order: PipelineFactory, digest: str, source_id: int, reader: Source, asked: Asked) -> None:
         super().__init__(reader)
         self._order = order
-        self._digest = digest
+        self.digest = digest
         self._source_id = source_id
         self._asked = asked
         self._plan: Iterator[RowRange] = iter(())
@@ -119,7 +119,7 @@ class RowsOfReaders(WrappedSource):
             parts = self._cut()
             if not parts:
                 return
-            self._tickets.append(self._asked.ask(self._order, Request(self._digest, self._source_id, parts)))
+            self._tickets.append(self._asked.ask(self._order, Request(self.digest, self._source_id, parts)))
 
     def _planned(self) -> RowRange | None:
         # Of a file that cannot be opened, nothing more is planned: it is an error once its turn comes.
