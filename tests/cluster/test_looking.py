@@ -34,7 +34,7 @@ def stats_where(server: ServerProcess, found: Any) -> Any:
     until = monotonic() + 60
     while not found(stats := server.get(f"/v1/runs/{RUN}/stats")):
         assert monotonic() < until, stats
-        sleep(0.05)
+        sleep(0.2)
     return stats
 
 

@@ -9,12 +9,12 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.ray_cluster import ray_folder
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
 #: What cannot run here, and what of the page says why.
@@ -35,16 +35,17 @@ def commands() -> list[str]:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    # The paths of Ray's sockets have 107 bytes at most, so no folder of pytest's will do.
-    with tempfile.TemporaryDirectory(prefix="tl", dir="/tmp", ignore_cleanup_errors=True) as path:
-        yield Path(path)
+    with ray_folder() as path:
+        yield path
 
 
 def run(folder: Path, command: list[str]) -> subprocess.Popen[str]:
     """A command that finds this environment's programs; a server of it takes free ports and says which."""
     options = {"GRPC": "127.0.0.1:0", "REST": "127.0.0.1:0", "READY_FILE": str(folder / "ready")}
     environment = {**os.environ, **{f"TOKENLOOM_SERVE_{name}": value for name, value in options.items()}}
-    environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "RAY_TMPDIR": str(folder)}
+    environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    # As on a laptop, where Ray asks for a token.
+    del environment["RAY_AUTH_MODE"]
     return subprocess.Popen(
         command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
     )

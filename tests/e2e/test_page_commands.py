@@ -199,7 +199,7 @@ def train(address: str, run: str, samples: int, folder: Path) -> None:
         for step, _ in enumerate(islice(dataset, samples // batch_size), 1):
             if step in (samples // batch_size // 2, samples // batch_size):
                 first = not (folder / "good.pt").exists()
-                for name in ("good", "step-1300") if first else ("step-1400",):
+                for name in ("good", "checkpoint", "step-1300") if first else ("step-1400",):
                     torch.save({"data": dataset.state_dict()}, folder / f"{name}.pt")
 
 
