@@ -104,7 +104,7 @@ class Traces:
         first = min(opening.start_index for opening in lineage(openings))
         with self._past.admitted():
             begins, ends = self._past.nearest(first).state.given(source_id), view.state.given(source_id)
-            if begins == ends or not begins <= (number or begins) < ends:
+            if begins == ends or not begins <= (begins if number is None else number) < ends:
                 raise BeyondHorizon(
                     f"number: source {source!r} of run {self._coordinator.name!r} has given {ends} samples that are "
                     f"committed, of which this ledger knows those from number {begins} on; found {number}"
