@@ -3,40 +3,73 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 # A tenth of what is installed is ever imported: Python compiles that itself, and keeps it whatever the shell says.
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+PIP_OPTIONS := install --quiet --disable-pip-version-check --no-compile
+# What is installed is what was tested: every package at the version of requirements/, those that build others too.
+LOCK := requirements/tests.txt
+INSTALL := $(BIN)/python -m pip $(PIP_OPTIONS) -c $(LOCK) --build-constraint requirements/build.txt
 unexport PYTHONDONTWRITEBYTECODE
 PROTOC := $(VENV)/protoc/bin/python
 PROTO_OUT ?= proto
 JOBS ?= 3
 
-.PHONY: install demo test chaos check docs docs-serve proto format bench bench-peers capabilities goldens kubernetes tables screenshots recording house release-check clean
+.PHONY: install demo test test-all newest lock chaos check docs docs-serve proto format bench bench-peers capabilities goldens kubernetes tables screenshots recording house release-check clean
 
 install: $(VENV)/.installed
 
 # What a server needs, and torch to train with. It comes first and alone: pinned, so that no other package's range can
 # pull a CUDA build in.
-$(VENV)/.demo: pyproject.toml constraints.txt
+$(VENV)/.demo: pyproject.toml constraints.txt $(LOCK)
 	@echo "making the environment in $(VENV); once, this takes a minute"
 	@$(PYTHON) -m venv $(VENV)
-	@$(INSTALL) --upgrade pip
+	@$(BIN)/python -m pip $(PIP_OPTIONS) -c constraints.txt --upgrade pip
 	@$(INSTALL) torch
 	@$(INSTALL) -e '.[server,torch]'
 	@touch $@
 
 # The same environment, with what the tests and the checks use beside.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt $(LOCK) requirements/no-deps.txt requirements/mlflow.txt
 	@$(MAKE) --no-print-directory $(VENV)/.demo
 	@echo "adding what the tests need to $(VENV); once, this takes a few minutes"
 	@$(INSTALL) -e '.[server,torch,dev,docs]'
-	@$(INSTALL) --no-deps litdata mosaicml-streaming
+	@$(INSTALL) --no-deps -r requirements/no-deps.txt
+	@$(MAKE) --no-print-directory $(VENV)/mlflow/.installed
+	@touch $@
+
+# mlflow-skinny excludes a package as the image has it. It finds that one in an environment of its own, all else in the
+# one around it.
+$(VENV)/mlflow/.installed: requirements/mlflow.txt
+	@$(PYTHON) -m venv --clear --without-pip $(VENV)/mlflow
+	@$(BIN)/python -m pip --python $(VENV)/mlflow/bin/python $(PIP_OPTIONS) --no-deps -r requirements/mlflow.txt
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> $$($(VENV)/mlflow/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/around.pth
 	@touch $@
 
 demo: $(VENV)/.demo
 	$(BIN)/tokenloom demo
 
 # Most tests wait for processes, so there are more workers than two cores would keep busy.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=40
 test: install
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	$(PYTEST)
+
+# With those that are slow and rarely informative, in an order drawn anew: SEED=… is what an earlier run printed.
+test-all: install
+	$(PYTEST) -p randomly $(if $(SEED),--randomly-seed=$(SEED)) -m 'not readers'
+
+# What will break tomorrow: the newest of every package, in environments under .cache/newest, against what meets other
+# people's files and classes. It prints what differs from the lock, and what fails.
+newest:
+	$(PYTHON) .ci/newest.py $(ONLY)
+
+# Every package of every environment, to the last one it brings; UPGRADE=1 takes the newest of each.
+UV := $(VENV)/uv/bin/uv
+$(UV): requirements/release.txt
+	@$(PYTHON) -m venv $(VENV)/uv
+	@$(VENV)/uv/bin/python -m pip $(PIP_OPTIONS) "$$(sed -n 's/^\(uv==[^ ]*\).*/\1/p' requirements/release.txt)"
+	@touch $@
+
+lock: $(UV)
+	UV=$(abspath $(UV)) .ci/lock $(if $(UPGRADE),--upgrade)
 
 # SEED=… replays; FAULTS=50, WORLD=standby and ONLY=late-commit make it short.
 chaos: install
@@ -64,9 +97,9 @@ docs-serve: install
 
 # Generated code asks for at least the protobuf of the tool that made it. This is the oldest of those whose code every
 # protobuf from 4.25 on takes, so that a training image keeps the packages that it has; it needs some of its own.
-$(PROTOC): Makefile
+$(PROTOC): requirements/protoc.txt
 	@$(PYTHON) -m venv $(dir $(PROTOC))..
-	@$(PROTOC) -m pip install --quiet --disable-pip-version-check --no-compile grpcio-tools==1.62.3 'setuptools<81'
+	@$(PROTOC) -m pip $(PIP_OPTIONS) -r requirements/protoc.txt
 	@touch $@
 
 proto: $(PROTOC)
@@ -100,9 +133,9 @@ screenshots: install
 
 # The recording of a demonstration in the docs: two frames a second, shown within half a minute.
 RECORDER := $(VENV)/recorder/bin/termtosvg
-$(RECORDER): Makefile
+$(RECORDER): requirements/recorder.txt
 	@$(PYTHON) -m venv $(VENV)/recorder
-	@$(VENV)/recorder/bin/python -m pip install --quiet --disable-pip-version-check termtosvg==1.1.0 'setuptools<81'
+	@$(VENV)/recorder/bin/python -m pip $(PIP_OPTIONS) -r requirements/recorder.txt
 	@touch $@
 
 recording: $(VENV)/.demo $(RECORDER)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -113,7 +114,9 @@ def main() -> None:
         folder = Path(name)
         if (wheel := chosen.wheel) is None:
             build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT]
-            subprocess.run(build, check=True)
+            # Older versions of pip have no such option, and pass over a variable that they do not know.
+            locked = os.environ | {"PIP_BUILD_CONSTRAINT": str(ROOT / "requirements" / "build.txt")}
+            subprocess.run(build, check=True, env=locked)
             (wheel,) = folder.glob("*.whl")
         release = wheel.name.split("-")[1]
         work = folder / "work"

@@ -136,7 +136,7 @@ def locks(check: Check) -> str:
         if not filecmp.cmp(path, check.clone / "requirements" / path.name, False)
     ]
     if stale:
-        raise Refused(f"requirements: {', '.join(stale)} differ from what .ci/lock writes: run it and commit")
+        raise Refused(f"requirements: {', '.join(stale)} differ from what make lock writes: run it and commit")
     return f"{', '.join(path.name for path in sorted(again.iterdir()))} are current"
 
 

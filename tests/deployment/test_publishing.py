@@ -20,7 +20,7 @@ def text(path: str) -> str:
     return (ROOT / path).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["ci.yml", "release.yml"])
+@pytest.mark.parametrize("name", ["ci.yml", "newest.yml", "nightly.yml", "release.yml"])
 def test_actions_stand_by_commit_and_jobs_have_a_limit_and_few_rights(name: str) -> None:
     content = text(f".github/workflows/{name}")
     assert [line for line in content.splitlines() if "uses:" in line and not ACTION.search(line)] == []
@@ -41,10 +41,10 @@ def test_nothing_is_published_before_it_was_built_tried_and_signed() -> None:
     assert "password" not in jobs["publish"]["steps"][-1]["with"]
 
 
-def test_hooks_run_the_programs_whose_versions_constraints_pin() -> None:
+def test_hooks_run_the_programs_whose_versions_the_lock_pins() -> None:
     (local,) = yaml.safe_load(text(".pre-commit-config.yaml"))["repos"]
     assert {hook["entry"].split()[0] for hook in local["hooks"]} == {".venv/bin/ruff", ".venv/bin/mypy"}
-    assert len(re.findall(r"^(?:ruff|mypy)==[\d.]+$", text("constraints.txt"), re.MULTILINE)) == 2
+    assert len(re.findall(r"^(?:ruff|mypy)==[\d.]+$", text("requirements/tests.txt"), re.MULTILINE)) == 2
 
 
 def test_the_table_of_lower_bounds_is_pyprojects_and_its_exceptions_are_not_used() -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,11 @@ import yaml
 from support.corpora import CODE, DOCS, flat, mixture, write_corpus
 from support.server_process import ServerProcess
 from tokenloom import LocalDataset, RemoteDataset, SourceLoss
-from tokenloom.integrations.trackers import MlflowTracker, TensorBoardTracker, Tracker, WandbTracker
+from tokenloom.integrations.trackers import TensorBoardTracker, Tracker, WandbTracker
 
 STEPS = (2, 5)
+#: What another Python needs to find this module and its helpers.
+HERE = (Path(__file__).parent, Path(__file__).parents[1])
 
 
 @pytest.fixture(scope="module")
@@ -75,18 +80,37 @@ def test_tensorboard_has_them_in_its_event_files(dataset: LocalDataset, tmp_path
     _check({name: [(each.step, each.value) for each in of] for name, of in scalars.items()}, logged)
 
 
-def test_mlflow_has_them_in_its_store(dataset: LocalDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # its skinny package has no other on disk
-    import mlflow
+#: Its one argument is a folder. Prints what the store holds of a run that was trained on, and what was logged.
+MLFLOW = """
+import json, mlflow, sys
+from pathlib import Path
+import test_trackers as here
+from tokenloom import LocalDataset
+from tokenloom.integrations.trackers import MlflowTracker
 
-    mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
-    with mlflow.start_run() as run:
-        logged = _train(dataset, MlflowTracker(dataset, run))
+folder = Path(sys.argv[1])
+mlflow.set_tracking_uri((folder / "mlruns").as_uri())
+with mlflow.start_run() as run, LocalDataset(folder / "corpus" / "mixture.yaml", batch_size=4) as dataset:
+    logged = here._train(dataset, MlflowTracker(dataset, run))
+client = mlflow.MlflowClient()
+names = client.get_run(run.info.run_id).data.metrics
+history = {name: client.get_metric_history(run.info.run_id, name) for name in names}
+print(json.dumps([{name: [(each.step, each.value) for each in of] for name, of in history.items()}, [*logged.items()]]))
+"""
 
-    client = mlflow.MlflowClient()
-    names = client.get_run(run.info.run_id).data.metrics
-    history = {name: client.get_metric_history(run.info.run_id, name) for name in names}
-    _check({name: [(each.step, each.value) for each in of] for name, of in history.items()}, logged)
+
+def test_mlflow_has_them_in_its_store(corpus: Path, tmp_path: Path) -> None:
+    """In the environment that has a package otherwise than the image (Makefile)."""
+    shutil.copytree(corpus, tmp_path / "corpus")
+    python = Path(sys.prefix) / "mlflow" / "bin" / "python"
+    assert python.exists(), f"{python} is missing: run make install"
+    # The skinny package has no other store on disk.
+    environment = os.environ | {"MLFLOW_ALLOW_FILE_STORE": "true", "PYTHONPATH": os.pathsep.join(map(str, HERE))}
+    output = subprocess.run(
+        [python, "-c", MLFLOW, tmp_path], env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=110
+    ).stdout
+    stored, logged = json.loads(output.splitlines()[-1])
+    _check({name: [(step, value) for step, value in of] for name, of in stored.items()}, dict(logged))
 
 
 def _wandb_records(path: Path) -> Iterator[bytes]:
