@@ -137,7 +137,8 @@ def main() -> None:
         command = [python, "-m", "pytest", "-n", os.environ.get("JOBS", "3"), "--dist", "worksteal", "-q"]
         tests = [path for path in environment.tests if (ROOT / path).exists()]
         done = subprocess.run([*command, "-p", "no:cacheprovider", *tests], cwd=ROOT, env=os.environ | path)
-        print(f"== {environment.name}: exit status {done.returncode} after {time.monotonic() - began:.0f} s", flush=True)
+        took = time.monotonic() - began
+        print(f"== {environment.name}: exit status {done.returncode} after {took:.0f} s", flush=True)
         if done.returncode:
             failed.append(environment.name)
     if failed:
