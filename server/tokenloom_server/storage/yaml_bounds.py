@@ -19,6 +19,20 @@ _NUMBER = re.compile(r"[-+]?[0-9._][0-9a-fx._:]*")
 def check_yaml(text: str) -> None:
     """Raises ``ValueError`` naming the line where a document passes one of the bounds, and ``yaml.YAMLError`` for what
     is no YAML."""
+    try:
+        _check_events(text)
+    except yaml.MarkedYAMLError as error:
+        # libyaml 0.2.6 and later has a bound of its own, and meets it first where it reads far ahead for a key.
+        if error.problem != "exceeded maximum nesting depth" or error.problem_mark is None:
+            raise
+        raise ValueError(_too_deep(error.problem_mark.line + 1)) from None
+
+
+def _too_deep(line: int) -> str:
+    return f"line {line}: nested deeper than {MAX_DEPTH} levels"
+
+
+def _check_events(text: str) -> None:
     values = 0
     open_collections: list[tuple[str | None, int]] = []
     sizes: dict[str | None, int] = {}
@@ -36,6 +50,6 @@ def check_yaml(text: str) -> None:
         if values > MAX_VALUES:
             raise ValueError(f"line {line}: more than {MAX_VALUES:,} values, with those of each alias")
         if len(open_collections) > MAX_DEPTH:
-            raise ValueError(f"line {line}: nested deeper than {MAX_DEPTH} levels")
+            raise ValueError(_too_deep(line))
         if isinstance(event, yaml.ScalarEvent) and len(event.value) > MAX_DIGITS and _NUMBER.fullmatch(event.value):
             raise ValueError(f"line {line}: a number of {len(event.value):,} digits; expected at most {MAX_DIGITS:,}")

@@ -190,7 +190,7 @@ def checked_card(text: str, name: str) -> dict[str, Any]:
         check_yaml(source)
         document = yaml.load(source, Loader=yaml.CSafeLoader)
     except (yaml.YAMLError, ValueError, TypeError) as error:
-        raise LayoutError(f"its {name} has no YAML that is read ({str(error).splitlines()[0]})") from None
+        raise LayoutError(f"its {name} has no YAML that is read ({' '.join(str(error).split())})") from None
     if not isinstance(document, dict):
         return {}
     card = {key: document[key] for key in _READ_OF_A_CARD if key in document}
