@@ -1,8 +1,9 @@
 """The headers of Arrow IPC messages: how many rows each record batch has, and where it lies.
 
 An IPC stream is a chain of messages: a length, a small flatbuffer, and a body that the flatbuffer
-gives the length of. Walking the chain touches one page per batch, and no body; Arrow's own readers
-in Python would make arrays of every batch (and decompress them) to tell the same.
+gives the length of. A file in file format has a footer that says where each message lies; between them
+may be anything, so the footer alone counts. Either way one page per batch is touched, and no body;
+Arrow's own readers in Python would make arrays of every batch (and decompress them) to tell the same.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ FILE_MAGIC = b"ARROW1"
 #: record batch of a mapped file is shuffled as several. ``prepare`` writes it.
 BLOCK_ROWS = b"tokenloom.block_rows"
 
+#: What a file ends with: the footer's length and the magic.
+_TAIL = struct.Struct(f"<i{len(FILE_MAGIC)}s")
+#: Of a message, in the footer: its offset, the length of its flatbuffer with what stands before it, that of its body.
+_BLOCK = struct.Struct("<qi4xq")
 _CONTINUATION = 0xFFFFFFFF
 _SCHEMA, _DICTIONARY_BATCH, _RECORD_BATCH = 1, 2, 3
 
@@ -63,7 +68,7 @@ def block_rows(metadata: Mapping[bytes, bytes]) -> int:
 
 
 def scan(file: File) -> Batches:
-    """Walks the messages of a file. Raises ``ValueError`` when the chain is broken or cut off."""
+    """Looks at the messages of a file. Raises ``ValueError`` when one cannot be reached, or is cut off."""
     counts, offsets, plain = [0], [], True
     for offset, header in _messages(file):
         if header.kind == _DICTIONARY_BATCH:
@@ -85,27 +90,72 @@ class _Header(NamedTuple):
 
 
 def _messages(file: File) -> Iterator[tuple[int, _Header]]:
-    position = 8 if is_file_format(file.read_at(0, 8)) else 0
-    while position < file.size:
-        start = position
-        try:
-            head = file.read_at(position, 8)
-            (length,) = struct.unpack_from("<I", head)
+    """Each message with the byte that it begins at: of a stream all, of a file in file format its batches, dictionaries
+    first."""
+    if not is_file_format(file.read_at(0, 8)):
+        position = 0
+        while position < file.size and (message := _message(file, position)):
+            yield position, message[0]
+            position = message[1]
+        return
+    for position in _footer(file):
+        message = _message(file, position)
+        if message is None:
+            raise ValueError(f"the footer names a message at byte {position}, where none is")
+        yield position, message[0]
+
+
+def _message(file: File, start: int) -> tuple[_Header, int] | None:
+    """A message, and the byte after it; ``None`` at the mark that ends a stream."""
+    position = start
+    try:
+        head = file.read_at(position, 8)
+        (length,) = struct.unpack_from("<I", head)
+        position += 4
+        if length == _CONTINUATION:  # files from before 2019 do not have it
+            (length,) = struct.unpack_from("<I", head, 4)
             position += 4
-            if length == _CONTINUATION:  # files from before 2019 do not have it
-                (length,) = struct.unpack_from("<I", head, 4)
-                position += 4
-            if length == 0:
-                return
-            if position + length > file.size:
-                raise ValueError(f"it ends within the header of the message at byte {start}")
-            header = _header(file.read_at(position, length))
-        except struct.error:
-            raise ValueError(f"the message at byte {start} is cut off or damaged") from None
-        position += length + header.body_bytes
-        if header.body_bytes < 0 or header.rows < 0 or position > file.size:
-            raise ValueError(f"it ends within the message at byte {start}")
-        yield start, header
+        if length == 0:
+            return None
+        if position + length > file.size:
+            raise ValueError(f"it ends within the header of the message at byte {start}")
+        header = _header(file.read_at(position, length))
+    except struct.error:
+        raise ValueError(f"the message at byte {start} is cut off or damaged") from None
+    position += length + header.body_bytes
+    if header.body_bytes < 0 or header.rows < 0 or position > file.size:
+        raise ValueError(f"it ends within the message at byte {start}")
+    return header, position
+
+
+def _footer(file: File) -> list[int]:
+    """The bytes at which dictionaries, then record batches begin: Footer {version, schema, dictionaries,
+    recordBatches} of File.fbs."""
+    end = file.size - _TAIL.size
+    try:
+        length, magic = _TAIL.unpack(file.read_at(end, _TAIL.size) if end > 0 else b"")
+        if magic != FILE_MAGIC or not 0 < length <= end:
+            raise struct.error
+        buffer = file.read_at(end - length, length)
+        (footer,) = struct.unpack_from("<I", buffer, 0)
+        offsets = [offset for number in (2, 3) for offset in _blocks(buffer, footer, number)]
+    except struct.error:
+        raise ValueError("its footer is cut off or damaged") from None
+    if any(not 0 <= offset < end for offset in offsets):
+        raise ValueError("its footer names a message beyond its end")
+    return offsets
+
+
+def _blocks(buffer: bytes | memoryview, table: int, number: int) -> list[int]:
+    """The offsets in a vector of blocks."""
+    at = _field(buffer, table, number)
+    if not at:
+        return []
+    vector = at + struct.unpack_from("<I", buffer, at)[0]
+    (count,) = struct.unpack_from("<I", buffer, vector)
+    if vector + 4 + count * _BLOCK.size > len(buffer):
+        raise struct.error("a vector of blocks ends outside of its buffer")
+    return [_BLOCK.unpack_from(buffer, vector + 4 + i * _BLOCK.size)[0] for i in range(count)]
 
 
 def _header(buffer: bytes | memoryview) -> _Header:
