@@ -154,9 +154,10 @@ bench: install
 bench-peers: install
 	$(BIN)/python -m benchmarks.peers
 
-# All that a release does but the upload, from a clean clone. TAG=v0.1.0 is taken for the tag, OUT=dist keeps what is built.
+# All that a release does but the upload, from a clean clone. TAG=v0.1.0 is taken for the tag, OUT=dist keeps what is built,
+# TESTS=no leaves make test-all out.
 release-check:
-	@$(PYTHON) .ci/release.py $(if $(TAG),--tag "$(TAG)") $(if $(OUT),--out "$(OUT)")
+	@$(PYTHON) .ci/release.py $(if $(TAG),--tag "$(TAG)") $(if $(OUT),--out "$(OUT)") $(if $(TESTS),--without-tests)
 
 clean:
 	rm -rf $(VENV) .cache site tokenloom-demo

@@ -1,6 +1,6 @@
 """Could this commit go out? Builds and tries all that a release publishes, from a clean clone, and uploads nothing.
 
-    .ci/release.py [--tag v0.1.0] [--out DIR]
+    .ci/release.py [--tag v0.1.0] [--out DIR] [--without-tests]
 
 The release workflow runs it with its tag, before anything is published. DIR gets ``packages/`` (sdist and wheel), the
 SBOM of the image and the notes. Committed files count alone. Takes a Python of at least 3.11, git, and
@@ -196,9 +196,14 @@ def trial(check: Check) -> str:
     return run(sys.executable, check.clone / ".ci" / "installs.py", "newest", *options).splitlines()[-1]
 
 
+def tests(check: Check) -> str:
+    """All tests, those that are slow and rarely informative too, in an order drawn anew."""
+    return run("make", "test-all", f"PYTHON={sys.executable}", cwd=check.clone).splitlines()[-1].strip("= ")
+
+
 #: In this order; each needs those before it.
 STEPS: tuple[Callable[[Check], str], ...] = (
-    *(version_and_tag, changelog, tools, locks, packages, description, environment, sbom, trial),
+    *(version_and_tag, changelog, tools, locks, packages, description, environment, sbom, trial, tests),
 )
 
 
@@ -208,7 +213,9 @@ def main() -> None:
         "--tag", help="the release's tag; by default the commit's own that begins with v, if it has one"
     )
     options.add_argument("--out", type=Path, help="a new folder for what is built; by default nothing is kept")
+    options.add_argument("--without-tests", action="store_true", help="leave make test-all to somebody else")
     chosen = options.parse_args()
+    steps = [step for step in STEPS if step is not tests or not chosen.without_tests]
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
@@ -223,7 +230,7 @@ def main() -> None:
             run("git", "clone", "--quiet", "--no-hardlinks", ROOT, work / "clone")
             tags = run("git", "tag", "--points-at", "HEAD", "v*", cwd=work / "clone").split()
             check = Check(work / "clone", work, out, chosen.tag or next(iter(tags), None))
-            for step in STEPS:
+            for step in steps:
                 step_began = time.monotonic()
                 print(f"{step.__name__.replace('_', ' '):16} ", end="", flush=True)
                 result = step(check)

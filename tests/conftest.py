@@ -13,6 +13,22 @@ from support.redis_server import RedisServer
 from support.server_process import CommandLine
 
 
+#: Of all tests, those that only ``make test-all`` runs are at most one in so many.
+EXHAUSTIVE = 10
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What ``make test`` leaves out has a reason each, and is little."""
+    left_out = [(item, item.get_closest_marker("exhaustive")) for item in items]
+    without = [item.nodeid for item, mark in left_out if mark is not None and not mark.kwargs.get("reason")]
+    if without:
+        raise pytest.UsageError(f"exhaustive without a reason=: {', '.join(without)}")
+    share = sum(mark is not None for _, mark in left_out) * EXHAUSTIVE
+    if config.args == config.getini("testpaths") and share > len(items):
+        raise pytest.UsageError(f"more than one test in {EXHAUSTIVE} is exhaustive, and so not in make test")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_settings_of_the_developers_own() -> None:
     """A token or a data root that is set on this machine is not for the servers of the tests."""
