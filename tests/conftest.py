@@ -12,7 +12,6 @@ from support.page import CHROMIUM, CHROMIUM_OPTIONS
 from support.redis_server import RedisServer
 from support.server_process import CommandLine
 
-
 #: Of all tests, those that only ``make test-all`` runs are at most one in so many.
 EXHAUSTIVE = 10
 
