@@ -23,8 +23,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".cache" / "newest"
 TORCH = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
-#: Their classes do not load with the CPU build of torch, and nothing that is tested needs them.
-WITHOUT = {"torch", "torchvision", "torchaudio"}
+#: What the other writers ask for and nothing that is tested needs: vision's classes do not load with the CPU build of
+#: torch, and Mosaic's old transformers excludes the newest huggingface_hub.
+WITHOUT = {"torch", "torchvision", "torchaudio", "transformers"}
+#: What the tests of other writers do not meet, and what these writers exclude in turn.
+FRAMEWORKS = {"transformers", "trl", "accelerate", "lightning", "jax", "orbax-checkpoint", "ray", "torchdata", "wandb"}
 #: Formats, chats, tokenisers, frameworks, the page, Prometheus.
 FORMATS = ["tests/sources", "tests/storage"]
 TRAINERS = [
@@ -44,7 +47,7 @@ class Environment:
 
     name: str
     tests: list[str]
-    #: One whose own needs come first, in place of the others' newest: it excludes some of these.
+    #: One whose own needs come first, in place of the others' newest: it excludes some of these. Without frameworks.
     leading: str | None = None
 
 
@@ -58,6 +61,11 @@ ENVIRONMENTS = (
 def run(*command: object, **options: object) -> str:
     """A command's standard output. Raises ``CalledProcessError``."""
     return str(subprocess.check_output([str(part) for part in command], text=True, **options))  # type: ignore[call-overload]
+
+
+def name_of(line: str) -> str:
+    """Of what a requirement is."""
+    return re.split(r"[^\w.-]", line, maxsplit=1)[0]
 
 
 def wanted() -> list[str]:
@@ -76,7 +84,7 @@ def needs_of(python: Path, package: str) -> list[str]:
         "if r.marker is None or r.marker.evaluate({'extra': ''})]))"
     )
     lines: list[str] = json.loads(run(python, "-c", script, package))
-    return [line for line in lines if re.split(r"[^\w-]", line, maxsplit=1)[0] not in WITHOUT]
+    return [line for line in lines if name_of(line) not in WITHOUT]
 
 
 def install(environment: Environment) -> Path:
@@ -95,7 +103,9 @@ def install(environment: Environment) -> Path:
     # These two by their own: with their needs, pip would take an older release of theirs before a conflict.
     for package in ("mosaicml-streaming", "litdata"):
         run(*pip, "--no-deps", package)
-    run(*pip, *wanted(), *(needs_of(python, environment.leading) if environment.leading else []))
+    needs = needs_of(python, environment.leading) if environment.leading else []
+    left_out = {name_of(line) for line in needs} | FRAMEWORKS if environment.leading else set()
+    run(*pip, *(line for line in wanted() if name_of(line) not in left_out), *needs)
     run(*pip, "--no-deps", "-e", ROOT)
     return python
 
