@@ -57,7 +57,7 @@ def ledger(redis_url: str) -> Iterator[Ledger]:
 
 @contextmanager
 def settings(client: Any, **values: str) -> Iterator[None]:
-    """CONFIG SET, taken back at the end."""
+    """CONFIG SET, taken back at the end; ``appendonly`` with the rewrite that it takes to hold again."""
     before = {name: client.config_get(name)[name] for name in (each.replace("_", "-") for each in values)}
     try:
         for name, value in values.items():
@@ -66,6 +66,7 @@ def settings(client: Any, **values: str) -> Iterator[None]:
     finally:
         for name, value in before.items():
             client.config_set(name, value)
+        wait_for(lambda: not client.info("persistence")["aof_rewrite_in_progress"], "the append-only file")
 
 
 def _commit(ledger: Ledger, index: int) -> int:
@@ -194,6 +195,25 @@ def test_a_redis_that_can_lose_commits_is_refused_with_the_remedy(
             ledger.check()
         assert "--appendonly yes --appendfsync always" in str(caught.value)
         ledger.check()
+
+
+def test_a_redis_whose_file_was_just_switched_on_is_trusted_once_the_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = RedisServer(tmp_path, rdb_key_save_delay="100000").start()  # microseconds for each key of a rewrite
+    try:
+        with closing(RedisLedger(server.url())) as ledger, server.client() as plain:
+            plain.config_set("appendonly", "no")
+            ledger.create_run("run", "train", "uid", "{}")
+            plain.config_set("appendonly", "yes")
+            with monkeypatch.context() as patch, pytest.raises(LedgerUnsafe, match=r"anew for 0 s.*in_progress:0"):
+                patch.setattr(redis_client, "REWRITE_TIMEOUT_S", 0.0)
+                ledger.check()
+            ledger.check()
+            server.kill()
+            assert server.start().client().hexists("tokenloom:runs", "run/train")
+    finally:
+        server.stop()
 
 
 def test_where_config_is_forbidden_the_ledger_refuses_rather_than_guess(
