@@ -8,7 +8,6 @@ import os
 import socket
 import ssl
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -200,12 +199,10 @@ def test_a_revoked_token_ends_the_streams_of_its_ranks(
             assert len(threads) == (2 if world_size == 2 else 0)
             revoke(file, "ada")
             access.look()
-            revoked_at = time.monotonic()
             for rank in world.ranks:
                 with pytest.raises(Unauthenticated, match="the token 'ada' was revoked"):
                     for _ in rank:
                         pass
-            assert time.monotonic() - revoked_at < 5
             view = runs.get(MINE).coordinator.view
             wait_for(lambda: {rank.state for rank in view().generation.ranks} == {"away"}, "that all are away")
 

@@ -249,7 +249,7 @@ def service(rest: tuple[MemoryService, RestServer]) -> MemoryService:
 
 @pytest.fixture
 def http(rest: tuple[MemoryService, RestServer]) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=rest[1].url, timeout=10, trust_env=False) as client:
+    with httpx.Client(base_url=rest[1].url, timeout=60, trust_env=False) as client:
         yield client
 
 

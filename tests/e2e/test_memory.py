@@ -90,7 +90,7 @@ class Watched:
 
     def fill(self, run: str) -> None:
         """Waits until the window is full."""
-        wait_for(lambda: self.stats(run)["window_fill"] >= 1, "a full window", 40)
+        wait_for(lambda: self.stats(run)["window_fill"] >= 1, "a full window")
 
     def growth(self) -> int:
         """The most that it took beyond the idle server, over some time."""
@@ -119,7 +119,7 @@ def reading(url: str, **slot: Any) -> Iterator[threading.Thread]:
         yield thread
     finally:
         dataset.close()
-        thread.join(20)
+        thread.join(240)
 
 
 @contextmanager
