@@ -154,7 +154,7 @@ def test_more_plans_than_a_server_makes_at_once_are_refused_and_others_answered(
     asking = [
         threading.Thread(
             target=lambda: answers.append(
-                httpx.get(http.base_url.join(f"/v1/runs/{RUN}/plan"), trust_env=False, timeout=30).status_code
+                httpx.get(http.base_url.join(f"/v1/runs/{RUN}/plan"), trust_env=False, timeout=120).status_code
             )
         )
         for _ in range(MAX_PLANS)
@@ -607,7 +607,7 @@ def test_alive_is_answered_while_every_worker_waits(shared: tuple[Any, RestServe
     url = f"http://{shared[1].address}"
     waiting = [
         threading.Thread(
-            target=lambda: httpx.get(f"{url}/v1/runs/{RUN}/stats", trust_env=False, timeout=20), daemon=True
+            target=lambda: httpx.get(f"{url}/v1/runs/{RUN}/stats", trust_env=False, timeout=120), daemon=True
         )
         for _ in range(45)
     ]
@@ -742,7 +742,7 @@ def test_an_address_is_held_before_it_answers_and_who_comes_early_waits() -> Non
     server = RestServer("127.0.0.1", 0)
     answers: list[httpx.Response] = []
     asking = threading.Thread(
-        target=lambda: answers.append(httpx.get(f"http://{server.address}/healthz", trust_env=False, timeout=20))
+        target=lambda: answers.append(httpx.get(f"http://{server.address}/healthz", trust_env=False, timeout=120))
     )
     asking.start()
     with pytest.raises(errors.ConfigError, match="in use"):

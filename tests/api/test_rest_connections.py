@@ -111,7 +111,7 @@ def test_connections_beyond_the_bound_are_closed_when_they_are_accepted(
     host, _, port = server.address.rpartition(":")
     try:
         with contextlib.ExitStack() as opened:
-            silent = [opened.enter_context(socket.create_connection((host, int(port)), 10)) for _ in range(20)]
+            silent = [opened.enter_context(socket.create_connection((host, int(port)), 120)) for _ in range(20)]
             for connection in silent[4:]:
                 assert reads_to_the_end(connection) == b"", "closed by the server"
             silent[0].close()
@@ -141,7 +141,7 @@ def test_health_answers_by_itself_while_every_connection_of_rest_is_taken() -> N
     try:
         with contextlib.ExitStack() as opened, httpx.Client(base_url=health.url, trust_env=False) as client:
             for _ in range(200):
-                opened.enter_context(socket.create_connection((host, int(port)), 10))
+                opened.enter_context(socket.create_connection((host, int(port)), 120))
             with httpx.Client(base_url=rest.url, trust_env=False) as full:
                 wait_for(lambda: not answers(full), "REST to be full")
             assert client.get("/healthz").json()["status"] == "alive"

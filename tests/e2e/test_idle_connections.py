@@ -62,7 +62,7 @@ def test_training_goes_on_beside_more_silent_connections_than_the_server_has_des
             batches = iter(dataset)
             next(batches)
             for i in range(count):
-                opened.enter_context(socket.create_connection((host, int(number)), timeout=20))
+                opened.enter_context(socket.create_connection((host, int(number)), timeout=120))
                 if i % 20 == 0:
                     next(batches)
             for _ in range(200):

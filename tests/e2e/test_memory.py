@@ -130,7 +130,7 @@ def not_reading(server: ServerProcess, run: str, rank: int, credit_micro_steps: 
     over = threading.Event()
     with grpc.insecure_channel(server.grpc, options=options) as channel:
         stub, nonce = DataLoaderStub(channel), uuid.uuid4().hex
-        joined = stub.Join(wire.JoinRequest(run=run, rank=rank, nonce=nonce, **slot), timeout=30)
+        joined = stub.Join(wire.JoinRequest(run=run, rank=rank, nonce=nonce, **slot), timeout=120)
 
         def requests() -> Iterator[wire.StreamRequest]:
             progress = wire.Progress(consumed_through=joined.start_index, credit_micro_steps=credit_micro_steps)

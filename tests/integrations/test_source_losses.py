@@ -153,7 +153,7 @@ def test_the_mixture_follows_the_losses_and_a_resume_has_the_same_mixtures_again
     document["mixture"] = {"policy": "least_consumed", "children": sources}
     mixture.write_text(yaml.safe_dump(document), encoding="utf-8")
     server = ServerProcess(tmp_path / "server", mixture, flags=("--liveness", 1)).start()
-    http = httpx.Client(base_url=f"{server.rest_url}/v1/runs/mixed", trust_env=False, timeout=30)
+    http = httpx.Client(base_url=f"{server.rest_url}/v1/runs/mixed", trust_env=False, timeout=120)
     arguments = [server.url("mixed"), "--batch-size", 8, "--every", 16, "--lr", 1e-2]
     checkpoint, kept, record = tmp_path / "checkpoint", tmp_path / "kept", tmp_path / "record"
     asked = [server.rest_url, "--run", "mixed", "--every", "4096", "--turns", 3, "--smoothing", 0.5, "--poll", 0.05]
