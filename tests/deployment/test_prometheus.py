@@ -102,7 +102,7 @@ class Prometheus:
         shutil.copy(RULES, folder)
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
         address = f"127.0.0.1:{free_port()}"
-        self._client = httpx.Client(base_url=f"http://{address}", trust_env=False)
+        self._client = httpx.Client(base_url=f"http://{address}", trust_env=False, timeout=120)
         with (folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
@@ -221,7 +221,7 @@ def test_under_faults_every_panel_has_data_and_the_alerts_that_should_fire_do(
     try:
         headers = {"authorization": f"Bearer {TOKEN}"}
         url = f"https://{server.rest}/v1/runs/kept/snapshots"
-        saved = httpx.post(url, json={}, headers=headers, verify=False, trust_env=False)
+        saved = httpx.post(url, json={}, headers=headers, verify=False, trust_env=False, timeout=120)
         assert saved.is_success, saved.text
         with pytest.raises(TokenloomError), world_of(server, "broken", authority) as world:
             world.run()

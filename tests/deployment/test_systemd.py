@@ -63,7 +63,7 @@ def test_what_it_starts_is_ready_and_keeps_its_ledger_where_it_may_write(tmp_pat
     try:
         wait_for((tmp_path / "ready.json").exists, "a ready server")
         assert json.loads((tmp_path / "ready.json").read_text(encoding="utf-8"))["runs"] == ["sample"]
-        assert httpx.get(f"http://127.0.0.1:{port}/readyz", trust_env=False).json() == {"status": "ready"}
+        assert httpx.get(f"http://127.0.0.1:{port}/readyz", trust_env=False, timeout=120).json() == {"status": "ready"}
         assert (tmp_path / "tokenloom.db").exists()
     finally:
         process.kill()
