@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import random
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +15,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import grpc
-import httpx
 import pytest
 import yaml
 from support.corpora import id_rows, mixture, write_parquet
@@ -56,11 +57,11 @@ def test_malformed_messages_are_invalid_arguments_and_leave_no_trace_in_the_log(
         for data in MALFORMED:
             with pytest.raises(grpc.RpcError) as caught:
                 # As streams, every kind of method can be called.
-                next(channel.stream_stream(method)(iter([data]), timeout=20))
+                next(channel.stream_stream(method)(iter([data]), timeout=120))
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, data
             assert "is not what its method takes" in (caught.value.details() or "")
         for data in random_bytes():
-            call = channel.stream_stream(method)(iter([data]), timeout=20)
+            call = channel.stream_stream(method)(iter([data]), timeout=120)
             with contextlib.suppress(StopIteration, grpc.RpcError):
                 next(call)
             call.cancel()
@@ -74,7 +75,7 @@ def test_a_malformed_message_in_the_middle_of_a_stream_ends_it(
     opened = wire.StreamOpen(run=RUN, run_uid=trained.runs.get(RUN).coordinator.uid, peek=True, batch_size=2)
     first = wire.StreamRequest(open=opened).SerializeToString()
     with grpc.insecure_channel(trained.address) as channel, pytest.raises(grpc.RpcError) as caught:
-        for _ in channel.stream_stream("/tokenloom.v2.DataLoader/Stream")(iter([first, b"\xff"]), timeout=20):
+        for _ in channel.stream_stream("/tokenloom.v2.DataLoader/Stream")(iter([first, b"\xff"]), timeout=120):
             pass
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert not [record for record in caplog.records if record.exc_info]
@@ -121,21 +122,20 @@ def requests(trained: Trained) -> list[Any]:
     ]
 
 
-def ask(trained: Trained, request: Any) -> None:
-    """A call that is given up after a while."""
+def ask(trained: Trained, request: Any, turns: list[float], least: int = 3) -> None:
+    """A call that is given up once there were so many turns of work."""
     with grpc.insecure_channel(trained.address) as channel:
         stub = DataLoaderStub(channel)
-        with pytest.raises(grpc.RpcError) as caught:
-            (stub.Restore if isinstance(request, wire.RestoreRequest) else stub.Join)(request, timeout=1)
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED, caught.value
+        call = (stub.Restore if isinstance(request, wire.RestoreRequest) else stub.Join).future(request)
+        wait_for(lambda: len(turns) > least, "the work")
+        assert call.cancel()
 
 
 def test_work_that_nobody_waits_for_any_more_ends(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     turns = count_turns(monkeypatch)
     for request in requests(trained):
         turns.clear()
-        ask(trained, request)
-        assert len(turns) > 3, "it was at work"
+        ask(trained, request, turns)
         wait_until_idle(turns)
     for _ in range(20):
         next(trained.batches)
@@ -146,20 +146,19 @@ def test_passing_over_samples_ends_with_the_call_that_asked_for_it(
     trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     advances = count_turns(monkeypatch, timeline, Pipeline, "advance")
-    ask(trained, wire.RestoreRequest(run=RUN, sample_index=10, skip_tokens=2**33))
-    assert len(advances) > 3
+    ask(trained, wire.RestoreRequest(run=RUN, sample_index=10, skip_tokens=2**33), advances)
     wait_until_idle(advances)
 
 
 def test_eight_at_once_end_as_one_does(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     turns = count_turns(monkeypatch)
-    asking = [threading.Thread(target=ask, args=(trained, request)) for request in requests(trained)[:2] * 4]
+    asking = [threading.Thread(target=ask, args=(trained, request, turns, 30)) for request in requests(trained)[:2] * 4]
     for thread in asking:
         thread.start()
     for _ in range(20):
         next(trained.batches)
     for thread in asking:
-        thread.join(20)
+        thread.join(60)
     wait_until_idle(turns)
 
 
@@ -167,11 +166,12 @@ def test_work_ends_when_a_connection_to_rest_is_gone(trained: Trained, monkeypat
     turns = count_turns(monkeypatch)
     rest = RestServer("127.0.0.1", 0)
     rest.start(trained.runs)
-    with httpx.Client(base_url=rest.url, trust_env=False, timeout=20) as client:
-        client.get("/healthz")
-        with pytest.raises(httpx.TimeoutException):
-            client.post(f"/v1/runs/{RUN}/restore", json={"snapshot": trained.forged}, timeout=1)
-    assert len(turns) > 3
+    host, _, port = rest.address.rpartition(":")
+    body = json.dumps({"snapshot": trained.forged})
+    head = f"POST /v1/runs/{RUN}/restore HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        wait_for(lambda: len(turns) > 3, "the work")
     wait_until_idle(turns)
     assert rest.stop(), "no request goes on"
 
@@ -193,4 +193,4 @@ def count_turns(
 
 
 def wait_until_idle(turns: list[float]) -> None:
-    wait_for(lambda: time.monotonic() - turns[-1] > 1, "the end of the work", 10)
+    wait_for(lambda: time.monotonic() - turns[-1] > 1, "the end of the work")

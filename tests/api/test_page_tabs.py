@@ -54,7 +54,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
         for server in servers:
             server.start(place.runs)
             # FastAPI sets the process's filter of warnings while it makes an app: one is made after the other.
-            assert httpx.get(f"{server.url}healthz", trust_env=False, timeout=20).status_code == 200
+            assert httpx.get(f"{server.url}healthz", trust_env=False, timeout=120).status_code == 200
         yield Real(served, trainer, *(server.url.rstrip("/") for server in servers))
         for server in servers:
             server.stop(timeout=2)

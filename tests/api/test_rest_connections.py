@@ -42,7 +42,7 @@ def test_a_connection_without_a_whole_request_is_closed(
 ) -> None:
     monkeypatch.setattr("tokenloom_server.api.rest.uvicorn_server.SILENT_S", 0.4)
     host, _, port = server.address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         if asked_before:
             connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
             answer = b""
@@ -68,7 +68,7 @@ def test_an_answer_that_is_read_slowly_is_read_to_its_end(server: RestServer, mo
     host, _, port = server.address.rpartition(":")
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.settimeout(10)
+        connection.settimeout(60)
         connection.connect((host, int(port)))
         connection.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n")
         head = connection.recv(512)
@@ -83,12 +83,12 @@ def test_a_connection_that_asks_on_and_on_and_reads_nothing_is_closed(
     monkeypatch.setattr("tokenloom_server.api.rest.uvicorn_server.UNREAD_S", 0.5)
     host, _, port = server.address.rpartition(":")
     request = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n"
-    answer_bytes = len(httpx.get(f"{server.url}/openapi.json", trust_env=False).content)
+    answer_bytes = len(httpx.get(f"{server.url}/openapi.json", trust_env=False, timeout=120).content)
     # More than what the system itself holds for a peer that does not read.
     requests = 2**24 // answer_bytes
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.settimeout(10)
+        connection.settimeout(60)
         connection.connect((host, int(port)))
         with contextlib.suppress(ConnectionError):
             connection.sendall(request * requests)
@@ -111,15 +111,15 @@ def test_connections_beyond_the_bound_are_closed_when_they_are_accepted(
     host, _, port = server.address.rpartition(":")
     try:
         with contextlib.ExitStack() as opened:
-            silent = [opened.enter_context(socket.create_connection((host, int(port)), 10)) for _ in range(20)]
+            silent = [opened.enter_context(socket.create_connection((host, int(port)), 120)) for _ in range(20)]
             for connection in silent[4:]:
                 assert reads_to_the_end(connection) == b"", "closed by the server"
             silent[0].close()
             verify = ssl.create_default_context() if tls else False
             if tls:
                 authority.configure_trust(verify)
-            with httpx.Client(base_url=server.url, verify=verify, trust_env=False) as client:
-                wait_for(lambda: answers(client), "a place that is free again", 10)
+            with httpx.Client(base_url=server.url, verify=verify, trust_env=False, timeout=120) as client:
+                wait_for(lambda: answers(client), "a place that is free again")
     finally:
         server.stop()
 
@@ -139,11 +139,14 @@ def test_health_answers_by_itself_while_every_connection_of_rest_is_taken() -> N
         server.start(service)
     host, _, port = rest.address.rpartition(":")
     try:
-        with contextlib.ExitStack() as opened, httpx.Client(base_url=health.url, trust_env=False) as client:
+        with (
+            contextlib.ExitStack() as opened,
+            httpx.Client(base_url=health.url, trust_env=False, timeout=120) as client,
+        ):
             for _ in range(200):
-                opened.enter_context(socket.create_connection((host, int(port)), 10))
-            with httpx.Client(base_url=rest.url, trust_env=False) as full:
-                wait_for(lambda: not answers(full), "REST to be full", 10)
+                opened.enter_context(socket.create_connection((host, int(port)), 120))
+            with httpx.Client(base_url=rest.url, trust_env=False, timeout=120) as full:
+                wait_for(lambda: not answers(full), "REST to be full")
             assert client.get("/healthz").json()["status"] == "alive"
             assert client.get("/readyz").status_code == 503
             assert "10.0.0.1" not in client.get("/readyz").text
@@ -169,4 +172,4 @@ def test_it_answers_also_where_descriptors_are_above_those_of_select() -> None:
         server = RestServer("127.0.0.1", 0)
         server.start(MemoryService())
         stack.callback(server.stop)
-        assert httpx.get(f"{server.url}healthz", trust_env=False).status_code == 200
+        assert httpx.get(f"{server.url}healthz", trust_env=False, timeout=120).status_code == 200

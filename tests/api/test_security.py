@@ -249,7 +249,7 @@ def service(rest: tuple[MemoryService, RestServer]) -> MemoryService:
 
 @pytest.fixture
 def http(rest: tuple[MemoryService, RestServer]) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=rest[1].url, timeout=10, trust_env=False) as client:
+    with httpx.Client(base_url=rest[1].url, timeout=60, trust_env=False) as client:
         yield client
 
 
@@ -398,9 +398,9 @@ def outcome(
     def requests() -> Iterator[bytes]:
         yield from messages
         if not ends:
-            over.wait(20)
+            over.wait(120)
 
-    call = channel.stream_stream(method)(requests(), metadata=metadata_of(header), timeout=20)
+    call = channel.stream_stream(method)(requests(), metadata=metadata_of(header), timeout=120)
     try:
         next(call)
         return grpc.StatusCode.OK, ""
@@ -456,12 +456,12 @@ def test_who_only_looks_takes_no_thread_of_the_trainers_and_health_has_threads_o
     over = threading.Event()
 
     def silent() -> Iterator[bytes]:
-        over.wait(30)
+        over.wait(120)
         yield from ()
 
     # More calls than there are threads for them; each waits for a request that does not come.
     call_it = channel.stream_stream(f"/tokenloom.v2.DataLoader/{name}")
-    waiting = [call_it(silent(), metadata=metadata_of(f"Bearer {READ}"), timeout=40) for _ in range(most + 5)]
+    waiting = [call_it(silent(), metadata=metadata_of(f"Bearer {READ}"), timeout=120) for _ in range(most + 5)]
     try:
         wait_for(lambda: count_threads(pool) == most, f"{most} threads of {pool}")
         join = outcome(channel, "/tokenloom.v2.DataLoader/Join", f"Bearer {CONTROL}", b"")
@@ -491,7 +491,7 @@ def test_a_client_of_another_version_is_refused_with_both_versions(channel: grpc
     assert outcome(channel, method, None)[0] is grpc.StatusCode.UNAUTHENTICATED
     assert outcome(channel, method, f"Bearer {READ}") == outcome(channel, method, f"Bearer {CONTROL}") == refused
     with pytest.raises(grpc.RpcError) as caught:
-        channel.unary_unary(method)(b"", metadata=metadata_of(f"Bearer {READ}"), timeout=20)
+        channel.unary_unary(method)(b"", metadata=metadata_of(f"Bearer {READ}"), timeout=120)
     words = (
         f"speaks version {version} of Tokenloom's wire protocol, and this server version {VERSION}: install the same"
     )
@@ -513,7 +513,7 @@ def test_what_changes_something_needs_control_where_the_method_alone_does_not(
 def test_two_tokens_in_the_metadata_are_none(channel: grpc.Channel) -> None:
     call = channel.unary_unary("/tokenloom.v2.DataLoader/Stats")
     with pytest.raises(grpc.RpcError) as caught:
-        call(b"", metadata=metadata_of(f"Bearer {READ}") + metadata_of(f"Bearer {CONTROL}"), timeout=20)
+        call(b"", metadata=metadata_of(f"Bearer {READ}") + metadata_of(f"Bearer {CONTROL}"), timeout=120)
 
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
@@ -643,11 +643,11 @@ def test_a_call_beyond_the_places_is_refused_at_once(runs: Runs, monkeypatch: py
         over = threading.Event()
 
         def silent() -> Iterator[bytes]:
-            over.wait(20)
+            over.wait(120)
             yield from ()
 
         open_stream = channel.stream_stream("/tokenloom.v2.DataLoader/Stream")
-        calls = [open_stream(silent(), timeout=20) for _ in range(5)]
+        calls = [open_stream(silent(), timeout=120) for _ in range(5)]
         try:
             wait_for(lambda: sum(call.done() for call in calls) >= 3, "three refusals")
             refused = [call.code() for call in calls if call.done()]

@@ -79,10 +79,10 @@ def test_a_client_two_minor_versions_away_is_refused_before_anything_is_opened(
     ):
         stub = DataLoaderStub(channel)
         with pytest.raises(grpc.RpcError, match=r"client is Tokenloom 0\.3\.2, and this server 0\.5\.0"):
-            stub.Join(wire.JoinRequest(**join | further, release="0.3.2"), timeout=30)
+            stub.Join(wire.JoinRequest(**join | further, release="0.3.2"), timeout=120)
         assert runs.get("ids").stats.read().generation == 0
         if not further:
-            assert stub.Join(wire.JoinRequest(**join, release="0.4.9"), timeout=30).release == "0.5.0"
+            assert stub.Join(wire.JoinRequest(**join, release="0.4.9"), timeout=120).release == "0.5.0"
             assert runs.get("ids").stats.read().ranks[0].release == "0.4.9"
 
 
@@ -110,7 +110,7 @@ def test_a_server_at_work_imports_nothing_that_its_run_does_not_need(mixture: Pa
 def test_a_call_that_comes_before_the_runs_waits_for_them(tmp_path: Path) -> None:
     server = GrpcServer("127.0.0.1:0")
     with grpc.insecure_channel(server.address) as channel:
-        call = health_pb2_grpc.HealthStub(channel).Check.future(health_pb2.HealthCheckRequest(), timeout=20)
+        call = health_pb2_grpc.HealthStub(channel).Check.future(health_pb2.HealthCheckRequest(), timeout=120)
         with pytest.raises(ConfigError, match="in use"):
             GrpcServer(server.address)
         assert not call.done()
@@ -134,7 +134,7 @@ def test_a_stream_that_is_opened_and_never_begun_is_ended(
     silent = threading.Event()
     with runs_of(tmp_path, mixture) as runs, over_grpc(runs) as address:
         with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as ended:
-            next(DataLoaderStub(channel).Stream(iter(silent.wait, None), timeout=20))
+            next(DataLoaderStub(channel).Stream(iter(silent.wait, None), timeout=120))
         assert ended.value.code() is grpc.StatusCode.CANCELLED
         silent.set()
 
@@ -143,7 +143,7 @@ def test_a_peer_that_gives_no_sign_of_life_is_dropped(tmp_path: Path, monkeypatc
     monkeypatch.setattr(grpc_service.server, "KEEPALIVE_S", 1)
     with runs_of(tmp_path) as runs, over_grpc(runs) as address:
         host, _, port = address.rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=20) as peer:
+        with socket.create_connection((host, int(port)), timeout=120) as peer:
             # The preface of HTTP/2 and empty settings; the server's pings are never answered.
             peer.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
             while peer.recv(4096):

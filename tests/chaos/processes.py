@@ -20,7 +20,7 @@ from chaos.server_at import arm, disarm
 #: After an exit that nobody asked for, an orchestrator waits so long before it starts the server again, seconds.
 RESTART_AFTER_S = 0.2
 #: The server's own bounds on stopping add up to less, seconds.
-STOP_DEADLINE_S = 25.0
+STOP_DEADLINE_S = 120.0
 #: A call that is not answered by then never is, seconds.
 _CALL_TIMEOUT_S = 20.0
 #: A server that does not say so soon whether it leads is busy with something else.

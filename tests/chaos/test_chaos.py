@@ -25,7 +25,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_hundred_faults_lose_repeat_and_reorder_nothing_and_training_goes_on_behind_each(
     corpus: Path, tmp_path: Path
 ) -> None:
@@ -52,7 +51,6 @@ def test_a_hundred_faults_lose_repeat_and_reorder_nothing_and_training_goes_on_b
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("mutant", "only", "message"),
     [

@@ -29,7 +29,7 @@ RUN = "chaos"
 #: Once a fault is over, every rank has a batch that is newer than the fault within this time, seconds. A server's
 #: start takes about two of them where two cores are busy, a hanging one is noticed after 20; the rest is generous, as a
 #: bound in a test must be.
-LIVENESS_S = 40.0
+LIVENESS_S = 120.0
 #: A server may be replaced once it could not reach the ledger for so long, seconds.
 LEASE_S = 2.0
 #: A job that was not heard for so long may be followed by another, seconds.
@@ -38,7 +38,7 @@ BUSY_S = 1.0
 RANK_TIMEOUT_S = 12.0
 OPTIONS = ["--lease", f"{LEASE_S:g}", "--liveness", f"{BUSY_S:g}", "--rank-timeout", f"{RANK_TIMEOUT_S:g}"]
 #: A process that was told to end has ended by then, seconds.
-ENDING_S = 30.0
+ENDING_S = 120.0
 #: Between two looks at the world, seconds; and between two at the ledger.
 TICK_S = 0.01
 OBSERVE_EVERY_S = 0.1

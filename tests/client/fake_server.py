@@ -66,7 +66,7 @@ def ahead(steps: int, **timeouts: float) -> ConnectionOptions:
     return ConnectionOptions(prefetch_steps=steps, **timeouts)
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 5) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 60) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -142,14 +142,14 @@ def test_a_refusal_at_the_entry_is_final(refusing: Any, error: type[Exception], 
     began = time.monotonic()
     with (
         RemoteDataset(
-            url, 1, rank=0, world_size=1, attempt="a", connection=ConnectionOptions(connect_timeout_s=60)
+            url, 1, rank=0, world_size=1, attempt="a", connection=ConnectionOptions(connect_timeout_s=300)
         ) as dataset,
         pytest.raises(error, match="no entry"),
     ):
         next(iter(dataset))
 
     assert calls == [f"/{wire.DESCRIPTOR.services_by_name['DataLoader'].full_name}/Join"]
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 120
 
 
 @pytest.mark.parametrize(("mode", "owner", "is_read"), [(0o640, 0, True), (0o644, 0, False), (0o640, 1000, False)])

@@ -208,7 +208,7 @@ def test_next_goes_on_after_it_was_interrupted(accumulate: int) -> None:
 
     def holds(_: int, begin: int) -> str | None:
         if begin >= 2:
-            resumes.wait(20)
+            resumes.wait(240)
         return None
 
     script = Script(end_index=6, on_message=holds)
@@ -242,7 +242,7 @@ def test_a_join_that_was_interrupted_can_be_made_again(server: ServerProcess) ->
         thread.start()
         batches = iter(second)
         assert [next(batches)["sample_index"] for _ in range(2)] == [2, 4]
-        thread.join(30)
+        thread.join(120)
         assert found == [2, 4]
 
 
@@ -285,7 +285,7 @@ def test_a_users_script_is_checked_strictly_against_the_packages_types(tmp_path:
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=400,
         check=False,
     )
     lines = [line.partition("train.py:")[2] for line in answer.stdout.splitlines()]

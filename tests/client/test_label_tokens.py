@@ -32,7 +32,7 @@ def ranks_of(url: str, world_size: int, **fields: Any) -> list[list[Batch]]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
     return found
 
 

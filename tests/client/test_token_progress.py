@@ -119,7 +119,7 @@ def test_on_a_terminal_there_is_a_bar() -> None:
         shown += piece
     os.close(ours)
 
-    assert process.wait(60) == 0
+    assert process.wait(240) == 0
     text = shown.decode()
     assert text.startswith(BUDGET.lines()[0])
     assert "48%|" in text

@@ -149,7 +149,7 @@ def test_the_ranks_of_a_process_group_share_an_attempt_for_each_dataset(tmp_path
         )
         for rank in range(2)
     ]
-    answers = [process.communicate(timeout=60) for process in ranks]
+    answers = [process.communicate(timeout=240) for process in ranks]
 
     assert [process.returncode for process in ranks] == [0, 0], answers
     slots = [[slot.split(":") for slot in answer.split()] for answer, _ in answers]

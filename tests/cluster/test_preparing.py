@@ -36,7 +36,6 @@ from tokenloom_server.order import builder
 from tokenloom_server.prepare.preparer import prepare
 from tokenloom_server.sources.transform import Transform
 
-pytestmark = pytest.mark.timeout(300)
 NEEDS = Needs(cpus=0.5, memory_mb=50)
 #: Says whose texts are held until a file is there.
 GATE = """
@@ -180,9 +179,9 @@ def test_the_first_shard_is_asked_for_on_another_node_where_one_has_stopped(
             make_all = OnRay(needs, None, nothing)
             done = pool.submit(prepare, job, tmp_path / "out", on_done=nothing, on_kept=nothing, make_all=make_all)
             try:
-                wait_for(lambda: is_elsewhere() or caplog.text.count("asked for again") == 3, "four attempts", 60)
+                wait_for(lambda: is_elsewhere() or caplog.text.count("asked for again") == 3, "four attempts")
                 remove_placement_group(taken)
-                wait_for(is_elsewhere, "an attempt on the other node", 60)
+                wait_for(is_elsewhere, "an attempt on the other node")
                 (tmp_path / "go").touch()
                 assert done.result(60).shards == 1
             finally:
@@ -241,22 +240,22 @@ def test_killed_workers_nodes_and_drivers_change_no_byte(
         return [int(path.name.removeprefix("held-by-")) for path in tmp_path.glob("held-by-*")]
 
     driver = begin()
-    wait_for(lambda: len(held()) == 2 and journal.read_bytes().count(b"\n") == 6, "all but two shards", 60)
+    wait_for(lambda: len(held()) == 2 and journal.read_bytes().count(b"\n") == 6, "all but two shards")
     os.kill(held()[0], signal.SIGKILL)
-    wait_for(lambda: len(held()) == 3, "another worker", 60)
+    wait_for(lambda: len(held()) == 3, "another worker")
     assert "its worker or node was lost: " in log.read_text()
     driver.kill()
-    driver.wait(60)
+    driver.wait(240)
     assert list((tmp_path / "out/.attempts").iterdir()), "left by a kill"
     for path in tmp_path.glob("held-by-*"):
         path.unlink()
 
     driver = begin()
-    wait_for(lambda: len(held()) == 2, "the other two shards", 60)
+    wait_for(lambda: len(held()) == 2, "the other two shards")
     cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False)
-    wait_for(lambda: log.read_text().count("its worker or node was lost: ") == 2, "the loss of a node", 60)
+    wait_for(lambda: log.read_text().count("its worker or node was lost: ") == 2, "the loss of a node")
     (tmp_path / "go").touch()
-    assert driver.wait(60) == 0, log.read_text()
+    assert driver.wait(240) == 0, log.read_text()
     assert "in 8 shards (6 were there already)" in log.read_text()
     assert not (tmp_path / "out/.attempts").exists()
     monkeypatch.chdir(tmp_path)

@@ -14,7 +14,7 @@ from tokenloom_server.cluster.preparing import OnRay
 from tokenloom_server.errors import TokenizerError
 from tokenloom_server.prepare.preparer import prepare
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.readers]
+pytestmark = pytest.mark.readers
 
 
 def test_a_document_at_which_workers_die_is_named(

@@ -26,8 +26,6 @@ from tokenloom_server.cluster.connection import Needs
 from tokenloom_server.cluster.readers.link import RayReaders, ReaderOptions
 from tokenloom_server.errors import ConfigError
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -65,7 +63,7 @@ def test_the_order_stays_though_a_worker_dies_and_then_the_process_that_speaks_t
     assert samples(order_of(folder, DOCUMENT), readers, at) == expected
     assert faults.all_happened()
     # All that was asked for may have been there already when the process was killed.
-    wait_for(lambda: readers._process is not before and not readers.away, "another process", 60)
+    wait_for(lambda: readers._process is not before and not readers.away, "another process")
     assert "Ray is away: the process that speaks to it ended with status -9" in caplog.text
     wait_for(lambda: "Ray is back" in caplog.text, "Ray")
 
@@ -119,7 +117,7 @@ def test_server_and_child_may_both_have_more_to_say_than_a_socket_holds(folder: 
 
     saying = threading.Thread(target=say, args=[5, [0]], daemon=True)
     saying.start()
-    saying.join(60)
+    saying.join(240)
     assert not saying.is_alive()
 
 

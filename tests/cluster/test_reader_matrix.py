@@ -23,7 +23,7 @@ from support.trainer import World
 from tokenloom_server.cluster.readers.link import RayReaders, ReaderOptions
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError, TokenizerError
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.readers]
+pytestmark = pytest.mark.readers
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ NOT_RUN = {
     "pip install 'tokenloom[server,ray]'": "In a new environment",
     "tokenloom serve mixture.yaml --readers auto": "# on a machine that is a node of a Ray cluster",
 }
-DEADLINE_S = 120.0
+DEADLINE_S = 400.0
 
 
 def commands() -> list[str]:
@@ -51,7 +51,6 @@ def run(folder: Path, command: list[str]) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.timeout(300)
 def test_the_commands_of_the_page_prepare_and_serve(folder: Path) -> None:
     first, *others, serve = [shlex.split(command.replace("> zen.txt", "")) for command in commands()]
     (folder / "zen.txt").write_text(run(folder, first).communicate(timeout=DEADLINE_S)[0], encoding="utf-8")

@@ -85,7 +85,7 @@ def test_of_attempts_at_one_time_one_is_published_and_one_that_wakes_after_the_e
         present = out.entries("")
         assert not out.entries(".attempts")
         (tmp_path / "go").touch()
-        late[0].join(60)
+        late[0].join(240)
         prepare(job, tmp_path / "whole", on_done=nothing, on_kept=nothing)
     (answer,) = answers
     assert answer["error"] == "ConfigError"
@@ -108,12 +108,12 @@ def test_a_command_that_was_killed_goes_on_with_what_is_not_whole(out: Folder, t
         return (out.read("journal.jsonl") or b"").count(b"\n") if out.is_local else len(out.entries("journal.jsonl"))
 
     command = begin()
-    wait_for(lambda: journalled() == 4, "all shards but one", 60)
+    wait_for(lambda: journalled() == 4, "all shards but one")
     command.kill()
-    command.wait(60)
+    command.wait(240)
     assert len(out.entries(".attempts")) == (2 if out.is_local else 1), "left by a kill"
     (tmp_path / "go").touch()
-    assert begin().wait(60) == 0, log.read_text()
+    assert begin().wait(240) == 0, log.read_text()
     assert "in 5 shards (4 were there already)" in log.read_text()
     assert not out.entries(".attempts")
 

@@ -22,7 +22,7 @@ from tests.support.server_process import ServerProcess
 
 CONTROL_TOKEN = "conformance-token-of-32-characters"
 #: For what was taken to be committed.
-COMMIT_S = 20.0
+COMMIT_S = 120.0
 #: No run has so many samples but those that a check reads the beginning of.
 _SAMPLES = 400
 

@@ -467,13 +467,13 @@ def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     ) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while "sleeping" not in (tmp_path / "log").read_text():
             assert time.monotonic() < deadline
             time.sleep(0.02)
         parent.kill()
 
-    psutil.wait_procs([child], timeout=30)
+    psutil.wait_procs([child], timeout=120)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
@@ -540,7 +540,6 @@ def little_text(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_whole_demonstration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder whose name needs quoting, with little text and as little training as there can be."""
     little_text(monkeypatch, "unittest")
@@ -554,7 +553,6 @@ def test_the_whole_demonstration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_live_demonstration_stays_at_its_address_while_it_is_revised_killed_and_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

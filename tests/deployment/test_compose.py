@@ -28,7 +28,7 @@ from tokenloom_server.cli.options import DATA_ROOTS, MixtureOptions
 from tokenloom_server.config.data_roots import DataRoots
 
 ROOT = Path(__file__).resolve().parents[2]
-STARTS_WITHIN_S = 30.0
+STARTS_WITHIN_S = 240.0
 
 Service = dict[str, Any]
 
@@ -195,7 +195,7 @@ def test_the_package_builds_from_what_the_image_copies(instructions: list[tuple[
             _copy(ROOT / source, target)
 
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", "built"]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=240)
 
     assert len(list((tmp_path / "built").iterdir())) == 1
 
@@ -244,7 +244,7 @@ def test_the_ledgers_health_check_tells_a_living_redis_from_a_dead_one(
 
     def healthy() -> bool:
         checked = subprocess.run(
-            ["/bin/sh", "-c", command], env=environment, capture_output=True, timeout=10, check=False
+            ["/bin/sh", "-c", command], env=environment, capture_output=True, timeout=120, check=False
         )
         return checked.returncode == 0
 
@@ -263,7 +263,7 @@ def _health_check(instructions: list[tuple[str, str]], port: int, **environment:
     assert sum("127.0.0.1:8081/" in argument for argument in arguments) == 1
     command = [sys.executable, *(argument.replace(":8081/", f":{port}/") for argument in arguments)]
     return subprocess.run(
-        command, env=os.environ | environment, capture_output=True, timeout=30, check=False
+        command, env=os.environ | environment, capture_output=True, timeout=120, check=False
     ).returncode
 
 

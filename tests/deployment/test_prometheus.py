@@ -102,7 +102,7 @@ class Prometheus:
         shutil.copy(RULES, folder)
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
         address = f"127.0.0.1:{free_port()}"
-        self._client = httpx.Client(base_url=f"http://{address}", trust_env=False)
+        self._client = httpx.Client(base_url=f"http://{address}", trust_env=False, timeout=120)
         with (folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
@@ -134,7 +134,7 @@ class Prometheus:
     def close(self) -> None:
         self._client.close()
         self._process.terminate()
-        self._process.wait(20)
+        self._process.wait(240)
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ def training(server: ServerProcess, authority: Path) -> Iterator[None]:
     thread.start()
     yield
     stop.set()
-    thread.join(60)
+    thread.join(240)
     assert errors == []
 
 
@@ -221,7 +221,7 @@ def test_under_faults_every_panel_has_data_and_the_alerts_that_should_fire_do(
     try:
         headers = {"authorization": f"Bearer {TOKEN}"}
         url = f"https://{server.rest}/v1/runs/kept/snapshots"
-        saved = httpx.post(url, json={}, headers=headers, verify=False, trust_env=False)
+        saved = httpx.post(url, json={}, headers=headers, verify=False, trust_env=False, timeout=120)
         assert saved.is_success, saved.text
         with pytest.raises(TokenloomError), world_of(server, "broken", authority) as world:
             world.run()
@@ -237,7 +237,7 @@ def test_under_faults_every_panel_has_data_and_the_alerts_that_should_fire_do(
         server.kill()
         wait_for(firing(prometheus, "TokenloomNoLeader", "pending"), "the alert that nobody leads")
         server.start()
-        wait_for(lambda: prometheus.query('tokenloom_reconnects_total{run="kept"} > 0'), "the ranks' streams", 60)
+        wait_for(lambda: prometheus.query('tokenloom_reconnects_total{run="kept"} > 0'), "the ranks' streams")
         wait_for(lambda: "TokenloomNoLeader" not in prometheus.alerts(), "a leader")
         with pytest.raises(TokenloomError), world_of(server, "unknown", authority) as world:
             world.join()

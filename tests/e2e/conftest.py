@@ -208,7 +208,7 @@ class Rpc:
 
     def snapshot(self, run: str, sample_index: int = -1, save: bool = False) -> str:
         request = wire.SnapshotRequest(run=run, sample_index=sample_index, save=save)
-        return str(self.stub.Snapshot(request, timeout=30).snapshot_json)
+        return str(self.stub.Snapshot(request, timeout=120).snapshot_json)
 
 
 @pytest.fixture

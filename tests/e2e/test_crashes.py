@@ -62,7 +62,7 @@ def outlive_two_deaths(server: ServerProcess) -> None:
     """As a supervisor does that starts it again."""
     for _ in range(2):
         assert server._process is not None
-        assert server._process.wait(60) == -signal.SIGSEGV, server.log[-2000:]
+        assert server._process.wait(240) == -signal.SIGSEGV, server.log[-2000:]
         server.kill()
         server.start()
 
@@ -78,7 +78,7 @@ def test_a_document_that_kills_one_engine_is_encoded_by_the_other_and_the_order_
 ) -> None:
     monkeypatch.setenv("DEADLY_ENGINES", "GigatokenEngine")
     server = start_deadly(corpus, start_server, "survived")
-    with World(server.url("survived"), 1, 8, prefetch_steps=2, reconnect_timeout_s=40) as world:
+    with World(server.url("survived"), 1, 8, prefetch_steps=2, reconnect_timeout_s=240) as world:
         world.join()
         supervisor = meanwhile(lambda: outlive_two_deaths(server))
         world.run()
@@ -108,7 +108,7 @@ def test_a_document_that_kills_both_engines_stops_the_run_behind_all_that_came_b
 ) -> None:
     monkeypatch.setenv("DEADLY_ENGINES", "GigatokenEngine,TokenizersEngine")
     server = start_deadly(corpus, start_server, "stopped")
-    with World(server.url("stopped"), 1, 8, prefetch_steps=2, reconnect_timeout_s=40) as world:
+    with World(server.url("stopped"), 1, 8, prefetch_steps=2, reconnect_timeout_s=240) as world:
         world.join()
         supervisor = meanwhile(lambda: outlive_two_deaths(server))
         with pytest.raises(TokenizerError) as stopped:

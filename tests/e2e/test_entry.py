@@ -145,7 +145,7 @@ def test_with_a_token_everybody_is_listened_to_and_told_that_it_is_in_the_clear(
         port = server.grpc.rpartition(":")[2]
         with World(f"grpc://127.0.0.1:{port}/{RUN}", token=CONTROL) as world:
             world.steps(1)
-        assert httpx.get(f"http://{server.rest}/v1/runs", trust_env=False).status_code == 401
+        assert httpx.get(f"http://{server.rest}/v1/runs", trust_env=False, timeout=120).status_code == 401
         assert server.log.count("without TLS the token and the data travel unencrypted") == 2
     finally:
         server.terminate()
@@ -190,7 +190,9 @@ def secure(server: ServerProcess) -> str:
 
 def status_over_tls(server: ServerProcess, context: ssl.SSLContext, path: str, token: str | None = None) -> int:
     headers = {} if token is None else {"authorization": f"Bearer {token}"}
-    return httpx.get(f"https://{server.rest}{path}", verify=context, trust_env=False, headers=headers).status_code
+    return httpx.get(
+        f"https://{server.rest}{path}", verify=context, trust_env=False, timeout=120, headers=headers
+    ).status_code
 
 
 def test_with_tls_trainers_and_readers_check_the_certificate(
@@ -216,7 +218,7 @@ def test_with_tls_trainers_and_readers_check_the_certificate(
     assert status_over_tls(server, context, "/v1/runs") == 401
     assert status_over_tls(server, context, "/v1/runs", READ) == 200
     with pytest.raises(httpx.TransportError):
-        httpx.get(f"http://{server.rest}/readyz", trust_env=False)
+        httpx.get(f"http://{server.rest}/readyz", trust_env=False, timeout=120)
     with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
         status_over_tls(server, ssl.create_default_context(), "/readyz")
 
@@ -343,15 +345,19 @@ def test_no_secret_is_in_a_log_however_much_is_logged(mixture: Path, tmp_path: P
         headers = {"authorization": f"Bearer {READ}"}
         wrong = "a-wrong-token-0123456789"
         for path in ("/v1/runs", f"/v1/runs/{RUN}/stats", "/metrics", "/nowhere"):
-            httpx.get(f"{server.rest_url}{path}", headers=headers, trust_env=False)
-            httpx.get(f"{server.rest_url}{path}", headers={"authorization": f"Bearer {wrong}"}, trust_env=False)
+            httpx.get(f"{server.rest_url}{path}", headers=headers, trust_env=False, timeout=120)
+            httpx.get(
+                f"{server.rest_url}{path}", headers={"authorization": f"Bearer {wrong}"}, trust_env=False, timeout=120
+            )
         with dataset(server.url(RUN), token=wrong, attempt="w") as refused, pytest.raises(Unauthenticated):
             next(iter(refused))
         # The ledger goes away and its errors are logged, too.
         ledger.kill()
         time.sleep(0.5)
-        figures = httpx.get(f"{server.rest_url}/v1/runs/{RUN}/stats", headers=headers, trust_env=False).text
-        httpx.post(f"{server.rest_url}/v1/runs/{RUN}/snapshots", json={}, headers=headers, trust_env=False)
+        figures = httpx.get(
+            f"{server.rest_url}/v1/runs/{RUN}/stats", headers=headers, trust_env=False, timeout=120
+        ).text
+        httpx.post(f"{server.rest_url}/v1/runs/{RUN}/snapshots", json={}, headers=headers, trust_env=False, timeout=120)
         server.terminate()
         written = server.log + figures
         with pytest.raises(RuntimeError, match="cannot be reached") as caught:

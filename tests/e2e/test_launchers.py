@@ -24,7 +24,7 @@ from support.ports import free_port
 from support.server_process import ServerProcess
 from support.trainer import Sample, Trainer
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 
 
 def wait_for(happened: Callable[[], bool], what: str, agents: list[Agent]) -> None:

@@ -34,7 +34,7 @@ def test_a_limit_of_open_files_is_raised_and_where_it_cannot_be_the_server_refus
             ready[name] = server.poll() is None and first_batches(tmp_path / f"{name}.json", 30)
         finally:
             server.terminate()
-            server.wait(30)
+            server.wait(120)
         printed[name] = (tmp_path / f"{name}.log").read_text(encoding="utf-8")
     assert ready == {"soft": True, "enough": True, "hard": False, "least": False}
     assert "703 files and connections open, and a server of 60 sources needs 704: raise the limit" in printed["hard"]

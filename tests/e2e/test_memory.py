@@ -90,7 +90,7 @@ class Watched:
 
     def fill(self, run: str) -> None:
         """Waits until the window is full."""
-        wait_for(lambda: self.stats(run)["window_fill"] >= 1, "a full window", 40)
+        wait_for(lambda: self.stats(run)["window_fill"] >= 1, "a full window")
 
     def growth(self) -> int:
         """The most that it took beyond the idle server, over some time."""
@@ -119,7 +119,7 @@ def reading(url: str, **slot: Any) -> Iterator[threading.Thread]:
         yield thread
     finally:
         dataset.close()
-        thread.join(20)
+        thread.join(240)
 
 
 @contextmanager
@@ -130,7 +130,7 @@ def not_reading(server: ServerProcess, run: str, rank: int, credit_micro_steps: 
     over = threading.Event()
     with grpc.insecure_channel(server.grpc, options=options) as channel:
         stub, nonce = DataLoaderStub(channel), uuid.uuid4().hex
-        joined = stub.Join(wire.JoinRequest(run=run, rank=rank, nonce=nonce, **slot), timeout=30)
+        joined = stub.Join(wire.JoinRequest(run=run, rank=rank, nonce=nonce, **slot), timeout=120)
 
         def requests() -> Iterator[wire.StreamRequest]:
             progress = wire.Progress(consumed_through=joined.start_index, credit_micro_steps=credit_micro_steps)

@@ -42,7 +42,7 @@ NOT_RUN = {
 }
 #: What a page says of a command that does not end by itself.
 ENDLESS = "Ctrl-C ends it"
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 MAIN_ADDRESSES = ("127.0.0.1:50051", "127.0.0.1:8080")
 CODE, WEB, DOCS = "parquet:data/code-*.parquet:ids", "jsonl:data/web.jsonl:text", "jsonl:data/docs.jsonl:text"
 

@@ -48,7 +48,7 @@ def test_the_example_of_a_page_runs(page: Path, tmp_path: Path, start_server: St
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
         )
         assert made.returncode == 0, made.stderr
         server = start_server(mixture, environment=environment)

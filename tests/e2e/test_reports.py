@@ -42,7 +42,7 @@ def request(world: World, index: int, **fields: Any) -> wire.ReportRequest:
 
 def refusal(rpc: Rpc, asked: wire.ReportRequest) -> tuple[str, str]:
     with pytest.raises(grpc.RpcError) as refused:
-        rpc.stub.Report(asked, timeout=20)
+        rpc.stub.Report(asked, timeout=120)
     error = refused.value
     return dict(error.trailing_metadata())["tokenloom-error"], error.details()
 
@@ -64,10 +64,10 @@ def test_losses_are_shown_and_move_nothing(
         assert server.get(f"{path}/losses")["sample_index"] == []
         assert " loss " not in tokenloom("stats", server.rest_url).output
 
-        calls.stub.Report(request(world, 4), timeout=20)
-        calls.stub.Report(request(world, 4), timeout=20)  # its answer was lost
+        calls.stub.Report(request(world, 4), timeout=120)
+        calls.stub.Report(request(world, 4), timeout=120)  # its answer was lost
         third = [wire.SourceLoss(source_id=0, loss=1.0, tokens=10)]
-        calls.stub.Report(request(world, 8, sources=third, loss=1.0), timeout=20)
+        calls.stub.Report(request(world, 8, sources=third, loss=1.0), timeout=120)
 
         stats = server.get(f"{path}/stats")
         code, prose, docs, _ = stats["sources"]
@@ -124,14 +124,14 @@ def test_losses_are_shown_and_move_nothing(
         name, details = refusal(calls, old)
         assert (name, "is over: generation 2" in details) == ("Fenced", True)
         # It says that it stands before the end: what came from there on was rewound.
-        calls.stub.Report(request(world, 6, loss=9.0), timeout=20)
+        calls.stub.Report(request(world, 6, loss=9.0), timeout=120)
         assert server.get(f"{path}/losses")["sample_index"] == [4, 6]
         # A server that comes back has no curve, and takes what is reported from then on.
         server.kill()
         server.start()
         world.steps(1)
         assert server.get(f"{path}/losses")["sample_index"] == []
-        rpc(server).stub.Report(request(world, 16), timeout=20)
+        rpc(server).stub.Report(request(world, 16), timeout=120)
         assert server.get(f"{path}/losses")["sample_index"] == [16]
         samples = world.run().receipt.sequence(12)
     assert len(samples) > 20

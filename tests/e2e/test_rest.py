@@ -52,7 +52,7 @@ def test_figures_equal_a_recount_over_rest_and_grpc_and_on_the_command_line(
         assert source["tokens"] == corpus.tokens(samples)[spec]
         assert source["rows"] == corpus.rows(samples)[spec]
         assert source["actual_share"] == pytest.approx(source["tokens"] / figures["total_tokens"])
-    by_rpc = json.loads(rpc(server).stub.Stats(wire.StatsRequest(run="counted"), timeout=20).stats_json)
+    by_rpc = json.loads(rpc(server).stub.Stats(wire.StatsRequest(run="counted"), timeout=120).stats_json)
     assert by_rpc["sources"] == figures["sources"]
     shown = tokenloom("stats", server.rest_url, "--run", "counted")
     assert shown.status == 0
@@ -95,9 +95,9 @@ def test_health_readiness_and_reflection_answer(server: ServerProcess) -> None:
     with grpc.insecure_channel(server.grpc, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         for service in ("", "tokenloom.v2.DataLoader"):
-            answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=20)
+            answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=120)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
         asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
-        (found,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(asked, timeout=20)
+        (found,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(asked, timeout=120)
         names = {service.name for service in found.list_services_response.service}
         assert {"tokenloom.v2.DataLoader", "grpc.health.v1.Health"} <= names

@@ -115,7 +115,7 @@ def test_what_cannot_be_skipped_is_refused_before_anything_is_pinned(
         assert said in refused_command.output
     # Nothing of this is pinned; and over gRPC a skip travels as well.
     calls: Rpc = rpc(server)
-    answer = calls.stub.Restore(wire.RestoreRequest(run=run, sample_index=2, skip_tokens=LENGTH + 1), timeout=30)
+    answer = calls.stub.Restore(wire.RestoreRequest(run=run, sample_index=2, skip_tokens=LENGTH + 1), timeout=120)
     assert (answer.sample_index, dict(answer.skips)) == (2, {2: 2})
     assert answer.digest == rolling_digest(sequence[:2])
     with World(server.url(run)) as world:

@@ -134,7 +134,7 @@ def train_with_the_wheel(
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=400,
     )
 
 

@@ -140,7 +140,6 @@ def test_the_losses_of_a_turn_are_those_measured_under_its_mixture(mixing: Modul
     assert mixing.measured(found, turn, 200) == {"a": 1.25, "b": 4.0}
 
 
-@pytest.mark.timeout(240)
 def test_the_mixture_follows_the_losses_and_a_resume_has_the_same_mixtures_again(
     torch_forks: Forks, tmp_path: Path
 ) -> None:
@@ -154,7 +153,7 @@ def test_the_mixture_follows_the_losses_and_a_resume_has_the_same_mixtures_again
     document["mixture"] = {"policy": "least_consumed", "children": sources}
     mixture.write_text(yaml.safe_dump(document), encoding="utf-8")
     server = ServerProcess(tmp_path / "server", mixture, flags=("--liveness", 1)).start()
-    http = httpx.Client(base_url=f"{server.rest_url}/v1/runs/mixed", trust_env=False, timeout=30)
+    http = httpx.Client(base_url=f"{server.rest_url}/v1/runs/mixed", trust_env=False, timeout=120)
     arguments = [server.url("mixed"), "--batch-size", 8, "--every", 16, "--lr", 1e-2]
     checkpoint, kept, record = tmp_path / "checkpoint", tmp_path / "kept", tmp_path / "record"
     asked = [server.rest_url, "--run", "mixed", "--every", "4096", "--turns", 3, "--smoothing", 0.5, "--poll", 0.05]
@@ -163,7 +162,7 @@ def test_the_mixture_follows_the_losses_and_a_resume_has_the_same_mixtures_again
         whole = [*arguments, "--samples", 10_000_000, "--checkpoint", checkpoint, "--record", record]
         jobs.append(launch(torch_forks, SCRIPT, whole, world_size=1, folder=tmp_path / "job"))
         mixer, trainer = jobs
-        deadline = time.monotonic() + 75
+        deadline = time.monotonic() + 400
         while mixer.statuses() == [None]:
             assert time.monotonic() < deadline, trainer.output[-2000:]
             assert trainer.statuses() == [None], trainer.output[-2000:]

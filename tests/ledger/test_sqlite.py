@@ -221,7 +221,7 @@ def test_of_two_server_processes_on_one_file_the_later_one_commits_alone(tmp_pat
             assert before is not None
             assert before.committed is not None
             assert first.stdout.readlines()[-1] == "not leader\n"
-            assert first.wait(timeout=10) == 0
+            assert first.wait(timeout=60) == 0
             assert ledger.read_run("run", "train") == before
             with pytest.raises(NotLeader):
                 ledger.execute(Commit("uid", "train", epoch - 1, 1, commit_at(10**6), False))
@@ -281,7 +281,7 @@ def test_a_commit_waits_for_another_process_that_writes(tmp_path: Path) -> None:
                 assert not waiting.done()
                 time.sleep(0.01)
             other.execute("ROLLBACK")
-            assert waiting.result(timeout=10) == 1
+            assert waiting.result(timeout=60) == 1
 
 
 @pytest.mark.parametrize("link", [False, True])

@@ -529,7 +529,6 @@ def test_the_order_is_what_it_was(
     assert actual == json.loads((GOLDEN / f"order_v{version}.json").read_text())
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("readers", [1, 4])
 def test_the_order_is_what_it_was_with_readers(cluster: Any, folder: Path, readers: int) -> None:
     asked = RayReaders(ReaderOptions(address=cluster.address, needs=Needs(cpus=4 / readers)))

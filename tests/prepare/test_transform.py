@@ -236,7 +236,7 @@ def test_a_killed_command_goes_on_to_the_same_bytes(folder: Path, tokenloom: Com
     journal = folder / "out/journal.jsonl"
     wait_for(lambda: journal.exists() and journal.stat().st_size > 100, "a shard")
     process.kill()
-    process.wait(60)
+    process.wait(240)
     ended = tokenloom(*arguments, folder=folder)
     assert ended.status == 0, ended.output
     assert "were there already" in ended.output

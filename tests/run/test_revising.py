@@ -60,7 +60,7 @@ def test_ranks_go_on_to_a_revision_that_is_being_written_and_no_further(
 
     place.ledger.meanwhile = meanwhile  # type: ignore[method-assign]
     trainer.settle()
-    active, deadline = served.coordinator._active, time.monotonic() + 20
+    active, deadline = served.coordinator._active, time.monotonic() + 120
     assert active is not None
     while active.generation.steps_wanted():  # what it may produce once more is committed moves the index
         assert time.monotonic() < deadline
@@ -298,7 +298,7 @@ def test_a_revision_that_has_to_wait_says_in_the_log_why_it_was_not_made(
     place.stop()
     served = place.serve()
     served.revision_handler.revise_soon(heavier(0.5, sample_index=3))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while "was not made" not in caplog.text:
         assert time.monotonic() < deadline
         time.sleep(0.05)

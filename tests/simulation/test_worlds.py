@@ -98,7 +98,6 @@ def test_a_product_without_one_of_its_guards_is_caught(name: str, monkeypatch: p
     pytest.fail(f"{name} survived {SEARCHED} worlds")
 
 
-@pytest.mark.timeout(300)
 def test_the_worlds_meet_what_they_are_there_for() -> None:
     # What the test above is worth.
     found: set[tuple[str, str]] = set()

@@ -28,7 +28,7 @@ from tokenloom_server.sources.parquet import thrift
 #: Of each variant of a format: several hundred of each format.
 MUTATIONS = {"parquet": 100, "arrow": 100, "jsonl": 150, "txt": 200}
 SEED = 1
-CHILD_S = 100
+CHILD_S = 400
 
 TESTS = Path(__file__).resolve().parents[1]
 

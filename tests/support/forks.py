@@ -90,7 +90,7 @@ class Forks:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(10.0)
+        self._process.wait(60.0)
         self._process.stdout.close()
 
     def _answer(self) -> dict[str, int]:

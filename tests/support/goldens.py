@@ -47,7 +47,7 @@ from support.server_process import ServerProcess
 FOLDER = Path(__file__).resolve().parents[1] / "golden"
 UID = "0123456789abcdef0123456789abcdef"
 NOW = 1_800_000_000.0
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 DOCS, LINES = "jsonl:docs-*.jsonl:text", "txt:lines.txt:text"
 _TEXT = {"seed": 7, "tokenizer": "bytes", "sequence_length": 8}

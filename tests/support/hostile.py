@@ -165,7 +165,7 @@ peak_kib = int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].spli
 print(json.dumps([errors, peak_kib // 1024]))
 """
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, input=json.dumps(paths), capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, input=json.dumps(paths), capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     errors, peak = json.loads(done.stdout)
     return Outcome(errors, peak)

@@ -25,7 +25,7 @@ from .server_process import ServerProcess
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 #: So long a script may take to its first steps.
-STEPS_DEADLINE_S = 90.0
+STEPS_DEADLINE_S = 400.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from support.catalog import spec_of
 
 #: A mutation may take so long, seconds; the machine may be busy.
-DEADLINE_S = 60
+DEADLINE_S = 240
 #: Memory that a child may ask for beside what it has when it begins.
 MEMORY_BYTES = 2 << 30
 

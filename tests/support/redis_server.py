@@ -21,7 +21,7 @@ from .ports import free_port
 ROOT = Path(__file__).parents[2]
 
 #: A Redis with an empty folder is ready in tens of milliseconds; loaded machines need more.
-START_DEADLINE_S = 20.0
+START_DEADLINE_S = 120.0
 
 #: Another process may take the port between its choice and its use.
 START_TRIES = 5

@@ -78,7 +78,7 @@ class S3Server:
     def _send(self, method: str, path: str, data: bytes | None) -> None:
         import http.client
 
-        connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=30)
+        connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=120)
         connection.request(method, path, data, {"Authorization": "AWS4-HMAC-SHA256 Credential=k/20300101/us-east-1/s3"})
         status = connection.getresponse().status
         connection.close()

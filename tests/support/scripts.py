@@ -11,7 +11,7 @@ from .forks import Fork, Forks
 from .ports import free_port
 
 #: Longer than any job here takes on two busy cores.
-JOB_DEADLINE_S = 90.0
+JOB_DEADLINE_S = 400.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from tokenloom_server.run.timeouts import Timeouts
 from tokenloom_server.run.views import Session
 
 RUN = "test"
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 #: A batch size, or pairs (total tokens, batch size).
 Sizes: TypeAlias = int | tuple[tuple[int, int], ...]
 #: Samples have 8 tokens: 2 at first, 5 from sample 30 on, 1 from 100 on.

@@ -21,11 +21,11 @@ from .forks import Fork, Forks
 from .ports import free_port
 
 #: A server on two busy cores takes about two seconds, most of them imports.
-START_DEADLINE_S = 60.0
-#: The server's own bounds on stopping add up to less.
-STOP_DEADLINE_S = 25.0
+START_DEADLINE_S = 120.0
+#: The server's own bounds on stopping add up to 25.
+STOP_DEADLINE_S = 120.0
 #: Longer than any command that is run here, refused ledgers and their retries included.
-COMMAND_DEADLINE_S = 50
+COMMAND_DEADLINE_S = 240
 
 
 MAIN = "tokenloom_server.__main__:main"

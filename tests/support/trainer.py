@@ -25,7 +25,7 @@ from tokenloom import Batch, ConnectionOptions, RemoteDataset
 from support.digest import digest_after
 from support.forks import Forks
 
-TRAINER_DEADLINE_S = 60
+TRAINER_DEADLINE_S = 240
 
 
 class Sample(NamedTuple):

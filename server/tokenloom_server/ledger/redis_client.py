@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import resources
@@ -37,6 +38,10 @@ SOCKET_TIMEOUT_S = 5.0
 RETRIES = 1
 BACKOFF_BASE_S = 0.05
 BACKOFF_CAP_S = 0.5
+
+#: A Redis writes its append-only file anew at tens of megabytes a second, and a ledger has a few hundred at most.
+REWRITE_TIMEOUT_S = 60.0
+REWRITE_POLL_S = 0.05
 
 #: Options that a URL may carry; others could change what answers look like.
 _URL_OPTIONS = re.compile(r"db|socket_timeout|socket_connect_timeout|ssl_[a-z_]+")
@@ -170,10 +175,30 @@ class RedisClient:
                 raise LedgerUnsafe(
                     f"Redis at {self.address} has {setting} {value}; expected {expected}: {reason}. {_REMEDY}."
                 )
+        self._await_append_only_file()
         version = int(self.read(("GET", SCHEMA))[0] or SCHEMA_VERSION)
         if version > SCHEMA_VERSION:
             raise refusals.newer_schema(self.description, version, SCHEMA_VERSION)
         self._warn_of_replicas()
+
+    def _await_append_only_file(self) -> None:
+        """Waits for a rewrite of the file. From CONFIG SET appendonly yes until the one that it begins is done, Redis
+        calls the file on, and what it acknowledges is in memory alone. It does not say which rewrite it is at, so any
+        is waited for."""
+        deadline = time.monotonic() + REWRITE_TIMEOUT_S
+        while True:
+            with self._translated():
+                found = self._redis.info("persistence")
+            if not any(int(found.get(f"aof_rewrite_{name}", 0)) for name in ("in_progress", "scheduled")):
+                return
+            if time.monotonic() >= deadline:
+                raise LedgerUnsafe(
+                    f"Redis at {self.address} has been writing its append-only file anew for {REWRITE_TIMEOUT_S:g} s; "
+                    "expected it to be done: where appendonly was switched on just now, a restart would lose what is "
+                    "written until then. Try again once INFO persistence says aof_rewrite_in_progress:0 and "
+                    "aof_rewrite_scheduled:0; where that stays away, Redis's log says why (its memory, its disk)."
+                )
+            time.sleep(REWRITE_POLL_S)
 
     def _warn_of_replicas(self) -> None:
         with self._translated():
