@@ -19,7 +19,6 @@ from conftest import Corpus, StartServer
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import Sample, World
 from support.waiting import wait_for
-from tokenloom.errors import ServerUnavailable
 from tokenloom_proto.errors import NotFound, TokenloomError
 from tokenloom_server.api.run_folder import RunFolder
 from tokenloom_server.api.server import ServeOptions, Server
@@ -239,22 +238,3 @@ def test_ranks_that_know_another_server_go_on_there_when_a_run_is_removed(
         assert first.request("DELETE", "/v1/runs/moves", json={}).status_code == 200
         assert world.steps(8).receipt.sequence() == sequence[:44]
     assert first.get("/v1/runs")["runs"] == []
-
-
-def test_a_native_crash_of_one_server_leaves_the_run_of_another_alone(
-    corpus: Corpus, start_server: StartServer, redis_url: str
-) -> None:
-    crashes = start_server(corpus.mixture("crashes"), ledger=redis_url, options=())
-    lives = start_server(corpus.mixture("lives"), ledger=redis_url)
-    with World(lives.url("lives")) as world:
-        world.steps(2)
-        assert crashes._process is not None
-        crashes._process.send_signal(11)
-        wait_for(lambda: crashes._process is not None and crashes._process.poll() is not None, "the crash")
-        world.steps(3)
-        with pytest.raises(ServerUnavailable), World(crashes.url("crashes"), connect_timeout_s=0.5) as none:
-            none.join()
-        crashes._process = None
-        crashes.start()
-        with World(crashes.url("crashes")) as back:
-            back.steps(2)

@@ -44,11 +44,16 @@ def samples(world: World, steps: int | None = None) -> Seen:
     return found
 
 
+@pytest.fixture(scope="module")
+def server(corpus: Corpus, serve: StartServer) -> ServerProcess:
+    packed = (corpus.mixture(run, **fields, last_micro_step="pad") for run, fields in RUNS.items())
+    return serve(corpus.mixture("joined"), *packed)
+
+
 @pytest.mark.parametrize("run", RUNS)
 def test_a_packed_run_is_the_same_after_a_kill_and_on_other_ranks(
-    corpus: Corpus, start_server: StartServer, run: str
+    corpus: Corpus, server: ServerProcess, run: str
 ) -> None:
-    server = start_server(corpus.mixture(run, **RUNS[run], last_micro_step="pad"))
     with World(server.url(run), 2, 3, columns=["attention_mask"]) as world:
         whole = samples(world, 4)
         state = world.state()
@@ -110,8 +115,7 @@ def documents(corpus: Corpus, source: int, place: int) -> tuple[list[int], list[
     return found
 
 
-def test_document_and_position_ids_follow_the_end_of_text_ids(corpus: Corpus, start_server: StartServer) -> None:
-    server = start_server(corpus.mixture("joined"))
+def test_document_and_position_ids_follow_the_end_of_text_ids(corpus: Corpus, server: ServerProcess) -> None:
     with World(server.url("joined"), 2, 3, prefetch_steps=7, columns=["document_ids", "position_ids"]) as world:
         places = [0, 0, 0, 0]
         found = {}

@@ -1,8 +1,7 @@
-"""Pages whose example is a corpus and a mixture file: it is made, served and read."""
+"""Pages whose example is a corpus and a mixture file: it is made and read."""
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -13,10 +12,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import StartServer
 from support.hub import hub_environment
 from support.s3_server import s3_environment
-from tokenloom import RemoteDataset
+from tokenloom import LocalDataset
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 #: The page about plugins has a package for its example, which `test_plugins.py` serves.
@@ -36,24 +34,19 @@ def block(text: str, language: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_example_of_a_page_runs(page: Path, tmp_path: Path, start_server: StartServer) -> None:
+def test_the_example_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page.read_text(encoding="utf-8")
-    mixture = tmp_path / "mixture.yaml"
+    mixture, script = tmp_path / "mixture.yaml", tmp_path / "make.py"
     mixture.write_text(block(text, "yaml"), encoding="utf-8")
+    script.write_text(block(text, "python"), encoding="utf-8")
     with SURROUNDINGS.get(page.stem, nullcontext({})) as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
         made = subprocess.run(
-            [sys.executable, "-c", block(text, "python")],
-            cwd=tmp_path,
-            env=os.environ | environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=60,
+            [sys.executable, script], cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
         )
         assert made.returncode == 0, made.stderr
-        server = start_server(mixture, environment=environment)
-        found = yaml.safe_load(mixture.read_text())
-        size = found.get("global_batch_size", 2)
-        with RemoteDataset(server.url(found["run"]), batch_size=size) as dataset:
+        size = yaml.safe_load(mixture.read_text()).get("global_batch_size", 2)
+        with LocalDataset(mixture, batch_size=size) as dataset:
             for batch in islice(dataset, 2):
                 assert len(batch["sample_ids"]) == size
