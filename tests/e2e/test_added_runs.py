@@ -163,19 +163,6 @@ def test_files_that_are_renamed_doubled_or_not_to_be_read_leave_every_run_served
         runs.stop()
 
 
-def test_of_several_mixtures_a_broken_one_is_tried_again_and_alone_it_ends_the_start(
-    corpus: Corpus, start_server: StartServer
-) -> None:
-    bad = corpus.folder / "once-bad.yaml"
-    bad.write_text(BROKEN)
-    with pytest.raises(RuntimeError, match="sequence_length"):
-        start_server(bad)
-    server = start_server(corpus.mixture("good"), bad)
-    assert server.get("/v1/runs")["runs"] == ["good"]
-    corpus.mixture("once-bad")
-    assert post(server, "/v1/runs/once-bad/reload").status_code in (200, 404)
-
-
 @pytest.fixture
 def in_process(corpus: Corpus, tmp_path: Path) -> Iterator[Server]:
     server = Server(

@@ -67,26 +67,6 @@ def test_a_launch_whose_rank_0_was_killed_keeps_nobody_out_but_one_that_stands_s
     assert caplog.text.count("so another may begin in") == 2
 
 
-def test_a_job_that_said_goodbye_and_the_same_process_need_not_wait(corpus: Corpus, start_server: StartServer) -> None:
-    server = start_server(corpus.mixture("again"), flags=LIVENESS)
-    first = RemoteDataset(server.url("again"), 1)
-    next(iter(first))
-    # A notebook's cell that is run again: the first is still there.
-    second = RemoteDataset(server.url("again"), 1, resume="fresh")
-    next(iter(second))
-    assert (first.generation, second.generation) == (1, 2)
-    # And once more, behind a restart of the server, which hears whose run it is from the stream that comes back.
-    server.kill()
-    server.start()
-    with RemoteDataset(
-        server.url("again"), 1, resume="latest", connection=ConnectionOptions(connect_timeout_s=30)
-    ) as third:
-        next(iter(third))
-        assert third.generation == 3
-    first.close()
-    second.close()
-
-
 def test_a_rank_that_stops_is_named_and_the_others_get_an_error(
     corpus: Corpus, start_server: StartServer, caplog: pytest.LogCaptureFixture
 ) -> None:

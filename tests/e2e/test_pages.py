@@ -1,7 +1,8 @@
-"""Pages whose example is a corpus and a mixture file: it is made and read."""
+"""Pages whose example is a corpus and a mixture file: it is made, served and read."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -12,9 +13,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conftest import StartServer
 from support.hub import hub_environment
 from support.s3_server import s3_environment
-from tokenloom import LocalDataset
+from tokenloom import RemoteDataset
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 #: The page about plugins has a package for its example, which `test_plugins.py` serves.
@@ -33,20 +35,26 @@ def block(text: str, language: str) -> str:
     return found[1]
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_example_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_a_page_runs(page: Path, tmp_path: Path, start_server: StartServer) -> None:
     text = page.read_text(encoding="utf-8")
-    mixture, script = tmp_path / "mixture.yaml", tmp_path / "make.py"
+    mixture = tmp_path / "mixture.yaml"
     mixture.write_text(block(text, "yaml"), encoding="utf-8")
-    script.write_text(block(text, "python"), encoding="utf-8")
     with SURROUNDINGS.get(page.stem, nullcontext({})) as environment:
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
         made = subprocess.run(
-            [sys.executable, script], cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", block(text, "python")],
+            cwd=tmp_path,
+            env=os.environ | environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=240,
         )
         assert made.returncode == 0, made.stderr
-        size = yaml.safe_load(mixture.read_text()).get("global_batch_size", 2)
-        with LocalDataset(mixture, batch_size=size) as dataset:
+        server = start_server(mixture, environment=environment)
+        found = yaml.safe_load(mixture.read_text())
+        size = found.get("global_batch_size", 2)
+        with RemoteDataset(server.url(found["run"]), batch_size=size) as dataset:
             for batch in islice(dataset, 2):
                 assert len(batch["sample_ids"]) == size

@@ -93,28 +93,6 @@ def test_peeks_beside_two_ranks_show_what_these_get_and_change_nothing(
     assert ledger_rows(server.ledger_file)["openings"] == rows["openings"]
 
 
-def test_a_peek_goes_over_to_the_standby(
-    corpus: Corpus, sequence: list[Sample], start_server: StartServer, tokenloom: CommandLine
-) -> None:
-    run, flags = "led-peek", ("--lease", 2, "--standby")
-    written = corpus.mixture(run)
-    leader = start_server(written, ledger="sqlite:///../shared-peek.db", flags=flags[:2])
-    standby = start_server(written, ledger="sqlite:///../shared-peek.db", flags=flags)
-    both = f"grpc://{standby.grpc},{leader.grpc}/{run}"
-    receipt = Receipt()
-    with peek(both, 2, at=3, prefetch_steps=2) as dataset:
-        batches = iter(dataset)
-        for _ in range(4):
-            receipt.add(next(batches))
-        assert tokenloom("peek", both, "--samples", 1).status == 0
-        refused = tokenloom("peek", standby.url(run)).output
-        assert refused.startswith(f"NotLeader: this server does not lead run '{run}'"), refused
-        leader.kill()
-        for _ in range(8):
-            receipt.add(next(batches))
-    assert receipt.samples == part(sequence, 3, 27)
-
-
 def test_training_resumes_at_the_state_of_a_peek(
     server: ServerProcess, sequence: list[Sample], rpc: Callable[[ServerProcess], Rpc]
 ) -> None:

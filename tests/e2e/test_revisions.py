@@ -15,7 +15,6 @@ from support.corpora import write_parquet
 from support.server_process import CommandLine, ServerProcess
 from support.timelines import revised
 from support.trainer import Sample, World, rolling_digest
-from support.waiting import wait_for
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.order import builder
@@ -198,29 +197,6 @@ def test_a_file_is_compared_with_what_revisions_made_of_it_and_not_with_a_later_
     assert made()[2:] == [["a: weight 5 → 2"]]
 
 
-def test_a_file_that_was_changed_between_two_launches_holds_from_where_the_first_one_was_killed(
-    folder: Path, start_server: StartServer
-) -> None:
-    run = "between"
-    path = write_mixture(folder, run)
-    course = course_of(path)
-    server = start_server(path, flags=("--liveness", 2))
-    with World(server.url(run), RANKS, BATCH) as world:
-        until(world, 200)
-        server.kill()
-    write_mixture(folder, run, mixture=HEAVIER)
-    server.start_with("--revise", "heavier", "--liveness", 2)
-    assert "the revision is made in 2 s: ranks of the last launch may come back" in server.log
-    wait_for(lambda: Mixture(server, run).read()["revisions"], "the revision")
-    committed = server.get(f"/v1/runs/{run}/stats")["sample_index"]
-    (made,) = Mixture(server, run).read()["revisions"]
-    assert 0 < committed <= 200
-    assert (made["sample_index"], made["changes"]) == (committed, ["a: weight 2 → 5"])
-    with World(server.url(run), RANKS, BATCH, resume="latest") as world:
-        until(world, committed + 100)
-        check(world, revised(course, committed, mixture=HEAVIER), committed)
-
-
 def test_a_source_that_was_preserved_comes_back_from_the_command_line_and_goes_on(
     folder: Path, start_server: StartServer, tokenloom: CommandLine
 ) -> None:
@@ -238,12 +214,6 @@ def test_a_source_that_was_preserved_comes_back_from_the_command_line_and_goes_o
         assert json.loads(world.state()["tokenloom"])["resume_state"]["datasets"][-1] == {**entries[1], "unknown": True}
         add = ("mixture", "add", server.rest_url, spec, "--alias", "late", *why)
         assert "late: is read from its first row" in tokenloom(*add, "--from-start", "--dry-run").output
-        file = folder / "with-late.yaml"
-        document = {**yaml.safe_load(path.read_text()), "mixture": {**NODE, "children": [*NODE["children"], LATE]}}
-        file.write_text(yaml.safe_dump(document))
-        apply = ("mixture", "apply", server.rest_url, file, "--yes", "--dry-run", *why)
-        assert line in tokenloom(*apply).output
-        assert "late: is read from its first row" in tokenloom(*apply, "--from-start").output
         assert line in tokenloom(*add).output
         assert line in server.log_path.read_text()
         until(world, 3 * GROUP)
@@ -253,6 +223,3 @@ def test_a_source_that_was_preserved_comes_back_from_the_command_line_and_goes_o
     assert first.ids[0] == NUMBERS["late"] + 7
     datasets = json.loads(state["tokenloom"])["resume_state"]["datasets"]
     assert [entry["spec"] for entry in datasets] == [*(child["source"] for child in NODE["children"]), spec]
-    # A fifth of the samples since, as its weight says: it does not catch up.
-    since = received[next(i for i, sample in enumerate(received) if sample.source == 3) :][:200]
-    assert abs(sum(sample.source == 3 for sample in since) - 40) <= 2

@@ -13,7 +13,6 @@ from conftest import Corpus, Rpc, StartServer
 from support.server_process import MAIN, CommandLine, ServerProcess, server_forks
 from support.trainer import Sample, World
 from support.waiting import wait_for
-from tokenloom_proto.errors import LedgerRolledBack
 
 LEASE = ("--lease", 2)
 
@@ -111,6 +110,7 @@ def test_a_second_server_is_refused_while_the_first_leads_or_waits_until_it_is_t
     assert leader.grpc in text
     assert "--standby" in text
     log = tmp_path / "waiting.log"
+    log.touch()
     waiting = server_forks().fork(MAIN, [*serve, "--lease", 60], output=log)
     try:
         wait_for(lambda: "waiting up to 60 s" in log.read_text(), "the wait for the lease", 60)
@@ -151,29 +151,3 @@ def test_a_server_that_starts_removes_the_ready_file_of_one_that_was_killed(
     assert json.loads(server.ready_file.read_text()) == {"grpc": server.grpc, "rest": server.rest, "runs": ["ready"]}
     line = f"tokenloom is ready: gRPC on {server.grpc}, REST and page on http://{server.rest}/ (runs: ready)"
     assert server.log.splitlines().count(line) == 2
-
-
-def test_a_second_server_on_a_new_ledger_file_leads_alone_and_a_launch_from_the_checkpoint_goes_on(
-    corpus: Corpus, sequence: list[Sample], start_server: StartServer
-) -> None:
-    run, ledger = "ledger-deleted", "sqlite:///../deleted.db"
-    mixture = corpus.mixture(run, window_micro_steps=8)
-    first = start_server(mixture, ledger=ledger, flags=LEASE)
-    second = start_server(mixture, ledger=ledger, flags=(*LEASE, "--standby"))
-    second.kill()
-    with World(both(first, second, run), 2, 2, prefetch_steps=2) as world:
-        world.steps(5)
-        state, samples = world.state(), world.receipt.sequence()
-        # So that the second comes first to the new file.
-        first.pause()
-        for file in first.ledger_file.resolve().parent.glob("deleted.db*"):
-            file.unlink()
-        second.start_with(*LEASE)
-        first.unpause()
-        assert [server.get(f"/v1/runs/{run}/stats")["leads"] for server in (first, second)] == [False, True]
-        with pytest.raises(LedgerRolledBack):
-            world.run()
-    with World(both(first, second, run), 4, 1, state=state) as again:
-        again.run()
-        assert samples + again.receipt.sequence(len(samples)) == sequence[: again.sample_index]
-    assert "was deleted, moved or replaced while it was open" in first.log
