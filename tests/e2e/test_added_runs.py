@@ -53,7 +53,7 @@ def test_runs_are_added_reloaded_and_removed_while_another_trains(
             # Nothing changed: a reload does nothing to the ranks.
             assert tokenloom("runs", "reload", server.rest, "comes").status == 0
             assert comes.steps(1).receipt.sequence() == sequence[:20]
-            revised(corpus, file)
+            revised(file)
             refused = tokenloom("runs", "reload", server.rest, "comes")
             assert refused.status == 2
             assert "mixture.children.0.weight" in refused.output and "runs reload --reason" in refused.output
@@ -81,7 +81,7 @@ def test_runs_are_added_reloaded_and_removed_while_another_trains(
     assert {line.get("run") for line in lines} >= {"stays", "comes", None}
 
 
-def revised(corpus: Corpus, file: Path) -> None:
+def revised(file: Path) -> None:
     document = yaml.safe_load(file.read_text())
     document["mixture"]["children"][0]["weight"] = 1
     file.write_text(yaml.safe_dump(document))

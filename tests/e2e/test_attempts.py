@@ -67,9 +67,7 @@ def test_a_launch_whose_rank_0_was_killed_keeps_nobody_out_but_one_that_stands_s
     assert caplog.text.count("so another may begin in") == 2
 
 
-def test_a_rank_that_stops_is_named_and_the_others_get_an_error(
-    corpus: Corpus, start_server: StartServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_rank_that_stops_is_named_and_the_others_get_an_error(corpus: Corpus, start_server: StartServer) -> None:
     server = start_server(corpus.mixture("stalled", window_micro_steps=3), flags=("--rank-timeout", 5))
     with World(server.url("stalled"), 2, 1, prefetch_steps=2) as world:
         world.steps(2)

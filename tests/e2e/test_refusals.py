@@ -6,7 +6,7 @@ import json
 
 import pytest
 from conftest import LENGTH, Corpus, StartServer
-from support.trainer import Sample, World
+from support.trainer import World
 from tokenloom import RemoteDataset, SourceError
 
 
@@ -43,7 +43,7 @@ def test_a_bad_line_reaches_every_rank_at_one_step_with_file_and_line_and_no_oth
 
 
 def test_what_begins_again_says_so_loudly_and_a_loaded_state_wins(
-    corpus: Corpus, sequence: list[Sample], start_server: StartServer, caplog: pytest.LogCaptureFixture
+    corpus: Corpus, start_server: StartServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = start_server(corpus.mixture("again")).url("again")
     warning = "run again: begun again at sample 0 (resume='fresh', no state loaded): what was given before comes again"
