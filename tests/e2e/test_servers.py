@@ -100,7 +100,8 @@ def test_a_second_server_is_refused_while_the_first_leads_or_waits_until_it_is_t
 ) -> None:
     run = "led"
     mixture = corpus.mixture(run)
-    leader = start_server(mixture, ledger=redis_url, flags=LEASE)
+    # A leader that has no time for a while is to keep its lease.
+    leader = start_server(mixture, ledger=redis_url, flags=("--lease", 60))
     serve = ("serve", mixture, "--ledger", redis_url, "--grpc", "127.0.0.1:0", "--rest", "127.0.0.1:0")
     refused = tokenloom(*serve, *LEASE)
     assert refused.status == 2
@@ -113,7 +114,7 @@ def test_a_second_server_is_refused_while_the_first_leads_or_waits_until_it_is_t
     log.touch()
     waiting = server_forks().fork(MAIN, [*serve, "--lease", 60], output=log)
     try:
-        wait_for(lambda: "waiting up to 60 s" in log.read_text(), "the wait for the lease", 60)
+        wait_for(lambda: "waiting up to 60 s" in log.read_text(), "the wait for the lease")
         waiting.send_signal(signal.SIGTERM)
         assert waiting.wait() == 0
     finally:
