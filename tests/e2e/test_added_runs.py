@@ -19,7 +19,6 @@ from conftest import Corpus, StartServer
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import Sample, World
 from support.waiting import wait_for
-from tokenloom.errors import ServerUnavailable
 from tokenloom_proto.errors import NotFound, TokenloomError
 from tokenloom_server.api.run_folder import RunFolder
 from tokenloom_server.api.server import ServeOptions, Server
@@ -54,7 +53,7 @@ def test_runs_are_added_reloaded_and_removed_while_another_trains(
             # Nothing changed: a reload does nothing to the ranks.
             assert tokenloom("runs", "reload", server.rest, "comes").status == 0
             assert comes.steps(1).receipt.sequence() == sequence[:20]
-            revised(corpus, file)
+            revised(file)
             refused = tokenloom("runs", "reload", server.rest, "comes")
             assert refused.status == 2
             assert "mixture.children.0.weight" in refused.output and "runs reload --reason" in refused.output
@@ -82,7 +81,7 @@ def test_runs_are_added_reloaded_and_removed_while_another_trains(
     assert {line.get("run") for line in lines} >= {"stays", "comes", None}
 
 
-def revised(corpus: Corpus, file: Path) -> None:
+def revised(file: Path) -> None:
     document = yaml.safe_load(file.read_text())
     document["mixture"]["children"][0]["weight"] = 1
     file.write_text(yaml.safe_dump(document))
@@ -164,19 +163,6 @@ def test_files_that_are_renamed_doubled_or_not_to_be_read_leave_every_run_served
         runs.stop()
 
 
-def test_of_several_mixtures_a_broken_one_is_tried_again_and_alone_it_ends_the_start(
-    corpus: Corpus, start_server: StartServer
-) -> None:
-    bad = corpus.folder / "once-bad.yaml"
-    bad.write_text(BROKEN)
-    with pytest.raises(RuntimeError, match="sequence_length"):
-        start_server(bad)
-    server = start_server(corpus.mixture("good"), bad)
-    assert server.get("/v1/runs")["runs"] == ["good"]
-    corpus.mixture("once-bad")
-    assert post(server, "/v1/runs/once-bad/reload").status_code in (200, 404)
-
-
 @pytest.fixture
 def in_process(corpus: Corpus, tmp_path: Path) -> Iterator[Server]:
     server = Server(
@@ -239,22 +225,3 @@ def test_ranks_that_know_another_server_go_on_there_when_a_run_is_removed(
         assert first.request("DELETE", "/v1/runs/moves", json={}).status_code == 200
         assert world.steps(8).receipt.sequence() == sequence[:44]
     assert first.get("/v1/runs")["runs"] == []
-
-
-def test_a_native_crash_of_one_server_leaves_the_run_of_another_alone(
-    corpus: Corpus, start_server: StartServer, redis_url: str
-) -> None:
-    crashes = start_server(corpus.mixture("crashes"), ledger=redis_url, options=())
-    lives = start_server(corpus.mixture("lives"), ledger=redis_url)
-    with World(lives.url("lives")) as world:
-        world.steps(2)
-        assert crashes._process is not None
-        crashes._process.send_signal(11)
-        wait_for(lambda: crashes._process is not None and crashes._process.poll() is not None, "the crash")
-        world.steps(3)
-        with pytest.raises(ServerUnavailable), World(crashes.url("crashes"), connect_timeout_s=0.5) as none:
-            none.join()
-        crashes._process = None
-        crashes.start()
-        with World(crashes.url("crashes")) as back:
-            back.steps(2)

@@ -7,19 +7,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-import grpc
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from conftest import Rpc, StartServer
+from conftest import StartServer
 from support.features import SHAPES, document, latents, write_features, write_mixture
 from support.server_process import CommandLine, ServerProcess
 from tokenloom import ConnectionOptions, PeekDataset, RemoteDataset
-from tokenloom_proto.errors import ProtocolError, TokenloomError
-from tokenloom_server.tools.checkpoint.content import _sources
-from tokenloom_server.tools.checkpoint.difference import place as stands_at
+from tokenloom_proto.errors import TokenloomError
 
 RUN = "latents"
 SIZE = 4
@@ -120,14 +116,6 @@ def test_what_does_not_divide_the_global_batch_is_refused_with_the_reason(server
             next(iter(dataset))
 
 
-def test_documents_are_not_asked_for_of_rows(server: ServerProcess, whole: object) -> None:
-    with (
-        PeekDataset(server.url(RUN), columns=["document_ids"]) as dataset,
-        pytest.raises(ProtocolError, match="batches of rows from buckets, which have no documents"),
-    ):
-        next(iter(dataset))
-
-
 def test_whoever_looks_sees_whole_batches(
     server: ServerProcess, whole: tuple[list[dict[str, Any]], str], tokenloom: CommandLine
 ) -> None:
@@ -142,45 +130,7 @@ def test_whoever_looks_sees_whole_batches(
     expected = [caption for batch in whole[0] for caption in batch["caption"]]
     assert [one["row"]["caption"] for one in seen] == expected[9:13]
     assert {one["tokens"] for one in seen} == {1}
-    table = tokenloom("peek", server.url(RUN), "--at", "9", "--samples", "2")
-    assert {row.split("│")[3].strip() for row in table.output.splitlines() if "│" in row} == {"1"}
     assert seen[0]["row"]["latent"] == f"float16 {list(SHAPES[seen[0]['row']['bucket']])}"
-
-
-def test_figures_traces_plans_and_snapshots_know_rows(
-    folder: Path, server: ServerProcess, whole: tuple[list[dict[str, Any]], str]
-) -> None:
-    def ask(path: str, **query: Any) -> Any:
-        return server.get(f"/v1/runs/{RUN}/{path}", **query)
-
-    rows = len(whole[0]) * SIZE
-    stats = ask("stats")
-    assert sum(source["rows"] for source in stats["sources"]) == rows
-    assert stats["sources"][0]["lost_tokens"] == 2 * (37 + 24) - stats["sources"][0]["rows"]
-    assert stats["sources"][1]["lost_tokens"] == 29 - stats["sources"][1]["rows"]
-    plan = ask("plan")
-    assert [source["tokens_per_row"] for source in plan["sources"]] == [1.0, 1.0]
-
-    expected = [caption for batch in whole[0] for caption in batch["caption"]]
-    traced = ask("samples/9", text="true")
-    (told,) = traced["documents"]
-    assert json.loads(told["text"])["caption"] == expected[9]
-    path = folder / told["shard"]
-    table = pq.read_table(path) if path.suffix == ".parquet" else pa.ipc.open_stream(path).read_all()
-    assert table.column("caption")[told["row"]].as_py() == expected[9]
-
-    with Rpc(server) as rpc:
-        snapshots = [json.loads(rpc.snapshot(RUN, index)) for index in (8, 12, rows)]
-        digests = [snapshot["digest"] for snapshot in snapshots]
-        shown = [stands_at(source) for source in _sources(snapshots[2]["resume_state"]["datasets"], None)]
-        # It counts what the epoch gave, which is no place in a file.
-        assert all(re.fullmatch(r"row [1-9]\d*", text) for text in shown), shown
-        assert digests[0] != digests[1]
-        assert ask("samples/11")["digest"] == digests[1]
-        step = ask("micro-steps/1", generation=1, rank=0)
-        assert [one["sample"] for one in step["ranks"][0]["samples"]] == [4, 5, 6, 7]
-        with pytest.raises(grpc.RpcError, match="sample 9 lies within a global batch of 4"):
-            rpc.snapshot(RUN, 9)
 
 
 def test_a_fork_goes_on_in_the_same_batches_and_another_way_of_making_them_is_refused(
@@ -203,9 +153,6 @@ def test_a_fork_goes_on_in_the_same_batches_and_another_way_of_making_them_is_re
         caption for batch in begun + rest if batch["dataset_id"] == "arrow:more:*" for caption in batch["caption"]
     ]
     assert len(set(of_more)) == len(of_more), "each row once, whichever run had it"
-    other = RemoteDataset(server.url("other"), rank=0, world_size=1, attempt="other", fork_from=state)
-    with other, pytest.raises(TokenloomError, match="seed is 5 in run 'base' and 6 in 'other'"):
-        next(iter(other))
     with (
         RemoteDataset(server.url("other"), rank=0, world_size=1, attempt="older") as older,
         pytest.raises(TokenloomError, match="an older data loader's checkpoint names rows of files"),
@@ -213,9 +160,6 @@ def test_a_fork_goes_on_in_the_same_batches_and_another_way_of_making_them_is_re
         entry = {"spec": "arrow:more:*", "shard": "more/data-00000-of-00001.arrow", "row_offset": 4}
         older.load_state_dict({"resume_state": {"datasets": [entry]}})
         next(iter(older))
-    for body, status in (({"skip_samples": 3}, 422), ({"skip_tokens": 3}, 200)):
-        answer = server.request("POST", "/v1/runs/base/restore", json={"sample_index": 8, **body})
-        assert answer.status_code == status, answer.text
-    with RemoteDataset(server.url("base"), rank=0, world_size=1, attempt="skip", takeover=True) as skipped:
-        batch: Any = next(iter(skipped))  # three are a batch of four
-        assert (batch["sample_ids"].tolist(), batch["caption"]) == ([8, 9, 10, 11], begun[3]["caption"])
+    other = RemoteDataset(server.url("other"), rank=0, world_size=1, attempt="other", fork_from=state)
+    with other, pytest.raises(TokenloomError, match="seed is 5 in run 'base' and 6 in 'other'"):
+        next(iter(other))

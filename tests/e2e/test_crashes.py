@@ -15,7 +15,6 @@ from conftest import Corpus, StartServer
 from support.server_process import ServerProcess
 from support.trainer import World
 from tokenizers import Tokenizer
-from tokenloom import TokenizerError
 
 #: Makes engines crash as native code does, wherever Python starts: in the server, and in what it starts.
 _DEADLY = """
@@ -101,29 +100,3 @@ def test_a_document_that_kills_one_engine_is_encoded_by_the_other_and_the_order_
         assert [sample.ids for sample in world.receipt.sequence()] == expected
     index = server.log_path.parent / "index"
     assert [path.name for path in index.glob("survived@*") if path.suffix == ".json"] == ["survived@suspects.json"]
-
-
-def test_a_document_that_kills_both_engines_stops_the_run_behind_all_that_came_before_it_and_is_named(
-    corpus: Corpus, start_server: StartServer, texts: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DEADLY_ENGINES", "GigatokenEngine,TokenizersEngine")
-    server = start_deadly(corpus, start_server, "stopped")
-    with World(server.url("stopped"), 1, 8, prefetch_steps=2, reconnect_timeout_s=240) as world:
-        world.join()
-        supervisor = meanwhile(lambda: outlive_two_deaths(server))
-        with pytest.raises(TokenizerError) as stopped:
-            world.run()
-        supervisor.join()
-        reached = world.sample_index
-    for part in (
-        "deadly.jsonl",
-        f"row {CULPRIT}:",
-        "gigatoken",
-        "ended by SIGSEGV",
-        "the other engine",
-        "take the row",
-    ):
-        assert part in str(stopped.value)
-    assert reached > 0
-    assert server._process is not None
-    assert server._process.poll() is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import ssl
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,14 +17,15 @@ import httpx
 import pytest
 import redis
 import trustme
-from conftest import SPECS, Corpus, StartServer
+from conftest import Corpus, StartServer
 from cryptography.hazmat.primitives import serialization
 from support.redirecting import Redirecting
 from support.redis_server import RedisServer
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import World, with_connection
-from support.waiting import wait_for
 from tokenloom import ConnectionOptions, Forbidden, PeekDataset, RemoteDataset, ServerUnavailable, Unauthenticated
+from tokenloom_server.api.tls import Tls
+from tokenloom_server.errors import ConfigError
 
 RUN = "entry"
 CONTROL, READ = "control-token-0123456789", "read-token-0123456789abc"
@@ -50,14 +52,18 @@ def token_file(folder: Path, token: str) -> Path:
 # Tokens
 
 
-def test_a_trainer_brings_the_token_and_others_do_not_get_in(
-    mixture: Path, start_server: StartServer, tmp_path: Path
+def test_a_trainer_brings_the_token_and_who_only_looks_needs_no_more_than_the_one_for_reading(
+    mixture: Path, start_server: StartServer, tokenloom: CommandLine, tmp_path: Path
 ) -> None:
     flags = ("--token-file", token_file(tmp_path, CONTROL))
     server = start_server(mixture, flags=flags, environment={"TOKENLOOM_READ_TOKEN": READ})
     url = server.url(RUN)
+    connection = ConnectionOptions(token=READ, connect_timeout_s=20.0)
     with World(url, world_size=2, batch_size=2, token=CONTROL) as world:
-        world.steps(4)
+        with PeekDataset(url, 1, at="fresh", connection=connection) as peek:
+            batches = [batch["input_ids"].tolist() for batch in itertools.islice(peek, 8)]
+        world.steps(2)
+        assert batches == [[list(sample.ids)] for sample in world.receipt.sequence()]
     for error, options in (
         (Unauthenticated, {"attempt": "b"}),
         (Unauthenticated, {"attempt": "c", "token": "another-token-0123456789"}),
@@ -66,47 +72,24 @@ def test_a_trainer_brings_the_token_and_others_do_not_get_in(
         with dataset(url, **options) as refused, pytest.raises(error):
             next(iter(refused))
 
-
-def test_who_only_looks_needs_no_more_than_the_token_for_reading(
-    mixture: Path, start_server: StartServer, tokenloom: CommandLine, tmp_path: Path
-) -> None:
-    server = start_server(mixture, environment=TOKENS)
-    file = token_file(tmp_path, READ)
-    with (
-        World(server.url(RUN), token=CONTROL) as world,
-        PeekDataset(
-            server.url(RUN), 1, at="fresh", connection=ConnectionOptions(token=READ, connect_timeout_s=20.0)
-        ) as peek,
-    ):
-        batches = [batch["input_ids"].tolist() for batch in itertools.islice(peek, 4)]
-        world.steps(4)
-        assert batches == [[list(sample.ids)] for sample in world.receipt.sequence()]
-    shown = tokenloom("peek", server.url(RUN), "--token-file", file, "--samples", 2, "--json", "--at", 0)
+    (tmp_path / "reader").mkdir()
+    file = token_file(tmp_path / "reader", READ)
+    shown = tokenloom("peek", url, "--token-file", file, "--samples", 2, "--json", "--at", 0)
     assert [json.loads(line)["ids"] for line in shown.output.splitlines()] == [ids for (ids,) in batches[:2]]
-    refused = tokenloom("peek", server.url(RUN))
-    assert (refused.status, refused.output.startswith("Unauthenticated: ")) == (2, True), refused.output
-    elsewhere = tokenloom("peek", "grpc://127.0.0.1:1,192.0.2.1:1/run", "--token-file", file)
-    assert "would travel to 192.0.2.1 unencrypted" in " ".join(elsewhere.output.split())
-
-
-def test_the_figures_are_read_with_a_token_file(
-    mixture: Path, start_server: StartServer, tokenloom: CommandLine, tmp_path: Path
-) -> None:
-    server = start_server(mixture, environment=TOKENS)
-    for token in (READ, CONTROL):
-        file = token_file(tmp_path, token)
-        shown = tokenloom("stats", server.rest_url, "--token-file", file)
-        assert (shown.status, RUN in shown.output) == (0, True), shown.output
-    refused = tokenloom("stats", server.rest_url)
-    assert refused.status == 2
-    assert refused.output.startswith("Unauthenticated: ")
-    assert "TOKENLOOM_TOKEN" in refused.output
+    figures = tokenloom("stats", server.rest_url, "--token-file", file)
+    assert (figures.status, RUN in figures.output) == (0, True), figures.output
+    elsewhere = "would travel to 192.0.2.1 unencrypted"
+    for arguments, said in (
+        (("peek", url), "Unauthenticated: "),
+        (("stats", server.rest_url), "Unauthenticated: "),
+        (("peek", "grpc://127.0.0.1:1,192.0.2.1:1/run", "--token-file", file), elsewhere),
+        (("stats", "http://192.0.2.1:8080", "--token-file", file), elsewhere),
+    ):
+        done = tokenloom(*arguments)
+        assert (done.status, said in " ".join(done.output.split())) == (2, True), done.output
     file.chmod(0o644)
     loose = tokenloom("stats", server.rest_url, "--token-file", file)
     assert (loose.status, "has mode 0644" in " ".join(loose.output.split())) == (2, True), loose.output
-    file.chmod(0o600)
-    elsewhere = tokenloom("stats", "http://192.0.2.1:8080", "--token-file", file)
-    assert "would travel to 192.0.2.1 unencrypted" in " ".join(elsewhere.output.split())
 
 
 def test_a_token_is_not_sent_on_to_where_a_server_redirects(tmp_path: Path, tokenloom: CommandLine) -> None:
@@ -121,20 +104,19 @@ def test_a_token_is_not_sent_on_to_where_a_server_redirects(tmp_path: Path, toke
 # Who listens where
 
 
-@pytest.mark.parametrize("option", ["--grpc", "--rest"])
-@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "a-name-of-this-machine"])
-def test_without_a_token_only_this_machine_is_listened_to(
-    mixture: Path, tokenloom: CommandLine, option: str, host: str
-) -> None:
-    other = "--rest" if option == "--grpc" else "--grpc"
+def test_without_a_token_only_this_machine_is_listened_to(mixture: Path, tokenloom: CommandLine) -> None:
+    for option, other, host in (
+        ("--grpc", "--rest", "0.0.0.0"),
+        ("--rest", "--grpc", "[::]"),
+        ("--rest", "--grpc", "a-name-of-this-machine"),
+    ):
+        done = tokenloom("serve", mixture, option, f"{host}:0", other, "127.0.0.1:0")
 
-    done = tokenloom("serve", mixture, option, f"{host}:0", other, "127.0.0.1:0")
-
-    assert done.status == 2
-    message = " ".join(done.output.split())
-    assert message.startswith(f"ConfigError: {option} {host}:0: others than this machine reach this address")
-    assert "set TOKENLOOM_TOKEN" in message
-    assert "--token-file" in message
+        assert done.status == 2
+        message = " ".join(done.output.split())
+        assert message.startswith(f"ConfigError: {option} {host}:0: others than this machine reach this address")
+        assert "set TOKENLOOM_TOKEN" in message
+        assert "--token-file" in message
 
 
 def test_with_a_token_everybody_is_listened_to_and_told_that_it_is_in_the_clear(mixture: Path, tmp_path: Path) -> None:
@@ -280,22 +262,23 @@ def test_files_that_are_no_certificate_are_refused_before_anything_listens(
     pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
     locked.touch(0o600)
     locked.write_bytes(private.private_bytes(pem, pkcs8, under_passphrase))
-    for arguments, words in (
-        (["--tls-cert", cert], "--tls-cert without the rest"),
-        (["--tls-client-ca", cert], "--tls-client-ca without the rest"),
-        (["--tls-cert", cert, "--tls-key", other_key], "are not a certificate"),
-        (["--tls-cert", tmp_path / "junk.pem", "--tls-key", key], "are not a certificate"),
-        (["--tls-cert", cert, "--tls-key", locked], "the key has a passphrase"),
-        (["--tls-cert", cert, "--tls-key", tmp_path / "absent"], "cannot be read"),
-        (["--tls-cert", cert, "--tls-key", shown], "has mode 0640, so others than its owner may use it; expected 0600"),
-        (tls_arguments(*expired), "has a certificate that expired at 2024-05-01 12:00:00 UTC: renew it"),
-        ([*tls_arguments(cert, key), "--tls-client-ca", tmp_path / "junk.pem"], "holds no certificate"),
+    for files, words in (
+        ((cert, None, None), "--tls-cert without the rest"),
+        ((None, None, cert), "--tls-client-ca without the rest"),
+        ((cert, other_key, None), "are not a certificate"),
+        ((tmp_path / "junk.pem", key, None), "are not a certificate"),
+        ((cert, locked, None), "the key has a passphrase"),
+        ((cert, tmp_path / "absent", None), "cannot be read"),
+        ((cert, shown, None), "has mode 0640, so others than its owner may use it; expected 0600"),
+        ((*expired, None), "has a certificate that expired at 2024-05-01 12:00:00 UTC: renew it"),
+        ((cert, key, tmp_path / "junk.pem"), "holds no certificate"),
     ):
-        done = tokenloom("serve", mixture, *arguments, "--grpc", "127.0.0.1:0", "--rest", "127.0.0.1:0")
-        message = " ".join(done.output.split())
-        assert done.status == 2, message
-        assert message.startswith("ConfigError: --tls-"), message
-        assert words in message
+        with pytest.raises(ConfigError, match=re.escape(words)) as refused:
+            Tls.load(*files)
+        assert str(refused.value).startswith("--tls-")
+    done = tokenloom("serve", mixture, "--tls-cert", cert, "--tls-key", other_key)
+    assert done.status == 2
+    assert done.output.startswith("ConfigError: --tls-cert "), done.output
 
 
 def test_an_expired_certificate_ends_a_trainer_at_once_with_its_end(authority: Authority) -> None:
@@ -317,12 +300,6 @@ def test_an_expired_certificate_ends_a_trainer_at_once_with_its_end(authority: A
             next(iter(both))
     finally:
         server.stop(0)
-    with pytest.raises(ValueError, match=rf"tls_cert: '{cert}' has a certificate that expired at 2024-05-01"):
-        dataset(url, attempt="z", tls_cert=cert, tls_key=key, **options)
-    fresh, shown_key = authority.issue("trainer")
-    shown_key.chmod(0o604)
-    with pytest.raises(ValueError, match=rf"tls_key: '{shown_key}' has mode 0604, .* expected 0600: chmod 600"):
-        dataset(url, attempt="z", tls_cert=fresh, tls_key=shown_key, **options)
 
 
 # What is written down
@@ -374,37 +351,3 @@ def test_no_secret_is_in_a_log_however_much_is_logged(mixture: Path, tmp_path: P
     assert "DEBUG" in written
     for secret in (CONTROL, READ, wrong, password):
         assert secret not in written
-
-
-def test_a_server_takes_up_tokens_and_certificates_while_a_job_of_many_ranks_streams(
-    corpus: Corpus, start_server: StartServer, authority: Authority, tokenloom: CommandLine, tmp_path: Path
-) -> None:
-    file = tmp_path / "tokens.json"
-    endless = {"policy": "least_consumed", "children": [{"source": SPECS[0], "epochs": "inf"}]}
-
-    def create(name: str, scope: str, runs: str) -> str:
-        made = tokenloom("token", "create", "--tokens", file, "--name", name, "--scope", scope, "--run", runs)
-        assert made.status == 0, made.output
-        return made.output.strip()
-
-    job, other = create("job", "train", f"{RUN[:2]}*"), create("other", "admin", "another")
-    cert, key = authority.issue("127.0.0.1")
-    server = start_server(corpus.mixture(RUN, mixture=endless), flags=[*tls_arguments(cert, key), "--tokens", file])
-    options = {"tls_ca": authority.file}
-    not_good = f"'other' is not good for run '{RUN}'"
-    with dataset(secure(server), token=other, **options) as refused, pytest.raises(Forbidden, match=not_good):
-        next(iter(refused))
-    context = ssl.create_default_context(cafile=str(authority.file))
-    assert status_over_tls(server, context, f"/v1/runs/{RUN}/restore", job) in (403, 405)
-    with World(secure(server), 36, token=job, **options) as world:
-        world.steps(1)
-        authority.issue("127.0.0.1")
-        wait_for(lambda: "--tls-cert, --tls-key changed; what" in server.log, "the new certificate")
-        assert tokenloom("token", "revoke", "job", "--tokens", file).status == 0
-        for rank in world.ranks:
-            with pytest.raises(Unauthenticated, match="the token 'job' was revoked"):
-                for _ in rank:
-                    pass
-    assert status_over_tls(server, context, f"/v1/runs/{RUN}/stats", job) == 401
-    assert "tokens: other (before: job, other); by this server" in server.log
-    assert job not in server.log

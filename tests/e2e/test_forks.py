@@ -18,6 +18,24 @@ ANNEAL = {
 }
 
 
+@pytest.fixture(scope="module")
+def server(corpus: Corpus, serve: StartServer) -> ServerProcess:
+    """One with all runs of these tests."""
+    narrower = {"policy": "weighted", "children": [{"source": SPECS[3], "alias": "wiki", "epochs": 9}]}
+    return serve(
+        *(corpus.mixture(run) for run in ("base", "twin")),
+        *(corpus.mixture(run, mixture=ANNEAL, seed=3) for run in ("anneal", "middle", "refused")),
+        corpus.mixture("end", mixture=narrower, phases=[{"until_tokens": 70 * LENGTH}]),
+        corpus.mixture("later", mixture=narrower),
+    )
+
+
+@pytest.fixture(scope="module")
+def parent(server: ServerProcess) -> RemoteDataset:
+    """The run to fork from, behind its sample 40."""
+    return trained(server, "base", 20)
+
+
 def trained(server: ServerProcess, run: str, steps: int, **options: Any) -> RemoteDataset:
     """A trainer of one rank that took so many batches, and is closed."""
     dataset = RemoteDataset(server.url(run), 2, rank=0, world_size=1, attempt=f"{run}-{steps}", **options)
@@ -29,10 +47,8 @@ def trained(server: ServerProcess, run: str, steps: int, **options: Any) -> Remo
 
 
 def test_a_fork_goes_on_with_the_cursors_of_its_parent_under_its_own_mixture(
-    corpus: Corpus, start_server: StartServer
+    corpus: Corpus, server: ServerProcess, parent: RemoteDataset, start_server: StartServer
 ) -> None:
-    server = start_server(corpus.mixture("base"), corpus.mixture("anneal", mixture=ANNEAL, seed=3))
-    parent = trained(server, "base", 20)
     state = parent.state_dict()
     with World(server.url("base"), state=state) as world:
         went_on = world.steps(10).receipt.sequence(parent.sample_index)
@@ -69,61 +85,47 @@ def test_a_fork_goes_on_with_the_cursors_of_its_parent_under_its_own_mixture(
 
 
 def test_a_fork_with_the_same_mixture_is_the_same_data_and_says_so(
-    corpus: Corpus, start_server: StartServer, tokenloom: CommandLine
+    server: ServerProcess, parent: RemoteDataset, tokenloom: CommandLine
 ) -> None:
-    server = start_server(corpus.mixture("base"), corpus.mixture("twin"))
-    state = trained(server, "base", 15).state_dict()
-    whole = trained(server, "base", 30, takeover=True, resume="fresh")
+    begun = server.get("/v1/runs/base/receipt", sample_index=30)
     done = tokenloom("fork", server.rest_url, "--run", "twin", "--from", "base", "--sample", 30)
     assert done.status == 0, done.output
     assert "twin: begins at sample 30" in done.output
     server.kill()
     server.start()
-    twin = trained(server, "twin", 15)
-    assert (twin.sample_index, twin.digest) == (60, whole.digest)
-    assert (
-        json.loads(state["tokenloom"])["digest"]
-        == json.loads(twin.state_dict()["tokenloom"])["resume_state"]["origin"]["digest"]
-    )
+    twin = trained(server, "twin", 5)
+    assert (twin.sample_index, twin.digest) == (40, parent.digest)
+    assert json.loads(twin.state_dict()["tokenloom"])["resume_state"]["origin"]["digest"] == begun["digest"]
 
 
-def test_what_cannot_be_forked_is_refused(corpus: Corpus, start_server: StartServer, tokenloom: CommandLine) -> None:
-    server = start_server(corpus.mixture("base"), corpus.mixture("other", mixture=ANNEAL))
-    state = trained(server, "base", 5).state_dict()
+def test_what_cannot_be_forked_is_refused(
+    corpus: Corpus, server: ServerProcess, parent: RemoteDataset, start_server: StartServer, tokenloom: CommandLine
+) -> None:
+    state = parent.state_dict()
     with pytest.raises(JoinRefused, match="run 'base' has begun"):
         iter(RemoteDataset(server.url("base"), 2, rank=0, world_size=1, attempt="self", fork_from=state, takeover=True))
-    alone = start_server(corpus.folder / "other.yaml")
+    alone = start_server(corpus.folder / "refused.yaml")
     with pytest.raises(SnapshotInvalid, match="serve its mixture file with this server, too"):
-        iter(RemoteDataset(alone.url("other"), 2, rank=0, world_size=1, attempt="alone", fork_from=state))
-    done = tokenloom("fork", server.rest_url, "--run", "other")
+        iter(RemoteDataset(alone.url("refused"), 2, rank=0, world_size=1, attempt="alone", fork_from=state))
+    done = tokenloom("fork", server.rest_url, "--run", "refused")
     assert done.status == 2 and "give one of --from and --state" in done.output
 
 
 def test_a_fork_of_a_fork_goes_on_and_ends_at_the_tokens_of_its_phases(
-    corpus: Corpus, start_server: StartServer
+    server: ServerProcess, parent: RemoteDataset
 ) -> None:
-    narrower = {"policy": "weighted", "children": [{"source": SPECS[3], "alias": "wiki", "epochs": 9}]}
-    ends = 70 * LENGTH
-    server = start_server(
-        corpus.mixture("base"),
-        corpus.mixture("anneal", mixture=ANNEAL),
-        corpus.mixture("end", mixture=narrower, phases=[{"until_tokens": ends}]),
-    )
-    state = trained(server, "base", 20).state_dict()
-    child = trained(server, "anneal", 10, fork_from=state).state_dict()
+    child = trained(server, "middle", 10, fork_from=parent.state_dict()).state_dict()
     grandchild = trained(server, "end", 2, fork_from=child)
     assert grandchild.sample_index == 64
     with World(server.url("end"), state=grandchild.state_dict()) as world:
         world.run()
-        assert (world.sample_index, world.ranks[0].total_tokens) == (70, ends)
+        assert (world.sample_index, world.ranks[0].total_tokens) == (70, 70 * LENGTH)
 
 
 def test_what_lies_before_a_fork_is_the_other_runs_and_its_report_says_so(
-    corpus: Corpus, start_server: StartServer, tokenloom: CommandLine
+    server: ServerProcess, parent: RemoteDataset, tokenloom: CommandLine
 ) -> None:
-    narrower = {"policy": "weighted", "children": [{"source": SPECS[3], "alias": "wiki", "epochs": 9}]}
-    server = start_server(corpus.mixture("base"), corpus.mixture("later", mixture=narrower))
-    trained(server, "later", 2, fork_from=trained(server, "base", 20).state_dict())
+    trained(server, "later", 2, fork_from=parent.state_dict())
     for again in range(2):
         for command in (("trace", server.rest_url, "--sample", 39), ("peek", server.url("later"), "--at", 39)):
             done = tokenloom(*command, *(("--run", "later") if command[0] == "trace" else ()))

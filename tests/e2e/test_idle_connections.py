@@ -51,7 +51,9 @@ def limited_server(folder: Path, limit: int) -> Iterator[tuple[dict[str, str], i
         server.wait(120)
 
 
-@pytest.mark.parametrize(("limit", "count"), [(1024, 1200), (4096, 4300)])
+@pytest.mark.parametrize(
+    ("limit", "count"), [(1024, 1200), pytest.param(4096, 4300, marks=pytest.mark.exhaustive(reason="only larger"))]
+)
 @pytest.mark.parametrize("port", ["rest", "grpc"])
 def test_training_goes_on_beside_more_silent_connections_than_the_server_has_descriptors(
     tmp_path: Path, many_descriptors: None, port: str, limit: int, count: int

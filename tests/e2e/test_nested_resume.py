@@ -84,33 +84,15 @@ def test_every_way_to_begin_there_gives_the_same_data(
         assert world.digest == digest
 
 
-def test_a_fork_and_a_dataset_without_a_server_begin_there(
+def test_a_fork_and_a_dataset_without_a_server_begin_there_and_another_shape_is_refused(
     folder: Path, state: dict[str, Any], start_server: StartServer
 ) -> None:
-    server = start_server(folder / "branch.yaml")
+    server = start_server(folder / "branch.yaml", folder / "nested.yaml")
     with RemoteDataset(server.url("branch"), 1, fork_from=state, rank=0, world_size=1) as dataset:
         remote = [batch["input_ids"].tolist() for batch in dataset]
     with LocalDataset(folder / "nested.yaml", 1) as local:
         local.load_state_dict(state)
         assert [batch["input_ids"].tolist() for batch in local] == remote
-
-
-def test_a_fork_begins_so_many_samples_after_the_beginning(
-    folder: Path, start_server: StartServer, tokenloom: CommandLine, tmp_path: Path
-) -> None:
-    server = start_server(folder / "branch.yaml")
-    (tmp_path / "index.json").write_text('{"sample_index": 5}')
-    forked = tokenloom("fork", server.rest_url, "--run", "branch", "--state", tmp_path / "index.json")
-    assert (forked.status, "begins at sample 5" in forked.output) == (0, True), forked.output
-    with World(server.url("branch")) as world:
-        world.join()
-        assert world.sample_index == 5
-
-
-def test_a_mixture_of_another_shape_is_refused_at_the_join(
-    folder: Path, state: dict[str, Any], start_server: StartServer
-) -> None:
-    server = start_server(folder / "nested.yaml")
     state["child_states"].append(None)
     with RemoteDataset(server.url("nested"), 1, rank=0, world_size=1) as dataset:
         dataset.load_state_dict(state)

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from conftest import LENGTH, SPECS, Corpus, Rpc, StartServer
 from support.server_process import ServerProcess
 from support.trainer import Receipt, Sample, World
-from tokenloom import BeyondHorizon, JoinRefused, PeekDataset, RemoteDataset, TokenLRScheduler
+from tokenloom import BeyondHorizon, JoinRefused, PeekDataset, RemoteDataset
 
 OLD = {"spec": "parquet:gone-*.parquet:text", "shard": "gone-3.parquet", "row_offset": 12, "token_offset": 5000}
 
 
-def older(corpus: Corpus, *, tokens: bool = True) -> dict[str, Any]:
+def older(corpus: Corpus) -> dict[str, Any]:
     """What an older loader would have saved: a few rows into each source but the last, which it did not have."""
     rows = {SPECS[0]: ("code-1.parquet", 4, 34), SPECS[1]: ("prose.txt", 3, 3), SPECS[2]: ("docs.jsonl", 8, 8)}
     datasets = [OLD]
     for source, (spec, (shard, row, passed)) in enumerate(rows.items()):
         entry = {"spec": spec, "shard": str(corpus.folder / shard), "row_offset": row}
-        datasets.append(entry | ({"token_offset": corpus.ends[source][passed - 1]} if tokens else {}))
+        datasets.append(entry | {"token_offset": corpus.ends[source][passed - 1]})
     return {"resume_state": {"datasets": datasets}, "model": "beside it"}
 
 
@@ -52,10 +50,10 @@ def start_of(corpus: Corpus) -> int:
 
 
 def test_a_job_goes_on_from_an_older_checkpoint_and_then_exactly(
-    corpus: Corpus, start_server: StartServer, rpc: Callable[[ServerProcess], Rpc], ledger: str
+    corpus: Corpus, start_server: StartServer, rpc: Callable[[ServerProcess], Rpc], redis_url: str
 ) -> None:
-    run = f"older-{ledger.partition(':')[0]}"
-    server = start_server(corpus.mixture(run), ledger=ledger, flags=("--liveness", 1))
+    run = "older"
+    server = start_server(corpus.mixture(run), ledger=redis_url, flags=("--liveness", 1))
     payload, begin = older(corpus), start_of(corpus)
     with World(server.url(run), state=payload) as world:
         whole = world.run().receipt.sequence(begin)
@@ -91,95 +89,25 @@ def test_a_job_goes_on_from_an_older_checkpoint_and_then_exactly(
         next(iter_peek(other, run, str(begin - 1)))
 
 
-CLOCK = 100_000
-SCHEDULE = {"warmup_tokens": 1_000, "target_tokens": 103_000, "min_lr_ratio": 0.1}
-
-
-def by_cosine(tokens: int) -> float:
-    """The factor of the learning rate after so many tokens, by the schedule's own formula."""
-    over = (tokens - SCHEDULE["warmup_tokens"]) / (SCHEDULE["target_tokens"] - SCHEDULE["warmup_tokens"])
-    return 0.1 + 0.9 * (1 + math.cos(math.pi * over)) / 2
-
-
-@pytest.mark.parametrize("lacks", ["a spec of the mixture", "an offset", "every offset", "nothing"])
-def test_the_learning_rate_goes_on_by_the_older_clock(
-    corpus: Corpus, start_server: StartServer, ledger: str, lacks: str
-) -> None:
-    payload = {**older(corpus, tokens=lacks != "every offset"), "total_tokens": CLOCK}
-    datasets = payload["resume_state"]["datasets"]
-    if lacks == "an offset":
-        del datasets[1]["token_offset"]
-    if lacks == "nothing":
-        del datasets[0]
-    run = f"older-clock-{lacks.replace(' ', '-')}-{ledger.partition(':')[0]}"
-    server = start_server(corpus.mixture(run), ledger=ledger, flags=("--liveness", 1))
-
-    def train(world: World, steps: int) -> None:
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
-        world.join()
-        scheduler = TokenLRScheduler(optimizer, **SCHEDULE, last_total_tokens=world.ranks[0].total_tokens)
-        for _ in range(steps):
-            batches = world.step()
-            assert batches is not None
-            tokens = batches[0]["total_tokens"]
-            assert tokens == CLOCK + (world.sample_index - begin) * LENGTH
-            scheduler.step(tokens)
-            optimizer.step()
-            assert scheduler.get_last_lr()[0] == pytest.approx(3e-4 * by_cosine(tokens), rel=1e-12)
-
-    sizes = [(0, 9), (CLOCK, 2), (CLOCK + 12 * LENGTH, 3)]
-    with World(server.url(run), 2, sizes, state=payload) as world:
-        world.join()
-        begin = world.sample_index
-        assert world.ranks[0].total_tokens == CLOCK
-        train(world, 4)
-        # Three steps of 2 ranks × 2 samples, then of 2 × 3.
-        assert world.sample_index == begin + 3 * 4 + 6
-        state = world.state()
-        expected = dict(world.receipt.samples)
-        server.kill()
-    server.start()
-    # The state of the middle, on three ranks; and the older checkpoint itself once more.
-    with World(server.url(run), 3, 1, state=state) as world:
-        train(world, 3)
-        expected |= world.receipt.samples
-    with World(server.url(run), 1, 1, state=payload, takeover=True) as world:
-        train(world, 27)
-        assert world.receipt.samples == expected
-
-
 def iter_peek(server: ServerProcess, run: str, resume: str | None = None, state: Any = None) -> Any:
     return iter(PeekDataset(server.url(run), 1, at=resume if state is None else state))
 
 
-def test_what_the_dataset_says_before_it_joined(corpus: Corpus, start_server: StartServer) -> None:
-    run = "older-client"
+def test_what_a_dataset_says_before_it_joined_and_that_a_peek_begins_no_order_of_its_own(
+    corpus: Corpus, start_server: StartServer
+) -> None:
+    run, payload, begin = "older-client", older(corpus), start_of(corpus)
     server = start_server(corpus.mixture(run))
+    with pytest.raises(JoinRefused, match="begins an order of its own"):
+        iter_peek(server, run, state=payload)
+    # What is remembered of the order as it was must not be taken for the one that begins now.
+    next(iter_peek(server, run, str(begin + 9)))
     dataset = RemoteDataset(server.url(run), 1)
-    dataset.load_state_dict(older(corpus))
+    dataset.load_state_dict(payload)
     with pytest.raises(RuntimeError, match="known once the run is joined"):
         _ = dataset.sample_index
     # Saved before the first batch: still the older checkpoint, in the place of a state.
-    again = RemoteDataset(server.url(run), 1)
-    again.load_state_dict(dataset.state_dict())
-    iter(again)
-    assert again.sample_index == start_of(corpus)
-    state = again.state_dict()
-    again.close()
-    assert json.loads(state["tokenloom"])["sample_index"] == start_of(corpus)
-    with World(server.url(run), state=state, takeover=True) as world:
-        world.steps(2)
-
-
-def test_a_peek_does_not_begin_an_order_of_its_own(corpus: Corpus, start_server: StartServer) -> None:
-    run = "older-peek"
-    server = start_server(corpus.mixture(run))
-    with pytest.raises(JoinRefused, match="begins an order of its own"):
-        iter_peek(server, run, state=older(corpus))
-    begin = start_of(corpus)
-    # What is remembered of the order as it was must not be taken for the one that begins now.
-    next(iter_peek(server, run, str(begin + 9)))
-    with World(server.url(run), state=older(corpus)) as world:
+    with World(server.url(run), state=dataset.state_dict()) as world:
         whole = world.run().receipt.sequence(begin)
     assert tuple(next(iter_peek(server, run, str(begin + 12)))["input_ids"][0].tolist()) == whole[12].ids
-    assert tuple(next(iter_peek(server, run, state=older(corpus)))["input_ids"][0].tolist()) == whole[0].ids
+    assert tuple(next(iter_peek(server, run, state=payload))["input_ids"][0].tolist()) == whole[0].ids

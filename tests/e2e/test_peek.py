@@ -10,12 +10,20 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pytest
 from conftest import LENGTH, SPECS, Corpus, Rpc, StartServer
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import Receipt, Sample, World, rolling_digest, with_connection
 from support.waiting import wait_for
 from tokenizers import Tokenizer
 from tokenloom import PeekDataset
+
+
+@pytest.fixture(scope="module")
+def server(corpus: Corpus, serve: StartServer) -> ServerProcess:
+    """One with a run for each test."""
+    runs = ("watched", "from-a-peek", "shown", "short")
+    return serve(*(corpus.mixture(run, window_micro_steps=6) for run in runs))
 
 
 def peek(url: str, batch_size: int = 1, **options: Any) -> PeekDataset:
@@ -60,10 +68,9 @@ def settled(server: ServerProcess, run: str, sample_index: int) -> dict[str, Any
 
 
 def test_peeks_beside_two_ranks_show_what_these_get_and_change_nothing(
-    corpus: Corpus, sequence: list[Sample], start_server: StartServer
+    server: ServerProcess, sequence: list[Sample]
 ) -> None:
     run = "watched"
-    server = start_server(corpus.mixture(run, window_micro_steps=6))
     url = server.url(run)
     with World(url, 2, 2, prefetch_steps=3) as world:
         world.steps(7)
@@ -83,36 +90,13 @@ def test_peeks_beside_two_ranks_show_what_these_get_and_change_nothing(
         assert world.receipt.sequence() == sequence[: world.sample_index]
         assert {rank.generation for rank in world.ranks} == {before["generation"]}
         settled(server, run, world.sample_index)
-    assert len(ledger_rows(server.ledger_file)["openings"]) == 1
-
-
-def test_a_peek_goes_over_to_the_standby(
-    corpus: Corpus, sequence: list[Sample], start_server: StartServer, tokenloom: CommandLine
-) -> None:
-    run, flags = "led-peek", ("--lease", 2, "--standby")
-    written = corpus.mixture(run)
-    leader = start_server(written, ledger="sqlite:///../shared-peek.db", flags=flags[:2])
-    standby = start_server(written, ledger="sqlite:///../shared-peek.db", flags=flags)
-    both = f"grpc://{standby.grpc},{leader.grpc}/{run}"
-    receipt = Receipt()
-    with peek(both, 2, at=3, prefetch_steps=2) as dataset:
-        batches = iter(dataset)
-        for _ in range(4):
-            receipt.add(next(batches))
-        assert tokenloom("peek", both, "--samples", 1).status == 0
-        refused = tokenloom("peek", standby.url(run)).output
-        assert refused.startswith(f"NotLeader: this server does not lead run '{run}'"), refused
-        leader.kill()
-        for _ in range(8):
-            receipt.add(next(batches))
-    assert receipt.samples == part(sequence, 3, 27)
+    assert ledger_rows(server.ledger_file)["openings"] == rows["openings"]
 
 
 def test_training_resumes_at_the_state_of_a_peek(
-    corpus: Corpus, sequence: list[Sample], start_server: StartServer, rpc: Callable[[ServerProcess], Rpc]
+    server: ServerProcess, sequence: list[Sample], rpc: Callable[[ServerProcess], Rpc]
 ) -> None:
     run = "from-a-peek"
-    server = start_server(corpus.mixture(run))
     with World(server.url(run), 2, 2) as world:
         world.steps(5)
         settled(server, run, 20)
@@ -141,10 +125,9 @@ def test_training_resumes_at_the_state_of_a_peek(
 
 
 def test_the_command_shows_sources_documents_and_text(
-    corpus: Corpus, sequence: list[Sample], start_server: StartServer, tokenloom: CommandLine
+    corpus: Corpus, sequence: list[Sample], server: ServerProcess, tokenloom: CommandLine
 ) -> None:
     run = "shown"
-    server = start_server(corpus.mixture(run))
     with World(server.url(run), 2, 2) as world:
         world.steps(5)
         settled(server, run, 20)
@@ -181,11 +164,9 @@ def test_the_command_shows_sources_documents_and_text(
 
 
 def test_the_command_says_where_the_data_end_and_what_is_wrong(
-    corpus: Corpus, sequence: list[Sample], start_server: StartServer, tokenloom: CommandLine
+    sequence: list[Sample], server: ServerProcess, tokenloom: CommandLine
 ) -> None:
-    run = "short"
-    server = start_server(corpus.mixture(run))
-    url, end = server.url(run), len(sequence)
+    url, end = server.url("short"), len(sequence)
     done = tokenloom("peek", url, "--at", end - 2, "--samples", 5)
     assert done.status == 0
     assert f"{end - 1}" in done.output

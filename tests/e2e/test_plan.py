@@ -6,11 +6,21 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import LENGTH, SPECS, Corpus, StartServer
-from support.server_process import CommandLine
+from support.server_process import CommandLine, ServerProcess
 from support.trainer import Sample, World
-from tokenloom import NotFound, RemoteDataset, TokenBudget, TokenLRScheduler, TokenProgress
+from tokenloom import NotFound, RemoteDataset, TokenBudget
+
+
+@pytest.fixture(scope="module")
+def server(corpus: Corpus, serve: StartServer) -> ServerProcess:
+    """One with runs for all tests."""
+    endless = {"policy": "weighted", "children": [{"source": SPECS[0], "epochs": float("inf")}, {"source": SPECS[1]}]}
+    return serve(
+        *(corpus.mixture(run) for run in ("on-its-way", "budget")),
+        corpus.mixture("endless", mixture=endless),
+        corpus.mixture("longer", phases=[{"until_tokens": 100}, {"sequence_length": 40}], last_micro_step="pad"),
+    )
 
 
 def plan(tokenloom: CommandLine, *arguments: str | Path) -> dict[str, object]:
@@ -59,13 +69,11 @@ def test_what_cannot_be_planned_is_refused_with_the_remedy(
 
 
 def test_a_served_run_is_planned_from_where_it_is_committed(
-    corpus: Corpus, sequence: list[Sample], start_server: StartServer, tokenloom: CommandLine
+    corpus: Corpus, sequence: list[Sample], server: ServerProcess, tokenloom: CommandLine
 ) -> None:
-    mixture = corpus.mixture("on-its-way")
-    server = start_server(mixture)
     path = "/v1/runs/on-its-way/plan"
     before = server.get(path)
-    assert before == plan(tokenloom, mixture)
+    assert before == plan(tokenloom, corpus.mixture("on-its-way"))
     with World(server.url("on-its-way"), 1, 4) as world:
         world.steps(len(sequence) // 8)
     after = server.get(path)
@@ -80,14 +88,8 @@ def test_a_served_run_is_planned_from_where_it_is_committed(
 
 
 def test_a_trainers_budget_is_made_of_the_plan_from_the_beginning(
-    corpus: Corpus, start_server: StartServer, sequence: list[Sample], caplog: pytest.LogCaptureFixture
+    server: ServerProcess, sequence: list[Sample], caplog: pytest.LogCaptureFixture
 ) -> None:
-    endless = {"policy": "weighted", "children": [{"source": SPECS[0], "epochs": float("inf")}, {"source": SPECS[1]}]}
-    server = start_server(
-        corpus.mixture("budget"),
-        corpus.mixture("endless", mixture=endless),
-        corpus.mixture("longer", phases=[{"until_tokens": 100}, {"sequence_length": 40}], last_micro_step="pad"),
-    )
     dataset = RemoteDataset(server.url("budget"), 4)
     before = TokenBudget.of(dataset)
     assert before.dataset_samples == len(sequence) // 4 * 4
@@ -110,34 +112,3 @@ def test_a_trainers_budget_is_made_of_the_plan_from_the_beginning(
     assert "phases have other sequence lengths" in caplog.text
     with pytest.raises(NotFound, match="other"):
         RemoteDataset(server.url("other"), 4).plan()
-
-
-def test_a_budget_of_all_the_data_ends_where_the_run_does(
-    corpus: Corpus, start_server: StartServer, sequence: list[Sample]
-) -> None:
-    server = start_server(corpus.mixture("drop"), corpus.mixture("pad", last_micro_step="pad"))
-    sizes = [(10, 1), (5, 3), ([(0, 3), (320, 8)], 4)]
-    for end in ("drop", "pad"):
-        for batch, accumulate in sizes:
-            dataset = RemoteDataset(server.url(end), batch, accumulate=accumulate, resume="fresh")
-            budget = TokenBudget.of(dataset)
-            parameter = torch.nn.Parameter(torch.zeros(1))
-            scheduler = TokenLRScheduler(
-                torch.optim.SGD([parameter], lr=1.0), warmup_tokens=0, target_tokens=budget.target_total_tokens
-            )
-            lines: list[str] = []
-            micro_steps = 0
-            with dataset, TokenProgress(budget, write=lines.append) as progress:
-                for batch_here in dataset:
-                    assert scheduler.get_last_lr()[0] > 0
-                    micro_steps += 1
-                    progress.update(batch_here, step=micro_steps % accumulate == 0)
-                    scheduler.step(batch_here["total_tokens"])
-            # No whole number of micro-steps, in any of these.
-            assert (batch_here["sample_index"] < len(sequence)) == (end == "drop")
-            assert batch_here["total_tokens"] == budget.target_total_tokens
-            assert scheduler.get_last_lr() == [0.0]
-            assert "Total 100.0%" in lines[-1]
-            steps = -(-micro_steps // accumulate)
-            assert (budget.dataset_steps, budget.target_steps, budget.target_epochs) == (steps, steps, 1.0)
-            assert f"Global {steps}" in lines[-1]

@@ -65,28 +65,6 @@ def test_figures_equal_a_recount_over_rest_and_grpc_and_on_the_command_line(
         assert [float(line.split()[-1]) for line in found] == [corpus.tokens(samples)[spec]]
 
 
-def test_a_snapshot_that_was_saved_is_listed_fetched_to_the_byte_and_resumed_by_its_id(
-    server: ServerProcess, sequence: list[Sample]
-) -> None:
-    with World(server.url("second"), 2, 2, resume="fresh") as world:
-        states = [world.steps(1).state() for _ in range(5)]
-        early = server.request("POST", "/v1/runs/second/snapshots", json={"sample_index": 8})
-        assert early.status_code == 201
-    late = server.request("POST", "/v1/runs/second/snapshots", json={})
-    assert (early.json()["sample_index"], late.json()["sample_index"]) == (8, 20)
-    listed = server.get("/v1/runs/second/snapshots")
-    assert {entry["id"] for entry in listed} == {early.json()["id"], late.json()["id"]}
-    for saved, state in ((early, states[1]), (late, states[4])):
-        text = server.request("GET", f"/v1/runs/second/snapshots/{saved.json()['id']}").text
-        assert text == state["tokenloom"]
-        with World(server.url("second"), 1, 1, resume=saved.json()["id"]) as world:
-            begin = saved.json()["sample_index"]
-            assert world.steps(5).receipt.sequence(begin) == sequence[begin : begin + 5]
-    missing = server.request("GET", "/v1/runs/second/snapshots/nothing")
-    assert missing.status_code == 404
-    assert missing.json()["error"] == "NotFound"
-
-
 def test_health_readiness_and_reflection_answer(server: ServerProcess) -> None:
     assert server.get("/healthz")["status"] == "alive"
     assert server.get("/readyz") == {"status": "ready"}

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,6 @@ from typing import Any
 from support.trainer import Receipt, Sample
 
 CHECKPOINT = "checkpoint.json"
-#: Once this file is there, the job ends with the step that it is at.
-ENOUGH = "enough"
 #: A crash at this step happens before the rank has made its dataset, for which the others wait.
 BEFORE_THE_DATASET = -1
 
@@ -71,7 +68,6 @@ def trained_on(job: list[Life]) -> list[Sample]:
 
 
 def _train(plan: Mapping[str, Any]) -> None:
-    import torch
     import torch.distributed as dist
     from tokenloom import ConnectionOptions, RemoteDataset
 
@@ -106,15 +102,11 @@ def _train(plan: Mapping[str, Any]) -> None:
             print(json.dumps(list(zip(*columns, strict=True))), file=receipt, flush=True)
             step += 1
             die_at(step)
-            enough = torch.tensor((folder / ENOUGH).exists())
-            dist.all_reduce(enough, dist.ReduceOp.MAX)
+            dist.barrier()
             if not rank and step % plan["checkpoint_every"] == 0:
                 draft = folder / f"{CHECKPOINT}.{os.getpid()}"
                 draft.write_text(json.dumps(dataset.state_dict()), encoding="utf-8")
                 draft.replace(folder / CHECKPOINT)
-            if enough:
-                break
-            time.sleep(plan["step_s"])
     dataset.close()
     dist.barrier()
     dist.destroy_process_group()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -148,9 +147,3 @@ def s3_environment() -> Iterator[Mapping[str, str]]:
     """What a process has to know to read from an empty store."""
     with s3_server() as store:
         yield store.environment
-
-
-def for_ever(_: Request) -> int | None:
-    """A trouble: nothing is answered any more."""
-    time.sleep(3600)
-    return 503
