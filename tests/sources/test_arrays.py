@@ -48,34 +48,6 @@ def test_numbers_go_both_ways_without_a_copy(kind: pa.DataType) -> None:
     assert np.shares_memory(arrays.numbers(array), array.to_numpy())
 
 
-@pytest.mark.parametrize("kind", [*INTEGERS, pa.string(), pa.large_string()], ids=str)
-def test_nulls_are_filled(kind: pa.DataType) -> None:
-    values = [7, None, 9] if pa.types.is_integer(kind) else ["a", None, ""]
-    zero = 0 if pa.types.is_integer(kind) else ""
-    array = pa.array(values, kind)
-    assert arrays.filled(array).equals(pa.array([values[0], zero, values[2]], kind))
-    assert arrays.filled(array.slice(1)).to_pylist() == [zero, values[2]]
-
-
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
-def test_lists_are_made_of_offsets_and_items(dtype: type) -> None:
-    made = arrays.lists(np.array([0, 2, 2, 3], dtype), pa.array([1, 2, 3], pa.uint16()))
-    made.validate(full=True)
-    assert made.to_pylist() == [[1, 2], [], [3]]
-    assert pa.types.is_large_list(made.type) is (dtype is np.int64)
-    assert arrays.lengths(made).tolist() == [2, 0, 1]
-    assert arrays.lengths(pa.array([[1], None, []])).tolist() == [1, 0, 0]
-
-
-def test_strings_and_bytes_are_what_python_has() -> None:
-    texts = ["a", "", "zwölf 🥊", "nul\x00"]
-    made = arrays.strings(texts)
-    made.validate(full=True)
-    assert made.to_pylist() == texts
-    assert len(arrays.strings([])) == 0
-    assert arrays.scalar(b"\x00\xff").as_py() == b"\x00\xff"
-
-
 def test_a_server_that_reads_does_not_import_pandas(tmp_path: Path) -> None:
     ids, texts = [[1, 2], None, [], [3]], ["a", None, "", "b"]
     table = pa.table({"ids": pa.array(ids, pa.list_(pa.int32())), "text": texts})

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -44,19 +42,8 @@ def parquet(rows: Sequence[str]) -> bytes:
     return file.getvalue()
 
 
-def arrow(rows: Sequence[str]) -> bytes:
-    table, file = pa.table({"text": rows}), io.BytesIO()
-    with pa.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table, max_chunksize=7)
-    return file.getvalue()
-
-
-def lines(rows: Sequence[str]) -> bytes:
-    return "".join(row + "\n" for row in rows).encode()
-
-
 def jsonl(rows: Sequence[str]) -> bytes:
-    return lines([json.dumps({"text": row}) for row in rows])
+    return "".join(json.dumps({"text": row}) + "\n" for row in rows).encode()
 
 
 def create(folder: Path, spec: str = SPEC, roots: Sequence[str] = ()) -> PipelineFactory:
@@ -66,27 +53,6 @@ def create(folder: Path, spec: str = SPEC, roots: Sequence[str] = ()) -> Pipelin
 def rows_of(spec: str, shard: int = 0, row: int = 0) -> list[str]:
     source = open_source(spec_of(spec), Path())
     return [text for rows in source.read(shard, row) for text in rows.column.to_pylist()]
-
-
-@pytest.mark.parametrize(
-    ("name", "write"),
-    [
-        ("train.parquet", parquet),
-        ("train.arrow", arrow),
-        ("train.jsonl", jsonl),
-        ("train.json", jsonl),
-        ("train.txt", lines),
-        ("train.jsonl.bz2", lambda rows: bz2.compress(jsonl(rows))),
-        ("train.jsonl.gz", lambda rows: gzip.compress(jsonl(rows))),
-        ("train.txt.zst", lambda rows: pa.compress(lines(rows), "zstd", asbytes=True)),
-    ],
-)
-def test_files_of_each_kind_are_read_from_any_row(
-    hub: StandInHub, name: str, write: Callable[[list[str]], bytes]
-) -> None:
-    hub.repo("org/name").commit({name: write(ROWS[0])})
-    assert rows_of(SPEC) == ROWS[0]
-    assert rows_of(SPEC, row=19) == ROWS[0][19:]
 
 
 def test_json_that_is_no_lines_is_named(hub: StandInHub) -> None:
@@ -162,20 +128,7 @@ def test_a_run_that_was_recorded_reads_its_files_whatever_the_rules_are_now(
 
 
 def test_a_run_begins_again_at_its_commit_without_its_record(hub: StandInHub, tmp_path: Path) -> None:
-    repo = hub.repo("org/name")
-    commit = repo.commit({"train.parquet": parquet(ROWS[0])})
-    order = create(tmp_path)
-    repo.commit({"train.parquet": parquet(ROWS[1])})
-    document = flat([SPEC])
-    document["mixture"]["children"][0]["commit"] = commit
-
-    again = builder.create(parsed(document), tmp_path, None)
-
-    assert again.record.to_json() == order.record.to_json()
-    assert again.record.template("uid", "train", 1) == order.record.template("uid", "train", 1)
-
-
-def test_a_run_of_the_hubs_conversion_begins_again_at_its_commit(hub: StandInHub, tmp_path: Path) -> None:
+    """Here of the Hub's conversion, which is a branch of its own."""
     repo, spec = hub.repo("org/name"), "hf:org/name@refs/convert/parquet:train:text"
     repo.commit({"README.md": b"# csv", "train.csv": b"text\na\n"})
     content = {f"default/{split}/000{i}.parquet": parquet(ROWS[i]) for i in range(2) for split in ("train", "trains")}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,22 +100,6 @@ def test_a_repository_goes_by_its_present_name_whatever_the_spec_calls_it(hub: S
     hub.repo("rajpurkar/squad", old_names=["squad"]).commit(files("train/a.parquet"))
     (only,) = hub_resolver().shards(spec_of("hf:squad:train:text"))
     assert only.path.startswith("hf://datasets/rajpurkar/squad@")
-
-
-def test_resolving_imports_no_framework(hub: StandInHub, tmp_path: Path) -> None:
-    hub.repo("org/name").commit(files("train.parquet"))
-    program = """
-import sys
-from pathlib import Path
-from tokenloom_server.sources.catalog import SourceCatalog
-spec = SourceCatalog().spec("hf:org/name:train:text")
-assert "datasets" not in sys.modules
-(shard,) = spec.scheme.shards(spec, Path())
-print(shard.path, sorted({"datasets", "torch", "jax", "tensorflow"} & sys.modules.keys()))
-"""
-    environment = {"PATH": "", **hub.environment(tmp_path / "hf")}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert done.stdout.endswith("/train.parquet ['datasets']\n"), done.stderr[-3000:]
 
 
 # --- the Hub's conversion -------------------------------------------------------------------------------

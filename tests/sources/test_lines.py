@@ -35,7 +35,7 @@ pieces_of_text = st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(pieces_of_text, min_size=1, max_size=40).map("".join), st.booleans(), st.integers(1, 64))
 def test_txt_rows_equal_pythons_own_lines(text: str, mark: bool, block_bytes: int) -> None:
     data = (b"\xef\xbb\xbf" if mark else b"") + text.encode()
@@ -126,7 +126,7 @@ def json_rows(data: list[bytes], *, skip_blank: bool) -> tuple[list[str], int | 
     return rows, None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.one_of(good_lines, good_lines, good_lines, odd_lines), min_size=1, max_size=12),
     st.booleans(),

@@ -178,7 +178,7 @@ def test_an_edit_that_the_fingerprint_does_not_see_is_noticed_by_spots(tmp_path:
     # Of four mebibytes every byte is seen, of a larger file whatever is as long as two of its 64 parts.
     path = large(tmp_path, "a.txt", size)
     built = manifest.build([LARGE], tmp_path)
-    for offset in range(100_000, size - 100_000 - edited, size // 11):
+    for offset in range(100_000, size - 100_000 - edited, size // 4):
         edit(path, offset, edited)
         manifest.verify(built, tmp_path, SOURCES)
         with pytest.raises(SourceChanged) as caught:

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict
 from itertools import islice, pairwise
 from pathlib import Path
@@ -19,11 +20,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.corpora import encode_state, numbers, order_of, parsed, reread
+from support.prepared import write_tokenizer
 from support.sources import write_table
 from tokenizers import Tokenizer
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from tokenizers.trainers import BpeTrainer
 from tokenloom_server.config.order_fields import order_digest
 from tokenloom_server.core.state import FileCursor, State
 from tokenloom_server.errors import SnapshotInvalid, SourceError, TokenizerError
@@ -265,8 +264,9 @@ def test_every_row_gives_what_it_should_and_each_sample_index_resumes(name: str,
         assert list(islice(samples_from(order, state), 12)) == whole[index + 1 : index + 13]
 
 
-@pytest.mark.parametrize("name", ["parquet all", "arrow ids filter", "jsonl all", "txt fim"])
-@pytest.mark.parametrize("shuffle", ["shards", "rows"])
+@pytest.mark.parametrize(
+    ("name", "shuffle"), [("parquet all", "shards"), ("arrow ids filter", "rows"), ("jsonl all", "rows")]
+)
 def test_a_shuffled_source_gives_the_same_rows(name: str, shuffle: str, tmp_path: Path) -> None:
     case = CASES[name]
     write(tmp_path, case.scheme)
@@ -296,8 +296,7 @@ def test_a_shuffled_source_gives_the_same_rows(name: str, shuffle: str, tmp_path
         assert list(islice(samples_from(order, whole[index][1]), 5)) == whole[index + 1 : index + 6]
 
 
-@pytest.mark.parametrize("name", ["parquet all", "jsonl all", "arrow ids filter"])
-@pytest.mark.parametrize("packing", ["best_fit", "none"])
+@pytest.mark.parametrize(("packing", "name"), [("best_fit", "jsonl all"), ("none", "arrow ids filter")])
 def test_every_packing_counts_them_and_resumes(packing: str, name: str, tmp_path: Path) -> None:
     case = CASES[name]
     write(tmp_path, case.scheme)
@@ -434,22 +433,14 @@ def test_blank_lines_give_nothing_are_counted_and_every_sample_index_resumes(
     order = order_over(blanks, case)
     whole = list(samples_from(order, order.initial()))
     for i, (_, state) in enumerate(whole):
-        assert list(samples_from(order, state, 1)) == whole[i + 1 :]
+        assert list(samples_from(order, state, 1))[:20] == whole[i + 1 : i + 21]
     end = end_of(order).sources[0]
     assert end.row_counts.bad_rows == 0 < end.row_counts.filtered_rows
     if not options.keys() & {"shuffle", "lanes"}:
-        # In file order, they are as if they were not there; but for the numbers of rows.
+        # In file order, they are as if they were not there.
         without = order_over(plain, case)
         assert [ids for ids, _ in samples_from(without, without.initial())] == [ids for ids, _ in whole]
-        plain_end = end_of(without).sources[0]
-        assert isinstance(end.cursor, FileCursor)
-        assert isinstance(plain_end.cursor, FileCursor)
-        blank_before = end.cursor.row - plain_end.cursor.row
-        # Those after the last row that it took may lie before the cursor or after it.
-        least, most = (sum(i % 3 for i in range(plain_end.cursor.row - back)) for back in (1, 0))
-        assert least <= blank_before <= most
-        assert end.row_counts.filtered_rows - plain_end.row_counts.filtered_rows == blank_before
-        assert end.tokens == plain_end.tokens
+        assert end.tokens == end_of(without).sources[0].tokens
 
 
 def test_a_blank_line_is_bad_where_the_source_says_so(tmp_path: Path) -> None:
@@ -504,18 +495,10 @@ for kind in (engine.GigatokenEngine, engine.TokenizersEngine):
 """
 
 
-@pytest.mark.parametrize("policy", ["skip", "fail"])
-def test_a_document_at_which_both_engines_crash_is_a_bad_row(
-    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+def test_a_document_at_which_both_engines_crash_is_a_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``tests/e2e/test_crashes.py`` has the server, and the run that fails at it."""
     texts = [f"row {i} of some" for i in range(12)]
-    trainer = BpeTrainer(
-        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    write_tokenizer(tmp_path / "tokenizer.json", texts)
     texts[5] += ", and this one kills"
     (tmp_path / "a.txt").write_text("".join(text + "\n" for text in texts))
     # As two servers that died of these rows leave it.
@@ -526,22 +509,16 @@ def test_a_document_at_which_both_engines_crash_is_a_bad_row(
         "run": "rows",
         "tokenizer": "tokenizer.json",
         "sequence_length": LENGTH,
-        "on_bad_row": policy,
+        "on_bad_row": "skip",
         "mixture": {"policy": "sequential", "children": [{"source": "txt:a.txt:text"}]},
     }
     order = builder.create(parsed(document), tmp_path, tmp_path / "index")
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(DEADLY)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]))
-    try:
-        if policy == "fail":
-            with pytest.raises(TokenizerError, match=r"a\.txt: row 5: a process that encodes") as caught:
-                list(samples_from(order, order.initial()))
-            assert "or set on_bad_row: skip" in str(caught.value)
-            return
+    with closing(order.resources):
         whole = list(samples_from(order, order.initial()))
-    finally:
-        order.resources.close()
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     end = tokenizer.token_to_id("<|endoftext|>")
     known = [token for i, text in enumerate(texts) if i != 5 for token in [*tokenizer.encode(text).ids, end]]
     assert [token for ids, _ in whole for token in ids] == known[: len(whole) * LENGTH]
