@@ -82,21 +82,6 @@ def test_a_folder_that_is_missing_or_holds_no_arrow_file_is_named(tmp_path: Path
         opened(tmp_path, "arrow:saved/cache-1.arrow:text")
 
 
-@pytest.mark.parametrize("new", [pa.ipc.new_stream, pa.ipc.new_file])
-@pytest.mark.parametrize("options", [{}, {"compression": "lz4"}, {"use_legacy_format": True}], ids=str)
-@pytest.mark.parametrize("text", [pa.string(), pa.dictionary(pa.int8(), pa.string())], ids=str)
-def test_row_counts_come_from_the_headers_whatever_a_batch_is_like(
-    tmp_path: Path, options: dict[str, Any], text: pa.DataType, new: Any
-) -> None:
-    rows = ["a", None, "b" * 100, "", "c", "d", "a"]
-    table = pa.table({"other": [[i] for i in range(7)], "text": pa.array(rows, text), "last": range(7)})
-    write_table(tmp_path / "saved" / "a.arrow", table, 2, new, **options)
-    source = opened(tmp_path, "arrow:saved:text")
-    assert source.row_count(0) == 7
-    for row in range(8):
-        assert rows_of(source, row) == [r or "" for r in rows[row:]]
-
-
 @pytest.mark.parametrize("file_format", [False, True])
 @pytest.mark.parametrize("row", [0, 7])
 def test_ids_are_not_copied(tmp_path: Path, file_format: bool, row: int) -> None:

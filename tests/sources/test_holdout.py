@@ -190,12 +190,6 @@ def test_rows_that_are_bad_or_filtered_are_counted_once_and_never_evaluated_on(t
     assert ends[2].row_counts[:2] == (0, 0)
 
 
-def test_a_source_without_a_document_that_is_held_out_gives_none(tmp_path: Path) -> None:
-    write_txt(tmp_path / "a.txt", text_rows(20, 3, 9))
-    order = order_of(tmp_path, of_one("txt:a.txt:text", 1e-9))
-    assert taken(builder.aside(order, order.config), order.initial())[0] == []
-
-
 def test_a_plan_knows_what_is_held_out(tmp_path: Path) -> None:
     order = order_of(write_corpus(tmp_path), of_one(CODE, shuffle="none") | {"tail": "pad"})
     planned = Planner().plan(Timeline(order), order.initial(), None)

@@ -86,16 +86,6 @@ def test_sources_of_one_repository_have_one_commit_and_list_it_once(hub: StandIn
     assert len(hub.asked("README")) == 2  # which leads to a copy
 
 
-@pytest.mark.parametrize("revision", ["v1", "refs/pr/2", "COMMIT"])
-def test_a_revision_may_be_a_tag_a_reference_or_a_commit(hub: StandInHub, revision: str) -> None:
-    repo = hub.repo("org/name")
-    commit = repo.commit(files("train/old.parquet"), ref="refs/pr/2")
-    repo.refs["refs/tags/v1"] = commit
-    repo.commit(files("train/new.parquet"))
-    assert paths(f"hf:org/name@{revision.replace('COMMIT', commit)}:train:text") == ["train/old.parquet"]
-    assert paths("hf:org/name:train:text") == ["train/new.parquet"]
-
-
 def test_a_repository_goes_by_its_present_name_whatever_the_spec_calls_it(hub: StandInHub) -> None:
     hub.repo("rajpurkar/squad", old_names=["squad"]).commit(files("train/a.parquet"))
     (only,) = hub_resolver().shards(spec_of("hf:squad:train:text"))

@@ -157,9 +157,8 @@ LAYOUTS: dict[str, tuple[dict[str, bytes], tuple[tuple[str | None, str], ...]]] 
         ((None, "train"), ("en", "train"), ("de", "train"), ("de", "test"), ("fr.1", "train"), ("folder", "test"),
          ("both", "train")),
     ),
-    "lines": (files("train.jsonl", "test.jsonl"), ((None, "train"), (None, "test"))),
     "twice": (files("train/train-0/a.parquet", "train/b.parquet"), ((None, "train"),)),
-    "text": (files("corpus/a.txt", "corpus/b.txt"), ((None, "train"),)),
+
 }  # fmt: skip
 
 #: Resolves one spec as a server does, and prints which frameworks that imports; then asks `datasets` for all.

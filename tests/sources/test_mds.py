@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 import shutil
 import struct
 from collections.abc import Callable
@@ -255,30 +254,3 @@ def test_a_damaged_compressed_shard_is_refused_by_name(tmp_path: Path) -> None:
         (tmp_path / "data/index.json").write_text(json.dumps(index))
         with pytest.raises(SourceError, match=message):
             all_rows(tmp_path, "mds:data:text")
-
-
-@pytest.mark.parametrize("compression", [None, "zstd"])
-def test_whatever_happened_to_a_shard_is_an_error_that_names_it_or_the_same_rows(
-    tmp_path: Path, compression: str | None
-) -> None:
-    """Mutations under the hash that the writer put into the index."""
-    columns = {"any": "ndarray", "text": "str", "tokens": "ndarray:uint16"}
-    rows = [{name: sample(i)[name] for name in columns} for i in range(12)]
-    write_mds(tmp_path / "data", columns, rows, compression=compression, hashes=["xxh64"])
-    path = next((tmp_path / "data").glob("shard*"))
-    good, rng = path.read_bytes(), random.Random(16)
-    for _ in range(50):
-        content = bytearray(good)
-        begin = rng.randrange(len(content) - 8)
-        if rng.randrange(2):
-            content[begin] = rng.randrange(256)
-        else:
-            content[begin : begin + 4] = struct.pack("<I", rng.choice([0, 1, 2**31, 2**32 - 1]))
-        path.write_bytes(content)
-        for field in ("any:int16", "text", "tokens"):
-            try:
-                read = all_rows(tmp_path, f"mds:data:{field}")
-            except SourceError as error:
-                assert path.name in str(error)
-            else:
-                assert read == [plain(row[field.partition(":")[0]]) for row in rows]

@@ -13,7 +13,7 @@ from support.catalog import CATALOG, paths_of, spec_of
 from support.corpora import flat
 from support.sources import opened, rows_of
 from tokenloom_server.config import mixture_file as config
-from tokenloom_server.errors import ConfigError, SourceChanged, SourceError
+from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.order import builder
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.megatron import reader as megatron
@@ -173,15 +173,6 @@ def test_files_without_documents_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "data/corpus", [])
     with pytest.raises(SourceError, match=r"has no rows: its 2 files have none"):
         opened(tmp_path, SPEC)
-
-
-def test_a_file_that_changed_under_the_run_is_named(tmp_path: Path) -> None:
-    write(tmp_path / "data/corpus", DOCUMENTS)
-    source = opened(tmp_path, SPEC)
-    with (tmp_path / "data/corpus.idx").open("ab") as file:
-        file.write(b"\0")
-    with pytest.raises(SourceChanged, match=r"'data/corpus.idx' has grown"):
-        rows_of(source)
 
 
 def test_whatever_happened_to_an_index_is_an_error_that_names_the_file_or_other_rows(tmp_path: Path) -> None:

@@ -18,11 +18,9 @@ from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import columns
 from tokenloom_server.sources.catalog import SourceCatalog
 from tokenloom_server.sources.parquet import lists as parquet_lists
-from tokenloom_server.sources.parquet import pages as parquet_pages
 from tokenloom_server.sources.parquet import thrift
 from tokenloom_server.sources.wrapped import TimedSource
 from tokenloom_server.storage.io_stats import IoStats
-from tokenloom_server.storage.open import open_file
 
 SPEC = "parquet:a.parquet:ids"
 ROWS = st.lists(st.one_of(st.none(), st.lists(st.integers(0, 100), max_size=40)), min_size=1, max_size=60)
@@ -240,21 +238,3 @@ def test_fields_that_are_not_asked_for_are_passed_over() -> None:
     assert at == len(data)
     assert fields == {1: 1, 2: True, 9: {1: 3}, 80: 1}
     assert thrift.skip(data, 0, thrift.STRUCT) == len(data)
-
-
-def test_a_footer_says_where_each_column_lies(tmp_path: Path) -> None:
-    rows = [[i] * (i % 5) for i in range(60)]
-    write(tmp_path, rows, schema(pa.int32(), True, True))
-    path = tmp_path / "a.parquet"
-    metadata = pq.read_metadata(path)
-    with open_file("a.parquet", tmp_path) as file:
-        for leaf in range(3):
-            found = list(parquet_pages.chunks(file, leaf))
-            for group, chunk in enumerate(found):
-                known = metadata.row_group(group).column(leaf)
-                assert chunk.start == known.dictionary_page_offset
-                assert chunk.size == known.total_compressed_size
-                assert chunk.levels == known.num_values
-            assert len(found) == 3
-        with pytest.raises(parquet_pages.Unusual, match="without the column"):
-            list(parquet_pages.chunks(file, 3))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from itertools import islice, pairwise
@@ -78,9 +78,12 @@ def columns_of(rows: list[Row]) -> dict[str, Any]:
     }
 
 
-def json_lines(rows: list[Row]) -> bytes:
+def json_lines(rows: Sequence[Row | None]) -> bytes:
     lines = []
     for i, row in enumerate(rows):
+        if row is None:
+            lines.append(b"" if i % 2 else b" \t")
+            continue
         line = json.dumps(row._asdict() | {"meta": {"lang": row.lang, "text": row.text}}).encode()
         if row.text is None:
             # The filter's columns can be read, and the text cannot: a value of a wrong type, or half a character.
@@ -102,6 +105,14 @@ SPECS = {
     "txt": "txt:data/*.txt:",
 }
 SHARDS = [made_rows(40, 1), made_rows(33, 2)]
+
+
+def shards_of(scheme: str) -> Sequence[Sequence[Row | None]]:
+    """The rows of each file; None stands for a blank line, which is a row that gives nothing."""
+    if scheme != "jsonl":
+        return SHARDS
+    return [[each for i, row in enumerate(rows) for each in (row, *[None] * (i % 4 // 2))] for rows in SHARDS]
+
 
 FIM = {"rate": 0.5, "spm_rate": 0.5, "ids": {"prefix": 257, "middle": 258, "suffix": 259}}
 
@@ -168,7 +179,8 @@ class Expected(NamedTuple):
 def expected(case: Case) -> Expected:
     """All that the source is to give, and how many rows are bad or filtered."""
     epochs = case.options.get("epochs", 1)
-    total = sum(map(len, SHARDS))
+    shards = shards_of(case.scheme)
+    total = sum(map(len, shards))
     fim = None
     if "fim" in case.options:
         ids = {f"{name}_id": value for name, value in FIM["ids"].items()}  # type: ignore[attr-defined]
@@ -178,12 +190,12 @@ def expected(case: Case) -> Expected:
     epoch = 0
     while epoch < epochs:
         left = total if epochs - epoch >= 1 else -(-total * (epochs - epoch) // 1)
-        for shard, rows in enumerate(SHARDS):
+        for shard, rows in enumerate(shards):
             for number, row in enumerate(rows):
                 left -= 1
                 if left < 0:
                     break
-                if not passes(row, case.options):
+                if row is None or not passes(row, case.options):
                     filtered += 1
                     continue
                 found = tokens_of(case, row)
@@ -207,7 +219,7 @@ def write(folder: Path, scheme: str) -> None:
         if scheme in ("parquet", "arrow"):
             write_table(path, pa.table(columns_of(rows)), 7)
         else:
-            path.write_bytes(json_lines(rows) if scheme == "jsonl" else text_lines(rows))
+            path.write_bytes(json_lines(shards_of(scheme)[shard]) if scheme == "jsonl" else text_lines(rows))
 
 
 def order_over(folder: Path, case: Case, **run: Any) -> PipelineFactory:
@@ -245,7 +257,11 @@ def end_of(order: PipelineFactory) -> State:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_row_gives_what_it_should_and_each_sample_index_resumes(name: str, tmp_path: Path) -> None:
+def test_every_row_gives_what_it_should_and_each_sample_index_resumes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "STRIDE_BYTES", 256)
+    monkeypatch.setattr(lines, "BLOCK_BYTES", 300)
     case = CASES[name]
     write(tmp_path, case.scheme)
     order = order_over(tmp_path, case)
@@ -258,7 +274,7 @@ def test_every_row_gives_what_it_should_and_each_sample_index_resumes(name: str,
     assert known.bad - 4 <= row_counts[-1].bad_rows <= known.bad
     assert known.filtered - 12 <= row_counts[-1].filtered_rows <= known.filtered
     assert known.bad
-    assert bool(known.filtered) == ("filter" in case.options)
+    assert bool(known.filtered) == ("filter" in case.options or case.scheme == "jsonl")
     for index in range(0, len(whole), 1 if len(whole) < 120 else 5):
         _, state = whole[index]
         assert list(islice(samples_from(order, state), 12)) == whole[index + 1 : index + 13]
@@ -406,41 +422,6 @@ def test_a_run_that_a_bad_row_has_stopped_goes_on_with_skip(tmp_path: Path) -> N
     skipping = builder.load(config, tmp_path, None, failing.record.to_json())
     assert order_digest(skipping.config) == order_digest(failing.config)
     assert [ids for ids, _ in samples_from(skipping, states[-1])] == [[*b"0123456", EOT]] * 3
-
-
-BLANKS: dict[str, dict[str, Any]] = {
-    "file by file": {},
-    "shuffled": {"shuffle": "rows", "shuffle_window_rows": 16},
-    "lanes": {"lanes": 3},
-    "held out": {"holdout": 0.2},
-    "filtered": {"filter": "score > 0.3"},
-}
-
-
-@pytest.mark.parametrize("options", BLANKS.values(), ids=BLANKS)
-def test_blank_lines_give_nothing_are_counted_and_every_sample_index_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
-    monkeypatch.setattr(lines, "STRIDE_BYTES", 256)
-    rows = [row for row in SHARDS[0] if row.text is not None]
-    plain, blanks = tmp_path / "plain", tmp_path / "blanks"
-    for folder in (plain, blanks):
-        (folder / "data").mkdir(parents=True)
-    (plain / "data/a.jsonl").write_bytes(json_lines(rows))
-    written = [line + b"\n" * (i % 3) for i, line in enumerate(json_lines(rows).splitlines(keepends=True))]
-    (blanks / "data/a.jsonl").write_bytes(b"".join(written))
-    case = Case("jsonl", "text", options)
-    order = order_over(blanks, case)
-    whole = list(samples_from(order, order.initial()))
-    for i, (_, state) in enumerate(whole):
-        assert list(samples_from(order, state, 1))[:20] == whole[i + 1 : i + 21]
-    end = end_of(order).sources[0]
-    assert end.row_counts.bad_rows == 0 < end.row_counts.filtered_rows
-    if not options.keys() & {"shuffle", "lanes"}:
-        # In file order, they are as if they were not there.
-        without = order_over(plain, case)
-        assert [ids for ids, _ in samples_from(without, without.initial())] == [ids for ids, _ in whole]
-        assert end.tokens == end_of(without).sources[0].tokens
 
 
 def test_a_blank_line_is_bad_where_the_source_says_so(tmp_path: Path) -> None:
