@@ -33,7 +33,7 @@ def test_commands_and_options_are_completed() -> None:
 def test_a_shell_gets_the_script(tmp_path: Path, option: str) -> None:
     environment = os.environ | {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     command = Path(sys.executable).with_name("tokenloom")
-    done = subprocess.run([command, option, "bash"], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([command, option, "bash"], env=environment, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     scripts = [path.read_text() for path in tmp_path.rglob("*.sh")] or [done.stdout]
     assert "_TOKENLOOM_COMPLETE=complete_bash" in scripts[0]

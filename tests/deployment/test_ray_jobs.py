@@ -70,6 +70,7 @@ def test_the_script_for_slurm_asks_for_what_slurm_knows() -> None:
     assert "usage: prepare.sbatch MIXTURE.yaml --out DIR|URL" in done.stderr
 
 
+@pytest.mark.exhaustive(reason="a cluster by way of a script that seldom changes; tests/cluster prepares on one")
 @pytest.mark.timeout(240)
 def test_the_script_starts_a_cluster_runs_kuberays_command_on_it_and_ends_it(tmp_path: Path) -> None:
     document = write_texts(tmp_path, files=2)

@@ -83,6 +83,6 @@ def test_a_server_that_reads_does_not_import_pandas(tmp_path: Path) -> None:
     files = ("parquet:a.parquet", "arrow:saved", "jsonl:a.jsonl")
     specs = [f"{file}:{column}" for file in files for column in ("ids", "text")] + ["txt:a.txt:text"]
     done = subprocess.run(
-        [sys.executable, "-c", READ_ALL, str(tmp_path), *specs], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", READ_ALL, str(tmp_path), *specs], capture_output=True, text=True, timeout=110
     )
     assert done.returncode == 0, done.stderr

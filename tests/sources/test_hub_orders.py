@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.catalog import SOURCES, spec_of
 from support.corpora import flat, parsed, text_rows
-from support.hub import StandInHub, card, stand_in_hub
+from support.hub import StandInHub, stand_in_hub
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError
@@ -22,8 +22,7 @@ from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.revision_content import revise
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources import short_form
-from tokenloom_server.sources.hub.scheme import HubScheme
-from tokenloom_server.sources.open import columns_of, open_source
+from tokenloom_server.sources.open import open_source
 
 SPEC = "hf:org/name:train:text"
 ROWS = [text_rows(30, salt, 30) for salt in range(2)]
@@ -215,34 +214,6 @@ def test_a_pattern_in_a_repository_is_pinned_to_its_commit(hub: StandInHub, tmp_
     hub.forget()
     assert rows_of_order(builder.load(order.config, tmp_path, None, order.record.to_json())) == ROWS[0] + ROWS[1]
     assert hub.asked("^/api/") == []
-
-
-# --- before there is a spec -----------------------------------------------------------------------------
-
-
-def test_a_dataset_says_what_configs_splits_and_columns_it_has(hub: StandInHub) -> None:
-    configs: list[dict[str, object]] = [
-        {"config_name": "en", "data_dir": "en"},
-        {"config_name": "de", "data_files": [{"split": "train", "path": "de/*"}, {"split": "images", "path": "png/*"}]},
-    ]
-    content = {f"en/train-{i}.parquet": parquet(ROWS[i]) for i in range(2)} | {"de/a.jsonl": jsonl(ROWS[0])}
-    commit = hub.repo("org/name").commit({**content, "png/a.png": b"", "README.md": card(*configs)})
-    scheme = SOURCES.schemes["hf"]
-    assert isinstance(scheme, HubScheme)
-
-    whole, german = scheme.dataset("org/name"), scheme.dataset(f"org/name/de@{commit}")
-
-    assert (whole.repo, whole.commit, whole.configs) == ("org/name", commit, ["en", "de"])
-    assert (whole.default, whole.config, whole.splits) == (None, None, [])
-    assert (german.config, [split.name for split in german.splits]) == ("de", ["train", "images"])
-    train, images = german.splits
-    assert [shard.size for shard in train.shards] == [len(content["de/a.jsonl"])]
-    assert train.scheme is not None
-    assert list(columns_of(train.scheme, train.shards[0].path, Path())) == ["text"]
-    assert images.scheme is None
-    assert "1 files for the split 'images' that no scheme reads (as 'png/a.png'; to `datasets`" in images.unread
-    with pytest.raises(SourceError, match=r"'hf:org/name/fr': the dataset 'org/name' has no config 'fr'"):
-        scheme.dataset("org/name/fr")
 
 
 # --- the short form -------------------------------------------------------------------------------------

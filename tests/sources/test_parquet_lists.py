@@ -212,7 +212,7 @@ def test_damaged_bytes_give_rows_or_an_error_and_never_other_rows_than_arrow_giv
     path = tmp_path / "a.parquet"
     whole = path.read_bytes()
     errors = 0
-    for position in range(4, len(whole), 11):
+    for position in range(4, len(whole), 23):
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x55]) + whole[position + 1 :])
         found: list[Any] = []
         for least in (1, 1 << 60):
@@ -224,7 +224,7 @@ def test_damaged_bytes_give_rows_or_an_error_and_never_other_rows_than_arrow_giv
                 found.append(None)
         errors += None in found
         assert None in found or found[0] == found[1]
-    assert errors > 10
+    assert errors > 5
 
 
 def test_fields_that_are_not_asked_for_are_passed_over() -> None:

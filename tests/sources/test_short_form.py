@@ -17,7 +17,7 @@ from support.catalog import CATALOG, SOURCES
 from support.corpora import order_of
 from support.features import LATENTS, MORE, write_features
 from support.features import document as bucketed
-from support.server_process import CommandLine, ServerProcess
+from support.server_process import ServerProcess
 from support.trainer import World
 from tokenloom_server.cli.app import app
 from tokenloom_server.config import mixture_file as config
@@ -27,7 +27,7 @@ from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.sources import short_form
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 RUN: dict[str, Any] = {"run": "mix", "seed": 3, "tokenizer": "bytes", "sequence_length": 8}
 
@@ -180,10 +180,15 @@ def test_nothing_outside_the_data_roots_is_looked_at(folder: Path, tmp_path: Pat
 OPTIONS = ("--run", "mix", "--sequence-length", "8", "--tokenizer", "bytes")
 
 
+def validated(*arguments: object, status: int = 0) -> Result:
+    done = CliRunner().invoke(app, ["validate", *map(str, arguments)], env={"COLUMNS": "400"})
+    assert done.exit_code == status, done.output
+    return done
+
+
 def printed(*arguments: str) -> RunConfig:
     """What ``validate --print`` makes of a short form in the current folder, read as a file."""
-    done = CliRunner().invoke(app, ["validate", *arguments, "--print"])
-    assert done.exit_code == 0, done.output
+    done = validated(*arguments, "--print")
     assert "valid" in done.stderr
     return config.parse(yaml.safe_load(done.stdout), where="printed", catalog=CATALOG)
 
@@ -205,11 +210,10 @@ def test_validate_prints_a_file_to_go_on_with(folder: Path, monkeypatch: pytest.
     ],
 )
 def test_options_that_do_not_go_together_are_refused(
-    arguments: tuple[str, ...], fault: str, folder: Path, tokenloom: CommandLine
+    arguments: tuple[str, ...], fault: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = tokenloom("validate", *arguments, folder=folder)
-    assert done.status == 2
-    assert fault in done.output
+    monkeypatch.chdir(folder)
+    assert fault in validated(*arguments, status=2).output
 
 
 def test_a_server_serves_the_short_form_from_the_current_folder(
@@ -256,12 +260,12 @@ def test_a_bucketed_mix_is_the_run_that_its_file_is(
     assert order_digest(found) == order_digest(config.parse(document, where="long", catalog=CATALOG))
 
 
-def test_edges_are_given_at_once_or_one_by_one(features: Path, tokenloom: CommandLine) -> None:
+def test_edges_are_given_at_once_or_one_by_one(features: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(features)
     mix = ("--dataset-mix", "lengths.parquet", "--run", "a", "--global-batch-size", 4)
     by_length = ("--bucket-by", "length(ids)")
     for edges in (("--edges", "3,7"), ("--edges", 3, "--edges", 7)):
-        done = tokenloom("validate", *mix, *by_length, *edges, "--print", folder=features)
-        assert done.status == 0, done.output
+        done = validated(*mix, *by_length, *edges, "--print")
         for part in (
             "global_batch_size: 4\n",
             "batching:\n  bucket_by: length(ids)\n  edges:\n  - 3\n  - 7\n",
@@ -275,6 +279,4 @@ def test_edges_are_given_at_once_or_one_by_one(features: Path, tokenloom: Comman
         ((*mix, "--sequence-length", 8), "global_batch_size: is for batching"),
         ((*mix, "--sequence-length", 8, "--edges", 3), "batching.bucket_by"),
     ):
-        done = tokenloom("validate", *arguments, folder=features)
-        assert done.status == 2
-        assert fault in done.output
+        assert fault in validated(*arguments, status=2).output
