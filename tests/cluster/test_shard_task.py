@@ -95,6 +95,8 @@ def test_of_attempts_at_one_time_one_is_published_and_one_that_wakes_after_the_e
     assert shards_of(out.place) == shards_of(tmp_path / "whole")
 
 
+@pytest.mark.exhaustive(reason="two commands over a store; tests/prepare kills one over a folder in every run")
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("out", ["s3"], indirect=True)
 def test_a_command_that_was_killed_goes_on_with_what_is_not_whole(out: Folder, tmp_path: Path) -> None:
     """In a folder: ``tests/prepare/test_prepare.py``."""
@@ -107,12 +109,12 @@ def test_a_command_that_was_killed_goes_on_with_what_is_not_whole(out: Folder, t
         return server_forks().fork(MAIN, ("prepare", "mixture.yaml", *options), output=log, folder=tmp_path)
 
     command = begin()
-    wait_for(lambda: len(out.entries("journal.jsonl")) == 4, "all shards but one", 60)
+    wait_for(lambda: len(out.entries("journal.jsonl")) == 4, "all shards but one", 120)
     command.kill()
     command.wait(60)
     assert len(out.entries(".attempts")) == 1, "left by a kill"
     (tmp_path / "go").touch()
-    assert begin().wait(60) == 0, log.read_text()
+    assert begin().wait(120) == 0, log.read_text()
     assert "in 5 shards (4 were there already)" in log.read_text()
     assert not out.entries(".attempts")
 

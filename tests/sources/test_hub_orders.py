@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.catalog import SOURCES, spec_of
 from support.corpora import flat, parsed, text_rows
-from support.hub import StandInHub, stand_in_hub
+from support.hub import StandInHub
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError
@@ -26,13 +26,6 @@ from tokenloom_server.sources.open import open_source
 
 SPEC = "hf:org/name:train:text"
 ROWS = [text_rows(30, salt, 30) for salt in range(2)]
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandInHub]:
-    with stand_in_hub() as hub:
-        hub.stand_in(monkeypatch, tmp_path / "hf")
-        yield hub
 
 
 def parquet(rows: Sequence[str]) -> bytes:

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from support.catalog import hub_resolver, spec_of
-from support.hub import CONVERSION, Repo, StandInHub, blob_id, card, files, hash_of, stand_in_hub
+from support.hub import CONVERSION, Repo, StandInHub, blob_id, card, files, hash_of
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources.hub.location import HubLocation
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandInHub]:
-    with stand_in_hub(page=3) as hub:
-        hub.stand_in(monkeypatch, tmp_path)
-        yield hub
 
 
 def paths(spec: str) -> list[str]:
@@ -64,6 +55,7 @@ def test_a_file_is_named_by_its_commit_and_known_apart_by_its_content(hub: Stand
 
 
 def test_a_long_listing_is_followed_from_page_to_page(hub: StandInHub) -> None:
+    hub.page = 3
     names = [f"data/train-{i:05}-of-00010.parquet" for i in range(10)]
     hub.repo("org/name").commit(files(*names))
     assert paths("hf:org/name:train:text") == names
@@ -71,7 +63,6 @@ def test_a_long_listing_is_followed_from_page_to_page(hub: StandInHub) -> None:
 
 
 def test_sources_of_one_repository_have_one_commit_and_list_it_once(hub: StandInHub) -> None:
-    hub.page = 1000
     names = [f"c{i}" for i in range(50)]
     configs = [{"config_name": name, "data_files": f"{name}/*.parquet"} for name in names]
     repo = hub.repo("org/name")

@@ -9,25 +9,17 @@ import json
 import lzma
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 from support.catalog import hub_resolver, spec_of
-from support.hub import CONVERSION, StandInHub, card, files, stand_in_hub
+from support.hub import CONVERSION, StandInHub, card, files
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.open import open_source
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandInHub]:
-    with stand_in_hub() as hub:
-        hub.stand_in(monkeypatch, tmp_path / "hf")
-        yield hub
 
 
 def rows(salt: str) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 from support.catalog import SOURCES, spec_of
 from support.litdata_files import read_litdata, write_litdata
 from support.mosaic import write_mds
-from support.sources import opened, rows_of
+from support.sources import all_rows, opened, rows_of
 from tokenloom_server.config.row_rules import Comparison, Template
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import samples as sample_files
@@ -43,15 +43,6 @@ def mixed(i: int) -> dict[str, Any]:
 def record(i: int) -> dict[str, Any]:
     """A sample of texts and lists, which is written as a row of a record batch."""
     return {"ids": list(range(i, i + 1 + i % 6)), "text": f"row {i}: é" * (i % 3)}
-
-
-def all_rows(folder: Path, spec: str, row: int = 0, **rules: Any) -> list[Any]:
-    source = opened(folder, spec, **rules)
-    return [
-        each
-        for shard in range(len(source.shards))
-        for each in rows_of(source, min(row, source.row_count(shard)), shard)
-    ]
 
 
 def field_of(item: Any, field: str) -> Any:

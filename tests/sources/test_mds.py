@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from support.catalog import paths_of, spec_of
 from support.mosaic import merge_folders, mosaic, write_mds
-from support.sources import opened, rows_of
+from support.sources import all_rows, opened, rows_of
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import samples as sample_files
 from tokenloom_server.sources.base import Content
@@ -54,11 +54,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, bytes):
         value = np.frombuffer(value, np.int64)
     return value if isinstance(value, str) else value.tolist()
-
-
-def all_rows(folder: Path, spec: str, **rules: Any) -> list[Any]:
-    source = opened(folder, spec, **rules)
-    return [row for shard in range(len(source.shards)) for row in rows_of(source, shard=shard)]
 
 
 @pytest.mark.parametrize("compression", [None, "zstd:7", "br"])

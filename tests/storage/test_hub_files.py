@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from support.catalog import hub_resolver, spec_of
-from support.hub import Repo, StandInHub, stand_in_hub
+from support.hub import Repo, StandInHub
 from tokenloom_server.errors import SourceChanged, SourceError
 from tokenloom_server.storage.hub.client import HubBusy
 from tokenloom_server.storage.hub.files import HubFiles, HubPath
 
 CONTENT = bytes(range(256)) * 64
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandInHub]:
-    with stand_in_hub() as hub:
-        hub.stand_in(monkeypatch, tmp_path)
-        yield hub
 
 
 @pytest.fixture
