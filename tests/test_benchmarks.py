@@ -24,8 +24,6 @@ from tokenloom_server.order import builder
 
 from benchmarks import corpora, document, pictures, prototype, shuffle, tokeniser
 from benchmarks.corpora import Corpus, Documents, IdCorpus, OwnedCorpus, TextCorpus
-from benchmarks.peers.environments import PACKAGES
-from benchmarks.peers.table import PEERS
 from benchmarks.results import FOLDER, Result, Row, newest
 from benchmarks.workloads import Form, OwnedForm, Workload
 
@@ -133,15 +131,6 @@ def test_a_result_does_not_say_where_the_repository_lies(monkeypatch: pytest.Mon
 # --- the comparison with other loaders ---------------------------------------------------------------------------
 
 
-def test_every_peer_has_a_program_and_an_environment() -> None:
-    for peer in PEERS:
-        assert (ROOT / "benchmarks" / "peers" / f"{peer.module}.py").exists()
-        assert peer.environment in PACKAGES
-        assert set(peer.reads) <= {"ids", "text"}
-    assert len({peer.name for peer in PEERS}) == len(PEERS)
-    assert {peer.environment for peer in PEERS} == set(PACKAGES)
-
-
 # --- the documents -----------------------------------------------------------------------------------------------
 
 
@@ -187,6 +176,7 @@ def test_a_table_has_medians_and_says_where_they_are_from(tmp_path: Path) -> Non
     assert len(kept) == 1
 
 
+@pytest.mark.exhaustive(reason="a hundred thousand rows are shuffled; the ways beside it are measured in every run")
 def test_rows_that_were_prepared_are_shuffled_nearly_as_if_they_were_drawn_at_random(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

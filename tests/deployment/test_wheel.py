@@ -144,7 +144,7 @@ def _content(wheel: Path) -> set[str]:
         return set(archive.namelist())
 
 
-def test_the_wheel_holds_all_files_of_the_three_packages_and_no_others(wheel: Path) -> None:
+def test_the_wheel_holds_all_files_of_the_three_packages_and_the_licence_and_no_others(wheel: Path) -> None:
     in_tree = {
         path.relative_to(ROOT / folder).as_posix()
         for package, folder in PACKAGES.items()
@@ -155,16 +155,6 @@ def test_the_wheel_holds_all_files_of_the_three_packages_and_no_others(wheel: Pa
     names = _content(wheel)
 
     assert {name for name in names if ".dist-info/" not in name} == in_tree
-
-
-def test_the_wheel_carries_types_pages_scripts_and_licence(wheel: Path) -> None:
-    names = _content(wheel)
-
-    assert {f"{package}/py.typed" for package in PACKAGES} <= names
-    assert {"tokenloom_proto/dataloader_pb2.py", "tokenloom_proto/dataloader_pb2.pyi"} <= names
-    library = "tokenloom_server/api/page/uplot"
-    assert {f"{library}/LICENSE", f"{library}/uPlot.iife.min.js", "tokenloom_server/api/page/index.html"} <= names
-    assert any(name.startswith("tokenloom_server/ledger/") and name.endswith(".lua") for name in names)
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 

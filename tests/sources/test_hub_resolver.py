@@ -109,11 +109,6 @@ def test_what_no_scheme_reads_is_named_with_the_spec_of_the_hubs_conversion(hub:
     assert "its configs: 'de', 'en'" in message(f"hf:org/name/fr@{CONVERSION}:train:text")
 
 
-def test_what_is_read_is_never_a_conversion(hub: StandInHub) -> None:
-    with_conversion(hub, files("train.jsonl"), "default/train/0000.parquet")
-    assert paths("hf:org/name:train:text") == ["train.jsonl"]
-
-
 def test_what_nobody_converted_is_named_with_what_to_do(hub: StandInHub) -> None:
     with_conversion(hub, files("train/a.png", "train/b.png"), "default/partial-train/0000.parquet")
     error = message("hf:org/name:train:text")

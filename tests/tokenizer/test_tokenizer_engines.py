@@ -160,11 +160,6 @@ def test_a_difference_that_only_real_rows_show_is_found(find: Find, monkeypatch:
     assert "other ids for the text 'one,  two'" in choice.reason
 
 
-def test_a_choice_without_sample_rows_rests_on_the_probes(find: Find) -> None:
-    assert choose_engine(find("plain"), "text", [], cpu_clock_s=time.thread_time).record.engine == "gigatoken"
-    assert choose_engine(find("bytes"), "text", [], cpu_clock_s=time.thread_time).record.engine == "bytes"
-
-
 def test_only_a_bounded_part_of_the_sample_is_encoded(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenloom_server.tokenizer.choose.SAMPLE_BYTES", 1000)
     endless = pa.array(["word " * 300] * 5)
