@@ -1,13 +1,15 @@
-"""Fixtures for every test: a real Redis, empty for each test that asks, a browser, and the command."""
+"""Fixtures for every test: a real Redis, empty for each test that asks, a browser, the command, and a Hub."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import redis
 from playwright.sync_api import Browser, sync_playwright
+from support.hub import StandInHub, stand_in_hub
 from support.page import CHROMIUM, CHROMIUM_OPTIONS
 from support.redis_server import RedisServer
 from support.server_process import CommandLine
@@ -66,3 +68,11 @@ def browser() -> Iterator[Browser]:
 def tokenloom(tmp_path_factory: pytest.TempPathFactory) -> CommandLine:
     """The command."""
     return CommandLine(tmp_path_factory.mktemp("commands"))
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandInHub]:
+    """An empty server with the protocol of the Hugging Face Hub, which this process takes for it."""
+    with stand_in_hub() as hub:
+        hub.stand_in(monkeypatch, tmp_path / "hf")
+        yield hub

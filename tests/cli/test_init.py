@@ -21,7 +21,7 @@ from tokenloom_server.cli.init import SCHEMA_FILE
 from typer.testing import CliRunner
 
 #: Longer than the imports take on a busy machine.
-DEADLINE_S = 240.0
+DEADLINE_S = 110.0
 
 
 @pytest.fixture

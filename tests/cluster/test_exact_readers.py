@@ -122,7 +122,6 @@ class Case(NamedTuple):
     changes: Mapping[int, dict[str, Any]] = MappingProxyType({})
     error: str = ""
     held_out: bool = False
-    seeds: int = 2
 
 
 def seen(folder: Path) -> dict[str, str]:
@@ -167,7 +166,7 @@ CASES = {
         WITH_CHATS | {"seed": 24},
         error="row 11: the chat template",
     ),
-    "a transform": Case([{"source": JSONL, "transform": "made:of"}], seeds=1),
+    "a transform": Case([{"source": JSONL, "transform": "made:of"}]),
     "phases": Case(
         [{"source": JSONL}, {"source": TXT, "epochs": 2}],
         {
@@ -251,19 +250,18 @@ def test_a_run_with_readers_is_the_run_without(name: str, folder: Path) -> None:
     assert len(expected.samples) > 8 or case.error
     assert (case.error or "exhausted") in (expected.end or "exhausted")
     states, drawn = [start, *expected.states], random.Random(name)
-    for seed in range(case.seeds):
-        resources = timeline.first.resources
-        resources.readers = readers = DrawnReaders(f"{name}, {seed}")
-        with drawn_sizes(readers.seed):
-            assert given(timeline, start, most, ahead=True) == expected
-            last = len(states) - (AFTER + 1 if expected.end is None else 0)
-            for at in drawn.sample(range(last), 2):
-                state = timeline.decode(timeline.encode(states[at]))
-                end = expected.end if at + AFTER > len(expected.samples) else None
-                rest = Given(end, expected.states[at:][:AFTER], expected.samples[at:][:AFTER])
-                assert given(timeline, state, AFTER, ahead=True) == rest
-        readers.close()
-        assert readers.requests > 0
+    resources = timeline.first.resources
+    resources.readers = readers = DrawnReaders(name)
+    with drawn_sizes(readers.seed):
+        assert given(timeline, start, most, ahead=True) == expected
+        last = len(states) - (AFTER + 1 if expected.end is None else 0)
+        for at in drawn.sample(range(last), 2):
+            state = timeline.decode(timeline.encode(states[at]))
+            end = expected.end if at + AFTER > len(expected.samples) else None
+            rest = Given(end, expected.states[at:][:AFTER], expected.samples[at:][:AFTER])
+            assert given(timeline, state, AFTER, ahead=True) == rest
+    readers.close()
+    assert readers.requests > 0
     for order in {id(order := timeline.at(index)): order for index in (0, len(expected.states))}.values():
         again = rebuild(describe(order))
         assert describe(again) == describe(order)

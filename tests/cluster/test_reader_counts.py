@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from time import monotonic
-from types import SimpleNamespace
 
 import pytest
 from support.corpora import DOCS, order_of, write_corpus
@@ -15,7 +13,6 @@ from tokenloom_server.cluster.readers import counts, worker
 from tokenloom_server.cluster.readers.reading import read
 from tokenloom_server.cluster.readers.rows import Answer, Part, Request, Work
 from tokenloom_server.order.resources import RunResources
-from tokenloom_server.storage.io_stats import NAMED_AFTER_S, Wait
 
 
 @pytest.fixture(scope="module")
@@ -45,17 +42,6 @@ def test_answers_are_counted_by_node_and_source(answer: Answer) -> None:
         ("docs", 3, 3 * tokens),
         ("code", 0, 0),
     ]
-
-
-def test_rows_that_are_answered_and_held_are_ahead_and_a_wait_that_lasts_is_named(answer: Answer) -> None:
-    done, wait = counts.ReaderCounts(), Wait("rows", monotonic(), reason="readers", trouble="asked again: late")
-    done.asked(3, "docs")
-    done.asked_again[3] += 2
-    held = [SimpleNamespace(source=3, answer=each, wait=wait) for each in (answer, None, answer)]
-    (source,) = done.stats([], held, "").sources
-    assert (source.rows_ahead, source.asked_again, source.waiting_for) == (2 * answer.rows, 2, "")
-    wait.since -= NAMED_AFTER_S
-    assert done.stats([], held, "").sources[0].waiting_for == "readers: rows (for 2 s; asked again: late)"
 
 
 def test_nodes_that_come_and_go_without_end_are_one_in_the_end(answer: Answer) -> None:

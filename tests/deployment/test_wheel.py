@@ -20,9 +20,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from support.killed import two_runs
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from tokenloom import RemoteDataset
+from support.prepared import write_tokenizer
 from tokenloom_server.catalog import open_catalog
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.ledger.sqlite import SqliteLedger
@@ -36,7 +34,7 @@ PACKAGES = {"tokenloom": "client", "tokenloom_server": "server", "tokenloom_prot
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=240)
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=110)
     (built,) = folder.glob("*.whl")
     return built
 
@@ -45,7 +43,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
     options = ["--no-deps", "--no-index", "--disable-pip-version-check", "--quiet", "--target", str(folder)]
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(wheel)], check=True, timeout=240)
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(wheel)], check=True, timeout=110)
     return folder
 
 
@@ -122,7 +120,7 @@ def _run(path: Sequence[str], code: str, *arguments: str) -> subprocess.Complete
         [sys.executable, "-I", "-S", "-c", prelude + code],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=110,
         cwd=path[0],
         env={name: value for name, value in os.environ.items() if not name.startswith("PYTHON")},
     )
@@ -146,7 +144,7 @@ def _content(wheel: Path) -> set[str]:
         return set(archive.namelist())
 
 
-def test_the_wheel_holds_all_files_of_the_three_packages_and_no_others(wheel: Path) -> None:
+def test_the_wheel_holds_all_files_of_the_three_packages_and_the_licence_and_no_others(wheel: Path) -> None:
     in_tree = {
         path.relative_to(ROOT / folder).as_posix()
         for package, folder in PACKAGES.items()
@@ -157,16 +155,6 @@ def test_the_wheel_holds_all_files_of_the_three_packages_and_no_others(wheel: Pa
     names = _content(wheel)
 
     assert {name for name in names if ".dist-info/" not in name} == in_tree
-
-
-def test_the_wheel_carries_types_pages_scripts_and_licence(wheel: Path) -> None:
-    names = _content(wheel)
-
-    assert {f"{package}/py.typed" for package in PACKAGES} <= names
-    assert {"tokenloom_proto/dataloader_pb2.py", "tokenloom_proto/dataloader_pb2.pyi"} <= names
-    library = "tokenloom_server/api/page/uplot"
-    assert {f"{library}/LICENSE", f"{library}/uPlot.iife.min.js", "tokenloom_server/api/page/index.html"} <= names
-    assert any(name.startswith("tokenloom_server/ledger/") and name.endswith(".lua") for name in names)
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
@@ -233,11 +221,8 @@ def test_the_client_imports_without_torch_and_little_else(
     assert "pip install 'tokenloom[torch]'" in says
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["serve", "mixture.yaml"], []])
-def test_the_command_names_the_extra_that_it_misses(
-    arguments: list[str], installed: Path, client_environment: list[str]
-) -> None:
-    result = _run(client_environment, _entry_point(installed), *arguments)
+def test_the_command_names_the_extra_that_it_misses(installed: Path, client_environment: list[str]) -> None:
+    result = _run(client_environment, _entry_point(installed), "serve", "mixture.yaml")
 
     assert result.returncode != 0
     assert "pip install 'tokenloom[server]'" in result.stderr
@@ -305,6 +290,7 @@ def test_a_command_imports_what_it_needs_and_no_more(
     result = _run(server_environment, _REPORT + _entry_point(installed), *arguments, str(tmp_path))
 
     assert result.returncode == 0, result.stderr
+    assert command == "serve" or all(each in result.stdout for each in ("serve", "validate", "plan", "demo"))
     imported = set(json.loads(result.stdout.splitlines()[-1]))
     assert imported & _import_names(_requirements(installed) + _requirements(installed, "server")) == expected
 
@@ -315,12 +301,7 @@ def test_a_server_without_the_fast_tokeniser_goes_on_with_a_run_that_began_with_
     needs = _requirements(installed) + _requirements(installed, "server")
     without = [need for need in needs if need.name != "gigatoken"]
     assert len(without) == len(needs) - 1
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(["a line and another line"], trainer)
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    write_tokenizer(tmp_path / "tokenizer.json", ["a line and another line"])
     mixture = config.load(_write_mixture(tmp_path, "tokenizer.json"), open_catalog())
     record = builder.create(mixture, tmp_path, None).record
     assert record.engine is not None
@@ -357,50 +338,3 @@ def test_the_demonstration_says_that_it_needs_torch(installed: Path, server_envi
 
     assert result.returncode == 2
     assert "pip install 'tokenloom[server,torch]'" in result.stderr
-
-
-def test_the_command_works_in_the_servers_image(installed: Path, server_environment: list[str]) -> None:
-    result = _run(server_environment, _entry_point(installed), "--help")
-
-    assert result.returncode == 0, result.stderr
-    assert all(command in result.stdout for command in ("serve", "validate", "plan", "stats", "peek", "demo"))
-
-
-#: The oldest releases of what the client needs beside torch, and the newest: images have something in between.
-RELEASES = {
-    "oldest": ("protobuf==4.25.8", "grpcio==1.62.3", "numpy==1.26.0"),
-    "newest": ("protobuf==7.36.2", "grpcio==1.85.1", "numpy==2.4.6"),
-}
-
-
-_READ = """
-import json, google.protobuf, grpc, numpy
-from tokenloom import RemoteDataset
-dataset = RemoteDataset(sys.argv[1], 4, columns=["position_ids", "attention_mask"], resume="fresh")
-with dataset:
-    sums = [int(batch["input_ids"].sum()) for _, batch in zip(range(50), dataset)]
-print(json.dumps([[google.protobuf.__version__, grpc.__version__, numpy.__version__], dataset.digest, sums]))
-"""
-
-
-@pytest.mark.slow
-def test_the_client_reads_a_run_with_the_oldest_and_the_newest_packages_that_it_allows(
-    installed: Path, client_environment: list[str], tmp_path: Path
-) -> None:
-    allowed = {requirement.name: requirement.specifier for requirement in _requirements(installed)}
-    read = {}
-    with two_runs(tmp_path / "runs") as (url, _):
-        for which, releases in RELEASES.items():
-            target = tmp_path / which
-            options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--quiet", "--target", target]
-            subprocess.run([sys.executable, "-m", "pip", "install", *options, *releases], check=True, timeout=300)
-            assert all(version in allowed[name] for name, version in (release.split("==") for release in releases))
-            result = _run([str(target), *client_environment], _READ, url)
-            assert result.returncode == 0, result.stderr
-            versions, *read[which] = json.loads(result.stdout)
-            assert versions == [release.split("==")[1] for release in releases]
-        with RemoteDataset(url, 4, resume="fresh") as dataset:
-            sums = [int(batch["input_ids"].sum()) for _, batch in zip(range(50), dataset, strict=False)]
-            expected = [dataset.digest, sums]
-
-    assert read == dict.fromkeys(RELEASES, expected)

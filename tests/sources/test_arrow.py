@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,7 @@ import pytest
 from support.catalog import spec_of
 from support.sources import opened, rows_of, write_table
 from tokenloom_server.errors import SourceChanged, SourceError
-from tokenloom_server.sources.arrow import headers as arrow_headers
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.storage.file import File
 from tokenloom_server.storage.io_stats import IoStats
 
 SPEC = "arrow:saved:input_ids"
@@ -85,21 +82,6 @@ def test_a_folder_that_is_missing_or_holds_no_arrow_file_is_named(tmp_path: Path
         opened(tmp_path, "arrow:saved/cache-1.arrow:text")
 
 
-@pytest.mark.parametrize("new", [pa.ipc.new_stream, pa.ipc.new_file])
-@pytest.mark.parametrize("options", [{}, {"compression": "lz4"}, {"use_legacy_format": True}], ids=str)
-@pytest.mark.parametrize("text", [pa.string(), pa.dictionary(pa.int8(), pa.string())], ids=str)
-def test_row_counts_come_from_the_headers_whatever_a_batch_is_like(
-    tmp_path: Path, options: dict[str, Any], text: pa.DataType, new: Any
-) -> None:
-    rows = ["a", None, "b" * 100, "", "c", "d", "a"]
-    table = pa.table({"other": [[i] for i in range(7)], "text": pa.array(rows, text), "last": range(7)})
-    write_table(tmp_path / "saved" / "a.arrow", table, 2, new, **options)
-    source = opened(tmp_path, "arrow:saved:text")
-    assert source.row_count(0) == 7
-    for row in range(8):
-        assert rows_of(source, row) == [r or "" for r in rows[row:]]
-
-
 @pytest.mark.parametrize("file_format", [False, True])
 @pytest.mark.parametrize("row", [0, 7])
 def test_ids_are_not_copied(tmp_path: Path, file_format: bool, row: int) -> None:
@@ -133,30 +115,6 @@ def test_a_file_that_is_cut_anywhere_never_gives_wrong_rows(tmp_path: Path) -> N
             assert "'saved/a.arrow' " in str(error)
             assert "truncated or damaged" in str(error) or "has no rows" in str(error)
     assert messages > 20
-
-
-class InMemory(File):
-    def __init__(self, content: bytes) -> None:
-        self._content = content
-        self.size = len(content)
-
-    def read_at(self, offset: int, length: int) -> bytes:
-        return self._content[offset : offset + length]
-
-    def close(self) -> None:
-        pass
-
-
-def test_damaged_headers_are_refused_and_never_crash(tmp_path: Path) -> None:
-    path = tmp_path / "a.arrow"
-    write_table(path, pa.table({"input_ids": [[1, 2], [3]]}), 1)
-    whole = bytearray(path.read_bytes())
-    for position in range(len(whole)):
-        for value in (0x00, 0x7F, 0xFF):
-            damaged = bytearray(whole)
-            damaged[position] = value
-            with contextlib.suppress(ValueError):
-                arrow_headers.scan(InMemory(damaged))
 
 
 @pytest.mark.parametrize(

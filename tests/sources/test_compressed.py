@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import json
 import lzma
 import resource
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from support.sources import opened, rows_of
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import compressed, lines
 from tokenloom_server.sources.endings import CODECS, codec_of, ending_of
-from tokenloom_server.sources.open import columns_of
 from tokenloom_server.storage.local import LocalFile
 
 TEXTS = ["first", "", "zwölf Boxkämpfer 🥊", "a\tb", "x" * 3000, "", "last", *(f"row {i}" for i in range(500))]
@@ -41,8 +39,7 @@ PACKERS: dict[str, tuple[str, Compress]] = {
 }
 
 
-@pytest.mark.parametrize("block_bytes", [7, 100, lines.BLOCK_BYTES])
-@pytest.mark.parametrize("end", ["\n", "", "\r\n"])
+@pytest.mark.parametrize(("block_bytes", "end"), [(7, "\r\n"), (100, ""), (lines.BLOCK_BYTES, "\n")])
 @pytest.mark.parametrize("packer", PACKERS)
 def test_rows_are_those_of_the_plain_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packer: str, end: str, block_bytes: int
@@ -60,17 +57,6 @@ def test_rows_are_those_of_the_plain_file(
         SourceError, match=rf"a\.txt{suffix}' has {len(TEXTS)} rows, but row {len(TEXTS) + 1} was asked"
     ):
         rows_of(source, len(TEXTS) + 1)
-
-
-@pytest.mark.parametrize("packer", PACKERS)
-def test_json_lines_too(tmp_path: Path, packer: str) -> None:
-    suffix, pack = PACKERS[packer]
-    text = "".join(json.dumps({"meta": {"text": row}}) + "\n" for row in TEXTS)
-    (tmp_path / f"a.jsonl{suffix}").write_bytes(pack(text.encode()))
-    source = opened(tmp_path, f"jsonl:a.jsonl{suffix}:meta.text")
-    assert rows_of(source) == TEXTS
-    assert rows_of(source, 400) == TEXTS[400:]
-    assert list(columns_of(SOURCES.schemes["jsonl"], f"a.jsonl{suffix}", tmp_path)) == ["meta"]
 
 
 @pytest.mark.parametrize("packer", ["gzip", "zstd", "bz2 streams", "xz streams"])
@@ -97,8 +83,9 @@ def test_a_file_with_nothing_in_it_has_no_rows(tmp_path: Path) -> None:
 def test_bombs_are_refused_before_they_fill_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packer: str, line: bytes
 ) -> None:
+    monkeypatch.setattr(compressed, "FREE_BYTES", 8 << 20)
     suffix, pack = PACKERS[packer]
-    size = 128 << 20
+    size = 32 << 20
     bomb = pack(line * size)
     assert len(bomb) * 500 < size
     (tmp_path / f"a.txt{suffix}").write_bytes(bomb)
@@ -107,7 +94,7 @@ def test_bombs_are_refused_before_they_fill_the_memory(
         for _ in opened(tmp_path, f"txt:a.txt{suffix}:text").read(0, 0):
             pass
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert grown * 1024 < 3 * compressed.FREE_BYTES
+    assert grown < 192 << 10, "KiB"
     monkeypatch.setattr(lines, "MAX_LINE_BYTES", 1 << 20)
     if line == b"\0":
         with pytest.raises(SourceError, match=r"line 1 has more than 1048576 bytes"):

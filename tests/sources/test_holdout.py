@@ -17,15 +17,14 @@ from support.corpora import (
     id_rows,
     mixture,
     order_of,
-    parsed,
     reread,
     text_rows,
     write_corpus,
     write_jsonl,
     write_txt,
 )
+from support.prepared import job_of
 from test_combinations import PACKINGS, SCHEMES, SHUFFLES, taken
-from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.core.hashing import Purpose, draw
 from tokenloom_server.errors import ConfigError
@@ -34,7 +33,6 @@ from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.revision_content import revise
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.planning.planner import Planner
-from tokenloom_server.prepare.job import Job
 from tokenloom_server.sources.base import Rows
 from tokenloom_server.sources.holdout import HoldoutSource
 from tokenloom_server.sources.wrapped import WrappedSource
@@ -61,8 +59,11 @@ def is_held(content: bytes, share: float = SHARE, seed: int = SEED) -> bool:
     return Fraction(xxhash.xxh3_64_intdigest(content, key), 2**64) < Fraction(str(share))
 
 
-@pytest.mark.parametrize("shuffle", SHUFFLES)
-@pytest.mark.parametrize("scheme", SCHEMES)
+#: Every scheme, and every shuffle of one: what holds out knows of neither.
+READ = [(scheme, "in file order") for scheme in SCHEMES] + [("parquet", shuffle) for shuffle in SHUFFLES][1:]
+
+
+@pytest.mark.parametrize(("scheme", "shuffle"), READ)
 def test_every_document_is_on_one_side_and_none_on_both(scheme: str, shuffle: str, tmp_path: Path) -> None:
     spec = SCHEMES[scheme](tmp_path)
     options = SHUFFLES[shuffle]
@@ -79,8 +80,9 @@ def test_every_document_is_on_one_side_and_none_on_both(scheme: str, shuffle: st
     assert kept + held == Counter(taken(whole, whole.initial())[0])
 
 
-@pytest.mark.parametrize("packing", ["concat", "best fit", "unpacked"])
-@pytest.mark.parametrize("shuffle", SHUFFLES)
+@pytest.mark.parametrize(
+    ("shuffle", "packing"), [("in file order", "concat"), ("rows", "unpacked"), ("rows in lanes", "best fit")]
+)
 def test_a_run_that_holds_out_goes_on_from_every_sample_index(shuffle: str, packing: str, tmp_path: Path) -> None:
     source = {"source": SCHEMES["parquet"](tmp_path), "holdout": SHARE, "epochs": 2.5, **SHUFFLES[shuffle]}
     root = {"policy": "sequential", "children": [source]}
@@ -144,7 +146,7 @@ def test_a_mask_stays_beside_its_ids() -> None:
         assert [len(side["ids"]) for side in (kept, own)] == [len(side["mask"]) for side in (kept, own)]
 
 
-@pytest.mark.parametrize("share", [0.5, 0.1, 0.001, 1e-5])
+@pytest.mark.parametrize("share", [0.5, 0.001])
 def test_the_share_is_what_was_asked_for(share: float) -> None:
     rows = 200_000
     column = pa.array([f"document {i}" for i in range(rows)], pa.large_string())
@@ -188,12 +190,6 @@ def test_rows_that_are_bad_or_filtered_are_counted_once_and_never_evaluated_on(t
     assert ends[2].row_counts[:2] == (0, 0)
 
 
-def test_a_source_without_a_document_that_is_held_out_gives_none(tmp_path: Path) -> None:
-    write_txt(tmp_path / "a.txt", text_rows(20, 3, 9))
-    order = order_of(tmp_path, of_one("txt:a.txt:text", 1e-9))
-    assert taken(builder.aside(order, order.config), order.initial())[0] == []
-
-
 def test_a_plan_knows_what_is_held_out(tmp_path: Path) -> None:
     order = order_of(write_corpus(tmp_path), of_one(CODE, shuffle="none") | {"tail": "pad"})
     planned = Planner().plan(Timeline(order), order.initial(), None)
@@ -205,12 +201,7 @@ def test_a_plan_knows_what_is_held_out(tmp_path: Path) -> None:
 
 def test_what_is_prepared_has_every_document(tmp_path: Path) -> None:
     write_txt(tmp_path / "a.txt", text_rows(20, 3, 9))
-    config = parsed(of_one("txt:a.txt:text"))
-    roots = DataRoots()
-    job = Job(
-        config, tmp_path, tmp_path, roots, form="arrow", shard_bytes=2**20, ids_too=False, shuffled=False, threads=1
-    )
-    assert job.order.config.sources[0].holdout is None
+    assert job_of(tmp_path, of_one("txt:a.txt:text")).order.config.sources[0].holdout is None
 
 
 def test_a_revision_cannot_change_what_is_held_out(tmp_path: Path) -> None:

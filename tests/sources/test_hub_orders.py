@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.catalog import SOURCES, spec_of
 from support.corpora import flat, parsed, text_rows
-from support.hub import StandInHub, card, stand_in_hub
+from support.hub import StandInHub
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError
@@ -24,18 +22,10 @@ from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.revision_content import revise
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources import short_form
-from tokenloom_server.sources.hub.scheme import HubScheme
-from tokenloom_server.sources.open import columns_of, open_source
+from tokenloom_server.sources.open import open_source
 
 SPEC = "hf:org/name:train:text"
 ROWS = [text_rows(30, salt, 30) for salt in range(2)]
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandInHub]:
-    with stand_in_hub() as hub:
-        hub.stand_in(monkeypatch, tmp_path / "hf")
-        yield hub
 
 
 def parquet(rows: Sequence[str]) -> bytes:
@@ -44,19 +34,8 @@ def parquet(rows: Sequence[str]) -> bytes:
     return file.getvalue()
 
 
-def arrow(rows: Sequence[str]) -> bytes:
-    table, file = pa.table({"text": rows}), io.BytesIO()
-    with pa.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table, max_chunksize=7)
-    return file.getvalue()
-
-
-def lines(rows: Sequence[str]) -> bytes:
-    return "".join(row + "\n" for row in rows).encode()
-
-
 def jsonl(rows: Sequence[str]) -> bytes:
-    return lines([json.dumps({"text": row}) for row in rows])
+    return "".join(json.dumps({"text": row}) + "\n" for row in rows).encode()
 
 
 def create(folder: Path, spec: str = SPEC, roots: Sequence[str] = ()) -> PipelineFactory:
@@ -66,27 +45,6 @@ def create(folder: Path, spec: str = SPEC, roots: Sequence[str] = ()) -> Pipelin
 def rows_of(spec: str, shard: int = 0, row: int = 0) -> list[str]:
     source = open_source(spec_of(spec), Path())
     return [text for rows in source.read(shard, row) for text in rows.column.to_pylist()]
-
-
-@pytest.mark.parametrize(
-    ("name", "write"),
-    [
-        ("train.parquet", parquet),
-        ("train.arrow", arrow),
-        ("train.jsonl", jsonl),
-        ("train.json", jsonl),
-        ("train.txt", lines),
-        ("train.jsonl.bz2", lambda rows: bz2.compress(jsonl(rows))),
-        ("train.jsonl.gz", lambda rows: gzip.compress(jsonl(rows))),
-        ("train.txt.zst", lambda rows: pa.compress(lines(rows), "zstd", asbytes=True)),
-    ],
-)
-def test_files_of_each_kind_are_read_from_any_row(
-    hub: StandInHub, name: str, write: Callable[[list[str]], bytes]
-) -> None:
-    hub.repo("org/name").commit({name: write(ROWS[0])})
-    assert rows_of(SPEC) == ROWS[0]
-    assert rows_of(SPEC, row=19) == ROWS[0][19:]
 
 
 def test_json_that_is_no_lines_is_named(hub: StandInHub) -> None:
@@ -162,20 +120,7 @@ def test_a_run_that_was_recorded_reads_its_files_whatever_the_rules_are_now(
 
 
 def test_a_run_begins_again_at_its_commit_without_its_record(hub: StandInHub, tmp_path: Path) -> None:
-    repo = hub.repo("org/name")
-    commit = repo.commit({"train.parquet": parquet(ROWS[0])})
-    order = create(tmp_path)
-    repo.commit({"train.parquet": parquet(ROWS[1])})
-    document = flat([SPEC])
-    document["mixture"]["children"][0]["commit"] = commit
-
-    again = builder.create(parsed(document), tmp_path, None)
-
-    assert again.record.to_json() == order.record.to_json()
-    assert again.record.template("uid", "train", 1) == order.record.template("uid", "train", 1)
-
-
-def test_a_run_of_the_hubs_conversion_begins_again_at_its_commit(hub: StandInHub, tmp_path: Path) -> None:
+    """Here of the Hub's conversion, which is a branch of its own."""
     repo, spec = hub.repo("org/name"), "hf:org/name@refs/convert/parquet:train:text"
     repo.commit({"README.md": b"# csv", "train.csv": b"text\na\n"})
     content = {f"default/{split}/000{i}.parquet": parquet(ROWS[i]) for i in range(2) for split in ("train", "trains")}
@@ -262,34 +207,6 @@ def test_a_pattern_in_a_repository_is_pinned_to_its_commit(hub: StandInHub, tmp_
     hub.forget()
     assert rows_of_order(builder.load(order.config, tmp_path, None, order.record.to_json())) == ROWS[0] + ROWS[1]
     assert hub.asked("^/api/") == []
-
-
-# --- before there is a spec -----------------------------------------------------------------------------
-
-
-def test_a_dataset_says_what_configs_splits_and_columns_it_has(hub: StandInHub) -> None:
-    configs: list[dict[str, object]] = [
-        {"config_name": "en", "data_dir": "en"},
-        {"config_name": "de", "data_files": [{"split": "train", "path": "de/*"}, {"split": "images", "path": "png/*"}]},
-    ]
-    content = {f"en/train-{i}.parquet": parquet(ROWS[i]) for i in range(2)} | {"de/a.jsonl": jsonl(ROWS[0])}
-    commit = hub.repo("org/name").commit({**content, "png/a.png": b"", "README.md": card(*configs)})
-    scheme = SOURCES.schemes["hf"]
-    assert isinstance(scheme, HubScheme)
-
-    whole, german = scheme.dataset("org/name"), scheme.dataset(f"org/name/de@{commit}")
-
-    assert (whole.repo, whole.commit, whole.configs) == ("org/name", commit, ["en", "de"])
-    assert (whole.default, whole.config, whole.splits) == (None, None, [])
-    assert (german.config, [split.name for split in german.splits]) == ("de", ["train", "images"])
-    train, images = german.splits
-    assert [shard.size for shard in train.shards] == [len(content["de/a.jsonl"])]
-    assert train.scheme is not None
-    assert list(columns_of(train.scheme, train.shards[0].path, Path())) == ["text"]
-    assert images.scheme is None
-    assert "1 files for the split 'images' that no scheme reads (as 'png/a.png'; to `datasets`" in images.unread
-    with pytest.raises(SourceError, match=r"'hf:org/name/fr': the dataset 'org/name' has no config 'fr'"):
-        scheme.dataset("org/name/fr")
 
 
 # --- the short form -------------------------------------------------------------------------------------

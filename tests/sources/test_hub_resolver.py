@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from support.catalog import hub_resolver, spec_of
-from support.hub import CONVERSION, Repo, StandInHub, blob_id, card, files, hash_of, stand_in_hub
+from support.hub import CONVERSION, Repo, StandInHub, blob_id, card, files, hash_of
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources.hub.location import HubLocation
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandInHub]:
-    with stand_in_hub(page=3) as hub:
-        hub.stand_in(monkeypatch, tmp_path)
-        yield hub
 
 
 def paths(spec: str) -> list[str]:
@@ -66,6 +55,7 @@ def test_a_file_is_named_by_its_commit_and_known_apart_by_its_content(hub: Stand
 
 
 def test_a_long_listing_is_followed_from_page_to_page(hub: StandInHub) -> None:
+    hub.page = 3
     names = [f"data/train-{i:05}-of-00010.parquet" for i in range(10)]
     hub.repo("org/name").commit(files(*names))
     assert paths("hf:org/name:train:text") == names
@@ -73,7 +63,6 @@ def test_a_long_listing_is_followed_from_page_to_page(hub: StandInHub) -> None:
 
 
 def test_sources_of_one_repository_have_one_commit_and_list_it_once(hub: StandInHub) -> None:
-    hub.page = 1000
     names = [f"c{i}" for i in range(50)]
     configs = [{"config_name": name, "data_files": f"{name}/*.parquet"} for name in names]
     repo = hub.repo("org/name")
@@ -88,36 +77,10 @@ def test_sources_of_one_repository_have_one_commit_and_list_it_once(hub: StandIn
     assert len(hub.asked("README")) == 2  # which leads to a copy
 
 
-@pytest.mark.parametrize("revision", ["v1", "refs/pr/2", "COMMIT"])
-def test_a_revision_may_be_a_tag_a_reference_or_a_commit(hub: StandInHub, revision: str) -> None:
-    repo = hub.repo("org/name")
-    commit = repo.commit(files("train/old.parquet"), ref="refs/pr/2")
-    repo.refs["refs/tags/v1"] = commit
-    repo.commit(files("train/new.parquet"))
-    assert paths(f"hf:org/name@{revision.replace('COMMIT', commit)}:train:text") == ["train/old.parquet"]
-    assert paths("hf:org/name:train:text") == ["train/new.parquet"]
-
-
 def test_a_repository_goes_by_its_present_name_whatever_the_spec_calls_it(hub: StandInHub) -> None:
     hub.repo("rajpurkar/squad", old_names=["squad"]).commit(files("train/a.parquet"))
     (only,) = hub_resolver().shards(spec_of("hf:squad:train:text"))
     assert only.path.startswith("hf://datasets/rajpurkar/squad@")
-
-
-def test_resolving_imports_no_framework(hub: StandInHub, tmp_path: Path) -> None:
-    hub.repo("org/name").commit(files("train.parquet"))
-    program = """
-import sys
-from pathlib import Path
-from tokenloom_server.sources.catalog import SourceCatalog
-spec = SourceCatalog().spec("hf:org/name:train:text")
-assert "datasets" not in sys.modules
-(shard,) = spec.scheme.shards(spec, Path())
-print(shard.path, sorted({"datasets", "torch", "jax", "tensorflow"} & sys.modules.keys()))
-"""
-    environment = {"PATH": "", **hub.environment(tmp_path / "hf")}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert done.stdout.endswith("/train.parquet ['datasets']\n"), done.stderr[-3000:]
 
 
 # --- the Hub's conversion -------------------------------------------------------------------------------
@@ -144,11 +107,6 @@ def test_what_no_scheme_reads_is_named_with_the_spec_of_the_hubs_conversion(hub:
     assert error.endswith("'hf:org/name/de@refs/convert/parquet:train:text'")
     assert paths(f"hf:org/name/de@{CONVERSION}:train:text") == ["de/train/0000.parquet"]
     assert "its configs: 'de', 'en'" in message(f"hf:org/name/fr@{CONVERSION}:train:text")
-
-
-def test_what_is_read_is_never_a_conversion(hub: StandInHub) -> None:
-    with_conversion(hub, files("train.jsonl"), "default/train/0000.parquet")
-    assert paths("hf:org/name:train:text") == ["train.jsonl"]
 
 
 def test_what_nobody_converted_is_named_with_what_to_do(hub: StandInHub) -> None:

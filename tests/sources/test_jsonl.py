@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 
 import pytest
-from support.corpora import numbers
 from support.sources import opened, rows_of
-from tokenloom_server.config.row_rules import Comparison, Template
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources import lines
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.jsonl import probe
 from tokenloom_server.storage.local import LocalFile
@@ -57,48 +53,6 @@ def test_a_wrong_line_is_named_and_those_after_it_can_be_read(tmp_path: Path) ->
             rows_of(source)
         assert f"source 'jsonl:a.jsonl:text': 'a.jsonl': line 3{message}" in str(caught.value)
         assert rows_of(source, 3) == [json.loads(good)["text"]]
-
-
-@pytest.mark.parametrize("ids", [False, True])
-@pytest.mark.parametrize(
-    "rules", [{}, {"filter": (Comparison.parse("n > 2"),)}, {"template": Template.parse("{n} {text}")}]
-)
-def test_blank_lines_are_left_out_and_keep_their_row_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ids: bool, rules: dict[str, object]
-) -> None:
-    if ids and "template" in rules:
-        return  # a template is of text
-    blank = ("", "", "", "\r", " ", "\t \r", "  ")
-    for salt in range(12):
-        monkeypatch.setattr(lines, "BLOCK_BYTES", (1 << 19, 64)[salt % 2])
-        content: list[str] = []
-        expected: list[object] = []
-        passes: list[bool] = []
-        for i, draw in enumerate(numbers(60, salt, 0, 10)):
-            is_blank = i > 0 and draw < salt % 9
-            text: object = None if draw == 9 else [draw, i] if ids else f"text {i}"
-            content.append(blank[i % len(blank)] if is_blank else json.dumps({"text": text, "n": draw}))
-            passes.append(not is_blank and ("filter" not in rules or draw > 2))
-            shown = f"{draw} {text}" if "template" in rules else text
-            expected.append(shown if passes[-1] and text is not None else [] if ids else "")
-        data = "\n".join(content).encode() + b"\n" * (salt % 3)
-        expected += [[] if ids else ""] * max(0, salt % 3 - 1)
-        passes += [False] * max(0, salt % 3 - 1)
-        (tmp_path / "a.jsonl").write_bytes(data)
-        (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(data))
-        for name in ("a.jsonl", "a.jsonl.gz"):
-            source = opened(tmp_path, f"jsonl:{name}:text", **rules)
-            assert source.row_count(0) == len(expected)
-            for row in range(0, len(expected), 7):
-                assert rows_of(source, row) == expected[row:]
-            found = list(source.read(0, 0))
-            assert not any(rows.bad for rows in found)
-            left_out = [
-                bool(flag)
-                for rows in found
-                for flag in ([False] * len(rows.column) if rows.filtered is None else rows.filtered)
-            ]
-            assert [not flag for flag in left_out] == passes
 
 
 def test_the_keys_of_a_file_that_begins_with_blank_lines_are_found(tmp_path: Path) -> None:

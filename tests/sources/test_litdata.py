@@ -10,14 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 import torch
 from support.catalog import SOURCES, spec_of
 from support.litdata_files import read_litdata, write_litdata
 from support.mosaic import write_mds
-from support.sources import opened, rows_of
+from support.sources import all_rows, opened, rows_of
 from tokenloom_server.config.row_rules import Comparison, Template
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import samples as sample_files
@@ -46,15 +45,6 @@ def record(i: int) -> dict[str, Any]:
     return {"ids": list(range(i, i + 1 + i % 6)), "text": f"row {i}: é" * (i % 3)}
 
 
-def all_rows(folder: Path, spec: str, row: int = 0, **rules: Any) -> list[Any]:
-    source = opened(folder, spec, **rules)
-    return [
-        each
-        for shard in range(len(source.shards))
-        for each in rows_of(source, min(row, source.row_count(shard)), shard)
-    ]
-
-
 def field_of(item: Any, field: str) -> Any:
     for key in field.split(".") if field else ():
         item = item[int(key)] if isinstance(item, tuple) else item[key]
@@ -65,9 +55,8 @@ def field_of(item: Any, field: str) -> Any:
     ("make", "fields", "options"),
     [
         (mixed, ("text", "tokens", "words"), {}),
-        (mixed, ("text", "tokens", "words"), CHUNKS),
-        (mixed, ("text", "tokens", "words"), FRAMES),
-        (record, ("text", "ids"), {}),
+        (mixed, ("text", "tokens"), CHUNKS),
+        (mixed, ("text", "tokens"), FRAMES),
         (record, ("text", "ids"), {"compression": "zstd"}),
         (lambda i: f"row {i}", ("",), FRAMES),
         (lambda i: (f"row {i}", torch.arange(i, dtype=torch.uint8)), ("0", "1"), {}),
@@ -94,8 +83,9 @@ def test_rows_are_what_the_library_reads_from_every_row_on(
         assert all_rows(tmp_path, f"litdata:copy:{field}".rstrip(":")) == rows
 
 
-@pytest.mark.parametrize("options", [{}, CHUNKS])
-@pytest.mark.parametrize("kind", [torch.int32, torch.uint16, np.int64, np.uint8])
+@pytest.mark.parametrize(
+    ("kind", "options"), [(torch.int32, CHUNKS), (torch.uint16, {}), (np.int64, {}), (np.uint8, CHUNKS)]
+)
 def test_a_stream_of_ids_has_the_samples_for_rows(tmp_path: Path, kind: Any, options: dict[str, Any]) -> None:
     documents = [[*range(1 + i % 50), 0] for i in range(60)]
     make = torch.tensor if isinstance(kind, torch.dtype) else np.array
@@ -118,18 +108,6 @@ def test_filters_and_templates_look_at_other_fields(tmp_path: Path) -> None:
     rows = all_rows(tmp_path, "litdata:data:text", **rules)
     assert [row for row in rows if row] == [f"{i}: {mixed(i)['text']}" for i in range(4, 8)]
     assert len(rows) == 20
-
-
-def test_chunks_in_an_object_store_are_the_same(tmp_path: Path) -> None:
-    for name, options in (("plain", {}), ("chunks", CHUNKS), ("frames", FRAMES)):
-        write_litdata(tmp_path / name, map(mixed, range(15)), **options)
-    write_litdata(tmp_path / "batches", map(record, range(15)))
-    for name in ("plain", "chunks", "frames", "batches"):
-        place = f"/{tmp_path.name}-{name}"
-        fsspec.filesystem("memory").put(str(tmp_path / name), place, recursive=True)
-        for row in (0, 3):
-            away = all_rows(tmp_path, f"litdata:memory:/{place}:text", row)
-            assert away == all_rows(tmp_path, f"litdata:{name}:text", row)
 
 
 def test_a_spec_may_leave_out_the_field(tmp_path: Path) -> None:
@@ -167,7 +145,6 @@ Change = Callable[[dict[str, Any]], object]
 LIES: dict[str, tuple[Change, str]] = {
     "samples": (lambda e: e["chunks"][0].update(chunk_size=9), r"chunk-0-0.bin' begins with a number of 10 samples"),
     "absurd samples": (lambda e: e["chunks"][0].update(chunk_size=2**40), r"chunks.0.chunk_size: Input should be less"),
-    "negative samples": (lambda e: e["chunks"][0].update(chunk_size=-1), r"chunks.0.chunk_size: Input should be great"),
     "bytes": (lambda e: e["chunks"][0].update(chunk_bytes=7), r"chunk-0-0.bin' has \d+ bytes, but .* says 7"),
     "ids": (lambda e: e["chunks"][0].update(dim=7), r"chunk-0-0.bin': its \d+ bytes are not the 7 ids that"),
     "a name": (lambda e: e["chunks"][0].update(filename="x.bin"), r"lists 'x.bin', which is missing; copy the folder"),
@@ -181,10 +158,8 @@ LIES: dict[str, tuple[Change, str]] = {
         r"config.encryption: Input should",
     ),
     "a loader": (lambda e: e["config"].update(item_loader="ParquetLoader"), r"config.item_loader: Input should be"),
-    "a wrap": (lambda e: e["config"].update(compression_level="sample"), r"config.compression_level: Input should be"),
     "a compression": (lambda e: e["config"].update(compression="lz4"), r"config.compression: String should match"),
     "a file twice": (lambda e: e["chunks"].append(e["chunks"][0]), r"lists 'data/chunk-0-0.bin' 2 times; write"),
-    "no chunks": (lambda e: e.update(chunks=[]), r"chunks: List should have at least 1 item"),
     "no config": (lambda e: e.pop("config"), r"config: Field required"),
 }
 
@@ -255,14 +230,14 @@ def test_a_damaged_chunk_is_refused_by_name(tmp_path: Path) -> None:
 def test_whatever_happened_to_a_chunk_is_rows_or_an_error_that_names_it(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    """A few hundred mutations: never another exception, never another number of rows."""
+    """Never another exception, never another number of rows."""
     write_litdata(tmp_path / "data", map(mixed, range(10)), **options)
     write_litdata(tmp_path / "batches", map(record, range(10)), compression=options.get("compression"))
     rng = random.Random(16)
     for name, fields in (("data", ("text", "tokens")), ("batches", ("text", "ids"))):
         path = next((tmp_path / name).glob("chunk*"))
         good = path.read_bytes()
-        for _ in range(60):
+        for _ in range(25):
             content = bytearray(good)
             begin = rng.randrange(len(content) - 8)
             if rng.randrange(2):

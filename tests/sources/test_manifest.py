@@ -58,13 +58,6 @@ def test_no_match_names_the_pattern_and_what_lies_in_the_nearest_folder(folder: 
     )
 
 
-def test_a_long_listing_is_cut(folder: Path) -> None:
-    for i in range(20):
-        (folder / "data" / f"f{i:02}.bin").touch()
-    with pytest.raises(SourceError, match=r"a\.txt, a10\.txt, .* and 18 more\)"):
-        paths_of(spec_of("jsonl:data/x.jsonl:text"), folder)
-
-
 def test_a_folder_in_place_of_files_is_refused_with_a_pattern(folder: Path) -> None:
     with pytest.raises(
         SourceError, match=r"is a folder, expected files; name them by a pattern such as 'data/\*\.txt'"
@@ -83,15 +76,6 @@ def test_a_manifest_survives_its_json_form_and_has_one_digest(folder: Path) -> N
     assert [shard.path for shard in built.shards("jsonl:data/c.jsonl:text")] == ["data/c.jsonl"]
     with pytest.raises(SourceError, match="has no source 'txt:x:text'; it has 'txt:data"):
         built.shards("txt:x:text")
-
-
-def test_a_manifest_moves_with_its_folder(folder: Path, tmp_path: Path) -> None:
-    built = manifest.build([GLOB], folder)
-    moved = tmp_path / "moved"
-    moved.mkdir()
-    (folder / "data").rename(moved / "data")
-    manifest.verify(built, moved, SOURCES)
-    assert manifest.build([GLOB], moved).digest == built.digest
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format":1}', '{"format":1,"sources":[{"spec":"x"}]}'])
@@ -178,7 +162,7 @@ def test_an_edit_that_the_fingerprint_does_not_see_is_noticed_by_spots(tmp_path:
     # Of four mebibytes every byte is seen, of a larger file whatever is as long as two of its 64 parts.
     path = large(tmp_path, "a.txt", size)
     built = manifest.build([LARGE], tmp_path)
-    for offset in range(100_000, size - 100_000 - edited, size // 11):
+    for offset in range(100_000, size - 100_000 - edited, size // 4):
         edit(path, offset, edited)
         manifest.verify(built, tmp_path, SOURCES)
         with pytest.raises(SourceChanged) as caught:

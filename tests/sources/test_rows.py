@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -128,17 +127,6 @@ def test_a_source_without_a_row_is_refused_and_an_empty_shard_among_others_is_no
         path.write_bytes(b"")
         with pytest.raises(SourceError, match=rf"b\.{kind.suffix}' is empty \(0 bytes\)"):
             opened(tmp_path, kind.spec)
-
-
-def test_a_shard_that_is_replaced_by_one_of_its_size_is_noticed_when_it_is_opened_again(tmp_path: Path) -> None:
-    write_txt(tmp_path / "a.txt", ["first", "second"])
-    source = opened(tmp_path, "txt:a.txt:text")
-    assert rows_of(source) == ["first", "second"]
-    os.utime(tmp_path / "a.txt", ns=(1, 1))
-    assert rows_of(source) == ["first", "second"], "touched, and nothing else"
-    write_txt(tmp_path / "a.txt", ["third", "fourth"])
-    with pytest.raises(SourceChanged, match=r"'a.txt' has other content: found fingerprint xxh3:.*put the file back"):
-        rows_of(source)
 
 
 def test_several_shards_give_a_warning_about_their_order(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +12,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from support.catalog import CATALOG, SOURCES
-from support.features import LATENTS, MORE, SHAPES, order_of, write_features
+from support.corpora import order_of
+from support.features import LATENTS, MORE, write_features
 from support.features import document as bucketed
-from support.server_process import CommandLine, ServerProcess
+from support.server_process import ServerProcess
 from support.trainer import World
-from tokenloom import RemoteDataset
+from tokenloom_server.cli.app import app
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.data_roots import DataRoots
+from tokenloom_server.config.order_fields import order_digest
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.sources import short_form
+from typer.testing import CliRunner, Result
 
 RUN: dict[str, Any] = {"run": "mix", "seed": 3, "tokenizer": "bytes", "sequence_length": 8}
 
@@ -93,13 +96,11 @@ def children(mix: str, folder: Path) -> list[dict[str, Any]]:
         ("megatron:owned.v1", "megatron:owned.v1"),
     ],
 )
-@pytest.mark.parametrize(("suffix", "weight"), [("", None), (":0.25", 0.25), (":3", 3), (":1e-3", 0.001)])
-def test_scheme_and_column_of_an_item_are_found(
-    item: str, source: str, suffix: str, weight: float | None, folder: Path
-) -> None:
-    (child,) = children(shlex.quote(item + suffix), folder)
-    assert child["source"] == source
-    assert child.get("weight") == weight
+def test_scheme_and_column_of_an_item_are_found(item: str, source: str, folder: Path) -> None:
+    for suffix, weight in (("", None), (":0.25", 0.25), (":3", 3), (":1e-3", 0.001)):
+        (child,) = children(shlex.quote(item + suffix), folder)
+        assert child["source"] == source
+        assert child.get("weight") == weight
 
 
 def test_a_whole_mixture_is_written_out_and_reads_back_the_same(folder: Path, tmp_path: Path) -> None:
@@ -179,18 +180,23 @@ def test_nothing_outside_the_data_roots_is_looked_at(folder: Path, tmp_path: Pat
 OPTIONS = ("--run", "mix", "--sequence-length", "8", "--tokenizer", "bytes")
 
 
-def test_validate_prints_a_file_to_go_on_with(folder: Path, tokenloom: CommandLine) -> None:
-    command = [sys.executable, "-m", "tokenloom_server", "validate", "--dataset-mix", "wiki:0.9 code.jsonl:0.1"]
-    done = subprocess.run([*command, *OPTIONS, "--print"], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def validated(*arguments: object, status: int = 0) -> Result:
+    done = CliRunner().invoke(app, ["validate", *map(str, arguments)], env={"COLUMNS": "400"})
+    assert done.exit_code == status, done.output
+    return done
+
+
+def printed(*arguments: str) -> RunConfig:
+    """What ``validate --print`` makes of a short form in the current folder, read as a file."""
+    done = validated(*arguments, "--print")
     assert "valid" in done.stderr
-    path = folder / "gone-on-with.yaml"
-    path.write_text(done.stdout, encoding="utf-8")
-    try:
-        assert [source.weight for source in config.load(path, CATALOG).sources] == [0.9, 0.1]
-        assert tokenloom("validate", path).status == 0
-    finally:
-        path.unlink()
+    return config.parse(yaml.safe_load(done.stdout), where="printed", catalog=CATALOG)
+
+
+def test_validate_prints_a_file_to_go_on_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    found = printed("--dataset-mix", "wiki:0.9 code.jsonl:0.1", *OPTIONS)
+    assert [source.weight for source in found.sources] == [0.9, 0.1]
 
 
 @pytest.mark.parametrize(
@@ -204,36 +210,29 @@ def test_validate_prints_a_file_to_go_on_with(folder: Path, tokenloom: CommandLi
     ],
 )
 def test_options_that_do_not_go_together_are_refused(
-    arguments: tuple[str, ...], fault: str, folder: Path, tokenloom: CommandLine
+    arguments: tuple[str, ...], fault: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = tokenloom("validate", *arguments, folder=folder)
-    assert done.status == 2
-    assert fault in done.output
+    monkeypatch.chdir(folder)
+    assert fault in validated(*arguments, status=2).output
 
 
 def test_a_server_serves_the_short_form_from_the_current_folder(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
-    server = ServerProcess(tmp_path / "short", flags=("--dataset-mix", "wiki:0.9 code.jsonl:0.1", *OPTIONS)).start()
+    mix = "wiki:0.9 code.jsonl:0.1"
+    server = ServerProcess(tmp_path / "short", flags=("--dataset-mix", mix, *OPTIONS)).start()
     try:
         with World(server.url("mix")) as world:
-            digest = world.steps(12).digest
+            digest, index = world.steps(12).digest, world.sample_index
         assert "the mixture of --dataset-mix, as a file:\nrun: mix\n" in server.log
         assert "  - source: jsonl:code.jsonl:text\n    alias: code\n    weight: 0.1\n" in server.log
     finally:
         server.kill()
-    path = folder / "long.yaml"
-    path.write_text(
-        short_form.as_yaml(short_form.document("wiki:0.9 code.jsonl:0.1", folder, SOURCES, **RUN | {"seed": 0}))
-    )
-    server = ServerProcess(tmp_path / "long", path).start()
-    try:
-        with World(server.url("mix")) as world:
-            assert world.steps(12).digest == digest
-    finally:
-        server.kill()
-        path.unlink()
+    order = order_of(folder, short_form.document(mix, folder, SOURCES, **RUN | {"seed": 0}))
+    pipeline = order.pipeline(order.initial())
+    pipeline.advance(index)
+    assert digest_hex(pipeline.state().digest) == digest
 
 
 # --- Batches of ready tensors --------------------------------------------------------------------------------------
@@ -255,27 +254,18 @@ def test_a_bucketed_mix_is_the_run_that_its_file_is(
     option: str, features: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(features)
-    server = ServerProcess(features / "short", flags=(option, "latents:2 more", *BUCKETED)).start()
-    try:
-        with RemoteDataset(server.url("latents"), rank=0, world_size=1) as dataset:
-            shapes = {tuple(batch["latent"].shape) for batch in dataset}  # type: ignore[typeddict-item]
-            digest = dataset.digest
-    finally:
-        server.kill()
-    assert shapes == {(4, *shape) for shape in SHAPES.values()}
     children = [{"source": LATENTS, "weight": 2}, {"source": MORE}]
-    order = order_of(features, bucketed(mixture={"policy": "least_consumed", "children": children}))
-    pipeline = order.pipeline(order.initial())
-    pipeline.advance(10_000)
-    assert digest_hex(pipeline.state().digest) == digest
+    document = bucketed(mixture={"policy": "least_consumed", "children": children})
+    found = printed(option, "latents:2 more", *BUCKETED)
+    assert order_digest(found) == order_digest(config.parse(document, where="long", catalog=CATALOG))
 
 
-def test_edges_are_given_at_once_or_one_by_one(features: Path, tokenloom: CommandLine) -> None:
+def test_edges_are_given_at_once_or_one_by_one(features: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(features)
     mix = ("--dataset-mix", "lengths.parquet", "--run", "a", "--global-batch-size", 4)
     by_length = ("--bucket-by", "length(ids)")
     for edges in (("--edges", "3,7"), ("--edges", 3, "--edges", 7)):
-        done = tokenloom("validate", *mix, *by_length, *edges, "--print", folder=features)
-        assert done.status == 0, done.output
+        done = validated(*mix, *by_length, *edges, "--print")
         for part in (
             "global_batch_size: 4\n",
             "batching:\n  bucket_by: length(ids)\n  edges:\n  - 3\n  - 7\n",
@@ -289,6 +279,4 @@ def test_edges_are_given_at_once_or_one_by_one(features: Path, tokenloom: Comman
         ((*mix, "--sequence-length", 8), "global_batch_size: is for batching"),
         ((*mix, "--sequence-length", 8, "--edges", 3), "batching.bucket_by"),
     ):
-        done = tokenloom("validate", *arguments, folder=features)
-        assert done.status == 2
-        assert fault in done.output
+        assert fault in validated(*arguments, status=2).output

@@ -32,7 +32,7 @@ def paragraphs(text: str) -> list[str]:
 def test_rows_are_paragraphs_from_every_row_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(5)
     drawn = ["".join(rng.choices(["a", "b c", "\n", "\r\n", "\n\n"], k=60)) for _ in range(20)]
-    for block_bytes in (3, 7, 1 << 19):
+    for block_bytes in (3, 1 << 19):
         monkeypatch.setattr(units, "BLOCK_BYTES", block_bytes)
         for number, text in enumerate((*TEXTS, *drawn)):
             (tmp_path / "a.txt").write_bytes(text.encode())

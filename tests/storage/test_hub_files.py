@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from support.catalog import hub_resolver, spec_of
-from support.hub import Repo, StandInHub, stand_in_hub
+from support.hub import Repo, StandInHub
 from tokenloom_server.errors import SourceChanged, SourceError
 from tokenloom_server.storage.hub.client import HubBusy
 from tokenloom_server.storage.hub.files import HubFiles, HubPath
 
 CONTENT = bytes(range(256)) * 64
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandInHub]:
-    with stand_in_hub() as hub:
-        hub.stand_in(monkeypatch, tmp_path)
-        yield hub
 
 
 @pytest.fixture
@@ -65,13 +55,6 @@ def test_opening_costs_one_request_and_each_range_another(hub: StandInHub, repo:
     assert hub.bytes_sent() == 10 + 1000 + 4
 
 
-def test_a_small_file_comes_from_the_hub_itself(hub: StandInHub, repo: Repo) -> None:
-    handle = HubFiles().open(url(repo, "train/lines.txt"))
-    assert handle._fetch_range(0, 999) == CONTENT[:999]
-    assert handle._fetch_range(7, 20) == CONTENT[7:20]
-    assert {request.place for request in hub.requests} == {"hub"}
-
-
 def test_the_token_goes_to_the_hub_and_never_to_its_storage(
     hub: StandInHub, repo: Repo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -102,26 +85,13 @@ def test_a_signature_that_has_run_out_is_asked_for_anew(hub: StandInHub, repo: R
     ]  # fmt: skip
 
 
-def test_a_refusal_that_stays_names_neither_signature_nor_token(hub: StandInHub, repo: Repo) -> None:
+def test_a_busy_storage_is_for_the_caller_to_ask_again(hub: StandInHub, repo: Repo) -> None:
     handle = HubFiles().open(url(repo))
-    hub.fail("/blobs/", status=403, times=100)
-    with pytest.raises(SourceError, match="answered 403") as caught:
-        handle._fetch_range(0, 10)
-    assert "ignature" not in str(caught.value)
-
-
-@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
-def test_a_busy_storage_is_for_the_caller_to_ask_again(hub: StandInHub, repo: Repo, status: int) -> None:
-    handle = HubFiles().open(url(repo))
-    hub.fail("/blobs/", status=status, headers={"Retry-After": "3"})
-    with pytest.raises(HubBusy, match=f"answered {status} and asks to wait for 3 s") as caught:
-        handle._fetch_range(0, 10)
-    assert caught.value.headers == {"Retry-After": "3.0"}
-    assert handle._fetch_range(0, 10) == CONTENT[:10]
-
-
-def test_a_body_that_is_cut_short_is_no_answer(hub: StandInHub, repo: Repo) -> None:
-    handle = HubFiles().open(url(repo))
+    for status in (408, 429, 500, 502, 503, 504):
+        hub.fail("/blobs/", status=status, headers={"Retry-After": "3"})
+        with pytest.raises(HubBusy, match=f"answered {status} and asks to wait for 3 s") as caught:
+            handle._fetch_range(0, 10)
+        assert caught.value.headers == {"Retry-After": "3.0"}
     hub.fail("/blobs/", cut=700)
     with pytest.raises(HubBusy):
         handle._fetch_range(0, 1000)
@@ -133,7 +103,7 @@ def test_a_storage_that_says_nothing_is_given_up(hub: StandInHub, repo: Repo, mo
 
     handle = HubFiles().open(url(repo))
     monkeypatch.setattr(client, "SILENCE_S", 0.1)
-    hub.fail("/blobs/", delay_s=0.5)
+    hub.fail("/blobs/", delay_s=10)
     with pytest.raises(HubBusy, match=r"127\.0\.0\.1"):
         handle._fetch_range(0, 1000)
 
@@ -181,24 +151,6 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def resolved(spec: str) -> list[str]:
     return [shard.path for shard in hub_resolver().shards(spec_of(spec))]
-
-
-def test_a_downloaded_dataset_resolves_and_reads_without_a_network(
-    hub: StandInHub, repo: Repo, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import huggingface_hub
-
-    online = hub_resolver().shards(spec_of("hf:org/name:train:text"))
-    huggingface_hub.snapshot_download("org/name", repo_type="dataset")
-    hub.forget()
-    offline(monkeypatch)
-
-    assert hub_resolver().shards(spec_of("hf:org/name:train:text")) == online
-    assert resolved(f"hf:org/name@{repo.refs['main']}:train:text") == [url(repo)]
-    cached = HubFiles().cached(url(repo))
-    assert cached is not None
-    assert cached.read_bytes() == CONTENT
-    assert hub.requests == []
 
 
 def test_a_file_in_the_cache_is_found_while_online_for_its_commit_alone(hub: StandInHub, repo: Repo) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import fsspec
 import pytest
 from support.catalog import SOURCES, paths_of, spec_of
-from support.corpora import CODE, DOCS, PROSE, WIKI, flat, mixture, parsed, write_corpus
+from support.corpora import PROSE, flat, mixture, parsed, write_corpus
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.core.state import State
@@ -48,18 +48,6 @@ def at(place: str, spec: str) -> Spec:
 
 def rows(source: Source, shard: int, row: int) -> list[Any]:
     return [value for piece in source.read(shard, row) for value in piece.column.to_pylist()]
-
-
-@pytest.mark.parametrize("spec", [CODE, DOCS, PROSE, WIKI])
-def test_rows_from_any_row_on_are_those_of_local_files(corpus: Path, spec: str) -> None:
-    local = open_source(spec_of(spec), corpus)
-    away = open_source(at(PLACE, spec), corpus, index_dir=corpus / "indexes")
-
-    assert [shard.path for shard in away.shards] == [f"{PLACE}/{shard.path}" for shard in local.shards]
-    for shard in range(len(local.shards)):
-        assert away.row_count(shard) == local.row_count(shard)
-        for row in range(local.row_count(shard) + 1):
-            assert rows(away, shard, row) == rows(local, shard, row)
 
 
 @pytest.mark.parametrize(

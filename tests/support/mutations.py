@@ -1,7 +1,7 @@
 """Files that are no longer what was written: seeded mutations of small files, each read in a child process.
 
-``python -m support.mutations FORMAT SEED COUNT FOLDER``: for each mutation a line with its number goes out before it is
-read, and its outcome behind it, so that whoever started the child knows at which it died.
+``python -m support.mutations FOLDER SEED COUNT FORMAT…``: for each mutation of each format a line with its number goes
+out before it is read, and its outcome behind it, so that whoever started the child knows at which it died.
 """
 
 from __future__ import annotations
@@ -169,36 +169,44 @@ def _outcome(form: Format, folder: Path, skip: bool, known: list[Any]) -> str:
     return "rows" if found == known and not bad else "others"
 
 
-def main(name: str, seed: int, count: int, folder: Path) -> None:
-    import faulthandler
+def main(folder: Path, seed: int, count: int, names: list[str]) -> None:
     import resource
 
     from tokenloom_server.sources.parquet import lists as parquet_lists
+
+    # So small files are left to Arrow otherwise.
+    parquet_lists.MIN_VALUES = 1
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for name in names:
+        (folder / name).mkdir()
+        _mutate(name, folder / name, seed, count)
+
+
+def _mutate(name: str, folder: Path, seed: int, count: int) -> None:
+    import faulthandler
+    import resource
 
     form = formats()[name]
     path = folder / form.name
     form.write(path)
     whole = path.read_bytes()
     known = [row or ([] if "ids" in name else "") for row in (IDS if "ids" in name else TEXTS)]
-    # So small files are left to Arrow otherwise.
-    parquet_lists.MIN_VALUES = 1
     first = _outcome(form, folder, False, known)
     assert first == "rows", first
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    limit = pages * resource.getpagesize() + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY_BYTES, hard))
     for number in range(count):
-        print(json.dumps({"begins": number}), flush=True)
+        print(json.dumps({"of": name, "begins": number}), flush=True)
         faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
         path.write_bytes(mutated(whole, random.Random(f"{seed} {name} {number}")))
         try:
             outcome = _outcome(form, folder, bool(number % 2), known)
         except Exception as error:
             outcome = f"{type(error).__name__}: {error}"
-        print(json.dumps({"ends": number, "outcome": outcome}), flush=True)
+        print(json.dumps({"of": name, "ends": number, "outcome": outcome}), flush=True)
     faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

@@ -32,6 +32,12 @@ def rows_of(source: Source, row: int = 0, shard: int = 0) -> list[Any]:
     return result
 
 
+def all_rows(folder: Path, spec: str, **rules: Any) -> list[Any]:
+    """All rows of a source, shard after shard."""
+    source = opened(folder, spec, **rules)
+    return [row for shard in range(len(source.shards)) for row in rows_of(source, shard=shard)]
+
+
 def write_table(path: Path, table: pa.Table, block_rows: int | None = None, new: Any = None, **options: Any) -> None:
     """A Parquet file, or by its ending an Arrow file in blocks of rows; ``new``: by default ``pa.ipc.new_stream``."""
     path.parent.mkdir(parents=True, exist_ok=True)

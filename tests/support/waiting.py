@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def wait_for(happened: Callable[[], object], what: str, seconds: float = 60.0) -> None:
-    """Until it has happened; fails with ``what`` did not."""
+    """Until it has happened; fails with ``what`` did not. A machine at a load of ten keeps the limit."""
     deadline = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < deadline, f"{what} did not come in {seconds:g} s"

@@ -8,14 +8,14 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.hub import StandInHub, stand_in_hub
+from support.hub import StandInHub
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError, TokenizerError
 from tokenloom_server.tokenizer.boundary import begin_of_text_id, end_of_text_id
@@ -68,13 +68,6 @@ def test_a_folder_and_an_absolute_path_name_the_same_tokeniser(folder: Path, tmp
     }
 
     assert len(digests) == 1
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandInHub]:
-    with stand_in_hub() as hub:
-        hub.stand_in(monkeypatch, tmp_path / "hf")
-        yield hub
 
 
 def _download(folder: Path, hub: StandInHub, tmp_path: Path, name: str = "org/tiny") -> str:

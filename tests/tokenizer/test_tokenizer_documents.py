@@ -53,7 +53,7 @@ def test_documents_equal_a_loop_over_rows(add_bos: bool, add_eot: bool | str, vo
         vocab_size=vocab_size,
     )
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=25, deadline=None)
     @given(LISTS, st.data())
     def equal(rows: list[list[int] | None], data: st.DataObject) -> None:
         kind = data.draw(st.sampled_from([pa.list_, pa.large_list]))(data.draw(st.sampled_from(TYPES)))
