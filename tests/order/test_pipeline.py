@@ -27,7 +27,6 @@ from support.corpora import (
     reread,
     write_corpus,
 )
-from support.digest import digest_after
 from support.ray_cluster import ray_cluster
 from tokenloom_server.cluster.connection import Needs
 from tokenloom_server.cluster.readers.link import RayReaders, ReaderOptions
@@ -266,27 +265,6 @@ def test_each_sources_samples_are_its_documents_joined_and_cut(folder: Path, nam
             assert state.dropped_tokens == len(tokens) - len(cut) * length
 
 
-def test_the_rolling_digest_is_the_one_of_the_wire_contract(folder: Path) -> None:
-    order = order_of(folder, mixture(labels="shifted"))
-    digest = 0
-    for step in whole(order):
-        for sample in step.samples:
-            digest = digest_after(digest, sample.source, sample.ids)
-        assert step.state.digest == digest
-
-
-def test_counters_of_a_state_are_a_recount(folder: Path) -> None:
-    order = order_of(folder)
-    given: Counter[int] = Counter()
-    for number, step in enumerate(whole(order), start=1):
-        given.update(sample.source for sample in step.samples)
-        state = step.state
-        assert state.sample_index == number
-        assert state.total_tokens == number * 8
-        assert [source.samples for source in state.sources] == [given[i] for i in range(4)]
-        assert [source.tokens for source in state.sources] == [given[i] * 8 for i in range(4)]
-
-
 def samples_of(found: Iterator[Step]) -> Iterator[Sample]:
     for step in found:
         yield from step.samples
@@ -305,21 +283,6 @@ def test_slices_are_rotated_by_the_hash_of_where_the_step_begins(
             assert slices == [(rank + rotation) % world_size for rank in range(world_size)]
             seen.add(rotation)
     assert seen == set(range(world_size))
-
-
-def test_no_rank_of_two_sees_only_one_source(folder: Path) -> None:
-    # Equal weights alternate; with fixed slices each rank would see one source, for ever.
-    document = flat([CODE, WIKI], sequence_length=2)
-    for child in document["mixture"]["children"]:
-        child["epochs"] = math.inf
-    order = order_of(folder, document)
-    pipeline = order.pipeline(order.initial())
-    plan = BatchPlan(start_index=0, world_size=2, batch_size=1, group_micro_steps=2000)
-    group = pipeline.begin_group(plan)
-    pipeline.fill(group, 2000)
-    for rank in range(2):
-        share = float((group.source_ids[rank] == 0).mean())
-        assert abs(share - 0.5) < 4 * (0.25 / 2000) ** 0.5
 
 
 def test_each_ranks_shares_are_the_runs(folder: Path) -> None:
