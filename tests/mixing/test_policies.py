@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.corpora import (
+    advanced,
     decode_state,
     encode_state,
     flat,
@@ -66,9 +67,7 @@ def test_states_hold_weights_only_where_a_policy_makes_them(folder: Path) -> Non
     root = under("balance_remaining")["mixture"]
     root["children"] += [{"policy": "weighted", "children": [root["children"].pop()]}]
     order = order_of(folder, mixture(mixture=root))
-    pipeline = order.pipeline(order.initial())
-    pipeline.advance(100)
-    nodes = json.loads(encode_state(order, pipeline.state()))["nodes"]
+    nodes = json.loads(encode_state(order, advanced(order, order.initial(), 100)))["nodes"]
     assert [{len(child) for child in children} for children in nodes] == [{6}, {4}]
     assert json.loads(encode_state(order, order.initial()))["nodes"][0] == [[0, 0, 0, 0]] * 3
 
@@ -85,9 +84,7 @@ def test_states_hold_weights_only_where_a_policy_makes_them(folder: Path) -> Non
 def test_a_state_with_other_weights_than_there_can_be_is_refused(
     order: PipelineFactory, path: tuple[int, ...], value: Any, says: str
 ) -> None:
-    pipeline = order.pipeline(order.initial())
-    pipeline.advance(10)
-    document = json.loads(encode_state(order, pipeline.state()))
+    document = json.loads(encode_state(order, advanced(order, order.initial(), 10)))
     at = document["nodes"]
     for part in path[:-1]:
         at = at[part]

@@ -20,6 +20,7 @@ from support.corpora import (
     PROSE,
     ROWS,
     WIKI,
+    advanced,
     flat,
     mixture,
     order_of,
@@ -41,7 +42,6 @@ from tokenloom_server.core.state import (
     State,
     WindowCursor,
 )
-from tokenloom_server.mixing.mixer import target_shares
 from tokenloom_server.mixing.weights import MAX_SUM
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.steps import PADDING, BatchPlan, StepGroup
@@ -285,21 +285,6 @@ def test_slices_are_rotated_by_the_hash_of_where_the_step_begins(
     assert seen == set(range(world_size))
 
 
-def test_each_ranks_shares_are_the_runs(folder: Path) -> None:
-    document = mixture(sequence_length=2)
-    for child in (*document["mixture"]["children"][:2], *document["mixture"]["children"][2]["children"]):
-        child["epochs"] = math.inf
-    order = order_of(folder, document)
-    pipeline = order.pipeline(order.initial())
-    count = 3000
-    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=4, batch_size=1, group_micro_steps=count))
-    pipeline.fill(group, count)
-    for source, share in enumerate(target_shares(order.config, order.initial())):
-        for rank in range(4):
-            found = float((group.source_ids[rank] == source).mean())
-            assert abs(found - share) < 4.5 * (share * (1 - share) / count) ** 0.5
-
-
 @pytest.mark.parametrize("last_micro_step", ["drop", "pad"])
 @pytest.mark.parametrize(("world_size", "batch_size"), [(2, 4), (3, 3), (1, 1), (4, 100)])
 def test_the_last_step_is_dropped_or_padded(
@@ -346,30 +331,6 @@ def test_the_reason_names_the_source_that_stopped_its_node(folder: Path) -> None
     pipeline = order.pipeline(order.initial())
     pipeline.advance(10**6)
     assert pipeline.ended == "exhausted, and its node stops: docs"
-
-
-def test_a_run_that_is_over_stays_over_after_a_restore(folder: Path) -> None:
-    order = order_of(folder)
-    pipeline = order.pipeline(order.initial())
-    pipeline.advance(10**6)
-    over = reread(order, pipeline.state())
-    again = order.pipeline(over)
-    again.advance(5)
-    assert again.ended == "every source is exhausted"
-    assert again.state() == over
-
-
-def test_text_that_is_tokenised_ahead_is_the_same_order(folder: Path) -> None:
-    order = order_of(folder)
-    plan = BatchPlan(start_index=0, world_size=2, batch_size=2, group_micro_steps=2000)
-    digests = []
-    for ahead in (False, True):
-        pipeline = order.pipeline(order.initial(), ahead=ahead)
-        group = pipeline.begin_group(plan)
-        pipeline.fill(group, 2000)
-        assert pipeline.ended is not None
-        digests.append([mark.digest for mark in group.marks])
-    assert digests[0] == digests[1]
 
 
 def test_document_starts_are_told_while_the_producer_adds_a_step(folder: Path) -> None:
@@ -521,9 +482,7 @@ def test_a_source_that_was_never_picked_is_untouched(folder: Path) -> None:
     document = flat([CODE, WIKI], "weighted")
     document["mixture"]["children"][1]["weight"] = 1e-9
     order = order_of(folder, document)
-    pipeline = order.pipeline(order.initial())
-    pipeline.advance(20)
     # It is owed a part of the tokens, by the least weight that there is, and nothing is decided by that.
-    untouched = pipeline.state().sources[1]
+    untouched = advanced(order, order.initial(), 20).sources[1]
     assert untouched == SourceState(owed=untouched.owed)
     assert untouched.owed * MAX_SUM == 20 * order.config.sequence_length * SHARE_UNIT

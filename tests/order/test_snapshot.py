@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.corpora import CODE, decode_state, encode_state, flat, mixture, order_of, parsed, reread, write_corpus
+from support.corpora import (
+    CODE,
+    advanced,
+    decode_state,
+    encode_state,
+    flat,
+    mixture,
+    order_of,
+    parsed,
+    reread,
+    write_corpus,
+)
 from tokenloom_proto.seal import SNAPSHOT_FORMAT, SNAPSHOT_VERSION, canonical, seal, unseal
 from tokenloom_server.core.state import (
     DIGEST_MODULUS,
@@ -95,9 +106,7 @@ def test_what_was_skipped_comes_back_and_is_only_written_where_there_is_some(cas
     gave = [was.samples < now.samples for was, now in zip(case.base.sources, case.state.sources, strict=True)]
     assert ["skipped_samples" in entry for entry in json.loads(text)["datasets"]] == gave
     # Once more, from there on: both ranges are one skip then.
-    pipeline = case.order.pipeline(skipped)
-    pipeline.advance(5)
-    twice = passed_over(skipped, pipeline.state())
+    twice = passed_over(skipped, advanced(case.order, skipped, 5))
     assert sum(source.skipped_samples for source in twice.sources) == INDEX - BASE + 5
     assert twice.skips == (Skip(BASE, INDEX - BASE + 5, 8 * (INDEX - BASE + 5)),)
     assert decode_state(case.order, encode_state(case.order, twice)) == twice
@@ -399,9 +408,7 @@ def test_a_place_where_the_source_cannot_stand_is_refused(
             mixture={"policy": "weighted", "children": [source]},
         ),
     )
-    pipeline = order.pipeline(order.initial())
-    pipeline.advance(7)  # the last sample is of the first lane
-    document = json.loads(encode_state(order, pipeline.state()))
+    document = json.loads(encode_state(order, advanced(order, order.initial(), 7)))
     (samples,) = (entry["samples"] for entry in document["datasets"])
     holder, key = within(document["datasets"], path)
     at = holder[key]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.corpora import CODE, DOCS, mixture, order_of, write_corpus
+from support.corpora import CODE, DOCS, mixture, order_of
 from support.features import CATALOG
 from support.goldens import FOLDER, MIXTURES, write_mixtures
 from tokenloom_proto.seal import canonical, unseal
@@ -114,11 +114,6 @@ def walked(timeline: Timeline) -> Iterator[State]:
     while pipeline.ended is None:
         yield pipeline.state()
         pipeline.advance(1)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def test_every_state_reads_back_from_either_version(folder: Path) -> None:

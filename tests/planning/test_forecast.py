@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import corpora
+from support.corpora import advanced
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.token_curve import TokenCurve
@@ -89,14 +90,6 @@ def test_the_end_of_a_nested_node_is_its_parents_business() -> None:
     assert plan.reason == "exhausted, and its node stops: a, c"
 
 
-def test_epochs_of_nodes_multiply_and_fractions_round_up_to_a_row() -> None:
-    inner = node("sequential", leaf("a", epochs=1.5), leaf("b"), epochs=2)
-    plan = planned(node("sequential", inner, leaf("c", epochs=0.34)), {"a": 7, "b": 5, "c": 100})
-    assert [source.epochs for source in plan.sources] == [3, 2, 0.34]
-    assert [source.tokens // LENGTH for source in plan.sources] == [21, 10, 34]
-    assert out_at(plan) == {"a": 21, "b": 31, "c": 65}
-
-
 def test_limits_in_tokens_are_ends_in_whole_samples() -> None:
     inner = node("round_robin", leaf("b"), leaf("c"), max_tokens=200 * LENGTH, alias="inner")
     root = node("round_robin", leaf("a", max_tokens=50 * LENGTH + 3), inner, max_tokens=10_000 * LENGTH)
@@ -144,14 +137,6 @@ def test_a_total_that_the_run_has_already_is_refused() -> None:
     config = config_of(node("sequential", leaf("a")))
     with pytest.raises(ConfigError, match="tokens: 0 tokens are asked for, but the run has 0 already"):
         forecast([Part(config=config, curves=[rows_of_one_sample(10)])], initial_state(config), 0)
-
-
-def test_what_a_policy_balances_ends_together() -> None:
-    inner = node("least_consumed", leaf("b"), leaf("c"))
-    plan = planned(node("balance_remaining", leaf("a"), inner, leaf("d")), {"a": 5, "b": 300, "c": 300, "d": 9000})
-    # Found out at the turn after its last: of 9,605 samples a has every 1,921st.
-    assert out_at(plan) == {"a": pytest.approx(9605, abs=9605 / 5), "b": 9605, "c": 9605, "d": 9605}
-    assert shares_at(plan, 0) == pytest.approx([5 / 9605, 300 / 9605, 300 / 9605, 9000 / 9605], abs=1e-3)
 
 
 @pytest.mark.parametrize("policy", policies())
@@ -240,11 +225,10 @@ def test_a_run_that_is_over_is_planned_as_over(tmp_path: Any, on_exhausted: str)
         corpora.write_parquet(tmp_path / f"{i}.parquet", corpora.id_rows(200 + 300 * i, i, 40), group=100)
     root = node("sequential", node("round_robin", leaf("0"), leaf("1"), on_exhausted=on_exhausted))
     order = corpora.order_of(tmp_path, corpora.mixture(mixture=root))
-    pipeline = order.pipeline(order.initial())
-    pipeline.advance(10**6)
-    plan = forecast([Part(config=order.config, curves=[measure(order, i).curve for i in range(2)])], pipeline.state())
+    reached = advanced(order, order.initial(), 10**6)
+    plan = forecast([Part(config=order.config, curves=[measure(order, i).curve for i in range(2)])], reached)
     assert plan.ends
-    assert plan.until_sample_index == plan.from_sample_index == pipeline.state().sample_index
+    assert plan.until_sample_index == plan.from_sample_index == reached.sample_index
     assert (plan.segments, plan.endings) == ([], [])
     assert [source.exhausted for source in plan.sources] == [True, on_exhausted == "drop"]
     expected = {"drop": "every source is exhausted", "stop": "exhausted, and its node stops: 0"}
