@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 from support.corpora import (
     CODE,
@@ -44,7 +43,7 @@ from tokenloom_server.core.state import (
 )
 from tokenloom_server.mixing.weights import MAX_SUM
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.steps import PADDING, BatchPlan, StepGroup
+from tokenloom_server.order.steps import BatchPlan, StepGroup
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 END_OF_TEXT = 256
@@ -243,33 +242,6 @@ def test_what_a_tally_counts_is_what_the_samples_have(folder: Path, name: str) -
             assert given == sum(len(rows_of(order, i)) for i in range(len(specs)))
 
 
-@pytest.mark.parametrize("name", ["nested", "nested, shifted"])
-def test_each_sources_samples_are_its_documents_joined_and_cut(folder: Path, name: str) -> None:
-    order = order_of(folder, CONFIGS[name])
-    found: dict[int, list[bytes]] = {source: [] for source in range(4)}
-    run = whole(order)
-    for step in run:
-        for sample in step.samples:
-            found[sample.source].append(sample.ids)
-    length = order.config.sequence_length
-    for source, samples in found.items():
-        tokens = rows_of(order, source)
-        cut = [
-            np.array(tokens[at : at + order.form.width], order.record.dtype).tobytes()
-            for at in range(0, len(tokens) - order.form.width + 1, length)
-        ]
-        assert samples == cut
-        state = run[-1].state.sources[source]
-        assert state.tokens == len(cut) * length
-        if state.exhausted:
-            assert state.dropped_tokens == len(tokens) - len(cut) * length
-
-
-def samples_of(found: Iterator[Step]) -> Iterator[Sample]:
-    for step in found:
-        yield from step.samples
-
-
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 1), (2, 1), (3, 4), (4, 2), (5, 3)])
 def test_slices_are_rotated_by_the_hash_of_where_the_step_begins(
     folder: Path, world_size: int, batch_size: int
@@ -283,36 +255,6 @@ def test_slices_are_rotated_by_the_hash_of_where_the_step_begins(
             assert slices == [(rank + rotation) % world_size for rank in range(world_size)]
             seen.add(rotation)
     assert seen == set(range(world_size))
-
-
-@pytest.mark.parametrize("last_micro_step", ["drop", "pad"])
-@pytest.mark.parametrize(("world_size", "batch_size"), [(2, 4), (3, 3), (1, 1), (4, 100)])
-def test_the_last_step_is_dropped_or_padded(
-    folder: Path, last_micro_step: str, world_size: int, batch_size: int
-) -> None:
-    total = len(whole(order_of(folder)))
-    order = order_of(folder, mixture(last_micro_step=last_micro_step))
-    step_samples = world_size * batch_size
-    pipeline = order.pipeline(order.initial())
-    group = pipeline.begin_group(
-        BatchPlan(start_index=0, world_size=world_size, batch_size=batch_size, group_micro_steps=300)
-    )
-    pipeline.fill(group, 300)
-    assert pipeline.ended == "every source is exhausted"
-    kept = total if last_micro_step == "pad" else total - total % step_samples
-    assert group.end == kept
-    assert len(group.marks) == -(-kept // step_samples)
-    assert pipeline.dropped_samples == total - kept
-    padding = int((group.source_ids[:, : len(group.marks)] == PADDING).sum())
-    assert padding == len(group.marks) * step_samples - kept
-    if padding:
-        for rank in range(world_size):
-            ids = group.ids(rank, 0, len(group.marks))
-            sources = group.source_ids[rank, : len(group.marks)].ravel().tolist()
-            assert not any(any(one) for one, source in zip(ids, sources, strict=True) if source == PADDING)
-        assert group.state_after(len(group.marks) - 1).sample_index == total
-        counts, starts = group.document_starts(0, len(group.marks) - 1, len(group.marks))
-        assert sum(counts) == len(starts)
 
 
 def test_data_that_end_with_a_step_end_with_the_next_one(folder: Path) -> None:
@@ -350,18 +292,6 @@ def test_document_starts_are_told_while_the_producer_adds_a_step(folder: Path) -
     group.rotations = Growing(group.rotations)
     found, positions = group.document_starts(1, 0, 4)
     assert (found, positions.tolist()) == (counts, starts.tolist())
-
-
-def test_document_starts_are_where_the_end_of_text_was_just_before(folder: Path) -> None:
-    order = order_of(folder, flat([CODE], sequence_length=16))
-    behind = END_OF_TEXT
-    count = 0
-    for sample in samples_of(steps(order, order.initial(), world_size=2, batch_size=2)):
-        ids = np.frombuffer(sample.ids, order.record.dtype).tolist()
-        assert sample.starts == tuple(i for i, before in enumerate([behind, *ids[:-1]]) if before == END_OF_TEXT)
-        behind = ids[-1]
-        count += len(sample.starts)
-    assert count > 10
 
 
 GOLDEN_CONFIGS = CONFIGS | {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from itertools import accumulate
 from itertools import count as numbers
 from pathlib import Path
 from typing import Any
@@ -90,13 +89,6 @@ def test_where_documents_are_joined_a_file_may_say_either_count(folder: Path, co
         assert builder.load(parsed(document("concat", count=other)), folder, None, record).record.to_json() == record
 
 
-def test_weights_hold_within_one_longest_sample_of_real_tokens_at_every_node(folder: Path) -> None:
-    for state in states(order_of(folder, document("none", *NESTED)), 200):
-        long, short, mixed = (source.real_tokens for source in state.sources)
-        assert abs(long - 2 / 3 * (long + short + mixed)) < LENGTH
-        assert state.sources[2].exhausted or abs(short - 3 / 4 * (short + mixed)) < LENGTH
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_worked_out_ahead_is_what_a_state_goes_on_with(tmp_path: Path, seed: int) -> None:
     """The choices of a run, and those of a pipeline that is made anew at each of its states, over a random tree."""
@@ -116,16 +108,3 @@ def test_what_is_worked_out_ahead_is_what_a_state_goes_on_with(tmp_path: Path, s
         ahead.advance(samples)
         state = advanced(order, reread(order, state), samples)
         assert ahead.state() == state
-
-
-def test_padding_and_real_tokens_are_all_positions(folder: Path) -> None:
-    for labels in ("same", "shifted"):
-        for padding in ("left", "right"):
-            fields: dict[str, Any] = {"labels": labels, "padding": padding}
-            order = order_of(folder, document("none", {"source": MIXED}, **fields))
-            shift = labels == "shifted"
-            # An empty row makes no sample.
-            filled = list(accumulate((row * 37 % 64 + 1 for row in range(110) if row * 37 % 64), initial=0))
-            for number, state in enumerate(states(order, 100)):
-                expected = filled[number] - number * (shift and padding == "left")
-                assert state.sources[0].real_tokens == expected

@@ -97,15 +97,6 @@ def test_it_does_not_dominate_the_next_picks(folder: Path, baseline: str) -> Non
         assert abs(given[3] - picks / 4) <= 1, given
 
 
-def test_it_is_read_anew_where_that_is_asked_for(plain: Timeline) -> None:
-    start = imported(plain, CODE_ENTRY)
-    index = start.sample_index + 10
-    timeline = revised(plain, index, state=start, add=[{"child": ADDED}], from_start=True)
-    after = at(timeline, start, index)
-    assert (after.sources[2].cursor, after.sources[2].rows, after.preserved) == (None, 0, ())
-    assert "code: is read from its first row" in json.loads(timeline.revisions[0].content)["changes"]
-
-
 @pytest.mark.parametrize(
     ("entry", "child", "said"),
     [
@@ -126,7 +117,9 @@ def test_where_it_cannot_go_on_it_is_refused_with_why(
     with pytest.raises(ConfigError, match=said):
         revised(plain, start.sample_index + 10, state=state, add=[{"child": ADDED | child}])
     anew = revised(plain, start.sample_index + 10, state=state, add=[{"child": ADDED | child}], from_start=True)
-    assert at(anew, state, start.sample_index + 10).preserved == ()
+    after = at(anew, state, start.sample_index + 10)
+    assert (after.sources[2].cursor, after.sources[2].rows, after.preserved) == (None, 0, ())
+    assert "code: is read from its first row" in json.loads(anew.revisions[0].content)["changes"]
 
 
 def test_two_revisions_at_one_sample_both_hold(plain: Timeline) -> None:

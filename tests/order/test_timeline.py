@@ -68,16 +68,6 @@ def _end(timeline: Timeline) -> State:
     return advanced(timeline, timeline.initial(), 10**6)
 
 
-def test_rows_left_out_give_no_token_from_then_on_but_a_row_begun_is_read_to_its_end(folder: Path) -> None:
-    document = mixture(mixture={"policy": "sequential", "children": [{"source": CODE, "alias": "code", "epochs": 2}]})
-    plain = Timeline(order_of(folder, document))
-    timeline = revised(plain, 0, exclude={"file": "out.jsonl"})
-    assert timeline.at(0).record.excluded.count(CODE) == 4
-    ends = [_end(each).sources[0] for each in (plain, timeline)]
-    assert ends[0].rows == ends[1].rows
-    assert ends[0].tokens + ends[0].dropped_tokens > ends[1].tokens + ends[1].dropped_tokens
-
-
 def test_rows_stay_left_out_when_their_source_gets_another_alias(folder: Path) -> None:
     (folder / "more.jsonl").write_text(
         "".join(json.dumps({"spec": CODE, "shard": "data/code-0.parquet", "row": row}) + "\n" for row in (4, 5))

@@ -103,11 +103,10 @@ def test_the_rest_from_every_step_on_any_ranks_equals_the_uninterrupted_run(
             assert rest[-1].after == end
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_all_ranks_of_a_step_get_the_bucket_and_its_shape(folder: Path, world_size: int) -> None:
+def test_all_ranks_of_a_step_get_the_bucket_and_its_shape(folder: Path) -> None:
     order = order_of(folder, document())
     buckets = set()
-    for step in steps(order.pipeline(order.initial()), world_size):
+    for step in steps(order.pipeline(order.initial()), world_size=4):
         latent, aspect, caption, row = step.batch.features
         assert latent == ("latent", "float16", SHAPES[step.batch.bucket])
         assert (aspect, caption, row) == (("aspect", "string", ()), ("caption", "string", ()), ("row", "int64", ()))
@@ -405,18 +404,21 @@ def test_a_row_of_another_shape_or_length_is_named(tmp_path: Path) -> None:
     assert len(list(steps(lone.pipeline(lone.initial())))) == 1
 
 
+def of_more(folder: Path, **fields: Any) -> PipelineFactory:
+    return order_of(folder, document(mixture={"policy": "sequential", "children": [{"source": MORE}]}, **fields))
+
+
 def test_what_names_no_bucket_is_refused_with_the_file_and_the_row(tmp_path: Path) -> None:
     write_arrow(tmp_path / "more", pa.table({"aspect": ["a", None], "row": [1, 2]}))
-    children = {"policy": "sequential", "children": [{"source": MORE}]}
     with pytest.raises(SourceError, match=r"more/data-00000-of-00001.arrow.*row 1 has a null in column 'aspect'"):
-        order_of(tmp_path, document(mixture=children))
+        of_more(tmp_path)
     with pytest.raises(SourceError, match=r"has no column 'shape', which bucket_by names; its columns are aspect, row"):
-        order_of(tmp_path, document(mixture=children, batching={"bucket_by": "shape"}))
+        of_more(tmp_path, batching={"bucket_by": "shape"})
     with pytest.raises(SourceError, match=r"bucket_by is length\(row\), but that column is of type int64, not a list"):
-        order_of(tmp_path, document(mixture=children, batching={"bucket_by": "length(row)"}))
+        of_more(tmp_path, batching={"bucket_by": "length(row)"})
     write_arrow(tmp_path / "more", pa.table({"aspect": pa.array([0.5]), "row": [1]}))
     with pytest.raises(SourceError, match=r"column 'aspect' of type double; expected integers, text, booleans"):
-        order_of(tmp_path, document(mixture=children))
+        of_more(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -436,10 +438,8 @@ def test_a_value_that_is_hidden_in_another_and_names_no_bucket_is_refused_alike(
     tmp_path: Path, values: pa.Array, message: str
 ) -> None:
     write_arrow(tmp_path / "more", pa.table({"key": values, "row": [0, 1, 2]}))
-    children = {"policy": "sequential", "children": [{"source": MORE}]}
-    batching = {"bucket_by": "key", "columns": ["row"]}
     with pytest.raises(SourceError, match=rf"more/data-00000-of-00001.arrow.*{message}"):
-        order_of(tmp_path, document(mixture=children, batching=batching))
+        of_more(tmp_path, batching={"bucket_by": "key", "columns": ["row"]})
 
 
 @pytest.mark.parametrize(
@@ -455,14 +455,7 @@ def test_a_value_that_is_hidden_in_another_and_names_no_bucket_is_refused_alike(
 )
 def test_values_of_many_types_name_buckets(tmp_path: Path, values: pa.Array, keys: tuple[str, ...]) -> None:
     write_arrow(tmp_path / "more", pa.table({"key": values, "row": [0, 1, 2, 3]}), batch_rows=3)
-    order = order_of(
-        tmp_path,
-        document(
-            batching={"bucket_by": "key", "columns": ["row"]},
-            global_batch_size=2,
-            mixture={"policy": "sequential", "children": [{"source": MORE}]},
-        ),
-    )
+    order = of_more(tmp_path, batching={"bucket_by": "key", "columns": ["row"]}, global_batch_size=2)
     index = order.readers.bucket_epochs(0).index
     assert (index.keys, index.counts.tolist()) == (keys, [2, 2])
 

@@ -84,18 +84,3 @@ def test_rows_are_rearranged_as_defined(
     found = rearranged(fim, rows, epoch, shard, first)
     known = [expected(fim, row, epoch, shard, first + i) for i, row in enumerate(rows)]
     assert found == ([row for row, _ in known], [how for _, how in known])
-
-
-def test_rates_and_cuts_are_as_asked_for() -> None:
-    length, count = 30, 20_000
-    rows = [list(range(10, 10 + length))] * count
-    found, ways = rearranged(made(rate=0.3, spm_rate=0.25), rows)
-    share = sum(way > 0 for way in ways) / count
-    spm = ways.count(SPM) / sum(way > 0 for way in ways)
-    assert abs(share - 0.3) < 0.015
-    assert abs(spm - 0.25) < 0.03
-    cuts = [row.index(SUFFIX) - 1 for row, way in zip(found, ways, strict=True) if way == PSM]
-    # The lesser of two uniform places has the mean length / 3, and every place is met.
-    assert abs(np.mean(cuts) - length / 3) < 0.7
-    assert set(cuts) == set(range(length + 1))
-    assert all(sorted(row)[:length] == rows[0] for row in found)
