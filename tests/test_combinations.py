@@ -173,22 +173,10 @@ def taken(
     return ids, [group.state_after(step) for step in range(steps)], pipeline.ended
 
 
-#: Schemes whose rows come by the same ways as another's: each shuffle and each packing is tried, and not all of both.
-ALIKE = ("paragraphs", "mds", "litdata", "megatron-samples")
-COMBINATIONS = [
-    (scheme, shuffle, packing)
-    for scheme in SCHEMES
-    for i, shuffle in enumerate(SHUFFLES)
-    for j, packing in enumerate(PACKINGS)
-    if scheme not in ALIKE or i == j % len(SHUFFLES)
-]
-
-
-@pytest.mark.parametrize(("scheme", "shuffle", "packing"), COMBINATIONS)
-def test_a_run_goes_on_from_every_sample_index(scheme: str, shuffle: str, packing: str, tmp_path: Path) -> None:
-    source = {"source": SCHEMES[scheme](tmp_path), "epochs": 1.5, **SHUFFLES[shuffle]}
+def goes_on_from_every_sample_index(spec: str, shuffle: str, packing: str, folder: Path) -> None:
+    source = {"source": spec, "epochs": 1.5, **SHUFFLES[shuffle]}
     root = {"policy": "sequential", "children": [source]}
-    order = order_of(tmp_path, mixture(mixture=root, **PACKINGS[packing]))
+    order = order_of(folder, mixture(mixture=root, **PACKINGS[packing]))
     samples, states, ended = taken(order, order.initial())
     assert len(samples) > 30
     assert ended == "every source is exhausted"
@@ -202,3 +190,25 @@ def test_a_run_goes_on_from_every_sample_index(scheme: str, shuffle: str, packin
         rest, rest_states, _ = taken(order, again, limit)
         assert rest == samples[at:][: limit or len(samples)]
         assert rest_states == states[at:][: limit or len(states)]
+
+
+#: Of all combinations so many that every scheme is with every shuffle and every packing, and these with each other.
+PAIRS = [
+    (scheme, list(SHUFFLES)[(i + j) % len(SHUFFLES)], packing)
+    for i, scheme in enumerate(SCHEMES)
+    for j, packing in enumerate(PACKINGS)
+]
+
+
+@pytest.mark.parametrize(("scheme", "shuffle", "packing"), PAIRS)
+def test_a_run_goes_on_from_every_sample_index(scheme: str, shuffle: str, packing: str, tmp_path: Path) -> None:
+    goes_on_from_every_sample_index(SCHEMES[scheme](tmp_path), shuffle, packing, tmp_path)
+
+
+@pytest.mark.exhaustive(reason="420 combinations; the test above has every pair of what they are made of")
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_run_goes_on_from_every_sample_index_in_every_combination(scheme: str, shuffle: str, tmp_path: Path) -> None:
+    spec = SCHEMES[scheme](tmp_path)
+    for packing in PACKINGS:
+        goes_on_from_every_sample_index(spec, shuffle, packing, tmp_path)

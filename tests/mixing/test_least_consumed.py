@@ -10,15 +10,14 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.mixing import Walk, config_of, node, node_start, worst_distance
+from support.mixing import Walk, config_of, node_start, worst_distance
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.hashing import Purpose, draw
 from tokenloom_server.core.state import ChildState
 from tokenloom_server.mixing.least_consumed import LeastConsumedChooser
-from tokenloom_server.mixing.mixer import Mixer, initial_nodes, target_shares
+from tokenloom_server.mixing.mixer import Mixer, initial_nodes
 from tokenloom_server.mixing.node import NOTHING
 from tokenloom_server.mixing.weights import MAX_SUM, integer_weights
-from tokenloom_server.order.pipeline import initial_state
 
 LENGTH = 8
 
@@ -202,23 +201,6 @@ def test_the_rarest_child_of_the_longest_samples_is_planned_as_it_is_picked() ->
     assert chooser.upcoming(4096).tolist() == [1] * 4096
 
 
-@pytest.mark.parametrize("children", [2, 3, 7, 50])
-def test_with_equal_weights_the_child_with_the_fewest_tokens_is_next(children: int) -> None:
-    given = [0] * children
-    for source in picks(weighted([1] * children), 40 * children):
-        assert given[source] == min(given)
-        given[source] += 1
-        assert max(given) - min(given) <= 1
-    assert given == [40] * children
-
-
-def test_half_beside_199_that_share_the_other_half() -> None:
-    weights = [199.0] + [1.0] * 199
-    found = picks(weighted(weights), 398 * 6)
-    assert worst_distance(found, weights) < 1
-    assert Counter(found) == {0: 199 * 6} | dict.fromkeys(range(1, 200), 6)
-
-
 @given(
     st.lists(st.decimals("0.001", "100", places=3).map(float), min_size=1, max_size=24),
     st.integers(0, 2**63 - 1),
@@ -228,26 +210,3 @@ def test_random_weights_keep_tijdemans_bound(weights: list[float], seed: int) ->
     bound = 1 - 1 / max(1, 2 * len(weights) - 2)
     # Deadlines are kept in 2^-20 tokens, hence the hair.
     assert worst_distance(picks(weighted(weights, seed), 400), weights) <= bound + 1e-4
-
-
-def test_first_places_are_shared_fairly_among_tied_children() -> None:
-    firsts = Counter(picks(weighted([1] * 4, seed), 1)[0] for seed in range(2000))
-    assert all(abs(firsts[child] - 500) < 4 * (2000 * 0.25 * 0.75) ** 0.5 for child in range(4))
-
-
-def test_a_child_that_is_out_leaves_the_rest_in_their_proportions_to_the_end() -> None:
-    found = picks(weighted([1, 2, 5, 2]), 2000, {2: 3})
-    behind = found[40:]
-    assert 2 not in behind
-    assert worst_distance([child - (child > 2) for child in behind], [1, 2, 2]) < 2
-
-
-def test_one_child_after_another_runs_out_until_nothing_is_left() -> None:
-    capacity = {0: 3, 1: 17, 2: 5, 3: 0}
-    found = picks(weighted([1, 2, 3, 4]), 100, capacity)
-    assert Counter(found) == {0: 3, 1: 17, 2: 5}
-
-
-def test_target_shares_follow_the_weights_down_the_tree() -> None:
-    config = config_of("least_consumed", 1, node("weighted", 0.1, 0.4, weight=3))
-    assert target_shares(config, initial_state(config)) == pytest.approx((0.25, 0.15, 0.6))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -63,7 +62,7 @@ def test_a_mixer_built_anew_from_its_states_goes_on_identically(seed: int) -> No
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=1800, deadline=None)
+@settings(max_examples=500, deadline=None)
 def test_an_interrupted_run_gives_what_the_uninterrupted_one_gives(seed: int) -> None:
     rng = random.Random(seed)
     config = tree(rng)
@@ -78,22 +77,6 @@ def test_an_interrupted_run_gives_what_the_uninterrupted_one_gives(seed: int) ->
             broken.restore()
     assert found == expected
     assert broken.present() == whole.present()
-
-
-@given(st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
-def test_states_at_earlier_marks_are_those_that_were_there_then(seed: int) -> None:
-    rng = random.Random(seed)
-    config = tree(rng)
-    capacity = [rng.choice([0, 3, 20]) for _ in config.sources]
-    walk = Walk(config, capacity, lengths=lengths_of(rng, capacity))
-    marks, states = [], []
-    for _ in range(60):
-        marks.append((walk.mixer.mix_weights, list(walk.given), walk.balances()))
-        states.append(walk.present())
-        if walk.step() == NOTHING:
-            break
-    assert [walk.mixer.states(*mark) for mark in marks] == states
 
 
 @given(st.integers(0, 2**32))
@@ -123,26 +106,6 @@ def test_plans_longer_than_what_is_worked_out_ahead_are_the_same_order(policy: s
 
 @given(st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None)
-def test_counters_of_every_node_add_up(seed: int) -> None:
-    rng = random.Random(seed)
-    config = tree(rng)
-    walk = Walk(config, [rng.choice([0, 2, 7, 100]) for _ in config.sources])
-    count = 0
-    while count < 120 and walk.step() != NOTHING:
-        count += 1
-    states = walk.present()
-    assert sum(child.samples for child in states[0]) == count
-    for of, children in zip(config.nodes, states, strict=True):
-        for child_id, child in zip(node_shape(config, of).child_ids, children, strict=True):
-            assert child.tokens == child.samples * LENGTH
-            if child_id % 2:
-                assert child.samples == sum(grandchild.samples for grandchild in states[child_id // 2])
-            else:
-                assert child.samples == walk.given[child_id // 2]
-
-
-@given(st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
 def test_where_nothing_stops_everything_is_given_to_the_last_sample(seed: int) -> None:
     rng = random.Random(seed)
     config = tree(rng)
@@ -155,17 +118,6 @@ def test_where_nothing_stops_everything_is_given_to_the_last_sample(seed: int) -
         pass
     assert walk.given == capacity
     assert walk.mixer.exhausted(walk.mixer.mix_weights) == (True,) * len(capacity)
-
-
-def test_the_credit_of_an_exhausted_child_is_frozen() -> None:
-    walk = Walk(config_of("least_consumed", 2, 3, 7), [100, 4, 100])
-    frozen = set()
-    for _ in range(60):
-        walk.step()
-        child = walk.present()[0][1]
-        if child.exhausted:
-            frozen.add(child.credit)
-    assert len(frozen) == 1
 
 
 def test_credits_of_the_rest_are_what_their_new_shares_of_all_they_had_leave_open() -> None:
@@ -248,13 +200,6 @@ def test_a_child_is_exhausted_by_a_failed_pick_and_never_earlier() -> None:
     assert walk.given[0] == 3
 
 
-def test_a_plan_that_is_not_taken_changes_no_count() -> None:
-    walk = Walk(config_of("least_consumed", {}, {}), [9, 9])
-    before = walk.present()
-    assert walk.mixer.plan(5).tolist() == walk.mixer.plan(5).tolist()
-    assert walk.present() == before
-
-
 def test_ids_are_depth_first_parents_first_and_stay() -> None:
     first = node("least_consumed", {}, node("weighted", {}), alias="a")
     config = config_of("weighted", first, {}, node("weighted", {}, alias="b"), alias="root")
@@ -268,19 +213,6 @@ def test_ids_are_depth_first_parents_first_and_stay() -> None:
     assert [len(children) for children in initial_nodes(config)] == [3, 2, 1, 1]
 
 
-def test_an_alias_changes_no_pick() -> None:
-    def picks(alias: str) -> list[int]:
-        walk = Walk(config_of("least_consumed", {}, {"alias": alias}, {}), [99] * 3)
-        return [walk.step() for _ in range(60)]
-
-    assert picks("one") == picks("another")
-
-
-def test_nested_shares_are_those_of_the_weights() -> None:
-    walk = Walk(config_of("least_consumed", 1, node("least_consumed", 2, 1, weight=3)), [10**6] * 3)
-    assert Counter(walk.step() for _ in range(1200)) == {0: 300, 1: 600, 2: 300}
-
-
 @given(st.integers(0, 2**32))
 @settings(max_examples=100, deadline=None)
 def test_where_every_sample_is_full_the_choices_are_those_by_positions(seed: int) -> None:
@@ -291,17 +223,6 @@ def test_where_every_sample_is_full_the_choices_are_those_by_positions(seed: int
     by_positions = Walk(config, capacity)
     assert by_length.leap(300) == by_positions.leap(300)
     assert by_length.present() == by_positions.present()
-
-
-def test_a_source_that_was_not_picked_is_not_looked_into() -> None:
-    config = config_of("least_consumed", 1000, 1, node("least_consumed", 1, 1, weight=1))
-    lengths = [[3, 8, 5] * 100, [8] * 100, [2] * 100, [2] * 100]
-    walk = Walk(config, list(map(len, lengths)), lengths=lengths)
-    order = walk.leap(200)
-    assert {source for source, _ in walk.looked_at} == set(order)
-    assert len(set(order)) < 4, "the rare ones come later"
-    picked = {source: order.count(source) for source in order}
-    assert all(number < picked[source] for source, number in walk.looked_at)
 
 
 def test_a_restored_chooser_debits_what_was_given_and_not_what_was_planned() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from fractions import Fraction
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -218,17 +217,3 @@ def test_what_is_balanced_ends_together_within_an_update(capacity: list[int]) ->
     # A child of a few samples in thousands is due once in so many.
     rarest = sum(capacity) / min(capacity)
     assert max(last.values()) - min(last.values()) <= 32 + rarest
-
-
-def test_shares_follow_the_schedule() -> None:
-    # 8 tokens a sample: from all for the first to all for the second over 4,000 samples.
-    config = config_of("schedule", [[0, 1], [32_000, 0]], [[0, 0], [32_000, 1]])
-    walk = Walk(config, [10**6, 10**6], updates=32)
-    found = walk.leap(6000)
-    had = [0, *accumulate(found)]
-    for at in range(0, 6001, 100):
-        ramp = min(at, 4000)
-        target = ramp * ramp / 8000 + max(0, at - 4000)
-        # Weights are those at the last update, so half of one late on average; and 1/1024 off at most.
-        assert target - 32 - at / 1024 - 1 <= had[at] <= target + 1 + at / 1024
-    assert walk.mixer.shares() == (0, 1)

@@ -67,7 +67,7 @@ def steps_of(found: Drawn) -> Iterator[tuple[int, int, int]]:
         in_group += 1
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_plans_have_the_steps_that_a_loop_takes(seed: int) -> None:
     found = drawn(seed)
     batch_plans = found.batch_plans
@@ -92,9 +92,11 @@ def test_plans_have_the_steps_that_a_loop_takes(seed: int) -> None:
         assert batch_plans.group_begin(plan.group_end(step)) == plan.group_end(step) > step
         assert batch_plans.boundary_after(begin) == batch_plans.index_of(plan.group_end(step))
     assert batch_plans.boundary(batch_plans.start_index) == batch_plans.start_index
+    again = BatchPlans.read(batch_plans.text, batch_plans.plans[0])
+    assert (again.plans, again.schedule) == (batch_plans.plans, batch_plans.schedule)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_plans_that_are_laid_from_the_middle_go_on_with_the_same_steps(seed: int) -> None:
     found = drawn(seed)
     rng = random.Random(seed)
@@ -110,19 +112,6 @@ def test_plans_that_are_laid_from_the_middle_go_on_with_the_same_steps(seed: int
             group_micro_steps=group_micro_steps,
         )
         assert [rest.index_of(i) for i in range(400)] == [found.batch_plans.index_of(step + i) for i in range(400)]
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_the_ledger_keeps_all_of_it(seed: int) -> None:
-    batch_plans = drawn(seed).batch_plans
-    first = BatchPlan(
-        start_index=batch_plans.start_index,
-        world_size=WORLD_SIZE,
-        batch_size=batch_plans.plans[0].batch_size,
-        group_micro_steps=batch_plans.plans[0].group_micro_steps,
-    )
-    again = BatchPlans.read(batch_plans.text, first)
-    assert (again.plans, again.schedule) == (batch_plans.plans, batch_plans.schedule)
 
 
 def test_a_ledger_of_before_has_a_constant_size() -> None:

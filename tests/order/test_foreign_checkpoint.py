@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.catalog import CATALOG
-from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, flat, mixture, order_of, write_corpus
+from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, advanced, flat, mixture, order_of
+from support.imports import import_entries, import_into, state_of
 from tokenloom_proto.seal import seal
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.core.state import MAX_COUNTER, FileCursor, SourceState, State
@@ -21,18 +22,12 @@ from tokenloom_server.mixing.mixer import Mixer
 from tokenloom_server.order import foreign_checkpoint, foreign_payload
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import Pipeline
-from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.order.timeline import Timeline
 
 SPECS = [CODE, DOCS, PROSE, WIKI]
 SHARDS = {CODE: "data/code-1.parquet", DOCS: "data/docs.jsonl", PROSE: "data/prose/0.txt"}
 END = 257
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +45,6 @@ def wiki(order: PipelineFactory, **more: Any) -> dict[str, Any]:
     return entry(WIKI, shard=order.record.shard_paths[order.record.specs.index(WIKI)][0], **more)
 
 
-def import_into(order: PipelineFactory, *entries: dict[str, Any]) -> ResumePoint:
-    payload = foreign_payload.read(json.dumps({"resume_state": {"datasets": list(entries)}}))
-    assert payload is not None
-    return foreign_checkpoint.resume_point(payload, Timeline(order))
-
-
 def consumed(run: config.RunConfig, samples: list[int]) -> list[SourceState]:
     """Sources that gave so many samples elsewhere."""
     return [SourceState(samples=count, tokens=count * run.sequence_length) for count in samples]
@@ -67,16 +56,10 @@ def decoded(order: PipelineFactory, state: State) -> State:
     return timeline.decode(timeline.encode(state))
 
 
-def state_of(point: ResumePoint) -> State:
-    assert point.base is not None
-    return point.base
-
-
 def picks(order: PipelineFactory, state: State, count: int) -> list[int]:
     """Samples of each source among the next ``count``."""
-    pipeline = order.pipeline(state)
-    pipeline.advance(count)
-    return [now.samples - was.samples for now, was in zip(pipeline.state().sources, state.sources, strict=True)]
+    after = advanced(order, state, count)
+    return [now.samples - was.samples for now, was in zip(after.sources, state.sources, strict=True)]
 
 
 def first_ids(pipeline: Pipeline, source: int) -> list[int]:
@@ -92,7 +75,9 @@ def first_ids(pipeline: Pipeline, source: int) -> list[int]:
 
 
 def test_cursors_and_counters_are_what_the_payload_says(order: PipelineFactory) -> None:
-    point = import_into(order, entry(CODE, 3, 83), entry(DOCS, 4, 40), entry(PROSE, 12, 16), wiki(order, row_offset=5))
+    point = import_entries(
+        order, entry(CODE, 3, 83), entry(DOCS, 4, 40), entry(PROSE, 12, 16), wiki(order, row_offset=5)
+    )
     state = state_of(point)
 
     code, docs, prose, last = state.sources
@@ -109,7 +94,7 @@ def test_cursors_and_counters_are_what_the_payload_says(order: PipelineFactory) 
 
 
 def test_each_spec_is_told_in_one_line(order: PipelineFactory) -> None:
-    point = import_into(order, entry(CODE, 3, 83), entry(DOCS, 4), entry("hf:old/set:train:text", 9, shard="x"))
+    point = import_entries(order, entry(CODE, 3, 83), entry(DOCS, 4), entry("hf:old/set:train:text", 9, shard="x"))
 
     assert [note.replace(CODE, "CODE") for note in point.notes] == [
         "resume: spec=CODE sample_row=17 shard=data/code-1.parquet offset=3 row_offset=3 tokens=80 (from an older "
@@ -125,7 +110,7 @@ def test_each_spec_is_told_in_one_line(order: PipelineFactory) -> None:
 
 
 def test_a_source_goes_on_with_the_row_behind_its_cursor(order: PipelineFactory) -> None:
-    state = state_of(import_into(order, entry(CODE, 3, 80), entry(DOCS, 4, 40), entry(PROSE, 12, 40)))
+    state = state_of(import_entries(order, entry(CODE, 3, 80), entry(DOCS, 4, 40), entry(PROSE, 12, 40)))
 
     rows = [END if token is None else token for row in ROWS[CODE][1][3:] for token in [*row, *([None] if row else [])]]
     assert first_ids(order.pipeline(state), 0) == rows[:8]
@@ -134,39 +119,28 @@ def test_a_source_goes_on_with_the_row_behind_its_cursor(order: PipelineFactory)
 @pytest.mark.parametrize("policy", [None, *policies()])
 def test_every_state_after_an_import_leads_to_the_same_rest(folder: Path, policy: str | None) -> None:
     order = order_of(folder, flat(SPECS, policy) if policy else None)
-    state = state_of(import_into(order, entry(CODE, 3, 83), entry(DOCS, 4, 40), entry("old:x:y", shard="z")))
+    state = state_of(import_entries(order, entry(CODE, 3, 83), entry(DOCS, 4, 40), entry("old:x:y", shard="z")))
     whole = order.pipeline(state)
     whole.advance(10_000)
     assert whole.ended is not None
     for stop in range(1, whole.state().sample_index - state.sample_index, 7):
-        first = order.pipeline(state)
-        first.advance(stop)
-        between = decoded(order, first.state())
+        between = decoded(order, advanced(order, state, stop))
         assert between.preserved == state.preserved != ()
         assert between.imported == state.imported
-        second = order.pipeline(between)
-        second.advance(10_000)
-        assert second.state() == whole.state()
+        assert advanced(order, between, 10_000) == whole.state()
 
 
 def test_a_round_is_the_first_for_all_whatever_they_were_given(folder: Path) -> None:
     order = order_of(folder, flat([CODE, DOCS, PROSE], policy="round_robin"))
-    state = state_of(import_into(order, entry(CODE, 3, 80), entry(DOCS, 1, 8)))
+    state = state_of(import_entries(order, entry(CODE, 3, 80), entry(DOCS, 1, 8)))
     assert [picks(order, state, count) for count in (1, 2, 3, 6)] == [[1, 0, 0], [1, 1, 0], [1, 1, 1], [2, 2, 2]]
-
-
-def test_the_old_balance_goes_on(folder: Path) -> None:
-    order = order_of(folder, flat([CODE, DOCS]))
-    state = state_of(import_into(order, entry(CODE, 3, 80), entry(DOCS, 2, 40)))
-    assert picks(order, state, 5) == [0, 5]  # docs had 40 tokens less
-    assert picks(order, state, 9) == [2, 7]
 
 
 def test_a_balance_that_is_too_far_off_to_be_counted_is_kept_in_proportion(folder: Path) -> None:
     order = order_of(folder, flat([CODE, DOCS, PROSE]))
     billions = elsewhere.imported(order.config, consumed(order.config, [2**50 // 8, 0, 0]), [True] * 3).nodes[0]
     assert max(abs(child.credit) for child in billions) <= MAX_COUNTER
-    state = state_of(import_into(order, entry(CODE, 3, 2**49), entry(DOCS, 2, 0), entry(PROSE, 2, 0)))
+    state = state_of(import_entries(order, entry(CODE, 3, 2**49), entry(DOCS, 2, 0), entry(PROSE, 2, 0)))
     assert picks(order, state, 40)[0] == 0
 
 
@@ -250,20 +224,18 @@ def test_whatever_a_payload_holds_it_becomes_a_state_or_is_refused(
 
 
 def test_the_digest_is_that_of_the_place_and_tells_places_apart(order: PipelineFactory) -> None:
-    same = [import_into(order, entry(CODE, 3, 83, note=note), entry(DOCS, 4)).digest for note in "ab"]
-    other = import_into(order, entry(CODE, 4, 83), entry(DOCS, 4)).digest
+    same = [import_entries(order, entry(CODE, 3, 83, note=note), entry(DOCS, 4)).digest for note in "ab"]
+    other = import_entries(order, entry(CODE, 4, 83), entry(DOCS, 4)).digest
     assert same[0] == same[1] != other
-    assert state_of(import_into(order, entry(CODE, 3, 83))).imported is not None
+    assert state_of(import_entries(order, entry(CODE, 3, 83))).imported is not None
 
 
 def test_a_sample_index_alone_skips_so_many_samples(order: PipelineFactory) -> None:
-    payload = foreign_payload.read('{"sample_index": 37}')
-    assert payload is not None
-    point = foreign_checkpoint.resume_point(payload, Timeline(order))
+    point = import_into(order, {"sample_index": 37})
     assert (point.sample_index, point.total_tokens, point.digest) == (37, 296, None)
     assert point.base == Timeline(order).initial()
     assert "sample_index=37" in point.notes[0]
-    assert foreign_payload.read('{"resume_state": {"sample_index": 37}}') == payload
+    assert import_into(order, {"resume_state": {"sample_index": 37}}) == point
 
 
 # --- What is new, and what is not there any more -----------------------------------------------------------------
@@ -272,7 +244,7 @@ def test_a_sample_index_alone_skips_so_many_samples(order: PipelineFactory) -> N
 @pytest.mark.parametrize(("baseline", "tokens"), [("min", 40), ("mean", 60), ("zero", 0)])
 def test_a_new_source_begins_at_the_baseline_and_counts_nothing(folder: Path, baseline: str, tokens: int) -> None:
     order = order_of(folder, flat([CODE, DOCS, PROSE], new_source_baseline=baseline))
-    point = import_into(order, entry(CODE, 3, 80), entry(DOCS, 2, 40))
+    point = import_entries(order, entry(CODE, 3, 80), entry(DOCS, 2, 40))
     state = state_of(point)
 
     assert (state.sources[2].samples, state.sources[2].rows, state.sources[2].cursor) == (0, 0, None)
@@ -285,16 +257,6 @@ def test_a_new_source_begins_at_the_baseline_and_counts_nothing(folder: Path, ba
     assert picks(order, state, sum(missing)) == [0, *missing]
 
 
-def test_a_weight_counts_in_the_baseline(folder: Path) -> None:
-    document = flat([CODE, DOCS, PROSE], new_source_baseline="mean")
-    for child, weight in zip(document["mixture"]["children"], (2, 1, 3), strict=True):
-        child["weight"] = weight
-    order = order_of(folder, document)
-    point = import_into(order, entry(CODE, 3, 80), entry(DOCS, 2, 24))
-    # 40 and 24 tokens for each unit of weight; of the new one's three units each begins at 32.
-    assert point.notes[2].endswith("starts at the mean, 96 tokens")
-
-
 def test_a_node_that_is_new_begins_at_the_baseline_as_a_whole(order: PipelineFactory) -> None:
     carried = elsewhere.imported(order.config, consumed(order.config, [10, 5, 0, 0]), [True, True, False, False])
     # Of 2 : 1 : 1.5 parts, 80/2 and 40/1 are 40 tokens a part; the integers are 4 : 2 : 3.
@@ -304,14 +266,14 @@ def test_a_node_that_is_new_begins_at_the_baseline_as_a_whole(order: PipelineFac
 
 def test_without_balances_a_new_source_just_begins(folder: Path) -> None:
     order = order_of(folder, flat([CODE, DOCS], policy="weighted"))
-    assert import_into(order, entry(CODE, 3, 80)).notes[1] == (
+    assert import_entries(order, entry(CODE, 3, 80)).notes[1] == (
         f"resume: spec={DOCS} new: starts at its beginning; the policies above it keep no balance"
     )
 
 
 def test_what_the_mixture_lacks_is_written_back_as_it_was(order: PipelineFactory) -> None:
     old = entry("hf:old/set@main:train:text", 9, 1000, shard="part-7", extra={"b": [1, None]})
-    state = state_of(import_into(order, entry(CODE, 3, 80), old))
+    state = state_of(import_entries(order, entry(CODE, 3, 80), old))
     datasets = json.loads(Timeline(order).encode(state))["datasets"]
     assert datasets[-1] == {**old, "unknown": True}
     assert [found["spec"] for found in datasets[:-1]] == SPECS
@@ -325,7 +287,7 @@ def test_a_shard_is_found_by_an_absolute_path_and_relative_to_another_folder(
 ) -> None:
     for shard in ("data/code-1.parquet", str(folder / "data/code-1.parquet"), "/old/machine/data/code-1.parquet",
                   "code-1.parquet", "./data/../data/code-1.parquet"):  # fmt: skip
-        assert state_of(import_into(order, entry(CODE, 3, shard=shard))).sources[0].cursor.shard == 1
+        assert state_of(import_entries(order, entry(CODE, 3, shard=shard))).sources[0].cursor.shard == 1
 
 
 def test_a_shard_that_may_be_several_is_refused(tmp_path: Path) -> None:
@@ -334,8 +296,8 @@ def test_a_shard_that_may_be_several_is_refused(tmp_path: Path) -> None:
         (tmp_path / "data" / part / "0.txt").write_text("some text\n")
     order = order_of(tmp_path, flat(["txt:data/*/0.txt:text"]))
     with pytest.raises(SnapshotInvalid, match=r"may be each of 'data/a/0\.txt', 'data/b/0\.txt'"):
-        import_into(order, entry("txt:data/*/0.txt:text", shard="0.txt"))
-    assert state_of(import_into(order, entry("txt:data/*/0.txt:text", shard="b/0.txt"))).sources[0].cursor.shard == 1
+        import_entries(order, entry("txt:data/*/0.txt:text", shard="0.txt"))
+    assert state_of(import_entries(order, entry("txt:data/*/0.txt:text", shard="b/0.txt"))).sources[0].cursor.shard == 1
 
 
 # --- What is refused ---------------------------------------------------------------------------------------------
@@ -364,7 +326,7 @@ def test_what_cannot_be_used_is_refused_by_spec_and_field(
     order: PipelineFactory, change: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(SnapshotInvalid, match=said):
-        import_into(order, entry(CODE, 3, 80) | change, entry(DOCS, 1))
+        import_entries(order, entry(CODE, 3, 80) | change, entry(DOCS, 1))
 
 
 @pytest.mark.parametrize(
@@ -388,18 +350,18 @@ def test_what_is_no_payload_is_refused(document: dict[str, Any], said: str) -> N
 
 def test_a_spec_that_stands_there_twice_is_refused(order: PipelineFactory) -> None:
     with pytest.raises(SnapshotInvalid, match=r"datasets\.1 .*stands there already, at 0"):
-        import_into(order, entry(CODE), entry(CODE))
+        import_entries(order, entry(CODE), entry(CODE))
 
 
 def test_a_payload_of_which_nothing_is_known_is_refused(order: PipelineFactory) -> None:
     with pytest.raises(SnapshotInvalid, match="none of its specs is in this mixture; found 'a:b:c', expected some of"):
-        import_into(order, entry("a:b:c", shard="x"))
+        import_entries(order, entry("a:b:c", shard="x"))
 
 
 def test_more_tokens_than_can_be_counted_are_refused(order: PipelineFactory) -> None:
     for entries in ([entry(DOCS, 1, MAX_COUNTER)], [entry(DOCS, 1, MAX_COUNTER), entry(PROSE)]):
         with pytest.raises(SnapshotInvalid, match=r"token_offset.*counters end at 2\^53 − 1"):
-            import_into(order, entry(CODE, 3, MAX_COUNTER), *entries)
+            import_entries(order, entry(CODE, 3, MAX_COUNTER), *entries)
 
 
 @pytest.mark.parametrize(
@@ -413,19 +375,17 @@ def test_what_every_later_state_would_carry_is_bounded_and_can_be_written(
     order: PipelineFactory, more: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(SnapshotInvalid, match=said):
-        import_into(order, entry(CODE, 3, 80), entry("gone:a:b", shard="x", **more))
+        import_entries(order, entry(CODE, 3, 80), entry("gone:a:b", shard="x", **more))
 
 
 def test_under_phases_an_import_is_placed_by_its_tokens_as_long_as_samples_have_one_length(folder: Path) -> None:
     phases = [{"until_tokens": 400}, {"sequence_length": 16}]
     order = order_of(folder, mixture(phases=phases, last_micro_step="pad"))
-    state = state_of(import_into(order, entry(CODE, 3, 200), entry(DOCS, 4, 40)))
+    state = state_of(import_entries(order, entry(CODE, 3, 200), entry(DOCS, 4, 40)))
     assert state.sample_index == 30
-    pipeline = Timeline(order).pipeline(state)
-    pipeline.advance(40)
-    assert pipeline.state().total_tokens == 50 * 8 + 20 * 16
+    assert advanced(Timeline(order), state, 40).total_tokens == 50 * 8 + 20 * 16
     with pytest.raises(SnapshotInvalid, match="phases change the sequence length"):
-        import_into(order, entry(CODE, 3, 400), entry(DOCS, 4, 40))
+        import_entries(order, entry(CODE, 3, 400), entry(DOCS, 4, 40))
 
 
 def test_a_snapshot_is_no_older_payload_even_where_it_is_torn() -> None:
@@ -435,7 +395,3 @@ def test_a_snapshot_is_no_older_payload_even_where_it_is_torn() -> None:
     assert foreign_payload.read(b"\xff") is None
     assert foreign_payload.read("[1]") is None
     assert foreign_payload.read('{"other": 1}') is None
-
-
-def test_the_mixture_of_the_corpus_is_as_these_tests_take_it() -> None:
-    assert [child.get("weight", 1) for child in mixture()["mixture"]["children"]] == [2, 1, 1.5]

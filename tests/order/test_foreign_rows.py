@@ -9,22 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.corpora import CODE, DOCS, PROSE, flat, mixture, order_of, write_corpus, write_parquet
-from tokenloom_server.core.state import FileCursor, SourceState, State
+from support.corpora import CODE, DOCS, PROSE, advanced, flat, mixture, order_of, write_parquet
+from support.imports import import_entries, state_of
+from tokenloom_server.core.state import FileCursor, SourceState
 from tokenloom_server.errors import SnapshotInvalid
-from tokenloom_server.order import foreign_checkpoint, foreign_payload
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.timeline import Timeline
 
 #: 14 and 12 rows; 12 and 10; 9.
 SHARDS = {CODE: "data/code-{}.parquet", PROSE: "data/prose/{}.txt", DOCS: "data/docs.jsonl"}
 TRAIN = "parquet:train-*-of-01024.parquet:ids"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +35,9 @@ def entry(spec: str, row_offset: int, shard: int | None = None, **more: Any) -> 
     return {"spec": spec, **named, "row_offset": row_offset, "token_offset": 80, **more}
 
 
-def resume(order: PipelineFactory, *entries: dict[str, Any], **beside: Any) -> ResumePoint:
-    payload = foreign_payload.read(json.dumps({"resume_state": {"datasets": list(entries), **beside}}))
-    assert payload is not None
-    return foreign_checkpoint.resume_point(payload, Timeline(order))
-
-
 def first_source(order: PipelineFactory, *entries: dict[str, Any], **beside: Any) -> SourceState:
     """The first source that an import gives a place."""
-    base = resume(order, *entries, **beside).base
-    assert isinstance(base, State)
+    base = state_of(import_entries(order, *entries, **beside))
     return next(source for source in base.sources if source.cursor is not None)
 
 
@@ -85,30 +72,25 @@ def test_within_a_named_epoch_a_row_offset_does_not_wrap(order: PipelineFactory)
     assert (source.cursor, source.rows) == (FileCursor(1, 1, 5), 26 + 14 + 5)
     assert first_source(order, entry(CODE, 26, epoch=1)).cursor == FileCursor(1, 1, 12)
     with pytest.raises(SnapshotInvalid, match=r"row_offset is 27, but it names no shard; .* after the end of it"):
-        resume(order, entry(CODE, 27, epoch=1))
+        import_entries(order, entry(CODE, 27, epoch=1))
 
 
 def test_more_epochs_than_the_mixture_reads_are_refused(order: PipelineFactory) -> None:
     with pytest.raises(SnapshotInvalid, match="epoch is 2, but the mixture file reads the source for 2 epochs"):
-        resume(order, entry(CODE, 2 * 26 + 1))
+        import_entries(order, entry(CODE, 2 * 26 + 1))
 
 
 def test_a_shuffled_source_is_refused(folder: Path) -> None:
     document = flat([CODE, DOCS])
     document["mixture"]["children"][0]["shuffle"] = "rows"
     with pytest.raises(SnapshotInvalid, match=r"row_offset are a place in file order, but .* shuffle: rows"):
-        resume(order_of(folder, document), entry(CODE, 3))
+        import_entries(order_of(folder, document), entry(CODE, 3))
 
 
 def test_the_rest_after_a_row_of_the_spec_is_that_after_the_same_row_of_its_shard(order: PipelineFactory) -> None:
-    rests = []
-    for place in (entry(CODE, 14 + 3), entry(CODE, 3, 1, row_offset_of="shard")):
-        point = resume(order, place, entry(DOCS, 4))
-        assert point.base is not None
-        pipeline = Timeline(order).pipeline(point.base)
-        pipeline.advance(40)
-        rests.append(pipeline.state())
-    assert rests[0] == rests[1]
+    places = entry(CODE, 14 + 3), entry(CODE, 3, 1, row_offset_of="shard")
+    starts = [state_of(import_entries(order, place, entry(DOCS, 4))) for place in places]
+    assert advanced(order, starts[0], 40) == advanced(order, starts[1], 40)
 
 
 # --- With a shard ------------------------------------------------------------------------------------------------
@@ -157,7 +139,7 @@ def test_where_both_fit_and_differ_it_must_be_said_which(train: PipelineFactory)
         r"whole spec that is row 0 of train-00001-of-01024\.parquet: say which .* row_offset_of: shard or spec"
     )
     with pytest.raises(SnapshotInvalid, match=said):
-        resume(train, of_train(1475, 1))
+        import_entries(train, of_train(1475, 1))
     for row, which in ((1475, "shard"), (0, "spec")):
         assert first_source(train, of_train(1475, 1, row_offset_of=which)).cursor == FileCursor(0, 1, row)
         assert first_source(train, of_train(1475, 1), row_offset_of=which).cursor == FileCursor(0, 1, row)
@@ -169,17 +151,17 @@ def test_where_both_fit_and_differ_it_must_be_said_which(train: PipelineFactory)
 @pytest.mark.parametrize("more", [{}, {"row_offset_of": "spec"}, {"row_offset_of": "shard"}])
 def test_where_neither_fits_it_is_refused_with_both(train: PipelineFactory, more: dict[str, str]) -> None:
     with pytest.raises(SnapshotInvalid, match=r"row_offset is 128400, but train-00003-of-01024\.parquet has 1475 rows"):
-        resume(train, of_train(128400, 3, **more))
+        import_entries(train, of_train(128400, 3, **more))
     if more != {"row_offset_of": "shard"}:
         with pytest.raises(SnapshotInvalid, match=r"whole spec that is row 75 of train-00087-of-01024\.parquet"):
-            resume(train, of_train(128400, 3, **more))
+            import_entries(train, of_train(128400, 3, **more))
 
 
 def test_what_was_said_otherwise_is_refused(train: PipelineFactory) -> None:
     with pytest.raises(SnapshotInvalid, match="row_offset_of: found 'rows'; Input should be 'spec' or 'shard'"):
-        resume(train, of_train(75, 3, row_offset_of="rows"))
+        import_entries(train, of_train(75, 3, row_offset_of="rows"))
     with pytest.raises(SnapshotInvalid, match="row_offset is 75, but it names no shard"):
-        resume(train, {"spec": TRAIN, "row_offset": 75, "row_offset_of": "shard"})
+        import_entries(train, {"spec": TRAIN, "row_offset": 75, "row_offset_of": "shard"})
 
 
 def test_an_epoch_of_the_spec_wraps_into_the_named_shard(order: PipelineFactory) -> None:
@@ -191,12 +173,9 @@ def test_an_epoch_of_the_spec_wraps_into_the_named_shard(order: PipelineFactory)
 
 def test_our_own_payloads_count_within_the_shard(train: PipelineFactory) -> None:
     timeline = Timeline(train)
-    point = resume(train, of_train(1474, 1))
-    assert point.base is not None
-    pipeline = timeline.pipeline(point.base)
-    pipeline.advance(1)
     # One row of one id and the end of its text is a quarter of a sample of 8: three rows of the next shard.
-    ours = json.loads(timeline.encode(pipeline.state()))["datasets"][0]
+    state = advanced(timeline, state_of(import_entries(train, of_train(1474, 1))), 1)
+    ours = json.loads(timeline.encode(state))["datasets"][0]
     assert (ours["shard_index"], ours["row_offset"]) == (2, 3)
     whole = {**ours, "shard": "train-00001-of-01024.parquet", "shard_index": 1, "row_offset": 1475}
     copied = {name: whole[name] for name in ("spec", "shard", "shard_index", "row_offset", "samples", "rows")}
@@ -206,17 +185,14 @@ def test_our_own_payloads_count_within_the_shard(train: PipelineFactory) -> None
 
 def test_our_own_source_that_has_not_begun_begins(order: PipelineFactory) -> None:
     timeline = Timeline(order)
-    pipeline = timeline.pipeline(timeline.initial())
-    pipeline.advance(2)
-    ours = json.loads(timeline.encode(pipeline.state()))["datasets"]
+    ours = json.loads(timeline.encode(advanced(timeline, timeline.initial(), 2)))["datasets"]
     assert [entry["samples"] for entry in ours] == [1, 0, 1]
-    base = resume(order, *ours).base
-    assert base is not None
+    base = state_of(import_entries(order, *ours))
     assert (base.sources[1].cursor, base.sources[1].rows) == (FileCursor(0, 0, 0), 0)
     # An entry that says nothing of that, or has given samples, names a row.
     for missing in ({"spec": DOCS}, {**ours[1], "samples": 1}):
         with pytest.raises(SnapshotInvalid, match="row_offset: found nothing"):
-            resume(order, missing)
+            import_entries(order, missing)
 
 
 def test_what_was_not_in_file_order_when_it_was_saved_is_refused(train: PipelineFactory) -> None:
@@ -224,16 +200,16 @@ def test_what_was_not_in_file_order_when_it_was_saved_is_refused(train: Pipeline
         with pytest.raises(
             SnapshotInvalid, match=r"datasets\.0 .*: it was shuffled or read in lanes, so row_offset is no"
         ):
-            resume(train, of_train(75, 3, **drawn))
+            import_entries(train, of_train(75, 3, **drawn))
     for drawn in ({"window": 0, "window_row": 75}, {"epoch_rows": 75}):
         with pytest.raises(SnapshotInvalid, match=r"datasets\.0 .*: it was shuffled or read in lanes"):
-            resume(train, {"spec": TRAIN, "samples": 9, "rows": 75, "token_offset": 72, **drawn})
+            import_entries(train, {"spec": TRAIN, "samples": 9, "rows": 75, "token_offset": 72, **drawn})
     for plain in ({"shuffle": "none"}, {"shuffle": False}, {"lanes": []}):
         assert first_source(train, of_train(75, 3, **plain)).cursor == FileCursor(0, 3, 75)
 
 
 def test_resume_lines_of_imports_say_row_and_offset_as_others_do(train: PipelineFactory) -> None:
-    assert resume(train, of_train(128400, 87, token_offset=80)).notes[:-1] == (
+    assert import_entries(train, of_train(128400, 87, token_offset=80)).notes[:-1] == (
         f"resume: spec={TRAIN} sample_row=128400 shard=train-00087-of-01024.parquet offset=75 row_offset=128400 "
         "tokens=80 (from an older checkpoint)",
     )
@@ -241,8 +217,8 @@ def test_resume_lines_of_imports_say_row_and_offset_as_others_do(train: Pipeline
 
 def test_a_preserved_entry_keeps_what_was_said_beside_the_entries(folder: Path) -> None:
     order = order_of(folder, mixture())
-    point = resume(order, entry(DOCS, 4), {"spec": "gone:a:b", "row_offset": 9}, row_offset_of="spec")
-    assert point.base is not None
-    assert [json.loads(text) for text in point.base.preserved] == [
+    gone = {"spec": "gone:a:b", "row_offset": 9}
+    state = state_of(import_entries(order, entry(DOCS, 4), gone, row_offset_of="spec"))
+    assert [json.loads(text) for text in state.preserved] == [
         {"spec": "gone:a:b", "row_offset": 9, "row_offset_of": "spec"}
     ]

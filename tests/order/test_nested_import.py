@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, mixture, order_of, write_corpus
+from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, advanced, mixture, order_of, reread
+from support.imports import import_into, state_of
 from support.nested_states import OldDataset, OldInterleaved, Shape, three_levels
-from tokenloom_server.core.state import State
 from tokenloom_server.errors import SnapshotInvalid
-from tokenloom_server.order import foreign_checkpoint, foreign_payload
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.snapshot import ResumePoint
-from tokenloom_server.order.timeline import Timeline
 
 SPECS = [CODE, DOCS, PROSE, WIKI]
 #: Rows of an epoch of each.
@@ -31,24 +27,8 @@ def tree(policy: str = "least_consumed", **source: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
 def order(folder: Path) -> PipelineFactory:
     return order_of(folder, tree())
-
-
-def import_into(order: PipelineFactory, document: dict[str, Any]) -> ResumePoint:
-    payload = foreign_payload.read(json.dumps(document))
-    assert payload is not None
-    return foreign_checkpoint.resume_point(payload, Timeline(order))
-
-
-def state_of(point: ResumePoint) -> State:
-    assert point.base is not None
-    return point.base
 
 
 def loader() -> OldInterleaved:
@@ -67,15 +47,9 @@ def test_a_nested_state_is_the_rows_that_were_read_of_each_spec(
     assert state == state_of(import_into(order, {"resume_state": {"datasets": entries}}))
     assert [source.rows for source in state.sources] == rows
     # And every state after it leads to the same rest.
-    whole = order.pipeline(state)
-    whole.advance(10_000)
-    for stop in range(1, whole.state().sample_index, 17):
-        first = order.pipeline(state)
-        first.advance(stop)
-        timeline = Timeline(order)
-        second = order.pipeline(timeline.decode(timeline.encode(first.state())))
-        second.advance(10_000)
-        assert second.state() == whole.state()
+    whole = advanced(order, state, 10_000)
+    for stop in range(1, whole.sample_index, 17):
+        assert advanced(order, reread(order, advanced(order, state, stop)), 10_000) == whole
 
 
 def test_rows_beyond_an_epoch_wrap(folder: Path) -> None:
@@ -105,9 +79,8 @@ def test_a_policy_of_what_is_left_goes_on_from_the_rows(folder: Path) -> None:
     order = order_of(folder, tree("soft_sequential"))
     old = OldInterleaved([OldDataset(LENGTHS[0], rows=LENGTHS[0] - 1), loader().children[1]])
     state = state_of(import_into(order, old.state(by_child=False)))
-    pipeline = order.pipeline(state)
-    pipeline.advance(20)
-    given = [now.samples - was.samples for now, was in zip(pipeline.state().sources, state.sources, strict=True)]
+    after = advanced(order, state, 20)
+    given = [now.samples - was.samples for now, was in zip(after.sources, state.sources, strict=True)]
     assert given[0] <= 6 < sum(given[1:])
 
 

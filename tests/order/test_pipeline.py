@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 from support.corpora import (
     CODE,
@@ -20,6 +19,7 @@ from support.corpora import (
     PROSE,
     ROWS,
     WIKI,
+    advanced,
     flat,
     mixture,
     order_of,
@@ -27,7 +27,6 @@ from support.corpora import (
     reread,
     write_corpus,
 )
-from support.digest import digest_after
 from support.ray_cluster import ray_cluster
 from tokenloom_server.cluster.connection import Needs
 from tokenloom_server.cluster.readers.link import RayReaders, ReaderOptions
@@ -42,10 +41,9 @@ from tokenloom_server.core.state import (
     State,
     WindowCursor,
 )
-from tokenloom_server.mixing.mixer import target_shares
 from tokenloom_server.mixing.weights import MAX_SUM
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.steps import PADDING, BatchPlan, StepGroup
+from tokenloom_server.order.steps import BatchPlan, StepGroup
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 END_OF_TEXT = 256
@@ -244,54 +242,6 @@ def test_what_a_tally_counts_is_what_the_samples_have(folder: Path, name: str) -
             assert given == sum(len(rows_of(order, i)) for i in range(len(specs)))
 
 
-@pytest.mark.parametrize("name", ["nested", "nested, shifted"])
-def test_each_sources_samples_are_its_documents_joined_and_cut(folder: Path, name: str) -> None:
-    order = order_of(folder, CONFIGS[name])
-    found: dict[int, list[bytes]] = {source: [] for source in range(4)}
-    run = whole(order)
-    for step in run:
-        for sample in step.samples:
-            found[sample.source].append(sample.ids)
-    length = order.config.sequence_length
-    for source, samples in found.items():
-        tokens = rows_of(order, source)
-        cut = [
-            np.array(tokens[at : at + order.form.width], order.record.dtype).tobytes()
-            for at in range(0, len(tokens) - order.form.width + 1, length)
-        ]
-        assert samples == cut
-        state = run[-1].state.sources[source]
-        assert state.tokens == len(cut) * length
-        if state.exhausted:
-            assert state.dropped_tokens == len(tokens) - len(cut) * length
-
-
-def test_the_rolling_digest_is_the_one_of_the_wire_contract(folder: Path) -> None:
-    order = order_of(folder, mixture(labels="shifted"))
-    digest = 0
-    for step in whole(order):
-        for sample in step.samples:
-            digest = digest_after(digest, sample.source, sample.ids)
-        assert step.state.digest == digest
-
-
-def test_counters_of_a_state_are_a_recount(folder: Path) -> None:
-    order = order_of(folder)
-    given: Counter[int] = Counter()
-    for number, step in enumerate(whole(order), start=1):
-        given.update(sample.source for sample in step.samples)
-        state = step.state
-        assert state.sample_index == number
-        assert state.total_tokens == number * 8
-        assert [source.samples for source in state.sources] == [given[i] for i in range(4)]
-        assert [source.tokens for source in state.sources] == [given[i] * 8 for i in range(4)]
-
-
-def samples_of(found: Iterator[Step]) -> Iterator[Sample]:
-    for step in found:
-        yield from step.samples
-
-
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 1), (2, 1), (3, 4), (4, 2), (5, 3)])
 def test_slices_are_rotated_by_the_hash_of_where_the_step_begins(
     folder: Path, world_size: int, batch_size: int
@@ -305,66 +255,6 @@ def test_slices_are_rotated_by_the_hash_of_where_the_step_begins(
             assert slices == [(rank + rotation) % world_size for rank in range(world_size)]
             seen.add(rotation)
     assert seen == set(range(world_size))
-
-
-def test_no_rank_of_two_sees_only_one_source(folder: Path) -> None:
-    # Equal weights alternate; with fixed slices each rank would see one source, for ever.
-    document = flat([CODE, WIKI], sequence_length=2)
-    for child in document["mixture"]["children"]:
-        child["epochs"] = math.inf
-    order = order_of(folder, document)
-    pipeline = order.pipeline(order.initial())
-    plan = BatchPlan(start_index=0, world_size=2, batch_size=1, group_micro_steps=2000)
-    group = pipeline.begin_group(plan)
-    pipeline.fill(group, 2000)
-    for rank in range(2):
-        share = float((group.source_ids[rank] == 0).mean())
-        assert abs(share - 0.5) < 4 * (0.25 / 2000) ** 0.5
-
-
-def test_each_ranks_shares_are_the_runs(folder: Path) -> None:
-    document = mixture(sequence_length=2)
-    for child in (*document["mixture"]["children"][:2], *document["mixture"]["children"][2]["children"]):
-        child["epochs"] = math.inf
-    order = order_of(folder, document)
-    pipeline = order.pipeline(order.initial())
-    count = 3000
-    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=4, batch_size=1, group_micro_steps=count))
-    pipeline.fill(group, count)
-    for source, share in enumerate(target_shares(order.config, order.initial())):
-        for rank in range(4):
-            found = float((group.source_ids[rank] == source).mean())
-            assert abs(found - share) < 4.5 * (share * (1 - share) / count) ** 0.5
-
-
-@pytest.mark.parametrize("last_micro_step", ["drop", "pad"])
-@pytest.mark.parametrize(("world_size", "batch_size"), [(2, 4), (3, 3), (1, 1), (4, 100)])
-def test_the_last_step_is_dropped_or_padded(
-    folder: Path, last_micro_step: str, world_size: int, batch_size: int
-) -> None:
-    total = len(whole(order_of(folder)))
-    order = order_of(folder, mixture(last_micro_step=last_micro_step))
-    step_samples = world_size * batch_size
-    pipeline = order.pipeline(order.initial())
-    group = pipeline.begin_group(
-        BatchPlan(start_index=0, world_size=world_size, batch_size=batch_size, group_micro_steps=300)
-    )
-    pipeline.fill(group, 300)
-    assert pipeline.ended == "every source is exhausted"
-    kept = total if last_micro_step == "pad" else total - total % step_samples
-    assert group.end == kept
-    assert len(group.marks) == -(-kept // step_samples)
-    assert pipeline.dropped_samples == total - kept
-    padding = int((group.source_ids[:, : len(group.marks)] == PADDING).sum())
-    assert padding == len(group.marks) * step_samples - kept
-    if padding:
-        for rank in range(world_size):
-            ids = group.ids(rank, 0, len(group.marks))
-            sources = group.source_ids[rank, : len(group.marks)].ravel().tolist()
-            assert not any(any(one) for one, source in zip(ids, sources, strict=True) if source == PADDING)
-        assert group.state_after(len(group.marks) - 1).sample_index == total
-        counts, starts = group.document_starts(0, len(group.marks) - 1, len(group.marks))
-        assert sum(counts) == len(starts)
 
 
 def test_data_that_end_with_a_step_end_with_the_next_one(folder: Path) -> None:
@@ -385,30 +275,6 @@ def test_the_reason_names_the_source_that_stopped_its_node(folder: Path) -> None
     assert pipeline.ended == "exhausted, and its node stops: docs"
 
 
-def test_a_run_that_is_over_stays_over_after_a_restore(folder: Path) -> None:
-    order = order_of(folder)
-    pipeline = order.pipeline(order.initial())
-    pipeline.advance(10**6)
-    over = reread(order, pipeline.state())
-    again = order.pipeline(over)
-    again.advance(5)
-    assert again.ended == "every source is exhausted"
-    assert again.state() == over
-
-
-def test_text_that_is_tokenised_ahead_is_the_same_order(folder: Path) -> None:
-    order = order_of(folder)
-    plan = BatchPlan(start_index=0, world_size=2, batch_size=2, group_micro_steps=2000)
-    digests = []
-    for ahead in (False, True):
-        pipeline = order.pipeline(order.initial(), ahead=ahead)
-        group = pipeline.begin_group(plan)
-        pipeline.fill(group, 2000)
-        assert pipeline.ended is not None
-        digests.append([mark.digest for mark in group.marks])
-    assert digests[0] == digests[1]
-
-
 def test_document_starts_are_told_while_the_producer_adds_a_step(folder: Path) -> None:
     class Growing(list[int]):
         """The producer appends whenever somebody looks how many there are."""
@@ -426,18 +292,6 @@ def test_document_starts_are_told_while_the_producer_adds_a_step(folder: Path) -
     group.rotations = Growing(group.rotations)
     found, positions = group.document_starts(1, 0, 4)
     assert (found, positions.tolist()) == (counts, starts.tolist())
-
-
-def test_document_starts_are_where_the_end_of_text_was_just_before(folder: Path) -> None:
-    order = order_of(folder, flat([CODE], sequence_length=16))
-    behind = END_OF_TEXT
-    count = 0
-    for sample in samples_of(steps(order, order.initial(), world_size=2, batch_size=2)):
-        ids = np.frombuffer(sample.ids, order.record.dtype).tolist()
-        assert sample.starts == tuple(i for i, before in enumerate([behind, *ids[:-1]]) if before == END_OF_TEXT)
-        behind = ids[-1]
-        count += len(sample.starts)
-    assert count > 10
 
 
 GOLDEN_CONFIGS = CONFIGS | {
@@ -557,9 +411,7 @@ def test_a_source_that_was_never_picked_is_untouched(folder: Path) -> None:
     document = flat([CODE, WIKI], "weighted")
     document["mixture"]["children"][1]["weight"] = 1e-9
     order = order_of(folder, document)
-    pipeline = order.pipeline(order.initial())
-    pipeline.advance(20)
     # It is owed a part of the tokens, by the least weight that there is, and nothing is decided by that.
-    untouched = pipeline.state().sources[1]
+    untouched = advanced(order, order.initial(), 20).sources[1]
     assert untouched == SourceState(owed=untouched.owed)
     assert untouched.owed * MAX_SUM == 20 * order.config.sequence_length * SHARE_UNIT

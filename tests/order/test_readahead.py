@@ -37,22 +37,12 @@ class Slow:
         self.dropped_tokens = 5
 
 
-def test_blocks_come_in_order_from_several_sources_at_once() -> None:
-    with ThreadPoolExecutor(3) as pool:
-        packers = [Slow(20) for _ in range(5)]
-        aheads = [ReadAhead(packer, pool) for packer in packers]
-        rounds = list(zip(*(ahead.blocks() for ahead in aheads), strict=True))
-        assert [[block.hashes for block in blocks] for blocks in rounds] == [[[n]] * 5 for n in range(20)]
-        assert [ahead.dropped_tokens for ahead in aheads] == [5] * 5
-
-
 def test_one_block_is_made_ahead_and_no_more() -> None:
     with ThreadPoolExecutor(2) as pool:
         packer = Slow(20)
         blocks = ReadAhead(packer, pool).blocks()
         next(blocks)
-        time.sleep(0.05)
-        assert packer.made == 2
+    assert packer.made == 2
 
 
 def test_what_waits_is_not_made_once_nobody_will_ask_for_it() -> None:

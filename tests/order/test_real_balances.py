@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from itertools import accumulate
 from itertools import count as numbers
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.corpora import flat, order_of, order_under_version_1, parsed, random_tree, reread, write_txt
+from support.corpora import advanced, flat, order_of, order_under_version_1, parsed, random_tree, reread, write_txt
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.order import builder
@@ -68,9 +67,7 @@ def test_a_run_goes_on_identically_from_every_sample_index(folder: Path, packing
     order = order_of(folder, document(packing, {"source": LONG}, inner, policy=policy))
     whole = states(order, 330)
     for state, later in zip(whole, whole[5:], strict=False):
-        pipeline = order.pipeline(reread(order, state))
-        pipeline.advance(5)
-        assert pipeline.state() == later
+        assert advanced(order, reread(order, state), 5) == later
 
 
 def test_a_record_says_what_a_run_counts_and_a_file_that_says_nothing_keeps_it(folder: Path) -> None:
@@ -92,23 +89,6 @@ def test_where_documents_are_joined_a_file_may_say_either_count(folder: Path, co
         assert builder.load(parsed(document("concat", count=other)), folder, None, record).record.to_json() == record
 
 
-def test_weights_hold_within_one_longest_sample_of_real_tokens_at_every_node(folder: Path) -> None:
-    for state in states(order_of(folder, document("none", *NESTED)), 200):
-        long, short, mixed = (source.real_tokens for source in state.sources)
-        assert abs(long - 2 / 3 * (long + short + mixed)) < LENGTH
-        assert state.sources[2].exhausted or abs(short - 3 / 4 * (short + mixed)) < LENGTH
-
-
-def test_a_group_of_steps_is_what_single_samples_are(folder: Path) -> None:
-    order = order_of(folder, document("best_fit", *NESTED))
-    whole = states(order, 100)
-    for jump in (3, 50, 100):
-        pipeline = order.pipeline(order.initial())
-        for _ in range(100 // jump):
-            pipeline.advance(jump)
-            assert pipeline.state() == whole[pipeline.sample_index]
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_worked_out_ahead_is_what_a_state_goes_on_with(tmp_path: Path, seed: int) -> None:
     """The choices of a run, and those of a pipeline that is made anew at each of its states, over a random tree."""
@@ -126,27 +106,5 @@ def test_what_is_worked_out_ahead_is_what_a_state_goes_on_with(tmp_path: Path, s
     while ahead.ended is None:
         samples = rng.choice([1, 2, 7, 60, 300])
         ahead.advance(samples)
-        anew = order.pipeline(reread(order, state))
-        anew.advance(samples)
-        state = anew.state()
+        state = advanced(order, reread(order, state), samples)
         assert ahead.state() == state
-
-
-def test_where_every_sample_is_full_both_counts_give_the_same_order(folder: Path) -> None:
-    by_count = [
-        states(order_of(folder, document("concat", *NESTED, count=count)), 120)[-1] for count in ("real", "positions")
-    ]
-    assert by_count[0] == by_count[1]
-
-
-def test_padding_and_real_tokens_are_all_positions(folder: Path) -> None:
-    for labels in ("same", "shifted"):
-        for padding in ("left", "right"):
-            fields: dict[str, Any] = {"labels": labels, "padding": padding}
-            order = order_of(folder, document("none", {"source": MIXED}, **fields))
-            shift = labels == "shifted"
-            # An empty row makes no sample.
-            filled = list(accumulate((row * 37 % 64 + 1 for row in range(110) if row * 37 % 64), initial=0))
-            for number, state in enumerate(states(order, 100)):
-                expected = filled[number] - number * (shift and padding == "left")
-                assert state.sources[0].real_tokens == expected

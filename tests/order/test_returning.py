@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.corpora import CODE, DOCS, PROSE, WIKI, flat, order_of, write_corpus
+from support.corpora import CODE, DOCS, PROSE, WIKI, advanced, flat, order_of
+from support.imports import import_entries, import_into, state_of
 from support.timelines import revised
 from tokenloom_server.core.state import FileCursor, State
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
-from tokenloom_server.order import foreign_checkpoint, foreign_payload
 from tokenloom_server.order.timeline import Timeline
 
 #: 17 rows of 26 were read.
@@ -20,19 +20,10 @@ CODE_ENTRY = {"spec": CODE, "shard": "data/code-1.parquet", "row_offset": 3, "to
 CURSOR = FileCursor(0, 1, 3)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
-
-
 def imported(timeline: Timeline, *entries: dict[str, Any]) -> State:
     """The state of an import: of documents and prose many tokens were read, and of what else is preserved."""
-    datasets = [{"spec": DOCS, "row_offset": 1, "token_offset": 800}, {"spec": PROSE, "row_offset": 2}, *entries]
-    payload = foreign_payload.read(json.dumps({"resume_state": {"datasets": datasets}}))
-    assert payload is not None
-    base = foreign_checkpoint.resume_point(payload, timeline).base
-    assert base is not None
-    return base
+    docs, prose = {"spec": DOCS, "row_offset": 1, "token_offset": 800}, {"spec": PROSE, "row_offset": 2}
+    return state_of(import_entries(timeline, docs, prose, *entries))
 
 
 @pytest.fixture
@@ -49,9 +40,7 @@ def specs_of(timeline: Timeline, state: State) -> list[str]:
 
 def at(timeline: Timeline, state: State, sample_index: int) -> State:
     """The state at a sample index, by going forward from one before it."""
-    pipeline = timeline.pipeline(state)
-    pipeline.advance(sample_index - state.sample_index)
-    return pipeline.state()
+    return advanced(timeline, state, sample_index - state.sample_index)
 
 
 ADDED = {"source": CODE, "alias": "code", "epochs": 4}
@@ -108,15 +97,6 @@ def test_it_does_not_dominate_the_next_picks(folder: Path, baseline: str) -> Non
         assert abs(given[3] - picks / 4) <= 1, given
 
 
-def test_it_is_read_anew_where_that_is_asked_for(plain: Timeline) -> None:
-    start = imported(plain, CODE_ENTRY)
-    index = start.sample_index + 10
-    timeline = revised(plain, index, state=start, add=[{"child": ADDED}], from_start=True)
-    after = at(timeline, start, index)
-    assert (after.sources[2].cursor, after.sources[2].rows, after.preserved) == (None, 0, ())
-    assert "code: is read from its first row" in json.loads(timeline.revisions[0].content)["changes"]
-
-
 @pytest.mark.parametrize(
     ("entry", "child", "said"),
     [
@@ -137,7 +117,9 @@ def test_where_it_cannot_go_on_it_is_refused_with_why(
     with pytest.raises(ConfigError, match=said):
         revised(plain, start.sample_index + 10, state=state, add=[{"child": ADDED | child}])
     anew = revised(plain, start.sample_index + 10, state=state, add=[{"child": ADDED | child}], from_start=True)
-    assert at(anew, state, start.sample_index + 10).preserved == ()
+    after = at(anew, state, start.sample_index + 10)
+    assert (after.sources[2].cursor, after.sources[2].rows, after.preserved) == (None, 0, ())
+    assert "code: is read from its first row" in json.loads(anew.revisions[0].content)["changes"]
 
 
 def test_two_revisions_at_one_sample_both_hold(plain: Timeline) -> None:
@@ -217,19 +199,16 @@ def test_what_another_runs_state_preserved_goes_on_in_a_run_that_has_it(folder: 
     start = imported(plain, CODE_ENTRY)
     resume_state = json.loads(plain.encode(at(plain, start, start.sample_index + 20)))
     order = order_of(folder, flat([DOCS, PROSE, CODE]))
-    payload = foreign_payload.read(json.dumps({"resume_state": resume_state}))
-    assert payload is not None
-    point = foreign_checkpoint.resume_point(payload, Timeline(order))
-    assert point.base is not None
-    code = point.base.sources[2]
+    point = import_into(order, {"resume_state": resume_state})
+    base = state_of(point)
+    code = base.sources[2]
     assert (code.cursor, code.rows, code.samples, code.tokens) == (CURSOR, 17, 0, 0)
-    assert (point.sample_index, point.base.preserved) == (start.sample_index + 20, ())
+    assert (point.sample_index, base.preserved) == (start.sample_index + 20, ())
     (line,) = [note for note in point.notes if CODE in note]
     assert line.endswith(
         "tokens=0 (from an older checkpoint; preserved until now, its balance begins as a new source's)"
     )
     # The others had hundreds of tokens since; from here on it has its share, and no more.
-    pipeline = Timeline(order).pipeline(point.base)
-    pipeline.advance(30)
-    given = [now.samples - was.samples for now, was in zip(pipeline.state().sources, point.base.sources, strict=True)]
+    after = advanced(order, base, 30)
+    given = [now.samples - was.samples for now, was in zip(after.sources, base.sources, strict=True)]
     assert given[2] <= 16, given

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from support.catalog import CATALOG
-from support.corpora import flat
+from support.corpora import advanced, flat
 from support.server_process import CommandLine
 from support.timelines import revised
 from tokenloom_server.catalog import open_catalog
@@ -103,14 +103,9 @@ def test_every_cursor_gives_the_same_texts(folder: Path) -> None:
         assert texts(documents.read(None)) == MARKED
         for row in (0, 1, 6, 7, 8, 43, 69, 98, 99):
             assert texts(documents.read(FileCursor(0, 0, row))) == MARKED[row:]
-        whole = order.pipeline(order.initial())
-        whole.advance(90)
+        whole = advanced(order, order.initial(), 90)
         for sample in (1, 17, 50):
-            before = order.pipeline(order.initial())
-            before.advance(sample)
-            after = order.pipeline(before.state())
-            after.advance(90 - sample)
-            assert after.state() == whole.state()
+            assert advanced(order, advanced(order, order.initial(), sample), 90 - sample) == whole
 
 
 def test_a_batch_is_about_a_mebibyte(folder: Path) -> None:

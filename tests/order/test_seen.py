@@ -84,12 +84,6 @@ def test_a_row_that_was_seen_comes_in_every_epoch_but_the_first(
         assert read(spans(order, pipeline.state().sources[0])) == read(samples[index:])
 
 
-def test_an_epoch_that_was_seen_as_a_whole_is_over_at_once(folder: Path) -> None:
-    tokens = read(spans(order_of(folder, document(listed(folder, np.ones(len(NUMBERS), np.bool_))))))
-
-    assert {epoch for epoch, _ in tokens} == {1}
-
-
 def test_rows_that_are_left_out_by_a_revision_stay_out_beside_those_that_were_seen(folder: Path) -> None:
     (folder / "out.csv").write_text("spec,shard,row\n" + f"{CODE},data/code-0.parquet,0\n")
     timeline = Timeline(order_of(folder, document(listed(folder, SEEN))))

@@ -7,7 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, mixture, order_of, parsed, write_corpus, write_parquet
+from support.corpora import (
+    CODE,
+    DOCS,
+    PROSE,
+    ROWS,
+    WIKI,
+    advanced,
+    mixture,
+    order_of,
+    parsed,
+    write_corpus,
+    write_parquet,
+)
 from support.timelines import revised
 from tokenloom_proto.seal import canonical
 from tokenloom_server.config.differences import differences, refuse
@@ -53,31 +65,7 @@ def filled(pipeline: Pipeline, plan: BatchPlan) -> list[StepGroup]:
 
 
 def _end(timeline: Timeline) -> State:
-    pipeline = timeline.pipeline(timeline.initial())
-    pipeline.advance(10**6)
-    return pipeline.state()
-
-
-def test_a_change_holds_at_once(folder: Path) -> None:
-    timeline = Timeline(order_of(folder, mixture(sequence_length=2)))
-    timeline = revised(timeline, 60, set=[{"child": "code", "weight": 0.01}, {"child": "docs", "weight": 20}])
-    pipeline = timeline.pipeline(timeline.initial())
-    pipeline.advance(60)
-    before = pipeline.state()
-    pipeline.advance(20)
-    given = [now.samples - was.samples for now, was in zip(pipeline.state().sources, before.sources, strict=True)]
-    # 20 of 21.51 for the docs, 0.01 for the code, and 1.5 for the rest.
-    assert 17 <= given[1] <= 19 and given[0] <= 1
-
-
-def test_rows_left_out_give_no_token_from_then_on_but_a_row_begun_is_read_to_its_end(folder: Path) -> None:
-    document = mixture(mixture={"policy": "sequential", "children": [{"source": CODE, "alias": "code", "epochs": 2}]})
-    plain = Timeline(order_of(folder, document))
-    timeline = revised(plain, 0, exclude={"file": "out.jsonl"})
-    assert timeline.at(0).record.excluded.count(CODE) == 4
-    ends = [_end(each).sources[0] for each in (plain, timeline)]
-    assert ends[0].rows == ends[1].rows
-    assert ends[0].tokens + ends[0].dropped_tokens > ends[1].tokens + ends[1].dropped_tokens
+    return advanced(timeline, timeline.initial(), 10**6)
 
 
 def test_rows_stay_left_out_when_their_source_gets_another_alias(folder: Path) -> None:
@@ -113,9 +101,7 @@ def test_a_longer_context_begins_where_its_phase_does(folder: Path) -> None:
     for at in (0, 11, 12, 13, 18, 19, 20, len(states) - 1):
         state = timeline.decode(states[at])
         assert state.total_tokens == timeline.tokens_at(at)
-        pipeline = timeline.pipeline(state)
-        pipeline.advance(len(states))
-        assert timeline.encode(pipeline.state()) == timeline.encode(_end(timeline))
+        assert timeline.encode(advanced(timeline, state, len(states))) == timeline.encode(_end(timeline))
     pipeline = timeline.pipeline(timeline.initial())
     plan = BatchPlan(start_index=0, world_size=1, batch_size=5, group_micro_steps=4)
     (group,) = filled(pipeline, plan)
@@ -127,6 +113,7 @@ def test_a_longer_context_begins_where_its_phase_does(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"set": [{"child": "code", "max_tokens": 3}]}, "code: max_tokens is 3, which is less than one sample of 8"),
         ({"set": [{"child": "nobody", "weight": 2}]}, "set.0.child: the mixture has no 'nobody'; it has"),
         ({"set": [{"child": "code"}]}, "set.0: sets nothing of 'code'"),
         ({"set": [{"child": "code", "policy": "weighted"}]}, "set.0.policy: a source has no policy"),
@@ -159,44 +146,7 @@ def test_what_cannot_be_changed_is_refused_by_name(folder: Path, change: dict[st
         revised(Timeline(order_of(folder)), 5, **change)
 
 
-def test_appended_files_are_read_behind_the_others_and_wake_an_exhausted_source(tmp_path: Path) -> None:
-    folder = write_corpus(tmp_path)
-    document = mixture(
-        mixture={"policy": "least_consumed", "children": [{"source": CODE, "alias": "code"}, {"source": WIKI}]}
-    )
-    order = order_of(folder, document)
-    write_parquet(folder / "data/code-9.parquet", [[9] * 40] * 3)
-    timeline = Timeline(order)
-    index = next(
-        at for at, text in enumerate(walked(timeline)) if any(d.get("exhausted") for d in json.loads(text)["datasets"])
-    )
-    later = revised(timeline, index + 1, append_files=["code"])
-    before, after = _end(timeline), _end(later)
-    assert after.sources[0].tokens + after.sources[0].dropped_tokens == (
-        before.sources[0].tokens + before.sources[0].dropped_tokens + 3 * 41
-    )
-    assert later.revisions[0].content.count("code-9.parquet") == 1
-
-
-def test_a_source_that_comes_back_goes_on_where_it_stood(folder: Path) -> None:
-    timeline = Timeline(order_of(folder))
-    timeline = revised(timeline, 10, drop=["code"])
-    timeline = revised(timeline, 20, add=[{"child": {"source": CODE, "alias": "code", "weight": 2}}])
-    states = [timeline.decode(text).sources[0] for text in walked(timeline, 40)]
-    assert states[10] == states[19]
-    assert states[30].samples > states[20].samples
-    assert [child.id for child in timeline.at(25).config.sources] == [0, 1, 2, 3]
-
-
-def test_a_state_under_a_schedule_is_read_back(folder: Path) -> None:
-    points = [[0, 1.0], [100, 0.0]]
-    children = [{"source": CODE, "weight": points}, {"source": WIKI}]
-    timeline = Timeline(order_of(folder, mixture(mixture={"policy": "schedule", "children": children})))
-    states = walked(timeline, 20)
-    assert [timeline.encode(timeline.decode(text)) for text in states] == states
-
-
-def test_files_appended_by_the_first_of_two_revisions_at_one_sample_wake_their_source(tmp_path: Path) -> None:
+def test_files_that_are_appended_come_behind_the_others_and_wake_their_source(tmp_path: Path) -> None:
     folder = write_corpus(tmp_path)
     children = [{"source": CODE, "alias": "code", "weight": 9}, {"source": WIKI, "alias": "wiki"}]
     timeline = Timeline(order_of(folder, mixture(mixture={"policy": "least_consumed", "children": children})))
@@ -204,7 +154,9 @@ def test_files_appended_by_the_first_of_two_revisions_at_one_sample_wake_their_s
     out = next(at for at, text in enumerate(walked(timeline)) if json.loads(text)["datasets"][0].get("exhausted"))
     appended = revised(timeline, out + 1, append_files=["code"])
     both = revised(appended, out + 1, set=[{"child": "wiki", "weight": 2}])
-    assert _end(both).sources[0].tokens == _end(appended).sources[0].tokens > _end(timeline).sources[0].tokens
+    before, after = _end(timeline).sources[0], _end(appended).sources[0]
+    assert after.tokens + after.dropped_tokens == before.tokens + before.dropped_tokens + 3 * 41
+    assert _end(both).sources[0].tokens == after.tokens
     assert both.segments[1].grown == (0,)
 
 
@@ -232,19 +184,16 @@ def test_a_node_that_a_source_leaves_keeps_its_turn(folder: Path) -> None:
     given = [[child.samples for child in timeline.decode(states[at]).nodes[0]] for at in (20, 26)]
     assert [after - before for before, after in zip(*given, strict=True)] == [2, 2, 2]
     for at in range(20, 30):
-        pipeline = timeline.pipeline(timeline.decode(states[at]))
-        pipeline.advance(3)
-        assert timeline.encode(pipeline.state()) == states[at + 3]
+        assert timeline.encode(advanced(timeline, timeline.decode(states[at]), 3)) == states[at + 3]
 
 
 def test_a_phase_of_less_than_a_sample_gives_nothing(folder: Path) -> None:
     phases = [{"until_tokens": 90}, {"until_tokens": 95, "sequence_length": 4}, {"sequence_length": 16}]
     timeline = Timeline(order_of(folder, mixture(last_micro_step="pad", phases=phases)))
     assert [(each.begin, each.phase) for each in timeline.segments] == [(0, 0), (12, 2)]
-    pipeline = timeline.pipeline(timeline.initial())
-    pipeline.advance(12)
-    assert timeline.encode(pipeline.state()) == timeline.encode(timeline.decode(walked(timeline, 12)[12]))
-    assert pipeline.state() == timeline.decode(timeline.encode(pipeline.state()))
+    reached = advanced(timeline, timeline.initial(), 12)
+    assert timeline.encode(reached) == timeline.encode(timeline.decode(walked(timeline, 12)[12]))
+    assert reached == timeline.decode(timeline.encode(reached))
 
 
 @pytest.mark.parametrize(
@@ -360,11 +309,6 @@ def test_what_a_revision_dropped_stays_dropped_in_a_phase_that_has_it(folder: Pa
     assert [source.presence for source in Timeline(order_of(folder, one)).at(30).config.sources] == ["live", "live"]
 
 
-def test_a_limit_below_a_sample_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="code: max_tokens is 3, which is less than one sample of 8 tokens"):
-        revised(Timeline(order_of(folder)), 5, set=[{"child": "code", "max_tokens": 3}])
-
-
 def test_a_run_ends_with_the_first_whole_sample_at_its_last_phases_end(folder: Path) -> None:
     timeline = Timeline(order_of(folder, mixture(phases=[{"until_tokens": 83}, {"until_tokens": 203}])))
     assert timeline.segments[1].tokens == 88
@@ -430,9 +374,8 @@ def test_a_window_under_way_where_samples_become_longer_is_packed_again(folder: 
     assert isinstance(before, PackedCursor)
     assert begun == before.first
     for at in (10, 11, len(states) - 2):
-        pipeline = timeline.pipeline(timeline.decode(states[at]))
-        pipeline.advance(len(states))
-        assert timeline.encode(pipeline.state()) == timeline.encode(_end(timeline))
+        end = advanced(timeline, timeline.decode(states[at]), len(states))
+        assert timeline.encode(end) == timeline.encode(_end(timeline))
     # From its first row on: what it had given comes once more.
     end = _end(timeline).sources[0]
     given = (

@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.corpora import CODE, DOCS, PROSE, WIKI, mixture, order_of, write_corpus
+from support.corpora import CODE, DOCS, PROSE, WIKI, advanced, mixture, order_of
+from support.imports import import_into, state_of
 from support.timelines import revised
 from tokenloom_proto.seal import canonical
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import SnapshotInvalid
-from tokenloom_server.order import foreign_checkpoint, foreign_payload
+from tokenloom_server.order import foreign_payload
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.origin import Origin
-from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.planning.planner import Planner
 
@@ -23,11 +22,6 @@ LENGTH = 8
 CLOCK = 100_003
 #: The order of the samples below does not matter here, only how far it goes.
 SHARDS = {CODE: "data/code-1.parquet", DOCS: "data/docs.jsonl", PROSE: "data/prose/0.txt"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
@@ -43,22 +37,13 @@ def entry(spec: str, row_offset: int, token_offset: int | None = None) -> dict[s
 ALL = [entry(CODE, 3, 83), entry(DOCS, 4, 44), entry(PROSE, 12, 17)]
 REMOVED = [*ALL, entry("parquet:gone-*.parquet:text", 9, 5001)]
 MISSING = [*ALL[:2], entry(PROSE, 12)]
-#: Samples that the counters begin with: of each spec of the mixture whole ones.
-SAMPLES = {"all": 10 + 5 + 2, "removed": 10 + 5 + 2, "missing": 10 + 5, "none": 0}
-DATASETS = {"all": ALL, "removed": REMOVED, "missing": MISSING, "none": [entry(CODE, 3), entry(DOCS, 4)]}
-
-
-def import_into(timeline: Timeline, document: dict[str, Any]) -> ResumePoint:
-    payload = foreign_payload.read(json.dumps(document))
-    assert payload is not None
-    return foreign_checkpoint.resume_point(payload, timeline)
+#: What is beside the entries, or within ``resume_state``.
+CLOCK_FIRST = {"total_tokens": CLOCK, "sample_index": 5, "context_length": 64}
 
 
 def imported(timeline: Timeline, **more: Any) -> State:
     """A state that begins with ``ALL``, by the clock of the payload."""
-    state = import_into(timeline, {"resume_state": {"datasets": ALL}, "total_tokens": CLOCK, **more}).base
-    assert state is not None
-    return state
+    return state_of(import_into(timeline, {"resume_state": {"datasets": ALL}, "total_tokens": CLOCK, **more}))
 
 
 def ended(timeline: Timeline, state: State) -> tuple[State, str]:
@@ -72,26 +57,11 @@ def ended(timeline: Timeline, state: State) -> tuple[State, str]:
 # --- which clock -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("datasets", DATASETS)
-def test_total_tokens_of_the_payload_come_first(order: PipelineFactory, datasets: str, inside: bool) -> None:
-    clock = {"total_tokens": CLOCK, "sample_index": 5, "context_length": 64}
-    resume = {"datasets": DATASETS[datasets], **(clock if inside else {})}
-    point = import_into(Timeline(order), {"resume_state": resume, **({} if inside else clock)})
-    state = point.base
-    assert state is not None
-    samples = SAMPLES[datasets]
-    assert (state.sample_index, state.total_tokens) == (samples, CLOCK) == (point.sample_index, point.total_tokens)
-    assert state.clock_offset == CLOCK - samples * LENGTH
-    # Counters are the sources' own.
-    assert sum(source.tokens for source in state.sources) == samples * LENGTH
-    assert [child.tokens for child in state.nodes[0]][:2] == [source.tokens for source in state.sources[:2]]
-    assert point.notes[-1] == f"resume: total_tokens={CLOCK} (as the older checkpoint says)"
-
-
 @pytest.mark.parametrize(
     ("document", "tokens", "said"),
     [
+        ({"resume_state": {"datasets": ALL}} | CLOCK_FIRST, CLOCK, "as the older checkpoint says"),
+        ({"resume_state": {"datasets": REMOVED} | CLOCK_FIRST}, CLOCK, "as the older checkpoint says"),
         ({"resume_state": {"datasets": ALL}}, 83 + 44 + 17, "the sum of the older checkpoint's token_offset"),
         ({"resume_state": {"datasets": REMOVED}, "sample_index": 9, "context_length": 8}, 5145, "the sum of the older"),
         (
@@ -102,7 +72,11 @@ def test_total_tokens_of_the_payload_come_first(order: PipelineFactory, datasets
         ({"resume_state": {"datasets": MISSING}, "sample_index": 50, "max_seq_len": 2000}, CLOCK - 3, "sample_index ×"),
         ({"resume_state": {"datasets": MISSING}, "sample_index": 50}, 120, "those of the samples; where its clock was"),
         ({"resume_state": {"datasets": MISSING}, "context_length": 50}, 120, "those of the samples"),
-        ({"resume_state": {"datasets": DATASETS["none"]}, "total_tokens": 0}, 0, "as the older checkpoint says"),
+        (
+            {"resume_state": {"datasets": [entry(CODE, 3), entry(DOCS, 4)]}, "total_tokens": 0},
+            0,
+            "as the older checkpoint says",
+        ),
         ({"sample_index": 37, "total_tokens": CLOCK}, CLOCK, "as the older checkpoint says"),
         ({"sample_index": 37, "sequence_length": 2048}, 37 * 2048, "sample_index × context_length"),
         ({"resume_state": {"sample_index": 37, "total_tokens": 12}}, 12, "as the older checkpoint says"),
@@ -120,12 +94,12 @@ def test_the_clock_is_what_the_payload_can_tell_of_it(
     timeline = Timeline(order)
     point = import_into(timeline, document)
     assert point.total_tokens == tokens
+    # Whatever the clock is, counters are the sources' own.
+    assert point.base is not None and sum(s.tokens for s in point.base.sources) == point.base.sample_index * LENGTH
     assert point.notes[-1].startswith(f"resume: total_tokens={tokens} (")
     assert said in point.notes[-1]
-    assert point.base is not None
-    pipeline = timeline.with_clock(point.base.clock_offset).pipeline(point.base)
-    pipeline.advance(point.sample_index - point.base.sample_index)
-    state = pipeline.state()
+    by_clock = timeline.with_clock(point.base.clock_offset)
+    state = advanced(by_clock, point.base, point.sample_index - point.base.sample_index)
     assert (state.sample_index, state.total_tokens) == (point.sample_index, tokens)
     assert timeline.decode(timeline.encode(state)) == state
 
@@ -153,9 +127,7 @@ def test_each_state_after_it_is_checked_as_linear_plus_offset(order: PipelineFac
     end, _ = ended(timeline, state)
     assert end.total_tokens == CLOCK + (end.sample_index - state.sample_index) * LENGTH
     for stop in range(0, end.sample_index - state.sample_index, 11):
-        pipeline = timeline.with_clock(state.clock_offset).pipeline(state)
-        pipeline.advance(stop)
-        text = timeline.encode(pipeline.state())
+        text = timeline.encode(advanced(timeline.with_clock(state.clock_offset), state, stop))
         between = timeline.decode(text)
         assert timeline.with_clock(between.clock_offset).encode(between) == text
         assert ended(timeline, between)[0] == end
@@ -164,13 +136,6 @@ def test_each_state_after_it_is_checked_as_linear_plus_offset(order: PipelineFac
             document[field] += by
             with pytest.raises(SnapshotInvalid, match="total_tokens is"):
                 timeline.decode(canonical(document))
-
-
-def test_a_state_without_an_offset_reads_as_before(order: PipelineFactory) -> None:
-    timeline = Timeline(order)
-    text = timeline.encode(imported(timeline, total_tokens=136))
-    assert "clock_offset" not in text
-    assert timeline.with_clock(7).decode(text).clock_offset == 0
 
 
 # --- what follows the tokens -----------------------------------------------------------------------------------------
@@ -234,23 +199,15 @@ def test_scheduled_weights_go_by_the_clock(folder: Path) -> None:
     points = [[0, 1], [CLOCK + 80, 1], [CLOCK + 81, 0]]
     children = [{"source": CODE, "weight": points}, {"source": DOCS, "weight": 1}]
     timeline = Timeline(order_of(folder, mixture(mixture={"policy": "schedule", "children": children})))
-    end, _ = ended(timeline, imported(timeline))
-    by_clock = Timeline(timeline.first, clock_offset=end.clock_offset)
     state = imported(timeline)
-    pipeline = by_clock.pipeline(state)
+    pipeline = timeline.with_clock(state.clock_offset).pipeline(state)
     given = []
-    while pipeline.ended is None:
-        before = pipeline.state()
-        pipeline.advance(1)
-        now = pipeline.state()
-        given.append(
-            (now.total_tokens, [a.samples - b.samples for a, b in zip(now.sources, before.sources, strict=True)])
-        )
-    early = [counts for tokens, counts in given if tokens <= CLOCK + 80]
     # Weights are made anew every so many picks.
-    late = [counts for tokens, counts in given[:-1] if tokens > CLOCK + 80 + 64 * LENGTH]
-    assert {tuple(counts) for counts in early} == {(1, 0), (0, 1)}
-    assert {tuple(counts) for counts in late} <= {(0, 1)}
+    for samples in (10, 64, 10):
+        before = pipeline.state().sources[0].samples
+        pipeline.advance(samples)
+        given.append(pipeline.state().sources[0].samples - before)
+    assert (given[0], given[2]) == (5, 0)
 
 
 def test_a_revision_is_found_by_the_clock(order: PipelineFactory) -> None:
@@ -266,18 +223,6 @@ def test_a_revision_is_found_by_the_clock(order: PipelineFactory) -> None:
     assert Timeline(order, after.revisions).encode(after.decode(text)) == text
 
 
-def test_samples_are_skipped_from_the_beginning_under_the_clock_that_comes_out(folder: Path) -> None:
-    plain = Timeline(order_of(folder))
-    whole, _ = ended(plain, plain.initial())
-    point = import_into(plain, {"sample_index": 37, "total_tokens": CLOCK})
-    assert point.base is not None
-    assert (point.base.sample_index, point.base.total_tokens) == (0, CLOCK - 37 * LENGTH)
-    end, _ = ended(plain, point.base)
-    # The same samples by another clock.
-    assert (end.digest, end.sources, end.nodes) == (whole.digest, whole.sources, whole.nodes)
-    assert end.total_tokens == whole.total_tokens + CLOCK - 37 * LENGTH
-
-
 def test_a_clock_that_phases_cannot_have_there_is_refused(folder: Path) -> None:
     phases = [{"until_tokens": 400}, {"sequence_length": 16}]
     timeline = Timeline(order_of(folder, mixture(phases=phases, last_micro_step="pad")))
@@ -285,24 +230,3 @@ def test_a_clock_that_phases_cannot_have_there_is_refused(folder: Path) -> None:
         import_into(timeline, {"sample_index": 37, "total_tokens": 500})
     # Beyond the change altogether it can.
     assert import_into(timeline, {"sample_index": 37, "total_tokens": 5000}).total_tokens == 5000
-
-
-def test_a_fork_begins_with_the_clock_that_it_was_forked_from(folder: Path) -> None:
-    document = mixture()
-    document["mixture"]["max_tokens"] = CLOCK + 160
-    order = order_of(folder, document)
-    state = imported(Timeline(order))
-    origin = Origin(
-        run="other",
-        uid="u",
-        generation=1,
-        sample_index=state.sample_index,
-        total_tokens=state.total_tokens,
-        digest=f"{state.digest:032x}",
-        left_samples=0,
-        left_tokens=0,
-    )
-    timeline = Timeline(order, (), origin).with_clock(state.clock_offset)
-    assert timeline.tokens_at(state.sample_index) == CLOCK
-    end, _ = ended(timeline, timeline.decode(timeline.encode(state)))
-    assert end.total_tokens == CLOCK + 160

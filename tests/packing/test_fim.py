@@ -6,7 +6,6 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenloom_server.core.hashing import Purpose, draw, stream
@@ -85,34 +84,3 @@ def test_rows_are_rearranged_as_defined(
     found = rearranged(fim, rows, epoch, shard, first)
     known = [expected(fim, row, epoch, shard, first + i) for i, row in enumerate(rows)]
     assert found == ([row for row, _ in known], [how for _, how in known])
-
-
-def test_a_row_is_the_same_from_whichever_row_reading_began() -> None:
-    fim, rows = made(), [[*range(10, 10 + i % 13), EOT] for i in range(200)]
-    whole, ways = rearranged(fim, rows)
-    assert {0, PSM, SPM} == set(ways)
-    for first in (1, 37, 199):
-        assert rearranged(fim, rows[first:], first=first) == (whole[first:], ways[first:])
-
-
-@pytest.mark.parametrize("other", [{"epoch": 1}, {"shard": 1}, {"seed": 4}, {"source_id": 5}])
-def test_epoch_file_seed_and_source_each_draw_anew(other: dict[str, int]) -> None:
-    rows = [list(range(10, 40))] * 64
-    place = {name: other[name] for name in ("epoch", "shard") if name in other}
-    fields = {name: other[name] for name in ("seed", "source_id") if name in other}
-    assert rearranged(made(**fields), rows, **place) != rearranged(made(), rows)
-
-
-def test_rates_and_cuts_are_as_asked_for() -> None:
-    length, count = 30, 20_000
-    rows = [list(range(10, 10 + length))] * count
-    found, ways = rearranged(made(rate=0.3, spm_rate=0.25), rows)
-    share = sum(way > 0 for way in ways) / count
-    spm = ways.count(SPM) / sum(way > 0 for way in ways)
-    assert abs(share - 0.3) < 0.015
-    assert abs(spm - 0.25) < 0.03
-    cuts = [row.index(SUFFIX) - 1 for row, way in zip(found, ways, strict=True) if way == PSM]
-    # The lesser of two uniform places has the mean length / 3, and every place is met.
-    assert abs(np.mean(cuts) - length / 3) < 0.7
-    assert set(cuts) == set(range(length + 1))
-    assert all(sorted(row)[:length] == rows[0] for row in found)

@@ -148,15 +148,6 @@ def test_reading_goes_on_from_every_cursor(kind: str, lane: tuple[int, int], mon
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cursor_within_the_first_row_of_a_file_is_not_the_beginning(kind: str) -> None:
-    whole = read(documents_of(kind, Numbered([7, 7, 7, 7, 7], block=7)))
-    for at, row in enumerate(whole):
-        if row.ids:
-            start = replace(row.cursor, tokens=1)
-            assert read(documents_of(kind, Numbered([7, 7, 7, 7, 7], block=7)), start) == whole[at:]
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_excluded_rows_have_no_tokens_and_move_no_other(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window, "WINDOW_BYTES", 60)
     counts, out = [13, 21, 8], {0: np.array([0, 3, 12]), 2: np.array([1, 2, 3, 4, 5])}
@@ -181,13 +172,6 @@ def test_epochs_and_seeds_have_orders_of_their_own(kind: str) -> None:
     orders += [tuple(origins(read(documents_of(kind, Numbered(counts), 1, seed=seed)))) for seed in (1, 2, 3)]
     assert len(set(orders)) == 7
     assert sorted(orders[0]) not in orders
-
-
-def test_files_stay_whole_where_only_files_are_shuffled() -> None:
-    found = origins(read(documents_of("shards", Numbered([4, 6, 3, 5]))))
-    for shard, count in enumerate([4, 6, 3, 5]):
-        begin = found.index((shard, 0))
-        assert found[begin : begin + count] == [(shard, row) for row in range(count)]
 
 
 def test_a_file_that_was_appended_has_its_turn_among_the_others() -> None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.corpora import CODE, DOCS, PROSE, WIKI, flat, numbers, order_of, write_corpus
+from support.corpora import CODE, DOCS, PROSE, WIKI, advanced, flat, numbers, order_of, write_corpus
 from support.messages import message_of
 from tokenloom.batch.layout import IGNORED, Batch, Layout
 from tokenloom.batch.tensors import TensorMaker
@@ -83,8 +83,7 @@ PACKINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("last_micro_step", ["pad", "drop"])
-@pytest.mark.parametrize("boundaries", [False, True], ids=["plain", "boundaries"])
+@pytest.mark.parametrize(("boundaries", "last_micro_step"), [(False, "pad"), (True, "drop")])
 @pytest.mark.parametrize("labels", ["same", "shifted"])
 @pytest.mark.parametrize("name", PACKINGS)
 def test_each_step_says_what_its_ranks_tensors_have(
@@ -132,9 +131,7 @@ def test_boundaries_are_counted_where_rows_are_rearranged_or_read_in_turn(
         crossings += tokens - label_tokens
         if number == 1:
             # From a state in the midst, where blocks begin elsewhere.
-            again = order.pipeline(state)
-            again.advance(batches[0]["sample_index"])
-            state = again.state()
+            state = advanced(order, state, batches[0]["sample_index"])
     assert crossings > 20
     for batches in steps(order, order.pipeline(state)):
         assert (batches[0]["global_tokens"], batches[0]["global_label_tokens"]) == recount(order, batches)

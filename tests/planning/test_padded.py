@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.corpora import flat, order_of, write_txt
-from support.served import Place, Trainer
+from support.corpora import advanced, flat, order_of, write_txt
 from tokenloom_server.core.state import State
 from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.order.factory import PipelineFactory
@@ -104,9 +103,7 @@ def test_a_plan_ends_where_the_run_does(folder: Path, name: str, packing: str) -
         check(Planner().plan(timeline, start, None), end, 0.04)
         return
     # From somewhere on its way, too.
-    pipeline = order.pipeline(start)
-    pipeline.advance(end.sample_index // 3)
-    for state in (start, pipeline.state()):
+    for state in (start, advanced(order, start, end.sample_index // 3)):
         check(Planner().plan(timeline, state, None), end, 0.005)
 
 
@@ -124,20 +121,3 @@ def test_a_source_without_tokens_is_out_at_its_first_turn(folder: Path, exact_pi
     part = Part(config=order.config, curves=[TokenCurve((0, 400), (0, 0), (0, 0)), measure(order, 1).curve])
     plan = forecast([part], order.initial(), exact_picks=exact_picks)
     assert [source.tokens for source in plan.sources] == [0, 400 * LENGTH]
-
-
-def test_a_served_run_of_11_and_61_tokens_is_planned_as_it_comes(folder: Path, tmp_path: Path) -> None:
-    place = Place(folder, tmp_path, document(STOPS["equal weights"], "none"))
-    try:
-        served = place.serve()
-        plan = served.plan(None)
-        trainer = Trainer(served)
-        while trainer.take(1):
-            pass
-        trainer.settle()
-        stats = served.stats.read()
-        # By positions it would be at 800.
-        assert plan.until_sample_index == stats.sample_index == 473
-        assert [source.share for source in plan.sources] == [source.actual_share for source in stats.sources]
-    finally:
-        place.stop()

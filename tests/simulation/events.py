@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -38,8 +38,8 @@ class Events:
         return self._hash.hexdigest()[:16]
 
 
-def run(seeds: Iterable[int]) -> tuple[list[str], str]:
-    """What was violated in the worlds of some seeds, and the digest of their events."""
+def run(seeds: Iterable[int], look: Callable[[World], None] = lambda world: None) -> tuple[list[str], str]:
+    """What was violated in the worlds of some seeds, and the digest of their events. ``look`` gets each world."""
     faults, events = [], Events()
     for seed in seeds:
         world = World(seed)
@@ -48,6 +48,7 @@ def run(seeds: Iterable[int]) -> tuple[list[str], str]:
         except Violation as violation:
             faults.append(f"seed {seed}: {violation}")
         events.add(world)
+        look(world)
     return faults, events.digest
 
 

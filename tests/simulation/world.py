@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -423,6 +423,11 @@ class World(Scheduler):
     def _a_server(self) -> Server | None:
         return self.rng.choice(self.servers)
 
+    def _ask_a_server(self, ask: Callable[..., None], *args: object) -> None:
+        server = self._a_server()
+        if server is not None and server.coordinator is not None:
+            self.at(0.0, server, ask, server, *args)
+
     def _kill_server(self) -> None:
         server = self._a_server()
         if server is not None:
@@ -491,9 +496,7 @@ class World(Scheduler):
         self.ledger_is_away = False
 
     def _snapshot(self) -> None:
-        server = self._a_server()
-        if server is not None and server.coordinator is not None:
-            self.at(0.0, server, self._save_snapshot, server)
+        self._ask_a_server(self._save_snapshot)
 
     def _save_snapshot(self, server: Server) -> None:
         self._make_snapshot(server, True)
@@ -525,9 +528,7 @@ class World(Scheduler):
         return text
 
     def _pin(self) -> None:
-        server = self._a_server()
-        if server is not None and server.coordinator is not None:
-            self.at(0.0, server, self._ask_for_pin, server)
+        self._ask_a_server(self._ask_for_pin)
 
     def _ask_for_pin(self, server: Server) -> None:
         text = self._make_snapshot(server, False)
@@ -543,9 +544,7 @@ class World(Scheduler):
             self.note(server.name, "no pin", error.name)
 
     def _skip(self, undo: bool = False) -> None:
-        server = self._a_server()
-        if server is not None and server.coordinator is not None:
-            self.at(0.0, server, self._ask_for_skip, server, undo)
+        self._ask_a_server(self._ask_for_skip, undo)
 
     def _undo_skip(self) -> None:
         self._skip(undo=True)
@@ -579,9 +578,7 @@ class World(Scheduler):
                 self._kill_trainer()
 
     def _cancel_pin(self) -> None:
-        server = self._a_server()
-        if server is not None and server.coordinator is not None:
-            self.at(0.0, server, self._ask_to_cancel, server)
+        self._ask_a_server(self._ask_to_cancel)
 
     def _ask_to_cancel(self, server: Server) -> None:
         if server.coordinator is None or server.is_changing():
@@ -594,9 +591,7 @@ class World(Scheduler):
             self.note(server.name, "cancelled", taken_back.sample_index)
 
     def _revise(self) -> None:
-        server = self._a_server()
-        if server is not None and server.coordinator is not None:
-            self.at(0.0, server, self._ask_for_revision, server)
+        self._ask_a_server(self._ask_for_revision)
 
     def _ask_for_revision(self, server: Server) -> None:
         """An operator changes the mixture, as the REST API has it done."""
@@ -661,9 +656,7 @@ class World(Scheduler):
         return {"add": [{"child": {"source": source.source}}]}
 
     def _drop_revisions(self) -> None:
-        server = self._a_server()
-        if server is not None and server.coordinator is not None:
-            self.at(0.0, server, self._ask_for_drop, server)
+        self._ask_a_server(self._ask_for_drop)
 
     def _ask_for_drop(self, server: Server) -> None:
         coordinator = server.coordinator

@@ -19,6 +19,7 @@ from tokenloom_server.core.state import State
 from tokenloom_server.mixing.catalog import policies
 from tokenloom_server.order import builder, snapshot, snapshot_encode
 from tokenloom_server.order.factory import PipelineFactory
+from tokenloom_server.order.timeline import Timeline
 
 from support.catalog import CATALOG
 
@@ -228,3 +229,10 @@ def decode_state(order: PipelineFactory, resume_state: str) -> State:
 def reread(order: PipelineFactory, state: State) -> State:
     """A state that was written and read again."""
     return decode_state(order, encode_state(order, state))
+
+
+def advanced(order: PipelineFactory | Timeline, state: State, samples: int) -> State:
+    """The state so many samples after another, fewer where the data end."""
+    pipeline = order.pipeline(state)
+    pipeline.advance(samples)
+    return pipeline.state()
