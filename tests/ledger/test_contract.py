@@ -116,20 +116,11 @@ def test_run_names_are_sorted_pairs_and_streams_are_apart(ledger: Ledger) -> Non
 def test_every_call_for_an_unknown_run_says_so(ledger: Ledger) -> None:
     calls: list[Callable[[], object]] = [
         lambda: ledger.execute(commands.Acquire("nobody", STREAM, "a", 0.0)),
-        lambda: ledger.execute(commands.Renew("nobody", STREAM, 1, "a", 1.0, None, 0, 0)),
-        lambda: ledger.execute(commands.Release("nobody", STREAM, 1)),
-        lambda: ledger.execute(commands.Adopt("nobody", STREAM, 1, "else")),
-        lambda: ledger.execute(commands.Open("nobody", STREAM, 1, opening_of(1, commit_at(0)), commit_at(0))),
-        lambda: ledger.execute(commands.ClaimSlot("nobody", STREAM, 1, 1, 0, "n")),
         lambda: ledger.execute(commands.Commit("nobody", STREAM, 1, 1, commit_at(1), True)),
         lambda: ledger.openings("nobody", STREAM),
         lambda: ledger.journal("nobody", STREAM, 1, 5),
         lambda: ledger.journal_size("nobody", STREAM),
-        lambda: ledger.execute(commands.ThinJournal("nobody", STREAM, 1)),
-        lambda: ledger.execute(commands.Pin("nobody", STREAM, 1, "{}")),
-        lambda: ledger.execute(commands.Revise("nobody", STREAM, 1, revision_of(1, 0))),
         lambda: ledger.revisions("nobody", STREAM),
-        lambda: ledger.execute(commands.DropRevisions("nobody", STREAM, 1, 1)),
         lambda: ledger.execute(commands.SaveSnapshot("nobody", STREAM, SNAPSHOT)),
         lambda: ledger.snapshots("nobody", STREAM),
         lambda: ledger.snapshot_count("nobody", STREAM),
@@ -154,17 +145,9 @@ def test_each_acquisition_raises_the_epoch_by_one_and_shuts_out_the_one_before(s
     assert new.epoch == old.epoch + 1 == new.run.epoch
     writes: list[Callable[[], object]] = [
         lambda: old.commit(8),
-        lambda: old.commit(4),
         lambda: old.open(2, 0),
-        lambda: old.claim(0, "n"),
-        lambda: old.ledger.execute(commands.Pin(UID, STREAM, old.epoch, "{}")),
-        lambda: old.ledger.execute(commands.ThinJournal(UID, STREAM, old.epoch)),
-        lambda: old.revise(1, 8),
         lambda: old.revise(2, 8),
-        lambda: old.drop(1),
-        lambda: old.ledger.execute(commands.Adopt(UID, STREAM, old.epoch, "uid-2")),
-        lambda: old.ledger.execute(commands.Renew(UID, STREAM, old.epoch, "one", 5.0, None, 1, 4)),
-        lambda: old.ledger.execute(commands.Release(UID, STREAM, old.epoch)),
+        lambda: old.do(commands.Release),
     ]
     for write in writes:
         with pytest.raises(NotLeader, match=r"epoch 2, this server has 1.*Another server"):
@@ -207,25 +190,6 @@ def test_a_lease_keeps_other_servers_out_until_it_lapses_or_is_released(store: L
     assert (run.lease.holder, run.lease.heard_at) == ("two", 7.25)
     assert 900 < run.lease.lapses_at - run.lease.acquired_at <= 1001
     assert run.lease.lasts_s == 1000
-
-
-@pytest.mark.parametrize("released", [False, True])
-def test_that_nobody_trains_holds_on_only_where_the_server_before_let_its_lease_go(
-    store: LedgerStore, released: bool
-) -> None:
-    # 14.13: of one that was killed ranks may have come back since, and a revision fenced them.
-    ledger = store.open()
-    ledger.create_run(NAME, STREAM, UID, "{}")
-    for heard_at in (7.25, 0.0):
-        epoch = ledger.execute(commands.Acquire(UID, STREAM, "one", 1000.0))
-        ledger.execute(commands.Renew(UID, STREAM, epoch, "one", 1000.0, heard_at, 0, 0))
-        if released:
-            ledger.execute(commands.Release(UID, STREAM, epoch))
-        ledger.execute(commands.Acquire(UID, STREAM, "one", 1000.0))
-        run = ledger.read_run(NAME, STREAM)
-        assert run is not None
-        assert run.lease is not None
-        assert run.lease.heard_at == (heard_at if heard_at or released else None)
 
 
 def test_a_lease_that_would_last_longer_than_it_was_granted_for_has_lapsed(
@@ -282,7 +246,7 @@ def test_an_opening_tells_what_it_jumped_over_which_run_it_was_forked_from_and_i
 
 def test_an_opening_brings_the_revision_that_its_pin_asked_for_in_one_write(server: Server) -> None:
     server.revise(1, 40)
-    server.ledger.execute(commands.Pin(UID, STREAM, server.epoch, "{}", known_changes=1))
+    server.do(commands.Pin, "{}", known_changes=1)
     skip, opening = revision_of(2, 12, "a restore"), opening_of(2, commit_at(12))
     late = commands.Open(UID, STREAM, server.epoch, opening, commit_at(12), skip, known_changes=0)
     with pytest.raises(LedgerError, match="knows of 0 changes of the revisions, the ledger has 1"):
@@ -295,27 +259,35 @@ def test_an_opening_brings_the_revision_that_its_pin_asked_for_in_one_write(serv
 def test_a_new_generation_moves_the_ledger_back_and_replaces_all_counters(server: Server) -> None:
     server.commit(40)
     start = commit_at(8, specs=SPECS[1:])
-    server.ledger.execute(commands.Open(UID, STREAM, server.epoch, opening_of(2, start), start))
+    server.do(commands.Open, opening_of(2, start), start)
     assert server.committed == start
     assert set(server.committed.counters) == set(SPECS[1:])
     assert [opening.generation for opening in server.ledger.openings(UID, STREAM)] == [1, 2]
 
 
-def test_only_one_of_several_servers_opens_a_generation(store: LedgerStore) -> None:
+@pytest.mark.parametrize("revises", [False, True])
+def test_of_several_servers_that_write_at_once_one_has_written(store: LedgerStore, revises: bool) -> None:
     server = lead(store.open())
     ledgers = [store.open() for _ in range(4)]
 
-    def open_(k: int) -> bool:
+    def write(k: int) -> bool:
+        mine = replace(server, ledger=ledgers[k])
         try:
-            replace(server, ledger=ledgers[k]).open(1, 4 * k, attempt=f"launch-{k}")
+            if revises:
+                mine.revise(1, 8, reason=f"reason {k}")
+            else:
+                mine.open(1, 4 * k, attempt=f"launch-{k}")
         except LedgerError:
             return False
         return True
 
     with ThreadPoolExecutor(4) as pool:
-        opened = list(pool.map(open_, range(4)))
-    assert sum(opened) == 1
-    assert server.committed == commit_at(4 * opened.index(True))
+        wrote = list(pool.map(write, range(4)))
+    assert sum(wrote) == 1
+    if revises:
+        assert server.revisions == [revision_of(1, 8, f"reason {wrote.index(True)}")]
+    else:
+        assert server.committed == commit_at(4 * wrote.index(True))
 
 
 # Commits.
@@ -330,7 +302,7 @@ def test_a_commit_moves_the_committed_state_and_every_counter(server: Server) ->
 def test_a_commit_takes_and_drops_specs_as_it_names_them(server: Server) -> None:
     for specs in (SPECS[:1], SPECS, SPECS[2:], ()):
         index = server.committed.sample_index + 1
-        server.ledger.execute(commands.Commit(UID, STREAM, server.epoch, 1, commit_at(index, specs=specs), False))
+        server.do(commands.Commit, 1, commit_at(index, specs=specs), False)
         assert server.committed == commit_at(index, specs=specs)
 
 
@@ -339,10 +311,10 @@ def test_the_greatest_integers_are_exact_and_greater_ones_refused(server: Server
     commit = replace(
         commit_at(1), sample_index=MAX_COUNTER - 1, total_tokens=MAX_COUNTER, counters={SPECS[0]: greatest}
     )
-    assert server.ledger.execute(commands.Commit(UID, STREAM, server.epoch, 1, commit, True)) == MAX_COUNTER - 1
+    assert server.do(commands.Commit, 1, commit, True) == MAX_COUNTER - 1
     assert server.committed == commit
     largest = replace(commit, sample_index=MAX_COUNTER)
-    assert server.ledger.execute(commands.Commit(UID, STREAM, server.epoch, 1, largest, True))
+    assert server.do(commands.Commit, 1, largest, True)
     entry = server.ledger.journal(UID, STREAM, 1, MAX_COUNTER - 1)
     assert entry is not None
     assert entry.sample_index == MAX_COUNTER - 1
@@ -352,12 +324,12 @@ def test_the_greatest_integers_are_exact_and_greater_ones_refused(server: Server
         replace(commit, counters={SPECS[0]: replace(greatest, rows=MAX_COUNTER + 1)}),
     ):
         with pytest.raises(LedgerError, match="expected 0 to 9007199254740991"):
-            server.ledger.execute(commands.Commit(UID, STREAM, server.epoch, 1, wrong, False))
+            server.do(commands.Commit, 1, wrong, False)
 
 
 def test_three_thousand_sources_fit_in_one_commit(server: Server) -> None:
     commit = commit_at(5, specs=[f"txt:part-{k}.txt:text" for k in range(3000)])
-    server.ledger.execute(commands.Commit(UID, STREAM, server.epoch, 1, commit, False))
+    server.do(commands.Commit, 1, commit, False)
     assert server.committed == commit
 
 
@@ -370,25 +342,12 @@ def test_threads_that_commit_at_once_leave_the_newest_state(store: LedgerStore) 
     assert server.committed == commit_at(64)
 
 
-def test_only_openings_and_commits_write_counters(server: Server) -> None:
-    server.commit(8)
-    server.claim(0, "n")
-    server.ledger.execute(commands.Pin(UID, STREAM, server.epoch, "{}"))
-    server.ledger.execute(commands.ThinJournal(UID, STREAM, server.epoch))
-    server.revise(1, 12)
-    server.drop(1)
-    server.ledger.execute(commands.SaveSnapshot(UID, STREAM, SNAPSHOT))
-    server.ledger.create_run(NAME, STREAM, "uid-9", "{}")
-    server.ledger.execute(commands.Acquire(UID, STREAM, "one", 0.0))
-    assert server.committed == commit_at(8)
-
-
 def test_everything_is_there_after_the_store_crashed(store: LedgerStore) -> None:
     server = lead(store.open())
     server.open(1, 0)
     server.claim(0, "n")
     server.commit(8, journal=True)
-    server.ledger.execute(commands.Pin(UID, STREAM, server.epoch, '{"pin":1}'))
+    server.do(commands.Pin, '{"pin":1}')
     server.ledger.execute(commands.SaveSnapshot(UID, STREAM, SNAPSHOT))
     server.revise(1, 8)
     server.revise(2, 8)
@@ -422,56 +381,6 @@ def test_several_commands_at_once_are_each_written_or_refused(store: LedgerStore
             after.claim(rank, "n")
     over = [replace(claim, generation=2) for claim in claims]
     assert [type(answer) for answer in after.ledger.execute_all(over)] == [LedgerRolledBack] * 4
-
-
-# The journal.
-
-
-def test_the_journal_answers_with_the_newest_entry_at_or_below_an_index(server: Server) -> None:
-    for index in range(1, 12):
-        server.commit(index, journal=index % 3 == 0)
-    server.open(2, 6)
-    server.commit(10, 2, journal=True)
-
-    def found(generation: int, at_most: int) -> int | None:
-        entry = server.ledger.journal(UID, STREAM, generation, at_most)
-        if entry is None:
-            return None
-        assert (entry.generation, entry.state) == (generation, commit_at(entry.sample_index).state)
-        return entry.sample_index
-
-    assert [found(1, index) for index in (0, 2, 3, 8, 9, 100, MAX_COUNTER)] == [0, 0, 3, 6, 9, 9, 9]
-    assert [found(2, index) for index in (5, 6, 9, 10, 11)] == [None, 6, 6, 10, 10]
-    assert found(3, 100) is None
-    assert server.ledger.journal_size(UID, STREAM)[0] == 6
-
-
-def test_thinning_removes_every_second_entry_and_never_the_first_of_a_generation(server: Server) -> None:
-    for index in range(1, 8):
-        server.commit(index, journal=True)
-    server.open(2, 3)
-    server.commit(5, 2, journal=True)
-
-    def entries() -> list[tuple[int, int]]:
-        found = {
-            (generation, entry.sample_index)
-            for generation in (1, 2)
-            for index in range(9)
-            if (entry := server.ledger.journal(UID, STREAM, generation, index)) is not None
-        }
-        size_bytes = sum(len(commit_at(index).state.encode()) for _, index in found)
-        assert server.ledger.journal_size(UID, STREAM) == (len(found), size_bytes)
-        return sorted(found)
-
-    assert entries() == [(1, index) for index in range(8)] + [(2, 3), (2, 5)]
-    for left in (
-        [(1, 0), (1, 2), (1, 4), (1, 6), (2, 3)],
-        [(1, 0), (1, 4), (2, 3)],
-        [(1, 0), (2, 3)],
-        [(1, 0), (2, 3)],
-    ):
-        server.ledger.execute(commands.ThinJournal(UID, STREAM, server.epoch))
-        assert entries() == left
 
 
 # Revisions.
@@ -532,44 +441,6 @@ def test_a_revision_closes_the_generation_that_it_names_until_the_next_opening(s
     assert server.commit(6, 2) == 6
 
 
-def test_a_ledger_that_lost_a_change_of_the_revisions_is_noticed_by_every_write(server: Server) -> None:
-    server.open(1, 0)
-    server.revise(1, 8)
-    server.drop(1)
-    run, epoch = (UID, STREAM), server.epoch
-    later = opening_of(2, commit_at(0))
-    for command in (
-        commands.Renew(*run, epoch, "one", 9.0, None, 1, 0, known_changes=3),
-        commands.Commit(*run, epoch, 1, commit_at(4), journal=False, known_changes=3),
-        commands.Open(*run, epoch, later, commit_at(0), known_changes=3),
-        commands.ClaimSlot(*run, epoch, 1, 0, "nonce", known_changes=3),
-        commands.Pin(*run, epoch, "{}", known_changes=3),
-        commands.Revise(*run, epoch, revision_of(1, 8), known_changes=3),
-        commands.DropRevisions(*run, epoch, 1, known_changes=3),
-    ):
-        with pytest.raises(LedgerRolledBack, match=r"2 changes of its revisions .*acknowledged 3"):
-            server.ledger.execute(command)
-    assert server.run.revision_changes == 2
-    server.ledger.execute(commands.Pin(*run, epoch, "{}", known_changes=2))
-
-
-def test_of_several_revisions_at_once_one_is_made(store: LedgerStore) -> None:
-    server = lead(store.open())
-    ledgers = [store.open() for _ in range(4)]
-
-    def revise(k: int) -> bool:
-        try:
-            replace(server, ledger=ledgers[k]).revise(1, 8, reason=f"reason {k}")
-        except LedgerError:
-            return False
-        return True
-
-    with ThreadPoolExecutor(4) as pool:
-        made = list(pool.map(revise, range(4)))
-    assert sum(made) == 1
-    assert server.revisions == [revision_of(1, 8, f"reason {made.index(True)}")]
-
-
 # Snapshots.
 
 
@@ -594,10 +465,10 @@ def test_snapshots_are_kept_newest_first_and_never_change(server: Server) -> Non
 def test_a_run_without_a_generation_takes_the_uid_of_a_trainers_state(store: LedgerStore) -> None:
     server = lead(store.open())
     other = lead(store.open())  # the leader now; both know the uid of before
-    other.ledger.execute(commands.Pin(UID, STREAM, other.epoch, "{}"))
+    other.do(commands.Pin, "{}")
     other.revise(1, 8)
-    other.ledger.execute(commands.Adopt(UID, STREAM, other.epoch, "uid-from-elsewhere"))
-    other.ledger.execute(commands.Adopt(UID, STREAM, other.epoch, "uid-from-elsewhere"))  # a repetition
+    other.do(commands.Adopt, "uid-from-elsewhere")
+    other.do(commands.Adopt, "uid-from-elsewhere")  # a repetition
     assert (other.run.uid, other.run.epoch, other.run.pin) == ("uid-from-elsewhere", other.epoch, "{}")
     for ledger in (server.ledger, other.ledger, store.open()):
         with pytest.raises(NotLeader, match="took the uid uid-from-elsewhere"):
@@ -609,7 +480,7 @@ def test_a_run_without_a_generation_takes_the_uid_of_a_trainers_state(store: Led
         with pytest.raises(NotLeader):
             ledger.execute(commands.Acquire(UID, STREAM, "one", 0.0))
     with pytest.raises(NotLeader):
-        server.ledger.execute(commands.Adopt(UID, STREAM, server.epoch, "uid-from-elsewhere"))
+        server.do(commands.Adopt, "uid-from-elsewhere")
     start = commit_at(20)
     second = commands.Revise("uid-from-elsewhere", STREAM, other.epoch, revision_of(2, 8), known_changes=1)
     assert other.ledger.execute(second) == 2
@@ -750,33 +621,3 @@ def test_a_backup_replaces_a_run_that_a_server_began_anew_meanwhile(ledger: Ledg
     taken = replace(contents, run=replace(contents.run, name="third"))
     with pytest.raises(LedgerError, match=r"'third'.*uid-2.*'moved'"):
         ledger.execute(commands.Import("uid-2", STREAM, taken, replace=True))
-
-
-def test_a_run_that_is_in_another_ledger_is_refused_to_everybody_and_can_come_back(ledger: Ledger) -> None:
-    server = _full(ledger)
-    contents = _contents(ledger)
-    ledger.execute(commands.Move(UID, STREAM, server.epoch, "redis://b:6379/0"))
-    assert server.run.elsewhere == "redis://b:6379/0"
-    writes: list[Callable[[], object]] = [
-        lambda: ledger.create_run(NAME, STREAM, "uid-9", "{}"),
-        lambda: ledger.execute(commands.Create(UID, STREAM, NAME, "{}")),
-        lambda: ledger.execute(commands.Acquire(UID, STREAM, "one", 0.0)),
-        lambda: ledger.execute(commands.Adopt(UID, STREAM, server.epoch, "uid-9")),
-        lambda: ledger.execute(commands.SaveSnapshot(UID, STREAM, replace(SNAPSHOT, id="t"))),
-        lambda: ledger.execute(commands.Import(UID, STREAM, contents, replace=True)),
-        lambda: ledger.execute(commands.Import(UID, STREAM, contents, elsewhere="redis://c:6379/0")),
-        lambda: server.commit(8),
-        lambda: server.open(2, 0),
-    ]
-    for write in writes:
-        with pytest.raises(NotLeader, match=r"'wiki-and-code' .*is in redis://b:6379/0"):
-            write()
-    # What another one reads first, and brings last, is older than what is there.
-    later = ledger.execute(commands.Import(UID, STREAM, contents, elsewhere="redis://b:6379/0"))
-    assert later == server.epoch + 1
-    with pytest.raises(NotLeader):
-        ledger.execute(commands.Import(UID, STREAM, contents, elsewhere="redis://b:6379/0"))
-    with pytest.raises(NotLeader, match="server epoch"):
-        ledger.execute(commands.Move(UID, STREAM, server.epoch, ""))
-    ledger.execute(commands.Move(UID, STREAM, later, ""))
-    assert Server(ledger, ledger.execute(commands.Acquire(UID, STREAM, "one", 0.0))).commit(8) == 8

@@ -78,18 +78,16 @@ def test_an_epoch_can_be_asked_to_be_beyond_those_that_a_rolled_back_ledger_forg
 def test_a_ledger_that_is_behind_what_its_server_knows_is_refused_before_anything_changes(server: Server) -> None:
     server.commit(8)
     with pytest.raises(LedgerRolledBack, match=r"generation 1, sample index 8, but .*generation 1, sample index 12"):
-        server.ledger.execute(Commit(UID, STREAM, server.epoch, 1, commit_at(16), False, 12))
+        server.do(Commit, 1, commit_at(16), False, 12)
     with pytest.raises(LedgerRolledBack):
-        server.ledger.execute(Renew(UID, STREAM, server.epoch, "one", 5.0, None, 1, 9))
+        server.do(Renew, "one", 5.0, None, 1, 9)
     with pytest.raises(LedgerRolledBack):
-        server.ledger.execute(Renew(UID, STREAM, server.epoch, "one", 5.0, None, 2, 0))
+        server.do(Renew, "one", 5.0, None, 2, 0)
     with pytest.raises(LedgerRolledBack, match="at generation 1, but the call's is 2"):
         server.commit(16, 2)
     assert server.committed == commit_at(8)
     server.open(2, 0)
-    server.ledger.execute(
-        Renew(UID, STREAM, server.epoch, "one", 5.0, None, 1, 8)
-    )  # an older generation's: no rollback
+    server.do(Renew, "one", 5.0, None, 1, 8)  # an older generation's: no rollback
 
 
 def test_an_attempt_opens_once_and_the_refusal_names_its_generation(server: Server) -> None:
@@ -237,7 +235,7 @@ def test_dropping_a_revision_drops_those_behind_it(server: Server) -> None:
 
 def test_a_run_with_a_generation_keeps_its_uid(server: Server) -> None:
     with pytest.raises(LedgerError, match=r"opened generation 1, so it cannot take the uid uid-2"):
-        server.ledger.execute(Adopt(UID, STREAM, server.epoch, "uid-2"))
+        server.do(Adopt, "uid-2")
     assert server.run.uid == UID
     with pytest.raises(NotFound):
         server.ledger.execute(Acquire("uid-2", STREAM, "a", 0.0))
@@ -245,7 +243,7 @@ def test_a_run_with_a_generation_keeps_its_uid(server: Server) -> None:
 
 def test_a_pin_is_set_replaced_removed_and_ended_by_an_opening(server: Server) -> None:
     for pin in ('{"at":1}', '{"at":2}', None, '{"at":3}'):
-        server.ledger.execute(Pin(UID, STREAM, server.epoch, pin))
+        server.do(Pin, pin)
         assert server.run.pin == pin
     server.commit(4)
     assert server.run.pin == '{"at":3}'

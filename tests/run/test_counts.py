@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any
 import pytest
 from support.corpora import CODE, DOCS, PROSE, WIKI, flat
 from support.features import document, write_features
-from support.served import Place, Sample, Trainer
+from support.served import Place, Sample, Trainer, serving
 from tokenloom_proto.seal import seal, unseal
 from tokenloom_server.api.served_run import ServedRun
-from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.errors import SnapshotInvalid
 
 RANKS, BATCH = 4, 2
@@ -69,7 +67,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "lanes"), [*((name, 1) for name in RUNS), ("best fit", 2), ("always full", 2)])
+@pytest.mark.parametrize(("name", "lanes"), [*((name, 1) for name in RUNS), ("best fit", 2)])
 def test_states_of_ranks_at_different_places_count_what_all_ranks_got(
     made: Callable[..., Place], name: str, lanes: int
 ) -> None:
@@ -87,7 +85,7 @@ def test_states_of_ranks_at_different_places_count_what_all_ranks_got(
     samples, padded = trainer.taken(), False
     indices = [point.sample_index for point in trainer.ranks[0].history._points]
     assert {320, 328, 336, 344} < set(indices) and indices[-1] == len(samples)
-    for index in indices:
+    for index in {*indices[::4], 320, 328, *indices[-2:]}:
         text = trainer.state(index)  # which is the same on every rank
         counts = counts_in(text)
         assert counts == recount(served, samples, index)
@@ -101,67 +99,13 @@ def test_states_of_ranks_at_different_places_count_what_all_ranks_got(
     assert between["sample_index"] == 288 and sum(entry["samples"] for entry in between["datasets"]) == 288
 
 
-@pytest.mark.parametrize("packing", ["concat", "none"])
-def test_a_launch_of_another_size_counts_on_from_the_middle_of_a_group(
-    made: Callable[..., Place], packing: str
-) -> None:
-    fields: dict[str, Any] = {"packing": "none", "pad_id": 0} if packing == "none" else {}
-    place = made(**epochs(flat([CODE, PROSE, WIKI], window_micro_steps=12, **fields)))
-    served = place.serve()
-    trainer, samples = Trainer(served, RANKS, BATCH), dict[int, Sample]()
-    for steps, (ranks, batch) in ((10, (3, 3)), (5, (1, 2)), (9, (2, 5)), (4, (RANKS, BATCH))):
-        samples |= trainer.train(steps)
-        text = trainer.state()
-        assert counts_in(text) == recount(served, samples, trainer.index)
-        served = place.restart()
-        # After a restart, before any rank is there, the server goes forward to it.
-        assert served.past_states.snapshot(None) == (text.decode(), trainer.index)
-        trainer = Trainer(served, ranks, batch, state=text, takeover=True)
-        assert counts_in(trainer.state()) == counts_in(text)
-    trainer.train(3)
-    assert counts_in(trainer.state(trainer.index)) == recount(served, samples | trainer.taken(), trainer.index)
-
-
-def test_a_source_that_comes_between_two_boundaries_is_counted_from_its_first_sample(
-    made: Callable[..., Place],
-) -> None:
-    place = made(
-        **epochs(flat([CODE, PROSE], last_micro_step="pad")),
-        phases=[{"until_tokens": 8 * 75}, {"mixture": epochs(flat([CODE, PROSE, WIKI]), 9)["mixture"]}],
-    )
-    served = place.serve()
-    first = Trainer(served, RANKS, BATCH)
-    first.train(12)
-    change = {"reason": "more", "add": [{"child": {"source": DOCS, "alias": "late"}}]}
-    begin = served.revision_handler.revise(MixtureChange.model_validate(change)).sample_index
-    first.take(200)
-    samples = first.taken()
-    # A phase brings one at sample 75, and the revision one at a boundary of that launch; then neither is at one.
-    assert 75 < begin < first.index - 50
-    again = Trainer(served, 3, 3, state=first.state(56), takeover=True)
-    again.take(200)
-    come = set()
-    for point in again.ranks[0].history._points:
-        counts = counts_in(again.state(point.sample_index))
-        assert counts == recount(served, samples, point.sample_index)
-        known = {entry["spec"] for entry in json.loads(point.base.resume_state)["datasets"]}
-        come |= counts.keys() - known
-        assert (point.sample_index > 75) >= (WIKI in counts) and (point.sample_index > begin) >= (DOCS in counts)
-    assert come == {WIKI, DOCS}
-
-
-def test_rows_of_batches_are_counted(made: Callable[..., Place], tmp_path: Path) -> None:
+def test_rows_of_batches_are_counted(tmp_path: Path) -> None:
     write_features(tmp_path)
-    place = Place(tmp_path, tmp_path, document(run="test", window_micro_steps=12))
-    served = place.serve()
-    try:
+    with serving(tmp_path, tmp_path, document(window_micro_steps=12)) as served:
         trainer = Trainer(served, 2, 2)
-        trainer.take(100)
-        samples = trainer.taken()
+        samples = trainer.take(100)
         for point in trainer.ranks[0].history._points:
             assert counts_in(trainer.state(point.sample_index)) == recount(served, samples, point.sample_index)
-    finally:
-        place.stop()
 
 
 def test_a_restore_counts_itself_and_refuses_a_difference(place: Place, served: ServedRun, trainer: Trainer) -> None:

@@ -132,6 +132,16 @@ def received(generation: Generation, rank: int, session: int) -> list[tuple[int,
     return found
 
 
+def sent(window: int = 8, **options: int) -> tuple[Generation, list[int]]:
+    """A generation whose ranks were sent all that may be produced, and their streams."""
+    generation = generation_of(window, **options)
+    sessions = attached(generation)
+    produced(generation)
+    for rank, session in enumerate(sessions):
+        received(generation, rank, session)
+    return generation, sessions
+
+
 # --- production ------------------------------------------------------------------------------------
 
 
@@ -143,12 +153,9 @@ def test_nothing_is_produced_before_a_rank_is_there() -> None:
 
 
 def test_production_ends_at_the_horizon_and_goes_on_with_the_commit() -> None:
-    generation = generation_of(window=8)
-    sessions = attached(generation)
-    produced(generation)
+    generation, sessions = sent()
     assert generation.produced == 8
     for rank, session in enumerate(sessions):
-        received(generation, rank, session)
         generation.progress(rank, session, 2 * 6, 100, 0.0)
     produced(generation)
     assert generation.produced == 8
@@ -290,16 +297,22 @@ def test_data_may_end_before_the_first_step() -> None:
 # --- slots -----------------------------------------------------------------------------------------
 
 
-def test_a_slot_of_another_process_is_refused() -> None:
-    generation = generation_of()
-    attached(generation)
-    with pytest.raises(AttemptUsed, match="rank 0 of attempt 'attempt' is another process's"):
-        generation.attach(0, "other", 0, 0, 0.0)
-
-
-def test_a_rank_outside_the_world_is_refused() -> None:
-    with pytest.raises(JoinRefused, match="rank 2 is not below the world size 2"):
-        generation_of().attach(2, "n", 0, 0, 0.0)
+@pytest.mark.parametrize(
+    ("committed", "rank", "at", "seen", "error", "says"),
+    [
+        (0, 0, 0, 0, AttemptUsed, "rank 0 of attempt 'attempt' is another process's"),
+        (0, 2, 0, 0, JoinRefused, "rank 2 is not below the world size 2"),
+        (2, 1, 18, 18, LedgerRolledBack, "rank 1 saw a commit at sample 18, but the ledger is at 12"),
+        (2, 1, 6, 6, JoinRefused, "rank 1 goes on at sample 6, but all ranks acknowledged 12"),
+    ],
+)
+def test_a_stream_that_cannot_go_on_is_refused(
+    committed: int, rank: int, at: int, seen: int, error: type[Exception], says: str
+) -> None:
+    generation = generation_of(committed=committed)
+    generation.attach(0, "nonce-0", 6 * committed, 0, 0.0)
+    with pytest.raises(error, match=says):
+        generation.attach(rank, "other", at, seen, 0.0)
 
 
 def test_a_stream_whose_place_was_taken_hears_so() -> None:
@@ -327,26 +340,11 @@ def test_a_position_that_no_step_ends_at_is_refused(at: int) -> None:
 
 
 def test_positions_count_from_the_generations_start() -> None:
-    generation = generation_of(start=100)
-    session = attached(generation, at=100)[0]
-    produced(generation)
-    received(generation, 0, session)
+    generation, (session, _) = sent(start=100)
     generation.progress(0, session, 112, 1, 0.0)
     assert generation.slots[0].consumed == 2
     with pytest.raises(JoinRefused, match="sample 6"):
         generation.attach(0, "nonce-0", 6, 0, 0.0)
-
-
-def test_a_ledger_behind_what_a_client_saw_committed_is_refused() -> None:
-    generation = generation_of(committed=2)
-    with pytest.raises(LedgerRolledBack, match="rank 1 saw a commit at sample 18, but the ledger is at 12"):
-        generation.attach(1, "n", 18, 18, 0.0)
-
-
-def test_a_position_that_every_rank_has_acknowledged_is_held_no_more() -> None:
-    generation = generation_of(committed=2)
-    with pytest.raises(JoinRefused, match="rank 1 goes on at sample 6, but all ranks acknowledged 12"):
-        generation.attach(1, "n", 6, 6, 0.0)
 
 
 def test_what_was_not_sent_cannot_be_consumed() -> None:
@@ -358,20 +356,14 @@ def test_what_was_not_sent_cannot_be_consumed() -> None:
 
 
 def test_an_older_report_changes_nothing() -> None:
-    generation = generation_of()
-    session = attached(generation)[0]
-    produced(generation)
-    received(generation, 0, session)
+    generation, (session, _) = sent()
     generation.progress(0, session, 12, 1, 1.0)
     generation.progress(0, session, 6, 1, 2.0)
     assert (generation.slots[0].consumed, generation.slots[0].last_heard) == (2, 2.0)
 
 
 def test_a_stream_that_goes_on_behind_less_than_was_consumed_takes_that_back() -> None:
-    generation = generation_of()
-    session = attached(generation)[0]
-    produced(generation)
-    received(generation, 0, session)
+    generation, (session, _) = sent()
     generation.progress(0, session, 24, 1, 0.0)
     generation.attach(0, "nonce-0", 12, 0, 0.0)
     assert (generation.slots[0].consumed, generation.slots[0].sent) == (2, 2)
@@ -401,11 +393,7 @@ def test_a_group_of_several_messages_goes_out_message_by_message() -> None:
 
 
 def test_ids_go_once_every_rank_has_consumed_them_and_not_only_when_they_are_committed() -> None:
-    generation = generation_of(window=16, group_micro_steps=4)
-    sessions = attached(generation)
-    produced(generation)
-    for rank, session in enumerate(sessions):
-        received(generation, rank, session)
+    generation, sessions = sent(window=16)
     generation.progress(0, sessions[0], generation.index_of(12), 16, 0.0)
     generation.progress(1, sessions[1], generation.index_of(9), 16, 0.0)
     assert [cast("FakeGroup", group).released for group in generation.groups] == [True, True, False, False]
@@ -418,11 +406,7 @@ def test_ids_go_once_every_rank_has_consumed_them_and_not_only_when_they_are_com
 
 
 def test_a_commit_is_due_when_the_slowest_rank_acknowledged() -> None:
-    generation = generation_of()
-    sessions = attached(generation)
-    produced(generation)
-    for rank, session in enumerate(sessions):
-        received(generation, rank, session)
+    generation, sessions = sent()
     generation.progress(0, sessions[0], 24, 1, 0.0)
     assert generation.commit_due() is None
     assert [slot.rank for slot in generation.slots.laggards()] == [1]
@@ -433,11 +417,8 @@ def test_a_commit_is_due_when_the_slowest_rank_acknowledged() -> None:
 
 
 def test_a_step_leaves_memory_with_its_group_but_the_boundary_before_the_commit_stays() -> None:
-    generation = generation_of(window=16, group_micro_steps=4)
-    sessions = attached(generation)
-    produced(generation)
+    generation, sessions = sent(window=16)
     for rank, session in enumerate(sessions):
-        received(generation, rank, session)
         generation.progress(rank, session, 8 * 6, 1, 0.0)
     generation.set_committed(7)
     assert [group.begin for group in generation.groups] == [24, 48, 72]
@@ -449,12 +430,10 @@ def test_a_step_leaves_memory_with_its_group_but_the_boundary_before_the_commit_
         generation.group_of(3)
 
 
-@pytest.mark.parametrize("steps", range(1, 9))
-def test_digests_are_those_behind_each_step(steps: int) -> None:
-    generation = generation_of()
-    attached(generation)
-    produced(generation)
-    assert generation.digest_after(steps) == digest_hex(point(6 * steps).digest)
+def test_digests_are_those_behind_each_step() -> None:
+    generation, _ = sent()
+    for steps in range(1, 9):
+        assert generation.digest_after(steps) == digest_hex(point(6 * steps).digest)
 
 
 # --- restarts of the server ------------------------------------------------------------------------

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import yaml
 from support.corpora import CODE, DOCS, mixture
-from support.served import Place, Trainer, call_of, never
+from support.served import Place, Trainer, call_of, never, revise
 from tokenloom_server.api.served_run import ServedRun
-from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.errors import JoinRefused, OrderMismatch
 from tokenloom_server.replay.peek import PeekCall
 from tokenloom_server.run.sizing import batch_plans_of
@@ -75,7 +74,7 @@ def test_another_ledger_takes_the_clock_from_the_trainers_state(
 ) -> None:
     trainer = Trainer(served, state=older(document))
     begin = trainer.index
-    served.revision_handler.revise(MixtureChange(total_tokens=CLOCK + 400, reason="test", drop=["docs"]))
+    revise(served, total_tokens=CLOCK + 400, drop=["docs"])
     revised = served.coordinator.timeline.revisions[0].sample_index
     assert revised == begin + 50
     whole = trainer.take(20)
@@ -188,7 +187,7 @@ def test_revise_on_start_reads_the_mixture_in_force_by_the_clock(made: Any) -> N
     served = place.serve()
     Trainer(served, 1, 2, state=older(DATASETS)).train(3)
     assert [segment.phase for segment in served.coordinator.timeline.segments] == [1]
-    served.revision_handler.revise(MixtureChange(reason="test", set=[{"child": "code", "weight": 7}]))
+    revise(served, set=[{"child": "code", "weight": 7}])
     document = mixture(window_micro_steps=6, phases=phases)
     document["mixture"]["children"][0]["weight"] = 7
     place.path.write_text(yaml.safe_dump(document))
@@ -196,40 +195,19 @@ def test_revise_on_start_reads_the_mixture_in_force_by_the_clock(made: Any) -> N
     assert Trainer(served, 1, 2, resume="latest").train(3)
 
 
-@pytest.mark.parametrize("document", [DATASETS, INDEX])
-def test_a_restore_to_an_older_checkpoint_pins_its_clock(
-    place: Place, served: ServedRun, document: dict[str, Any]
+@pytest.mark.parametrize("weight", [2, 9])
+def test_a_fork_goes_on_by_the_clock_and_its_budget(
+    place: Place, served: ServedRun, folder: Path, weight: float
 ) -> None:
-    Trainer(served, 1, 2).train(3)
-    point = served.start_points.restore(text=older(document).decode(), skip_samples=4)
-    served = place.restart()
-    trainer = Trainer(served, 1, 2)
-    assert trainer.index == point.sample_index
-    trainer.train(3)
-    assert total(trainer.state()) == (point.sample_index + 6, CLOCK + 6 * LENGTH)
-
-
-@pytest.mark.parametrize("other", ["the same", "another mixture", "without a source"])
-def test_a_fork_goes_on_by_the_clock_and_its_budget(place: Place, served: ServedRun, folder: Path, other: str) -> None:
     document = mixture(window_micro_steps=6)
     document["mixture"]["max_tokens"] = CLOCK + 400
     parent_path, fork_path = (folder / f"clock-{name}.yaml" for name in ("parent", "fork"))
     parent_path.write_text(yaml.safe_dump(document | {"run": "parent"}))
-    if other == "another mixture":
-        document["mixture"]["children"][0]["weight"] = 9
-    if other == "without a source":
-        # Its 40 tokens are not among those that the fork's own sources count.
-        del document["mixture"]["children"][1]
-        document["mixture"]["max_tokens"] -= 40
+    document["mixture"]["children"][0]["weight"] = weight
     fork_path.write_text(yaml.safe_dump(document | {"run": "fork"}))
-    parent = place.runs.add(parent_path, None)
-    entries = [*ENTRIES[:1], ENTRIES[1] | {"token_offset": 40}]
-    trainer = Trainer(parent, 1, 2, state=older({"resume_state": {"datasets": entries}, "total_tokens": CLOCK}))
+    trainer = Trainer(place.runs.add(parent_path, None), 1, 2, state=older(DATASETS))
     begin = trainer.index
     trainer.train(2)
-    if other == "without a source":
-        given = parent.past.state_at(begin + 4)[1].sources[1].tokens - 40
-        assert given >= 0
     state = trainer.state()
     whole = trainer.train(1000)
     assert total(trainer.state())[1] == CLOCK + 400
@@ -238,13 +216,8 @@ def test_a_fork_goes_on_by_the_clock_and_its_budget(place: Place, served: Served
     forked = Trainer(fork, 1, 2)
     assert total(forked.state()) == (begin + 4, CLOCK + 4 * LENGTH)
     rest = forked.train(1000)
-    if other == "the same":
+    if weight == 2:  # the same mixture
         assert rest == {index: sample for index, sample in whole.items() if index >= begin + 4}
-    if other != "without a source":
-        assert total(forked.state())[1] == CLOCK + 400
-    else:
-        end = forked.ranks[0].end
-        assert end is not None
-        assert total(forked.state())[1] + end.dropped_samples * LENGTH == CLOCK + 400 + given
+    assert total(forked.state())[1] == CLOCK + 400
     text, index = fork.past_states.snapshot(begin + 10)
     assert total(text.encode()) == (index, CLOCK + 10 * LENGTH)

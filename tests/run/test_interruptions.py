@@ -385,30 +385,15 @@ def _hold_together(drawn: Drawn, generations: int) -> None:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
-def test_a_run_without_revisions(corpus: Corpus, seed: int) -> None:
-    rng = random.Random(seed)
-    _hold_together(Drawn(rng, corpus), 4)
-
-
-@given(st.integers(0, 2**32))
-@settings(max_examples=100, deadline=None)
-def test_a_run_with_revisions(corpus: Corpus, seed: int) -> None:
-    rng = random.Random(seed)
-    drawn = Drawn(rng, corpus)
-    drawn.revise(rng.randint(0, 60), rng.randint(1, 5))
-    _hold_together(drawn, 4)
-
-
-@given(st.integers(0, 2**32))
-@settings(max_examples=40, deadline=None)
-def test_a_run_whose_weights_are_made_anew_often(corpus: Corpus, seed: int) -> None:
-    # Runs of this size would see it once: the rule is the same with any number of samples.
+@settings(max_examples=50, deadline=None)
+def test_a_run_that_was_interrupted_is_the_one_that_was_not(corpus: Corpus, seed: int) -> None:
     rng = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mixer, "UPDATE_PICKS", rng.choice([1, 8, 16]))
+        if rng.random() < 0.3:
+            # Runs of this size would see weights made anew once: the rule is the same with any number of samples.
+            patch.setattr(mixer, "UPDATE_PICKS", rng.choice([1, 8, 16]))
         drawn = Drawn(rng, corpus)
-        drawn.revise(rng.randint(0, 30), rng.randint(0, 3))
+        drawn.revise(rng.randint(0, 60), rng.randint(0, 5))
         _hold_together(drawn, 4)
 
 
@@ -418,7 +403,7 @@ def test_the_runs_meet_what_they_are_there_for(corpus: Corpus) -> None:
     met: set[str] = set()
     packings: set[str] = set()
     reached = ended = at_once = 0
-    for seed in range(60):
+    for seed in range(40):
         rng = random.Random(seed)
         drawn = Drawn(rng, corpus)
         drawn.revise(rng.randint(0, 60), rng.randint(1, 5))
@@ -433,4 +418,4 @@ def test_the_runs_meet_what_they_are_there_for(corpus: Corpus) -> None:
     assert kinds == set(KINDS)
     assert met == set(policies())
     assert packings == {"concat", "best_fit", "none"}
-    assert min(reached, ended, 60 - ended) > 8 and at_once > 5
+    assert min(reached, ended, 40 - ended) > 5 and at_once > 3

@@ -30,12 +30,12 @@ from tokenloom_server.run.timeouts import Timeouts
 def test_rank_0_opens_with_one_write_and_the_others_join_it(place: Place, served: ServedRun) -> None:
     assert place.stored().opening is None
     first = served.join_handler.join(call_of(0))
-    stored = place.stored()
+    stored = place.written()
     assert stored.opening == first.opening
     assert (first.opening.generation, first.opening.parent, first.opening.start_index) == (1, 0, 0)
     assert (place.committed().sample_index, place.committed().digest) == (0, "0" * 32)
     assert served.join_handler.join(call_of(1)) == first
-    assert place.stored() == stored
+    assert place.written() == stored
 
 
 def test_a_rank_that_comes_first_waits_for_rank_0(served: ServedRun, in_thread: Any) -> None:
@@ -123,15 +123,22 @@ def test_a_rank_that_disagrees_is_refused_with_both_values(
     served.join_handler.join(call_of(1))
 
 
-def test_ranks_with_different_states_are_refused_also_after_a_restart(place: Place, trainer: Trainer) -> None:
+@pytest.mark.parametrize("skipped", [0, 5])
+def test_ranks_with_different_states_are_refused_also_after_a_restart(
+    place: Place, served: ServedRun, trainer: Trainer, skipped: int
+) -> None:
     trainer.train(3)
-    late, early, served = trainer.state(), trainer.state(4), trainer.ranks[0].served
+    late, early = trainer.state(), trainer.state(4)
+    if skipped:
+        served.start_points.restore(text=late.decode(), skip_samples=skipped)
     served.join_handler.join(call_of(0, attempt="b", state=late))
     for _ in range(2):
         with pytest.raises(JoinRefused, match=r"a loaded state at sample 4 .* sample 12 .*same checkpoint on every"):
             served.join_handler.join(call_of(1, attempt="b", state=early))
         served = place.restart()
-    served.join_handler.join(call_of(1, attempt="b", state=late))
+    joined = served.join_handler.join(call_of(1, attempt="b", state=late))
+    assert joined.opening.start_index == 12
+    assert sum(source.skipped_samples for source in joined.start.sources) == skipped
 
 
 @pytest.mark.parametrize(
@@ -153,6 +160,7 @@ def test_ranks_with_different_states_are_refused_also_after_a_restart(place: Pla
         ({"accumulate": 4}, "accumulate is 4, but window_micro_steps in the mixture file is 6; expected at least 8"),
         ({"attempt": ""}, "attempt has 0 characters"),
         ({"attempt": "a" * 257}, "attempt has 257 characters"),
+        ({"attempt": "a\x1b[2J"}, "attempt: expected UTF-8 text on one line, without control characters"),
         ({"nonce": ""}, "nonce has 0 characters"),
     ],
 )
@@ -199,11 +207,6 @@ def test_a_rank_whose_opening_the_ledger_has_lost_is_told_so(place: Place, serve
         file.execute("DELETE FROM openings")
     with pytest.raises(LedgerRolledBack, match=r"'a' opened a generation of run 'test', but sqlite://.* has none"):
         served.join_handler.join(call_of(1))
-
-
-def test_an_attempt_that_a_terminal_would_obey_is_refused(served: ServedRun) -> None:
-    with pytest.raises(JoinRefused, match="attempt: expected UTF-8 text on one line, without control characters"):
-        served.join_handler.join(call_of(0, attempt="a\x1b[2J"))
 
 
 # --- one rank that is refused ------------------------------------------------------------------------

@@ -96,15 +96,18 @@ def test_a_second_server_on_a_new_file_at_the_path_never_leads_beside_the_first(
             second.stop()
 
 
-def test_of_a_servers_runs_each_leaves_off_also_those_that_did_not_find_it(
-    place: Place, served: ServedRun, trainer: Trainer
-) -> None:
+def test_of_a_servers_runs_each_leaves_off_also_those_that_did_not_find_it(place: Place) -> None:
+    place.timeouts = Timeouts(lease_s=300.0, liveness_s=0.0)  # it looks at its lease when it is told to
+    served = place.serve()
+    trainer = Trainer(served)
     trainer.train(1)
     delete(place.ledger_path)
     with pytest.raises(LedgerRolledBack):
         place.ledger.run_names()  # another run, or somebody who looks: the file is opened anew
     assert place.ledger.run_names() == []
     assert not served.coordinator.leads()
+    served.leadership.step()  # finds that it lost data
+    served.leadership.step()  # takes the lease in the new file
+    assert served.coordinator.leads()
     until_lost(trainer)
-    wait_for(served.coordinator.leads, "the lease in the new file")
     assert place.ledger.run_names() == [(RUN, "train")]

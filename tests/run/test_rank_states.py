@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import threading
 from typing import Any
 
 import pytest
 from prometheus_client import generate_latest
-from rich.console import Console
-from support.served import PATIENCE_S, Place, Trainer, call_of
+from support.served import PATIENCE_S, Place, Trainer, call_of, printed
 from support.waiting import wait_for
 from tokenloom_server.api.metrics import create_registry
 from tokenloom_server.api.served_run import ServedRun
-from tokenloom_server.reports.stats_text import print_stats
 from tokenloom_server.run.past_states import PastStates
-
-
-def shown(served: ServedRun) -> str:
-    """What ``tokenloom stats`` prints."""
-    out = io.StringIO()
-    print_stats(Console(file=out, width=200), served.stats.read())
-    return out.getvalue()
 
 
 def test_a_rank_that_said_goodbye_is_finished_and_one_whose_connection_broke_is_away(
@@ -33,8 +23,8 @@ def test_a_rank_that_said_goodbye_is_finished_and_one_whose_connection_broke_is_
     served.coordinator.leave(ended.session)
     served.coordinator.detach(ended.session)
     assert [rank.state for rank in served.stats.read().ranks] == ["away", "finished"]
-    assert "rank 0: away, at sample 8" in shown(served)
-    assert "rank 1: finished, at sample 8" in shown(served)
+    assert "rank 0: away, at sample 8" in printed(served.stats.read())
+    assert "rank 1: finished, at sample 8" in printed(served.stats.read())
     text = generate_latest(create_registry(place.runs, version="0")).decode()
     assert 'tokenloom_rank_info{rank="0",run="test",state="away",stream="train"} 1.0' in text
     assert 'tokenloom_rank_info{rank="1",run="test",state="finished",stream="train"} 1.0' in text
@@ -42,16 +32,14 @@ def test_a_rank_that_said_goodbye_is_finished_and_one_whose_connection_broke_is_
     assert [rank.state for rank in served.stats.read().ranks] == ["connected", "finished"]
 
 
-def test_of_a_run_whose_ranks_all_said_goodbye_a_trainer_is_waited_for(served: ServedRun, trainer: Trainer) -> None:
+def test_of_a_run_whose_ranks_all_said_goodbye_a_trainer_is_waited_for(
+    place: Place, served: ServedRun, trainer: Trainer
+) -> None:
     trainer.train(2)
     trainer.leave()
     assert {rank.state for rank in served.stats.read().ranks} == {"finished"}
     assert served.stats.read().waiting_for == "a trainer"
-
-
-def test_a_server_that_did_not_hear_the_goodbye_does_not_say_that_there_was_one(place: Place, trainer: Trainer) -> None:
-    trainer.train(2)
-    trainer.leave()
+    # A server that did not hear the goodbye does not say that there was one.
     assert {rank.state for rank in place.restart().stats.read().ranks} == {"away"}
 
 
@@ -72,7 +60,7 @@ def test_while_a_launch_is_opened_the_run_says_so(
     assert opening.wait(PATIENCE_S)
     stats = served.stats.read()
     assert (stats.opening, stats.waiting_for) == (True, "the launch that is being opened")
-    assert "a launch is being opened" in shown(served)
+    assert "a launch is being opened" in printed(served.stats.read())
     text = generate_latest(create_registry(place.runs, version="0")).decode()
     assert 'tokenloom_opening{run="test",stream="train"} 1.0' in text
     may_go_on.set()

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import yaml
 from support.corpora import CODE, ROWS, WIKI, mixture
-from support.served import RUN, Place, Trainer, part, sequence
+from support.served import Place, Trainer, part, revise, sequence
 from tokenloom_proto.seal import canonical, seal, unseal
 from tokenloom_server.api.served_run import ServedRun
-from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.errors import (
     BeyondHorizon,
     ConfigError,
@@ -42,40 +41,37 @@ def test_progress_and_nothing_to_resume_from_is_refused_with_the_choices(served:
     trainer.take(1)
 
 
-@pytest.mark.parametrize("restart", [False, True])
-def test_every_resume_point_gives_exactly_what_follows_it(place: Place, served: ServedRun, restart: bool) -> None:
+def test_every_resume_point_gives_exactly_what_follows_it(place: Place, served: ServedRun) -> None:
     samples = sequence(served)
     assert Trainer(served, resume="latest").index == 0  # of a run that never began
     trainer = Trainer(served)
     assert trainer.take(7) == part(samples, 0, 28)
     state = trainer.state(12)
-    snapshots = place.runs.get(RUN).snapshots
-    assert snapshots.saved_at() is None
-    _, saved = snapshots.take(17, save=True)
+    assert served.snapshots.saved_at() is None
+    _, saved = served.snapshots.take(17, save=True)
     trainer.train(2)
-    for ask, begin in (
-        ({"resume": "latest"}, 36),
-        ({"state": state}, 12),
-        ({"resume": saved}, 17),
-        ({"resume": "fresh"}, 0),
-        ({"state": state}, 12),
+    for restart, ask, begin in (
+        (False, {"resume": "latest"}, 36),
+        (True, {"resume": "latest"}, 48),
+        (False, {"state": state}, 12),
+        (True, {"resume": saved}, 17),
+        (False, {"resume": saved}, 17),
+        (False, {"resume": "fresh"}, 0),
+        (True, {"state": state}, 12),
     ):
-        if restart:
-            served = place.restart()
+        served = place.restart() if restart else served
         assert (served.snapshots.saved_at() or 0) > 1.7e9
         trainer = Trainer(served, world_size=3, batch_size=1, **ask)
         assert trainer.index == place.committed().sample_index == begin
         assert trainer.take(4) == part(samples, begin, begin + 12)
-        if ask == {"resume": "latest"}:
-            trainer.settle()
-            assert Trainer(served, resume="latest").index == 48
+        trainer.settle()
 
 
-def test_an_unknown_snapshot_id_is_refused_with_those_that_there_are(place: Place, served: ServedRun) -> None:
+def test_an_unknown_snapshot_id_is_refused_with_those_that_there_are(served: ServedRun) -> None:
     with pytest.raises(NotFound, match=r"run 'test' has no snapshot '9-abc' \(newest: none"):
         Trainer(served, resume="9-abc")
     Trainer(served).take(1)
-    _, saved = place.runs.get(RUN).snapshots.take(None, save=True)
+    _, saved = served.snapshots.take(None, save=True)
     with pytest.raises(NotFound, match=str(saved)):
         Trainer(served, resume="9-abc")
 
@@ -135,7 +131,7 @@ def test_a_state_that_going_forward_does_not_meet_is_refused_before_anything_cha
     place: Place, served: ServedRun, trainer: Trainer
 ) -> None:
     trainer.train(3)
-    before = place.stored()
+    before = place.written()
     faults: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
         ("gives digest", lambda d: d.update(digest="1" * 32)),
         ("gives digest", lambda d: d["resume_state"].update(digest="1" * 32)),
@@ -148,8 +144,8 @@ def test_a_state_that_going_forward_does_not_meet_is_refused_before_anything_cha
             with pytest.raises((SnapshotInvalid, SourceError), match=says):
                 Trainer(served, state=state)
             with pytest.raises((SnapshotInvalid, SourceError), match=says):
-                place.runs.get(RUN).start_points.restore(text=state.decode())
-    assert place.stored() == before
+                served.start_points.restore(text=state.decode())
+    assert place.written() == before
     trainer.take(1)
 
 
@@ -165,13 +161,13 @@ def test_a_cursor_beyond_the_files_is_refused_also_where_there_is_nothing_to_go_
     document["resume_state"] = json.loads(at_boundary)
     document.pop("checksum")
     assert served.past_states.parse(seal(document)).base is not None
-    before = place.stored()
+    before = place.written()
     for field, value in (("row_offset", 15), ("row_offset", 2**53 - 1), ("epoch", 9)):
         damaged = json.loads(canonical(document))
         damaged["resume_state"]["datasets"][0][field] = value
         with pytest.raises(SnapshotInvalid, match=f"resume_state.datasets.0: {field} is {value}"):
             Trainer(served, state=seal(damaged).encode())
-    assert place.stored() == before
+    assert place.written() == before
 
 
 @pytest.mark.parametrize("options", [{"shuffle": "rows", "shuffle_window_rows": 4}, {"lanes": 2}, {}])
@@ -204,8 +200,7 @@ def test_what_a_source_counts_is_held_against_its_files(made: Callable[..., Plac
 def test_a_run_whose_source_was_left_fewer_epochs_than_it_had_begun_is_resumed(made: Callable[..., Place]) -> None:
     children = [{"source": CODE, "alias": "code", "epochs": 3, "weight": 9}, {"source": WIKI}]
     served = made(mixture={"policy": "least_consumed", "children": children}).serve()
-    change = {"reason": "a test", "sample_index": 100, "set": [{"child": "code", "epochs": 1}]}
-    served.revision_handler.revise(MixtureChange.model_validate(change))
+    revise(served, sample_index=100, set=[{"child": "code", "epochs": 1}])
     trainer = Trainer(served)
     trainer.take(27)
     assert trainer.index == 108 and datasets(trainer.state())[0]["epoch"] == 1
@@ -234,7 +229,7 @@ def test_a_restore_pins_the_next_resume_point(place: Place, served: ServedRun, t
     samples = sequence(served)
     trainer.train(6)
     state = trainer.state(12)
-    assert place.runs.get(RUN).start_points.restore(sample_index=9).sample_index == 9
+    assert served.start_points.restore(sample_index=9).sample_index == 9
     # The generation that is there goes on; the pin survives a restart of the server.
     trainer.take(1)
     served = place.restart()
@@ -244,7 +239,7 @@ def test_a_restore_pins_the_next_resume_point(place: Place, served: ServedRun, t
         Trainer(served, resume="fresh")
     assert Trainer(served).take(2) == part(samples, 9, 17)
     assert place.stored().pin is None
-    place.runs.get(RUN).start_points.restore(text=state.decode())
+    served.start_points.restore(text=state.decode())
     assert Trainer(served, state=state).index == 12
 
 
@@ -252,16 +247,17 @@ def datasets(text: str | bytes) -> Any:
     return json.loads(text)["resume_state"]["datasets"]
 
 
-def test_a_restore_names_one_point_that_exists(place: Place, trainer: Trainer) -> None:
+def test_a_restore_names_one_point_that_exists(place: Place, served: ServedRun, trainer: Trainer) -> None:
     trainer.take(1)
-    for point in ({}, {"snapshot_id": "a", "sample_index": 1}, {"text": "{}", "sample_index": 1}):
-        with pytest.raises(ConfigError, match="names one of snapshot id, sample index and snapshot"):
-            place.runs.get(RUN).start_points.restore(**point)  # type: ignore[arg-type]
-    for point, error in (
+    points: list[tuple[dict[str, Any], type[Exception]]] = [
+        ({}, ConfigError),
+        ({"snapshot_id": "a", "sample_index": 1}, ConfigError),
+        ({"text": "{}", "sample_index": 1}, ConfigError),
         ({"snapshot_id": "none"}, NotFound),
         ({"sample_index": 10**6}, BeyondHorizon),
         ({"text": "{}"}, SnapshotInvalid),
-    ):
+    ]
+    for point, error in points:
         with pytest.raises(error):
-            place.runs.get(RUN).start_points.restore(**point)  # type: ignore[arg-type]
+            served.start_points.restore(**point)
     assert place.stored().pin is None

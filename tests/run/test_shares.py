@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -10,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from support.corpora import flat, write_txt
-from support.served import Place, Trainer
+from support.served import Place, Trainer, printed
 from tokenloom_server.reports.stats import RunStats
-from tokenloom_server.reports.stats_text import print_stats
 
 SOURCES = ["txt:short.txt:text", "txt:long.txt:text"]
 #: Of their rows, with end of text.
@@ -43,12 +40,6 @@ def shares(stats: RunStats) -> list[list[float | None]]:
         [source.target_share, source.expected_share, source.actual_share, source.window_share]
         for source in stats.sources
     ]
-
-
-def printed(stats: RunStats) -> str:
-    out = io.StringIO()
-    print_stats(Console(file=out, width=200), stats)
-    return out.getvalue()
 
 
 def test_shares_are_of_real_tokens_where_the_run_balances_those(padded: Callable[..., Place]) -> None:

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import yaml
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, flat
-from support.served import Place, Trainer
+from support.served import Place, Trainer, revise
 from support.waiting import wait_for
 from tokenloom_server.api.served_run import ServedRun
-from tokenloom_server.config.mixture_change import MixtureChange
-from tokenloom_server.errors import ConfigError, SnapshotInvalid
-from tokenloom_server.ledger.records import StoredRevision
+from tokenloom_server.errors import SnapshotInvalid
 
 WIKI_ENTRY = {"spec": WIKI, "row_offset": 7, "token_offset": 40}
 OLDER = json.dumps(
@@ -50,10 +48,6 @@ def endless(*specs: str, **fields: Any) -> dict[str, Any]:
 @pytest.fixture
 def place(made: Callable[..., Place]) -> Place:
     return made(mixture=endless(DOCS, PROSE)["mixture"], window_micro_steps=4)
-
-
-def revise(served: ServedRun, **change: Any) -> StoredRevision:
-    return served.revision_handler.revise(MixtureChange.model_validate({"reason": "a test", **change}))
 
 
 def datasets(state: bytes) -> list[dict[str, Any]]:
@@ -188,17 +182,6 @@ def test_a_fork_preserves_a_source_of_which_rows_were_read_and_no_sample_is_the_
     fork.train_to(index + 20)
     text = "\0".join(row for shard in ROWS[PROSE] for row in shard[2:])
     assert first_of(fork, 2) == [END if character == "\0" else ord(character) for character in text][:8]
-
-
-def test_a_source_that_a_fork_left_shuffled_is_refused_with_why(made: Callable[..., Place]) -> None:
-    document = endless(DOCS, PROSE, window_micro_steps=4)
-    document["mixture"]["children"][1]["shuffle"] = "rows"
-    place = made(**document)
-    parent = Trainer(place.serve(), 1, 2)
-    parent.train(4)
-    served, _ = forked(place, parent, "fork", endless(DOCS, CODE, window_micro_steps=4))
-    with pytest.raises(ConfigError, match=r"it was shuffled or read in lanes, .* from_start"):
-        revise(served, add=[{"child": {"source": PROSE, "epochs": "inf"}}])
 
 
 def test_a_source_that_was_dropped_is_not_out_at_the_end(made: Callable[..., Place]) -> None:

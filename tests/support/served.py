@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import yaml
+from rich.console import Console
 from tokenloom.snapshot import Base, History, Point
 from tokenloom_proto.seal import canonical
 from tokenloom_server.api.auth import OPEN_TO_ALL, Access
@@ -17,11 +20,14 @@ from tokenloom_server.api.grpc import GrpcServer
 from tokenloom_server.api.grpc.messages import counts_of
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.api.service import Runs
+from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.errors import LedgerUnavailable, NotLeader
 from tokenloom_server.ledger import commands
 from tokenloom_server.ledger.records import CommittedState, StoredRevision, StoredRun
 from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.order.steps import BatchPlan
+from tokenloom_server.reports.stats import RunStats
+from tokenloom_server.reports.stats_text import print_stats
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
 from tokenloom_server.run.join import Joined
 from tokenloom_server.run.join_call import JoinCall
@@ -265,6 +271,10 @@ class Place:
         assert stored is not None
         return stored
 
+    def written(self) -> StoredRun:
+        """``stored`` without the lease, which its server renews by itself."""
+        return replace(self.stored(), lease=None)
+
     def committed(self) -> CommittedState:
         commit = self.stored().committed
         assert commit is not None
@@ -273,6 +283,13 @@ class Place:
     def counters(self) -> dict[str, tuple[int, int]]:
         """Committed samples and tokens of each source."""
         return {spec: (counters.samples, counters.tokens) for spec, counters in self.committed().counters.items()}
+
+
+def printed(stats: RunStats) -> str:
+    """What ``tokenloom stats`` prints."""
+    out = io.StringIO()
+    print_stats(Console(file=out, width=200), stats)
+    return out.getvalue()
 
 
 def never() -> bool:
@@ -297,6 +314,11 @@ def sequence(served: ServedRun) -> list[Sample]:
         Sample(int(group.source_ids[0, step, 0]), group.ids(0, step, step + 1)[0].tobytes())
         for step in range(len(group.marks))
     ]
+
+
+def revise(served: ServedRun, **change: Any) -> StoredRevision:
+    """A revision as a PATCH of the mixture makes it."""
+    return served.revision_handler.revise(MixtureChange.model_validate({"reason": "a test", **change}))
 
 
 def part(samples: list[Sample], begin: int, end: int) -> dict[int, Sample]:
