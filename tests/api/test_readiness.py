@@ -43,7 +43,7 @@ def answering(runs: Runs) -> Iterator[Callable[[str], httpx.Response]]:
     server = RestServer("127.0.0.1", 0)
     server.start(runs)
     try:
-        yield lambda path: httpx.get(f"http://{server.address}{path}", trust_env=False, timeout=20)
+        yield lambda path: httpx.get(f"http://{server.address}{path}", trust_env=False, timeout=60)
     finally:
         server.stop()
 
@@ -113,13 +113,13 @@ def test_a_process_that_waits_for_a_slow_ledger_as_it_starts_says_that_it_is_ali
         answer = None
         while answer is None and time.monotonic() < deadline:
             try:
-                answer = httpx.get(f"http://{rest}/healthz", trust_env=False, timeout=5)
+                answer = httpx.get(f"http://{rest}/healthz", trust_env=False, timeout=60)
             except httpx.ConnectError:
                 time.sleep(0.02)
         assert answer is not None
         assert json.loads(answer.text)["status"] == "alive"
         assert not servers
-        assert httpx.get(f"http://{rest}/readyz", trust_env=False, timeout=5).status_code == 503
+        assert httpx.get(f"http://{rest}/readyz", trust_env=False, timeout=60).status_code == 503
     finally:
         os.kill(redis.pid, signal.SIGCONT)
         starting.join(60)
