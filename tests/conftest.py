@@ -6,6 +6,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+# Before torch is imported: in its small sums, threads that wait for each other would take most of the CPU.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import redis
 from playwright.sync_api import Browser, sync_playwright

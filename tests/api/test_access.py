@@ -68,7 +68,7 @@ def rest(runs: Runs, access: Access, token: str) -> Iterator[httpx.Client]:
     server = RestServer("127.0.0.1", 0, access)
     server.start(runs)
     headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
-    with httpx.Client(base_url=server.url, headers=headers, timeout=120, trust_env=False) as client:
+    with httpx.Client(base_url=server.url, headers=headers, timeout=60, trust_env=False) as client:
         yield client
     assert server.stop()
 

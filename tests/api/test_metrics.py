@@ -95,27 +95,6 @@ def test_every_metric_equals_the_stats(service: MemoryService) -> None:
             assert value == metric.value(row), metric.name
 
 
-def test_metrics_come_from_the_fields_that_their_names_say(service: MemoryService) -> None:
-    found = scrape(service)
-    run = {"run": "wiki", "stream": "train"}
-    assert found["tokenloom_committed_tokens_total"][labels(**run, generation=3)] == 2_097_152
-    assert found["tokenloom_committed_samples_total"][labels(**run, generation=3)] == 4096
-    assert found["tokenloom_produced_index"][labels(**run)] == 4160
-    assert found["tokenloom_tokens_per_second"][labels(**run)] == 81_234.5
-    assert found["tokenloom_window_fill"][labels(**run)] == 0.25
-    assert found["tokenloom_last_commit_age_seconds"][labels(**run)] == 0.4
-    assert found["tokenloom_ended"] == {labels(**run): 0, labels(run="code", stream="train"): 1}
-    assert found["tokenloom_source_rows_total"][labels(**run, source="prose", generation=3)] == 1311
-    assert found["tokenloom_source_expected_share"][labels(**run, source="prose")] == 0.5
-    assert found["tokenloom_source_target_share"][labels(**run, source="prose")] == 0.5
-    assert found["tokenloom_loss"] == {labels(**run): 3.25}
-    assert found["tokenloom_learning_rate"] == {labels(**run): 6e-4}
-    assert found["tokenloom_source_loss"] == {labels(**run, source="code"): 2.5}
-    assert found["tokenloom_rank_wait_seconds_total"][labels(**run, rank=1, generation=3)] == 3.5
-    assert found["tokenloom_rank_lag_samples"][labels(**run, rank=1)] == 8
-    assert found["tokenloom_server_info"] == {labels(version="1.2.3"): 1}
-
-
 def test_what_a_server_measures_is_counted_in_buckets_and_by_label(service: MemoryService) -> None:
     scrape(service)
     measures = service.measures["wiki"]
@@ -167,25 +146,6 @@ def test_what_is_waited_for_is_a_series_for_each_reason() -> None:
     assert set(scrape(service)["tokenloom_waiting"].values()) == {0}
 
 
-def test_readers_have_series_for_each_node_and_source(service: MemoryService) -> None:
-    found, at = scrape(service), labels(run="wiki", stream="train", node="a-node")
-    assert found["tokenloom_reader_tokens_total"] == {at: 1_000_000}
-    assert found["tokenloom_reader_cpu_seconds_total"] == {at: 0.0415}
-    of = labels(run="wiki", stream="train", source="code")
-    assert found["tokenloom_reader_rows_ahead"] == {of: 5000}
-    assert found["tokenloom_reader_asked_again_total"] == {of: 3}
-
-
-def test_counters_are_counters_and_everything_else_is_a_gauge(service: MemoryService) -> None:
-    text = generate_latest(metrics.create_registry(service, version="1", access=ACCESS)).decode()
-    for family in text_string_to_metric_families(text):
-        assert family.name.startswith(("tokenloom_", "process_"))
-        assert family.documentation
-        for sample in family.samples[:1]:
-            ending = sample.name.rpartition("_")[2]
-            assert family.type == {"total": "counter", "bucket": "histogram"}.get(ending, "gauge"), family.name
-
-
 def test_no_metric_is_exposed_that_the_tables_do_not_list(service: MemoryService) -> None:
     service.rpc_errors.add("Join", "UNAVAILABLE", "NotLeader")
     service.snapshot("wiki", None, save=True)
@@ -219,11 +179,6 @@ def test_what_is_not_known_is_left_out(service: MemoryService) -> None:
     assert source not in found["tokenloom_source_epochs_allowed"]
     assert source not in found["tokenloom_source_remaining_samples"]
     assert labels(run="code", stream="train", rank=0) not in found["tokenloom_rank_last_heard_seconds"]
-
-
-def test_a_counter_above_two_to_the_53_minus_2_is_exact(service: MemoryService) -> None:
-    tokens = scrape(service)["tokenloom_committed_tokens_total"]
-    assert tokens[labels(run="code", stream="train", generation=9)] == 2**53 - 1
 
 
 def test_a_new_generation_is_a_new_series_so_that_a_restore_is_no_reset(service: MemoryService) -> None:

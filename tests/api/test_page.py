@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 import sys
-from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
 
@@ -13,9 +12,9 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Page, expect
 from support.memory_service import MemoryService, rank_stats, run_stats
-from support.page import RUN, open_tab, opened
+from support.page import RUN, open_tab
 from tokenloom_server.api.mixture_origin import MixtureOrigin
 from tokenloom_server.api.page import page_files
 from tokenloom_server.api.rest.server import RestServer
@@ -44,31 +43,11 @@ def content(name: str) -> str:
 # The files
 
 
-class Markup(HTMLParser):
-    """What the content security policy would refuse, and what the page refers to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inline: list[str] = []
-        self.urls: list[str] = []
-        self.templates: set[str] = set()
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        given = dict(attributes)
-        if (tag == "script" and "src" not in given) or tag == "style":
-            self.inline.append(tag)
-        self.inline += [name for name in given if name == "style" or name.startswith("on")]
-        self.urls += [value or "" for name, value in attributes if name in ("src", "href", "action")]
-        if tag == "template":
-            self.templates.add(given["id"] or "")
-
-
-def test_the_page_has_nothing_inline_and_points_to_this_server_only() -> None:
-    markup = Markup()
-    markup.feed(content("index.html"))
-    assert not markup.inline
-    served = {url.lstrip("/") for url in URLS} | {"#/", "v1/runs", "openapi.json", "metrics", "readyz"}
-    assert set(markup.urls) <= served, "relative URLs of this server, so that it also works behind a path prefix"
+def test_the_page_points_to_this_server_only() -> None:
+    assert set(re.findall(r'(?:src|href|action)="([^"]*)"', content("index.html"))) <= {
+        *(url.lstrip("/") for url in URLS),
+        *("#/", "v1/runs", "openapi.json", "metrics", "readyz"),
+    }, "relative URLs, so that it also works behind a path prefix"
     for name in OWN_FILES:
         assert "://" not in re.sub(r"grpcs?://", "", content(name))
 
@@ -82,29 +61,6 @@ def test_the_scripts_write_texts_only_as_text() -> None:
 def test_what_the_scripts_import_is_served() -> None:
     imported = {name for file in OWN_FILES for name in re.findall(r'from "\./([^"]+)"', content(file))}
     assert imported and {f"/page/{name}" for name in imported} <= URLS
-
-
-def luminance(colour: str) -> float:
-    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(one: str, other: str) -> float:
-    high, low = sorted((luminance(one), luminance(other)), reverse=True)
-    return (high + 0.05) / (low + 0.05)
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_texts_are_readable_in_both_colour_schemes(scheme: str) -> None:
-    light, dark, *_ = re.findall(r":root \{(.*?)\}", content("page.css"), re.DOTALL)
-    colours = dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6})", light))
-    if scheme == "dark":
-        colours |= dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6})", dark))
-    pairs = [(text, ground) for text in ("ink", "muted", "accent") for ground in ("ground", "card", "track")]
-    pairs += [("warn", "warn-ground"), ("bad", "bad-ground"), ("warn", "card")]
-    for text, ground in pairs:
-        assert contrast(colours[text], colours[ground]) >= 4.5, f"{text} on {ground}"
 
 
 # In a browser
@@ -191,33 +147,23 @@ def test_the_button_takes_a_snapshot_and_links_to_its_exact_bytes(
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize(
-    ("share", "waiting", "state", "words", "note"),
-    [
+def test_one_look_tells_slow_gpus_from_slow_data(page: Page, service: MemoryService) -> None:
+    pill, note = page.locator("article .pill"), page.locator("article header .note").first
+    for share, waiting, state, words, told in (
         (0.02, ("rank 1 to go on", "ranks"), "good", "Running", "samples are ready; waiting for rank 1 to go on"),
         (0.63, ("samples to be read", "rows"), "warn", "The data is slow", "waiting for samples to be read"),
         (0.02, ("storage: s3://a", "storage"), "warn", "Waiting for storage", "waiting for storage: s3://a"),
         (0.02, ("readers: rows", "readers"), "warn", "Waiting for readers", "waiting for readers: rows"),
         (None, ("", None), "good", "Running", ""),
-    ],
-)
-def test_one_look_tells_slow_gpus_from_slow_data(
-    page: Page,
-    service: MemoryService,
-    share: float | None,
-    waiting: tuple[str, str | None],
-    state: str,
-    words: str,
-    note: str,
-) -> None:
-    service.put(run_stats(RUN, data_wait_share=share, waiting_for=waiting[0], waiting_reason=waiting[1]))
-    pill = page.locator("article .pill")
-    expect(pill).to_have_text(words)
-    expect(pill).to_have_attribute("data-state", state)
-    if share is not None:
-        pace = f"{'the data' if share > 0.5 else 'training'} sets the pace"
-        note = f"{pace}: ranks waited for data {share:.0%} of the last half a minute; {note}".replace("%", "\u00a0%")
-    expect(page.locator("article header .note").first).to_have_text(note)
+    ):
+        service.put(run_stats(RUN, data_wait_share=share, waiting_for=waiting[0], waiting_reason=waiting[1]))
+        if share is not None:
+            pace = f"{'the data' if share > 0.5 else 'training'} sets the pace"
+            waited = f"{share:.0%}".replace("%", "\u00a0%")
+            told = f"{pace}: ranks waited for data {waited} of the last half a minute; {told}"
+        expect(note).to_have_text(told)
+        expect(pill).to_have_text(words)
+        expect(pill).to_have_attribute("data-state", state)
     open_tab(page, "Ranks")
     expect(page.get_by_role("row", name="connected").first).to_contain_text("3.5\u00a0s")
 
@@ -230,29 +176,27 @@ def test_the_plan_of_a_run_is_one_click_away(page: Page) -> None:
 
 
 @pytest.mark.browser
-def test_in_the_dark_the_plan_is_dark(browser: Browser, service: MemoryService, server: RestServer) -> None:
+def test_in_the_dark_the_plan_is_dark(page: Page, server: RestServer) -> None:
+    page.goto(f"http://{server.address}/v1/runs/{RUN}/plan.svg")
     brightness = {}
-    for scheme in "light", "dark":
-        context = browser.new_context(color_scheme=scheme, viewport={"width": 1100, "height": 600})  # type: ignore[arg-type]
-        page = context.new_page()
-        page.goto(f"http://{server.address}/v1/runs/{RUN}/plan.svg")
+    for scheme in ("dark", "light"):
+        page.emulate_media(color_scheme=scheme)
         picture = np.asarray(Image.open(io.BytesIO(page.screenshot())).convert("L"))
         # Beside the picture, and in its margin.
         brightness[scheme] = picture[-5, -5], picture[470, 300]
-        context.close()
     assert min(brightness["light"]) > 240 and max(brightness["dark"]) < 50
 
 
 @pytest.mark.browser
 def test_a_plan_that_cannot_be_drawn_says_what_to_install_beside_its_link(
-    browser: Browser, service: MemoryService, server: RestServer, monkeypatch: pytest.MonkeyPatch
+    page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with opened(browser, f"http://{server.address}/", 422) as page:
-        page.get_by_role("link", name="Plan").click()
-        expect(page.get_by_role("alert").filter(has_text="pip install 'tokenloom[plot]'")).to_be_visible()
-        expect(page.get_by_role("status").filter(has_text="Live")).to_be_visible()
-        assert page.url.endswith("/")
+    url = page.url
+    page.get_by_role("link", name="Plan").click()
+    expect(page.get_by_role("alert").filter(has_text="pip install 'tokenloom[plot]'")).to_be_visible()
+    expect(page.get_by_role("status").filter(has_text="Live")).to_be_visible()
+    assert page.url == url
 
 
 @pytest.mark.browser
@@ -314,16 +258,6 @@ def test_what_is_wrong_with_a_run_is_said_beside_its_name(
             expect(page.get_by_text(text).first).to_be_visible()
         expect(page.locator(".lagging")).to_have_text(["33"] if name == "rank-missing" else [])
         expect(page.get_by_role("cell", name="finished")).to_have_count(2 if name == "done" else 0)
-
-
-@pytest.mark.browser
-def test_of_ten_thousand_ranks_those_that_lag_most_are_shown(page: Page, service: MemoryService) -> None:
-    open_tab(page, "Ranks")
-    ranks = [rank_stats(rank, lag=rank % 97) for rank in range(10_000)]
-    service.put(run_stats(RUN, world_size=10_000, ranks=ranks))
-    expect(page.get_by_text("The 16 that lag most, of 10,000")).to_be_visible()
-    assert page.locator("table.ranks tbody tr").count() == 16
-    assert page.locator("table.ranks tbody tr").first.inner_text().split()[0] == "96"
 
 
 @pytest.mark.browser

@@ -14,16 +14,22 @@ from tokenloom_server.api.rest.server import RestServer
 CONTROL, READ = "control-token-0123456789", "read-token-0123456789abc"
 
 
-@pytest.fixture
-def guarded(browser: Browser) -> Iterator[tuple[Page, MemoryService]]:
-    """The page of a server that wants a token, as somebody opens it for the first time."""
+@pytest.fixture(scope="module")
+def address() -> Iterator[tuple[str, MemoryService]]:
+    """The page of a server that wants a token."""
     service = MemoryService()
     service.put(run_stats(RUN))
     server = RestServer("127.0.0.1", 0, Access(CONTROL, READ))
     server.start(service)
-    with opened(browser, server.url, 401, 403) as page:
-        yield page, service
+    yield server.url, service
     server.stop(timeout=2)
+
+
+@pytest.fixture
+def guarded(browser: Browser, address: tuple[str, MemoryService]) -> Iterator[tuple[Page, MemoryService]]:
+    """As somebody opens it for the first time."""
+    with opened(browser, address[0], 401, 403) as page:
+        yield page, address[1]
 
 
 def enter(page: Page, token: str) -> None:
@@ -98,22 +104,6 @@ def test_a_token_that_comes_while_the_server_is_asked_without_one_is_tried(guard
     expect(page).to_have_url(url)
     asked[0].continue_()
     expect(page.get_by_role("heading", name=RUN)).to_be_visible()
-
-
-@pytest.mark.browser
-def test_the_token_decides_what_the_page_can_do(guarded: tuple[Page, MemoryService]) -> None:
-    page, service = guarded
-    enter(page, READ)
-    open_tab(page, "Events")
-    page.get_by_role("button", name="Take a snapshot").click()
-    # Another token is asked for, for this one request.
-    page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
-    expect(page.get_by_text("No snapshot was taken: the token 'reading token' has the scope 'read'")).to_be_visible()
-    assert not service.saved
-    page.get_by_role("button", name="Forget the token").click()
-    enter(page, CONTROL)
-    page.get_by_role("button", name="Take a snapshot").click()
-    expect(page.get_by_text("Saved at sample 4,096.")).to_be_visible()
 
 
 @pytest.mark.browser

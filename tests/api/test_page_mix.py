@@ -7,18 +7,21 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Page, expect
 from support.hostile import TEXTS
 from support.lived_run import NAME
 from support.memory_service import MemoryService, run_event, run_history, run_stats
-from support.page import RUN, open_tab, opened, source_row
+from support.page import HEIGHT, RUN, WIDTH, open_tab, source_row, watched
 from tokenloom_server.api.rest.server import RestServer
 from tokenloom_server.api.served_run import ServedRun
 
 
 @pytest.fixture
-def mix(browser: Browser, lived: tuple[ServedRun, str]) -> Iterator[Page]:
-    with opened(browser, f"{lived[1]}#/run/{NAME}/mix") as page:
+def mix(window: Page, lived: tuple[ServedRun, str]) -> Iterator[Page]:
+    window.set_viewport_size({"width": WIDTH, "height": HEIGHT})
+    with watched(window) as page:
+        page.goto("about:blank")
+        page.goto(f"{lived[1]}#/run/{NAME}/mix")
         expect(page.get_by_text("Now at")).to_be_visible()
         yield page
 

@@ -9,12 +9,11 @@ from typing import NamedTuple
 
 import httpx
 import pytest
-from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 from support.corpora import DOCS, PROSE, flat, write_corpus
 from support.hostile import TEXTS, is_shown_as_it_is
 from support.memory_service import MemoryService, rank_stats, run_stats
-from support.page import RUN, open_tab, opened, watched
+from support.page import RUN, assert_fits, assert_no_axe_finding, open_tab, opened, watched
 from support.served import Place, Trainer
 from tokenloom_server.api.auth import Access
 from tokenloom_server.api.rest.server import RestServer
@@ -54,19 +53,11 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
         for server in servers:
             server.start(place.runs)
             # FastAPI sets the process's filter of warnings while it makes an app: one is made after the other.
-            assert httpx.get(f"{server.url}healthz", trust_env=False, timeout=120).status_code == 200
+            assert httpx.get(f"{server.url}healthz", trust_env=False, timeout=60).status_code == 200
         yield Real(served, trainer, *(server.url.rstrip("/") for server in servers))
         for server in servers:
             server.stop(timeout=2)
         place.stop()
-
-
-def fits(page: Page) -> None:
-    """That nothing is cut, on a telephone as on a wall, and axe-core finds nothing."""
-    assert not (report := Axe().run(page)).violations_count, report.generate_report()
-    for width in (360, 760, 1280, 3840):
-        page.set_viewport_size({"width": width, "height": 900})
-        assert page.evaluate("document.documentElement.scrollWidth") <= width, width
 
 
 # Samples
@@ -91,7 +82,7 @@ def test_samples_are_shown_as_the_model_saw_them_each_at_its_address(window: Pag
         cells = ["2", second.shard, second.row, second.epoch, second.position, f"{second.begin} to {second.end - 1}"]
         assert row.locator("td").all_inner_texts() == [*map(str, cells), str(second.row_tokens)]
         expect(page.get_by_text(f"generation 1, micro-step {web // 2}: place 0 of rank")).to_be_visible()
-        fits(page)
+        assert_fits(page, 360, 760, 1280, 3840)
 
         page.get_by_role("button", name="Next").click()
         expect(page.get_by_role("heading", name=f"Sample {web + 1}", exact=True)).to_be_visible()
@@ -140,6 +131,8 @@ def test_each_of_512_ranks_has_a_cell_and_the_keyboard_reaches_them(page: Page, 
     ranks = [rank_stats(i, lag=lags.get(i, 0), state="away" if i == 511 else "connected") for i in range(512)]
     service.put(run_stats(RUN, world_size=512, batch_size=1, ranks=ranks))
     open_tab(page, "Ranks")
+    expect(page.get_by_text("The 16 that lag most, of 512")).to_be_visible()
+    expect(page.locator("table.ranks tbody tr")).to_have_count(16)
     cells = page.get_by_role("option")
     expect(cells).to_have_count(512)
     expect(page.get_by_text("1 away, 1 lagging far, 1 lagging, 509 keeping up")).to_be_visible()
@@ -157,7 +150,7 @@ def test_each_of_512_ranks_has_a_cell_and_the_keyboard_reaches_them(page: Page, 
     service.put(run_stats(RUN, world_size=512, batch_size=1, ranks=[rank_stats(i) for i in range(512)]))
     expect(page.get_by_text("512 keeping up")).to_be_visible()
     assert page.evaluate("document.querySelector('.cell').kept")
-    fits(page)
+    assert_fits(page, 360, 760, 1280, 3840)
 
 
 # The mixture
@@ -183,7 +176,8 @@ def test_a_change_is_tried_with_the_token_for_reading_and_made_with_the_one_for_
         for picture in page.locator("svg.shares").all():
             assert picture.locator("polygon").count() == 3
         assert not real.served.coordinator.timeline.revisions
-        fits(page)
+        assert_no_axe_finding(page)
+        assert_fits(page, 360, 760, 1280, 3840)
         page.set_viewport_size({"width": 1280, "height": 900})
 
         # A reason is wanted, and then the token.

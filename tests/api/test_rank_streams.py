@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from support.served import PATIENCE_S, Sample, over_grpc, runs_of, sequence
+from support.waiting import wait_for
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_server.api.grpc import detached_call, rank_streams
@@ -106,13 +106,6 @@ def in_turn(ranks: list[Rank], what: Callable[[Rank], object]) -> None:
         thread.join()
 
 
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def states(served: ServedRun) -> list[str]:
     return [rank.state for rank in served.coordinator.view().generation.ranks]
 
@@ -162,13 +155,13 @@ def test_a_client_that_breaks_the_protocol_or_its_call_loses_its_stream_alone(
     ranks = launch(stub)
     for rank in ranks:
         rank.take()
-    until(lambda: states(run) == ["connected"] * 3)
+    wait_for(lambda: states(run) == ["connected"] * 3, "these states")
     ranks[0].requests.put(wire.StreamRequest(open=wire.StreamOpen(run="ids")))
     assert error_of(ranks[0].call) == "JoinRefused"
     ranks[1].requests.put(wire.StreamRequest(progress=wire.Progress(consumed_through=10**6)))
     assert error_of(ranks[1].call) == "JoinRefused"
     ranks[2].call.cancel()
-    until(lambda: states(run) == ["away"] * 3)
+    wait_for(lambda: states(run) == ["away"] * 3, "these states")
     for rank in ranks:
         rank.connect()
     in_turn(ranks, Rank.take_all)
@@ -217,7 +210,7 @@ def test_a_call_that_broke_is_no_goodbye(served: tuple[ServedRun, DataLoaderStub
     for _ in range(60):
         rank.take()
         rank.call.cancel()
-        until(lambda: states(run)[0] != "connected")
+        wait_for(lambda: states(run)[0] != "connected", "these states")
         assert states(run)[0] == "away"
         rank.through = rank.joined.start_index
         rank.connect()
@@ -235,11 +228,11 @@ def test_of_a_ranks_streams_that_nobody_reads_two_stay(served: tuple[ServedRun, 
         call = UnreadCall()
         streams.add(session, wire.StreamOpen(progress=progress), lambda: None, cast("DetachedCall", call))
         calls.append(call)
-        until(lambda call=call: call.sends == 1)  # type: ignore[misc]
+        wait_for(lambda: calls[-1].sends == 1, "what is sent")
         assert [each.cancelled for each in calls] == [place < number - 1 for place in range(number + 1)]
     assert states(run)[0] == "connected"
     streams.stop()
-    until(lambda: states(run)[0] == "away")
+    wait_for(lambda: states(run)[0] == "away", "these states")
 
 
 class UnreadCall:
@@ -272,14 +265,14 @@ def test_a_stream_that_is_cancelled_as_it_begins_leaves_its_rank_away(
 
     def begun_late(context: Any, *arguments: Any) -> DetachedCall:
         attached.set()
-        until(lambda: not context.is_active())
+        wait_for(lambda: not context.is_active(), "the cancellation")
         return DetachedCall(context, *arguments)
 
     monkeypatch.setattr(detached_call, "DetachedCall", begun_late)
     ranks[0].connect()
     assert attached.wait(PATIENCE_S)
     ranks[0].call.cancel()
-    until(lambda: states(run)[0] == "away")
+    wait_for(lambda: states(run)[0] == "away", "these states")
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def answering(runs: Runs) -> Iterator[Callable[[str], httpx.Response]]:
     server = RestServer("127.0.0.1", 0)
     server.start(runs)
     try:
-        yield lambda path: httpx.get(f"http://{server.address}{path}", trust_env=False, timeout=120)
+        yield lambda path: httpx.get(f"http://{server.address}{path}", trust_env=False, timeout=60)
     finally:
         server.stop()
 

@@ -24,7 +24,6 @@ from grpc_reflection.v1alpha import reflection_pb2
 from support.corpora import flat, write_txt
 from support.memory_service import MemoryService, run_stats
 from support.served import over_grpc, runs_of
-from support.server_process import CommandLine
 from support.waiting import wait_for
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.credentials import (
@@ -46,6 +45,7 @@ from tokenloom_server.api.rest.app import create_app
 from tokenloom_server.api.rest.routes import Backend
 from tokenloom_server.api.rest.server import RestServer
 from tokenloom_server.api.service import Runs
+from tokenloom_server.cli.app import app
 from tokenloom_server.cli.serve import ServerAccess
 from tokenloom_server.cli.token import make_token
 from tokenloom_server.config.mixture_change import MixtureChange
@@ -53,6 +53,7 @@ from tokenloom_server.errors import ConfigError, Forbidden, JoinRefused, LimitEx
 from tokenloom_server.order import snapshot, snapshot_document
 from tokenloom_server.run import join_call
 from tokenloom_server.run.join_call import JoinCall
+from typer.testing import CliRunner
 
 RUN = "wiki-and-code"
 CONTROL, READ = "control-token-0123456789", "read-token-0123456789abc"
@@ -159,8 +160,9 @@ def test_a_token_that_cannot_be_kept_or_is_not_there_is_an_error_that_says_what_
         ConfigError, match=r"no token can be kept in '.*/file/below' \(Not a directory\); set TOKENLOOM"
     ):
         make_token(tmp_path / "file" / "below")
-    finished = CommandLine(tmp_path)("token", folder=tmp_path)
-    assert finished.status == 2
+    monkeypatch.chdir(tmp_path)
+    finished = CliRunner().invoke(app, ["token"])
+    assert finished.exit_code == 2
     assert "TOKENLOOM_TOKEN is not set, and '.tokenloom-index/token' does not exist" in finished.output
 
 
@@ -247,9 +249,9 @@ def service(rest: tuple[MemoryService, RestServer]) -> MemoryService:
     return rest[0]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def http(rest: tuple[MemoryService, RestServer]) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=rest[1].url, timeout=60, trust_env=False) as client:
+    with httpx.Client(base_url=rest[1].url, verify=False, timeout=60, trust_env=False) as client:
         yield client
 
 
@@ -316,18 +318,6 @@ def test_where_a_token_is_asked_for_the_server_answers_to_any_of_its_names(http:
     assert http.get("/v1/runs", headers=headers).status_code == 200
     assert http.get("/v1/runs", headers=headers | {"origin": "https://evil.example"}).status_code == 403
     assert http.get("/v1/runs", headers={"host": "loom.example"}).status_code == 401
-
-
-def test_openapi_says_which_token_a_route_asks_for(http: httpx.Client) -> None:
-    schema = http.get("/openapi.json", headers={"authorization": f"Bearer {READ}"}).json()
-
-    assert schema["components"]["securitySchemes"]["token"]["scheme"] == "bearer"
-    for path, operations in schema["paths"].items():
-        for method, operation in operations.items():
-            needed = SCOPES[method.upper(), path]
-            expected = None if needed is Scope.OPEN else [{"token": [needed.name.lower()]}]
-            assert operation.get("security") == expected
-            assert ("401" in operation["responses"]) is (expected is not None)
 
 
 # gRPC: every method of every service that the server has

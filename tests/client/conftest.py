@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import yaml
 from support.corpora import CODE, DOCS, WIKI, flat, write_corpus
-from support.server_process import ServerProcess
+from support.served import url_of
 
 #: Runs whose steps have different numbers of labels: padding, boundaries, an incomplete last step.
 PACKED = {
@@ -26,13 +26,12 @@ PACKED = {
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Serves the runs ``same`` and ``shifted``."""
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """What stands before ``/same`` and ``/shifted`` in the URLs of these runs."""
     folder = write_corpus(tmp_path_factory.mktemp("served"))
     files = []
     for run, document in PACKED.items():
         files.append(folder / f"{run}.yaml")
         files[-1].write_text(yaml.safe_dump(document), encoding="utf-8")
-    server = ServerProcess(folder / "server", *files).start()
-    yield server
-    server.terminate()
+    with url_of(folder, *files) as url:
+        yield url

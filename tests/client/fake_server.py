@@ -1,7 +1,7 @@
 """A protocol peer that follows the wire contract with synthetic ids, and breaks it on request.
 
 It stands in for the faults which a true server cannot be told to produce: streams that break, fall
-silent, are fenced or repeat data. What a sample holds is a function of its index alone.
+silent, are fenced or repeat data. Its samples are zeros.
 """
 
 from __future__ import annotations
@@ -17,20 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-import numpy as np
-from numpy.typing import NDArray
 from tokenloom import ConnectionOptions
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderServicer, add_DataLoaderServicer_to_server
+from tokenloom_proto.errors import named
 from tokenloom_proto.seal import SNAPSHOT_FORMAT, SNAPSHOT_VERSION
 
-STATUS_OF = {
-    "Fenced": grpc.StatusCode.ABORTED,
-    "ServerStopping": grpc.StatusCode.UNAVAILABLE,
-    "NotLeader": grpc.StatusCode.UNAVAILABLE,
-    "LedgerRolledBack": grpc.StatusCode.DATA_LOSS,
-    "AttemptUsed": grpc.StatusCode.ALREADY_EXISTS,
-}
 SPECS = ["parquet:a:text", "txt:b:text"]
 RUN_UID = "uid-of-the-fake-run"
 
@@ -40,7 +32,6 @@ class Script:
     """What the run is, and what goes wrong."""
 
     length: int = 8
-    id_bytes: int = 2
     shifted: bool = False
     group_micro_steps: int = 2
     end_index: int = 10**9
@@ -50,9 +41,6 @@ class Script:
     """What is passed over, as the trainer's log has it."""
     begins_late: int = 0
     """So far after a loaded state it begins, which is wrong."""
-    ids_of: Callable[[int, int], NDArray[Any]] | None = None
-    """(sample index, how many ids) → ids; by default hashes of both."""
-    documents_of: Callable[[int], list[int]] = lambda index: [index % 5]
     join_errors: list[str] = field(default_factory=list)
     """One Join each fails with the next of these names; '' is UNAVAILABLE without a name."""
     report_errors: list[str] = field(default_factory=list)
@@ -71,11 +59,6 @@ def eventually(condition: Callable[[], bool], seconds: float = 60) -> bool:
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     return condition()
-
-
-def ids_of(index: int, count: int) -> NDArray[np.uint16]:
-    """The ids of a sample: different for every index."""
-    return ((np.arange(count, dtype=np.int64) * 7919 + index * 104729 + 11) % 65521).astype(np.uint16)
 
 
 class FakeServer(DataLoaderServicer):
@@ -108,7 +91,7 @@ class FakeServer(DataLoaderServicer):
             start_digest=digest_at(start),
             start_tokens=start * script.length,
             sequence_length=script.length,
-            id_type=wire.IdType.Name(script.id_bytes),
+            id_type=wire.IdType.Name(2),
             labels=wire.LABELS_SHIFTED if script.shifted else wire.LABELS_SAME,
             vocab_size=65536,
             sources=[wire.Source(id=0, spec=SPECS[0], alias="a"), wire.Source(id=1, spec=SPECS[1])],
@@ -192,7 +175,6 @@ class FakeServer(DataLoaderServicer):
             samples=[samples for part in parts for samples in part],
             specs=SPECS,
         ).SerializeToString()
-        ids = []
         for at, end in zip([begin, *ends[:-1]], ends, strict=True):
             slice_ = (opened.rank + at) % join.world_size
             samples = min(end, script.end_index) - at
@@ -206,15 +188,8 @@ class FakeServer(DataLoaderServicer):
                 label_tokens=samples * (width - 1),
             )
             for index in range(at + slice_ * join.batch_size, at + (slice_ + 1) * join.batch_size):
-                real = index < script.end_index
-                made = (script.ids_of or ids_of)(index, width) if real else np.zeros(width)
-                ids.append(made.astype(f"<u{script.id_bytes}"))
-                message.source_ids.append(index % 2 if real else -1)
-                if opened.document_starts:
-                    starts = script.documents_of(index) if real else []
-                    message.document_counts.append(len(starts))
-                    message.document_starts.extend(starts)
-        message.ids = np.stack(ids).tobytes()
+                message.source_ids.append(index % 2 if index < script.end_index else -1)
+        message.ids = bytes(2 * width * len(message.source_ids))
         return message
 
 
@@ -276,7 +251,8 @@ def given_since(boundary: int, index: int) -> list[int]:
 def _abort(context: grpc.ServicerContext, name: str, message: str) -> None:
     if name:
         context.set_trailing_metadata((("tokenloom-error", name),))
-    context.abort(STATUS_OF.get(name, grpc.StatusCode.UNAVAILABLE if not name else grpc.StatusCode.INTERNAL), message)
+    status = named(name, message).grpc_status if name else "UNAVAILABLE"
+    context.abort(grpc.StatusCode[status], message)
 
 
 @contextlib.contextmanager

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator
-from concurrent import futures
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
+from fake_server import Script, serving
 from tokenloom import ConnectionOptions, Forbidden, RemoteDataset, Unauthenticated
-from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.credentials import Credentials, TlsFiles, read_secret
 
 TOKEN = "a-token-0123456789"
@@ -102,54 +98,13 @@ def test_files_of_tls_that_do_not_fit_are_named(tmp_path: Path) -> None:
         find(files=TlsFiles(ca=tmp_path / "cert"))
 
 
-@pytest.fixture
-def refusing() -> Iterator[Callable[[str, grpc.StatusCode], tuple[str, list[str]]]]:
-    """Starts a server that refuses every call with an error; gives a run's URL, and the methods that were called."""
-    servers: list[grpc.Server] = []
+@pytest.mark.parametrize("error", [Unauthenticated, Forbidden])
+def test_a_refusal_at_the_entry_is_final(error: type[Exception]) -> None:
+    with serving(Script(join_errors=[error.__name__])) as (server, url, _), RemoteDataset(url, 1) as dataset:
+        with pytest.raises(error, match="as the script says"):
+            next(iter(dataset))
 
-    def start(name: str, status: grpc.StatusCode) -> tuple[str, list[str]]:
-        calls: list[str] = []
-
-        class Refuse(grpc.GenericRpcHandler):
-            def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
-                calls.append(details.method)
-
-                def refuse(request: bytes, context: grpc.ServicerContext) -> bytes:
-                    context.set_trailing_metadata((("tokenloom-error", name),))
-                    context.abort(status, "no entry")
-                    raise AssertionError
-
-                return grpc.unary_unary_rpc_method_handler(refuse)
-
-        server = grpc.server(futures.ThreadPoolExecutor(2))
-        server.add_generic_rpc_handlers((Refuse(),))
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        servers.append(server)
-        return f"grpc://127.0.0.1:{port}/run", calls
-
-    yield start
-    for server in servers:
-        server.stop(0).wait(5)
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [(Unauthenticated, grpc.StatusCode.UNAUTHENTICATED), (Forbidden, grpc.StatusCode.PERMISSION_DENIED)],
-)
-def test_a_refusal_at_the_entry_is_final(refusing: Any, error: type[Exception], status: grpc.StatusCode) -> None:
-    url, calls = refusing(error.__name__, status)
-    began = time.monotonic()
-    with (
-        RemoteDataset(
-            url, 1, rank=0, world_size=1, attempt="a", connection=ConnectionOptions(connect_timeout_s=300)
-        ) as dataset,
-        pytest.raises(error, match="no entry"),
-    ):
-        next(iter(dataset))
-
-    assert calls == [f"/{wire.DESCRIPTOR.services_by_name['DataLoader'].full_name}/Join"]
-    assert time.monotonic() - began < 120
+        assert len(server.joins) == 1
 
 
 @pytest.mark.parametrize(("mode", "owner", "is_read"), [(0o640, 0, True), (0o644, 0, False), (0o640, 1000, False)])

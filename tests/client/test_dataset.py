@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from fake_server import SPECS, Script, ahead, base_at, digest_at, eventually, given_since, ids_of, serving, template
+from fake_server import SPECS, Script, ahead, base_at, digest_at, eventually, given_since, serving, template
+from support.trainer import trainer_forks
 from tokenloom import ConnectionOptions, PeekDataset, ProtocolError, RemoteDataset, SnapshotInvalid, Source, snapshot
 from tokenloom_proto.seal import SNAPSHOT_VERSION, seal, unseal
 from torch.utils.data import DataLoader
@@ -37,58 +38,6 @@ def expected_state(sample_index: int, base: int) -> dict[str, str]:
     }
     document = {**template("fake", "train"), "resume_state": resume_state, **place, "counts": counts}
     return {"tokenloom": seal(document)}
-
-
-@pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("id_bytes", [2, 4])
-def test_two_ranks_get_every_sample_once_until_the_data_ends(id_bytes: int, shifted: bool) -> None:
-    with serving(Script(end_index=22, id_bytes=id_bytes, shifted=shifted)) as (_, url, _):
-        ranks = [RemoteDataset(url, 2, rank=rank, world_size=2, attempt="a") for rank in range(2)]
-        batches = [list(dataset) for dataset in ranks]
-        seen = {
-            index: (inputs.tolist(), labels.tolist(), source)
-            for rank in batches
-            for batch in rank
-            for index, inputs, labels, source in zip(
-                batch["sample_ids"].tolist(),
-                batch["input_ids"],
-                batch["labels"],
-                batch["source_ids"].tolist(),
-                strict=True,
-            )
-        }
-        for dataset in ranks:
-            dataset.close()
-
-    assert sorted(seen) == list(range(20))  # the incomplete last step is dropped
-    for index, (inputs, labels, source) in seen.items():
-        ids = ids_of(index, 9).tolist()
-        assert (inputs, labels, source) == (ids[:8], ids[1:] if shifted else ids[:8], index % 2)
-    assert [batch["total_tokens"] for batch in batches[0]] == [batch["total_tokens"] for batch in batches[1]]
-    assert {dataset.end_reason for dataset in ranks} == {"all sources are exhausted"}
-
-
-def test_a_padded_last_step_marks_what_is_padding() -> None:
-    with serving(Script(end_index=5, pad_last_step=True)) as (_, url, _), RemoteDataset(url, 2) as dataset:
-        last = list(dataset)[-1]
-
-    assert last["sample_ids"].tolist() == [4, -1]
-    assert last["source_ids"].tolist() == [0, -1]
-    assert last["labels"][1].tolist() == [-100] * 8
-    assert dataset.sample_index == 5
-
-
-def test_positions_and_documents_come_on_request() -> None:
-    with (
-        serving(Script()) as (server, url, _),
-        RemoteDataset(url, 2, columns=["position_ids", "document_ids"]) as dataset,
-    ):
-        batch = next(iter(dataset))
-        asked = server.opens[0].document_starts
-
-    assert asked
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 7], [0, 0, 1, 2, 3, 4, 5, 6]]
-    assert batch["document_ids"].tolist() == [[0] * 8, [0] + [1] * 7]
 
 
 def test_a_second_iter_goes_on_after_the_last_batch_yielded() -> None:
@@ -118,34 +67,6 @@ def test_the_run_is_known_once_it_is_joined() -> None:
 
 
 # --- State -------------------------------------------------------------------------------------------------------
-
-
-def test_the_state_holds_the_boundary_that_came_with_the_last_step_on_every_rank() -> None:
-    with serving(Script(group_micro_steps=2)) as (_, url, _):
-        fast = RemoteDataset(url, 1, rank=0, world_size=2, attempt="a", connection=ahead(20))
-        slow = RemoteDataset(url, 1, rank=1, world_size=2, attempt="a", connection=ahead(1))
-        pairs = zip(fast, slow, strict=True)
-        for sample_index in range(2, 21, 2):
-            next(pairs)
-            boundary = (sample_index - 1) // 4 * 4
-            assert fast.state_dict() == slow.state_dict() == expected_state(sample_index, boundary)
-        fast.close()
-        slow.close()
-
-
-def test_the_state_of_an_earlier_batch_can_be_asked_for() -> None:
-    with serving(Script()) as (_, url, _), RemoteDataset(url, 2, connection=ahead(4)) as dataset:
-        batches = iter(dataset)
-        states = {}
-        for _ in range(5):
-            batch = next(batches)
-            states[batch["sample_index"]] = dataset.state_dict()
-
-        assert {index: dataset.state_dict(at=index) for index in states} == states
-        assert dataset.state_dict(at=0) == expected_state(0, 0)
-        for index in (3, 12):  # no boundary of a batch, and not yet yielded
-            with pytest.raises(ValueError, match=rf"no state at sample index {index}.*from 0 to 10"):
-                dataset.state_dict(at=index)
 
 
 def test_the_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,18 +274,18 @@ def test_a_dataset_that_nobody_holds_closes_its_stream() -> None:
         assert server.half_closed.wait(60)
 
 
-def test_the_end_of_the_process_reports_the_last_batch() -> None:
-    trainer = (
+def test_the_end_of_the_process_reports_the_last_batch(tmp_path: Path) -> None:
+    trainer, output = tmp_path / "trainer.py", tmp_path / "output.txt"
+    trainer.write_text(
         "import sys; from tokenloom import RemoteDataset\n"
         "dataset = RemoteDataset(sys.argv[1], 1); batches = iter(dataset)\n"
-        "for _ in range(7): next(batches)\n"
+        "for _ in range(7): next(batches)\n",
+        encoding="utf-8",
     )
     with serving(Script()) as (server, url, _):
-        answer = subprocess.run(
-            [sys.executable, "-c", trainer, url], capture_output=True, text=True, timeout=240, check=False
-        )
+        status = trainer_forks().fork(trainer, [url], output=output).wait()
 
-        assert (answer.returncode, answer.stderr) == (0, "")
+        assert (status, output.read_text(encoding="utf-8")) == (0, "")
         assert eventually(lambda: server.progress[-1].consumed_through == 7)
 
 
@@ -380,13 +301,6 @@ def test_the_end_of_the_data_is_logged_and_reported(caplog: pytest.LogCaptureFix
 
 
 # --- DataLoader and other processes ---------------------------------------------------------------------------------
-
-
-def test_a_data_loader_without_workers_gives_the_same_batches() -> None:
-    with serving(Script(end_index=4)) as (_, url, _), RemoteDataset(url, 2) as dataset:
-        batches = list(DataLoader(dataset, batch_size=None))
-
-    assert [batch["sample_ids"].tolist() for batch in batches] == [[0, 1], [2, 3]]
 
 
 @pytest.fixture(scope="module")
@@ -413,12 +327,9 @@ def elsewhere() -> Iterator[str]:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*")
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_one_worker_reads_the_batches_and_the_trainers_copy_does_not_pretend_to_have_the_state(
-    elsewhere: str, start: str
-) -> None:
+def test_one_worker_reads_the_batches_and_the_trainers_copy_does_not_pretend_to_have_the_state(elsewhere: str) -> None:
     dataset = RemoteDataset(elsewhere, 2)
-    loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context=start)
+    loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="fork")
     batches = [batch["sample_ids"].tolist() for batch in loader]
     with pytest.raises(RuntimeError, match="read in a DataLoader worker"):
         dataset.state_dict()
@@ -429,6 +340,7 @@ def test_one_worker_reads_the_batches_and_the_trainers_copy_does_not_pretend_to_
     assert batches == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
+@pytest.mark.exhaustive(reason="a worker that imports torch anew; where one goes on is the same after a fork")
 def test_a_spawned_worker_goes_on_where_the_trainers_copy_stood(elsewhere: str) -> None:
     with RemoteDataset(elsewhere, 2) as dataset:
         assert next(iter(dataset))["sample_ids"].tolist() == [0, 1]

@@ -17,7 +17,6 @@ import tokenloom
 import tokenloom_proto
 import torch
 from fake_server import Script, ahead, eventually, serving
-from support.server_process import ServerProcess
 from tokenloom import ConnectionOptions, EndOfData, EvaluationDataset, PeekDataset, RemoteDataset
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
@@ -120,8 +119,8 @@ def test_metrics_are_what_the_rank_has_received_and_waited_for() -> None:
         assert [dataset.metrics()[f"wait_ms_{name}"] for name in ("last", "mean", "max")] == [0, 0, 0]
 
 
-def test_the_servers_figures_are_a_call_away_before_and_after_the_join(server: ServerProcess) -> None:
-    with RemoteDataset(server.url("same"), 3, resume="fresh", takeover=True) as dataset:
+def test_the_servers_figures_are_a_call_away_before_and_after_the_join(server: str) -> None:
+    with RemoteDataset(f"{server}/same", 3, resume="fresh", takeover=True) as dataset:
         before = dataset.stats()
         assert (before["run"], before["sequence_length"]) == ("same", 24)
         for _, batch in zip(range(4), dataset, strict=False):
@@ -182,9 +181,9 @@ def test_a_loader_that_would_be_wrong_is_refused_when_it_is_made(options: dict[s
 # --- Notebooks ----------------------------------------------------------------------------------------------------
 
 
-def test_a_cell_that_is_run_again_takes_over_from_itself(server: ServerProcess) -> None:
+def test_a_cell_that_is_run_again_takes_over_from_itself(server: str) -> None:
     def cell() -> RemoteDataset:
-        dataset = RemoteDataset(server.url("shifted"), 2, resume="fresh")
+        dataset = RemoteDataset(f"{server}/shifted", 2, resume="fresh")
         assert [batch["sample_index"] for _, batch in zip(range(3), dataset, strict=False)] == [2, 4, 6]
         return dataset
 
@@ -224,8 +223,8 @@ def test_next_goes_on_after_it_was_interrupted(accumulate: int) -> None:
     assert seen == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_join_that_was_interrupted_can_be_made_again(server: ServerProcess) -> None:
-    with RemoteDataset(server.url("same"), 1, resume="fresh", rank=1, world_size=2, attempt="interrupted") as second:
+def test_a_join_that_was_interrupted_can_be_made_again(server: str) -> None:
+    with RemoteDataset(f"{server}/same", 1, resume="fresh", rank=1, world_size=2, attempt="interrupted") as second:
         # It waits for rank 0, so its Join is at the server.
         with pytest.raises(KeyboardInterrupt):
             interrupted(0.5)
@@ -234,7 +233,7 @@ def test_a_join_that_was_interrupted_can_be_made_again(server: ServerProcess) ->
 
         def first() -> None:
             given = {"rank": 0, "world_size": 2, "attempt": "interrupted", "resume": "fresh", "takeover": True}
-            with RemoteDataset(server.url("same"), 1, **given) as dataset:  # type: ignore[arg-type]
+            with RemoteDataset(f"{server}/same", 1, **given) as dataset:  # type: ignore[arg-type]
                 found.extend(batch["sample_index"] for _, batch in zip(range(2), dataset, strict=False))
                 time.sleep(0.2)
 
@@ -276,6 +275,7 @@ reveal_type(next(iter(NumpyDataset("grpc://127.0.0.1:1/run", 4)))["cu_seqlens"])
 """
 
 
+@pytest.mark.exhaustive(reason="mypy reads torch; make check reads the same types")
 def test_a_users_script_is_checked_strictly_against_the_packages_types(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")

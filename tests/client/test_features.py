@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 from support.features import document, order_of, write_arrow
-from tokenloom.batch.layout import StepNumbers
+from support.messages import step_numbers
 from tokenloom.batch.rows import Bucket, Feature, RowsMessage
 from tokenloom.batch.tensors import tensors_of
 from tokenloom_proto.errors import ProtocolError
@@ -61,15 +61,11 @@ def test_a_tensor_comes_out_as_it_was_put_in(tmp_path: Path, dtype: str) -> None
     samples = group.ids(0, 0, 2)
     message = RowsMessage(
         SIZE,
-        StepNumbers(
-            begin_indices=[0, SIZE],
-            end_indices=[SIZE, 2 * SIZE],
-            slices=[0, 0],
-            total_tokens=[SIZE, 2 * SIZE],
-            real_tokens=[SIZE, 2 * SIZE],
+        step_numbers(
+            [0] * ROWS,
+            2,
             tokens=[group.real_tokens(step)[0] for step in range(2)],
             label_tokens=[group.real_tokens(step)[1] for step in range(2)],
-            source_ids=[0] * ROWS,
         ),
         data=b"".join(samples),
         buckets=[
@@ -98,19 +94,9 @@ def test_a_tensor_comes_out_as_it_was_put_in(tmp_path: Path, dtype: str) -> None
 
 def message(data: bytes, features: tuple[Feature, ...], **fields: Any) -> RowsMessage:
     given = {"sample_bytes": None, "buckets": 1, "sources": 2} | fields
-    sources = [0] * given["sources"]
     return RowsMessage(
         2,
-        StepNumbers(
-            begin_indices=[0],
-            end_indices=[2],
-            slices=[0],
-            total_tokens=[2],
-            real_tokens=[2],
-            tokens=[2],
-            label_tokens=[0],
-            source_ids=sources,
-        ),
+        step_numbers([0] * given["sources"]),
         data=data,
         buckets=[Bucket("b", "s", features, given["sample_bytes"])] * given["buckets"],
     )

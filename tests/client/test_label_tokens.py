@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from fake_server import Script, ahead, eventually, serving
-from support.server_process import ServerProcess
 from tokenloom import Batch, RemoteDataset, SourceError
 from torch.nn.functional import cross_entropy
 
@@ -46,11 +45,11 @@ def loss_of(model: torch.Tensor, batch: Batch, shifted: bool, reduction: str = "
 
 @pytest.mark.parametrize("labels", ["same", "shifted"])
 def test_losses_of_all_ranks_and_steps_over_the_labels_are_the_mean_of_one_large_batch(
-    server: ServerProcess, labels: str
+    server: str, labels: str
 ) -> None:
     model = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     world, accumulate, shifted = 2, 3, labels == "shifted"
-    ranks = ranks_of(server.url(labels), world, accumulate=accumulate)
+    ranks = ranks_of(f"{server}/{labels}", world, accumulate=accumulate)
     assert len(ranks[0]) == len(ranks[1]) > 8 and len(ranks[0]) % accumulate, "an optimiser step is to be incomplete"
     counts = []
     for first in range(0, len(ranks[0]), accumulate):
@@ -85,7 +84,7 @@ def test_a_stream_that_breaks_within_an_optimiser_step_changes_nothing() -> None
             return ""
         return None
 
-    script = Script(end_index=18, on_message=breaks, ids_of=None)
+    script = Script(end_index=18, on_message=breaks)
     with serving(script) as (_, url, _), RemoteDataset(url, 1, accumulate=4) as dataset:
         batches = [(batch["sample_index"], batch["global_label_tokens"]) for batch in dataset]
 

@@ -46,38 +46,6 @@ def test_each_shape_has_its_closed_form(changes: dict[str, Any], rates: dict[int
         assert scheduler.optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0]
 
 
-def _torchs_own(shape: str, of: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    """With 10 steps of warm-up of 110, and a minimum of 0.1, where it has one."""
-    from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
-
-    warmup = LinearLR(of, start_factor=1e-12, total_iters=10)
-    behind: dict[str, Any] = {
-        "cosine": lambda: CosineAnnealingLR(of, T_max=100, eta_min=0.1),
-        "linear": lambda: LinearLR(of, start_factor=1.0, end_factor=0.1, total_iters=100),
-        "constant": lambda: ConstantLR(of, factor=1.0),
-        "inverse_sqrt": lambda: LambdaLR(of, lambda step: max(0.1, math.sqrt(10 / (step + 10)))),
-    }
-    if shape == "wsd":
-        parts = [warmup, ConstantLR(of, factor=1.0), LinearLR(of, start_factor=1.0, end_factor=0.1, total_iters=40)]
-        return SequentialLR(of, parts, milestones=[10, 70])
-    return SequentialLR(of, [warmup, behind[shape]()], milestones=[10])
-
-
-@pytest.mark.parametrize("shape", ["cosine", "linear", "constant", "inverse_sqrt", "wsd"])
-@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
-@pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
-def test_at_a_constant_batch_size_a_shape_is_torchs_own(shape: str) -> None:
-    theirs, ours = optimizer(), optimizer()
-    own = _torchs_own(shape, theirs)
-    start = {"decay_start_tokens": 700} if shape == "wsd" else {}
-    scheduler = schedule(ours, shape=shape, **start)
-    for step in range(110):
-        scheduler.step(10 * step)
-
-        assert scheduler.get_last_lr()[0] == pytest.approx(theirs.param_groups[0]["lr"], rel=1e-9, abs=1e-9), step
-        own.step()
-
-
 @pytest.mark.parametrize("shape", ["cosine", "linear", "constant", "inverse_sqrt", "wsd"])
 def test_every_shape_goes_on_to_the_bit_with_another_batch_size(shape: str) -> None:
     start = {"decay_start_tokens": 700} if shape == "wsd" else {}

@@ -13,10 +13,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from support.server_process import ServerProcess
+from support.messages import step_numbers
 from tokenloom import NumpyDataset, PeekDataset, RemoteDataset
 from tokenloom.batch.arrays import ArrayMaker
-from tokenloom.batch.layout import OPTIONAL_COLUMNS, Layout, StepNumbers
+from tokenloom.batch.layout import OPTIONAL_COLUMNS, Layout
 from tokenloom.batch.rows import Bucket, Feature, RowsMessage
 from tokenloom_proto.errors import ProtocolError
 
@@ -82,8 +82,8 @@ def columns(batch: Any) -> dict[str, Any]:
     }
 
 
-def test_without_torch_batches_states_and_digests_are_those_that_torch_gets(server: ServerProcess) -> None:
-    url = server.url("same")
+def test_without_torch_batches_states_and_digests_are_those_that_torch_gets(server: str) -> None:
+    url = f"{server}/same"
     answer = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, url, json.dumps(OPTIONAL_COLUMNS)],
         env=os.environ | {"RANK": "0", "WORLD_SIZE": "1"},
@@ -135,8 +135,8 @@ def test_importing_the_package_does_not_import_torch_where_it_is() -> None:
     assert "'RemoteDataset'" in answer.stdout
 
 
-def test_an_array_is_its_holders_alone_and_may_be_written_to(server: ServerProcess) -> None:
-    with NumpyDataset(server.url("shifted"), 2, resume="fresh", takeover=True) as dataset:
+def test_an_array_is_its_holders_alone_and_may_be_written_to(server: str) -> None:
+    with NumpyDataset(f"{server}/shifted", 2, resume="fresh", takeover=True) as dataset:
         batches = iter(dataset)
         first = next(batches)["input_ids"][0]  # a view holds the memory, too
         first[:] = 7
@@ -148,19 +148,9 @@ def test_an_array_is_its_holders_alone_and_may_be_written_to(server: ServerProce
 
 
 def rows(dtype: str) -> RowsMessage:
-    numbers = StepNumbers(
-        begin_indices=[0],
-        end_indices=[2],
-        slices=[0],
-        total_tokens=[2],
-        real_tokens=[2],
-        tokens=[2],
-        label_tokens=[0],
-        source_ids=[0, 0],
-    )
     features = Feature("x", dtype, (3,)), Feature("empty", "float32", (0,))
     data = np.arange(12, dtype="<u2").view(np.uint8)[: 2 * features[0].bytes].tobytes()
-    return RowsMessage(2, numbers, data=data, buckets=[Bucket("b", "s", features, None)])
+    return RowsMessage(2, step_numbers([0, 0]), data=data, buckets=[Bucket("b", "s", features, None)])
 
 
 def test_rows_have_numpys_types_and_where_there_are_none_those_of_ml_dtypes() -> None:

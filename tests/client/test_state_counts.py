@@ -11,7 +11,6 @@ import torch
 from support.corpora import CODE, PROSE, WIKI, flat, write_corpus
 from support.served import Place, over_grpc
 from tokenloom import ConnectionOptions, LocalDataset, RemoteDataset
-from tokenloom.integrations.stateful import StatefulLoader
 from tokenloom_proto.seal import seal, unseal
 
 RANKS, BATCH, LENGTH = 4, 2, 8
@@ -104,23 +103,6 @@ def test_ranks_that_prefetch_otherwise_and_a_launch_of_another_size_write_the_sa
             assert [counts_of(dataset) for dataset in second] == [recount(specs_of(second[0]), batches)] * 3
         for dataset in second:
             dataset.close()
-
-
-def test_a_loader_that_fetches_ahead_counts_up_to_the_batch_that_it_gave(place: Place) -> None:
-    place.serve()
-    with over_grpc(place.runs) as address:
-        dataset = RemoteDataset(f"grpc://{address}/test", BATCH, columns=["attention_mask"])
-        loader = StatefulLoader(dataset, num_workers=1, prefetch_factor=4, multiprocessing_context="spawn")
-        batches: list[Any] = []
-        for batch in loader:
-            batches.append(batch)
-            if len(batches) == 20:
-                break
-        state = unseal(loader.state_dict()["tokenloom"])
-        specs = dict(enumerate(entry["spec"] for entry in state["resume_state"]["datasets"]))
-        assert state["counts"] == recount(specs, batches)
-        assert loader.real_tokens == state["real_tokens"] == real_of(batches)
-        loader.close()
 
 
 def test_a_server_inside_the_job_tells_the_same(place: Place) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenloom import TokenBudget
 
@@ -55,6 +55,7 @@ def test_the_start_lines_of_a_log() -> None:
     assert unknown[1].startswith("Target:          epochs=unknown target_steps=2 target_tokens=1500")
 
 
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])  # as slow as the machine is busy
 @given(
     samples=st.integers(0, 500),
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),

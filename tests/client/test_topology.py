@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from support.trainer import trainer_forks
 from tokenloom.connection.topology import Topology, _shared, resolve
 
 VARIABLES = ["RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_STEP_ID"]
@@ -125,6 +124,7 @@ def test_ranks_that_are_waited_for_in_vain_are_named() -> None:
 RANK_OF_A_GROUP = """
 import sys
 import torch.distributed as dist
+from support.trainer import trainer_forks
 from tokenloom import RemoteDataset
 
 rank, store = int(sys.argv[1]), sys.argv[2]
@@ -140,19 +140,16 @@ dist.destroy_process_group()
 
 
 def test_the_ranks_of_a_process_group_share_an_attempt_for_each_dataset(tmp_path: Path) -> None:
+    script, outputs = tmp_path / "rank.py", [tmp_path / "0.txt", tmp_path / "1.txt"]
+    script.write_text(RANK_OF_A_GROUP, encoding="utf-8")
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK_OF_A_GROUP, str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
+        trainer_forks().fork(script, [rank, tmp_path / "store"], output=output) for rank, output in enumerate(outputs)
     ]
-    answers = [process.communicate(timeout=240) for process in ranks]
+    statuses = [rank.wait() for rank in ranks]
+    answers = [output.read_text(encoding="utf-8") for output in outputs]
 
-    assert [process.returncode for process in ranks] == [0, 0], answers
-    slots = [[slot.split(":") for slot in answer.split()] for answer, _ in answers]
+    assert statuses == [0, 0], answers
+    slots = [[slot.split(":") for slot in answer.split()] for answer in answers]
     assert [[place for place, _ in rank] for rank in slots] == [
         ["0/2", "0/2", "0/2", "0/1"],
         ["1/2", "1/2", "1/2", "0/1"],

@@ -24,7 +24,7 @@ def torch_forks() -> Iterator[Forks]:
 
 @pytest.fixture(scope="session")
 def transformers_forks() -> Iterator[Forks]:
-    """With Trainer, SFTTrainer and the model of the examples, which are imported when they are asked for."""
+    """With Accelerate, Trainer and the model of the examples."""
     torch = (
         "torch.distributed",
         "torch._dynamo",
@@ -34,20 +34,11 @@ def transformers_forks() -> Iterator[Forks]:
     )
     forks = Forks(
         *torch,
+        "accelerate",
         "transformers.trainer",
         "transformers.models.llama.modeling_llama",
-        "trl.trainer.sft_trainer",
         "tokenloom",
     )
-    yield forks
-    forks.close()
-
-
-@pytest.fixture(scope="session")
-def accelerate_forks() -> Iterator[Forks]:
-    """With Accelerate."""
-    torch = ("torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.distributed.algorithms.join")
-    forks = Forks(*torch, "accelerate", "tokenloom")
     yield forks
     forks.close()
 

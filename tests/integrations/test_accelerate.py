@@ -13,12 +13,13 @@ from tokenloom import RemoteDataset
 from tokenloom.integrations.accelerate import TokenloomLoader
 
 
+@pytest.mark.exhaustive(reason="Trainer, which is killed and resumed, has Accelerate underneath")
 def test_a_loop_with_accelerate_that_is_killed_goes_on_as_if_nothing_had_been(
-    accelerate_forks: Forks, tmp_path: Path
+    transformers_forks: Forks, tmp_path: Path
 ) -> None:
     with two_runs(tmp_path) as urls:
         kill_and_resume(
-            accelerate_forks,
+            transformers_forks,
             EXAMPLES / "accelerate_loop.py",
             urls,
             tmp_path,

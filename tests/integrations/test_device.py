@@ -10,16 +10,18 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from support.server_process import ServerProcess
+from support.messages import step_numbers
+from support.served import url_of
 from tokenloom import PeekDataset, RemoteDataset
 from tokenloom.batch.device import Transfer, resolve
-from tokenloom.batch.layout import OPTIONAL_COLUMNS, Layout, StepNumbers
+from tokenloom.batch.layout import OPTIONAL_COLUMNS, Layout
 from tokenloom.batch.packed import Message
 from tokenloom.batch.rows import Bucket, Feature, RowsMessage
 from tokenloom.batch.tensors import TensorMaker, tensors_of
@@ -51,19 +53,9 @@ def message_of(layout: Layout, seed: int = 0, steps: int = STEPS) -> Message:
     counts = draws.integers(0, 5, samples) if layout.document_starts else np.zeros(0, int)
     limit = np.minimum(lengths, layout.sequence_length) if layout.lengths else np.full(samples, layout.sequence_length)
     starts = [np.sort(draws.choice(max(1, limit[i]), min(n, max(1, limit[i])), False)) for i, n in enumerate(counts)]
-    numbers = StepNumbers(
-        begin_indices=[100 + i * 2 * layout.batch_size for i in range(steps)],
-        end_indices=[100 + (i + 1) * 2 * layout.batch_size for i in range(steps)],
-        slices=[i % 2 for i in range(steps)],
-        total_tokens=[1000 + i for i in range(steps)],
-        real_tokens=[900 + i for i in range(steps)],
-        tokens=[2000 + i for i in range(steps)],
-        label_tokens=[3000 + i for i in range(steps)],
-        source_ids=sources,
-    )
     return Message(
         layout,
-        numbers,
+        step_numbers(sources, steps, ranks=2, first=100),
         ids=np.concatenate(parts, axis=1).tobytes(),
         document_counts=[len(each) for each in starts],
         document_starts=[int(start) for each in starts for start in each],
@@ -162,16 +154,7 @@ def test_rows_in_batches_cross_as_they_are(device: str) -> None:
     data = (row.tobytes() + caption.encode()) * 2 * 2
     message = RowsMessage(
         2,
-        StepNumbers(
-            begin_indices=[0, 2],
-            end_indices=[2, 4],
-            slices=[0, 0],
-            total_tokens=[2, 4],
-            real_tokens=[2, 4],
-            tokens=[2, 2],
-            label_tokens=[0, 0],
-            source_ids=[0, 0, 1, 1],
-        ),
+        step_numbers([0, 0, 1, 1], 2),
         data=data,
         buckets=[Bucket("b", "s", features, None)] * 2,
     )
@@ -238,9 +221,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     }
     path = folder / "device.yaml"
     path.write_text(yaml.safe_dump(mixture), encoding="utf-8")
-    server = ServerProcess(folder / "server", path, flags=("--liveness", 1)).start()
-    yield server.url("device")
-    server.terminate()
+    with url_of(folder, path) as url:
+        yield f"{url}/device"
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -305,6 +287,6 @@ def test_a_device_that_cannot_be_used_is_refused_with_the_reason() -> None:
 def test_ranks_and_workers_say_where_batches_can_be_made(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = PeekDataset(url, 4)
     monkeypatch.setattr(dataset, "_device", torch.device("cuda"))
-    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1)
+    monkeypatch.setattr("tokenloom.datasets.data_loader.get_worker_info", lambda: SimpleNamespace(num_workers=1))
     with pytest.raises(RuntimeError, match="makes batches in the trainer's process"):
-        next(iter(loader))
+        iter(dataset)

@@ -50,7 +50,6 @@ def test_jax_that_is_killed_goes_on_on_another_number_of_processes(jax_forks: Fo
             tmp_path,
             world_size=1,
             resumed_world_sizes=[2],
-            samples=80,
             first_steps=5,
             # Orbax writes in the background: when a save begins, the one before it is over.
             arguments=["--every", 2],

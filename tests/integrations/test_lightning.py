@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.forks import Forks
 from support.killed import EXAMPLES, kill_and_resume, two_runs
-from support.server_process import ServerProcess
+from support.served import url_of
 from tokenloom import TokenLRScheduler
 from tokenloom.integrations.lightning import TokenloomDataModule, TokenLRModule
 
@@ -35,14 +35,13 @@ def test_a_fit_that_is_killed_goes_on_as_if_nothing_had_been(lightning_forks: Fo
             EXAMPLES / "lightning_fit.py",
             urls,
             tmp_path,
-            resumed_world_sizes=[2, 1],
             arguments=["--accelerator", "cpu"],
             environment={"TORCHELASTIC_RUN_ID": "test"},
         )
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A run for each test: the same 24 samples, which end."""
     folder = tmp_path_factory.mktemp("lightning")
     with (folder / "rows.jsonl").open("w") as file:
@@ -60,9 +59,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         }
         paths.append(folder / f"{run}.yaml")
         paths[-1].write_text(yaml.safe_dump(mixture), encoding="utf-8")
-    server = ServerProcess(folder / "server", *paths, flags=("--liveness", 1)).start()
-    yield server
-    server.terminate()
+    with url_of(folder, *paths) as url:
+        yield url
 
 
 class Model(TokenLRModule):
@@ -119,11 +117,11 @@ def trainer(*callbacks: Callback, **options: Any) -> Trainer:
     return Trainer(callbacks=list(callbacks), **(quiet | options))
 
 
-def test_state_and_rate_are_those_of_the_batch_that_was_trained_on(server: ServerProcess) -> None:
+def test_state_and_rate_are_those_of_the_batch_that_was_trained_on(server: str) -> None:
     # Without a length Lightning fetches one batch more than it trains on.
     model, states = Model(), States()
     fit = trainer(states, max_steps=3, max_epochs=-1, accumulate_grad_batches=2)
-    data = TokenloomDataModule(server.url("straight"), 2)
+    data = TokenloomDataModule(f"{server}/straight", 2)
     fit.fit(model, datamodule=data)
     assert model.trained == list(range(12))
     assert states.indices == [2, 4, 6, 8, 10, 12]
@@ -135,19 +133,19 @@ def test_state_and_rate_are_those_of_the_batch_that_was_trained_on(server: Serve
     assert not fit.callbacks[0].__class__.__module__.startswith("tokenloom"), "what was added is gone"  # type: ignore[attr-defined]
 
 
-def test_epochs_of_some_batches_follow_each_other_and_resume_within(server: ServerProcess, tmp_path: Path) -> None:
+def test_epochs_of_some_batches_follow_each_other_and_resume_within(server: str, tmp_path: Path) -> None:
     def checkpoint() -> ModelCheckpoint:
         return ModelCheckpoint(tmp_path, save_last=True, save_top_k=0, every_n_train_steps=5)
 
     model, states = Model(), States()
-    data = TokenloomDataModule(server.url("epochs"), 2)
+    data = TokenloomDataModule(f"{server}/epochs", 2)
     options: dict[str, Any] = {"limit_train_batches": 3, "max_epochs": -1}
     trainer(states, checkpoint(), max_steps=6, **options).fit(model, datamodule=data)
     assert model.trained == list(range(12))
     assert states.indices == [2, 4, 6, 8, 10, 12]
 
     resumed = Model()
-    data = TokenloomDataModule(server.url("epochs"), 2)
+    data = TokenloomDataModule(f"{server}/epochs", 2)
     fit = trainer(checkpoint(), max_steps=8, **options)
     fit.fit(resumed, datamodule=data, ckpt_path=tmp_path / "last.ckpt")
     assert resumed.trained == list(range(10, 16)), "from behind the fifth step, in the midst of the second epoch"
@@ -155,9 +153,9 @@ def test_epochs_of_some_batches_follow_each_other_and_resume_within(server: Serv
     assert resumed.rates[0] == model.rates[5]
 
 
-def test_a_second_fit_goes_on_where_the_first_ended(server: ServerProcess) -> None:
+def test_a_second_fit_goes_on_where_the_first_ended(server: str) -> None:
     model = Model()
-    data = TokenloomDataModule(server.url("twice"), 2)
+    data = TokenloomDataModule(f"{server}/twice", 2)
     # Lightning leaves the epoch by max_steps and makes a new iterator in the next fit: what it had fetched is dropped.
     fit = trainer(max_epochs=-1, max_steps=2)
     fit.fit(model, datamodule=data)
@@ -167,9 +165,7 @@ def test_a_second_fit_goes_on_where_the_first_ended(server: ServerProcess) -> No
     assert model.trained == list(range(10))
 
 
-def test_a_checkpoint_between_the_batches_of_a_step_goes_on_from_the_last_step(
-    server: ServerProcess, tmp_path: Path
-) -> None:
+def test_a_checkpoint_between_the_batches_of_a_step_goes_on_from_the_last_step(server: str, tmp_path: Path) -> None:
     class Interrupted(Callback):
         def __init__(self, batch: int) -> None:
             self.batch = batch
@@ -180,7 +176,7 @@ def test_a_checkpoint_between_the_batches_of_a_step_goes_on_from_the_last_step(
                 raise RuntimeError("stop here")
 
     def data() -> TokenloomDataModule:
-        return TokenloomDataModule(server.url("between"), 2)
+        return TokenloomDataModule(f"{server}/between", 2)
 
     straight = Model()
     with pytest.raises(RuntimeError, match="stop here"):
@@ -200,14 +196,14 @@ def test_a_checkpoint_between_the_batches_of_a_step_goes_on_from_the_last_step(
     assert resumed.rates[:2] == straight.rates[6:8]
 
 
-def test_a_step_that_raises_is_not_counted(server: ServerProcess) -> None:
+def test_a_step_that_raises_is_not_counted(server: str) -> None:
     class Raises(Model):
         def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
             if batch_idx == 2:
                 raise RuntimeError("out of memory")
             return super().training_step(batch, batch_idx)
 
-    data = TokenloomDataModule(server.url("raises"), 2)
+    data = TokenloomDataModule(f"{server}/raises", 2)
     with pytest.raises(RuntimeError, match="out of memory"):
         trainer().fit(Raises(), datamodule=data)
     assert index_of(data.state_dict()) == 4
@@ -215,21 +211,21 @@ def test_a_step_that_raises_is_not_counted(server: ServerProcess) -> None:
         _ = data.dataset
 
 
-def test_a_fit_ends_with_the_data(server: ServerProcess) -> None:
+def test_a_fit_ends_with_the_data(server: str) -> None:
     model = Model()
-    data = TokenloomDataModule(server.url("ends"), 4)
+    data = TokenloomDataModule(f"{server}/ends", 4)
     fit = trainer(max_epochs=-1)
     fit.fit(model, datamodule=data)
     assert model.trained == list(range(ROWS))
     assert index_of(data.state_dict()) == ROWS
     assert fit.global_step == ROWS // 4
 
-    data = TokenloomDataModule(server.url("ends"), 4, resume="latest")
+    data = TokenloomDataModule(f"{server}/ends", 4, resume="latest")
     with pytest.raises(RuntimeError, match=r"the data ended .* min_epochs or min_steps asks for more"):
         trainer(max_epochs=-1, min_steps=100).fit(Model(), datamodule=data)
 
 
-def test_validation_has_the_same_samples_each_time_and_training_knows_nothing_of_it(server: ServerProcess) -> None:
+def test_validation_has_the_same_samples_each_time_and_training_knows_nothing_of_it(server: str) -> None:
     class Validated(Model):
         def __init__(self) -> None:
             super().__init__()
@@ -244,7 +240,7 @@ def test_validation_has_the_same_samples_each_time_and_training_knows_nothing_of
             self.ids = []
 
     model, states = Validated(), States()
-    data = TokenloomDataModule(server.url("validated"), 2, validation={"samples": 3})
+    data = TokenloomDataModule(f"{server}/validated", 2, validation={"samples": 3})
     data = copy.deepcopy(data)  # as a strategy that spawns processes hands it over
     fit = trainer(states, limit_train_batches=2, max_epochs=2, num_sanity_val_steps=0)
     fit.fit(model, datamodule=data)
@@ -260,14 +256,14 @@ def test_validation_has_the_same_samples_each_time_and_training_knows_nothing_of
 
 
 @pytest.mark.filterwarnings("ignore:.*dataloader_iter")
-def test_what_would_train_otherwise_than_it_says_is_refused(server: ServerProcess, tmp_path: Path) -> None:
+def test_what_would_train_otherwise_than_it_says_is_refused(server: str, tmp_path: Path) -> None:
     def refused(message: str, model: LightningModule, ckpt_path: Path | None = None, **options: Any) -> None:
         with pytest.raises(Exception, match=message):
-            trainer(**options).fit(model, datamodule=TokenloomDataModule(server.url("refused"), 2), ckpt_path=ckpt_path)
+            trainer(**options).fit(model, datamodule=TokenloomDataModule(f"{server}/refused", 2), ckpt_path=ckpt_path)
 
     refused(r"overfit_batches=2\) repeats batches", Model(), overfit_batches=2)
     refused("make limit_train_batches a multiple", Model(), limit_train_batches=3, accumulate_grad_batches=2)
-    data = TokenloomDataModule(server.url("refused"), 2, accumulate=2)
+    data = TokenloomDataModule(f"{server}/refused", 2, accumulate=2)
     with pytest.raises(ValueError, match="has accumulate=2, but the Trainer steps each accumulate_grad_batches=3"):
         trainer(accumulate_grad_batches=3).fit(Model(), datamodule=data)
     refused(r'gives interval=\'epoch\'.*"interval": "step"', Model("epoch"))
@@ -293,6 +289,6 @@ def test_what_would_train_otherwise_than_it_says_is_refused(server: ServerProces
     fit.save_checkpoint(checkpoint)
     refused("has no state under 'TokenloomDataModule'", Model(), checkpoint)
     # Nor is it taken where a script begins again without a checkpoint.
-    data = TokenloomDataModule(server.url("refused"), 2, resume="fresh")
+    data = TokenloomDataModule(f"{server}/refused", 2, resume="fresh")
     with pytest.raises(ValueError, match="has no state under 'TokenloomDataModule'"):
         trainer().fit(Model(), datamodule=data, ckpt_path=checkpoint)

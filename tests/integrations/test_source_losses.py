@@ -21,7 +21,6 @@ from support.killed import EXAMPLES, two_runs
 from support.scripts import launch
 from support.server_process import ServerProcess
 from tokenloom import PeekDataset
-from tokenloom_server.reports.stats import RunLosses
 
 SCRIPT = EXAMPLES / "source_losses.py"
 
@@ -106,40 +105,8 @@ def test_the_bandit_is_the_one_of_the_paper_in_numbers_worked_by_hand(mixing: Mo
     assert min(far.values()) == pytest.approx(mixing.exploration(100, 3))
 
 
-def test_the_bandit_begins_with_the_mixtures_own_weights(mixing: ModuleType) -> None:
-    children = [{"alias": "web", "weight": 6.0}, {"alias": "code", "weight": 3.0}, {"source": "txt:a.txt:text"}]
-    mixture = {"run": "r", "mixture": {"children": children}, "paused": []}
-    weights = mixing.own_weights(mixture)
-    assert weights == pytest.approx({"web": 0.6, "code": 0.3, "txt:a.txt:text": 0.1})
-    for turn in (1, 2, 9, 1000):
-        assert mixing.distribution(weights, dict.fromkeys(weights, 0.0), turn) == pytest.approx(weights)
-    # 3 · √(ln 3 / 300) = 0.181546 of each weight stays, whatever is rewarded.
-    assert mixing.distribution(weights, {"web": 1e6, "code": 0.0, "txt:a.txt:text": 0.0}, 100)["code"] == pytest.approx(
-        0.3 * 0.181546, abs=1e-6
-    )
-    assert mixing.own_weights(mixture | {"paused": ["code"]}) == pytest.approx({"web": 6 / 7, "txt:a.txt:text": 1 / 7})
-    for refused in (children[:1], [*children, {"children": children}], [{"alias": "web", "weight": [1, 2]}] * 2):
-        with pytest.raises(SystemExit, match="does not have two or more sources with plain weights"):
-            mixing.own_weights(mixture | {"mixture": {"children": refused}})
-
-
-def test_the_losses_of_a_turn_are_those_measured_under_its_mixture(mixing: ModuleType) -> None:
-    def curve(**losses: list[tuple[float | None, int]]) -> dict[str, Any]:
-        sources = [
-            {"id": i, "spec": name, "alias": name, "losses": [x for x, _ in parts], "tokens": [n for _, n in parts]}
-            for i, (name, parts) in enumerate(losses.items())
-        ]
-        place = {"sample_index": [10, 20, 30], "total_tokens": [100, 200, 300], "step": [1, 2, 3]}
-        others: dict[str, Any] = {"run": "r", "stream": "train", "since": 0.0, "stride": 1, "loss": [None] * 3}
-        others["learning_rate"] = [None] * 3
-        return RunLosses.model_validate(place | others | {"sources": sources}).model_dump()
-
-    found = curve(a=[(9.0, 50), (1.0, 30), (2.0, 10)], b=[(9.0, 50), (None, 0), (4.0, 10)], late=[(None, 0)] * 3)
-    turn = mixing.Turn(1, {}, {}, {"a": 0.5, "b": 0.5, "late": 0.1}, 10, 100)
-    assert mixing.measured(found, turn, 201) is None
-    assert mixing.measured(found, turn, 200) == {"a": 1.25, "b": 4.0}
-
-
+@pytest.mark.exhaustive(reason="an example at work for a minute; revisions and losses have tests of their own")
+@pytest.mark.timeout(240)
 def test_the_mixture_follows_the_losses_and_a_resume_has_the_same_mixtures_again(
     torch_forks: Forks, tmp_path: Path
 ) -> None:

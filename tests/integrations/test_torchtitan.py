@@ -17,9 +17,9 @@ def test_a_job_with_torchtitans_protocol_goes_on_with_another_data_parallel_degr
             Path(__file__).with_name("titan_trainer.py"),
             urls,
             tmp_path,
-            world_size=4,
-            resumed_world_sizes=[4, 2],
+            resumed_world_sizes=[4],
             processes_per_rank=2,
+            samples=160,
             first_steps=11,
             arguments=["--tp", 2],
         )

@@ -17,9 +17,10 @@ import pytest
 import torch
 import yaml
 from support.corpora import CODE, DOCS, flat, mixture, write_corpus
-from support.server_process import ServerProcess
+from support.served import over_grpc, runs_of
 from tokenloom import LocalDataset, RemoteDataset, SourceLoss
-from tokenloom.integrations.trackers import TensorBoardTracker, Tracker, WandbTracker
+from tokenloom.integrations.trackers import MlflowTracker, TensorBoardTracker, Tracker, WandbTracker
+from tokenloom_server.config.mixture_change import MixtureChange
 
 STEPS = (2, 5)
 #: What another Python needs to find this module and its helpers.
@@ -80,13 +81,10 @@ def test_tensorboard_has_them_in_its_event_files(dataset: LocalDataset, tmp_path
     _check({name: [(each.step, each.value) for each in of] for name, of in scalars.items()}, logged)
 
 
-#: Its one argument is a folder. Prints what the store holds of a run that was trained on, and what was logged.
-MLFLOW = """
-import json, mlflow, sys
-from pathlib import Path
-import test_trackers as here
-from tokenloom import LocalDataset
-from tokenloom.integrations.trackers import MlflowTracker
+@pytest.mark.exhaustive(reason="what is logged is the same as for TensorBoard, and this library takes long to start")
+def test_mlflow_has_them_in_its_store(dataset: LocalDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # its skinny package has no other on disk
+    import mlflow
 
 folder = Path(sys.argv[1])
 mlflow.set_tracking_uri((folder / "mlruns").as_uri())
@@ -129,6 +127,7 @@ def _wandb_records(path: Path) -> Iterator[bytes]:
             parts = b""
 
 
+@pytest.mark.exhaustive(reason="what is logged is the same as for TensorBoard, and this library takes long to start")
 def test_wandb_has_them_in_its_offline_file(
     dataset: LocalDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,22 +164,22 @@ def test_a_revision_counts_from_its_first_sample_on_and_other_ranks_write_nothin
     document = flat([CODE, DOCS], run="r", window_micro_steps=4)
     document["mixture"]["epochs"] = math.inf
     path.write_text(yaml.safe_dump(document), encoding="utf-8")
-    server = ServerProcess(tmp_path / "server", path).start()
-    try:
-        with RemoteDataset(server.url("r"), 4) as dataset:
-            tracker, batches = _Kept(dataset), iter(dataset)
+    with (
+        runs_of(tmp_path, path) as runs,
+        over_grpc(runs) as address,
+        RemoteDataset(f"grpc://{address}/r", 4) as dataset,
+    ):
+        tracker, batches = _Kept(dataset), iter(dataset)
+        next(batches)
+        change = {"reason": "why", "set": [{"child": CODE, "weight": 3}]}
+        first = runs.get("r").mixture.revise(MixtureChange.model_validate(change)).sample_index
+        seen = {}
+        while dataset.sample_index <= first + 4:
             next(batches)
-            change = {"reason": "why", "set": [{"child": CODE, "weight": 3}]}
-            first = server.request("PATCH", "/v1/runs/r/mixture", json=change).json()["sample_index"]
-            seen = {}
-            while dataset.sample_index <= first + 4:
-                next(batches)
-                seen[dataset.sample_index] = tracker.log(1)["tokenloom/revision"]
-            assert seen == {index: index > first for index in seen} and set(seen.values()) == {0, 1}
-            assert not any(name.startswith("tokenloom/loss/") for name in tracker.written or {})
+            seen[dataset.sample_index] = tracker.log(1)["tokenloom/revision"]
+        assert seen == {index: index > first for index in seen} and set(seen.values()) == {0, 1}
+        assert not any(name.startswith("tokenloom/loss/") for name in tracker.written or {})
 
-            monkeypatch.setattr(RemoteDataset, "rank", 1)
-            tracker.written = None
-            assert (tracker.log(2), tracker.written) == ({}, None)
-    finally:
-        server.kill()
+        monkeypatch.setattr(RemoteDataset, "rank", 1)
+        tracker.written = None
+        assert (tracker.log(2), tracker.written) == ({}, None)

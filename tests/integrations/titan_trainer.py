@@ -98,14 +98,13 @@ class Trainer(Stateful):
         self.model = Model()
         self.replica = DistributedDataParallel(self.model, process_group=mesh["dp"].get_group())
         self.data_parallel = mesh["dp"].get_group()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, foreach=False)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=3e-1)
         self.scheduler = TokenLRScheduler(self.optimizer, warmup_tokens=4096, target_tokens=options.samples * CONTEXT)
         self.step = 0
         self.gloo = dist.new_group(backend="gloo")
         self.saving: Future[Any] | None = None
         self.states = {
             "model": self.model.state_dict(),
-            "optimizer": Optimizer(self.optimizer),
             "lr_scheduler": self.scheduler,
             "dataloader": self.loader,
             "train_state": self,
@@ -150,25 +149,6 @@ class Trainer(Stateful):
             line = {"sample_index": dataset.sample_index, "digest": dataset.digest, "loss": loss}
             with self.options.record.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line | {"lr": self.scheduler.get_last_lr()[0]}) + "\n")
-
-
-class Optimizer(Stateful):
-    """By parameter, with its steps there from the beginning, so that there is something to load into."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        for parameter in optimizer.param_groups[0]["params"]:
-            zero = torch.zeros_like(parameter)
-            optimizer.state[parameter] = {"step": torch.zeros(()), "exp_avg": zero, "exp_avg_sq": zero.clone()}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {str(number): state for number, state in self.optimizer.state_dict()["state"].items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict(
-            {"state": {int(number): value for number, value in state.items()}, "param_groups": groups}
-        )
 
 
 if __name__ == "__main__":

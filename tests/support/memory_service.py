@@ -35,7 +35,6 @@ from tokenloom_server.reports.stats import (
     RunLosses,
     RunStats,
     SnapshotInfo,
-    SourceLosses,
     SourceStats,
 )
 from tokenloom_server.reports.trace import TracedDocument, TracedMicroStep, TracedRank, TracedSample
@@ -153,28 +152,6 @@ def run_stats(run: str = "wiki-and-code", **figures: Any) -> RunStats:
             ),
         }
         | figures
-    )
-
-
-def run_losses(run: str = "wiki-and-code", **losses: list[float | None]) -> RunLosses:
-    """A curve of as many points as each source (by alias) has losses."""
-    points = len(next(iter(losses.values()), []))
-    return RunLosses(
-        run=run,
-        stream="train",
-        since=1.8e9,
-        stride=1,
-        sample_index=[64 * (i + 1) for i in range(points)],
-        total_tokens=[64 * 512 * (i + 1) for i in range(points)],
-        step=[8 * (i + 1) for i in range(points)],
-        loss=[3.0] * points,
-        learning_rate=[6e-4] * points,
-        sources=[
-            SourceLosses(
-                id=i, spec=f"parquet:{alias}.parquet:text", alias=alias, losses=values, tokens=[512] * len(values)
-            )
-            for i, (alias, values) in enumerate(losses.items())
-        ],
     )
 
 
@@ -358,7 +335,6 @@ class MemoryService(Runs):
     saved: dict[str, dict[str, str]] = field(default_factory=dict)
     restored: dict[str, NextLaunch] = field(default_factory=dict)
     revisions: dict[str, list[RevisionInfo]] = field(default_factory=dict)
-    curves: dict[str, RunLosses] = field(default_factory=dict)
     histories: dict[str, RunHistory] = field(default_factory=dict)
     happened: dict[str, list[RunEvent]] = field(default_factory=dict)
     broken: list[RunProblem] = field(default_factory=list)
@@ -453,7 +429,8 @@ class MemoryService(Runs):
 
     def losses(self, run: str) -> RunLosses:
         self.stats(run)
-        return self.curves.get(run) or run_losses(run)
+        nothing: dict[str, list[Any]] = {name: [] for name in ("sample_index", "total_tokens", "step", "loss")}
+        return RunLosses(run=run, stream="train", since=1.8e9, stride=1, learning_rate=[], sources=[], **nothing)
 
     def plan(self, run: str, until_tokens: int | None) -> RunPlan:
         stats = self.stats(run)

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from tokenloom.batch.layout import Layout, StepNumbers
 from tokenloom.batch.packed import Message
 from tokenloom_server.order.steps import StepGroup
+
+
+def step_numbers(
+    sources: Sequence[int], steps: int = 1, *, ranks: int = 1, first: int = 0, **fields: Any
+) -> StepNumbers:
+    """Of steps whose samples, ``sources`` by step, have index ``first`` and further on; the first rank's is the first
+    slice. ``fields`` in place of counts that are made up."""
+    size = ranks * (len(sources) // max(steps, 1))
+    made: dict[str, Any] = {
+        "begin_indices": [first + i * size for i in range(steps)],
+        "end_indices": [first + (i + 1) * size for i in range(steps)],
+        "slices": [i % ranks for i in range(steps)],
+        "source_ids": list(sources),
+    }
+    counts = ("total_tokens", "real_tokens", "tokens", "label_tokens")
+    made |= {name: [1000 * (at + 1) + i for i in range(steps)] for at, name in enumerate(counts)}
+    return StepNumbers(**made | fields)
 
 
 def message_of(layout: Layout, group: StepGroup, rank: int = 0) -> Message:

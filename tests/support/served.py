@@ -353,10 +353,12 @@ def serving(folder: Path, ledger_folder: Path, document: dict[str, Any]) -> Iter
 
 
 @contextmanager
-def runs_of(folder: Path, *mixtures: Path, ledger: str = "ledger.db") -> Iterator[Runs]:
+def runs_of(
+    folder: Path, *mixtures: Path, ledger: str = "ledger.db", holder: str | None = None, liveness_s: float = 15.0
+) -> Iterator[Runs]:
     """A server's runs, with a ledger in a folder."""
     opened = SqliteLedger(folder / ledger)
-    runs = Runs(opened)
+    runs = Runs(opened, holder, Timeouts(liveness_s=liveness_s))
     try:
         for path in mixtures:
             runs.add(path, None)
@@ -375,3 +377,11 @@ def over_grpc(runs: Runs, access: Access = OPEN_TO_ALL) -> Iterator[str]:
         yield server.address
     finally:
         server.stop(0.1)
+
+
+@contextmanager
+def url_of(folder: Path, *mixtures: Path) -> Iterator[str]:
+    """What stands before ``/RUN`` in the URLs of runs that this process serves. A trainer that was just killed, or
+    left without a goodbye, is not waited for."""
+    with runs_of(folder, *mixtures, liveness_s=1.0) as runs, over_grpc(runs) as address:
+        yield f"grpc://{address}"

@@ -156,7 +156,8 @@ class World:
 
 
 @cache
-def _trainer_forks() -> Forks:
+def trainer_forks() -> Forks:
+    """Where ranks come from: with torch and the client imported."""
     forks = Forks("torch.distributed", "support.trainer", options=("-W", "error"))
     atexit.register(forks.close)
     return forks
@@ -169,7 +170,7 @@ class Trainer:
         self._lines = folder / f"{name}.jsonl"
         self._log = folder / f"{name}.log"
         arguments = json.dumps({**plan, "receipt": str(self._lines)})
-        self._process = _trainer_forks().fork(
+        self._process = trainer_forks().fork(
             "support.trainer:_main", [arguments], output=self._log, environment=environment
         )
 
