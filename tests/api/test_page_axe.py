@@ -21,7 +21,6 @@ def assert_readable(page: Page) -> None:
     assert_fits(page, WIDTH)
 
 
-@pytest.mark.timeout(300)  # two looks at each of seven tabs, on a machine that may be busy
 def test_axe_finds_nothing_in_any_tab(page: Page, lived: tuple[ServedRun, str]) -> None:
     page.goto(f"{lived[1]}#/run/{NAME}/mix")
     expect(page.get_by_role("heading", name=NAME)).to_be_visible()

@@ -491,7 +491,6 @@ def little_text(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
 
 
 @pytest.mark.exhaustive(reason="make demo is run by itself, and the live one below is the same job")
-@pytest.mark.timeout(300)
 def test_the_whole_demonstration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder whose name needs quoting, with little text and as little training as there can be."""
     little_text(monkeypatch, "unittest")

@@ -275,7 +275,6 @@ def _place(argument: str, config: Path, redis_port: int, health_port: int) -> st
     return re.sub(r"0\.0\.0\.0:\d+$", "127.0.0.1:0", moved.replace("=127.0.0.1:8081", f"=127.0.0.1:{health_port}"))
 
 
-@pytest.mark.timeout(300)
 def test_the_servers_command_serves_the_sample_says_whether_it_is_ready_and_ends_on_sigterm(
     compose_redis: RedisServer, server: Service, instructions: list[tuple[str, str]], tmp_path: Path
 ) -> None:

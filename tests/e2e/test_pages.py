@@ -35,7 +35,6 @@ def block(text: str, language: str) -> str:
     return found[1]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_example_of_a_page_runs(page: Path, tmp_path: Path, start_server: StartServer) -> None:
     text = page.read_text(encoding="utf-8")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 
-def wait_for(happened: Callable[[], object], what: str, seconds: float = 60.0) -> None:
+def wait_for(happened: Callable[[], object], what: str, seconds: float = 120.0) -> None:
     """Until it has happened; fails with ``what`` did not. A machine at a load of ten keeps the limit."""
     deadline = time.monotonic() + seconds
     while not happened():
