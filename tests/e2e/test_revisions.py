@@ -17,6 +17,7 @@ from support.timelines import revised
 from support.trainer import Sample, World, rolling_digest
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.core.state import digest_hex
+from tokenloom_server.errors import SourceChanged
 from tokenloom_server.order import builder
 from tokenloom_server.order.timeline import Timeline
 
@@ -223,3 +224,12 @@ def test_a_source_that_was_preserved_comes_back_from_the_command_line_and_goes_o
     assert first.ids[0] == NUMBERS["late"] + 7
     datasets = json.loads(state["tokenloom"])["resume_state"]["datasets"]
     assert [entry["spec"] for entry in datasets] == [*(child["source"] for child in NODE["children"]), spec]
+
+
+def test_the_file_of_rows_that_a_revision_left_out_has_to_stay_as_it_was(folder: Path) -> None:
+    path, gone = write_mixture(folder, "taken-down"), folder / "gone.csv"
+    gone.write_text("spec,shard,row\na,a-0.parquet,0\n", encoding="utf-8")
+    timeline = revised(course_of(path), 5, exclude={"file": gone.name})
+    gone.write_text("spec,shard,row\na,a-0.parquet,1\n", encoding="utf-8")
+    with pytest.raises(SourceChanged, match=r"'gone\.csv' lists the rows that a revision left out"):
+        course_of(path).with_revisions(timeline.revisions)
