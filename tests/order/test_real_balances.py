@@ -60,12 +60,18 @@ def test_at_equal_weights_real_tokens_are_equal_where_positions_gave_550_and_305
             assert max(tokens) - min(tokens) <= LENGTH
 
 
-@pytest.mark.parametrize("packing", ["none", "best_fit"])
-@pytest.mark.parametrize("policy", ["least_consumed", "soft_sequential", "balance_remaining", "schedule"])
-def test_a_run_goes_on_identically_from_every_sample_index(folder: Path, packing: str, policy: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "packing"),
+    [
+        *(("least_consumed", packing) for packing in ("none", "best_fit")),
+        *(("soft_sequential", "none"), ("balance_remaining", "best_fit"), ("schedule", "none")),
+    ],
+)
+def test_a_run_goes_on_identically_from_every_sample_index(folder: Path, policy: str, packing: str) -> None:
     inner = {"policy": policy, "children": [{"source": SHORT}, {"source": MIXED, "epochs": 0.25}]}
     order = order_of(folder, document(packing, {"source": LONG}, inner, policy=policy))
-    whole = states(order, 330)
+    # Weights that follow the run are made anew before sample 256.
+    whole = states(order, 280)
     for state, later in zip(whole, whole[5:], strict=False):
         assert advanced(order, reread(order, state), 5) == later
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,16 +92,13 @@ def test_the_rest_from_every_step_on_any_ranks_equals_the_uninterrupted_run(
     order = order_of(folder, document(mixture=mixture(policy, nested)))
     whole = list(steps(order.pipeline(order.initial())))
     assert whole
-    end = whole[-1].after
-    samples = [sample for step in whole for sample in step.samples]
     for at, step in enumerate(whole):
         assert step.after.sample_index == (at + 1) * SIZE
         assert reread(order, step.after) == step.after
-        rest = list(steps(order.pipeline(step.after), world_size=(1, 2, 4)[at % 3], group_micro_steps=1 + at % 4))
-        assert [sample for more in rest for sample in more.samples] == samples[(at + 1) * SIZE :]
-        assert [more.batch for more in rest] == [more.batch for more in whole[at + 1 :]]
-        if rest:
-            assert rest[-1].after == end
+        rest = steps(order.pipeline(step.after), world_size=(1, 2, 4)[at % 3], group_micro_steps=1 + at % 4)
+        # The whole rest now and then, a few steps from everywhere.
+        last = at + 4 if at % 7 else len(whole)
+        assert list(islice(rest, last - at - 1)) == whole[at + 1 : last]
 
 
 def test_all_ranks_of_a_step_get_the_bucket_and_its_shape(folder: Path) -> None:
@@ -180,8 +178,9 @@ def test_shuffled_runs_resume_at_every_step_with_the_same_rows_as_unshuffled_one
     captions = [caption for step in whole for caption in captions_of(step)]
     for at, step in enumerate(whole):
         assert reread(order, step.after) == step.after
-        rest = list(steps(order.pipeline(step.after), world_size=2))
-        assert [caption for more in rest for caption in captions_of(more)] == captions[(at + 1) * SIZE :]
+        last = at + 4 if at % 7 else len(whole)
+        rest = islice(steps(order.pipeline(step.after), world_size=2), last - at - 1)
+        assert [caption for more in rest for caption in captions_of(more)] == captions[(at + 1) * SIZE : last * SIZE]
     rows = [
         number for step in whole if step.source == 1 and step.batch.bucket == "square" for number in numbers_of(step)
     ]
