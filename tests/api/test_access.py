@@ -257,7 +257,7 @@ def test_new_connections_get_new_certificates_and_open_ones_stay(
     server.start(runs)
     with (
         over_grpc(runs, access) as address,
-        httpx.Client(base_url=server.url, verify=context, trust_env=False, timeout=120) as client,
+        httpx.Client(base_url=server.url, verify=context, trust_env=False, timeout=60) as client,
         World(
             f"grpcs://{address}/{MINE}", token="c" * 32, tls_ca=trusted(tmp_path, authority), resume="fresh"
         ) as world,

@@ -143,7 +143,7 @@ def test_the_button_takes_a_snapshot_and_links_to_its_exact_bytes(
     expect(link).to_be_visible()
     expect(page.get_by_role("button", name="Take a snapshot")).to_be_focused()
     url = link.evaluate("link => link.href")
-    assert httpx.get(url, trust_env=False, timeout=120).text == service.saved[RUN]["s0-4096"]
+    assert httpx.get(url, trust_env=False, timeout=60).text == service.saved[RUN]["s0-4096"]
 
 
 @pytest.mark.browser

@@ -103,7 +103,7 @@ def test_events_are_listed_by_kind_and_lead_to_their_place_in_the_mix(mix: Page,
     mix.go_back()
     for name, first in ("events", "id,time,kind"), ("history", "time,generation"):
         url = mix.get_by_role("link", name=name, exact=True).evaluate("link => link.href")
-        assert first in httpx.get(url, trust_env=False, timeout=120).text.splitlines()[0]
+        assert first in httpx.get(url, trust_env=False, timeout=60).text.splitlines()[0]
 
 
 @pytest.mark.browser

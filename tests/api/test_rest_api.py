@@ -640,7 +640,7 @@ def test_a_stopped_server_frees_its_port_and_leaves_signals_and_threads_alone() 
     host, _, port = server.address.rpartition(":")
     assert (host, int(port) > 0) == ("127.0.0.1", True)
     assert {s: signal.getsignal(s) for s in handlers} == handlers
-    with httpx.Client(base_url=f"http://{server.address}", trust_env=False, timeout=120) as client:
+    with httpx.Client(base_url=f"http://{server.address}", trust_env=False, timeout=60) as client:
         assert client.get("/healthz").status_code == 200  # a connection that stays open
         assert server.stop(timeout=20)
     assert server.stop()
@@ -695,7 +695,7 @@ def test_ipv6_addresses_are_written_with_brackets() -> None:
         pytest.skip(f"no IPv6 loopback here: {error}")
     try:
         assert server.address.startswith("[::1]:")
-        assert httpx.get(f"http://{server.address}/healthz", trust_env=False, timeout=120).status_code == 200
+        assert httpx.get(f"http://{server.address}/healthz", trust_env=False, timeout=60).status_code == 200
     finally:
         server.stop()
 

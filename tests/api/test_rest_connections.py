@@ -84,7 +84,7 @@ def test_a_connection_that_asks_on_and_on_and_reads_nothing_is_closed(
     monkeypatch.setattr("tokenloom_server.api.rest.uvicorn_server.UNREAD_S", 0.5)
     host, _, port = server.address.rpartition(":")
     request = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n"
-    answer_bytes = len(httpx.get(f"{server.url}/openapi.json", trust_env=False, timeout=120).content)
+    answer_bytes = len(httpx.get(f"{server.url}/openapi.json", trust_env=False, timeout=60).content)
     # More than what the system itself holds for a peer that does not read.
     requests = 2**24 // answer_bytes
     with socket.socket() as connection:
@@ -119,8 +119,8 @@ def test_connections_beyond_the_bound_are_closed_when_they_are_accepted(
             verify = ssl.create_default_context() if tls else False
             if tls:
                 authority.configure_trust(verify)
-            with httpx.Client(base_url=server.url, verify=verify, trust_env=False, timeout=120) as client:
-                wait_for(lambda: answers(client), "a place that is free again")
+            with httpx.Client(base_url=server.url, verify=verify, trust_env=False) as client:
+                wait_for(lambda: answers(client), "a place that is free again", 60)
     finally:
         server.stop()
 
@@ -140,14 +140,11 @@ def test_health_answers_by_itself_while_every_connection_of_rest_is_taken() -> N
         server.start(service)
     host, _, port = rest.address.rpartition(":")
     try:
-        with (
-            contextlib.ExitStack() as opened,
-            httpx.Client(base_url=health.url, trust_env=False, timeout=120) as client,
-        ):
+        with contextlib.ExitStack() as opened, httpx.Client(base_url=health.url, trust_env=False, timeout=60) as client:
             for _ in range(200):
-                opened.enter_context(socket.create_connection((host, int(port)), 120))
-            with httpx.Client(base_url=rest.url, trust_env=False, timeout=120) as full:
-                wait_for(lambda: not answers(full), "REST to be full")
+                opened.enter_context(socket.create_connection((host, int(port)), 10))
+            with httpx.Client(base_url=rest.url, trust_env=False) as full:
+                wait_for(lambda: not answers(full), "REST to be full", 60)
             assert client.get("/healthz").json()["status"] == "alive"
             assert client.get("/readyz").status_code == 503
             assert "10.0.0.1" not in client.get("/readyz").text
@@ -173,4 +170,4 @@ def test_it_answers_also_where_descriptors_are_above_those_of_select() -> None:
         server = RestServer("127.0.0.1", 0)
         server.start(MemoryService())
         stack.callback(server.stop)
-        assert httpx.get(f"{server.url}healthz", trust_env=False, timeout=120).status_code == 200
+        assert httpx.get(f"{server.url}healthz", trust_env=False, timeout=60).status_code == 200

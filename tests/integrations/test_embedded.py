@@ -357,7 +357,7 @@ def test_a_script_that_closes_nothing_ends_without_a_word(mixture: Path) -> None
         f"batches = iter(LocalDataset({str(mixture)!r}, batch_size=4))\n"
         "for _ in range(30): next(batches)\n"
     )
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=110, check=True)
     assert found.stderr == ""
 
 

@@ -47,7 +47,12 @@ class Forks:
         self._count = 0
         self._statuses: dict[int, int] = {}
         self._lock = threading.Lock()
-        assert self._answer_line() == "ready\n", f"{modules} cannot be imported"
+        try:
+            assert self._answer_line() == "ready\n", f"{modules} cannot be imported"
+        except BaseException:  # a test's time, too, may be over: no later test is to hear of it
+            self._process.kill()
+            self._process.communicate()
+            raise
 
     def fork(
         self,
