@@ -215,14 +215,13 @@ BAD_RULES = [
 ]
 
 
-@pytest.mark.parametrize(("path", "value", "says"), BAD_RULES, ids=[f"{value!r:.40}" for _, value, _ in BAD_RULES])
+@pytest.mark.parametrize(("path", "value", "says"), BAD_RULES)
 def test_a_bad_rule_for_rows_is_refused_with_its_place(path: str, value: Any, says: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=re.escape(says)) as caught:
         parsed(changed(put(path, value)))
     child, _, field = path.rpartition(".")
     assert str(caught.value).startswith(f"mixture.yaml: {child}")
     assert field in str(caught.value)
-    assert says in str(caught.value)
 
 
 @pytest.mark.parametrize("path", ["run", "sequence_length", "mixture", "mixture.policy", "mixture.children.0.source"])
@@ -304,20 +303,6 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
         config.load(tmp_path / "latin.yaml", CATALOG)
 
 
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"packing": "best_fit", "tail": "pad"}, "tail: found 'pad', but it is for packing: concat"),
-        ({"packing": "best_fit", "pack_window_tokens": 7}, "pack_window_tokens: 7 do not fill a sample of 8 tokens"),
-        ({"packing": "none", "vocab_size": 300, "pad_id": 300}, "pad_id: 300 is not below vocab_size 300"),
-        ({"packing": "none", "pack_window_rows": 7}, "pack_window_rows: found 7, but it is for packing: best_fit"),
-    ],
-)
-def test_options_of_another_packing_are_refused(fields: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(says)):
-        parsed(mixture(**fields))
-
-
 def test_a_minimal_file_has_the_documented_defaults(tmp_path: Path) -> None:
     path = tmp_path / "mixture.yaml"
     path.write_text(MINIMAL)
@@ -332,9 +317,11 @@ def test_a_minimal_file_has_the_documented_defaults(tmp_path: Path) -> None:
 def test_numbers_that_yaml_reads_as_text_are_numbers_all_the_same(tmp_path: Path) -> None:
     # YAML 1.1 knows no exponent without a point.
     path = tmp_path / "mixture.yaml"
-    path.write_text(MINIMAL.replace("epochs: .inf", "weight: 1e-3\n      epochs: inf"))
+    written = "epochs: inf\n      max_tokens: 1e9\n      weight: [[0, 1e-3], [2.5e8, 1]]"
+    path.write_text(MINIMAL.replace("least_consumed", "schedule").replace("epochs: .inf", written))
     source = config.load(path, CATALOG).sources[1]
-    assert (source.weight, source.epochs) == (0.001, math.inf)
+    assert (source.epochs, source.max_tokens) == (math.inf, 10**9)
+    assert source.weight == [(0, 0.001), (250_000_000, 1.0)]
 
 
 def test_source_ids_are_depth_first() -> None:
@@ -344,28 +331,6 @@ def test_source_ids_are_depth_first() -> None:
         "mixture.children.2.children.0",
         "mixture.children.2.children.1",
     ]
-
-
-BAD_SCHEDULES = [
-    ([], "mixture.children.0.weight: List should have at least 1 item"),
-    ([[0, 1], [0, 2]], "mixture.children.0.weight: the point at 0 tokens stands after the one at 0"),
-    ([[9, 1], [5, 2]], "mixture.children.0.weight: the point at 5 tokens stands after the one at 9"),
-    ([[0, -1]], "mixture.children.0.weight.0.1: "),
-    ([[-1, 1]], "mixture.children.0.weight.0.0: "),
-    ([[0, True]], "mixture.children.0.weight.0.1: "),
-    ([[0.5, 1]], "mixture.children.0.weight.0.0: "),
-    ([[0, math.nan]], "mixture.children.0.weight.0.1: "),
-    ([[0, 1, 2]], "mixture.children.0.weight.0: "),
-    ([3], "mixture.children.0.weight.0: "),
-    ([[0, 0], [7, 0]], "mixture.children.0.weight: every point has the weight 0"),
-]
-
-
-@pytest.mark.parametrize(("points", "says"), BAD_SCHEDULES)
-def test_points_that_mean_nothing_are_refused(points: Any, says: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parsed(changed(scheduled(points)))
-    assert str(caught.value).startswith(f"mixture.yaml: {says}")
 
 
 def test_a_schedule_without_any_weight_somewhere_is_refused() -> None:
@@ -378,33 +343,6 @@ def test_a_schedule_without_any_weight_somewhere_is_refused() -> None:
         config_of("schedule", over, [[0, 0], [200, 1]], interpolate="step")
     with pytest.raises(ConfigError, match="children: at 0 tokens every weight is 0"):
         config_of("schedule", [[0, 0], [100, 1]], [[50, 0], [100, 1]])
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (put("mixture.children.0.weight", [[0, 1]]), "mixture: children.0.weight: found 1 points, but the policy"),
-        (put("mixture.weight", [[0, 1]]), "mixture.weight: found points, but the root has no siblings"),
-        (put("mixture.unit", "samples"), "mixture: unit: is for the policy 'weighted', but this is 'least_consumed'"),
-        (put("mixture.interpolate", "step"), "mixture: interpolate: is for the policy 'schedule'"),
-        (put("mixture.children.0.max_tokens", 7), "mixture.children.0.max_tokens: 7 is less than one sample of 8"),
-        (put("mixture.max_tokens", 7), "mixture.max_tokens: 7 is less than one sample of 8 tokens"),
-    ],
-)
-def test_an_option_where_it_has_no_meaning_is_refused(change: Change, says: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parsed(changed(change))
-    assert says in str(caught.value)
-
-
-def test_numbers_of_tokens_may_be_written_with_an_exponent(tmp_path: Path) -> None:
-    path = tmp_path / "mixture.yaml"
-    text = MINIMAL.replace("least_consumed", "schedule").replace(
-        "epochs: .inf", "max_tokens: 1e9\n      weight: [[0, 1], [2.5e8, 1e-3]]"
-    )
-    path.write_text(text)
-    source = config.load(path, CATALOG).sources[1]
-    assert (source.max_tokens, source.weight) == (10**9, [(0, 1.0), (250_000_000, 0.001)])
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if policies()[name].estimates])
@@ -449,9 +387,7 @@ SAME_ORDER: dict[str, Change] = {
     "the root's weight, which has no siblings": put("mixture.weight", 3),
     "what becomes of bad rows": lambda d: d.update(on_bad_row="skip", max_bad_rows=3),
     "what becomes of a source's bad rows": put("mixture.children.0.on_bad_row", "skip"),
-    "what is evaluated on": put(
-        "streams", {"valid": {"mixture": {"policy": "weighted", "children": [{"source": CODE}]}}}
-    ),
+    "what is evaluated on": put("streams", valid({"source": CODE})),
     "an override that says what the run says": put("mixture.children.0.add_bos", False),
     "an override of the end of text that says what the run says": put("mixture.children.0.add_eot", True),
 }
@@ -553,23 +489,6 @@ def test_a_filter_is_the_same_however_it_is_written(written: str, other: list[st
     assert one.sources[0].filter == [written]
 
 
-BAD_STREAMS: list[tuple[dict[str, Any], str]] = [
-    ({"streams": valid({"source": CODE, "holdout": 0.1})}, "children.0.holdout: is for the sources that are trained"),
-    (
-        {"packing": "none", "streams": valid({"source": CODE, "loss_mask": "mask"})},
-        "loss_mask: no source that is trained on has one",
-    ),
-    ({"streams": {"train": {"mixture": mixture()["mixture"]}}}, "streams.train: found a mixture at the top already"),
-    ({"streams": valid({"source": CODE, "epochs": 2, "max_tokens": 4})}, "streams.valid.mixture.children.0.max_tokens"),
-]
-
-
-@pytest.mark.parametrize(("fields", "says"), BAD_STREAMS, ids=[says[:30] for _, says in BAD_STREAMS])
-def test_a_stream_that_cannot_be_is_refused(fields: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(says)):
-        parsed(mixture(**fields))
-
-
 def test_training_may_stand_among_the_streams() -> None:
     document = mixture()
     root = document.pop("mixture")
@@ -584,12 +503,6 @@ def test_a_stream_is_there_wherever_a_source_holds_rows_out() -> None:
     assert parsed(changed(put("mixture.children.0.holdout", 0.001))).stream_names == ("validation",)
     document = changed(put("mixture.children.0.holdout", 0.001))
     assert parsed(document | {"streams": valid({"source": CODE})}).stream_names == ("valid", "validation")
-
-
-def test_what_one_phase_keeps_out_no_other_may_train_on() -> None:
-    kept = {"policy": "weighted", "children": [{"source": CODE, "holdout": 0.1}]}
-    with pytest.raises(ConfigError, match=r"phases.1.mixture.children.0.holdout: found 0.1, but .* has none elsewhere"):
-        parsed(mixture(phases=[{"until_tokens": 80}, {"mixture": kept}], last_micro_step="pad"))
 
 
 def test_the_digest_depends_on_everything_that_decides_the_order() -> None:
@@ -717,51 +630,98 @@ def test_the_digest_depends_on_how_batches_are_made() -> None:
     assert len(set(digests.values())) == len(digests)
 
 
-BAD_BATCHED: list[tuple[str, Change, str]] = [
-    ("no global batch size", lambda d: d.pop("global_batch_size"), "global_batch_size: is missing"),
-    ("a global batch size of its own", lambda d: d.pop("batching"), "sequence_length: is missing"),
-    ("a sequence length", put("sequence_length", 8), "sequence_length: does not apply with batching"),
-    ("a tokeniser", put("tokenizer", "bytes"), "tokenizer: does not apply with batching"),
-    ("labels", put("labels", "shifted"), "labels: does not apply with batching"),
-    ("padding of the last step", put("last_micro_step", "pad"), "last_micro_step: does not apply with batching"),
-    ("add_eot of a source", put("mixture.children.0.add_eot", False), "mixture.children.0.add_eot: does not apply"),
-    ("one column", put("mixture.children.0.source", "parquet:a.parquet:b"), "mixture.children.0.source: with batching"),
-    ("lines", put("mixture.children.0.source", "jsonl:a.jsonl:*"), "mixture.children.0.source: 'jsonl' files"),
-    ("edges of a value", put("batching.edges", [8]), "batching: edges: are for lengths"),
+def adding(**fields: Any) -> Change:
+    return lambda document: document.update(fields)
+
+
+#: Of what follows one message is the whole refusal, or the first of its lines.
+CANNOT_BE: list[tuple[Change, str]] = [
+    (packed("best_fit", tail="pad"), "tail: found 'pad', but it is for packing: concat"),
+    (packed("best_fit", pack_window_tokens=7), "pack_window_tokens: 7 do not fill a sample of 8 tokens"),
+    (packed("none", vocab_size=300, pad_id=300), "pad_id: 300 is not below vocab_size 300"),
+    (packed("none", pack_window_rows=7), "pack_window_rows: found 7, but it is for packing: best_fit"),
+    (scheduled([]), "mixture.children.0.weight: List should have at least 1 item"),
+    (scheduled([[0, 1], [0, 2]]), "mixture.children.0.weight: the point at 0 tokens stands after the one at 0"),
+    (scheduled([[9, 1], [5, 2]]), "mixture.children.0.weight: the point at 5 tokens stands after the one at 9"),
+    (scheduled([[0, -1]]), "mixture.children.0.weight.0.1: "),
+    (scheduled([[-1, 1]]), "mixture.children.0.weight.0.0: "),
+    (scheduled([[0, True]]), "mixture.children.0.weight.0.1: "),
+    (scheduled([[0.5, 1]]), "mixture.children.0.weight.0.0: "),
+    (scheduled([[0, math.nan]]), "mixture.children.0.weight.0.1: "),
+    (scheduled([[0, 1, 2]]), "mixture.children.0.weight.0: "),
+    (scheduled([3]), "mixture.children.0.weight.0: "),
+    (scheduled([[0, 0], [7, 0]]), "mixture.children.0.weight: every point has the weight 0"),
+    (put("mixture.children.0.weight", [[0, 1]]), "mixture: children.0.weight: found 1 points, but the policy"),
+    (put("mixture.weight", [[0, 1]]), "mixture.weight: found points, but the root has no siblings"),
+    (put("mixture.unit", "samples"), "mixture: unit: is for the policy 'weighted', but this is 'least_consumed'"),
+    (put("mixture.interpolate", "step"), "mixture: interpolate: is for the policy 'schedule'"),
+    (put("mixture.children.0.max_tokens", 7), "mixture.children.0.max_tokens: 7 is less than one sample of 8"),
+    (put("mixture.max_tokens", 7), "mixture.max_tokens: 7 is less than one sample of 8 tokens"),
     (
-        "edges that descend",
+        put("streams", valid({"source": CODE, "holdout": 0.1})),
+        "children.0.holdout: is for the sources that are trained",
+    ),
+    (
+        adding(packing="none", streams=valid({"source": CODE, "loss_mask": "mask"})),
+        "loss_mask: no source that is trained on has one",
+    ),
+    (
+        put("streams", {"train": {"mixture": mixture()["mixture"]}}),
+        "streams.train: found a mixture at the top already",
+    ),
+    (
+        put("streams", valid({"source": CODE, "epochs": 2, "max_tokens": 4})),
+        "streams.valid.mixture.children.0.max_tokens",
+    ),
+    (
+        adding(last_micro_step="pad", phases=[{"until_tokens": 80}, valid({"source": CODE, "holdout": 0.1})["valid"]]),
+        "phases.1.mixture.children.0.holdout: found 0.1, but ",
+    ),
+    (put("global_batch_size", 8), "global_batch_size: is for batching"),
+    (put("mixture.children.0.source", "parquet:data/code-*.parquet:*"), "source: the column '*' is for batching"),
+]
+NO_BATCHES: list[tuple[Change, str]] = [
+    (lambda d: d.pop("global_batch_size"), "global_batch_size: is missing"),
+    (lambda d: d.pop("batching"), "sequence_length: is missing"),
+    (put("sequence_length", 8), "sequence_length: does not apply with batching"),
+    (put("tokenizer", "bytes"), "tokenizer: does not apply with batching"),
+    (put("labels", "shifted"), "labels: does not apply with batching"),
+    (put("last_micro_step", "pad"), "last_micro_step: does not apply with batching"),
+    (put("mixture.children.0.add_eot", False), "mixture.children.0.add_eot: does not apply"),
+    (put("mixture.children.0.source", "parquet:a.parquet:b"), "mixture.children.0.source: with batching"),
+    (put("mixture.children.0.source", "jsonl:a.jsonl:*"), "mixture.children.0.source: 'jsonl' files"),
+    (put("batching.edges", [8]), "batching: edges: are for lengths"),
+    (
         put("batching", {"bucket_by": "length(a)", "edges": [8, 8]}),
         "batching: edges: 8 stands after 8; expected them ascending",
     ),
-    ("padding without edges", put("batching.pad", ["mel"]), "batching: pad: rows are only padded up to edges"),
+    (put("batching.pad", ["mel"]), "batching: pad: rows are only padded up to edges"),
     (
-        "a padded column that stays",
         put("batching", {"bucket_by": "length(a)", "edges": [8], "columns": ["b"]}),
         "batching: columns: a is padded, but not among those that travel",
     ),
-    ("a column twice", put("batching.columns", ["a", "a"]), "batching: columns: a stands there twice"),
-    ("no buckets", put("batching.bucket_by", ""), "batching.bucket_by: "),
-    ("another dtype", put("batching.dtypes", {"a": "float16"}), "batching.dtypes.a: "),
-    ("shuffled files", put("mixture.children.0.shuffle", "shards"), "mixture.children.0.shuffle: 'shards' does not"),
-    ("another packing", put("packing", "best_fit"), "packing: does not apply with batching"),
-    ("a filter", put("mixture.children.0.filter", {"a": {"gt": 1}}), "mixture.children.0.filter"),
-    ("a limit below a batch", put("mixture.children.0.max_tokens", 7), "is less than one sample of 8 tokens"),
-    ("a phase's length", put("phases", [{"sequence_length": 8}]), "phases.0.sequence_length: does not apply"),
+    (put("batching.columns", ["a", "a"]), "batching: columns: a stands there twice"),
+    (put("batching.bucket_by", ""), "batching.bucket_by: "),
+    (put("batching.dtypes", {"a": "float16"}), "batching.dtypes.a: "),
+    (put("mixture.children.0.shuffle", "shards"), "mixture.children.0.shuffle: 'shards' does not"),
+    (put("packing", "best_fit"), "packing: does not apply with batching"),
+    (put("mixture.children.0.filter", {"a": {"gt": 1}}), "mixture.children.0.filter"),
+    (put("mixture.children.0.max_tokens", 7), "is less than one sample of 8 tokens"),
+    (put("phases", [{"sequence_length": 8}]), "phases.0.sequence_length: does not apply"),
 ]
 
 
-@pytest.mark.parametrize(("change", "says"), [bad[1:] for bad in BAD_BATCHED], ids=[bad[0] for bad in BAD_BATCHED])
-def test_what_makes_no_batches_is_refused(change: Change, says: str) -> None:
+@pytest.mark.parametrize(
+    ("document", "says"),
+    [
+        *((changed(change), says) for change, says in CANNOT_BE),
+        *((batched(change), says) for change, says in NO_BATCHES),
+    ],
+)
+def test_what_cannot_be_is_refused(document: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parsed(batched(change))
+        parsed(document)
     assert f"mixture.yaml: {says}" in str(caught.value) or says in str(caught.value).splitlines()[0]
-
-
-def test_batching_has_its_own_fields_alone() -> None:
-    with pytest.raises(ConfigError, match="global_batch_size: is for batching"):
-        parsed(changed(put("global_batch_size", 8)))
-    with pytest.raises(ConfigError, match=r"children.0.source: the column .\*. is for batching"):
-        parsed(changed(put("mixture.children.0.source", "parquet:data/code-*.parquet:*")))
 
 
 def test_faults_of_a_file_have_line_and_column_and_unknown_keys_a_suggestion(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import yaml
 from support import prepared
 from support.catalog import CATALOG
 from support.corpora import CODE, DOCS, PROSE, flat, mixture, text_rows, write_corpus, write_jsonl, write_txt
-from support.prepared import nothing, write_tokenizer
+from support.prepared import nothing, shards_of, write_tokenizer
 from support.server_process import MAIN, CommandLine, server_forks
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.core.state import State
@@ -51,10 +51,6 @@ def end_of(order: PipelineFactory) -> State:
     return pipeline.state()
 
 
-def files_of(out: Path) -> dict[str, str]:
-    return {str(path.relative_to(out)): checksum(path) for path in sorted(out.glob("sources/*/*"))}
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A corpus whose files of lines have several blocks each."""
@@ -62,9 +58,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_corpus(tmp_path / "data folder")
 
 
-@pytest.mark.parametrize("form", ["arrow", "parquet"])
-@pytest.mark.parametrize("ids", [False, True])
-@pytest.mark.parametrize("labels", ["same", "shifted"])
+@pytest.mark.parametrize(
+    ("form", "ids", "labels"), [("arrow", False, "same"), ("arrow", True, "shifted"), ("parquet", True, "same")]
+)
 def test_what_is_served_is_the_same_to_the_digest(
     folder: Path, tmp_path: Path, form: ShardFormat, ids: bool, labels: str
 ) -> None:
@@ -177,7 +173,7 @@ def test_shards_do_not_depend_on_the_number_of_threads(folder: Path, tmp_path: P
     for threads in (1, 5):
         out = tmp_path / f"out-{threads}"
         run(job_of(folder, mixture(), threads=threads), out)
-        found.append(files_of(out))
+        found.append(shards_of(out))
     assert found[0] == found[1]
 
 
@@ -217,12 +213,12 @@ def test_whatever_ends_it_the_next_call_goes_on_to_the_same_shards(folder: Path,
             assert not (out / "mixture.yaml").exists()
     assert 0 < stops < 50
     assert done.kept > 0
-    assert files_of(out) == files_of(tmp_path / "whole")
+    assert shards_of(out) == shards_of(tmp_path / "whole")
     assert run(job_of(folder, mixture()), out).kept == done.shards
 
 
 def test_a_killed_command_goes_on(tmp_path: Path, tokenloom: CommandLine) -> None:
-    for number in range(60):
+    for number in range(40):
         write_jsonl(tmp_path / f"data/{number:02d}.jsonl", text_rows(300, number, 60))
     document = flat(["jsonl:data/*.jsonl:text"])
     (tmp_path / "mixture.yaml").write_text(yaml.safe_dump(document))
@@ -245,14 +241,14 @@ def test_a_killed_command_goes_on(tmp_path: Path, tokenloom: CommandLine) -> Non
     assert ended.status == 0, ended.output
     assert "were there already" in ended.output
     run(job_of(tmp_path, document, shard_bytes=128_000_000), tmp_path / "whole")
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    assert shards_of(tmp_path / "out") == shards_of(tmp_path / "whole")
     assert end_of(served(tmp_path / "out/mixture.yaml")).digest == end_of(job_order(tmp_path, document)).digest
 
 
 def test_what_lies_there_is_verified(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     out = tmp_path / "out"
     done = run(job_of(folder, mixture()), out)
-    whole = files_of(out)
+    whole = shards_of(out)
     first, second, third, *_ = sorted(out.glob("sources/*/*"))
     first.write_bytes(first.read_bytes()[:-40] + bytes(40))
     second.write_bytes(second.read_bytes() + b"x")
@@ -262,7 +258,7 @@ def test_what_lies_there_is_verified(folder: Path, tmp_path: Path, caplog: pytes
         journal.write(b'{"name": "sources/001-docs/00')
     again = run(job_of(folder, mixture()), out)
     assert again.kept == done.shards - 3
-    assert files_of(out) == whole
+    assert shards_of(out) == whole
     for fault in ("has checksum xxh3:", "bytes, but it was written with", "cannot be read"):
         assert fault in caplog.text
     assert caplog.text.count("it is made again") == 3
@@ -274,7 +270,7 @@ def test_something_else_is_refused_with_the_difference(folder: Path, tmp_path: P
     run(job_of(folder, mixture()), out)
     weights = mixture(run="another", seed=8)
     weights["mixture"]["children"][1]["weight"] = 5
-    assert run(job_of(folder, weights), out).kept == len(files_of(out)), "weights decide no shard"
+    assert run(job_of(folder, weights), out).kept == len(shards_of(out)), "weights decide no shard"
     assert yaml.safe_load((out / "mixture.yaml").read_text())["mixture"]["children"][1]["weight"] == 5
     for document, options, field in (
         (mixture(special_tokens_in_text="parse"), {}, r'special_tokens_in_text: it was "text", it is "parse"'),
@@ -290,7 +286,10 @@ def test_something_else_is_refused_with_the_difference(folder: Path, tmp_path: P
         run(job_of(folder, mixture()), out)
 
 
-def test_folders_with_other_things_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_folders_with_other_things_or_that_cannot_be_written_are_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file/out.*cannot be written \(Not a directory\)"):
+        run(job_of(folder, mixture()), tmp_path / "file/out")
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.tex").write_text("years of work")
@@ -317,9 +316,24 @@ def test_two_at_once_are_refused(folder: Path, tmp_path: Path) -> None:
         run(job, tmp_path / "out")
 
 
-def test_nothing_to_prepare_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"every source holds ids already.*give --ids"):
-        job_of(folder, flat([CODE]))
+ROWS_OF_TENSORS: dict[str, Any] = {
+    "run": "rows",
+    "batching": {"bucket_by": "kind", "columns": ["latents"]},
+    "global_batch_size": 4,
+    "mixture": {"policy": "weighted", "children": [{"source": "parquet:none.parquet:*"}]},
+}
+
+
+@pytest.mark.parametrize(
+    ("document", "says"),
+    [
+        (flat([CODE]), r"every source holds ids already.*give --ids"),
+        (ROWS_OF_TENSORS, "ready tensors, so there is nothing to tokenise"),
+    ],
+)
+def test_nothing_to_prepare_is_refused(folder: Path, document: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        job_of(folder, document)
 
 
 def test_a_source_with_a_loss_mask_stays_as_it_is(folder: Path, tmp_path: Path) -> None:
@@ -334,23 +348,6 @@ def test_a_source_with_a_loss_mask_stays_as_it_is(folder: Path, tmp_path: Path) 
     del document["mixture"]["children"][0]
     with pytest.raises(ConfigError, match=r"nothing to tokenise.*those with a loss mask are left as they are"):
         job_of(folder, document, ids_too=True)
-
-
-def test_batches_of_rows_have_nothing_to_tokenise(folder: Path) -> None:
-    document = {
-        "run": "rows",
-        "batching": {"bucket_by": "kind", "columns": ["latents"]},
-        "global_batch_size": 4,
-        "mixture": {"policy": "weighted", "children": [{"source": "parquet:none.parquet:*"}]},
-    }
-    with pytest.raises(ConfigError, match="ready tensors, so there is nothing to tokenise"):
-        job_of(folder, document)
-
-
-def test_a_folder_that_cannot_be_written_is_refused(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"file/out.*cannot be written \(Not a directory\)"):
-        run(job_of(folder, mixture()), tmp_path / "file/out")
 
 
 def test_a_source_without_tokens_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,15 @@ import pytest
 import yaml
 from support.catalog import CATALOG
 from support.corpora import flat, text_rows, write_jsonl
+from support.prepared import job_of, nothing, shards_of
 from support.server_process import MAIN, CommandLine, server_forks
 from support.waiting import wait_for
 from tokenloom_server.config import mixture_file as config
-from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.order import builder
-from tokenloom_server.prepare.job import Job
 from tokenloom_server.prepare.preparer import Done, prepare
 from tokenloom_server.sources import lines
 from tokenloom_server.sources.transform import Transform
-from tokenloom_server.storage.drafts import checksum
 
 CLEANING = """
 import os, signal, subprocess, time
@@ -91,42 +88,16 @@ def mixture(**options: Any) -> dict[str, Any]:
     return flat(["jsonl:data/*.jsonl:text"], tokenizer="bytes", **options)
 
 
-@contextmanager
-def job(
-    folder: Path,
-    name: str,
-    *,
-    threads: int = 1,
-    limits: dict[str, Any] = LIMITS,
-    shard_bytes: int = 2000,
-    shuffled: bool = False,
-    **options: Any,
-) -> Iterator[Job]:
-    document = mixture()
-    document["mixture"]["children"][0] |= options
-    parsed = config.parse(document, where="test", catalog=CATALOG)
+def run(folder: Path, out: str, name: str, *, limits: dict[str, Any] = LIMITS, **options: Any) -> Done:
+    document, of_job = mixture(), {"threads": 1, "shard_bytes": 2000}
+    for field, value in options.items():
+        if field in ("threads", "shuffled", "shard_bytes"):
+            of_job[field] = value
+        else:
+            document["mixture"]["children"][0][field] = value
     with closing(Transform(name, **limits)) as transform:
-        yield Job(
-            parsed,
-            folder,
-            folder / "index",
-            DataRoots(),
-            form="arrow",
-            shard_bytes=shard_bytes,
-            ids_too=False,
-            shuffled=shuffled,
-            threads=threads,
-            transform=transform,
-        )
-
-
-def run(folder: Path, out: str, name: str, **options: Any) -> Done:
-    with job(folder, name, **options) as made:
-        return prepare(made, folder / out, on_done=lambda *_: None, on_kept=lambda *_: None)
-
-
-def files_of(out: Path) -> dict[str, str]:
-    return {str(path.relative_to(out)): checksum(path) for path in sorted(out.glob("sources/*/*"))}
+        job = job_of(folder, document, transform, **of_job)
+        return prepare(job, folder / out, on_done=nothing, on_kept=nothing)
 
 
 def texts_of(out: Path) -> list[str]:
@@ -143,7 +114,7 @@ def test_rows_become_none_or_many_the_same_by_any_number_of_threads(folder: Path
     assert texts_of(folder / "out") == expected
     assert done.rows == len(expected) > 5 * len(rows)
     run(folder, "again", "cleaning:words", threads=2)
-    assert files_of(folder / "again") == files_of(folder / "out")
+    assert shards_of(folder / "again") == shards_of(folder / "out")
     manifest = json.loads((folder / "out/manifest.json").read_text())
     assert manifest["transform"]["name"] == "cleaning:words"
     assert manifest["transform"]["digest"].startswith("sha256:")
@@ -157,7 +128,7 @@ def test_rows_become_none_or_many_the_same_by_any_number_of_threads(folder: Path
 def test_processes_that_a_function_starts_take_no_batch_and_give_no_answer(folder: Path) -> None:
     run(folder, "expected", "cleaning:same")
     run(folder, "out", "cleaning:forks")
-    assert files_of(folder / "out") == files_of(folder / "expected")
+    assert shards_of(folder / "out") == shards_of(folder / "expected")
 
 
 def test_rows_that_are_filtered_or_bad_do_not_reach_the_function(folder: Path) -> None:
@@ -241,4 +212,4 @@ def test_a_killed_command_goes_on_to_the_same_bytes(folder: Path, tokenloom: Com
     assert ended.status == 0, ended.output
     assert "were there already" in ended.output
     run(folder, "whole", "cleaning:words", shard_bytes=128_000_000)
-    assert files_of(folder / "out") == files_of(folder / "whole")
+    assert shards_of(folder / "out") == shards_of(folder / "whole")

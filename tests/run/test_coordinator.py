@@ -7,7 +7,6 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,6 @@ from tokenloom_server.errors import SourceError
 from tokenloom_server.order.pipeline import Pipeline
 from tokenloom_server.reports.stats import RunStats
 from tokenloom_server.run.delivery import Waiting
-
-
-def test_a_group_has_the_more_messages_the_more_its_state_costs(
-    made: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    coordinator = made().serve().coordinator
-    message = coordinator.message_steps(2)
-    assert coordinator.group_micro_steps(2, 2) == message
-    monkeypatch.setattr("tokenloom_server.run.sizing.SOURCES_PER_MESSAGE", 2)
-    assert coordinator.group_micro_steps(2, 2) == (1 + len(coordinator.order.record.specs) // 2) * message
-    # Many ranks: less than one message for each, but a step at least.
-    monkeypatch.setattr("tokenloom_server.run.sizing.GROUP_BYTES", 3 * 64 * 2 * coordinator.timeline.sample_bytes)
-    monkeypatch.setattr("tokenloom_server.run.sizing.LARGEST_GROUP_BYTES", 0)
-    assert [coordinator.group_micro_steps(64, 2), coordinator.group_micro_steps(10_000, 2)] == [3, 1]
 
 
 def test_each_source_says_where_it_resumes(

@@ -201,7 +201,7 @@ def test_a_history_that_cannot_be_written_stops_nothing_and_is_said_once(
 def test_a_history_that_another_process_holds_locked_holds_up_no_reader_and_no_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sqlite_file, "BUSY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(sqlite_file, "BUSY_TIMEOUT_S", 0.05)
     ledger = SqliteLedger(tmp_path / "ledger.db")
     history = ledger.history()
     assert isinstance(history, SqliteHistory)

@@ -14,7 +14,7 @@ from support.served import PATIENCE_S, RUN, SCHEDULE, FaultyLedger, Place, Train
 from support.waiting import wait_for
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.api.service import Runs
-from tokenloom_server.errors import LedgerUnavailable, ServerStopping
+from tokenloom_server.errors import LedgerUnavailable
 from tokenloom_server.ledger import commands
 from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.run.delivery import EndOfData
@@ -87,6 +87,12 @@ def test_all_ranks_end_at_the_same_step_with_the_reason_also_after_a_restart(
 # --- servers that stop -------------------------------------------------------------------------------
 
 
+def test_a_server_that_stops_commits_what_was_acknowledged(place: Place, trainer: Trainer) -> None:
+    trainer.take(5)
+    place.restart()
+    assert place.committed().sample_index == 20
+
+
 def test_a_server_that_stops_waits_once_for_a_ledger_that_hangs_however_many_runs_it_has(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,12 +136,6 @@ def test_a_server_that_stops_makes_no_more_blocks_ahead(place: Place) -> None:
     for thread in ours:
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
-
-
-def test_streams_of_a_stopping_server_end_with_a_word(served: ServedRun, trainer: Trainer) -> None:
-    served.coordinator.stop()
-    with pytest.raises(ServerStopping):
-        trainer.take(1)
 
 
 def test_dates_are_the_wall_clocks_where_that_was_set_or_the_machine_slept_since_the_ledger_was_first_opened(

@@ -140,20 +140,6 @@ def test_draws_stray_from_what_is_expected_and_a_source_that_is_out_has_no_share
     )
 
 
-def test_one_source_after_the_other_is_as_expected_all_the_time(padded: Callable[..., Place]) -> None:
-    served = padded(**under("sequential", {"max_tokens": 16 * 200}, {"max_tokens": 16 * 600})).serve()
-    trainer = Trainer(served)
-    for end, target in (100, [1, 0]), (400, [0, 1]), (800, [0, 0]):
-        trainer.train_to(end)
-        stats = served.stats.read()
-        assert [source.target_share for source in stats.sources] == target
-        assert [source.expected_share for source in stats.sources] == [
-            pytest.approx(source.actual_share, abs=1e-8) for source in stats.sources
-        ]
-    assert trainer.take(1) == {}
-    assert [source.target_share for source in served.stats.read().sources] == [0, 0]
-
-
 def test_a_state_of_before_counts_what_was_given_as_expected(padded: Callable[..., Place]) -> None:
     place = padded(**under("weighted", {}, {}))
     served = place.serve()

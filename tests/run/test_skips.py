@@ -226,27 +226,6 @@ def test_a_snapshot_that_is_made_while_a_generation_with_a_skip_is_opened_is_of_
     assert served.past_states.forward(served.past_states.parse(text)).sample_index == index == 58
 
 
-def test_skips_at_one_sample_and_before_one_another(place: Place, served: ServedRun, trainer: Trainer) -> None:
-    samples = sequence(served)
-    trainer.train(20)
-    states = {index: trainer.state(index) for index in (20, 60)}
-    served.start_points.restore(text=states[60].decode(), skip_samples=10)
-    Trainer(served).take(1)
-    served.start_points.restore(text=states[60].decode(), skip_samples=3)
-    twice = Trainer(served)
-    given = without(samples, (60, 73))
-    assert twice.take(3) == part(given, 60, 72)
-    # Before it: its range stays where it lies.
-    served.start_points.restore(text=states[20].decode(), skip_samples=5)
-    given = without(samples, (20, 25), (60, 73))
-    for state in ("", states[20]):
-        served = place.restart()
-        nested = Trainer(served, state=state) if state else Trainer(served)
-        assert nested.train(14) == part(given, 20, 76)
-    assert served.stats.read().skips == {20: 5, 55: 13}
-    assert Trainer(place.restart(), 3, 2, state=nested.state(56)).take(3) == part(given, 56, 74)
-
-
 def test_a_restore_that_went_forward_while_a_skip_was_opened_keeps_the_skip(
     served: ServedRun, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

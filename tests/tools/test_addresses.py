@@ -91,7 +91,7 @@ def test_of_several_servers_commands_ask_the_one_that_can_serve(tmp_path: Path) 
 def test_every_form_is_a_datasets(ports: Ports) -> None:
     forms = [*ports.forms(""), *ports.forms("/test"), f"{ports.grpc}/test", f"grpc://{ports.grpc}/test"]
     for form in forms:
-        with RemoteDataset(form, 1, rank=0, world_size=1, resume="fresh", connection=SHORT, takeover=True) as dataset:
+        with RemoteDataset(form, 1, rank=0, world_size=1, resume="fresh", takeover=True) as dataset:
             assert dataset.run == "test", form
             if form == forms[0]:
                 assert isinstance(next(iter(dataset))["input_ids"], torch.Tensor)

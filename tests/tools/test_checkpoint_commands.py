@@ -26,7 +26,7 @@ from tokenloom_proto.seal import seal, unseal
 from tokenloom_server.cli.app import app
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
-from tokenloom_server.order import foreign_checkpoint, foreign_payload, snapshot_encode
+from tokenloom_server.order import snapshot_encode
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.tools.checkpoint import report
 from tokenloom_server.tools.checkpoint.content import Child, Content, Node, read
@@ -207,6 +207,7 @@ def test_what_holds_no_state_is_refused(content: bytes, said: str, tmp_path: Pat
     (tmp_path / "c").write_bytes(content)
     with pytest.raises(SnapshotInvalid, match=said):
         find(tmp_path / "c")
+    assert "SnapshotInvalid" in run("show", tmp_path / "c", status=2)
 
 
 def test_folders_and_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
@@ -267,9 +268,32 @@ def set_dataset(i: int, field: str, value: Any) -> Callable[[dict[str, Any]], No
     return change
 
 
+def drop_inner_counters(document: dict[str, Any]) -> None:
+    del document["resume_state"]["mixture"]
+    nodes(document).pop()
+
+
+def estimate(total: int) -> Callable[[dict[str, Any]], None]:
+    """The nested node goes by what is left of its children: this many samples, if their weights were saved."""
+
+    def change(document: dict[str, Any]) -> None:
+        document["resume_state"]["mixture"][1]["policy"] = "balance_remaining"
+        if total:
+            nodes(document)[1] = [[*row, 3, total] for row in nodes(document)[1]]
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (estimate(0), "resume_state.nodes.1 (rest): the weights in force are missing; they would be made anew from"),
+        (estimate(4), f"resume_state.nodes.1 (rest): {PROSE}: total: found 4 samples, but 5 were given"),
+        (
+            lambda d: d["resume_state"].update(nodes=[[[0] * 4 for _ in node] for node in nodes(d)]),
+            "resume_state.nodes: all counters are 0, though 60 samples were taken",
+        ),
+        (drop_inner_counters, "a child counts 20 samples and 160 tokens, which no source or node says itself"),
         (lambda d: d["resume_state"].pop("mixture"), "resume_state.mixture: is missing, as in snapshots of older"),
         (lambda d: d["resume_state"].pop("nodes"), "resume_state.nodes: missing: without the counters every node"),
         (lambda d: nodes(d).pop(), "resume_state.nodes: 1 nodes, but the mixture has 2"),
@@ -314,42 +338,6 @@ def test_what_is_missing_or_does_not_fit_is_named(
     content = content_of(changed(text, change), tmp_path)
     assert any(said in fault for fault in faults(content)), faults(content)
     report.show(content, Console(file=io.StringIO(), width=120))
-
-
-def test_weights_that_a_policy_makes_and_did_not_save_are_suspicious(text: str, tmp_path: Path) -> None:
-    def estimated(document: dict[str, Any]) -> None:
-        document["resume_state"]["mixture"][1]["policy"] = "balance_remaining"
-
-    assert faults(content_of(changed(text, estimated), tmp_path)) == [
-        "resume_state.nodes.1 (rest): the weights in force are missing; they would be made anew from the counters"
-    ]
-
-    def too_small(document: dict[str, Any]) -> None:
-        estimated(document)
-        nodes(document)[1] = [[*row, 3, 4] for row in nodes(document)[1]]
-
-    assert f"resume_state.nodes.1 (rest): {PROSE}: total: found 4 samples, but 5 were given" in faults(
-        content_of(changed(text, too_small), tmp_path)
-    )
-
-
-def test_counters_that_are_all_zero_are_suspicious(text: str, tmp_path: Path) -> None:
-    def zero(document: dict[str, Any]) -> None:
-        document["resume_state"]["nodes"] = [[[0, 0, 0, 0] for _ in node] for node in nodes(document)]
-
-    found = faults(content_of(changed(text, zero), tmp_path))
-    assert "resume_state.nodes: all counters are 0, though 60 samples were taken" in found
-
-
-def test_counters_of_nested_nodes_that_are_missing_are_found_without_a_mixture(text: str, tmp_path: Path) -> None:
-    def drop(document: dict[str, Any]) -> None:
-        del document["resume_state"]["mixture"]
-        nodes(document).pop()
-
-    found = faults(content_of(changed(text, drop), tmp_path))
-    assert any(
-        "a child counts 20 samples and 160 tokens, which no source or node says itself" in line for line in found
-    )
 
 
 def test_what_was_forked_skipped_or_left_adds_up(text: str, tmp_path: Path) -> None:
@@ -400,25 +388,18 @@ def test_an_older_payload_under_a_mixture_counts_nodes_as_an_import_would(tmp_pa
     assert [child.name for child in content.nodes[1].children] == [PROSE, WIKI]
 
 
-def test_the_clock_of_an_older_checkpoint_is_shown_and_is_no_fault(tmp_path: Path) -> None:
-    order = order_of(write_corpus(tmp_path / "corpus"))
-    payload = foreign_payload.read(json.dumps(OLDER | {"total_tokens": 100_000}))
-    assert payload is not None
-    timeline = Timeline(order)
-    state = foreign_checkpoint.resume_point(payload, timeline).base
-    assert state is not None
-    pipeline = timeline.with_clock(state.clock_offset).pipeline(state)
-    pipeline.advance(20)
-    text = timeline.encode(pipeline.state())
-    sealed = snapshot_encode.compose(order.record.template(UID, "train", 1), text, text)
-    content = content_of(sealed, tmp_path)
-    assert (content.sample_index, content.total_tokens, content.sequence_length) == (30, 100_160, 8)
+def test_the_clock_of_an_older_checkpoint_is_shown_and_is_no_fault(text: str, tmp_path: Path) -> None:
+    def later(document: dict[str, Any]) -> None:
+        for part in (document, document["resume_state"]):
+            part["total_tokens"] += 99_920
+        document["resume_state"]["clock_offset"] = 99_920
+
+    content = content_of(changed(text, later), tmp_path)
+    assert (content.sample_index, content.total_tokens, content.sequence_length) == (63, 100_424, 8)
     assert not list(faults(content))
     shown = io.StringIO()
     report.show(content, Console(file=shown, width=120))
     assert "its token clock is an older checkpoint's: +99,920 tokens to those of its samples" in shown.getvalue()
-    wrong = content_of(changed(sealed, lambda document: document["resume_state"].pop("clock_offset")), tmp_path)
-    assert "but the sources' tokens add up to 240" in "\n".join(faults(wrong))
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -440,7 +421,7 @@ def test_a_mixture_that_goes_round_in_circles_is_shown_once(text: str, tmp_path:
 VALUES = st.sampled_from([None, True, -1, 0, 2**60, 1.5, "", "x", [], [1], [[]], [[1, "a"]], {}, {"a": 1}, {"1": {}}])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_whatever_a_snapshot_holds_it_can_be_shown(data: st.DataObject, texts: list[str]) -> None:
     documents = [unseal(text) for text in texts]
@@ -604,10 +585,3 @@ def test_diff_prints_rows_and_tokens(texts: list[str], tmp_path: Path) -> None:
     for said in ("from sample 63 to 93: +30 samples, +240 tokens", "+112", "the mixture is the same"):
         assert said in printed
     assert json.loads(run("diff", tmp_path / "a", tmp_path / "b", "--json"))["tokens"] == 240
-
-
-def test_a_file_without_a_state_ends_with_an_error(tmp_path: Path) -> None:
-    (tmp_path / "c.json").write_text("{}")
-    result = CliRunner().invoke(app, ["checkpoint", "show", str(tmp_path / "c.json")])
-    assert result.exit_code == 2
-    assert "SnapshotInvalid" in result.output

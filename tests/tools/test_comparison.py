@@ -160,35 +160,24 @@ def test_revisions_are_named_where_they_differ_before_the_end_of_the_shorter() -
     assert compare(*both(a, b)).differences == {}
 
 
-class FakeRemote:
-    """A server of one run, of which no receipt is asked here."""
-
-    def only_run(self, run: str | None, remedy: str) -> str:
-        raise AssertionError("not asked")
-
-
-@pytest.mark.parametrize(
-    ("named", "run", "fault"),
-    [
-        ("a.json", "x", "is a file"),
-    ],
-)
-def test_a_side_that_cannot_be_meant_is_refused(named: str, run: str | None, fault: str) -> None:
-    with pytest.raises(ConfigError, match=fault):
-        open_source(named, run, lambda _: FakeRemote())  # type: ignore[arg-type, return-value]
+def opened(path: Path | str, run: str | None = None) -> DigestSource:
+    """A side of a comparison that is a file: no server is asked."""
+    return open_source(str(path), run, lambda _: pytest.fail("a server is asked"))
 
 
 def test_a_file_without_a_snapshot_that_has_a_digest_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "model.json").write_text('{"epoch": 3}')
     (tmp_path / "cut.json").write_text(seal({"format": "tokenloom/snapshot", "version": 2, "sample_index": 3}))
+    with pytest.raises(ConfigError, match="is a file"):
+        opened("a.json", "x")
     for name, fault in (("model.json", "holds no state of data"), ("cut.json", "digest is None, expected str")):
         with pytest.raises(SnapshotInvalid, match=f"{name}: .*{fault}"):
-            open_source(str(tmp_path / name), None, lambda _: FakeRemote())  # type: ignore[arg-type, return-value]
+            opened(tmp_path / name)
 
 
 def test_a_state_of_another_data_loader_has_no_digest_to_compare(tmp_path: Path) -> None:
     (tmp_path / "older.json").write_text('{"sample_index": 3}')
-    older = open_source(str(tmp_path / "older.json"), None, lambda _: FakeRemote())  # type: ignore[arg-type, return-value]
+    older = opened(tmp_path / "older.json")
     verdict = compare(older, Known("abc").source)
     assert (verdict.outcome, verdict.status) == ("unknown", 2)
     assert "of another data loader, without a digest" in explain(verdict, older, Known("abc").source)[0]

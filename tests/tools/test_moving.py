@@ -114,8 +114,10 @@ def test_the_first_launch_goes_on_with_the_rest_by_the_old_clock(folder: Path) -
     assert sum(map(len, rest)) - len(ids) < 8, "but for what fills no sample"
 
 
-@pytest.mark.parametrize("shuffle_algo", ["py1e", "py1s", "py2s", "naive"])
-@pytest.mark.parametrize(("canonical", "first_nodes", "nodes"), [(1, 1, 1), (4, 2, 4), (8, 1, 2), (2, 2, 2)])
+@pytest.mark.parametrize(
+    ("shuffle_algo", "canonical", "first_nodes", "nodes"),
+    [("py1e", 1, 1, 1), ("py1e", 4, 2, 4), ("py1s", 8, 1, 2), ("py2s", 4, 2, 4), ("naive", 2, 2, 2)],
+)
 def test_the_samples_that_all_ranks_of_a_job_had_read_are_known(
     folder: Path, shuffle_algo: str, canonical: int, first_nodes: int, nodes: int
 ) -> None:
@@ -250,8 +252,9 @@ class LitRank:
         return [number_of(text) for batch in taken for text in batch["text"]]
 
 
-@pytest.mark.parametrize(("ranks", "batches"), [(1, 6), (1, 25), (2, 1), (2, 9)])
-@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(
+    ("ranks", "batches", "shuffle"), [(1, 6, True), (1, 25, False), (2, 1, True), (2, 9, True), (2, 9, False)]
+)
 def test_what_litdata_had_not_read_on_any_rank_is_read_here(
     optimised: Path, ranks: int, batches: int, shuffle: bool
 ) -> None:

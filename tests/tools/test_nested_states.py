@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +217,8 @@ def save_folder(folder: Path, **states: Any) -> Path:
 def test_a_folder_is_read_wherever_a_file_is(tmp_path: Path) -> None:
     folder = save_folder(tmp_path / "checkpoint-9", dataset_state=in_process(three_levels(30).state()))
     assert find(folder).where == "dataset_state.pt:dataset_state"
+    torch.save(three_levels(30).state(), save_folder(tmp_path / "of-accelerate") / "custom_checkpoint_0.pkl")
+    assert find(tmp_path / "of-accelerate").where == "custom_checkpoint_0.pkl"
     (tmp_path / "mixture.yaml").write_text(yaml.safe_dump(tree()))
     status, printed = run("checkpoint", "show", folder, "--mixture", tmp_path / "mixture.yaml")
     assert status == 0
@@ -226,12 +227,6 @@ def test_a_folder_is_read_wherever_a_file_is(tmp_path: Path) -> None:
     assert run("checkpoint", "diff", folder, folder)[0] == 0
     status, printed = run("verify", folder, folder)
     assert (status, "of another data loader, without a digest" in printed) == (2, True)
-
-
-def test_what_accelerate_writes_into_a_folder_is_found(tmp_path: Path) -> None:
-    folder = save_folder(tmp_path / "checkpoint_9")
-    torch.save(three_levels(30).state(), folder / "custom_checkpoint_0.pkl")
-    assert find(folder).where == "custom_checkpoint_0.pkl"
 
 
 def test_the_states_of_several_ranks_are_named(tmp_path: Path) -> None:
@@ -253,9 +248,3 @@ def test_a_folder_without_a_state_says_what_was_looked_into(tmp_path: Path) -> N
     (folder / "trainer_state.json").unlink()
     with pytest.raises(SnapshotInvalid, match=r"nor has it a file \(\.json, .*training_args\.bin: torch does not load"):
         find(folder)
-
-
-def test_draws_of_the_old_loader_are_in_order() -> None:
-    """The generator itself: every state counts one example more than the one before."""
-    counts = [three_levels(draws).state()["current_example_count"] for draws in range(20)]
-    assert all(after - before == 1 for before, after in pairwise(counts))
