@@ -28,6 +28,7 @@ from support.corpora import (
     write_corpus,
 )
 from support.digest import digest_after
+from support.golden_rows import GOLDEN_ROWS, write_golden_rows
 from support.ray_cluster import ray_cluster
 from tokenloom_server.cluster.connection import Needs
 from tokenloom_server.cluster.readers.link import RayReaders, ReaderOptions
@@ -53,7 +54,7 @@ END_OF_TEXT = 256
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
+    return write_golden_rows(write_corpus(tmp_path_factory.mktemp("corpus")))
 
 
 @pytest.fixture(scope="module")
@@ -441,6 +442,7 @@ def test_document_starts_are_where_the_end_of_text_was_just_before(folder: Path)
 
 
 GOLDEN_CONFIGS = CONFIGS | {
+    **GOLDEN_ROWS,
     "all four, equal weights": flat([CODE, DOCS, PROSE, WIKI]),
     "all four, drawn": flat([CODE, DOCS, PROSE, WIKI], "weighted", seed=2**63 - 1),
     "rows that end themselves": flat([CODE, PROSE], add_eot="auto", end_of_text_id=32, sequence_length=32),
@@ -496,9 +498,14 @@ def place(cursor: Cursor | None) -> tuple[int, int, int, int]:
 
 
 def values(state: State) -> list[Any]:
-    """All values of a state; of a child's weight and total, which came later, only those that a policy made."""
+    """All values of a state; of those that came later only what is there: a child's weight and total that a policy
+    made, and a source's bad and filtered rows."""
     position = [state.sample_index, state.total_tokens, state.digest]
-    sources = [(place(source.cursor), *dataclasses.astuple(source)[1:6]) for source in state.sources]
+    left_out = [source.row_counts[:2] for source in state.sources]
+    sources = [
+        (place(source.cursor), *dataclasses.astuple(source)[1:6], *(counts if any(counts) else ()))
+        for source, counts in zip(state.sources, left_out, strict=True)
+    ]
     nodes = [[dataclasses.astuple(child) for child in node] for node in state.nodes]
     return [*position, sources, [[child[:4] if child[4:] == (0, 0) else child for child in node] for node in nodes]]
 
