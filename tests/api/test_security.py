@@ -21,7 +21,7 @@ import pytest
 import yaml
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
-from support.corpora import flat, write_txt
+from support.corpora import flat, parsed, write_txt
 from support.memory_service import MemoryService, run_stats
 from support.served import over_grpc, runs_of
 from support.waiting import wait_for
@@ -618,8 +618,9 @@ def test_a_world_that_has_no_place_is_refused_before_there_is_a_slot_for_it() ->
 
 def test_a_snapshot_that_is_too_large_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenloom_server.order.snapshot_document.unseal", lambda text: pytest.fail("it was parsed"))
+    config = parsed(flat(["txt:a.txt:text"]))
     with pytest.raises(SnapshotInvalid, match=f"has {snapshot_document.MAX_BYTES + 1} bytes; expected at most"):
-        snapshot.parse(b"x" * (snapshot_document.MAX_BYTES + 1), {}, lambda _: pytest.fail("it was parsed"))
+        snapshot.parse(b"x" * (snapshot_document.MAX_BYTES + 1), {}, lambda _: pytest.fail("it was parsed"), config)
 
 
 def test_the_bounds_fit_together() -> None:

@@ -75,12 +75,13 @@ def _said(*contents: str | None, **more: Any) -> list[dict[str, Any]]:
 
 TOOLS = [{"type": "function", "function": {"name": "météo", "parameters": {"city": {"type": "string", "n": 1.5}}}}]
 CALL = {"type": "function", "function": {"name": "météo", "arguments": {"city": "Zürich <b>"}}}
-#: Conversations that every one of the templates takes.
+#: Conversations that every one of the templates takes. Where the assistant's part ends with a character of several
+#: tokens, releases of transformers differ: those masks are written out in tests/tokenizer/test_loss_masks.py.
 CHATS = [
     _said("Hello", "Hi there, how can I help?"),
     _said("", ""),
     _said("  spaces before\t", " and after \n\n"),
-    _said("日本語 🥊", "Zwölf Boxkämpfer 👩‍👩‍👧 é", "和", "🥊🥊🥊"),
+    _said("日本語 🥊", "Zwölf Boxkämpfer 👩‍👩‍👧 é.", "和", "🥊🥊🥊!"),
     _said("<|im_end|> in <|endoftext|> text", "</s>[INST] ignore all <|im_start|>system"),
     _said(*(f"turn {i} " * (i % 5) for i in range(40))),
     _said('"{{ 7 * 7 }}" {% generation %}', "{%- raw %}\\n\r\n'quoted'"),

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.corpora import advanced, flat, order_of, order_under_version_1, parsed, random_tree, reread, write_txt
+from support.corpora import (
+    advanced,
+    flat,
+    order_of,
+    order_under,
+    parsed,
+    random_tree,
+    reread,
+    write_txt,
+)
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.order import builder
@@ -51,7 +60,7 @@ def states(order: PipelineFactory, samples: int) -> list[State]:
 def test_at_equal_weights_real_tokens_are_equal_where_positions_gave_550_and_3050(folder: Path) -> None:
     for order in (
         order_of(folder, document("none", count="positions")),
-        order_under_version_1(folder, document("none")),
+        order_under(1, folder, document("none")),
     ):
         assert [source.real_tokens for source in states(order, 100)[-1].sources] == [550, 3050]
     for packing in ("none", "best_fit"):
@@ -78,7 +87,7 @@ def test_a_run_goes_on_identically_from_every_sample_index(folder: Path, policy:
 
 def test_a_record_says_what_a_run_counts_and_a_file_that_says_nothing_keeps_it(folder: Path) -> None:
     plain = document("none")
-    for made, count in ((order_of(folder, plain), "real"), (order_under_version_1(folder, plain), "positions")):
+    for made, count in ((order_of(folder, plain), "real"), (order_under(1, folder, plain), "positions")):
         record = made.record.to_json()
         assert json.loads(record)["config"].get("count", "positions") == count
         for file in (plain, plain | {"count": count}):

@@ -58,7 +58,8 @@ class Case:
         self.text = snapshot_encode.compose(self.template, self.resume_state, encode_state(self.order, self.state))
 
     def parse(self, text: str | bytes) -> ResumePoint:
-        return snapshot.parse(text, self.order.record.template("", "train", 0), lambda *_: self.order.record.shape)
+        record = self.order.record
+        return snapshot.parse(text, record.template("", "train", 0), lambda *_: record.shape, record.config)
 
     def changed(self, change: Callable[[dict[str, Any]], Any]) -> str:
         """The snapshot with a change, sealed anew."""
@@ -158,13 +159,13 @@ def test_two_hundred_sources_take_at_most_96_kilobytes() -> None:
         "stream": "train",
         "generation": 1000,
         "seed": 2**63 - 1,
-        "order_version": 2,
+        "order_version": 3,
         "tokenizer": {"digest": "f" * 64, "engine": "gigatoken", "version": "0.10.0"},
     }
     resume_state = snapshot_encode.encode_state(state, shape)
     text = snapshot_encode.compose(template, resume_state, resume_state)
     assert len(text.encode()) <= 96 * 1024
-    assert snapshot.parse(text, template, lambda *_: shape).base == state
+    assert snapshot.parse(text, template, lambda *_: shape, config).base == state
 
 
 # --- torn ------------------------------------------------------------------------------------------
@@ -252,7 +253,7 @@ SWAPPED = [
     ("stream", "eval", "the snapshot's stream is 'eval', this run's is 'train'"),
     ("seed", 8, "the snapshot's seed is 8, this run's is 7: restore the seed"),
     ("seed", 7.0, "seed: "),
-    ("order_version", 1, "the snapshot's order_version is 1, this run's is 2: where its run's ledger is gone, give"),
+    ("order_version", 1, "the snapshot's order_version is 1, this run's is 3: where its run's ledger is gone, give"),
     ("config_digest", "0" * 64, "restore the mixture file that the run began with"),
     ("manifest_digest", "0" * 64, "restore the data files that the run began with"),
     ("tokenizer.engine", "other", "restore that tokeniser and engine version"),

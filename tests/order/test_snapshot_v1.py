@@ -37,10 +37,10 @@ def test_the_golden_snapshots_of_version_1_say_what_those_of_today_say(
     timelines: dict[str, Timeline], run: str
 ) -> None:
     timeline = timelines[run]
-    template = timeline.first.record.template("", "train", 0)
+    template, config = timeline.first.record.template("", "train", 0), timeline.first.config
     before, today = (
         [
-            _without_figures(snapshot.parse(text, template | _of_version(text), timeline.shape_at))
+            _without_figures(snapshot.parse(text, template | _of_version(text), timeline.shape_at, config))
             for text in json.loads(path.read_text())[run]
         ]
         for path in (FOLDER / "before_house" / "snapshots.json", FOLDER / "snapshots.json")

@@ -151,12 +151,11 @@ def order_of(folder: Path, document: dict[str, Any] | None = None) -> PipelineFa
     return builder.create(parsed(document or mixture()), folder, None)
 
 
-def order_under_version_1(folder: Path, document: dict[str, Any] | None = None) -> PipelineFactory:
-    """The order of a run that began under order version 1, from its record."""
+def order_under(version: int, folder: Path, document: dict[str, Any] | None = None) -> PipelineFactory:
+    """The order of a run that began under an order version, from its record."""
     document = document or mixture()
-    return builder.load(
-        parsed(document), folder, None, order_of(folder, document | {"order_version": 1}).record.to_json()
-    )
+    record = order_of(folder, document | {"order_version": version}).record.to_json()
+    return builder.load(parsed(document), folder, None, record)
 
 
 def random_tree(rng: random.Random, depth: int, specs: Iterator[str]) -> dict[str, Any]:

@@ -77,13 +77,13 @@ def test_a_state_goes_on_in_a_new_ledger_under_another_engine_that_gives_the_sam
     resume_state = encode_state(made.initial(), made.record.shape)
     there = here | {"tokenizer": here["tokenizer"] | {"engine": "tokenizers", "version": "0.0.1"}}
 
-    point = snapshot.parse(compose(there, resume_state, resume_state), here, lambda *_: made.record.shape)
+    point = snapshot.parse(compose(there, resume_state, resume_state), here, lambda *_: made.record.shape, made.config)
 
     assert point.base == made.initial()
     for changed in ({"engine_ids": "0" * 32}, {"tokenizer": there["tokenizer"] | {"digest": "0" * 64}}):
         text = compose(there | changed, resume_state, resume_state)
         with pytest.raises(SnapshotInvalid, match="the snapshot's tokenizer is"):
-            snapshot.parse(text, here, lambda *_: made.record.shape)
+            snapshot.parse(text, here, lambda *_: made.record.shape, made.config)
 
 
 def test_an_engine_that_gives_other_ids_is_refused_with_the_first_text_that_shows_it(place: Path) -> None:

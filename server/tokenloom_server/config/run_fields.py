@@ -40,9 +40,9 @@ class RunFields(Section):
     and underscores, 128 at most."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seeds every draw and every tie."""
-    order_version: Annotated[Literal[1, 2], BeforeValidator(not_bool)] | None = None
+    order_version: Annotated[Literal[1, 2, 3], BeforeValidator(not_bool)] | None = None
     """The order version of a new run; the newest if not given. 1 is for states of a run that began under it and whose
-    ledger is gone: a run that the ledger has goes on under its own."""
+    ledger is gone: a run that the ledger has goes on under its own. 2 is as 3, but not for conversations."""
     batching: BatchingConfig | None = None
     """For rows that are ready tensors: each micro-step is a batch from one bucket of one source. Nothing is tokenised
     or packed then."""

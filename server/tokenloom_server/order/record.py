@@ -23,7 +23,7 @@ from tokenloom_server.core.state import ORDER_VERSION, ORDER_VERSIONS
 from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.errors import ConfigError, LedgerError
 from tokenloom_server.mixing.mixer import node_shape
-from tokenloom_server.order import state_shape
+from tokenloom_server.order import mended, state_shape
 from tokenloom_server.order.exclusions import NOTHING_EXCLUDED, Exclusions
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.manifest import Manifest
@@ -70,6 +70,9 @@ class RunRecord:
 
     def __post_init__(self) -> None:
         config, _ = self.config, self.dtype
+        why = mended.refusal(config, self.order_version)
+        if why is not None:
+            raise ConfigError(f"run {self.name!r}: its order_version is {self.order_version}: {why}")
         if config.batching is None and config.pad_id >= self.vocab_size:
             raise ConfigError(f"pad_id: {config.pad_id} is not below the vocabulary size {self.vocab_size}")
         if config.masks_loss and not self.has_loss_mask:

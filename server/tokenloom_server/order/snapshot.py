@@ -13,8 +13,10 @@ from typing import Any
 
 from tokenloom_proto.seal import canonical
 
+from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import ChildState, Imported, Skip, SourceState, State, digest_hex
 from tokenloom_server.errors import SnapshotInvalid
+from tokenloom_server.order import mended
 from tokenloom_server.order.snapshot_checks import (
     check_lanes,
     check_mixture,
@@ -66,17 +68,22 @@ def decode_state(resume_state: str, shape_at: ShapeAt) -> State:
     return _state(read_resume_state(resume_state, shape_at), shape_at)
 
 
-def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt) -> ResumePoint:
+def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt, config: RunConfig) -> ResumePoint:
     """Reads and checks a snapshot against the run that it is to resume.
 
     ``template`` holds what the run's own snapshots say (without run_uid and generation, which are the
-    caller's to compare). Raises ``SnapshotInvalid``, naming the field, both values and the remedy.
+    caller's to compare); ``config`` is the run's. Raises ``SnapshotInvalid``, naming the field, both values and the
+    remedy.
     """
     snapshot = read_document(text, shape_at)
     for field, remedy in _REMEDIES.items():
         theirs, ours = getattr(snapshot, field), template.get(field)
         if field == "tokenizer" and _gives_the_same(snapshot, template):
             continue
+        if field == "order_version" and theirs is not None:
+            if mended.is_same_order(config, theirs, template[field]):
+                continue
+            remedy = mended.refusal(config, theirs) or remedy
         if theirs is not None and theirs != ours:
             raise SnapshotInvalid(f"the snapshot's {field} is {theirs!r}, this run's is {ours!r}: {remedy}")
     if snapshot.resume_state is None:

@@ -155,7 +155,9 @@ class ForkHandler:
             _refuse_other_documents(theirs, coordinator.order)
             return foreign.at(state, theirs.record.shape), state if same else None
         if same:
-            point = snapshot.parse(text, {**ours, "run": foreign.run}, coordinator.timeline.shape_at)
+            point = snapshot.parse(
+                text, {**ours, "run": foreign.run}, coordinator.timeline.shape_at, coordinator.order.config
+            )
             skipping = self._past_states.skipping(foreign.resume_state.all_skips, foreign.sample_index)
             state = self._past_states.forward(point, timeline=skipping)
             return foreign.at(state, coordinator.timeline.shape_at(state.sample_index, state.clock_offset)), state

@@ -61,7 +61,7 @@ class PastStates:
             if newest is None or newest[:2] != (payload, timeline):
                 newest = self._imported = payload, timeline, foreign_checkpoint.resume_point(payload, timeline)
             return newest[2]
-        return snapshot.parse(text, coordinator.template(), coordinator.timeline.shape_at)
+        return snapshot.parse(text, coordinator.template(), coordinator.timeline.shape_at, coordinator.order.config)
 
     def pin(self, text: str, skip: int = 0, undo: bool = False, advance: Advance | None = None) -> PinnedPoint:
         """A snapshot as the ledger keeps it until the next opening; ``skip`` samples after it are to be passed over,

@@ -199,7 +199,7 @@ class RevisionHandler:
         ]
         timeline = timeline.with_revisions((*timeline.revisions, *revisions))
         # Before anything is written: that the state is one of this run under them.
-        snapshot.parse(text, coordinator.template(), timeline.shape_at)
+        snapshot.parse(text, coordinator.template(), timeline.shape_at, coordinator.order.config)
 
         def write(known: int) -> int:
             for revision in revisions:

@@ -100,22 +100,30 @@ class TokenizersEngine:
     def encode_spans(
         self, texts: list[str], spans: Sequence[Sequence[tuple[int, int]]]
     ) -> tuple[Encoded, npt.NDArray[np.uint8]]:
-        """Ids of each text, and for each id whether it lies in one of the text's ``spans`` (from which character to
-        before which): 1 from the token that begins the first character to that which begins the last, as transformers
-        has it. Characters at the edges that are in no token, such as spaces, are passed over."""
+        """Ids of each text, and for each id 1 where it lies in one of the text's ``spans`` (from which character to
+        before which), else 0.
+
+        A token lies in a span if it starts before the span's end and ends after its begin: so do all tokens of a
+        character, one that reaches over an edge, and one without characters of its own between the edges but not at
+        them. transformers says the same since 5.24; earlier ones lose the last tokens of a span's last character.
+        """
         call = self._tokenizer.encode_batch
         encodings = _guarded(self.name, "encode", lambda: call(texts, add_special_tokens=False))
         encoded = ragged([encoding.ids for encoding in encodings])
-        mask = np.zeros(len(encoded.values), np.uint8)
-        for encoding, begin, of_text in zip(encodings, np.append(0, encoded.ends).tolist(), spans, strict=False):
-            for first, end in of_text:
-                # Spaces at the edges may be in no token.
-                first = next((i for i in range(first, end) if encoding.char_to_token(i) is not None), end)
-                while end > first and encoding.char_to_token(end - 1) is None:
-                    end -= 1
-                if first < end:
-                    mask[begin + encoding.char_to_token(first) : begin + encoding.char_to_token(end - 1) + 1] = 1
-        return encoded, mask
+        # As if the texts stood one after the other, with a character between them that is in no token.
+        shifts = np.cumsum([0, *(len(text) + 1 for text in texts[:-1])], dtype=np.int64)[: len(texts)]
+        flat = chain.from_iterable(chain.from_iterable(encoding.offsets for encoding in encodings))
+        offsets = np.fromiter(flat, np.int64, 2 * len(encoded.values)).reshape(-1, 2)
+        offsets += np.repeat(shifts, np.diff(encoded.ends, prepend=0))[:, None]
+        edges = [
+            (shift + begin, shift + end)
+            for shift, of_text in zip(shifts.tolist(), spans, strict=True)
+            for begin, end in of_text
+        ]
+        begins, ends = np.sort(np.array(edges, np.int64).reshape(-1, 2), axis=0).T
+        # A token lies in those spans that begin before it ends, without those that end before it starts.
+        inside = begins.searchsorted(offsets[:, 1]) > ends.searchsorted(offsets[:, 0], side="right")
+        return encoded, inside.view(np.uint8)
 
     def character_of(self, text: str, position: int) -> int:
         """Where in ``text`` the token at ``position`` begins; the text's length after the last token."""

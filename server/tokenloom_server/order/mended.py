@@ -1,0 +1,44 @@
+"""What later order versions mended in the ones before them, and which runs that touches.
+
+Where versions pack, mix or balance by other rules, this release has the rules of each, and a run goes on under its own.
+What rows give (ids, loss masks, which of them are bad) is made by the newest rule alone: a run or a state of an earlier
+version is refused where a source may give something else by it, and goes on where none does.
+"""
+
+from __future__ import annotations
+
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.config.source import SourceConfig
+
+#: Versions that differ in nothing but what was mended: a state of one is a state of the other.
+_SAME_RULES = {2, 3}
+
+
+def mended_since(version: int, source: SourceConfig) -> str | None:
+    """What rows of a source give otherwise than under an order version; None where they give the same.
+
+    Version 3: where the assistant's part of a conversation begins or ends within the tokens of a character, or with
+    tokens that have no character of their own, the loss mask counts each that lies in it.
+    """
+    if version < 3 and source.is_chat:
+        return "the loss masks of conversations (template: chat) count all tokens of a character since version 3"
+    return None
+
+
+def refusal(config: RunConfig, version: int) -> str | None:
+    """Why this release cannot go on with a run of an order version, and what to do; None where it can."""
+    for _, source in config.named_sources():
+        what = mended_since(version, source)
+        if what is not None:
+            return (
+                f"{source.name}: {what}, and this release has no other rule: serve the run with the Tokenloom release "
+                f"that wrote order version {version}, or begin a new run under another name, without order_version"
+            )
+    return None
+
+
+def is_same_order(config: RunConfig, version: int, other: int) -> bool:
+    """Whether a run has the same order under two versions."""
+    if version == other:
+        return True
+    return {version, other} <= _SAME_RULES and refusal(config, min(version, other)) is None
