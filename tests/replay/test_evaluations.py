@@ -115,19 +115,31 @@ def trained(url: str, steps: int | None = None, attempt: str = "a", **options: A
         return [(dataset.sample_index, dataset.digest) for _ in islice(dataset, steps)]
 
 
-def test_every_number_of_ranks_and_every_server_gives_the_same_samples(folder: Path) -> None:
-    with serving(folder, held_out()) as (url, _):
-        whole = evaluated(url)
-        assert {sample.source for sample in whole} == {0, 1, 2, 3}
-        for world_size, batch_size in ((1, 1), (2, 3), (3, 1), (4, 5)):
-            assert evaluated(url, world_size, batch_size) == whole
-            assert evaluated(url, world_size, batch_size, samples=17) == whole[:17]
-    with serving(folder, held_out()) as (url, _):
-        assert evaluated(url, 3, 2) == whole
-        alone = {name: evaluated(url, stream=f"validation/{name}") for name in ("code", "docs", PROSE, WIKI)}
+class Held(NamedTuple):
+    url: str
+    runs: Runs
+    #: What evaluating on it gives.
+    whole: list[Sample]
+
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
+    """A served run whose sources all hold documents out, for all that only look at it."""
+    with serving(write_corpus(tmp_path_factory.mktemp("held")), held_out()) as (url, runs):
+        yield Held(url, runs, evaluated(url))
+
+
+def test_every_number_of_ranks_and_every_server_gives_the_same_samples(held: Held, folder: Path) -> None:
+    assert {sample.source for sample in held.whole} == {0, 1, 2, 3}
+    for world_size, batch_size in ((1, 1), (2, 3), (4, 5)):
+        assert evaluated(held.url, world_size, batch_size) == held.whole
+        assert evaluated(held.url, world_size, batch_size, samples=17) == held.whole[:17]
+    alone = {name: evaluated(held.url, stream=f"validation/{name}") for name in ("code", "docs", PROSE, WIKI)}
     assert [{sample.source for sample in of} for of in alone.values()] == [{0}, {1}, {2}, {3}]
     # The same samples of each source, by itself and in the mixture.
-    assert [sample for of in alone.values() for sample in of] == sorted(whole, key=lambda sample: sample.source)
+    assert [sample for of in alone.values() for sample in of] == sorted(held.whole, key=lambda sample: sample.source)
+    with serving(folder, held_out()) as (url, _):
+        assert evaluated(url, 3, 2) == held.whole
 
 
 def is_held(content: bytes) -> bool:
@@ -215,19 +227,17 @@ def test_evaluating_leaves_no_trace_in_training(folder: Path) -> None:
     assert found == [before] * 3
 
 
-def test_a_dataset_begins_anew_each_time_and_has_no_state(folder: Path) -> None:
-    with serving(folder, held_out()) as (url, _), evaluating(url, 2, rank=0, world_size=1, samples=9) as dataset:
+def test_a_dataset_begins_anew_each_time_and_has_no_state(held: Held) -> None:
+    with evaluating(held.url, 2, rank=0, world_size=1, samples=9) as dataset:
         assert len(dataset) == 5
         first = list(islice(dataset, 3))
-        assert (dataset.sample_index, dataset.generation) == (6, 0)
-        assert dataset.total_tokens == 6 * 8
+        assert (dataset.sample_index, dataset.generation, dataset.total_tokens) == (6, 0, 6 * 8)
         assert dataset.real_tokens == first[-1]["real_tokens"] > 0
         again = list(dataset)
         assert [list(samples_of(batch)) for batch in again[:3]] == [list(samples_of(batch)) for batch in first]
         assert len(again) == 5
         assert not hasattr(dataset, "state_dict")
-        assert [source.alias for source in dataset.sources] == ["code", "docs", PROSE, WIKI]
-        with RemoteDataset(url, 2, rank=0, world_size=1, attempt="a") as training:
+        with RemoteDataset(held.url, 2, rank=0, world_size=1, attempt="a") as training:
             next(iter(training))
             with training.evaluation(samples=9) as same:
                 assert [list(samples_of(batch)) for batch in same] == [list(samples_of(batch)) for batch in again]
@@ -236,26 +246,21 @@ def test_a_dataset_begins_anew_each_time_and_has_no_state(folder: Path) -> None:
             assert training
 
 
-def test_where_there_are_fewer_samples_these_are_evaluated_on(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with serving(folder, held_out()) as (url, _):
-        whole = evaluated(url)
-        with caplog.at_level(logging.WARNING, "tokenloom"):
-            assert evaluated(url, 2, samples=10**6) == whole
-    assert f"stream validation has {len(whole)} samples, not 1000000" in caplog.text
+def test_where_there_are_fewer_samples_these_are_evaluated_on(held: Held, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "tokenloom"):
+        assert evaluated(held.url, 2, samples=10**6) == held.whole
+    assert f"stream validation has {len(held.whole)} samples, not 1000000" in caplog.text
 
 
-def test_what_cannot_be_evaluated_is_refused_with_what_there_is(folder: Path) -> None:
-    document = held_out(run="one")
-    with serving(folder, document) as (url, _):
-        for stream, says in (
-            ("valid", "has no stream 'valid'; it has 'train', 'validation'"),
-            ("validation/wiki", f"has no source 'wiki'; it has 'code', 'docs', '{PROSE}', '{WIKI}'"),
-        ):
-            with pytest.raises(tokenloom.NotFound, match=re.escape(says)):
-                evaluated(url, stream=stream)
-        with pytest.raises(tokenloom.JoinRefused, match="take another batch size"):
-            evaluated(url, batch_size=2**24)
-    (folder / "ledger.db").unlink()
+def test_what_cannot_be_evaluated_is_refused_with_what_there_is(held: Held, folder: Path) -> None:
+    for stream, says in (
+        ("valid", "has no stream 'valid'; it has 'train', 'validation'"),
+        ("validation/wiki", f"has no source 'wiki'; it has 'code', 'docs', '{PROSE}', '{WIKI}'"),
+    ):
+        with pytest.raises(tokenloom.NotFound, match=re.escape(says)):
+            evaluated(held.url, stream=stream)
+    with pytest.raises(tokenloom.JoinRefused, match="take another batch size"):
+        evaluated(held.url, batch_size=2**24)
     none = pytest.raises(tokenloom.NotFound, match="has no sample: all of its documents together fill none")
     with serving(folder, held_out(1e-9)) as (url, _), none:
         evaluated(url)
@@ -274,20 +279,14 @@ def test_what_cannot_be_evaluated_is_refused_with_what_there_is(folder: Path) ->
 def test_losses_of_a_stream_beside_training_have_the_names_of_its_sources_and_are_not_reported(folder: Path) -> None:
     with serving(folder, held_out(tail="pad")) as (url, _), evaluating(url, 4) as dataset:
         source_loss = tokenloom.SourceLoss(dataset)
-        expected: Counter[int] = Counter()
         for batch in dataset:
             source_loss.add(batch["source_ids"].double() + 2, batch)
-            for source, labels in zip(batch["source_ids"].tolist(), batch["labels"][:, 1:], strict=True):
-                expected[source] += int((labels != -100).sum()) if source >= 0 else 0
         with pytest.raises(ValueError, match="EvaluationDataset takes no part in the training"):
             source_loss.log()
         source_loss.add(batch["source_ids"].double() + 2, batch)
         found = source_loss.reduce()
         assert set(found.losses) <= {source.alias for source in dataset.sources}
         assert all(loss == source + 2 for source, (loss, _) in found.by_id.items())
-        for batch in dataset:  # as often as one likes
-            source_loss.add(batch["source_ids"].double() + 2, batch)
-        assert {source: tokens for source, (_, tokens) in source_loss.reduce().by_id.items()} == +expected
 
 
 def with_benchmark(**fields: Any) -> dict[str, Any]:
@@ -362,32 +361,28 @@ def steps_of(evaluation: Evaluation) -> Iterator[Slice]:
         yield found
 
 
-def test_a_stream_goes_on_where_it_broke_and_nowhere_else(folder: Path) -> None:
+def test_a_stream_goes_on_where_it_broke_and_nowhere_else(held: Held) -> None:
     call = EvaluationCall(stream="validation", rank=1, world_size=2, batch_size=3, samples=40)
-    with serving(folder, held_out()) as (_, runs):
-        served = runs.get("test")
-        kept, count = served.evaluations.join(call)
-        assert count == 40
-        whole = served.evaluations.open(served.coordinator.uid, call, 0, digest_hex(0))
-        whole.progress(0, 100)
-        (first,) = steps_of(whole)
-        assert (first.begin, first.ends[-1]) == (0, 40)
-        digest = first.digests[1]
-        again = served.evaluations.open(served.coordinator.uid, call, 12, digest)
-        again.progress(12, 2)
-        part = again.next(20.0, never)
-        assert isinstance(part, Slice)
-        assert (part.begin, part.ends) == (12, [18, 24])
-        assert part.samples == first.samples[6:12]
-        # That was the credit.
-        assert again.next(0.05, never) == Waiting("")
-        again.progress(18, 2)
-        more = again.next(20.0, never)
-        assert isinstance(more, Slice)
-        assert more.ends == [30]
-        with pytest.raises(OrderMismatch, match="sample 12 of stream 'validation' has digest"):
-            served.evaluations.open(served.coordinator.uid, call, 12, first.digests[0]).next(20.0, never)
-        assert kept.made() == count
+    served = held.runs.get("test")
+    assert served.evaluations.join(call)[1] == 40
+    whole = served.evaluations.open(served.coordinator.uid, call, 0, digest_hex(0))
+    whole.progress(0, 100)
+    (first,) = steps_of(whole)
+    assert (first.begin, first.ends[-1]) == (0, 40)
+    again = served.evaluations.open(served.coordinator.uid, call, 12, first.digests[1])
+    again.progress(12, 2)
+    part = again.next(20.0, never)
+    assert isinstance(part, Slice)
+    assert (part.begin, part.ends) == (12, [18, 24])
+    assert part.samples == first.samples[6:12]
+    # That was the credit.
+    assert again.next(0.05, never) == Waiting("")
+    again.progress(18, 2)
+    more = again.next(20.0, never)
+    assert isinstance(more, Slice)
+    assert more.ends == [30]
+    with pytest.raises(OrderMismatch, match="sample 12 of stream 'validation' has digest"):
+        served.evaluations.open(served.coordinator.uid, call, 12, first.digests[0]).next(20.0, never)
 
 
 def test_the_samples_of_a_server_are_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,27 +396,23 @@ def test_the_samples_of_a_server_are_bounded(folder: Path, monkeypatch: pytest.M
         assert len(evaluated(url, samples=30)) == 30
 
 
-def test_a_token_for_reading_is_enough(folder: Path) -> None:
-    with serving(folder, held_out()) as (url, runs):
-        whole = evaluated(url)
-        with over_grpc(runs, Access(control="c" * 32, read="r" * 32)) as address:
-            guarded = f"grpc://{address}/test"
-            assert evaluated(guarded, 2, token="r" * 32) == whole
-            with pytest.raises(tokenloom.Unauthenticated):
-                evaluated(guarded)
-            with pytest.raises(tokenloom.Forbidden):
-                trained(guarded, token="r" * 32)
+def test_a_token_for_reading_is_enough(held: Held) -> None:
+    with over_grpc(held.runs, Access(control="c" * 32, read="r" * 32)) as address:
+        guarded = f"grpc://{address}/test"
+        assert evaluated(guarded, 2, token="r" * 32) == held.whole
+        with pytest.raises(tokenloom.Unauthenticated):
+            evaluated(guarded)
+        with pytest.raises(tokenloom.Forbidden):
+            trained(guarded, token="r" * 32)
 
 
-def test_a_run_within_the_process_evaluates_on_the_same(folder: Path) -> None:
-    with serving(folder, held_out()) as (url, _):
-        whole = evaluated(url)
-    path = folder / "mixture.yaml"
-    with LocalDataset(path, 2) as training, training.evaluation() as validation:
+def test_a_run_within_the_process_evaluates_on_the_same(held: Held, folder: Path) -> None:
+    (folder / "mixture.yaml").write_text(yaml.safe_dump(held_out()), encoding="utf-8")
+    with LocalDataset(folder / "mixture.yaml", 2) as training, training.evaluation() as validation:
         next(iter(training))
         for _ in range(2):
             found = dict(each for batch in validation for each in samples_of(batch))
-            assert [found[at] for at in range(len(found))] == whole
+            assert [found[at] for at in range(len(found))] == held.whole
 
 
 def test_streams_are_told_of(folder: Path) -> None:
@@ -433,10 +424,6 @@ def test_streams_are_told_of(folder: Path) -> None:
     assert told.exit_code == 0, told.output
     assert "stream to evaluate on: benchmark, of jsonl:bench/*.jsonl:text (1 files)" in told.output
     assert f"stream to evaluate on: validation, of 0.25 of code, 0.25 of docs, 0.25 of {PROSE}" in told.output
-    (folder / "bench/a.jsonl").unlink()
-    told = CliRunner().invoke(app, ["validate", str(folder / "mixture.yaml")], env={"COLUMNS": "200"})
-    assert told.exit_code != 0
-    assert "bench/*.jsonl" in told.output
 
 
 def test_a_sample_can_be_traced_to_its_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,7 +437,7 @@ def test_a_sample_can_be_traced_to_its_rows(folder: Path, monkeypatch: pytest.Mo
             runs.get("test").traces.evaluated("validation", len(samples), False)
         with pytest.raises(NotFound, match="no stream 'valid'"):
             runs.get("test").traces.evaluated("valid", 0, False)
-        for index, sample in enumerate(samples):
+        for index, sample in [*enumerate(samples)][::3]:
             found = runs.get("test").traces.evaluated("validation", index, True)
             assert (found.status, found.sample, found.source_id) == ("evaluated", index, sample.source)
             assert found.ids == list(sample.ids)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.corpora import CODE, flat, mixture
 from support.served import PATIENCE_S, RUN, Trainer, never, sequence, serving
+from support.waiting import wait_for
 from tokenloom_proto.seal import seal, unseal
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.core import caller
@@ -120,20 +122,27 @@ def test_a_peek_nearby_does_not_wait_for_one_that_goes_a_long_way(
 ) -> None:
     monkeypatch.setattr("tokenloom_server.order.replay.TURN_TOKENS", 8)  # one sample
     endless = {"policy": "weighted", "children": [{"source": CODE, "epochs": float("inf")}]}
-    far = 20_000
+    far = 60_000
     with (
         serving(folder, tmp_path, mixture(mixture=endless)) as served,
         served.peeks.open(served.coordinator.uid, far, 1) as long,
         served.peeks.open(served.coordinator.uid, 1, 1) as short,
     ):
+
+        def go_far() -> None:
+            with suppress(ServerStopping):
+                while isinstance(long.next(PATIENCE_S, never), Waiting):
+                    pass
+
         long.progress(far, 1)
-        ended: list[str] = []
-        thread = threading.Thread(target=lambda: ended.append(f"{len(shown(long, 1))} far"))
+        thread = threading.Thread(target=go_far)
         thread.start()
+        wait_for(lambda: long._replay.sample_index > 9, "the beginning of the long way")
         short.progress(1, 3)
-        ended.append(f"{len(shown(short, 3))} near")
+        assert len(shown(short, 3)) == 3
+        assert long._replay.sample_index < far
+        served.peeks.stop()
         thread.join(PATIENCE_S)
-    assert ended == ["3 near", "1 far"]
 
 
 def test_who_waits_hears_how_far_it_is(served: ServedRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,8 @@ from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, flat, mixture, number
 from support.digest import digest_after
 from support.features import LATENTS, write_features
 from support.features import document as features_document
-from support.served import PATIENCE_S, Place, Trainer, never, serving
+from support.served import PATIENCE_S, Place, Trainer, never, revise, serving
 from tokenloom_server.api.served_run import ServedRun
-from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import (
     BeyondHorizon,
@@ -77,8 +77,6 @@ def ids_of(wire: bytes) -> list[int]:
 DOCUMENTS = {
     "nested": mixture(),
     "shifted": mixture(labels="shifted"),
-    "with begins": mixture(add_bos=True, sequence_length=5),
-    "without ends": flat([CODE, WIKI], add_eot=False, sequence_length=2),
     "long": mixture(sequence_length=64),
     "shuffled": mixture(
         mixture={
@@ -101,18 +99,22 @@ DOCUMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["nested", "shifted", "long", "shuffled", "shifted, fractions of epochs"])
+@pytest.mark.parametrize("name", DOCUMENTS)
 def test_the_documents_of_every_sample_are_the_sample(folder: Path, tmp_path: Path, name: str) -> None:
     with serving(folder, tmp_path, DOCUMENTS[name]) as served:
         order = served.coordinator.order
         trainer = Trainer(served, 1, 1).train_to(10**6)
         digest = 0
-        positions: dict[tuple[int, int], int] = {}
+        given: Counter[int] = Counter()
         touched = set()
         for index, (source, wire) in sorted(trainer.taken().items()):
+            digest = digest_after(digest, source, wire)
+            given[source] += 1
+            # The later samples of a long run are looked at here and there.
+            if index > 150 and index % 5:
+                continue
             ids = ids_of(wire)
             found = served.traces.sample(index, None, index % 7 == 0)
-            digest = digest_after(digest, source, wire)
             assert (found.sample, found.source_id, found.spec) == (index, source, order.record.specs[source])
             assert (found.generation, found.status, found.micro_step, found.rank, found.place) == (
                 1,
@@ -127,8 +129,7 @@ def test_the_documents_of_every_sample_are_the_sample(folder: Path, tmp_path: Pa
             )
             assert documents_ids(found) == ids
             assert found.tokens == order.config.sequence_length
-            assert found.source_sample == positions.get((source, -1), 0)
-            positions[source, -1] = found.source_sample + 1
+            assert found.source_sample == given[source] - 1
             for document in found.documents:
                 touched.add((found.spec, document.shard, document.epoch))
             if index % 7:
@@ -143,24 +144,10 @@ def test_the_documents_of_every_sample_are_the_sample(folder: Path, tmp_path: Pa
         assert max(epoch for _, _, epoch in touched) == (2 if "fractions" in name else 1)
 
 
-@pytest.mark.parametrize("name", ["with begins", "without ends"])
-def test_begin_of_text_ids_belong_to_their_rows(folder: Path, tmp_path: Path, name: str) -> None:
-    with serving(folder, tmp_path, DOCUMENTS[name]) as served:
-        trainer = Trainer(served, 1, 1).train_to(60)
-        rows: dict[tuple[str, str, int], list[int]] = {}
-        for index in sorted(trainer.taken())[:60]:
-            found = served.traces.sample(index, None, True)
-            assert found.ids == ids_of(trainer.taken()[index].ids)
-            for document in found.documents:
-                row = rows.setdefault((found.spec, document.shard, document.row), [])
-                if document.epoch == 0:
-                    assert len(row) == document.begin
-                    row += found.ids[document.position : document.position + document.end - document.begin]
-        assert len(rows) > 5
-        for (spec, path, row), ids in rows.items():
-            whole = row_ids(spec, PATHS[spec].index(path), row)
-            expected = whole[:-1] if "ends" in name else [257, *whole]
-            assert ids == expected[: len(ids)]
+@pytest.fixture
+def served(folder: Path, tmp_path: Path) -> Iterator[ServedRun]:
+    with serving(folder, tmp_path, mixture()) as run:
+        yield run
 
 
 # Steps and generations
@@ -180,54 +167,48 @@ def test_a_step_is_what_each_rank_got_and_the_data_end_within_a_padded_one(folde
             )  # fmt: skip
             (only,) = found.ranks
             assert only.padding == 4 - (found.end - found.begin)
-            for place, sample in enumerate(only.samples):
-                source, wire = trainer.taken()[step * 4 + place]
-                assert (sample.sample, sample.micro_step, sample.place, sample.source_id) == (
-                    step * 4 + place, step, place, source,
-                )  # fmt: skip
-                assert documents_ids(sample) == ids_of(wire)
+            assert [sample.sample for sample in only.samples] == list(range(found.begin, found.end))
         with pytest.raises(BeyondHorizon, match=rf"micro-step {step + 1} of run 'test' was not .* before {length};"):
             served.traces.micro_step(step + 1, None, None, False)
         with pytest.raises(BeyondHorizon, match=rf"sample {length} of run 'test' was not delivered"):
             served.traces.sample(length, None, False)
 
 
-def test_a_generation_that_was_taken_back_is_still_told(folder: Path, tmp_path: Path) -> None:
-    with serving(folder, tmp_path, mixture()) as served:
-        first = Trainer(served, 1, 1).train_to(50)
-        text, _ = served.past_states.snapshot(20)
-        second = Trainer(served, 1, 2, state=text.encode()).train_to(30)
-        assert second.ranks[0].joined.opening.parent == 1
-        assert {i: second.taken()[i] for i in range(20, 30)} == {i: first.taken()[i] for i in range(20, 30)}
-        told = {
-            (19, None): (1, "committed", 19, 0),
-            (20, None): (2, "committed", 0, 0),
-            (29, None): (2, "committed", 4, 1),
-            (29, 2): (2, "committed", 4, 1),
-            (19, 2): (1, "committed", 19, 0),
-            (19, 1): (1, "committed", 19, 0),
-            (20, 1): (1, "rewound", 20, 0),
-            (49, 1): (1, "rewound", 49, 0),
-        }
-        for (index, generation), where in told.items():
-            found = served.traces.sample(index, generation, False)
-            assert (found.generation, found.status, found.micro_step, found.place) == where
-            assert documents_ids(found) == ids_of(first.taken()[index].ids)
-        rewound = served.traces.micro_step(49, 0, 1, True).ranks[0].samples[0]
-        assert rewound == served.traces.sample(49, 1, True)
-        # Nothing that lies ahead of the present generation is told of it.
-        with pytest.raises(BeyondHorizon, match=r"generation 2, which began at sample 20, has produced those before"):
-            served.traces.sample(10**6, None, False)
-        with pytest.raises(BeyondHorizon, match=r"sample 1000000 is \d+ samples beyond sample .* goes 65536 further"):
-            served.traces.sample(10**6, 1, False)
-        with pytest.raises(BeyondHorizon, match=r"micro-step 5000 of generation 1 does not exist: .* the data end at"):
-            served.traces.micro_step(5000, None, 1, False)
-        with pytest.raises(BeyondHorizon, match=r"sample 5000 does not exist: the data end at sample \d+"):
-            served.traces.sample(5000, 1, False)
-        with pytest.raises(NotFound, match=r"there is no generation 3; the ledger has 1 to 2"):
-            served.traces.sample(0, 3, False)
-        with pytest.raises(ConfigError, match=r"rank is 1, but generation 2 has ranks 0 to 0"):
-            served.traces.micro_step(0, 1, None, False)
+def test_a_generation_that_was_taken_back_is_still_told(served: ServedRun) -> None:
+    first = Trainer(served, 1, 1).train_to(50)
+    text, _ = served.past_states.snapshot(20)
+    second = Trainer(served, 1, 2, state=text.encode()).train_to(30)
+    assert second.ranks[0].joined.opening.parent == 1
+    assert {i: second.taken()[i] for i in range(20, 30)} == {i: first.taken()[i] for i in range(20, 30)}
+    told = {
+        (19, None): (1, "committed", 19, 0),
+        (20, None): (2, "committed", 0, 0),
+        (29, None): (2, "committed", 4, 1),
+        (29, 2): (2, "committed", 4, 1),
+        (19, 2): (1, "committed", 19, 0),
+        (19, 1): (1, "committed", 19, 0),
+        (20, 1): (1, "rewound", 20, 0),
+        (49, 1): (1, "rewound", 49, 0),
+    }
+    for (index, generation), where in told.items():
+        found = served.traces.sample(index, generation, False)
+        assert (found.generation, found.status, found.micro_step, found.place) == where
+        assert documents_ids(found) == ids_of(first.taken()[index].ids)
+    rewound = served.traces.micro_step(49, 0, 1, True).ranks[0].samples[0]
+    assert rewound == served.traces.sample(49, 1, True)
+    # Nothing that lies ahead of the present generation is told of it.
+    with pytest.raises(BeyondHorizon, match=r"generation 2, which began at sample 20, has produced those before"):
+        served.traces.sample(10**6, None, False)
+    with pytest.raises(BeyondHorizon, match=r"sample 1000000 is \d+ samples beyond sample .* goes 65536 further"):
+        served.traces.sample(10**6, 1, False)
+    with pytest.raises(BeyondHorizon, match=r"micro-step 5000 of generation 1 does not exist: .* the data end at"):
+        served.traces.micro_step(5000, None, 1, False)
+    with pytest.raises(BeyondHorizon, match=r"sample 5000 does not exist: the data end at sample \d+"):
+        served.traces.sample(5000, 1, False)
+    with pytest.raises(NotFound, match=r"there is no generation 3; the ledger has 1 to 2"):
+        served.traces.sample(0, 3, False)
+    with pytest.raises(ConfigError, match=r"rank is 1, but generation 2 has ranks 0 to 0"):
+        served.traces.micro_step(0, 1, None, False)
 
 
 def test_micro_steps_are_traced_as_each_rank_got_them_also_after_a_restart(folder: Path, tmp_path: Path) -> None:
@@ -256,37 +237,35 @@ def test_micro_steps_are_traced_as_each_rank_got_them_also_after_a_restart(folde
     server.stop()
 
 
-def test_of_a_run_that_nobody_joined_nothing_is_told(folder: Path, tmp_path: Path) -> None:
-    with serving(folder, tmp_path, mixture()) as served:
-        with pytest.raises(BeyondHorizon, match="has delivered nothing yet: no trainer has joined it"):
-            served.traces.sample(0, None, False)
-        with pytest.raises(BeyondHorizon, match="has delivered nothing yet"):
-            served.traces.micro_step(0, None, 1, False)
+def test_of_a_run_that_nobody_joined_nothing_is_told(served: ServedRun) -> None:
+    with pytest.raises(BeyondHorizon, match="has delivered nothing yet: no trainer has joined it"):
+        served.traces.sample(0, None, False)
+    with pytest.raises(BeyondHorizon, match="has delivered nothing yet"):
+        served.traces.micro_step(0, None, 1, False)
 
 
 # Bounds
 
 
 def test_how_far_an_old_generation_came_is_taken_from_its_journal(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    revisable: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tokenloom_server.replay.past.AHEAD_SAMPLES", 3)
-    monkeypatch.setattr("tokenloom_server.run.sizing.MESSAGE_STEPS", 4)
-    with serving(folder, tmp_path, mixture(window_micro_steps=4)) as served:
-        first = Trainer(served, 1, 1)
-        for to in range(4, 72, 4):
-            first.train_to(to)
-        Trainer(served, 1, 1, resume="fresh").train_to(4)
-        coordinator = served.coordinator
-        for _ in range(3):
-            coordinator.ledger.execute(ThinJournal(coordinator.uid, coordinator.stream, coordinator.lease.epoch))
-        digest = 0
-        for index in range(64):
-            source, wire = first.taken()[index]
-            digest = digest_after(digest, source, wire)
-            assert served.traces.sample(index, 1, False).digest == digest_hex(digest)
-        with pytest.raises(BeyondHorizon):
-            served.traces.sample(400, 1, False)
+    served = revisable.serve()
+    first = Trainer(served, 1, 1)
+    for to in range(4, 72, 4):
+        first.train_to(to)
+    Trainer(served, 1, 1, resume="fresh").train_to(4)
+    coordinator = served.coordinator
+    for _ in range(3):
+        coordinator.ledger.execute(ThinJournal(coordinator.uid, coordinator.stream, coordinator.lease.epoch))
+    digest = 0
+    for index in range(64):
+        source, wire = first.taken()[index]
+        digest = digest_after(digest, source, wire)
+        assert served.traces.sample(index, 1, False).digest == digest_hex(digest)
+    with pytest.raises(BeyondHorizon):
+        served.traces.sample(400, 1, False)
 
 
 def test_a_trace_has_so_many_tokens_and_documents_but_for_one_sample(
@@ -307,8 +286,8 @@ def test_a_trace_has_so_many_tokens_and_documents_but_for_one_sample(
         assert len(served.traces.sample(4, None, False).documents) > 0
 
 
-def test_traces_and_peeks_share_their_places(folder: Path, tmp_path: Path) -> None:
-    with serving(folder, tmp_path, mixture()) as served, ExitStack() as places:
+def test_traces_and_peeks_share_their_places(served: ServedRun) -> None:
+    with ExitStack() as places:
         Trainer(served, 1, 1).train_to(4)
         for _ in range(MAX_PEEKS):
             places.enter_context(served.peeks.open(served.coordinator.uid, 0, 1))
@@ -319,25 +298,24 @@ def test_traces_and_peeks_share_their_places(folder: Path, tmp_path: Path) -> No
 
 
 def test_a_trace_that_takes_too_long_goes_on_when_it_is_asked_again(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    served: ServedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tokenloom_server.order.replay.TURN_TOKENS", 40)
     monkeypatch.setattr("tokenloom_server.run.sizing.MESSAGE_STEPS", 1000)
-    with serving(folder, tmp_path, mixture()) as served:
-        trainer = Trainer(served, 1, 1).train_to(61)
-        times = iter(range(10_000))
-        monkeypatch.setattr("tokenloom_server.replay.trace.time.monotonic", lambda: float(next(times)))
-        monkeypatch.setattr("tokenloom_server.replay.trace.MAX_FORWARD_S", 1.5)
-        asked = 0
-        while True:
-            asked += 1
-            try:
-                found = served.traces.sample(60, None, False)
-                break
-            except ServerStopping as error:
-                assert "ask again" in str(error)
-        assert documents_ids(found) == ids_of(trainer.taken()[60].ids)
-        assert asked > 3
+    trainer = Trainer(served, 1, 1).train_to(61)
+    times = iter(range(10_000))
+    monkeypatch.setattr("tokenloom_server.replay.trace.time.monotonic", lambda: float(next(times)))
+    monkeypatch.setattr("tokenloom_server.replay.trace.MAX_FORWARD_S", 1.5)
+    asked = 0
+    while True:
+        asked += 1
+        try:
+            found = served.traces.sample(60, None, False)
+            break
+        except ServerStopping as error:
+            assert "ask again" in str(error)
+    assert documents_ids(found) == ids_of(trainer.taken()[60].ids)
+    assert asked > 3
 
 
 def test_rows_that_changed_since_are_not_told_as_if_they_were_the_sample(tmp_path: Path) -> None:
@@ -361,13 +339,13 @@ def test_rows_that_changed_since_are_not_told_as_if_they_were_the_sample(tmp_pat
 # Revisions
 
 
-def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a revision may hold soon."""
+@pytest.fixture
+def revisable(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """A run of three sources, in which a revision may hold soon."""
     monkeypatch.setattr("tokenloom_server.run.sizing.MESSAGE_STEPS", 4)
-
-
-def change(**fields: Any) -> MixtureChange:
-    return MixtureChange.model_validate({"reason": "because"} | fields)
+    place = Place(folder, tmp_path, flat([CODE, PROSE, WIKI], window_micro_steps=4))
+    yield place
+    place.stop()
 
 
 def told_as_received(
@@ -379,72 +357,60 @@ def told_as_received(
         assert (found.source_id, documents_ids(found)) == (source, ids_of(wire)), index
 
 
-def test_samples_before_and_behind_revisions_are_told_by_the_rows_they_had(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small_groups(monkeypatch)
+def test_samples_before_and_behind_revisions_are_told_by_the_rows_they_had(revisable: Place, tmp_path: Path) -> None:
     excluded = tmp_path / "out.jsonl"
     lines = [{"spec": CODE, "shard": PATHS[CODE][0], "row": row} for row in range(5, 14)]
     excluded.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    document = flat([CODE, PROSE, WIKI], window_micro_steps=4, labels="shifted", last_micro_step="pad")
-    with serving(folder, tmp_path, document) as served:
-        trainer = Trainer(served, 1, 1).train_to(6)
-        revisions = [
-            change(exclude={"file": str(excluded)}),
-            change(set=[{"child": CODE, "weight": 3}], drop=[PROSE]),
-            change(add=[{"child": {"source": DOCS, "weight": 2}}]),
-        ]
-        held = []
-        for to, revision in zip((7, 30, 60), revisions, strict=True):
-            trainer.train_to(to)
-            held.append(served.revision_handler.revise(revision).sample_index)
-        assert held == sorted(set(held))
-        trainer.train_to(10**6)
-        told_as_received(served, trainer, sorted(trainer.taken()))
-        rows = {
-            (document.shard, document.row)
-            for index in range(held[0] + 8, len(trainer.taken()))
-            for document in served.traces.sample(index, None, False).documents
-        }
-        assert not rows & {(line["shard"], line["row"]) for line in lines}
-        # A step that lies on both sides of each.
-        late = Trainer(served, 1, 7, resume="fresh").train_to(10**6)
-        assert late.taken() == trainer.taken()
-        for step in range(len(late.taken()) // 7):
-            found = served.traces.micro_step(step, 0, 2, True)
-            assert [sample.sample for sample in found.ranks[0].samples] == list(range(step * 7, step * 7 + 7))
-            for sample in found.ranks[0].samples:
-                assert sample.ids == ids_of(late.taken()[sample.sample].ids)
-                assert documents_ids(sample) == sample.ids
+    served = revisable.serve()
+    trainer = Trainer(served, 1, 1).train_to(6)
+    changes: list[dict[str, Any]] = [
+        {"exclude": {"file": str(excluded)}},
+        {"set": [{"child": CODE, "weight": 3}], "drop": [PROSE]},
+        {"add": [{"child": {"source": DOCS, "weight": 2}}]},
+    ]
+    held = []
+    for to, change in zip((7, 30, 60), changes, strict=True):
+        trainer.train_to(to)
+        held.append(revise(served, **change).sample_index)
+    assert held == sorted(set(held))
+    trainer.train_to(10**6)
+    told_as_received(served, trainer, sorted(trainer.taken()))
+    rows = {
+        (document.shard, document.row)
+        for index in range(held[0] + 8, len(trainer.taken()))
+        for document in served.traces.sample(index, None, False).documents
+    }
+    assert not rows & {(line["shard"], line["row"]) for line in lines}
+    # A step that lies on both sides of each.
+    late = Trainer(served, 1, 7, resume="fresh").train_to(10**6)
+    for step in range(len(late.taken()) // 7):
+        found = served.traces.micro_step(step, 0, 2, True)
+        assert [sample.sample for sample in found.ranks[0].samples] == list(range(step * 7, step * 7 + 7))
+        for sample in found.ranks[0].samples:
+            assert documents_ids(sample) == sample.ids == ids_of(late.taken()[sample.sample].ids)
 
 
-def test_a_generation_from_before_a_revision_is_told_without_it(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small_groups(monkeypatch)
-    with serving(folder, tmp_path, flat([CODE, PROSE, WIKI], window_micro_steps=4)) as served:
-        first = Trainer(served, 1, 1).train_to(60)
-        text, _ = served.past_states.snapshot(20)
-        second = Trainer(served, 1, 1, state=text.encode()).train_to(24)
-        index = served.revision_handler.revise(change(drop=[PROSE])).sample_index
-        assert 24 < index < 50
-        second.train_to(60)
-        assert second.taken()[59] != first.taken()[59]
-        told_as_received(served, second, range(20, 60))
-        told_as_received(served, first, range(60), 1)
-        told_as_received(served, first, range(20))
-        for step in range(60):
-            assert served.traces.micro_step(step, 0, 1, True).ranks[0].samples[0].ids == ids_of(first.taken()[step].ids)
+def test_a_generation_from_before_a_revision_is_told_without_it(revisable: Place) -> None:
+    served = revisable.serve()
+    first = Trainer(served, 1, 1).train_to(60)
+    text, _ = served.past_states.snapshot(20)
+    second = Trainer(served, 1, 1, state=text.encode()).train_to(24)
+    index = revise(served, drop=[PROSE]).sample_index
+    assert 24 < index < 50
+    second.train_to(60)
+    assert second.taken()[59] != first.taken()[59]
+    told_as_received(served, second, range(20, 60))
+    told_as_received(served, first, range(60), 1)
+    told_as_received(served, first, range(20))
+    for step in range(60):
+        assert served.traces.micro_step(step, 0, 1, True).ranks[0].samples[0].ids == ids_of(first.taken()[step].ids)
 
 
 def test_a_peek_ahead_takes_a_revision_that_comes_or_is_told_that_it_came_too_late(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    revisable: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small_groups(monkeypatch)
-    with (
-        serving(folder, tmp_path, flat([CODE, PROSE, WIKI], window_micro_steps=4)) as served,
-        ExitStack() as open_peeks,
-    ):
+    served = revisable.serve()
+    with ExitStack() as open_peeks:
         trainer = Trainer(served, 1, 1).train_to(4)
         near, far, resting = (
             open_peeks.enter_context(served.peeks.open(served.coordinator.uid, at, 1)) for at in (5, 70, 70)
@@ -456,7 +422,7 @@ def test_a_peek_ahead_takes_a_revision_that_comes_or_is_told_that_it_came_too_la
         monkeypatch.setattr("tokenloom_server.replay.peek.REST_S", 0.0)
         assert isinstance(resting.next(0.01, never), Waiting)
         assert resting._replay.rests
-        index = served.revision_handler.revise(change(drop=[PROSE])).sample_index
+        index = revise(served, drop=[PROSE]).sample_index
         assert 6 < index < 60
         near.progress(6, 100)
         trainer.train_to(10**6)
@@ -481,17 +447,16 @@ def _taken(peek: Peek, count: int) -> list[bytes]:
 
 
 def test_samples_after_a_skip_are_told_as_received_and_what_was_passed_over_by_the_line_before(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    revisable: Place,
 ) -> None:
-    small_groups(monkeypatch)
-    with serving(folder, tmp_path, flat([CODE, PROSE, WIKI], window_micro_steps=4)) as served:
-        before = Trainer(served, 1, 1).train_to(40)
-        served.start_points.restore(sample_index=8, skip_samples=11)
-        after = Trainer(served, 1, 1).train_to(30)
-        told_as_received(served, after, range(8, 30))
-        told_as_received(served, before, range(40), 1)
-        assert served.traces.sample(12, 1, False).status == "rewound"
-        assert_numbered(served, after.taken() | {i: before.taken()[i] for i in range(8)})
+    served = revisable.serve()
+    before = Trainer(served, 1, 1).train_to(40)
+    served.start_points.restore(sample_index=8, skip_samples=11)
+    after = Trainer(served, 1, 1).train_to(30)
+    told_as_received(served, after, range(8, 30))
+    told_as_received(served, before, range(40), 1)
+    assert served.traces.sample(12, 1, False).status == "rewound"
+    assert_numbered(served, after.taken() | {i: before.taken()[i] for i in range(8)})
 
 
 def assert_numbered(served: ServedRun, line: dict[int, Any]) -> None:
@@ -506,21 +471,19 @@ def assert_numbered(served: ServedRun, line: dict[int, Any]) -> None:
 
 
 def test_the_samples_of_a_source_are_counted_over_launches_revisions_and_restarts(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    revisable: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small_groups(monkeypatch)
     monkeypatch.setattr("tokenloom_server.order.replay.TURN_TOKENS", 40)
-    server = Place(folder, tmp_path, flat([CODE, PROSE, WIKI], window_micro_steps=4))
-    served = server.serve()
+    served = revisable.serve()
     with pytest.raises(BeyondHorizon, match="no trainer has joined"):
         served.traces.of_source(CODE, None, False)
     first = Trainer(served, 1, 1).train_to(40)
     second = Trainer(served, 2, 1, state=first.state(20)).train_to(24)
-    served.revision_handler.revise(change(add=[{"child": {"source": DOCS, "alias": "docs", "weight": 3}}]))
+    revise(served, add=[{"child": {"source": DOCS, "alias": "docs", "weight": 3}}])
     second.train_to(60)
     line = {i: first.taken()[i] for i in range(20)} | second.taken()
     assert_numbered(served, line)
-    served = server.restart()
+    served = revisable.restart()
     # A server that has just come up knows the counts at the state boundary before the commit.
     boundary = served.coordinator.view().state.sample_index
     assert boundary > 50
@@ -529,7 +492,6 @@ def test_the_samples_of_a_source_are_counted_over_launches_revisions_and_restart
     assert sample == served.traces.sample(sample.sample, None, True)
     with pytest.raises(NotFound, match=r"source: run 'test' has no source 'web'; it has .*, 'docs'"):
         served.traces.of_source("web", 0, False)
-    server.stop()
 
 
 def test_rows_in_batches_have_numbers_and_shapes(tmp_path: Path) -> None:
@@ -583,21 +545,18 @@ def test_parts_of_documents_say_which_ids_are_labels(tmp_path: Path, labels: str
         assert served.traces.sample(1, None, False).documents[0].parts is None
 
 
-def test_a_generation_whose_revision_was_dropped_since_is_not_told_without_it(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small_groups(monkeypatch)
-    with serving(folder, tmp_path, flat([CODE, PROSE, WIKI], window_micro_steps=4)) as served:
-        first = Trainer(served, 1, 1).train_to(4)
-        text, _ = served.past_states.snapshot(4)
-        index = served.revision_handler.revise(change(drop=[PROSE], sample_index=12)).sample_index
-        for to in range(8, 60, 4):
-            first.train_to(to)
-        told_as_received(served, first, range(56))
-        second = Trainer(served, 1, 1, state=text.encode()).train_to(5)
-        told_as_received(served, first, range(56), 1)
-        served.revision_handler.drop(1)
-        told_as_received(served, second, range(4, 5))
-        for at in (index - 1, index, 50):
-            with pytest.raises(SnapshotInvalid, match="a revision was dropped"):
-                served.traces.sample(at, 1, False)
+def test_a_generation_whose_revision_was_dropped_since_is_not_told_without_it(revisable: Place) -> None:
+    served = revisable.serve()
+    first = Trainer(served, 1, 1).train_to(4)
+    text, _ = served.past_states.snapshot(4)
+    index = revise(served, drop=[PROSE], sample_index=12).sample_index
+    for to in range(8, 60, 4):
+        first.train_to(to)
+    told_as_received(served, first, range(56))
+    second = Trainer(served, 1, 1, state=text.encode()).train_to(5)
+    told_as_received(served, first, range(56), 1)
+    served.revision_handler.drop(1)
+    told_as_received(served, second, range(4, 5))
+    for at in (index - 1, index, 50):
+        with pytest.raises(SnapshotInvalid, match="a revision was dropped"):
+            served.traces.sample(at, 1, False)
