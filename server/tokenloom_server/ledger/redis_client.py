@@ -188,8 +188,8 @@ class RedisClient:
         deadline = time.monotonic() + REWRITE_TIMEOUT_S
         while True:
             with self._translated():
-                found = self._redis.info("persistence")
-            if not any(int(found.get(f"aof_rewrite_{name}", 0)) for name in ("in_progress", "scheduled")):
+                persistence = self._redis.info("persistence")
+            if not any(int(persistence.get(f"aof_rewrite_{name}", 0)) for name in ("in_progress", "scheduled")):
                 return
             if time.monotonic() >= deadline:
                 raise LedgerUnsafe(

@@ -28,10 +28,10 @@ def mended_since(version: int, source: SourceConfig) -> str | None:
 def refusal(config: RunConfig, version: int) -> str | None:
     """Why this release cannot go on with a run of an order version, and what to do; None where it can."""
     for _, source in config.named_sources():
-        what = mended_since(version, source)
-        if what is not None:
+        difference = mended_since(version, source)
+        if difference is not None:
             return (
-                f"{source.name}: {what}, and this release has no other rule: serve the run with the Tokenloom release "
+                f"{source.name}: {difference}, and this release has no other rule: serve the run with the Tokenloom release "
                 f"that wrote order version {version}, or begin a new run under another name, without order_version"
             )
     return None

@@ -148,10 +148,10 @@ def _footer(file: File) -> list[int]:
 
 def _blocks(buffer: bytes | memoryview, table: int, number: int) -> list[int]:
     """The offsets in a vector of blocks."""
-    at = _field(buffer, table, number)
-    if not at:
+    field = _field(buffer, table, number)
+    if not field:
         return []
-    vector = at + struct.unpack_from("<I", buffer, at)[0]
+    vector = field + struct.unpack_from("<I", buffer, field)[0]
     (count,) = struct.unpack_from("<I", buffer, vector)
     if vector + 4 + count * _BLOCK.size > len(buffer):
         raise struct.error("a vector of blocks ends outside of its buffer")
