@@ -264,7 +264,7 @@ def test_a_revision_that_has_to_wait_says_in_the_log_why_it_was_not_made(
     wide: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
     Trainer(wide.serve()).train(2)
-    wide.timeouts = Timeouts(liveness_s=0.2)
+    wide.timeouts = Timeouts(liveness_s=2.0)  # it is asked sooner than that after its start
     wide.restart().revision_handler.revise_soon(heavier(0.5, sample_index=3))
     wait_for(lambda: "was not made" in caplog.text, "the revision's end")
     assert "the revision of the mixture file (a test) was not made: BeyondHorizon: sample 3 may" in caplog.text
