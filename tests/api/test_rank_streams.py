@@ -173,10 +173,10 @@ def test_a_stream_that_has_nothing_to_send_says_for_what_it_waits(
     monkeypatch.setattr(rank_streams, "HEARTBEAT_S", 0.02)
     _, stub = served
     rank = Rank(stub, 0)
-    while not (message := rank.take()).HasField("heartbeat"):
-        pass
-    assert message.server_epoch == rank.joined.server_epoch
-    assert rank.take().HasField("heartbeat")
+    for _ in range(2):
+        while not (message := rank.take()).HasField("heartbeat"):
+            pass
+        assert message.server_epoch == rank.joined.server_epoch
 
 
 def test_a_server_that_stops_says_so(served: tuple[ServedRun, DataLoaderStub]) -> None:

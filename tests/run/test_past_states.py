@@ -27,6 +27,7 @@ def test_a_snapshot_at_every_index_is_what_a_client_writes_there_before_and_afte
     fresh: dict[int, str] = {}
     while trainer.take(1):
         written[trainer.index] = trainer.state()
+        trainer.settle()  # the horizon is that of what is committed
         # In memory: what was produced and not yet dropped.
         for index in range(trainer.index, trainer.index + 7, 3):
             if index <= 174 - (last_micro_step == "drop" and batch_size is SCHEDULE):

@@ -31,8 +31,9 @@ def refusal(config: RunConfig, version: int) -> str | None:
         difference = mended_since(version, source)
         if difference is not None:
             return (
-                f"{source.name}: {difference}, and this release has no other rule: serve the run with the Tokenloom release "
-                f"that wrote order version {version}, or begin a new run under another name, without order_version"
+                f"{source.name}: {difference}, and this release has no other rule: serve the run with the Tokenloom "
+                f"release that wrote order version {version}, or begin a new run under another name, without "
+                "order_version"
             )
     return None
 
