@@ -27,7 +27,7 @@ TORCH = next(line for line in (ROOT / "constraints.txt").read_text().splitlines(
 #: torch, and Mosaic's old transformers excludes the newest huggingface_hub.
 WITHOUT = {"torch", "torchvision", "torchaudio", "transformers"}
 #: What the tests of other writers do not meet, and what these writers exclude in turn.
-FRAMEWORKS = {"transformers", "trl", "accelerate", "lightning", "jax", "orbax-checkpoint", "ray", "torchdata", "wandb"}
+FRAMEWORKS = {"trl", "accelerate", "lightning", "jax", "orbax-checkpoint", "ray", "torchdata", "wandb"}
 #: Formats, chats, tokenisers, frameworks, the page, Prometheus.
 FORMATS = ["tests/sources", "tests/storage"]
 TRAINERS = [
@@ -104,7 +104,7 @@ def install(environment: Environment) -> Path:
     for package in ("mosaicml-streaming", "litdata"):
         run(*pip, "--no-deps", package)
     needs = needs_of(python, environment.leading) if environment.leading else []
-    left_out = {name_of(line) for line in needs} | FRAMEWORKS if environment.leading else set()
+    left_out = {name_of(line) for line in needs} | FRAMEWORKS if environment.leading else set[str]()
     run(*pip, *(line for line in wanted() if name_of(line) not in left_out), *needs)
     run(*pip, "--no-deps", "-e", ROOT)
     return python

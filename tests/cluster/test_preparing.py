@@ -225,6 +225,7 @@ def test_a_node_that_does_not_answer_is_left_out_where_another_one_does(
             raylet.resume()
 
 
+@pytest.mark.exhaustive(reason="a cluster that is killed part by part takes a minute; the test above holds the bytes")
 def test_killed_workers_nodes_and_drivers_change_no_byte(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -503,6 +503,7 @@ def test_the_whole_demonstration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "Nothing lost, nothing repeated, the same order." in output(console)
 
 
+@pytest.mark.exhaustive(reason="make demo runs the same acts before the tests do")
 @pytest.mark.slow
 def test_the_live_demonstration_stays_at_its_address_while_it_is_revised_killed_and_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
