@@ -292,6 +292,8 @@ def _run(make_store: Callable[[], LedgerStore], examples: int) -> None:
         machine,
         settings=settings(
             max_examples=examples,
+            # A mutant is caught each time or never: which histories are drawn is no chance.
+            derandomize=examples == UNTIL_CAUGHT,
             stateful_step_count=30,
             deadline=None,
             database=None,
