@@ -27,7 +27,7 @@ TORCH = next(line for line in (ROOT / "constraints.txt").read_text().splitlines(
 #: torch, and Mosaic's old transformers excludes the newest huggingface_hub.
 WITHOUT = {"torch", "torchvision", "torchaudio", "transformers"}
 #: What the tests of other writers do not meet, and what these writers exclude in turn.
-FRAMEWORKS = {"trl", "accelerate", "lightning", "jax", "orbax-checkpoint", "ray", "torchdata", "wandb"}
+FRAMEWORKS = {"trl", "accelerate", "jax", "orbax-checkpoint", "ray", "torchdata", "wandb"}
 #: Formats, chats, tokenisers, frameworks, the page, Prometheus.
 FORMATS = ["tests/sources", "tests/storage"]
 TRAINERS = [
