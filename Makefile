@@ -79,6 +79,7 @@ chaos: install
 check: install $(PROTOC)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest -q -m exhaustive tests/test_house.py
 	$(BIN)/mypy --python-version 3.10 -p tokenloom -p tokenloom_proto & client=$$!; $(BIN)/mypy && wait $$client
 	@rm -rf $(VENV)/proto-check && mkdir -p $(VENV)/proto-check
 	@$(MAKE) --no-print-directory proto PROTO_OUT=$(VENV)/proto-check

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from support.page import CHROMIUM, CHROMIUM_OPTIONS
 from support.redis_server import RedisServer
 from support.server_process import CommandLine
 
+LEFT_OUT = Path(__file__).with_name("exhaustive.toml")
 #: Of all tests, those that only ``make test-all`` runs are at most one in so many.
 EXHAUSTIVE = 10
 
@@ -24,13 +26,21 @@ EXHAUSTIVE = 10
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What ``make test`` leaves out has a reason each, and is little."""
-    left_out = [(item, item.get_closest_marker("exhaustive")) for item in items]
-    without = [item.nodeid for item, mark in left_out if mark is not None and not mark.kwargs.get("reason")]
-    if without:
-        raise pytest.UsageError(f"exhaustive without a reason=: {', '.join(without)}")
-    share = sum(mark is not None for _, mark in left_out) * EXHAUSTIVE
-    if config.args == config.getini("testpaths") and share > len(items):
-        raise pytest.UsageError(f"more than one test in {EXHAUSTIVE} is exhaustive, and so not in make test")
+    groups = tomllib.loads(LEFT_OUT.read_text(encoding="utf-8"))["left_out"]
+    marks = {test: pytest.mark.exhaustive(reason=group["reason"]) for group in groups for test in group["tests"]}
+    kept = {test for group in groups for test in group.get("but", ())}
+    by_name = {name: item for item in items for name in (item.nodeid, item.nodeid.partition("[")[0])}
+    for item in items:
+        mark = marks.get(item.nodeid) or marks.get(item.nodeid.partition("[")[0])
+        if mark is not None and item.nodeid not in kept:
+            item.add_marker(mark)
+    if config.args == config.getini("testpaths"):
+        gone = [name for name in (*marks, *kept) if name not in by_name]
+        if gone:
+            raise pytest.UsageError(f"{LEFT_OUT.name} names what is no test: {', '.join(gone)}")
+        share = sum(item.get_closest_marker("exhaustive") is not None for item in items) * EXHAUSTIVE
+        if share > len(items):
+            raise pytest.UsageError(f"more than one test in {EXHAUSTIVE} is exhaustive, and so not in make test")
 
 
 @pytest.fixture(scope="session", autouse=True)

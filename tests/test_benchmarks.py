@@ -176,7 +176,6 @@ def test_a_table_has_medians_and_says_where_they_are_from(tmp_path: Path) -> Non
     assert len(kept) == 1
 
 
-@pytest.mark.exhaustive(reason="a hundred thousand rows are shuffled; the ways beside it are measured in every run")
 def test_rows_that_were_prepared_are_shuffled_nearly_as_if_they_were_drawn_at_random(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

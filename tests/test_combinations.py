@@ -205,7 +205,6 @@ def test_a_run_goes_on_from_every_sample_index(scheme: str, shuffle: str, packin
     goes_on_from_every_sample_index(SCHEMES[scheme](tmp_path), shuffle, packing, tmp_path)
 
 
-@pytest.mark.exhaustive(reason="420 combinations; the test above has every pair of what they are made of")
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_run_goes_on_from_every_sample_index_in_every_combination(scheme: str, shuffle: str, tmp_path: Path) -> None:

@@ -52,9 +52,6 @@ def test_a_hundred_faults_lose_repeat_and_reorder_nothing_and_training_goes_on_b
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.exhaustive(
-    reason="tests/ledger/test_machine.py catches the same mutants, and test_checker.py each kind of wrong"
-)
 @pytest.mark.parametrize(
     ("mutant", "only", "message"),
     [

@@ -340,7 +340,6 @@ def test_one_worker_reads_the_batches_and_the_trainers_copy_does_not_pretend_to_
     assert batches == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-@pytest.mark.exhaustive(reason="a worker that imports torch anew; where one goes on is the same after a fork")
 def test_a_spawned_worker_goes_on_where_the_trainers_copy_stood(elsewhere: str) -> None:
     with RemoteDataset(elsewhere, 2) as dataset:
         assert next(iter(dataset))["sample_ids"].tolist() == [0, 1]

@@ -275,7 +275,6 @@ reveal_type(next(iter(NumpyDataset("grpc://127.0.0.1:1/run", 4)))["cu_seqlens"])
 """
 
 
-@pytest.mark.exhaustive(reason="mypy reads torch; make check reads the same types")
 def test_a_users_script_is_checked_strictly_against_the_packages_types(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")

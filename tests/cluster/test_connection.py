@@ -85,7 +85,6 @@ def test_without_ray_the_message_says_what_to_install() -> None:
     assert "pip install 'tokenloom[ray]'" in ended.stderr
 
 
-@pytest.mark.exhaustive(reason="three Rays one after the other; test_scale_page starts one of its own in every run")
 def test_a_cluster_of_ones_own_has_the_cpus_asked_for_takes_no_other_token_and_ends_with_the_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -42,7 +42,6 @@ def metrics_of(server: ServerProcess) -> dict[str, float]:
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
 
 
-@pytest.mark.exhaustive(reason="figures of a real cluster; the page and its metrics are held from made ones")
 def test_readers_are_seen_at_work_and_in_want_of_it(tmp_path: Path, tokenloom: CommandLine, browser: Browser) -> None:
     from ray.util.placement_group import placement_group, remove_placement_group
 

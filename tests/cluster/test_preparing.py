@@ -111,7 +111,6 @@ def test_any_number_of_workers_make_the_bytes_of_threads_in_folders_and_object_s
     assert digest_of(tmp_path / "fetched/mixture.yaml") == digest_of(tmp_path / "out/mixture.yaml")
 
 
-@pytest.mark.exhaustive(reason="Ray's client starts a server of its own; what it calls is what the other tests call")
 def test_a_client_of_a_cluster_has_the_same_answers(cluster: Any, tmp_path: Path) -> None:
     job = job_of(tmp_path, write_texts(tmp_path, files=1))
     prepare(job, tmp_path / "whole", on_done=nothing, on_kept=nothing)
@@ -150,7 +149,6 @@ def test_a_path_that_the_driver_alone_sees_is_refused_before_any_work(cluster: A
         os.close(700)
 
 
-@pytest.mark.exhaustive(reason="waits for four attempts at a shard; kills of workers and nodes are in every run")
 def test_the_first_shard_is_asked_for_on_another_node_where_one_has_stopped(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -194,7 +192,6 @@ def test_the_first_shard_is_asked_for_on_another_node_where_one_has_stopped(
     assert shards_of(tmp_path / "out") == shards_of(tmp_path / "whole")
 
 
-@pytest.mark.exhaustive(reason="waits for a node that is stopped; kills of workers and nodes are in every run")
 def test_a_node_that_does_not_answer_is_left_out_where_another_one_does(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -225,7 +222,6 @@ def test_a_node_that_does_not_answer_is_left_out_where_another_one_does(
             raylet.resume()
 
 
-@pytest.mark.exhaustive(reason="a cluster that is killed part by part takes a minute; the test above holds the bytes")
 def test_killed_workers_nodes_and_drivers_change_no_byte(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,7 +95,6 @@ def test_of_attempts_at_one_time_one_is_published_and_one_that_wakes_after_the_e
     assert shards_of(out.place) == shards_of(tmp_path / "whole")
 
 
-@pytest.mark.exhaustive(reason="two commands over a store; tests/prepare kills one over a folder in every run")
 @pytest.mark.parametrize("out", ["s3"], indirect=True)
 def test_a_command_that_was_killed_goes_on_with_what_is_not_whole(out: Folder, tmp_path: Path) -> None:
     """In a folder: ``tests/prepare/test_prepare.py``."""

@@ -490,7 +490,6 @@ def little_text(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setattr(corpus, "library_folder", lambda: Path(subprocess.__file__).with_name(package))
 
 
-@pytest.mark.exhaustive(reason="make demo is run by itself, and the live one below is the same job")
 def test_the_whole_demonstration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder whose name needs quoting, with little text and as little training as there can be."""
     little_text(monkeypatch, "unittest")
@@ -503,7 +502,6 @@ def test_the_whole_demonstration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "Nothing lost, nothing repeated, the same order." in output(console)
 
 
-@pytest.mark.exhaustive(reason="make demo runs the same acts before the tests do")
 @pytest.mark.slow
 def test_the_live_demonstration_stays_at_its_address_while_it_is_revised_killed_and_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

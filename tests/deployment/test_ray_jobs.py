@@ -10,7 +10,6 @@ from pathlib import Path
 
 import kubernetes_validate  # type: ignore[import-untyped]
 import psutil
-import pytest
 import yaml
 from support.ports import free_port
 from support.prepared import job_of, nothing, shards_of, write_texts
@@ -55,7 +54,6 @@ def test_the_job_for_kuberay_has_pods_that_kubernetes_takes() -> None:
         assert mounts == {str(Path(entrypoint()[2]).parent)}, "the mixture file is where the command looks for it"
 
 
-@pytest.mark.exhaustive(reason="a cluster by way of a script that seldom changes; tests/cluster prepares on one")
 def test_the_script_starts_a_cluster_runs_kuberays_command_on_it_and_ends_it(tmp_path: Path) -> None:
     document = write_texts(tmp_path, files=2)
     (tmp_path / "mixture.yaml").write_text(yaml.safe_dump(document))

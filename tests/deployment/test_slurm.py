@@ -79,9 +79,6 @@ def test_a_script_asks_for_what_slurm_knows_and_says_how_it_is_used(path: str, u
     assert f"usage: {Path(path).name} {usage}" in done.stderr
 
 
-@pytest.mark.exhaustive(
-    reason="imports torch three times for a script that seldom changes; e2e has a SLURM job's ranks"
-)
 @pytest.mark.timeout(600)
 def test_a_job_that_is_out_of_time_is_queued_again_and_goes_on(environment: dict[str, str], tmp_path: Path) -> None:
     mixture = tmp_path / "sample" / "mixture.yaml"

@@ -95,7 +95,6 @@ def test_what_a_reader_follows_is_no_fault(tmp_path: Path) -> None:
     assert list(loads_from_elsewhere(tmp_path)) == []
 
 
-@pytest.mark.exhaustive(reason="builds the whole site again, to see MkDocs' own flag at work")
 def test_the_command_of_the_makefile_fails_at_a_link_that_leads_nowhere(tmp_path: Path) -> None:
     for name in ("Makefile", "mkdocs.yml", "docsite", "client", "proto"):
         (tmp_path / name).symlink_to(ROOT / name)

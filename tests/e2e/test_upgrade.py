@@ -159,13 +159,7 @@ def whole(today: ServerProcess) -> dict[str, dict[int, str]]:
     return {run: read_to_the_end(today.url(run), run) for run in MIXTURES}
 
 
-@pytest.mark.parametrize(
-    "ledger",
-    [
-        "sqlite",
-        pytest.param("redis", marks=pytest.mark.exhaustive(reason="keys of then are read in ledger/test_redis.py")),
-    ],
-)
+@pytest.mark.parametrize("ledger", ["sqlite", "redis"])
 def test_a_ledger_and_a_state_of_then_go_on_with_equal_digests(
     ledger: str,
     request: pytest.FixtureRequest,

@@ -13,7 +13,6 @@ from tokenloom import RemoteDataset
 from tokenloom.integrations.accelerate import TokenloomLoader
 
 
-@pytest.mark.exhaustive(reason="Trainer, which is killed and resumed, has Accelerate underneath")
 def test_a_loop_with_accelerate_that_is_killed_goes_on_as_if_nothing_had_been(
     transformers_forks: Forks, tmp_path: Path
 ) -> None:

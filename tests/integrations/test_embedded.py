@@ -185,7 +185,6 @@ def test_a_second_job_of_the_same_file_is_told_who_has_it(mixture: Path) -> None
     assert servers(mixture) == []
 
 
-@pytest.mark.exhaustive(reason="a race at the start of two servers, which a file of each run's own excludes")
 def test_jobs_of_several_files_in_one_folder_may_start_at_once(mixture: Path) -> None:
     """Each hears of its own server."""
     files = {name: mixture.with_name(f"{name}.yaml") for name in ("one", "two")}

@@ -105,7 +105,6 @@ def test_the_bandit_is_the_one_of_the_paper_in_numbers_worked_by_hand(mixing: Mo
     assert min(far.values()) == pytest.approx(mixing.exploration(100, 3))
 
 
-@pytest.mark.exhaustive(reason="an example at work for a minute; revisions and losses have tests of their own")
 def test_the_mixture_follows_the_losses_and_a_resume_has_the_same_mixtures_again(
     torch_forks: Forks, tmp_path: Path
 ) -> None:

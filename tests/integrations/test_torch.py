@@ -18,7 +18,6 @@ def test_a_ddp_job_that_is_killed_goes_on_as_if_nothing_had_been(torch_forks: Fo
         kill_and_resume(torch_forks, EXAMPLES / "ddp.py", urls, tmp_path, resumed_world_sizes=[2, 1])
 
 
-@pytest.mark.exhaustive(reason="as the job with DDP, but for weights that torch reshards")
 def test_an_fsdp2_job_reshards_its_weights_and_its_data(torch_forks: Forks, tmp_path: Path) -> None:
     with two_runs(tmp_path) as urls:
         kill_and_resume(torch_forks, EXAMPLES / "fsdp2.py", urls, tmp_path, resumed_world_sizes=[2, 1])
@@ -49,7 +48,6 @@ def test_a_job_that_is_killed_before_its_first_checkpoint_needs_nobody(torch_for
 
 #: Which loader with how many workers, and on how many ranks it goes on.
 LOADERS = {("torch", 0): 1, ("stateful", 1): 1, ("torchdata", 0): 1, ("torchdata", 1): 2}
-without_worker = pytest.mark.exhaustive(reason="without a worker, the state is the dataset's own, as with no loader")
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +57,7 @@ def loader_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
         yield {"alone": alone, "more": more, "others": dict(zip(LOADERS, others, strict=True)), "steps": None}
 
 
-@pytest.mark.parametrize(
-    ("loader", "workers"), [case if case[1] else pytest.param(*case, marks=without_worker) for case in LOADERS]
-)
+@pytest.mark.parametrize(("loader", "workers"), LOADERS)
 def test_a_job_with_a_loader_goes_on_behind_the_batch_trained_on(
     loader: str, workers: int, torch_forks: Forks, loader_runs: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -100,7 +100,6 @@ print(json.dumps([{name: [(each.step, each.value) for each in of] for name, of i
 """
 
 
-@pytest.mark.exhaustive(reason="what is logged is the same as for TensorBoard, and this library takes long to start")
 def test_mlflow_has_them_in_its_store(corpus: Path, tmp_path: Path) -> None:
     """In the environment that has a package otherwise than the image (Makefile)."""
     shutil.copytree(corpus, tmp_path / "corpus")
@@ -131,7 +130,6 @@ def _wandb_records(path: Path) -> Iterator[bytes]:
             parts = b""
 
 
-@pytest.mark.exhaustive(reason="what is logged is the same as for TensorBoard, and this library takes long to start")
 def test_wandb_has_them_in_its_offline_file(
     dataset: LocalDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

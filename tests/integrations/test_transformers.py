@@ -33,7 +33,6 @@ def test_a_trainer_that_is_killed_goes_on_as_if_nothing_had_been(transformers_fo
         )
 
 
-@pytest.mark.exhaustive(reason="as with Trainer, whose kin SFTTrainer is, but for masks, which batches have anywhere")
 def test_an_sft_trainer_goes_on_with_masks_and_dropout_as_if_nothing_had_been(
     transformers_forks: Forks, tmp_path: Path
 ) -> None:

@@ -415,7 +415,6 @@ def test_runs_that_were_interrupted_are_those_that_were_not(corpus: Corpus) -> N
     assert min(reached, ended, 30 - ended) > 3 and at_once > 4
 
 
-@pytest.mark.exhaustive(reason="the runs above, by seeds of chance")
 @pytest.mark.timeout(900)
 @given(st.integers(0, 2**32))
 @settings(max_examples=200, deadline=None)
