@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 import yaml
 from support.corpora import mixture
-from support.served import PATIENCE_S, RUN, SCHEDULE, FaultyLedger, Place, Trainer, part, recount, sequence
+from support.served import PATIENCE_S, RUN, SCHEDULE, FaultyLedger, Place, Trainer, call_of, part, recount, sequence
 from support.waiting import wait_for
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.api.service import Runs
-from tokenloom_server.errors import LedgerUnavailable
+from tokenloom_server.errors import LedgerUnavailable, RunBusy
 from tokenloom_server.ledger import commands
 from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.run.delivery import EndOfData
 from tokenloom_server.run.sizing import batch_plans_of
+from tokenloom_server.run.timeouts import Timeouts
 
 
 def test_ranks_go_on_over_restarts_with_what_they_hold(place: Place, served: ServedRun, trainer: Trainer) -> None:
@@ -82,6 +83,29 @@ def test_all_ranks_end_at_the_same_step_with_the_reason_also_after_a_restart(
     assert served.past_states.snapshot(end)[0].encode() == state
     over = Trainer(served, world_size=1, batch_size=1, state=state)
     assert list(over.take(100)) == list(range(end, 175))
+
+
+def test_a_server_that_comes_after_one_that_died_knows_when_ranks_were_last_heard(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch that lives keeps others out of its run also while no server has heard it yet; one that left does not."""
+    monkeypatch.setattr("tokenloom_server.run.leadership.RENEWALS", 10_000)
+    place.timeouts = Timeouts(liveness_s=1000.0)
+    trainer = Trainer(place.serve())
+    trainer.take(3)
+
+    def noted() -> float | None:
+        lease = place.stored().lease
+        return None if lease is None else lease.heard_at
+
+    wait_for(lambda: noted() is not None, "a renewal that says when the ranks were heard")
+    served = place.serve()  # the one before let go of nothing, as where it was killed
+    with pytest.raises(RunBusy, match=r"trains on it since .* each rank of it was heard"):
+        served.join_handler.join(call_of(attempt="another", resume="latest"))
+    trainer.connect(served)
+    trainer.train(1000)
+    trainer.leave()
+    served.join_handler.join(call_of(attempt="another", resume="latest"))
 
 
 # --- servers that stop -------------------------------------------------------------------------------
