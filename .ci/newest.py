@@ -147,6 +147,8 @@ def main() -> None:
         command = [python, "-m", "pytest", "-n", os.environ.get("JOBS", "3"), "--dist", "worksteal", "-q"]
         # Those that only make test-all runs, too.
         command += ["-m", "not readers"]
+        # mlflow-skinny excludes a package as the others have it; nothing here makes it the environment that it needs.
+        command += ["--deselect", "tests/integrations/test_trackers.py::test_mlflow_has_them_in_its_store"]
         tests = [path for path in environment.tests if (ROOT / path).exists()]
         done = subprocess.run([*command, "-p", "no:cacheprovider", *tests], cwd=ROOT, env=os.environ | path)
         took = time.monotonic() - began
