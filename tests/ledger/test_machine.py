@@ -285,8 +285,9 @@ def _without_times(run: StoredRun | None) -> StoredRun:
 UNTIL_CAUGHT = 1500
 #: Seeds from which a dozen histories or so catch a mutant; of the others 1 is one.
 SOON = {
-    "fence": 2, "holder": 3, "revised since": 10, "dropped twice": 4, "closed": 3, "closes another": 2, "elsewhere": 3,
-    "number": 3, "index": 4, "heard": 3, "same_number": 2, "snapshot_text": 2,
+    "fence": 4, "holder": 10, "lease": 5, "revised since": 10, "dropped twice": 4, "closed": 4, "closes another": 2,
+    "elsewhere": 3, "number": 5, "index": 18, "heard": 3, "nobody": 6, "closed_generation": 6, "same_number": 2,
+    "snapshot_text": 2,
 }  # fmt: skip
 
 
