@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from support.catalog import SOURCES
-from support.sources import opened, rows_of, write_table
+from support.sources import all_rows, opened, rows_of, write_table
 from tokenloom_server.config.row_rules import Comparison, Template
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources.base import Content
@@ -30,7 +30,6 @@ REFUSED_TYPES: dict[str, tuple[Any, str]] = {
     "lists of text": (pa.array([["a"]]), "is of type list<"),
     "lists of decimals": (pa.array([[Decimal("1.5")]]), "is of type list<"),
     "bytes": (pa.array([b"abc"]), "where its bytes are UTF-8, write it as a string column"),
-    "nulls": (pa.nulls(3), "is of type null"),
     "structures": (pa.array([{"text": "a"}]), "is of type struct<text: string>"),
     "numbers": (pa.array([1]), "is of type int64"),
     "fractions": (pa.array([1.5]), "is of type double"),
@@ -51,6 +50,7 @@ def test_columns_that_are_neither_text_nor_ids_are_refused(tmp_path: Path, suffi
 
 WIDTHS = (pa.int8(), pa.uint16(), pa.int32(), pa.uint32(), pa.int64(), pa.uint64())
 LISTS: list[Any] = [[1, 2], None, [3, 4], None, [5, 6]]
+JSON = pa.ListArray.from_arrays([0, None, 2], pa.array(['{"a": [1.50]}', None], pa.json_()))
 LONG = "a longer text than a view holds inside of itself"
 READ_TYPES: dict[str, tuple[Any, list[Any]]] = {
     **{f"lists of {kind}": (pa.array(LISTS, pa.list_(kind)), [row or [] for row in LISTS]) for kind in WIDTHS},
@@ -60,6 +60,10 @@ READ_TYPES: dict[str, tuple[Any, list[Any]]] = {
     "text": (pa.array(["a", None, ""]), ["a", "", ""]),
     "large text": (pa.array(["a", None], pa.large_string()), ["a", ""]),
     "views": (pa.array([LONG, None, "b"]).cast(pa.string_view()), [LONG, "", "b"]),
+    "JSON": (pa.array(['{"a":1}', None, '"b"'], pa.json_()), ['{"a":1}', "", '"b"']),
+    "JSON in large text": (pa.array(["[1]", None], pa.json_(pa.large_string())), ["[1]", ""]),
+    "lists of JSON": (JSON, ['[{"a": [1.5]}, null]', ""]),
+    "lists of nothing": (pa.array([[], None, []], pa.list_(pa.null())), [[], [], []]),
     "a dictionary": (pa.array(["a", None, "b", "a"]).dictionary_encode(), ["a", "", "b", "a"]),
     "a dictionary of large text": (pa.array(["b", "b"], pa.large_string()).dictionary_encode(), ["b", "b"]),
 }
@@ -128,6 +132,57 @@ def test_a_later_shard_of_another_content_is_refused_when_it_is_touched(tmp_path
         source.row_count(2)
 
 
+#: A column as the first file of a source has it, all null, and as the second one does; and what its rows become.
+NULLS: dict[str, tuple[Any, Any, list[Any]]] = {
+    "text": (pa.nulls(3), pa.array(["a", None]), ["", "", "", "a", ""]),
+    "ids": (pa.nulls(2), pa.array([[1], None], pa.list_(pa.uint16())), [[], [], [1], []]),
+    "ids in a file of empty lists": (pa.array([[], None], pa.list_(pa.null())), pa.array([[1]]), [[], [], [1]]),
+    "a field": (pa.nulls(2), pa.array([{"x": "a"}, None]), ["", "", "a", ""]),
+}
+
+
+@pytest.mark.parametrize("suffix", SPECS)
+def test_a_file_in_which_a_column_is_null_throughout_is_one_of_any_type(tmp_path: Path, suffix: str) -> None:
+    def written(first: Any, second: Any, name: str) -> str:
+        for number, column in enumerate((first, second)):
+            rest = {"column": ["x"] * len(column)} if name != "column" else {}
+            write_table(tmp_path / f"{number}.{suffix}", pa.table({name: column, "one": [1] * len(column), **rest}))
+        return SPECS[suffix].replace("a.", "*.")
+
+    for name, (first, second, known) in NULLS.items():
+        for files, expected in (
+            ((first, second), known),
+            ((second, first), known[len(first) :] + known[: len(first)]),
+        ):
+            spec = written(*files, "column") + (".x" if name == "a field" else "")
+            assert all_rows(tmp_path, spec) == expected, name
+            assert all_rows(tmp_path, spec, filter=(Comparison.parse("one == 1"),)) == expected, name
+            assert opened(tmp_path, spec).content is (Content.TEXT if known[0] == "" else Content.IDS)
+    spec = written(pa.nulls(2), pa.array([5, None]), "n")
+    for comparison in ("n > 0", "n not in [7]", "n <= 5"):
+        assert all_rows(tmp_path, spec, filter=(Comparison.parse(comparison),)) == ["", "", "x", ""], comparison
+    assert all_rows(tmp_path, spec, template=Template.parse("{n}{column}")) == ["x", "x", "5x", "x"]
+    written(pa.nulls(2), pa.array([["a"], None]), "n")
+    tools = all_rows(tmp_path, spec, template=Template.of_chat("column", "n"), as_json=True)
+    assert tools == ["x\n", "x\n", 'x\n["a"]', "x\n"]
+    spec = written(pa.nulls(2), pa.nulls(2), "column")
+    with pytest.raises(SourceError, match="'column' is null in every row of its files, so there is nothing to read"):
+        opened(tmp_path, spec)
+    written(pa.array([["a"]]), pa.array(["a"]), "column")
+    with pytest.raises(SourceError, match=rf"0\.{suffix}': column 'column' is of type list<"):
+        opened(tmp_path, spec)
+
+
+def test_text_that_should_be_json_and_is_none_is_a_bad_row(tmp_path: Path) -> None:
+    texts = pa.array(['{"a"', "[1]"], pa.json_())
+    for items, good in ((texts, "[[1]]"), (pa.StructArray.from_arrays([texts], ["content"]), '[{"content": [1]}]')):
+        write_table(tmp_path / "a.parquet", pa.table({"column": pa.ListArray.from_arrays([0, 1, 2], items)}))
+        rules = {"template": Template.of_chat("column", None), "as_json": True}
+        assert read(tmp_path, SPECS["parquet"], skip_bad=True, **rules) == ["", good]
+        with pytest.raises(SourceError, match=r"a\.parquet': row 0: the JSON in 'column' is damaged: Expecting ':'"):
+            read(tmp_path, SPECS["parquet"], **rules)
+
+
 def test_of_json_lines_the_first_that_has_a_key_says_where_it_lies(tmp_path: Path) -> None:
     nested, literal = {"meta": {"text": "nested"}}, {"meta.text": "literal"}
     lines = tmp_path / "a.jsonl"
@@ -182,13 +237,14 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"filter": (Comparison.parse('n == "a"'),)}, "'n' is of type int64, which is not compared with text"),
     ({"filter": (Comparison.parse("n == true"),)}, "is not compared with true or false"),
     ({"filter": (Comparison.parse("l == 1"),)}, "which is not compared with a number"),
+    ({"filter": (Comparison.parse('j == "a"'),)}, "'j' is of type extension<arrow.json>, which is not compared with"),
     ({"template": Template.parse("{column} {absent}")}, "has no column 'absent'"),
     ({"template": Template.parse("{column} {l}")}, "template: column 'l' is of type list<"),
 ]
 
 
 def test_rules_that_do_not_fit_a_file_name_it(tmp_path: Path) -> None:
-    write_table(tmp_path / "a.parquet", pa.table({"column": ["a"], "n": [1], "l": [[1]]}))
+    write_table(tmp_path / "a.parquet", pa.table({"column": ["a"], "n": [1], "l": [[1]], "j": JSON[:1].values[:1]}))
     for rules, says in RULES:
         with pytest.raises(SourceError, match=r"a\.parquet") as caught:
             read(tmp_path, SPECS["parquet"], **rules)

@@ -92,3 +92,12 @@ def test_ids_of_polars_arrive_in_arrow_and_parquet(tmp_path: Path) -> None:
 
     for spec in ("arrow:d:ids", "parquet:a.parquet:ids"):
         assert rows_of(opened(tmp_path, spec), 2) == IDS[2:]
+
+
+def test_json_of_duckdb_is_the_text_that_it_is(tmp_path: Path) -> None:
+    with duckdb.connect() as connection:
+        rows = """SELECT '{"a": 1}'::JSON AS one, ['"b"'::JSON, NULL] AS several UNION ALL SELECT NULL, NULL"""
+        connection.execute(f"COPY ({rows}) TO '{tmp_path / 'a.parquet'}' (FORMAT parquet)")
+
+    assert rows_of(opened(tmp_path, "parquet:a.parquet:one")) == ['{"a": 1}', ""]
+    assert rows_of(opened(tmp_path, "parquet:a.parquet:several")) == ['["b", null]', ""]
