@@ -129,10 +129,10 @@ class SampleSource(ShardedSource):
         there or holds neither text nor ids, and when no file has a sample."""
         super().__init__(request)
         self._listed = listed
-        self._refuse_without_rows(lambda shard: listed[shard].rows and self._selected(shard))
+        self._refuse_without_rows(self.check)
 
-    def check(self, shard: int) -> Selection:
-        return self._selected(shard)
+    def check(self, shard: int) -> object:
+        return self.row_count(shard) and self._selected(shard)
 
     @abstractmethod
     def _columns(self, shard: int) -> Sequence[Column]:

@@ -135,7 +135,7 @@ class ParquetSource(ShardedSource):
                 done -= min(done, len(batch))
         except parquet_pages.FAULTS as error:
             raise files.refused(where, error) or SourceError(
-                f"{where} cannot be read in row group {group} ({error}); it is damaged: write or copy it again"
+                f"{where} cannot be read in row group {group} ({error}); {files.fault_of(error)}"
             ) from None
 
     def _lists(self, file: File, parquet: Any, chunks: Chunks) -> _ReadLists | None:
