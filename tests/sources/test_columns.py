@@ -216,6 +216,14 @@ COMPARED: dict[str, tuple[Any, list[int]]] = {
     "good == true": (pa.array([True, False, None]), [0]),
     'day >= "2024-05-01"': (pa.array([19_843, 19_844, None], pa.date32()), [1]),
     'at < "2024-05-01"': (pa.array([0, 1_800_000_000], pa.timestamp("s")), [0]),
+    # A date is one of the column's own zone, unless it names another.
+    'utc >= "2024-05-01"': (pa.array([1_714_521_599, 1_714_521_600, None], pa.timestamp("s", "UTC")), [1]),
+    'zone >= "2024-05-01"': (pa.array([1_714_514_399, 1_714_514_400], pa.timestamp("s", "Europe/Berlin")), [1]),
+    'zone == "2024-05-01T02:00+02:00"': (pa.array([1_714_521_600_000], pa.timestamp("ms", "Asia/Tokyo")), [0]),
+    'zone in ["2024-05-01", "2024-05-01T00Z"]': (
+        pa.array([1714514400, 1714521600], pa.timestamp("s", "+02:00")),
+        [0, 1],
+    ),
 }
 
 
@@ -229,6 +237,60 @@ def test_comparisons_mean_what_they_say(tmp_path: Path, suffix: str) -> None:
         assert values == [text if i in passing else "" for i, text in enumerate(texts)], comparison
         out = [i for rows in pieces if rows.filtered is not None for i in rows.filtered.nonzero()[0].tolist()]
         assert out == [i for i in range(len(texts)) if i not in passing], comparison
+
+
+BOOLEANS: list[Any] = [[True, False], None, [], [True, True]]
+MASKS: dict[str, Any] = {
+    **{str(of(pa.bool_())): pa.array(BOOLEANS, of(pa.bool_())) for of in (pa.list_, pa.large_list, pa.list_view)},
+    "bytes": pa.ListArray.from_arrays(
+        [0, None, 2, 2, 4], pa.ExtensionArray.from_storage(pa.bool8(), pa.array([1, 0, 5, 1], pa.int8()))
+    ),
+}
+
+
+@pytest.mark.parametrize("suffix", [*SPECS, "jsonl"])
+def test_a_loss_mask_may_be_of_booleans_and_ids_may_not(tmp_path: Path, suffix: str) -> None:
+    spec = (SPECS | {"jsonl": "jsonl:a.jsonl:column"})[suffix]
+    for column in MASKS.values():
+        if suffix == "jsonl":
+            (tmp_path / "a.jsonl").write_text("".join(json.dumps({"column": row}) + "\n" for row in BOOLEANS))
+        else:
+            write_table(tmp_path / f"a.{suffix}", pa.table({"column": column}), 2)
+        source = opened(tmp_path, spec, is_mask=True)
+        assert [rows_of(source, row) for row in (0, 1, 3)] == [[[1, 0], [], [], [1, 1]], [[], [], [1, 1]], [[1, 1]]]
+        with pytest.raises(SourceError, match=r"column 'column' is of type|'column' has a boolean among its ids"):
+            read(tmp_path, spec)
+
+
+FOLDERS = {
+    "lang=en%2Fgb/year=2024/good=false": "english",
+    "lang=de/year=2023/good=true": "german",
+    "lang=__HIVE_DEFAULT_PARTITION__/year=2025/good=false": "unknown",
+}
+PARTITIONS = {
+    'lang == "en/gb"': "english",
+    'lang != "en/gb"': "german",
+    'lang not in ["x"]': "english german",
+    "year >= 2024": "english unknown",
+    "good == true": "german",
+    # A column of the file comes first.
+    "n > 0": "english german unknown",
+}
+
+
+def test_names_of_folders_are_compared_as_columns_are(tmp_path: Path) -> None:
+    for folder, text in FOLDERS.items():
+        write_table(tmp_path / "n=0" / folder / "a.parquet", pa.table({"column": [text], "n": [1]}))
+    spec = "parquet:n=0/**/*.parquet:column"
+    for comparison, texts in PARTITIONS.items():
+        rows = all_rows(tmp_path, spec, filter=(Comparison.parse(comparison), Comparison.parse("n == 1")))
+        assert sorted(filter(None, rows)) == texts.split(), comparison
+    for comparison, says in (
+        ("lang > 1", "the folder 'lang=de' has no value that is .* a number"),
+        ("x == 1", "no column 'x'"),
+    ):
+        with pytest.raises(SourceError, match=says):
+            all_rows(tmp_path, spec, filter=(Comparison.parse(comparison),))
 
 
 RULES: list[tuple[dict[str, Any], str]] = [

@@ -57,7 +57,7 @@ class SourceReaders:
         either of the two holds text."""
         config = self._record.config
         source = config.sources[source_id]
-        rules = RowRules(skip_bad=config.skips_bad_rows(source), skip_blank=source.rules.skip_blank)
+        rules = RowRules(is_mask=True, skip_bad=config.skips_bad_rows(source), skip_blank=source.rules.skip_blank)
         masks = self._resources.open_source(replace(source.spec, column=column), self._record.shards[source_id], rules)
         for name, opened in ((source.spec.column, reader), (column, masks)):
             if opened.content is not Content.IDS:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tokenloom_server.config.row_rules import RowRules
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import arrays
 from tokenloom_server.sources.base import BadRow, Content, Rows
@@ -28,14 +29,21 @@ DECODE_ROWS = 1 << 12
 EXPECTED = "text (string), or lists of integers"
 
 
-def content_of(kind: Any) -> Content | None:
+def content_of(kind: Any, *, is_mask: bool = False) -> Content | None:
     """What a column of an Arrow type holds; ``None`` for a type that is neither text nor ids, and for JSON, which is
     text where it is asked for."""
     if arrays.is_text(plain_kind(kind)):
         return Content.TEXT
+    if not is_any_list(kind):
+        return None
+    is_read = pa.types.is_integer(kind.value_type) or (is_mask and is_truth(kind.value_type))
     # Where all lists of a file are empty, their items have no type.
-    has_ids = is_any_list(kind) and (pa.types.is_integer(kind.value_type) or pa.types.is_null(kind.value_type))
-    return Content.IDS if has_ids else None
+    return Content.IDS if is_read or pa.types.is_null(kind.value_type) else None
+
+
+def is_truth(kind: Any) -> bool:
+    """Whether a type is of true and false, also as bytes."""
+    return pa.types.is_boolean(kind) or isinstance(kind, pa.Bool8Type)
 
 
 def plain_kind(kind: Any) -> Any:
@@ -130,14 +138,13 @@ def column_of(schema: Any, name: str, where: str) -> ColumnPath:
     return ColumnPath(path, kind)
 
 
-def check_schema(schema: Any, name: str, where: str, *, as_json: bool = False) -> Content | None:
-    """What a column holds in a file, None where it is null in each row; ``as_json``: of what is no text, its JSON is
-    read.
+def check_schema(schema: Any, name: str, where: str, rules: RowRules) -> Content | None:
+    """What a column holds in a file, None where it is null in each row.
 
     Raises ``SourceError`` beginning with ``where`` when the column is missing, there twice, or of another type.
     """
     kind = column_of(schema, name, where).kind
-    content = Content.TEXT if as_json or is_json(kind) else content_of(kind)
+    content = Content.TEXT if rules.as_json or is_json(kind) else content_of(kind, is_mask=rules.is_mask)
     if content is None and not pa.types.is_null(plain_kind(kind)):
         others = [field.name for field in schema if content_of(field.type) is not None]
         hint = f"; columns of such a type: {', '.join(others)}" if others else ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,14 +45,6 @@ class _Test(NamedTuple):
 class Selection:
     """The rules of a source, as they apply to files of one schema."""
 
-    @classmethod
-    def of_schema(
-        cls, rules: RowRules, column: str, schema: Any, where: str, content: Content | None = None
-    ) -> Selection:
-        """Raises ``SourceError``, beginning with ``where``, for a column that is not there, too."""
-        by_name = {name: columns.column_of(schema, name, where) for name in rules.reads(column)}
-        return cls(rules, column, by_name, where, content)
-
     def __init__(
         self,
         rules: RowRules,
@@ -59,9 +52,11 @@ class Selection:
         by_name: Mapping[str, ColumnPath],
         where: str,
         content: Content | None = None,
+        of_folders: Mapping[str, str | None] = MappingProxyType({}),
     ) -> None:
         """``by_name``: where each column that is read lies, by its name in the rules; ``column`` is the source's own,
-        which has that ``content`` in other files, where all of it is null in these.
+        which has that ``content`` in other files, where all of it is null in these. ``of_folders``: what is compared
+        beside them, which is the same in all rows.
 
         Raises ``SourceError``, beginning with ``where``, for a column that cannot be compared so, or is no text.
         """
@@ -69,7 +64,11 @@ class Selection:
         self.column = column
         self.columns = by_name
         self._content = content
-        self._tests = [_test(comparison, by_name[comparison.column].kind, where) for comparison in rules.filter]
+        self._tests = [_test(each, by_name[each.column].kind, where) for each in rules.filter if each.column in by_name]
+        #: Whether a file's rows pass what is compared with its folders.
+        self._may_pass = all(
+            _folder_passes(each, of_folders[each.column], where) for each in rules.filter if each.column not in by_name
+        )
         #: Those whose values become JSON, but for text.
         self._json = {name for name in (column, *rules.text_columns) if columns.is_json(by_name[name].kind)}
         self._json |= {*rules.text_columns} if rules.as_json else set()
@@ -127,9 +126,14 @@ class Selection:
         if pa.types.is_null(columns.plain_kind(kind)):
             is_ids = name == self.column and self._content is Content.IDS
             return pa.nulls(len(array), pa.list_(pa.int64()) if is_ids else pa.large_string())
-        if columns.is_any_list(kind) and pa.types.is_null(kind.value_type):
+        item = kind.value_type if columns.is_any_list(kind) else None
+        if item is not None and (pa.types.is_null(item) or (self.rules.is_mask and columns.is_truth(item))):
+            array.validate(full=True)
+            items = array.flatten()
+            if isinstance(item, pa.Bool8Type):
+                items = items.storage.cast(pa.bool_())
             ends = np.cumsum(arrays.lengths(array))
-            return arrays.lists(np.append(np.int64(0), ends), pa.nulls(int(ends[-1]) if len(ends) else 0, pa.int64()))
+            return arrays.lists(np.append(np.int64(0), ends), items.cast(pa.uint8()))
         return array
 
     def _rows(
@@ -171,6 +175,8 @@ class Selection:
 
     def passing(self, by_name: Mapping[str, Any]) -> npt.NDArray[np.bool_] | None:
         """Which rows pass the filter, by their columns' values; None where there is none."""
+        if not self._may_pass:
+            return np.zeros(len(by_name[self.column]), np.bool_)
         passes = [_passes(test, by_name[test.comparison.column]) for test in self._tests]
         return np.logical_and.reduce(passes) if passes else None
 
@@ -240,6 +246,20 @@ def json_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
+def _folder_passes(comparison: Comparison, value: str | None, where: str) -> bool:
+    """Whether a folder's value compares so. Raises ``SourceError`` where it is no number, or not true or false."""
+    kind = _KINDS[comparison.kind]
+    try:
+        array = pa.array([value], pa.string()).cast(kind)
+    except pa.ArrowInvalid:
+        name = f"{comparison.column}={value}"
+        raise SourceError(
+            f"{where}: filter {str(comparison)!r}: the folder {name!r} has no value that is compared with "
+            f"{_NAMES[comparison.kind]}"
+        ) from None
+    return bool(_passes(_test(comparison, kind, where), array)[0])
+
+
 def _test(comparison: Comparison, kind: Any, where: str) -> _Test:
     """Raises ``SourceError`` where a column of this type cannot be compared so."""
     compared = _compared_as(comparison, columns.plain_kind(kind))
@@ -256,18 +276,40 @@ def _test(comparison: Comparison, kind: Any, where: str) -> _Test:
 
 def _constants(comparison: Comparison, kind: Any) -> Any:
     if comparison.kind == "text":
-        return pa.array(comparison.values, pa.string()).cast(kind)
+        texts = pa.array(comparison.values, pa.string())
+        has_zone = pa.types.is_timestamp(kind) and kind.tz is not None
+        return (
+            pa.concat_arrays([_instant(texts.slice(i, 1), kind) for i in range(len(texts))])
+            if has_zone
+            else texts.cast(kind)
+        )
     values = map(float, comparison.values) if pa.types.is_floating(kind) else comparison.values
     return pa.array(list(values), kind)
 
 
+def _instant(text: Any, kind: Any) -> Any:
+    """A text as a time of a type with a zone: it is of that zone, unless it names one itself."""
+    try:
+        plain = text.cast(pa.timestamp(kind.unit))
+    except pa.ArrowInvalid:
+        return text.cast(kind)
+    # UTC is known also where there is no database of zones.
+    return (
+        plain.cast(kind)
+        if kind.tz == "UTC"
+        else pc.call_function("assume_timezone", [plain], pc.AssumeTimezoneOptions(kind.tz))
+    )
+
+
 _NAMES = {"text": "text", "number": "a number", "truth": "true or false"}
+#: As which type a value is compared that has none of its own.
+_KINDS = {"text": pa.large_string(), "number": pa.float64(), "truth": pa.bool_()}
 
 
 def _compared_as(comparison: Comparison, kind: Any) -> Any | None:
     """The type in which values of a type are compared with the constants; None where they cannot be."""
     if pa.types.is_null(kind):
-        return {"text": pa.large_string(), "number": pa.float64(), "truth": pa.bool_()}[comparison.kind]
+        return _KINDS[comparison.kind]
     if comparison.kind == "text":
         # A date is written as text, and compared as a date.
         temporal = pa.types.is_timestamp(kind) or pa.types.is_date(kind)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import monotonic
 from typing import Any, NamedTuple
 
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources import columns, files
+from tokenloom_server.sources import columns, files, locations
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.sources.selection import Selection
@@ -42,8 +42,8 @@ class ShardedSource(ABC):
         self._shards = request.shards
         self._request = request
         self._kept: _Kept | None = None
-        #: Of the schema that was last met: the next file has the same, as a rule.
-        self._known_selection: tuple[Any, Selection] | None = None
+        #: Of the schema and the folders that were last met: the next file has the same, as a rule.
+        self._known_selection: tuple[Any, Mapping[str, str | None], Selection] | None = None
 
     @property
     def content(self) -> Content:
@@ -83,19 +83,24 @@ class ShardedSource(ABC):
     def _selection(self, shard: int, schema: Any) -> Selection:
         """What is read of a shard. Raises ``SourceError`` where the column is missing in it, or holds something else
         than in the first one that was looked at, and where a filter or template has no use for another column."""
+        partitions = locations.partitions(self._shards[shard].path) if self._rules.filter else {}
         known = self._known_selection
-        if known is not None and known[0].equals(schema):
-            return known[1]
+        if known is not None and known[0].equals(schema) and known[1] == partitions:
+            return known[2]
         where = self._where(self._shards[shard])
-        content = columns.check_schema(schema, self._spec.column, where, as_json=self._rules.as_json)
+        content = columns.check_schema(schema, self._spec.column, where, self._rules)
         self._content = self._content or content
         if content is not None and content is not self._content:
             raise SourceError(
                 f"{where}: column {self._spec.column!r} holds {content.value}, but the source's first shard holds "
                 f"{self.content.value}; name them as two sources"
             )
-        selection = Selection.of_schema(self._rules, self._spec.column, schema, where, self._content)
-        self._known_selection = (schema, selection) if self._content is not None else None
+        name, read = self._spec.column, self._rules.reads(self._spec.column)
+        others = {*schema.names, name, *self._rules.text_columns}
+        of_folders = {key: value for key, value in partitions.items() if key not in others}
+        by_name = {key: columns.column_of(schema, key, where) for key in read if key not in of_folders}
+        selection = Selection(self._rules, name, by_name, where, self._content, of_folders)
+        self._known_selection = (schema, partitions, selection) if self._content is not None else None
         return selection
 
     def _where(self, shard: Shard) -> str:
