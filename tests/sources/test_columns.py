@@ -174,11 +174,11 @@ def test_a_file_in_which_a_column_is_null_throughout_is_one_of_any_type(tmp_path
 
 
 def test_text_that_should_be_json_and_is_none_is_a_bad_row(tmp_path: Path) -> None:
-    texts = pa.array(['{"a"', "[1]"], pa.json_())
+    texts = pa.array(['{"a"', "[1]", '"\\ud800"'], pa.json_())
     for items, good in ((texts, "[[1]]"), (pa.StructArray.from_arrays([texts], ["content"]), '[{"content": [1]}]')):
-        write_table(tmp_path / "a.parquet", pa.table({"column": pa.ListArray.from_arrays([0, 1, 2], items)}))
+        write_table(tmp_path / "a.parquet", pa.table({"column": pa.ListArray.from_arrays([0, 1, 2, 3], items)}))
         rules = {"template": Template.of_chat("column", None), "as_json": True}
-        assert read(tmp_path, SPECS["parquet"], skip_bad=True, **rules) == ["", good]
+        assert read(tmp_path, SPECS["parquet"], skip_bad=True, **rules) == ["", good, ""]
         with pytest.raises(SourceError, match=r"a\.parquet': row 0: the JSON in 'column' is damaged: Expecting ':'"):
             read(tmp_path, SPECS["parquet"], **rules)
 

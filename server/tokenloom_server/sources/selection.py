@@ -211,12 +211,14 @@ def _as_text(array: Any) -> Any:
 
 def _as_json(array: Any, name: str, first_row: int, where: str) -> tuple[Any, list[BadRow]]:
     """Values as JSON, and those that are none, for there is text in them that should be some."""
-    texts, bad, read = [], [], _json_reader(array.type)
-    for i, value in enumerate(array.to_pylist()):
+    values, bad, read = array.to_pylist(), [], _json_reader(array.type)
+    texts = [""] * len(values)
+    for i, value in enumerate(values):
         try:
-            texts.append(json_text(read(value)))
+            text = json_text(read(value))
+            text.encode()  # no half of a surrogate pair
+            texts[i] = text
         except (ValueError, RecursionError) as error:
-            texts.append("")
             bad.append(BadRow(i, f"{where}: row {first_row + i}: the JSON in {name!r} is damaged: {error}"))
     return arrays.blanked(arrays.strings(texts), arrays.flags(array.is_valid())), bad
 
@@ -227,14 +229,11 @@ def _json_reader(kind: Any) -> Callable[[Any], Any]:
         return lambda value: value if value is None else json.loads(value)
     if columns.is_any_list(kind) and (of_item := _json_reader(kind.value_type)) is not _same:
         return lambda values: values and [of_item(value) for value in values]
-    if pa.types.is_struct(kind):
-        readers = {field.name: read for field in kind if (read := _json_reader(field.type)) is not _same}
-        return (
-            (lambda fields: fields and fields | {key: of(fields[key]) for key, of in readers.items()})
-            if readers
-            else _same
-        )
-    return _same
+    fields = kind if pa.types.is_struct(kind) else ()
+    readers = {field.name: read for field in fields if (read := _json_reader(field.type)) is not _same}
+    if not readers:
+        return _same
+    return lambda values: values and values | {name: read(values[name]) for name, read in readers.items()}
 
 
 def _same(value: Any) -> Any:
@@ -277,12 +276,9 @@ def _test(comparison: Comparison, kind: Any, where: str) -> _Test:
 def _constants(comparison: Comparison, kind: Any) -> Any:
     if comparison.kind == "text":
         texts = pa.array(comparison.values, pa.string())
-        has_zone = pa.types.is_timestamp(kind) and kind.tz is not None
-        return (
-            pa.concat_arrays([_instant(texts.slice(i, 1), kind) for i in range(len(texts))])
-            if has_zone
-            else texts.cast(kind)
-        )
+        if pa.types.is_timestamp(kind) and kind.tz is not None:
+            return pa.concat_arrays([_instant(texts.slice(i, 1), kind) for i in range(len(texts))])
+        return texts.cast(kind)
     values = map(float, comparison.values) if pa.types.is_floating(kind) else comparison.values
     return pa.array(list(values), kind)
 
@@ -293,12 +289,10 @@ def _instant(text: Any, kind: Any) -> Any:
         plain = text.cast(pa.timestamp(kind.unit))
     except pa.ArrowInvalid:
         return text.cast(kind)
-    # UTC is known also where there is no database of zones.
-    return (
-        plain.cast(kind)
-        if kind.tz == "UTC"
-        else pc.call_function("assume_timezone", [plain], pc.AssumeTimezoneOptions(kind.tz))
-    )
+    # Known also where there is no database of zones.
+    if kind.tz == "UTC":
+        return plain.cast(kind)
+    return pc.call_function("assume_timezone", [plain], pc.AssumeTimezoneOptions(kind.tz))
 
 
 _NAMES = {"text": "text", "number": "a number", "truth": "true or false"}
