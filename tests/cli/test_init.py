@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import pty
@@ -16,9 +17,12 @@ import yaml
 from jsonschema import Draft202012Validator
 from support.corpora import write_corpus
 from support.hub import card, stand_in_hub
+from tokenloom_server.cli import init as init_command
 from tokenloom_server.cli.app import app
 from tokenloom_server.cli.init import SCHEMA_FILE
 from typer.testing import CliRunner
+
+TOKENIZER = Path(__file__).parents[1] / "golden" / "tokenizer"
 
 #: Longer than the imports take on a busy machine.
 DEADLINE_S = 110.0
@@ -124,6 +128,40 @@ def test_a_folder_is_no_output_and_a_column_is_that_of_a_source_that_there_is(he
     assert "--output data: expected a file" in init("data", "--output", "data", "--force", status=2)
     refused = init("data", "--tokenizer", "bytes", "--column", "kode=ids", status=2)
     assert "--column kode=…: no source has this alias; expected one of" in refused
+
+
+def test_files_that_differ_by_their_compression_alone_are_one_source_and_which_is_asked(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = (here / "data" / "docs.jsonl").read_bytes()
+    for name in ("a.jsonl", "a.jsonl.gz", "b.jsonl", "b.jsonl.gz", "c.jsonl", "c.txt"):
+        (here / "two" / name).parent.mkdir(exist_ok=True)
+        (here / "two" / name).write_bytes(gzip.compress(rows) if name.endswith(".gz") else rows)
+    shutil.copytree(TOKENIZER, here / "two", dirs_exist_ok=True)
+    refused = init("two", status=2)
+    pair = "two/a.jsonl and two/a.jsonl.gz (and 1 more such pairs) may be the same data"
+    assert f"{pair}: move one of them away, or name the files to init" in refused
+
+    answers = {"the one that is read": "two/a.jsonl.gz"}
+    monkeypatch.setattr(
+        init_command,
+        "_ask",
+        lambda question, default="", missing="": next(
+            (answer for name, answer in answers.items() if name in question), default
+        ),
+    )
+    output = init("two")
+    assert {child["source"].partition(":")[2] for child in written()["mixture"]["children"]} == {
+        "two/c.jsonl:text",
+        "two/c.txt:text",
+        "two/a.jsonl.gz:text",
+        "two/b.jsonl.gz:text",
+    }
+    assert written()["tokenizer"] == "two/tokenizer.json"
+    left_out = output.partition("left out: ")[2].splitlines()[0]
+    assert "two/a.jsonl (the same as two/a.jsonl.gz)" in left_out and "tokenizer" not in left_out
+    answers["the one that is read"] = "two/c.jsonl"
+    assert f"{pair}: found 'two/c.jsonl', expected one of them" in init("two", "--force", status=2)
 
 
 def test_what_is_no_file_or_empty_is_left_out_and_a_folder_named_twice_is_one(here: Path) -> None:

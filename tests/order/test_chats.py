@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -132,12 +133,21 @@ def _arrow(folder: Path, rows: Sequence[dict[str, Any]]) -> str:
     return "arrow:chats:messages"
 
 
+def _datasets(folder: Path, rows: Sequence[dict[str, Any]], *, kind: Any) -> str:
+    """As `datasets` 5 stores what has no one type: as JSON."""
+    features = datasets.Features(dict.fromkeys(("messages", "tools"), kind))
+    datasets.Dataset.from_list(list(rows), features).save_to_disk(folder / "chats")
+    return "arrow:chats:messages"
+
+
 Write = Callable[[Path, Sequence[dict[str, Any]]], str]
 WRITERS: dict[str, Write] = {
     "jsonl": _jsonl,
     "json text": partial(_jsonl, as_text=True),
     "parquet": _parquet,
     "arrow": _arrow,
+    "JSON by datasets": partial(_datasets, kind=datasets.Json()),
+    "lists of JSON by datasets": partial(_datasets, kind=datasets.List(datasets.Json())),
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from support.catalog import SOURCES
-from support.sources import opened, rows_of, write_table
+from support.sources import all_rows, opened, rows_of, write_table
 from tokenloom_server.config.row_rules import Comparison, Template
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources.base import Content
@@ -30,7 +30,6 @@ REFUSED_TYPES: dict[str, tuple[Any, str]] = {
     "lists of text": (pa.array([["a"]]), "is of type list<"),
     "lists of decimals": (pa.array([[Decimal("1.5")]]), "is of type list<"),
     "bytes": (pa.array([b"abc"]), "where its bytes are UTF-8, write it as a string column"),
-    "nulls": (pa.nulls(3), "is of type null"),
     "structures": (pa.array([{"text": "a"}]), "is of type struct<text: string>"),
     "numbers": (pa.array([1]), "is of type int64"),
     "fractions": (pa.array([1.5]), "is of type double"),
@@ -51,6 +50,7 @@ def test_columns_that_are_neither_text_nor_ids_are_refused(tmp_path: Path, suffi
 
 WIDTHS = (pa.int8(), pa.uint16(), pa.int32(), pa.uint32(), pa.int64(), pa.uint64())
 LISTS: list[Any] = [[1, 2], None, [3, 4], None, [5, 6]]
+JSON = pa.ListArray.from_arrays([0, None, 2], pa.array(['{"a": [1.50]}', None], pa.json_()))
 LONG = "a longer text than a view holds inside of itself"
 READ_TYPES: dict[str, tuple[Any, list[Any]]] = {
     **{f"lists of {kind}": (pa.array(LISTS, pa.list_(kind)), [row or [] for row in LISTS]) for kind in WIDTHS},
@@ -60,6 +60,10 @@ READ_TYPES: dict[str, tuple[Any, list[Any]]] = {
     "text": (pa.array(["a", None, ""]), ["a", "", ""]),
     "large text": (pa.array(["a", None], pa.large_string()), ["a", ""]),
     "views": (pa.array([LONG, None, "b"]).cast(pa.string_view()), [LONG, "", "b"]),
+    "JSON": (pa.array(['{"a":1}', None, '"b"'], pa.json_()), ['{"a":1}', "", '"b"']),
+    "JSON in large text": (pa.array(["[1]", None], pa.json_(pa.large_string())), ["[1]", ""]),
+    "lists of JSON": (JSON, ['[{"a": [1.5]}, null]', ""]),
+    "lists of nothing": (pa.array([[], None, []], pa.list_(pa.null())), [[], [], []]),
     "a dictionary": (pa.array(["a", None, "b", "a"]).dictionary_encode(), ["a", "", "b", "a"]),
     "a dictionary of large text": (pa.array(["b", "b"], pa.large_string()).dictionary_encode(), ["b", "b"]),
 }
@@ -128,6 +132,57 @@ def test_a_later_shard_of_another_content_is_refused_when_it_is_touched(tmp_path
         source.row_count(2)
 
 
+#: A column as the first file of a source has it, all null, and as the second one does; and what its rows become.
+NULLS: dict[str, tuple[Any, Any, list[Any]]] = {
+    "text": (pa.nulls(3), pa.array(["a", None]), ["", "", "", "a", ""]),
+    "ids": (pa.nulls(2), pa.array([[1], None], pa.list_(pa.uint16())), [[], [], [1], []]),
+    "ids in a file of empty lists": (pa.array([[], None], pa.list_(pa.null())), pa.array([[1]]), [[], [], [1]]),
+    "a field": (pa.nulls(2), pa.array([{"x": "a"}, None]), ["", "", "a", ""]),
+}
+
+
+@pytest.mark.parametrize("suffix", SPECS)
+def test_a_file_in_which_a_column_is_null_throughout_is_one_of_any_type(tmp_path: Path, suffix: str) -> None:
+    def written(first: Any, second: Any, name: str) -> str:
+        for number, column in enumerate((first, second)):
+            rest = {"column": ["x"] * len(column)} if name != "column" else {}
+            write_table(tmp_path / f"{number}.{suffix}", pa.table({name: column, "one": [1] * len(column), **rest}))
+        return SPECS[suffix].replace("a.", "*.")
+
+    for name, (first, second, known) in NULLS.items():
+        for files, expected in (
+            ((first, second), known),
+            ((second, first), known[len(first) :] + known[: len(first)]),
+        ):
+            spec = written(*files, "column") + (".x" if name == "a field" else "")
+            assert all_rows(tmp_path, spec) == expected, name
+            assert all_rows(tmp_path, spec, filter=(Comparison.parse("one == 1"),)) == expected, name
+            assert opened(tmp_path, spec).content is (Content.TEXT if known[0] == "" else Content.IDS)
+    spec = written(pa.nulls(2), pa.array([5, None]), "n")
+    for comparison in ("n > 0", "n not in [7]", "n <= 5"):
+        assert all_rows(tmp_path, spec, filter=(Comparison.parse(comparison),)) == ["", "", "x", ""], comparison
+    assert all_rows(tmp_path, spec, template=Template.parse("{n}{column}")) == ["x", "x", "5x", "x"]
+    written(pa.nulls(2), pa.array([["a"], None]), "n")
+    tools = all_rows(tmp_path, spec, template=Template.of_chat("column", "n"), as_json=True)
+    assert tools == ["x\n", "x\n", 'x\n["a"]', "x\n"]
+    spec = written(pa.nulls(2), pa.nulls(2), "column")
+    with pytest.raises(SourceError, match="'column' is null in every row of its files, so there is nothing to read"):
+        opened(tmp_path, spec)
+    written(pa.array([["a"]]), pa.array(["a"]), "column")
+    with pytest.raises(SourceError, match=rf"0\.{suffix}': column 'column' is of type list<"):
+        opened(tmp_path, spec)
+
+
+def test_text_that_should_be_json_and_is_none_is_a_bad_row(tmp_path: Path) -> None:
+    texts = pa.array(['{"a"', "[1]", '"\\ud800"'], pa.json_())
+    for items, good in ((texts, "[[1]]"), (pa.StructArray.from_arrays([texts], ["content"]), '[{"content": [1]}]')):
+        write_table(tmp_path / "a.parquet", pa.table({"column": pa.ListArray.from_arrays([0, 1, 2, 3], items)}))
+        rules = {"template": Template.of_chat("column", None), "as_json": True}
+        assert read(tmp_path, SPECS["parquet"], skip_bad=True, **rules) == ["", good, ""]
+        with pytest.raises(SourceError, match=r"a\.parquet': row 0: the JSON in 'column' is damaged: Expecting ':'"):
+            read(tmp_path, SPECS["parquet"], **rules)
+
+
 def test_of_json_lines_the_first_that_has_a_key_says_where_it_lies(tmp_path: Path) -> None:
     nested, literal = {"meta": {"text": "nested"}}, {"meta.text": "literal"}
     lines = tmp_path / "a.jsonl"
@@ -161,6 +216,14 @@ COMPARED: dict[str, tuple[Any, list[int]]] = {
     "good == true": (pa.array([True, False, None]), [0]),
     'day >= "2024-05-01"': (pa.array([19_843, 19_844, None], pa.date32()), [1]),
     'at < "2024-05-01"': (pa.array([0, 1_800_000_000], pa.timestamp("s")), [0]),
+    # A date is one of the column's own zone, unless it names another.
+    'utc >= "2024-05-01"': (pa.array([1_714_521_599, 1_714_521_600, None], pa.timestamp("s", "UTC")), [1]),
+    'zone >= "2024-05-01"': (pa.array([1_714_514_399, 1_714_514_400], pa.timestamp("s", "Europe/Berlin")), [1]),
+    'zone == "2024-05-01T02:00+02:00"': (pa.array([1_714_521_600_000], pa.timestamp("ms", "Asia/Tokyo")), [0]),
+    'zone in ["2024-05-01", "2024-05-01T00Z"]': (
+        pa.array([1714514400, 1714521600], pa.timestamp("s", "+02:00")),
+        [0, 1],
+    ),
 }
 
 
@@ -176,19 +239,74 @@ def test_comparisons_mean_what_they_say(tmp_path: Path, suffix: str) -> None:
         assert out == [i for i in range(len(texts)) if i not in passing], comparison
 
 
+BOOLEANS: list[Any] = [[True, False], None, [], [True, True]]
+MASKS: dict[str, Any] = {
+    **{str(of(pa.bool_())): pa.array(BOOLEANS, of(pa.bool_())) for of in (pa.list_, pa.large_list, pa.list_view)},
+    "bytes": pa.ListArray.from_arrays(
+        [0, None, 2, 2, 4], pa.ExtensionArray.from_storage(pa.bool8(), pa.array([1, 0, 5, 1], pa.int8()))
+    ),
+}
+
+
+@pytest.mark.parametrize("suffix", [*SPECS, "jsonl"])
+def test_a_loss_mask_may_be_of_booleans_and_ids_may_not(tmp_path: Path, suffix: str) -> None:
+    spec = (SPECS | {"jsonl": "jsonl:a.jsonl:column"})[suffix]
+    for column in MASKS.values():
+        if suffix == "jsonl":
+            (tmp_path / "a.jsonl").write_text("".join(json.dumps({"column": row}) + "\n" for row in BOOLEANS))
+        else:
+            write_table(tmp_path / f"a.{suffix}", pa.table({"column": column}), 2)
+        source = opened(tmp_path, spec, is_mask=True)
+        assert [rows_of(source, row) for row in (0, 1, 3)] == [[[1, 0], [], [], [1, 1]], [[], [], [1, 1]], [[1, 1]]]
+        with pytest.raises(SourceError, match=r"column 'column' is of type|'column' has a boolean among its ids"):
+            read(tmp_path, spec)
+
+
+FOLDERS = {
+    "lang=en%2Fgb/year=2024/good=false": "english",
+    "lang=de/year=2023/good=true": "german",
+    "lang=__HIVE_DEFAULT_PARTITION__/year=2025/good=false": "unknown",
+}
+PARTITIONS = {
+    'lang == "en/gb"': "english",
+    'lang != "en/gb"': "german",
+    'lang not in ["x"]': "english german",
+    "year >= 2024": "english unknown",
+    "good == true": "german",
+    # A column of the file comes first.
+    "n > 0": "english german unknown",
+}
+
+
+def test_names_of_folders_are_compared_as_columns_are(tmp_path: Path) -> None:
+    for folder, text in FOLDERS.items():
+        write_table(tmp_path / "n=0" / folder / "a.parquet", pa.table({"column": [text], "n": [1]}))
+    spec = "parquet:n=0/**/*.parquet:column"
+    for comparison, texts in PARTITIONS.items():
+        rows = all_rows(tmp_path, spec, filter=(Comparison.parse(comparison), Comparison.parse("n == 1")))
+        assert sorted(filter(None, rows)) == texts.split(), comparison
+    for comparison, says in (
+        ("lang > 1", "the folder 'lang=de' has no value that is .* a number"),
+        ("x == 1", "no column 'x'"),
+    ):
+        with pytest.raises(SourceError, match=says):
+            all_rows(tmp_path, spec, filter=(Comparison.parse(comparison),))
+
+
 RULES: list[tuple[dict[str, Any], str]] = [
     ({"filter": (Comparison.parse("absent > 1"),)}, "has no column 'absent'; its columns are column, n"),
     ({"filter": (Comparison.parse("column > 1"),)}, "'column' is of type string, which is not compared with a number"),
     ({"filter": (Comparison.parse('n == "a"'),)}, "'n' is of type int64, which is not compared with text"),
     ({"filter": (Comparison.parse("n == true"),)}, "is not compared with true or false"),
     ({"filter": (Comparison.parse("l == 1"),)}, "which is not compared with a number"),
+    ({"filter": (Comparison.parse('j == "a"'),)}, "'j' is of type extension<arrow.json>, which is not compared with"),
     ({"template": Template.parse("{column} {absent}")}, "has no column 'absent'"),
     ({"template": Template.parse("{column} {l}")}, "template: column 'l' is of type list<"),
 ]
 
 
 def test_rules_that_do_not_fit_a_file_name_it(tmp_path: Path) -> None:
-    write_table(tmp_path / "a.parquet", pa.table({"column": ["a"], "n": [1], "l": [[1]]}))
+    write_table(tmp_path / "a.parquet", pa.table({"column": ["a"], "n": [1], "l": [[1]], "j": JSON[:1].values[:1]}))
     for rules, says in RULES:
         with pytest.raises(SourceError, match=r"a\.parquet") as caught:
             read(tmp_path, SPECS["parquet"], **rules)

@@ -13,10 +13,12 @@ import pyarrow as pa
 import pytest
 from support.catalog import SOURCES
 from support.sources import opened, rows_of
-from tokenloom_server.errors import SourceError
+from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.sources import compressed, lines
 from tokenloom_server.sources.endings import CODECS, codec_of, ending_of
 from tokenloom_server.storage.local import LocalFile
+
+zstd_library = compressed._zstd()
 
 TEXTS = ["first", "", "zwölf Boxkämpfer 🥊", "a\tb", "x" * 3000, "", "last", *(f"row {i}" for i in range(500))]
 
@@ -36,6 +38,11 @@ PACKERS: dict[str, tuple[str, Compress]] = {
     "zstd frames": (".zst", lambda d: zstd(d[:777]) + zstd(d[777:])),
     "bz2 streams": (".bz2", lambda d: bz2.compress(d[:777]) + bz2.compress(b"") + bz2.compress(d[777:])),
     "xz streams": (".xz", lambda d: lzma.compress(d[:777]) + lzma.compress(b"") + lzma.compress(d[777:])),
+    # tar and tapes fill up with zeros, and so may xz in steps of four.
+    "gzip, padded": (".gz", lambda d: gzip.compress(d[:777]) + bytes(3) + gzip.compress(d[777:]) + bytes(70_001)),
+    "xz, padded": (".xz", lambda d: lzma.compress(d[:777]) + bytes(8) + lzma.compress(d[777:]) + bytes(70_000)),
+    # As pzstd and zstd --seekable write them: with a frame that has no content.
+    "zstd, skippable": (".zst", lambda d: b"\x50\x2a\x4d\x18\3\0\0\0abc" + zstd(d) + b"\x5f\x2a\x4d\x18\0\0\0\0"),
 }
 
 
@@ -63,10 +70,35 @@ def test_rows_are_those_of_the_plain_file(
 def test_what_is_damaged_cut_off_or_no_such_file_is_an_error_that_names_it(tmp_path: Path, packer: str) -> None:
     suffix, pack = PACKERS[packer]
     whole = pack("\n".join(TEXTS).encode())
-    for bad in (whole[:-5], whole[:20], whole[:-4] + b"\0\1\2\3", b"plain text\n", whole + b"more"):
+    size = len("\n".join(TEXTS).encode())
+    damaged = r"cannot be decompressed after byte \d+ of its content"
+    after = rf"is whole up to byte {size} of its content, but what stands after that is no {CODECS[suffix]}"
+    for bad, says in (
+        *((bad, damaged) for bad in (whole[:-5], whole[:20], whole[:-4] + b"\0\1\2\3", b"plain text\n")),
+        *((whole + rest, after) for rest in (b"more", bytes(8) + b"more", bytes(2) + b"x")),
+    ):
         (tmp_path / f"a.txt{suffix}").write_bytes(bad)
-        with pytest.raises(SourceError, match=rf"a\.txt{suffix}' cannot be decompressed after byte \d+ .*again"):
+        with pytest.raises(SourceError, match=rf"a\.txt{suffix}' {says} .*again"):
             rows_of(opened(tmp_path, f"txt:a.txt{suffix}:text"))
+
+
+def test_a_window_that_takes_much_memory_is_decoded_where_that_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = {zstd_library.CompressionParameter.window_log: 28, zstd_library.CompressionParameter.content_size_flag: 0}
+    packer = zstd_library.ZstdCompressor(options=long)
+    (tmp_path / "a.txt.zst").write_bytes(packer.compress(b"a\nb\n") + packer.flush())
+    large = [{"id": lzma.FILTER_LZMA2, "dict_size": 1 << 29}]
+    (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"a\nb\n", filters=large) + bytes(4))
+    for suffix in (".zst", ".xz"):
+        with pytest.raises(SourceError, match=r"more memory than is allowed: give --decompress-mib.*DECOMPRESS_MIB"):
+            rows_of(opened(tmp_path, f"txt:a.txt{suffix}:text"))
+    monkeypatch.setenv(compressed.MEMORY, "2 GiB")
+    with pytest.raises(ConfigError, match="TOKENLOOM_DECOMPRESS_MIB: found '2 GiB', expected a whole number of MiB"):
+        opened(tmp_path, "txt:a.txt.zst:text")
+    monkeypatch.setenv(compressed.MEMORY, "640")
+    for suffix in (".zst", ".xz"):
+        assert rows_of(opened(tmp_path, f"txt:a.txt{suffix}:text")) == ["a", "b"]
 
 
 def test_a_file_with_nothing_in_it_has_no_rows(tmp_path: Path) -> None:

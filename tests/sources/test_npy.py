@@ -121,11 +121,14 @@ FAULTS: dict[str, tuple[str, bytes, str]] = {
     "a cut header": ("npy:a.npy", b"\x93NUMPY\x01\x00\x76\x00{'descr'", "is not a readable .npy file"),
     "a version to come": ("npy:a.npy", b"\x93NUMPY\x09\x00\x76\x00" + bytes(200), r"version 9.0, expected 1.0 or 2.0"),
     "an odd size": ("npy:a.npy:uint16", b"\x01\x00\x02", "has 3 bytes, which is no whole number of uint16"),
-    "a short shard": (
-        "npy:a.npy",
-        struct.pack("<iii", 20240520, 1, 7) + bytes(1020),
-        "or the header of an llm.c shard with as many ids as the file has",
-    ),
+    **{
+        f"a cut shard, {spec}": (
+            spec,
+            (struct.pack("<iii", 20240520, 1, 7) + bytes(1020))[:size],
+            rf"has the header of an llm.c shard \(20240520, version 1\) of 7 ids of uint16, but .* has {left} after",
+        )
+        for spec, size, left in (("npy:a.npy", 1032, 4), ("npy:a.npy:uint16", 1031, 3.5), ("npy:a.npy", 100, 0))
+    },
 }
 
 

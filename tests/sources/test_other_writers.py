@@ -12,6 +12,7 @@ import pandas as pd
 import polars as pl
 import pytest
 from support.sources import opened, rows_of
+from tokenloom_server.errors import SourceError
 
 TEXTS = ["hello", "", "wörld 😀", "x" * 300, *(f"row {i}" for i in range(3000))]
 IDS = [[1, 2, 3], [], [70_000], *([i, i + 1] for i in range(3000))]
@@ -92,3 +93,23 @@ def test_ids_of_polars_arrive_in_arrow_and_parquet(tmp_path: Path) -> None:
 
     for spec in ("arrow:d:ids", "parquet:a.parquet:ids"):
         assert rows_of(opened(tmp_path, spec), 2) == IDS[2:]
+
+
+def test_json_of_duckdb_is_the_text_that_it_is(tmp_path: Path) -> None:
+    with duckdb.connect() as connection:
+        rows = """SELECT '{"a": 1}'::JSON AS one, ['"b"'::JSON, NULL] AS several UNION ALL SELECT NULL, NULL"""
+        connection.execute(f"COPY ({rows}) TO '{tmp_path / 'a.parquet'}' (FORMAT parquet)")
+
+    assert rows_of(opened(tmp_path, "parquet:a.parquet:one")) == ['{"a": 1}', ""]
+    assert rows_of(opened(tmp_path, "parquet:a.parquet:several")) == ['["b", null]', ""]
+
+
+def test_an_encrypted_file_is_named_as_what_it_is(tmp_path: Path) -> None:
+    with duckdb.connect() as connection:
+        connection.execute("SET force_mbedtls_unsafe = 'true'")  # without its extension for the network
+        connection.execute("PRAGMA add_parquet_key('key', '0123456789abcdef')")
+        options = "FORMAT parquet, ENCRYPTION_CONFIG {footer_key: 'key'}"
+        connection.execute(f"COPY (SELECT 'a' AS text) TO '{tmp_path / 'a.parquet'}' ({options})")
+
+    with pytest.raises(SourceError, match=r"a\.parquet' is not .*\); it is encrypted, .* write it without encryption"):
+        opened(tmp_path, "parquet:a.parquet:text")

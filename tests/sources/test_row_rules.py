@@ -15,6 +15,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -441,6 +442,39 @@ def test_a_source_of_bad_rows_alone_is_an_error(tmp_path: Path) -> None:
         match=r"no token in any of its rows; .* \(2 of them are bad, and 0 are left out by the filter or blank",
     ):
         list(samples_from(order, order.initial()))
+
+
+UNSERVED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "has no column 'text'": ({"body": ["a"]}, {}),
+    "column 'text' is of type int64": ({"text": [1]}, {}),
+    "column 'text' holds ids": ({"text": [[1]]}, {}),
+    "column 'lang' is of type int64, which is not compared": (
+        {"text": ["a"], "lang": [1]},
+        {"filter": ['lang == "x"']},
+    ),
+    "template: column 'lang' is of type (large_)?list<": (
+        {"text": ["a"], "lang": [[1]]},
+        {"template": "{lang} {text}"},
+    ),
+}
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_file_that_cannot_be_served_is_refused_where_a_run_begins_and_a_remote_one_where_it_is_opened(
+    tmp_path: Path, suffix: str
+) -> None:
+    remote = fsspec.filesystem("memory")
+    for number, (reason, (table, rules)) in enumerate(UNSERVED.items()):
+        folder, url = tmp_path / str(number), f"unserved-{number}-{suffix}"
+        write_table(folder / f"0.{suffix}", pa.table({"text": ["a"], "lang": ["b"]}))
+        write_table(folder / f"1.{suffix}", pa.table({**table, "one": [1]}))
+        remote.put(str(folder), url, recursive=True)
+        pattern = "" if suffix == "arrow" else "/*.parquet"
+        with pytest.raises(SourceError, match=rf"1\.{suffix}': .*{reason}|1\.{suffix}' {reason}"):
+            order_over(folder, Case(suffix, "text", {"source": f"{suffix}:.{pattern}:text", **rules}))
+        order = order_over(folder, Case(suffix, "text", {"source": f"{suffix}:memory://{url}{pattern}:text", **rules}))
+        with pytest.raises(SourceError, match=reason):
+            list(samples_from(order, order.initial()))
 
 
 #: Makes engines crash as native code does, in whatever Python starts from now on.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ def write_golden_rows(folder: Path) -> Path:
     _write_conversations(folder / "data")
     _write_ids(folder / "data")
     _write_texts(folder / "data")
+    _write_json_and_nulls(folder / "data")
     return folder
 
 
@@ -84,6 +86,25 @@ def _write_texts(data: Path) -> None:
     encoded = [text.encode("latin-1" if i % 9 == 4 else "utf-8", "ignore") for i, text in enumerate(texts)]
     buffers = pa.array(encoded, pa.binary()).buffers()
     write_table(data / "latin.parquet", pa.table({"text": pa.StringArray.from_buffers(50, *buffers[1:])}), 8)
+
+
+def _write_json_and_nulls(data: Path) -> None:
+    """What says by its type that it is JSON, or that all is null; masks of booleans; and values in names of folders."""
+    chats = [_chat(6, i) for i in range(9)]
+    content = pa.array([json.dumps(turn["content"]) for chat in chats for turn in chat], pa.json_())
+    roles = pa.array([turn["role"] for chat in chats for turn in chat])
+    turns = pa.StructArray.from_arrays([roles, content], ["role", "content"])
+    messages = pa.ListArray.from_arrays([0, *accumulate(map(len, chats))], turns)
+    write_table(data / "parts of json.parquet", pa.table({"messages": messages}), 4)
+    texts = [json.dumps({"said": _text(5, 800 + i)}, ensure_ascii=False) if i % 4 else None for i in range(16)]
+    table = pa.table({"text": pa.array(texts, pa.json_()), "note": pa.nulls(16)})
+    write_table(data / "json" / "lang=en" / "0.parquet", table, 5)
+    write_table(data / "json" / "lang=de" / "1.parquet", pa.table({"text": pa.nulls(3), "note": ["a"] * 3}))
+    write_table(data / "json" / "lang=fr" / "2.parquet", pa.table({"text": ["'"] * 5, "note": ["b"] * 5}))
+    ids = [numbers(1 + i % 7, 900 + i, 0, 280) for i in range(20)]
+    masks = [[number % 3 == 0 for number in row] for row in ids]
+    write_table(data / "booleans.parquet", pa.table({"ids": ids, "mask": masks}), 6)
+    write_table(data / "booleans.parquet.null.parquet", pa.table({"ids": pa.nulls(2), "mask": pa.nulls(2)}))
 
 
 def _write_lines(path: Path, lines: Iterable[str]) -> None:
@@ -160,5 +181,22 @@ GOLDEN_ROWS: dict[str, dict[str, Any]] = {
         special_tokens_in_text="parse",
         on_bad_row="skip",
         tail="pad",
+    ),
+    "conversations with JSON in them": _of_folder(
+        [{"source": "parquet:data/parts of json.parquet:messages", "template": "chat"}],
+        packing="none",
+        sequence_length=160,
+    ),
+    "JSON, files of nulls, folders that are compared, and masks of booleans": _of_folder(
+        [
+            {
+                "source": "parquet:data/json/**/*.parquet:text",
+                "filter": 'lang in ["en", "de"]',
+                "template": "{text} {note}",
+            },
+            {"source": "parquet:data/booleans*.parquet:ids", "loss_mask": "mask", "epochs": 2},
+        ],
+        packing="best_fit",
+        sequence_length=48,
     ),
 }

@@ -113,6 +113,7 @@ def init(
     from tokenloom_server.config import mixture_file as config
     from tokenloom_server.sources.catalog import sources_of
     from tokenloom_server.storage.drafts import write_whole
+    from tokenloom_server.tokenizer.files import tokenizer_files
 
     if output.is_dir() or not output.parent.is_dir():
         raise ConfigError(f"--output {output}: expected a file, in a folder that exists; make that first")
@@ -140,6 +141,8 @@ def init(
     write_whole(schema, schema_content)
     for alias, source in sources.items():
         say(f"{alias}: {_contents(source)}: {source.spec}")
+    for file in tokenizer_files(str(fields["tokenizer"]), base_dir):
+        survey.left_out.pop(file, "")
     if survey.left_out:
         say(f"left out: {_left_out(survey)}")
     say(f"wrote {output}, and {schema} for editors")
@@ -150,7 +153,7 @@ def _survey(places: Sequence[str], base_dir: Path, catalog: SourceCatalog) -> Su
     """Raises ``ConfigError`` where there is nothing to read."""
     from tokenloom_server.sources.survey import Survey
 
-    survey = Survey(base_dir, catalog)
+    survey = Survey(base_dir, catalog, _choose)
     for place in dict.fromkeys(places):
         scheme = catalog.schemes.get(place.partition(":")[0])
         if scheme is not None and ":" in place:
@@ -165,6 +168,17 @@ def _survey(places: Sequence[str], base_dir: Path, catalog: SourceCatalog) -> Su
             "docs/mixture-file.md"
         )
     return survey
+
+
+def _choose(paths: Sequence[str], more: int) -> str:
+    """Which of some files with one name is meant, and so in some more cases. Raises ``ConfigError``."""
+    named = f"{' and '.join(paths)}{f' (and {more} more such pairs)' * bool(more)} may be the same data"
+    answer = _ask(
+        f"{named}: the one that is read", missing=f"{named}: move one of them away, or name the files to init"
+    )
+    if answer not in paths:
+        raise ConfigError(f"{named}: found {answer!r}, expected one of them")
+    return answer
 
 
 def _aliases(candidates: Sequence[Candidate]) -> list[str]:

@@ -208,6 +208,16 @@ class MixtureOptions:
         str | None,
         typer.Option(help="How large it may become; 100G if not given. [env: TOKENLOOM_CACHE_SIZE]", metavar="SIZE"),
     ] = None
+    decompress_mib: Annotated[
+        int | None,
+        typer.Option(
+            help="MiB of memory that decoding a compressed file may take: 128 of zstd and 256 of xz if not given. "
+            "[env: TOKENLOOM_DECOMPRESS_MIB]",
+            metavar="MIB",
+            min=1,
+            max=99999,
+        ),
+    ] = None
     dataset_mix: Annotated[
         str | None,
         _Short(
@@ -237,10 +247,12 @@ class MixtureOptions:
         return DataRoots.of(self.data_root or from_environment)
 
     def use_cache(self) -> None:
-        """Whatever this process reads of remote storage is kept where --cache says. Raises ``ConfigError``."""
+        """Whatever this process reads of remote storage is kept where --cache says, and what is compressed takes as
+        much memory as --decompress-mib. Raises ``ConfigError``."""
+        from tokenloom_server.sources import compressed
         from tokenloom_server.storage import cache
 
-        options = {cache.FOLDER: self.cache, cache.SIZE: self.cache_size}
+        options = {cache.FOLDER: self.cache, cache.SIZE: self.cache_size, compressed.MEMORY: self.decompress_mib}
         os.environ.update({name: str(value) for name, value in options.items() if value is not None})
         cache.block_cache()
 

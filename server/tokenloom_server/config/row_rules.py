@@ -133,6 +133,8 @@ class RowRules:
     template: Template | None = None
     as_json: bool = False
     """Of a template's columns, values that are no text become their JSON."""
+    is_mask: bool = False
+    """The column is a loss mask: lists of true and false are as good as such of 1 and 0."""
     skip_bad: bool = False
     """Rows that do not decode are marked among the others (``Rows.bad``); else reading ends at the first."""
     skip_blank: bool = True

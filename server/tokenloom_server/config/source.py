@@ -77,7 +77,7 @@ class SourceConfig(Section):
     """Overrides the run's ``add_eot``; for ``megatron:`` and ``npy:``, whose documents as a rule carry the id already,
     ``auto`` where the run says true."""
     loss_mask: Name | None = None
-    """A column beside the ids: for each of them 0 or 1, whether it counts for the loss."""
+    """A column beside the ids: for each of them 0 or 1, or false or true, whether it counts for the loss."""
     commit: Annotated[str, Field(pattern="^[0-9a-f]{40}$")] | None = None
     """Of a dataset on the Hub: where the run begins, its files are those of this commit, although the spec names a
     branch or none. Which files these are stands in the manifest, so this is no part of the order."""

@@ -70,6 +70,7 @@ def create(
     )
     factory = PipelineFactory(record, resources)
     factory.check_columns()
+    factory.readers.check_files()
     factory.readers.check_seen()
     factory.readers.make_buckets()
     return _with_estimates(factory, {})
@@ -177,6 +178,7 @@ def under(
                 "others would make other samples of rows that are under way; add them as a source of their own"
             )
     factory.check_columns(len(old.specs))
+    factory.readers.check_files({shard for shards in old.shards for shard in shards})
     factory.readers.check_seen(len(old.specs))
     _refuse_new_text(factory, old)
     factory.readers.make_buckets()
@@ -210,6 +212,7 @@ def aside(
     if manifest is None:
         return factory
     factory.check_columns()
+    factory.readers.check_files()
     for i, source in enumerate(config.sources):
         if run.engine is None and factory.readers.open(i).content is Content.TEXT:
             raise ConfigError(

@@ -18,7 +18,8 @@ def mended_since(version: int, source: SourceConfig) -> str | None:
     """What rows of a source give otherwise than under an order version; None where they give the same.
 
     Version 3: where the assistant's part of a conversation begins or ends within the tokens of a character, or with
-    tokens that have no character of their own, the loss mask counts each that lies in it.
+    tokens that have no character of their own, the loss mask counts each that lies in it. And what Arrow's type says is
+    JSON within a conversation is read as what it says, without its quotes.
     """
     if version < 3 and source.is_chat:
         return "the loss masks of conversations (template: chat) count all tokens of a character since version 3"

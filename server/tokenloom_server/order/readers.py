@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from tokenloom_server.config.row_rules import RowRules
@@ -18,12 +18,15 @@ from tokenloom_server.order.resources import RunResources
 from tokenloom_server.packing.buckets import Epochs
 from tokenloom_server.packing.reading import FileOrder, Layout, Reading, ShuffledFiles, Windows, shuffled_files
 from tokenloom_server.packing.samples import Int64s
-from tokenloom_server.sources.base import Content, Source
+from tokenloom_server.sources.base import Content, Shard, Source
 from tokenloom_server.sources.block_index import blocks
+from tokenloom_server.sources.files import in_threads
 from tokenloom_server.sources.holdout import HoldoutSource
 from tokenloom_server.sources.scheme import ReadRequest
+from tokenloom_server.sources.sharded import ShardedSource
 from tokenloom_server.sources.tensors.buckets import Bucketing, bucket_index
 from tokenloom_server.sources.tensors.source import FeatureSource
+from tokenloom_server.storage.urls import is_remote
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +57,7 @@ class SourceReaders:
         either of the two holds text."""
         config = self._record.config
         source = config.sources[source_id]
-        rules = RowRules(skip_bad=config.skips_bad_rows(source), skip_blank=source.rules.skip_blank)
+        rules = RowRules(is_mask=True, skip_bad=config.skips_bad_rows(source), skip_blank=source.rules.skip_blank)
         masks = self._resources.open_source(replace(source.spec, column=column), self._record.shards[source_id], rules)
         for name, opened in ((source.spec.column, reader), (column, masks)):
             if opened.content is not Content.IDS:
@@ -72,6 +75,20 @@ class SourceReaders:
                 self.open_mask(i, self.open(i), source.loss_mask)
             if source.transform is not None and self.open(i).content is not Content.TEXT:
                 raise ConfigError(f"{source.name}: transform is for texts, but the column holds ids; leave it out")
+
+    def check_files(self, known: Container[Shard] = ()) -> None:
+        """Raises ``SourceError`` where a file, but for those that are known, has no columns to be read as the config
+        says. A remote one says so when it is opened: nothing waits for each of 10^5 of them."""
+        for i, (source, shards) in enumerate(zip(self._record.config.sources, self._record.shards, strict=True)):
+            local = [j for j, each in enumerate(shards) if each not in known and not is_remote(each.path)]
+            if not local or self._record.config.batching is not None:
+                continue
+            readers = [self.open(i)]
+            if source.loss_mask is not None:
+                readers.append(self.open_mask(i, readers[0], source.loss_mask))
+            for reader in readers:
+                if isinstance(reader, ShardedSource):
+                    in_threads(reader.check, local)
 
     def kept(self, source_id: int, reader: Source) -> Source:
         """A reader with the rows of this side of the source's holdout; the others are there as empty ones."""

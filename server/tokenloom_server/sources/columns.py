@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tokenloom_server.config.row_rules import RowRules
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import arrays
 from tokenloom_server.sources.base import BadRow, Content, Rows
@@ -28,14 +29,31 @@ DECODE_ROWS = 1 << 12
 EXPECTED = "text (string), or lists of integers"
 
 
-def content_of(kind: Any) -> Content | None:
-    """What a column of an Arrow type holds; ``None`` for a type that is neither text nor ids."""
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-        return Content.TEXT if arrays.is_text(kind) else None
-    if arrays.is_text(kind):
+def content_of(kind: Any, *, is_mask: bool = False) -> Content | None:
+    """What a column of an Arrow type holds; ``None`` for a type that is neither text nor ids, and for JSON, which is
+    text where it is asked for."""
+    if arrays.is_text(plain_kind(kind)):
         return Content.TEXT
-    return Content.IDS if is_any_list(kind) and pa.types.is_integer(kind.value_type) else None
+    if not is_any_list(kind):
+        return None
+    is_read = pa.types.is_integer(kind.value_type) or (is_mask and is_truth(kind.value_type))
+    # Where all lists of a file are empty, their items have no type.
+    return Content.IDS if is_read or pa.types.is_null(kind.value_type) else None
+
+
+def is_truth(kind: Any) -> bool:
+    """Whether a type is of true and false, also as bytes."""
+    return pa.types.is_boolean(kind) or isinstance(kind, pa.Bool8Type)
+
+
+def plain_kind(kind: Any) -> Any:
+    """The type of a column's values, whether they stand in a dictionary or not."""
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def is_json(kind: Any) -> bool:
+    """Whether a type is of text that is JSON, or of lists of it, as `datasets` and DuckDB write them."""
+    return isinstance(kind, pa.JsonType) or (is_any_list(kind) and is_json(kind.value_type))
 
 
 def contents_of(schema: Any) -> dict[str, Content | None]:
@@ -70,12 +88,20 @@ def _fields(kind: Any) -> dict[str, Any] | None:
     if isinstance(kind, pa.Schema):
         return {field.name: field.type for field in kind}
     if pa.types.is_struct(kind):
-        return {field.name: field.type for field in (kind.field(i) for i in range(kind.num_fields))}
-    return None
+        return {field.name: field.type for field in kind}
+    return _AnyField() if pa.types.is_null(kind) else None
+
+
+class _AnyField(dict[str, Any]):
+    """The fields of what is null in each row of a file, whose type is lost: any may have been there."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
 
 
 class ColumnPath(NamedTuple):
-    """A column of a file: the names of a field, of one within it, and so on; and its type."""
+    """A column of a file: the names of a field, of one within it, and so on, or up to one that is null in each row; and
+    its type."""
 
     names: tuple[str, ...]
     kind: Any
@@ -105,19 +131,21 @@ def column_of(schema: Any, name: str, where: str) -> ColumnPath:
     if names.count(path[0]) > 1:
         raise SourceError(f"{where} has {names.count(path[0])} columns named {path[0]!r}; rename all but one")
     kind = schema.field(path[0]).type
-    for field in path[1:]:
+    for depth, field in enumerate(path[1:], 1):
+        if pa.types.is_null(kind):
+            return ColumnPath(path[:depth], kind)
         kind = kind.field(field).type
     return ColumnPath(path, kind)
 
 
-def check_schema(schema: Any, name: str, where: str, *, as_json: bool = False) -> Content:
-    """What a column holds in a file; ``as_json``: of what is no text, its JSON is read.
+def check_schema(schema: Any, name: str, where: str, rules: RowRules) -> Content | None:
+    """What a column holds in a file, None where it is null in each row.
 
     Raises ``SourceError`` beginning with ``where`` when the column is missing, there twice, or of another type.
     """
     kind = column_of(schema, name, where).kind
-    content = Content.TEXT if as_json else content_of(kind)
-    if content is None:
+    content = Content.TEXT if rules.as_json or is_json(kind) else content_of(kind, is_mask=rules.is_mask)
+    if content is None and not pa.types.is_null(plain_kind(kind)):
         others = [field.name for field in schema if content_of(field.type) is not None]
         hint = f"; columns of such a type: {', '.join(others)}" if others else ""
         if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):

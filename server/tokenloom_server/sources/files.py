@@ -182,8 +182,17 @@ def refused(where: str, error: Exception) -> StorageError | None:
 def unreadable(where: str, kind: str, error: Exception, place: str = "") -> TokenloomError:
     """The error to raise where a file does not open as one of its kind, or ends at a ``place`` in it."""
     return refused(where, error) or SourceError(
-        f"{where} is not a readable {kind} file ({place}{error}); it is truncated or damaged: write or copy it again"
+        f"{where} is not a readable {kind} file ({place}{error}); {fault_of(error)}"
     )
+
+
+def fault_of(error: Exception) -> str:
+    """What is wrong with a file at which Arrow failed so, and what to do."""
+    if "crypt" in str(error):
+        return "it is encrypted, and there are no keys for it here: write it without encryption"
+    if isinstance(error, NotImplementedError):
+        return "it has something that this release of Arrow does not read: write it anew in a more common way"
+    return "it is truncated or damaged: write or copy it again"
 
 
 def where(spec: Spec, shard: Shard) -> str:

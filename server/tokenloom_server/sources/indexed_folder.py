@@ -131,7 +131,7 @@ class IndexedFolderScheme(Scheme):
             return self.index.model_validate_json(bytes(file.read_at(0, file.size)), strict=True)
         except ValidationError as error:
             fault = error.errors()[0]
-            place = f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
+            place = f"{'.'.join(map(str, fault['loc']))}: {fault['msg'].removeprefix('Value error, ')}"
             raise SourceError(
                 f"{file.name} is no index that {self.name} reads ({place}); write or copy it again"
             ) from None

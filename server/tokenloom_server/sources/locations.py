@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from urllib.parse import unquote
 
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.core.control_characters import escaped, refuse_control_characters
@@ -17,6 +18,15 @@ from tokenloom_server.storage.urls import redacted
 
 #: How many names an error lists of what lies in a folder.
 LISTED_NAMES = 8
+
+#: The name of the folder for rows in which a partition's column is null.
+_HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
+
+
+def partitions(path: str) -> dict[str, str | None]:
+    """What the names of folders say of all rows of a file, as Hive writes them: ``lang=en``."""
+    named = (part.partition("=") for part in path.split("/")[:-1] if "=" in part)
+    return {unquote(key): None if value == _HIVE_NULL else unquote(value) for key, _, value in named}
 
 
 def matching_paths(spec: Spec, base_dir: Path) -> tuple[str, ...]:

@@ -129,8 +129,10 @@ class SampleSource(ShardedSource):
         there or holds neither text nor ids, and when no file has a sample."""
         super().__init__(request)
         self._listed = listed
-        self._refuse_without_rows(self.row_count)
-        self._schema(next(shard for shard, file in enumerate(listed) if file.rows))
+        self._refuse_without_rows(self.check)
+
+    def check(self, shard: int) -> object:
+        return self.row_count(shard) and self._selected(shard)
 
     @abstractmethod
     def _columns(self, shard: int) -> Sequence[Column]:
@@ -156,21 +158,18 @@ class SampleSource(ShardedSource):
         step = rows if self._is_read_from_begin(shard) else rows * BLOCK_BYTES // max(size, 1)
         return np.append(np.arange(0, rows, max(step, 1)), rows)
 
-    def _schema(self, shard: int) -> Any:
+    def _selected(self, shard: int) -> Selection:
         where = self._where(self._shards[shard])
         for column in self._columns(shard):
             if column.name == self._spec.column and pa.types.is_large_binary(column.kind):
                 raise SourceError(f"{where}: column {column.name!r} is of {column.encoding!r}, {self.remedy}")
-        schema = pa.schema([(column.name, column.kind) for column in self._columns(shard)])
-        self._check_schema(shard, schema)
-        return schema
+        return self._selection(shard, pa.schema([(column.name, column.kind) for column in self._columns(shard)]))
 
     def _read(self, shard: int, row: int) -> Iterator[Rows]:
         self._check_row(shard, row, self.row_count(shard))
         if row == self.row_count(shard):
             return
-        columns, where = self._columns(shard), self._where(self._shards[shard])
-        selection = Selection.of_schema(self._rules, self._spec.column, self._schema(shard), where)
+        columns, where, selection = self._columns(shard), self._where(self._shards[shard]), self._selected(shard)
         with self._open(self._shards[shard]) as file:
             for samples in self._samples(file, shard, row):
                 spans = zip(columns, self._spans(samples, columns), strict=True)

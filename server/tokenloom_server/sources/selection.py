@@ -6,7 +6,8 @@ Evaluated by Arrow over whole batches; no Python for each row.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ import pyarrow.compute as pc
 from tokenloom_server.config.row_rules import Comparison, RowRules, Template
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import arrays, columns
-from tokenloom_server.sources.base import BadRow, Rows
+from tokenloom_server.sources.base import BadRow, Content, Rows
 from tokenloom_server.sources.columns import ColumnPath
 
 #: Rows that are filtered and formatted together: their results are in memory beside them.
@@ -44,24 +45,37 @@ class _Test(NamedTuple):
 class Selection:
     """The rules of a source, as they apply to files of one schema."""
 
-    @classmethod
-    def of_schema(cls, rules: RowRules, column: str, schema: Any, where: str) -> Selection:
-        """Raises ``SourceError``, beginning with ``where``, for a column that is not there, too."""
-        return cls(rules, column, {name: columns.column_of(schema, name, where) for name in rules.reads(column)}, where)
-
-    def __init__(self, rules: RowRules, column: str, by_name: Mapping[str, ColumnPath], where: str) -> None:
-        """``by_name``: where each column that is read lies, by its name in the rules; ``column`` is the source's own.
+    def __init__(
+        self,
+        rules: RowRules,
+        column: str,
+        by_name: Mapping[str, ColumnPath],
+        where: str,
+        content: Content | None = None,
+        of_folders: Mapping[str, str | None] = MappingProxyType({}),
+    ) -> None:
+        """``by_name``: where each column that is read lies, by its name in the rules; ``column`` is the source's own,
+        which has that ``content`` in other files, where all of it is null in these. ``of_folders``: what is compared
+        beside them, which is the same in all rows.
 
         Raises ``SourceError``, beginning with ``where``, for a column that cannot be compared so, or is no text.
         """
         self.rules = rules
         self.column = column
         self.columns = by_name
-        self._tests = [_test(comparison, by_name[comparison.column].kind, where) for comparison in rules.filter]
+        self._content = content
+        self._tests = [_test(each, by_name[each.column].kind, where) for each in rules.filter if each.column in by_name]
+        #: Whether a file's rows pass what is compared with its folders.
+        self._may_pass = all(
+            _folder_passes(each, of_folders[each.column], where) for each in rules.filter if each.column not in by_name
+        )
+        #: Those whose values become JSON, but for text.
+        self._json = {name for name in (column, *rules.text_columns) if columns.is_json(by_name[name].kind)}
+        self._json |= {*rules.text_columns} if rules.as_json else set()
         for name in rules.text_columns:
-            kind = _plain_kind(by_name[name].kind)
+            kind = columns.plain_kind(by_name[name].kind)
             other = columns.is_any_list(kind) if rules.as_json else pa.types.is_integer(kind)
-            if not (arrays.is_text(kind) or other):
+            if not (arrays.is_text(kind) or columns.is_json(kind) or pa.types.is_null(kind) or other):
                 expected = "lists (or their JSON as text)" if rules.as_json else "text or integers"
                 raise SourceError(f"{where}: template: column {name!r} is of type {kind}, expected {expected}")
 
@@ -83,13 +97,13 @@ class Selection:
         Text that is not UTF-8 becomes bad rows. ``bad`` are known to be; the source's own column is null there.
         """
         try:
-            by_name = {name: column.of(batch) for name, column in self.columns.items()}
+            by_name = {name: self._values(name, column.of(batch)) for name, column in self.columns.items()}
         except pa.ArrowException as error:
             raise SourceError(f"{where}: rows from {first_row} on are damaged: {error}") from None
         if self.rules.plain and bad:
             yield from columns.pieces(Rows(first_row, columns.without_nulls(by_name[self.column]), tuple(bad)))
             return
-        if self.rules.plain:
+        if self.rules.plain and not columns.is_json(by_name[self.column].type):
             yield from columns.rows(by_name[self.column], first_row, where, valid=valid)
             return
         damaged = {name: not valid and columns.is_damaged(array, first_row, where) for name, array in by_name.items()}
@@ -104,6 +118,24 @@ class Selection:
         if skipped < len(batch):
             yield from self.rows(batch.slice(skipped), first_row + skipped, where)
 
+    def _values(self, name: str, array: Any) -> Any:
+        """A column as what it stands for, where its type says that text is JSON, or no more than that all is null."""
+        kind = array.type
+        if isinstance(kind, pa.JsonType):
+            return array.storage
+        if pa.types.is_null(columns.plain_kind(kind)):
+            is_ids = name == self.column and self._content is Content.IDS
+            return pa.nulls(len(array), pa.list_(pa.int64()) if is_ids else pa.large_string())
+        item = kind.value_type if columns.is_any_list(kind) else None
+        if item is not None and (pa.types.is_null(item) or (self.rules.is_mask and columns.is_truth(item))):
+            array.validate(full=True)
+            items = array.flatten()
+            if isinstance(item, pa.Bool8Type):
+                items = items.storage.cast(pa.bool_())
+            ends = np.cumsum(arrays.lengths(array))
+            return arrays.lists(np.append(np.int64(0), ends), items.cast(pa.uint8()))
+        return array
+
     def _rows(
         self,
         by_name: Mapping[str, Any],
@@ -116,8 +148,9 @@ class Selection:
         faults: dict[str, Sequence[BadRow]] = {}
         for name, array in by_name.items():
             plain[name], faults[name] = _decoded(array, first_row, where, damaged[name])
-            if self.rules.as_json and name in self.rules.text_columns and not columns.is_text(plain[name]):
-                plain[name] = _as_json(plain[name])
+            if name in self._json and not columns.is_text(plain[name]):
+                plain[name], no_json = _as_json(plain[name], name, first_row, where)
+                faults[name] = [*faults[name], *no_json]
         faults[self.column] = [*known, *faults[self.column]]
         passing = self.passing(plain)
         bad: dict[int, BadRow] = {}
@@ -142,6 +175,8 @@ class Selection:
 
     def passing(self, by_name: Mapping[str, Any]) -> npt.NDArray[np.bool_] | None:
         """Which rows pass the filter, by their columns' values; None where there is none."""
+        if not self._may_pass:
+            return np.zeros(len(by_name[self.column]), np.bool_)
         passes = [_passes(test, by_name[test.comparison.column]) for test in self._tests]
         return np.logical_and.reduce(passes) if passes else None
 
@@ -174,9 +209,35 @@ def _as_text(array: Any) -> Any:
     return array if pa.types.is_large_string(array.type) else array.cast(pa.large_string())
 
 
-def _as_json(array: Any) -> Any:
-    texts = arrays.strings([json_text(value) for value in array.to_pylist()])
-    return arrays.blanked(texts, arrays.flags(array.is_valid()))
+def _as_json(array: Any, name: str, first_row: int, where: str) -> tuple[Any, list[BadRow]]:
+    """Values as JSON, and those that are none, for there is text in them that should be some."""
+    values, bad, read = array.to_pylist(), [], _json_reader(array.type)
+    texts = [""] * len(values)
+    for i, value in enumerate(values):
+        try:
+            text = json_text(read(value))
+            text.encode()  # no half of a surrogate pair
+            texts[i] = text
+        except (ValueError, RecursionError) as error:
+            bad.append(BadRow(i, f"{where}: row {first_row + i}: the JSON in {name!r} is damaged: {error}"))
+    return arrays.blanked(arrays.strings(texts), arrays.flags(array.is_valid())), bad
+
+
+def _json_reader(kind: Any) -> Callable[[Any], Any]:
+    """Makes of a value of a type, in which text may be JSON, what that says."""
+    if isinstance(kind, pa.JsonType):
+        return lambda value: value if value is None else json.loads(value)
+    if columns.is_any_list(kind) and (of_item := _json_reader(kind.value_type)) is not _same:
+        return lambda values: values and [of_item(value) for value in values]
+    fields = kind if pa.types.is_struct(kind) else ()
+    readers = {field.name: read for field in fields if (read := _json_reader(field.type)) is not _same}
+    if not readers:
+        return _same
+    return lambda values: values and values | {name: read(values[name]) for name, read in readers.items()}
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def json_text(value: Any) -> str:
@@ -184,19 +245,29 @@ def json_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _plain_kind(kind: Any) -> Any:
-    return kind.value_type if pa.types.is_dictionary(kind) else kind
+def _folder_passes(comparison: Comparison, value: str | None, where: str) -> bool:
+    """Whether a folder's value compares so. Raises ``SourceError`` where it is no number, or not true or false."""
+    kind = _KINDS[comparison.kind]
+    try:
+        array = pa.array([value], pa.string()).cast(kind)
+    except pa.ArrowInvalid:
+        name = f"{comparison.column}={value}"
+        raise SourceError(
+            f"{where}: filter {str(comparison)!r}: the folder {name!r} has no value that is compared with "
+            f"{_NAMES[comparison.kind]}"
+        ) from None
+    return bool(_passes(_test(comparison, kind, where), array)[0])
 
 
 def _test(comparison: Comparison, kind: Any, where: str) -> _Test:
     """Raises ``SourceError`` where a column of this type cannot be compared so."""
-    compared = _compared_as(comparison, _plain_kind(kind))
+    compared = _compared_as(comparison, columns.plain_kind(kind))
     prefix = f"{where}: filter {str(comparison)!r}: column {comparison.column!r} is of type {kind}"
     if compared is None:
         raise SourceError(f"{prefix}, which is not compared with {_NAMES[comparison.kind]}")
     try:
         # First rounded to the column's own type: float16 is compared as float32, where 0.1 is another number.
-        own = pa.float16() if pa.types.is_float16(_plain_kind(kind)) else compared
+        own = pa.float16() if pa.types.is_float16(columns.plain_kind(kind)) else compared
         return _Test(comparison, compared, _constants(comparison, own).cast(compared))
     except (pa.ArrowException, OverflowError) as error:
         raise SourceError(f"{prefix}, and the constant is none ({error})") from None
@@ -204,16 +275,35 @@ def _test(comparison: Comparison, kind: Any, where: str) -> _Test:
 
 def _constants(comparison: Comparison, kind: Any) -> Any:
     if comparison.kind == "text":
-        return pa.array(comparison.values, pa.string()).cast(kind)
+        texts = pa.array(comparison.values, pa.string())
+        if pa.types.is_timestamp(kind) and kind.tz is not None:
+            return pa.concat_arrays([_instant(texts.slice(i, 1), kind) for i in range(len(texts))])
+        return texts.cast(kind)
     values = map(float, comparison.values) if pa.types.is_floating(kind) else comparison.values
     return pa.array(list(values), kind)
 
 
+def _instant(text: Any, kind: Any) -> Any:
+    """A text as a time of a type with a zone: it is of that zone, unless it names one itself."""
+    try:
+        plain = text.cast(pa.timestamp(kind.unit))
+    except pa.ArrowInvalid:
+        return text.cast(kind)
+    # Known also where there is no database of zones.
+    if kind.tz == "UTC":
+        return plain.cast(kind)
+    return pc.call_function("assume_timezone", [plain], pc.AssumeTimezoneOptions(kind.tz))
+
+
 _NAMES = {"text": "text", "number": "a number", "truth": "true or false"}
+#: As which type a value is compared that has none of its own.
+_KINDS = {"text": pa.large_string(), "number": pa.float64(), "truth": pa.bool_()}
 
 
 def _compared_as(comparison: Comparison, kind: Any) -> Any | None:
     """The type in which values of a type are compared with the constants; None where they cannot be."""
+    if pa.types.is_null(kind):
+        return _KINDS[comparison.kind]
     if comparison.kind == "text":
         # A date is written as text, and compared as a date.
         temporal = pa.types.is_timestamp(kind) or pa.types.is_date(kind)

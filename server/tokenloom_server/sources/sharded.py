@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import monotonic
 from typing import Any, NamedTuple
 
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources import columns, files
+from tokenloom_server.sources import columns, files, locations
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.sources.scheme import ReadRequest
+from tokenloom_server.sources.selection import Selection
 from tokenloom_server.storage.file import File
 from tokenloom_server.storage.remote import RemoteFile
 
@@ -33,7 +34,7 @@ class ShardedSource(ABC):
     """
 
     _content: Content | None = None
-    """What the column holds: the subclass's to set, unless it calls ``_check_schema``."""
+    """What the column holds: the subclass's to set, unless it calls ``_selection``."""
 
     def __init__(self, request: ReadRequest) -> None:
         self._spec = request.spec
@@ -41,6 +42,8 @@ class ShardedSource(ABC):
         self._shards = request.shards
         self._request = request
         self._kept: _Kept | None = None
+        #: Of the schema and the folders that were last met: the next file has the same, as a rule.
+        self._known_selection: tuple[Any, Mapping[str, str | None], Selection] | None = None
 
     @property
     def content(self) -> Content:
@@ -73,17 +76,32 @@ class ShardedSource(ABC):
         if row > count:
             raise SourceError(f"{self._where(self._shards[shard])} has {count} rows, but row {row} was asked for")
 
-    def _check_schema(self, shard: int, schema: Any) -> None:
-        """Raises ``SourceError`` where the column is missing in a shard, or holds something else than in the first that
-        was checked."""
+    def check(self, shard: int) -> object:
+        """Raises ``SourceError`` where a file says itself what its columns hold, and these cannot be read."""
+        return self._shards[shard]
+
+    def _selection(self, shard: int, schema: Any) -> Selection:
+        """What is read of a shard. Raises ``SourceError`` where the column is missing in it, or holds something else
+        than in the first one that was looked at, and where a filter or template has no use for another column."""
+        partitions = locations.partitions(self._shards[shard].path) if self._rules.filter else {}
+        known = self._known_selection
+        if known is not None and known[0].equals(schema) and known[1] == partitions:
+            return known[2]
         where = self._where(self._shards[shard])
-        content = columns.check_schema(schema, self._spec.column, where, as_json=self._rules.as_json)
+        content = columns.check_schema(schema, self._spec.column, where, self._rules)
         self._content = self._content or content
-        if content is not self._content:
+        if content is not None and content is not self._content:
             raise SourceError(
                 f"{where}: column {self._spec.column!r} holds {content.value}, but the source's first shard holds "
-                f"{self._content.value}; name them as two sources"
+                f"{self.content.value}; name them as two sources"
             )
+        name, read = self._spec.column, self._rules.reads(self._spec.column)
+        others = {*schema.names, name, *self._rules.text_columns}
+        of_folders = {key: value for key, value in partitions.items() if key not in others}
+        by_name = {key: columns.column_of(schema, key, where) for key in read if key not in of_folders}
+        selection = Selection(self._rules, name, by_name, where, self._content, of_folders)
+        self._known_selection = (schema, partitions, selection) if self._content is not None else None
+        return selection
 
     def _where(self, shard: Shard) -> str:
         return files.where(self._spec, shard)
@@ -108,8 +126,18 @@ class ShardedSource(ABC):
                 raise SourceError(f"{self._where(shard)} is empty (0 bytes), expected {kind}")
 
     def _refuse_without_rows(self, has_rows: Callable[[int], object]) -> None:
-        if not any(has_rows(i) for i in range(len(self._shards))):
-            raise no_rows(self._spec, self._shards, "have none")
+        """Looks at files up to one that has rows, and one whose column is not null in each of them."""
+        found = False
+        for i in range(len(self._shards)):
+            found = bool(has_rows(i)) or found
+            if found and self._content is not None:
+                return
+        if found:
+            raise SourceError(
+                f"source {str(self._spec)!r}: {self._spec.column!r} is null in every row of its files, so there is "
+                f"nothing to read; expected {columns.EXPECTED}: name another column"
+            )
+        raise no_rows(self._spec, self._shards, "have none")
 
 
 def no_rows(spec: Spec, shards: Sequence[Shard], fault: str) -> SourceError:

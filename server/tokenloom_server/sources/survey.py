@@ -15,6 +15,7 @@ from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.catalog import SourceCatalog
+from tokenloom_server.sources.endings import codec_of
 from tokenloom_server.sources.open import columns_of
 from tokenloom_server.sources.scheme import Scheme
 
@@ -69,11 +70,12 @@ class _File:
 class Survey:
     """What was found below folders: ``candidates``, and by path why a file or folder is ``left_out`` of them."""
 
-    def __init__(self, base_dir: Path, catalog: SourceCatalog) -> None:
-        """Paths are relative to ``base_dir``, or absolute."""
+    def __init__(self, base_dir: Path, catalog: SourceCatalog, choose: Callable[[Sequence[str], int], str]) -> None:
+        """Paths are relative to ``base_dir``, or absolute. ``choose``: which of some paths is meant, that may be the
+        same data in several forms, as in so many other cases; may raise ``ConfigError``."""
         self.candidates: list[Candidate] = []
         self.left_out: dict[str, str] = {}
-        self._base_dir, self._catalog = base_dir, catalog
+        self._base_dir, self._catalog, self._choose = base_dir, catalog, choose
 
     def look_up(self, scheme: Scheme, text: str) -> None:
         """Takes in the splits of a data set by its name. Raises what the scheme's ``splits`` raises."""
@@ -102,6 +104,7 @@ class Survey:
         except OSError as error:
             path = error.filename or place
             raise ConfigError(f"{path}: cannot be looked at ({error.strerror}); expected a folder of data") from None
+        files = self._in_one_form(files)
         to_train_on = [file for file in files if not file.is_to_evaluate_on] or files
         if len(to_train_on) < len(files):
             self.left_out |= {file.path: "of a split to evaluate on" for file in files if file.is_to_evaluate_on}
@@ -117,6 +120,22 @@ class Survey:
             folder = next((_FOLDER_NUMBER.sub("", name) for name in group[0].folders[depth : depth + 1]), None)
             for part in _by_series(group) if folder is None else [group]:
                 self._add(part, folder)
+
+    def _in_one_form(self, files: Sequence[_File]) -> list[_File]:
+        """Without those that have the name of another file, but for the compression."""
+        cases: dict[tuple[str, ...], list[list[_File]]] = defaultdict(list)
+        for forms in _grouped(files, lambda file: file.path[: -len(_codec(file)) or None]):
+            cases[tuple(map(_codec, forms))].append(forms)
+        same: set[_File] = set()
+        for groups in cases.values():
+            if len(groups[0]) > 1:
+                paths = [file.path for file in groups[0]]
+                meant = paths.index(self._choose(paths, len(groups) - 1))
+                for forms in groups:
+                    others = {*forms} - {forms[meant]}
+                    self.left_out |= dict.fromkeys((file.path for file in others), f"the same as {forms[meant].path}")
+                    same |= others
+        return [file for file in files if file not in same]
 
     def _walk(self, folder: str, folders: tuple[str, ...]) -> Iterator[_File]:
         path = self._base_dir / folder
@@ -183,6 +202,11 @@ class Survey:
             self.candidates.append(Candidate(spec, len(sizes), sum(sizes.values()), columns, folder or ""))
         except SourceError as error:
             self.left_out[spec.location] = str(error)
+
+
+def _codec(file: _File) -> str:
+    ending = Path(file.path).suffix
+    return ending if codec_of(ending) is not None else ""
 
 
 def _grouped(files: Iterable[_File], key: Callable[[_File], object]) -> list[list[_File]]:

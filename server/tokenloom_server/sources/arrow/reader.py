@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from tokenloom_server.errors import TokenloomError
-from tokenloom_server.sources import columns, files
+from tokenloom_server.sources import files
 from tokenloom_server.sources.arrow import headers
 from tokenloom_server.sources.arrow.file import ArrowFile, open_arrow
 from tokenloom_server.sources.arrow.headers import Batches
@@ -52,9 +52,14 @@ class ArrowSource(ShardedSource):
     def row_count(self, shard: int) -> int:
         if shard not in self._batches:
             schema = self._open_arrow(shard, again=True).schema
-            self._check_schema(shard, schema)
+            self._selection(shard, schema)
             self._scan(shard, schema)
         return int(self._batches[shard].ends[-1])
+
+    def check(self, shard: int) -> Selection:
+        opened = self._open_arrow(shard)
+        opened.file.close()
+        return self._selection(shard, opened.schema)
 
     def blocks(self, shard: int) -> npt.NDArray[np.int64]:
         rows = self.row_count(shard)
@@ -69,7 +74,7 @@ class ArrowSource(ShardedSource):
     def _read(self, shard: int, row: int) -> Iterator[Rows]:
         opened = self._open_arrow(shard)
         file, schema = opened.file, opened.schema
-        self._check_schema(shard, schema)
+        selection = self._selection(shard, schema)
         first_batch, first_row = 0, 0
         if row > 0:
             ends = self._scan(shard, schema).ends
@@ -80,7 +85,6 @@ class ArrowSource(ShardedSource):
         begin = 0
         if first_batch and known is not None and known.plain:
             begin = [*known.offsets, file.size][first_batch]
-        selection = Selection.of_schema(self._rules, self._spec.column, schema, self._where(self._shards[shard]))
         fields = [schema.get_field_index(name) for name in selection.fields]
         with file:
             file.plan([Range(begin, file.size)])
@@ -127,11 +131,9 @@ class ArrowSource(ShardedSource):
     def _has_rows(self, shard: int) -> bool:
         """Whether a shard has a row, by its first batch that is not empty: no walk over all headers."""
         opened = self._open_arrow(shard, again=True)
-        schema = opened.schema
-        self._check_schema(shard, schema)
+        selection = self._selection(shard, opened.schema)
         try:
-            column = columns.column_of(schema, self._spec.column, self._where(self._shards[shard]))
-            fields = [schema.get_field_index(column.names[0])]
+            fields = [opened.schema.get_field_index(name) for name in selection.fields[:1]]
             return any(len(batch) for batch in self._read_batches(shard, opened, fields, 0))
         except (pa.ArrowException, OSError) as error:
             raise self._damaged(shard, error) from None

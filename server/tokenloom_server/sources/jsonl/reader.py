@@ -137,6 +137,8 @@ class Decoder:
             return None
         if self._selection.rules.as_json:
             value = json_text(value)
+        if self._selection.rules.is_mask and isinstance(value, list):
+            value = [int(item) if isinstance(item, bool) else item for item in value]
         kind = kind_of(value, name, line, is_own=True)
         if isinstance(value, str):
             _check_text(value, name, line)

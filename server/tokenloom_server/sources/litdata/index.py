@@ -19,6 +19,9 @@ ID_TYPES: Mapping[str, Sequence[str]] = {
     "no_header_tensor": (*[""] * 11, "uint8", "int8", *["int16"] * 2, *["int32"] * 2, *["int64"] * 2, "", "uint16"),
 }
 
+#: As which booleans are written; as loss masks they are ids of a byte.
+BOOLEANS = ("no_header_tensor:19", "no_header_numpy:13")
+
 _Count = Annotated[int, Field(ge=0, lt=1 << 32)]
 
 

@@ -22,7 +22,7 @@ from tokenloom_server.sources.arrow.reader import ArrowSource
 from tokenloom_server.sources.base import Rows, Shard, Source
 from tokenloom_server.sources.compressed import FREE_BYTES, MAX_RATIO
 from tokenloom_server.sources.indexed_folder import ListedFile
-from tokenloom_server.sources.litdata.index import LitdataChunk, LitdataIndex, id_type
+from tokenloom_server.sources.litdata.index import BOOLEANS, LitdataChunk, LitdataIndex, id_type
 from tokenloom_server.sources.samples import DAMAGED, Column, ReadAt, Samples, SampleSource, Spans
 from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.storage.file import File, Range
@@ -59,7 +59,7 @@ class ChunksSource(SampleSource):
     def _columns(self, shard: int) -> Sequence[Column]:
         config, columns = self._index.config, []
         for name, written in zip(config.fields, config.data_format, strict=False):
-            ids = id_type(written)
+            ids = id_type(written) or ("uint8" if self._rules.is_mask and written in BOOLEANS else "")
             kind = pa.type_for_alias(ids or KINDS.get(written, "large_binary"))
             columns.append(Column(name, written, None, pa.large_list(kind) if ids else kind))
         return columns

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.indexed_folder import Index, ListedFile
@@ -39,9 +39,18 @@ class MdsShard(BaseModel):
     column_names: list[str]
     column_encodings: list[str]
     column_sizes: list[_Count | None]
-    compression: Annotated[str, Field(pattern=rf"^({'|'.join(CODECS)})(:\d+)?$")] | None
+    compression: str | None
     raw_data: FileInfo
     zip_data: FileInfo | None
+
+    @field_validator("compression")
+    @classmethod
+    def _known(cls, text: str | None) -> str | None:
+        if text is not None and text.partition(":")[0] not in CODECS:
+            raise ValueError(
+                f"{text!r} is not decompressed here; write it anew with one of {', '.join(CODECS)}, or none"
+            )
+        return text
 
     @property
     def forms(self) -> Iterator[ListedFile]:

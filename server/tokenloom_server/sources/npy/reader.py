@@ -144,15 +144,15 @@ class _Layout(NamedTuple):
 def _layout(file: File, spec: Spec, where: str) -> _Layout:
     size = file.size
     head = bytes(file.read_at(0, 12))
-    llm_c = _llm_c(head, size)
+    llm_c = _llm_c(head, size, where)
     if spec.column == IDS:
         if head.startswith(MAGIC):
             return _of_numpy(file, where)
         if llm_c is None:
             types = ", ".join(f"'{spec}:{name}'" for name in RAW_TYPES)
             raise SourceError(
-                f"{where} begins with {head[:6]!r}, expected {MAGIC!r} of a .npy file, or the header of an llm.c shard "
-                f"with as many ids as the file has; where it holds bare ids, say of which type: {types}"
+                f"{where} begins with {head[:6]!r}, expected {MAGIC!r} of a .npy file, or the header of an llm.c "
+                f"shard; where it holds bare ids, say of which type: {types}"
             )
         return llm_c
     if head.startswith(MAGIC) or llm_c is not None:
@@ -169,15 +169,20 @@ def _layout(file: File, spec: Spec, where: str) -> _Layout:
     return _Layout(kind, 0, size // kind.itemsize)
 
 
-def _llm_c(head: bytes, size: int) -> _Layout | None:
-    """The layout that the header of an llm.c shard gives, if the file is one and as long as it says."""
-    if len(head) < 12:
-        return None
-    magic, version, count = struct.unpack("<iii", head)
-    if (magic, version) not in LLM_C or count < 0:
+def _llm_c(head: bytes, size: int, where: str) -> _Layout | None:
+    """The layout that the header of an llm.c shard gives, if the file is one. Raises ``SourceError`` where it is not as
+    long as it says."""
+    magic, version, count = struct.unpack("<iii", head.ljust(12, b"\0"))
+    if (magic, version) not in LLM_C:
         return None
     kind = np.dtype(LLM_C[magic, version])
-    return _Layout(kind, LLM_C_HEADER_BYTES, count) if size == LLM_C_HEADER_BYTES + count * kind.itemsize else None
+    if size != LLM_C_HEADER_BYTES + count * kind.itemsize:
+        raise SourceError(
+            f"{where} has the header of an llm.c shard ({magic}, version {version}) of {count} ids of {kind.name}, but "
+            f"the file has {max(size - LLM_C_HEADER_BYTES, 0) / kind.itemsize:g} after it: it is truncated or damaged; "
+            "write or copy it again"
+        )
+    return _Layout(kind, LLM_C_HEADER_BYTES, count)
 
 
 def _of_numpy(file: File, where: str) -> _Layout:

@@ -66,6 +66,9 @@ class ParquetSource(ShardedSource):
                 pass
         return int(self._group_ends[shard][-1])
 
+    def check(self, shard: int) -> int:
+        return self.row_count(shard)
+
     def blocks(self, shard: int) -> npt.NDArray[np.int64]:
         self.row_count(shard)
         return self._group_ends[shard]
@@ -83,7 +86,7 @@ class ParquetSource(ShardedSource):
         self, file: Any, expect: Callable[[int], None], lists: _ReadLists | None, shard: int, row: int
     ) -> Iterator[Rows]:
         where = self._where(self._shards[shard])
-        selection = Selection.of_schema(self._rules, self._spec.column, file.schema_arrow, where)
+        selection = self._selection(shard, file.schema_arrow)
         ends = self._group_ends[shard].tolist()
         size = _BatchSize()
         # The first entry is 0, so that entry g is where row group g begins.
@@ -132,7 +135,7 @@ class ParquetSource(ShardedSource):
                 done -= min(done, len(batch))
         except parquet_pages.FAULTS as error:
             raise files.refused(where, error) or SourceError(
-                f"{where} cannot be read in row group {group} ({error}); it is damaged: write or copy it again"
+                f"{where} cannot be read in row group {group} ({error}); {files.fault_of(error)}"
             ) from None
 
     def _lists(self, file: File, parquet: Any, chunks: Chunks) -> _ReadLists | None:
@@ -174,7 +177,7 @@ class ParquetSource(ShardedSource):
         stream = CheckedPages(file)
         with file, self._parquet(shard, stream) as parquet:
             if shard not in self._group_ends:
-                self._check_schema(shard, parquet.schema_arrow)
+                self._selection(shard, parquet.schema_arrow)
                 self._group_ends[shard] = _group_ends(parquet.metadata)
             yield file, stream, parquet
 

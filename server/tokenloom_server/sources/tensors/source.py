@@ -243,7 +243,7 @@ class _NamedFile:
             arrays = self._file.read(part, names)
         except (pa.ArrowException, OSError, ValueError) as error:
             raise SourceError(
-                f"{self._where} cannot be read in part {part} ({error}); it is damaged: write or copy it again"
+                f"{self._where} cannot be read in part {part} ({error}); {files.fault_of(error)}"
             ) from None
         rows = int(self.ends[part + 1] - self.ends[part])
         for name, array in zip(names, arrays, strict=True):
