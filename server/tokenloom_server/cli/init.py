@@ -18,6 +18,7 @@ from tokenloom_server.cli.common import print_document, say
 from tokenloom_server.cli.schema import schema_text
 from tokenloom_server.core.control_characters import escaped
 from tokenloom_server.errors import ConfigError
+from tokenloom_server.storage.io_stats import given_up_soon
 
 if TYPE_CHECKING:
     from tokenloom_server.sources.catalog import SourceCatalog
@@ -95,6 +96,7 @@ class _Answers:
         )
 
 
+@given_up_soon()
 def init(
     places: Annotated[list[str], typer.Argument(help="Folders, or datasets of the Hub.", metavar="FOLDER|hf:REPO...")],
     output: Annotated[Path, typer.Option(help="The mixture file to write.")] = Path("mixture.yaml"),

@@ -10,6 +10,7 @@ import typer
 from tokenloom_server.cli.common import console, print_document, set_up_logging
 from tokenloom_server.cli.options import PANEL, Mixture, MixtureOptions
 from tokenloom_server.errors import ConfigError
+from tokenloom_server.storage.io_stats import given_up_soon
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,6 +32,7 @@ _HELP = {
 }
 
 
+@given_up_soon()
 def validate(
     mixture: Mixture = None,
     *,

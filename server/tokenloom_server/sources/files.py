@@ -128,7 +128,7 @@ def in_threads(work: Callable[[_In], _Out], items: Iterable[_In], *, remote: boo
 def difference(shard: Shard, base_dir: Path, listed: Entry | None = None) -> str | None:
     """How the file that is there now differs from the shard, or ``None``; found and expected are both named.
 
-    ``listed``: what a listing just said of it, if it is remote. Raises ``StorageError``.
+    ``listed``: what a listing just said of it, if it is remote. Raises ``StorageError`` where it cannot be looked at.
     """
     if is_hub(shard.path):
         return None  # at a commit nothing changes, and each opening is held to the fingerprint
@@ -140,10 +140,10 @@ def difference(shard: Shard, base_dir: Path, listed: Entry | None = None) -> str
                 return fault
         with open_file(shard.path, base_dir) as file:
             return _sizes_differ(shard, file.size) or _fingerprints_differ(shard, fingerprint_of(file))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return _missing(shard, base_dir)
     except OSError as error:
-        return f"{shard.path!r} cannot be read ({error.strerror or error})"
+        raise refused(repr(shard.path), error) or error from None
 
 
 def _missing(shard: Shard, base_dir: Path) -> str:
@@ -176,6 +176,8 @@ def refused(where: str, error: Exception) -> StorageError | None:
     reason, remedy = os.strerror(error.errno), "look at the disk or mount"
     if error.errno in (errno.EMFILE, errno.ENFILE):
         remedy = "this process may not open as many: raise the limit (ulimit -n), or name fewer sources"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        remedy = "let this process read it (its owner, chmod)"
     return StorageError(f"{where} cannot be read ({reason}); {remedy}, and start again: nothing is lost")
 
 
@@ -193,17 +195,13 @@ def where(spec: Spec, shard: Shard) -> str:
 
 def open_shard(spec: Spec, shard: Shard, base_dir: Path, io_stats: IoStats | None = None) -> File:
     """Opens a shard. Raises ``SourceChanged`` where it is missing, of another size, signed otherwise (remote), or
-    (local) was written since ``io_stats`` first saw it and has another fingerprint."""
+    (local) was written since ``io_stats`` first saw it and has another fingerprint; and ``StorageError``."""
     try:
         file = open_file(shard.path, base_dir, where(spec, shard), io_stats)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise SourceChanged(f"source {str(spec)!r}: {_missing(shard, base_dir)}; {REMEDY}") from None
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE, errno.EIO):
-            raise refused(where(spec, shard), error) or error from None
-        raise SourceChanged(
-            f"{where(spec, shard)} cannot be read ({error.strerror or error}); let the server read it, or {REMEDY}"
-        ) from None
+        raise refused(where(spec, shard), error) or error from None
     fault = _sizes_differ(shard, file.size)
     if fault is None and isinstance(file, RemoteFile):
         fault = _signatures_differ(shard, file.entry)
