@@ -142,6 +142,8 @@ def init(
     write_whole(schema, schema_content)
     for alias, source in sources.items():
         say(f"{alias}: {_contents(source)}: {source.spec}")
+    for warning in survey.warnings:
+        say(f"warning: {warning}")
     if survey.left_out:
         say(f"left out: {_left_out(survey)}")
     say(f"wrote {output}, and {schema} for editors")

@@ -71,7 +71,7 @@ def validate(
     _print_reading(out, factory)
     for name in streams.names:
         out.print(f"stream to evaluate on: {name}, of {streams.described(name)}")
-    for warning in builder.warnings(factory.record):
+    for warning in builder.warnings(factory):
         out.print(f"warning: {warning}", style="yellow")
     if samples.ended is not None:
         out.print(f"warning: the data are too short for one sample: {samples.ended}", style="yellow")

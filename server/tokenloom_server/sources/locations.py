@@ -39,8 +39,13 @@ def matching_files(pattern: str, base_dir: Path) -> tuple[str, ...]:
     """The files that a pattern matches, sorted."""
     # Not Path.glob, which takes no absolute pattern. A set, since ** can meet a file twice.
     matches = sorted(set(glob.glob(pattern, root_dir=base_dir, recursive=True)))  # noqa: PTH207
-    are_files = in_threads(lambda match: (base_dir / match).is_file(), matches)
+    are_files = in_threads(lambda match: is_named(base_dir / match), matches)
     return tuple(match for match, is_file in zip(matches, are_files, strict=True) if is_file)
+
+
+def is_named(path: Path) -> bool:
+    """Whether there is a file, or a link that leads to nothing: who reads it says that."""
+    return path.is_file() or (path.is_symlink() and not path.exists())
 
 
 def matching_entries(url: str, io_stats: IoStats) -> Sequence[Entry]:

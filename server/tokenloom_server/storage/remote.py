@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -42,8 +41,6 @@ _SIGNATURES = {
     "version": ("version_id", "versionid"),
     "modified": ("lastmodified", "last_modified", "mtime", "updated", "created"),
 }
-#: Held while the file systems are made anew.
-_renewing = threading.Lock()
 _T = TypeVar("_T")
 
 
@@ -109,11 +106,10 @@ def asked(place: str, ask: Callable[[Any], _T], name: str, io_stats: IoStats, le
 
 
 def _renewed(place: str, failed: Any) -> Any:
-    """Another file system than the one that failed; one for all who met that."""
-    with _renewing:
-        if filesystem(place) is failed:
-            filesystem.cache_clear()
-        return filesystem(place)
+    """Another file system than the one that failed; one for all who met that, or about one."""
+    if filesystem(place) is failed:
+        filesystem.cache_clear()
+    return filesystem(place)
 
 
 def cached_copy(url: str) -> Path | None:
