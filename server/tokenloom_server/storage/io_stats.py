@@ -74,6 +74,8 @@ class IoStats:
     def __init__(self, retry_policy: RetryPolicy | None = None) -> None:
         self.retry_policy = retry_policy or self.default_policy
         self.stopped = False
+        #: Whether as little as possible is read of remote files, and nothing kept: they are only looked at.
+        self.sparing = False
         #: When local files were last written, by path, as far as they were opened: what changes later is noticed.
         self.modified: dict[str, int] = {}
         #: What is to be looked at in the run's files, for people; or nothing.

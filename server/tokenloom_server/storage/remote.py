@@ -179,6 +179,8 @@ class RemoteFile(File):
 
     def plan(self, ranges: Iterable[Range]) -> None:
         self.close()
+        if self._io_stats.sparing:
+            return
         self._ahead = Prefetcher(self._fetch, self.size, ranges, self._io_stats)
 
     def read_at(self, offset: int, length: int) -> bytes | memoryview:
@@ -199,6 +201,8 @@ class RemoteFile(File):
         return None
 
     def _directly(self, offset: int, length: int) -> bytes | memoryview:
+        if self._io_stats.sparing:
+            length = min(length, NEAR_BYTES)
         if length >= NEAR_BYTES:
             return self._fetch(offset, length).result()
         start = max(0, min(offset, self.size - NEAR_BYTES))
@@ -210,7 +214,8 @@ class RemoteFile(File):
         return asked(root(self.url), lambda files: self._read(files, offset, length), self.name, self._io_stats, length)
 
     def _read(self, files: Any, offset: int, length: int) -> bytes:
-        cache, fetch = block_cache(), functools.partial(self._range, files)
+        cache = None if self._io_stats.sparing else block_cache()
+        fetch = functools.partial(self._range, files)
         try:
             if cache is not None and self.entry.signature:
                 identity = f"{self.url}\n{self.size}\n{self.entry.signature}"
