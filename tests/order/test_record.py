@@ -318,19 +318,19 @@ def test_a_source_that_is_not_there_is_refused_when_the_run_is_created(
 
 
 def test_shards_in_file_order_give_a_warning(folder: Path) -> None:
-    found = builder.warnings(order_of(folder).record)
+    found = builder.warnings(order_of(folder))
     assert len(found) == sum(len(shards) > 1 for shards in ROWS.values()) == 2
     assert all("shuffl" in text for text in found)
 
 
 def test_a_mixture_that_no_phase_leaves_in_force_gives_a_warning(folder: Path) -> None:
     own = {"policy": "least_consumed", "children": [{"source": CODE}]}
-    (known,) = {len(builder.warnings(order_of(folder, mixture(phases=phases)).record)) for phases in ([], [{}])}
-    *_, warning = found = builder.warnings(order_of(folder, mixture(phases=[{"mixture": own}])).record)
+    (known,) = {len(builder.warnings(order_of(folder, mixture(phases=phases)))) for phases in ([], [{}])}
+    *_, warning = found = builder.warnings(order_of(folder, mixture(phases=[{"mixture": own}])))
     assert len(found) == known + 1
     assert warning.startswith("mixture: is never in force, for phases.0 begins with the first token")
     later = [{"until_tokens": 64}, {"mixture": own}]
-    assert len(builder.warnings(order_of(folder, mixture(phases=later)).record)) == known
+    assert len(builder.warnings(order_of(folder, mixture(phases=later)))) == known
 
 
 def test_pipelines_of_one_order_are_independent(folder: Path) -> None:

@@ -12,7 +12,9 @@ from support.catalog import SOURCES, paths_of, spec_of
 from support.hostile import is_shown_as_it_is
 from tokenloom_server.errors import SourceChanged, SourceError
 from tokenloom_server.sources import files, manifest
+from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.manifest import Manifest
+from tokenloom_server.sources.open import open_source
 from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.local import LocalFile
 
@@ -133,10 +135,77 @@ def test_a_fingerprint_sees_size_head_and_end(tmp_path: Path, size: int) -> None
     assert all(text.startswith("xxh3:") and len(text) == 37 for text, _ in seen)
 
 
-def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4d" * 32 + b"\nsize 1234567\n"
+ANNEX = b"/annex/objects/SHA256E-s123--4d4d.txt\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "command"),
+    [
+        (LFS, "git lfs pull"),
+        (LFS.replace(b"\n", b"\r\n"), "git lfs pull"),
+        (LFS.replace(b"oid", b"ext-0-x sha256:1\noid"), "git lfs pull"),
+        (ANNEX, "git annex get"),
+        (b"../.git/annex/objects/Zx/8q/SHA256E-s1--4d/SHA256E-s1--4d", "git annex get"),
+        (LFS + b"and a line of text\n", ""),
+        (b"text, and " + LFS, ""),
+        (ANNEX + b"text\n", ""),
+        (LFS[:-1] + b"0" * 1024, ""),
+    ],
+)
+def test_a_file_that_only_points_to_data_is_refused_with_what_brings_them(
+    folder: Path, content: bytes, command: str
+) -> None:
+    (folder / "data" / "p.txt").write_bytes(content)
+    for spec in (GLOB, spec_of("npy:data/p.txt:uint16"), spec_of("parquet:data/*.txt:text")):
+        if not command:
+            assert manifest.build([spec], folder)
+            continue
+        with pytest.raises(SourceError, match=f"'data/p.txt' is no data, but a pointer .* the data with '{command}'"):
+            manifest.build([spec], folder)
+
+
+def test_what_a_run_recorded_is_not_questioned(folder: Path) -> None:
+    (folder / "data" / "a.txt").write_bytes(LFS)
+    with LocalFile(folder / "data" / "a.txt", "a") as file:
+        shard = Shard("data/a.txt", len(LFS), files.fingerprint_of(file))
+    recorded = manifest.Manifest((manifest.SourceFiles(str(GLOB), (shard,)),))
     (folder / "data" / "gone.txt").symlink_to("nowhere")
-    with pytest.raises(SourceError, match=r"'data/gone\.txt' cannot be read \(No such file"):
-        files.shards_of(GLOB, ["data/a.txt", "data/gone.txt"], folder)
+    manifest.verify(recorded, folder, SOURCES)
+    assert open_source(GLOB, folder, (shard,)).row_count(0) == 3
+
+
+@pytest.mark.parametrize(
+    ("target", "bring"),
+    [("nowhere", "bring it there"), ("../.git/annex/objects/4/d/SHA256E-s1--4d/SHA256E-s1--4d", "'git annex get'")],
+)
+def test_a_link_that_leads_nowhere_is_refused_with_what_brings_its_file(folder: Path, target: str, bring: str) -> None:
+    (folder / "data" / "gone.txt").symlink_to(target)
+    (folder / "data" / "b.arrow").symlink_to(target)
+    of = {"txt:data/*.txt:text": "gone.txt", "txt:data/gone.txt:text": "gone.txt", "arrow:data:text": "b.arrow"}
+    for text, name in of.items():
+        with pytest.raises(SourceError, match=f"'data/{name}' is a link to '{target}', where no file is: .*{bring}"):
+            manifest.build([spec_of(text)], folder)
+
+
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        (["web-00000-of-00002.txt", "web-00001-of-00002.txt"], ""),
+        (["web-1-of-2.txt", "web-2-of-2.txt"], ""),
+        (["a-00000-of-00002-0123456789ab.txt", "a-00001-of-00002-ba9876543210.txt"], ""),
+        (["web-00000-of-00005.txt", "web-00004-of-00005.txt"], "3 of the 5 files 'web-…-of-00005.txt'"),
+        (["d/x_of_y-3.txt", "part_2.txt"], ""),
+        (
+            ["a-0-of-2.txt", "b-0-of-2.txt", "b-1-of-2.txt", "c_1.of.3.txt"],
+            "1 of the 2 files 'a-…-of-2.txt', 2 of the 3",
+        ),
+        (["a-0-of-2.bin", "a-0-of-2.idx", "a-1-of-2.bin"], "1 of the 2 files 'a-…-of-2.idx'"),
+    ],
+)
+def test_a_gap_in_a_series_is_a_warning_with_its_count(names: list[str], missing: str) -> None:
+    found = files.gap_warning("s", [Shard(name, 1, "") for name in names])
+    assert found.startswith(f"source 's': {missing}") if missing else not found
 
 
 def large(folder: Path, name: str, size: int) -> Path:

@@ -88,7 +88,7 @@ def test_only_several_datasets_are_warned_about(tmp_path: Path) -> None:
     for prefix, count in (("a", 0), ("b", 1)):
         write(tmp_path / f"data/{prefix}", DOCUMENTS)
         parsed = config.parse(flat(["megatron:data/*"]) | IDS, where="test", catalog=CATALOG)
-        assert len(builder.warnings(builder.create(parsed, tmp_path, None).record)) == count
+        assert len(builder.warnings(builder.create(parsed, tmp_path, None))) == count
 
 
 def test_a_spec_is_a_prefix_and_its_column_is_implied() -> None:

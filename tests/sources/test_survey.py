@@ -111,6 +111,23 @@ def test_what_is_hidden_empty_or_foreign_is_named_and_not_read(tmp_path: Path) -
     }
 
 
+def test_links_that_lead_nowhere_and_gaps_of_a_series_are_told(tmp_path: Path) -> None:
+    lines(tmp_path / "data" / "web-00001-of-00003.jsonl")
+    assert looked_at(tmp_path).warnings == [
+        "source 'data/web-00001-of-00003.jsonl': 2 of the 3 files 'data/web-…-of-00003.jsonl' are not there; the "
+        "others are read"
+    ]
+    for name, said in (("web-00002-of-00003", "is a link to 'nowhere'"), ("other", "is a link to 'nowhere'")):
+        (tmp_path / "data" / f"{name}.jsonl").symlink_to("nowhere")
+        with pytest.raises(SourceError, match=f"{name}.jsonl' {said}"):
+            looked_at(tmp_path)
+        (tmp_path / "data" / f"{name}.jsonl").unlink()
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize 1234567\n"
+    (tmp_path / "data" / "b.jsonl").write_text(pointer)
+    with pytest.raises(SourceError, match=r"b.jsonl' is no data, but a pointer"):
+        looked_at(tmp_path)
+
+
 def test_folders_and_pairs_of_files_are_whole_sources(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_dict({"text": ["a", "b"], "score": [1.0, 2.0]})
     datasets.DatasetDict(train=rows, test=rows).save_to_disk(tmp_path / "data" / "saved")

@@ -8,6 +8,7 @@ from support.hub import Repo, StandInHub
 from tokenloom_server.errors import SourceChanged, SourceError
 from tokenloom_server.storage.hub.client import HubBusy
 from tokenloom_server.storage.hub.files import HubFiles, HubPath
+from tokenloom_server.storage.io_stats import given_up_soon
 
 CONTENT = bytes(range(256)) * 64
 
@@ -96,6 +97,12 @@ def test_a_busy_storage_is_for_the_caller_to_ask_again(hub: StandInHub, repo: Re
     with pytest.raises(HubBusy):
         handle._fetch_range(0, 1000)
     assert handle._fetch_range(0, 1000) == CONTENT[:1000]
+
+
+def test_a_command_does_not_wait_as_long_as_the_hub_asks(hub: StandInHub, repo: Repo) -> None:
+    hub.fail("/api/", status=429, headers={"Retry-After": "60"})
+    with given_up_soon(), pytest.raises(HubBusy, match="asks to wait for 60 s"):
+        HubFiles().glob(f"hf://datasets/{repo.name}/*.txt")
 
 
 def test_a_storage_that_says_nothing_is_given_up(hub: StandInHub, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:

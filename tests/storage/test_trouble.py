@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,13 +18,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from support.catalog import spec_of
-from tokenloom_server.errors import SourceChanged, StorageError
+from support.catalog import SOURCES, spec_of
+from support.ports import free_port
+from support.s3_server import BUCKET, s3_storage
+from tokenloom_server.config.spec import Spec
+from tokenloom_server.errors import SourceChanged, SourceError, StorageError
+from tokenloom_server.sources import files, manifest
+from tokenloom_server.sources.base import Shard
+from tokenloom_server.sources.manifest import Listings, Manifest, SourceFiles
 from tokenloom_server.sources.open import open_source
 from tokenloom_server.storage import io_stats, remote
 from tokenloom_server.storage.file import Range
-from tokenloom_server.storage.hedged_read import HedgedRead
-from tokenloom_server.storage.io_stats import IoStats, RetryPolicy
+from tokenloom_server.storage.hedged_read import HedgedRead, is_final, reason_of
+from tokenloom_server.storage.io_stats import COMMAND_S, IoStats, RetryPolicy, given_up_soon
 from tokenloom_server.storage.open import open_file
 
 Read = tuple[str, int, int]
@@ -144,7 +154,7 @@ def test_storage_that_never_answers_is_named_and_then_an_error(
     watcher.join()
 
     assert f"source 'txt:{url}:text': '{url}' could not be read for 1 s, in " in str(caught.value)
-    assert "start the trainers again from their last checkpoint" in str(caught.value)
+    assert "then start again (trainers, from their last checkpoint)" in str(caught.value)
     assert re.match(rf"storage: source 'txt:{url}:text': '{url}' \(for [0-9]+ s, attempt ", said[0])
 
 
@@ -173,14 +183,16 @@ def test_failing_storage_is_no_damage(storage: type[Troubled], tmp_path: Path, s
         list(reader.read(0, 0))
 
 
-@pytest.mark.parametrize("error", [PermissionError("not yours"), FileNotFoundError("gone")])
-def test_a_refusal_is_not_asked_for_again(storage: type[Troubled], tmp_path: Path, error: OSError) -> None:
+@pytest.mark.parametrize(("error", "reads"), [(PermissionError("not yours"), 2), (FileNotFoundError("gone"), 1)])
+def test_a_refusal_is_asked_for_again_with_new_credentials_alone(
+    storage: type[Troubled], tmp_path: Path, error: OSError, reads: int
+) -> None:
     url = put("a/x.bin", DATA)
     with open_file(url, tmp_path, io_stats=IoStats(PATIENT)) as file:
         storage.trouble = staticmethod(fails(error, 10**9))
         with pytest.raises(StorageError, match=f"its storage refuses it .{type(error).__name__}: {error}"):
             file.read_at(0, 10)
-    assert len(storage.reads) == 1
+    assert len(storage.reads) == reads
 
 
 def test_a_file_that_changes_while_it_is_read_is_named(storage: type[Troubled], tmp_path: Path) -> None:
@@ -250,3 +262,157 @@ def test_a_server_that_says_when_to_come_again_is_left_alone_until_then() -> Non
 
     assert HedgedRead(work, "it", IoStats(PATIENT)).result() == 7
     assert time.monotonic() - began >= 0.3
+
+
+class Site(BaseHTTPRequestHandler):
+    """A folder of a web server, with what becomes of each request: a status, or a connection that is reset at 0."""
+
+    status: ClassVar[int] = 200
+
+    def do_GET(self) -> None:
+        if not self.status:
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+            return
+        body = b'<a href="x.txt">x</a> <a href="sub/">s</a>' if self.path.endswith("/") else b"one\ntwo\n"
+        self.send_response(self.status)
+        self.send_header("Content-Type", "text/html" if self.path.endswith("/") else "text/plain")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", '"one"')
+        self.end_headers()
+        self.wfile.write(body if self.command == "GET" else b"")
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def site() -> Iterator[Callable[[int], str]]:
+    """Gives the URL of a server, from now on in this trouble."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Site)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+
+    def place(status: int) -> str:
+        Site.status = status
+        return f"http://127.0.0.1:{server.server_port}/d"
+
+    yield place
+    server.shutdown()
+    thread.join()
+    server.server_close()
+    remote.filesystem.cache_clear()
+
+
+def shard_at(place: str) -> tuple[Spec, Shard]:
+    return spec_of(f"txt:{place}/x.txt:text"), Shard(f"{place}/x.txt", 8, "etag:one")
+
+
+#: By what befalls a web server, what its library raises says, beneath all else.
+FAULTS = {
+    "refused": "Cannot connect to host 127.0.0.1",
+    "0": "Connection reset|Server disconnected",
+    "tls": "ssl:",
+    "name": "Cannot connect to host no-such-host.invalid",
+    "429": "429, message='Too Many Requests'",
+    "500": "500, message='Internal Server Error'",
+    "503": "503, message='Service Unavailable'",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_web_server_that_fails_is_taken_for_what_it_says(site: Callable[[int], str], fault: str) -> None:
+    places = {"refused": f"http://127.0.0.1:{free_port()}/d", "name": "http://no-such-host.invalid/d"}
+    place = places.get(fault) or site(int(fault) if fault.isdecimal() else 200)
+    place = place.replace("http:", "https:") if fault == "tls" else place
+    files = remote.filesystem(remote.root(place))
+    for ask in (files.info, files.open, files.ls):
+        with pytest.raises(Exception, match=r"(?s).") as caught:
+            ask(f"{place}/x.txt")
+        found = reason_of(caught.value)
+        assert re.search(FAULTS[fault], str(found))
+        assert not isinstance(found, FileNotFoundError)
+        assert not is_final(found)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "text", "of_pattern"),
+    [
+        (404, SourceChanged, "is missing .expected 8 bytes", "no file matches"),
+        (410, SourceChanged, "is missing .expected 8 bytes", "its storage refuses it .ClientResponseError: 410"),
+        (401, StorageError, "its storage refuses it .ClientResponseError: 401", ""),
+        (403, StorageError, "its storage refuses it .ClientResponseError: 403", ""),
+        (0, StorageError, "could not be read for 1 s", ""),
+    ],
+)
+def test_only_an_answer_that_it_is_not_there_is_a_file_that_was_deleted(
+    site: Callable[[int], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    kind: type[Exception],
+    text: str,
+    of_pattern: str,
+) -> None:
+    monkeypatch.setattr(IoStats, "default_policy", HURRY)
+    place = site(status)
+    spec, shard = shard_at(place)
+    with pytest.raises(kind, match=text):
+        files.open_shard(spec, shard, tmp_path)
+    with pytest.raises(kind, match=text):
+        manifest.verify(Manifest((SourceFiles(str(spec), (shard,)),)), tmp_path, SOURCES, Listings(SOURCES))
+    # A folder that fails is not an empty one.
+    for pattern in ("*.txt", "**/*.txt", "s*/*.txt"):
+        with pytest.raises(SourceError, match=of_pattern or text):
+            open_source(spec_of(f"txt:{place}/{pattern}:text"), tmp_path)
+
+
+@pytest.mark.parametrize(("status", "kind"), [(0, StorageError), (503, StorageError), (404, SourceChanged)])
+def test_a_web_server_that_is_away_while_a_file_is_read_is_waited_for(
+    site: Callable[[int], str], tmp_path: Path, status: int, kind: type[Exception]
+) -> None:
+    spec, shard = shard_at(site(200))
+    io_stats = IoStats(HURRY)
+    with files.open_shard(spec, shard, tmp_path, io_stats) as file:
+        site(status)
+        with pytest.raises(kind):
+            file.read_at(0, 8)
+        io_stats.wait_at_most(60)
+        threading.Timer(0.2, site, (200,)).start()
+        assert kind is SourceChanged or file.read_at(0, 8) == b"one\ntwo\n"
+
+
+def test_credentials_that_ran_out_are_asked_for_anew(tmp_path: Path) -> None:
+    with s3_storage() as store:
+        store.put_object("x.txt", b"one\ntwo\n")
+        url = f"s3://{BUCKET}/x.txt"
+        with open_file(url, tmp_path, io_stats=IoStats(PATIENT)) as file:
+            store.trouble = lambda request: None if request.key == "new-key" else 403
+            with pytest.raises(StorageError, match=r"its storage refuses it \(PermissionError: Forbidden\)"):
+                file.read_at(0, 8)
+            os.environ["AWS_ACCESS_KEY_ID"] = "new-key"
+            assert file.read_at(0, 8) == b"one\ntwo\n"
+
+
+def test_a_refusal_that_says_expired_is_waited_for(storage: type[Troubled], tmp_path: Path) -> None:
+    url = put("a/x.bin", DATA)
+    storage.trouble = staticmethod(fails(PermissionError("The provided token has expired."), 6))
+    with open_file(url, tmp_path, io_stats=IoStats(PATIENT)) as file:
+        assert file.read_at(0, 10) == DATA[:10]
+
+
+def test_a_file_of_this_machine_that_may_not_be_read_is_not_one_that_changed(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").symlink_to("x.txt")  # also root may not open it
+    spec, shard = shard_at("x")[0], Shard("x.txt", 8, "xxh3:0")
+    with pytest.raises(StorageError, match=r"cannot be read .Too many levels of symbolic links.*nothing is lost"):
+        files.open_shard(spec, shard, tmp_path)
+    with pytest.raises(StorageError, match="Too many levels"):
+        files.difference(shard, tmp_path)
+
+
+def test_a_command_does_not_wait_as_long_as_a_run() -> None:
+    with given_up_soon():
+        assert IoStats().retry_policy.total_s == COMMAND_S
+    assert IoStats().retry_policy.total_s == 300

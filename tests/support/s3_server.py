@@ -17,12 +17,13 @@ BUCKET = "corpora"
 
 
 class Request(NamedTuple):
-    """What was asked for. ``range``: the bytes of it, as HTTP says it; empty for all."""
+    """What was asked for, and by whose key. ``range``: the bytes of it, as HTTP says it; empty for all."""
 
     method: str
     path: str
     query: str
     range: str
+    key: str
 
     @property
     def is_listing(self) -> bool:
@@ -97,7 +98,8 @@ def s3_server() -> Iterator[S3Server]:
 
     def app(environ: Mapping[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         path, query = str(environ.get("PATH_INFO", "")), str(environ.get("QUERY_STRING", ""))
-        request = Request(str(environ["REQUEST_METHOD"]), path, query, str(environ.get("HTTP_RANGE", "")))
+        key = str(environ.get("HTTP_AUTHORIZATION", "")).partition("Credential=")[2].partition("/")[0]
+        request = Request(str(environ["REQUEST_METHOD"]), path, query, str(environ.get("HTTP_RANGE", "")), key)
         found.requests.append(request)
         status = found.trouble(request)
         if status is not None:

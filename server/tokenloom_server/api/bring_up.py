@@ -95,7 +95,7 @@ class RunStarter:
         if self._readers is not None:
             self._readers.check(factory)
             factory.resources.readers = self._readers
-        for warning in builder.warnings(factory.record):
+        for warning in builder.warnings(factory):
             _log.warning("%s: %s", mixture.run, warning)
         streams = Streams.of(factory, mixture, self._ledger)
         coordinator = RunCoordinator(factory, self._ledger, stored.uid, self._timeouts, lease_clock=self._ledger.clock)

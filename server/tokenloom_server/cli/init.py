@@ -18,6 +18,7 @@ from tokenloom_server.cli.common import print_document, say
 from tokenloom_server.cli.schema import schema_text
 from tokenloom_server.core.control_characters import escaped
 from tokenloom_server.errors import ConfigError
+from tokenloom_server.storage.io_stats import given_up_soon
 
 if TYPE_CHECKING:
     from tokenloom_server.sources.catalog import SourceCatalog
@@ -95,6 +96,7 @@ class _Answers:
         )
 
 
+@given_up_soon()
 def init(
     places: Annotated[list[str], typer.Argument(help="Folders, or datasets of the Hub.", metavar="FOLDER|hf:REPO...")],
     output: Annotated[Path, typer.Option(help="The mixture file to write.")] = Path("mixture.yaml"),
@@ -143,6 +145,8 @@ def init(
         say(f"{alias}: {_contents(source)}: {source.spec}")
     for file in tokenizer_files(str(fields["tokenizer"]), base_dir):
         survey.left_out.pop(file, "")
+    for warning in survey.warnings:
+        say(f"warning: {warning}")
     if survey.left_out:
         say(f"left out: {_left_out(survey)}")
     say(f"wrote {output}, and {schema} for editors")

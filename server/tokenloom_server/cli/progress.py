@@ -90,7 +90,8 @@ class Progress:
         if self._unit == "shards":
             tokens_speed = (self._tokens - self._tokens_before) / seconds
             rate = f"{tokens_speed:,.0f} tokens/s on {self._nodes} node{'s' * (self._nodes != 1)}"
-        text = f"{self._units:,} {self._unit}, {self._tokens:,} tokens, {rate}"
+        tokens = f"{self._tokens:,} tokens, " * (self._unit != "files")
+        text = f"{self._units:,} {self._unit}, {tokens}{rate}"
         if self._total is None:
             return text
         left_s = (self._total - self._done) / speed if speed else 0.0

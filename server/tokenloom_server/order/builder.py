@@ -31,6 +31,7 @@ from tokenloom_server.order.resources import RunResources
 from tokenloom_server.order.run_engine import chosen_engine, recorded_engine
 from tokenloom_server.order.size_estimates import measure
 from tokenloom_server.sources.base import Content
+from tokenloom_server.sources.files import gap_warning
 from tokenloom_server.sources.manifest import Listings, Manifest, SourceFiles, appeared, build, verify
 from tokenloom_server.sources.scheme import order_warning
 from tokenloom_server.tokenizer.definition import TokenizerDefinition, find_tokenizer
@@ -56,6 +57,8 @@ def create(
     check_named(config, resources)
     manifest = build([source.spec for _, source in config.named_sources()], base_dir)
     resources.check_files(manifest)
+    # Only now: what a run recorded is what it has.
+    resources.io_stats.warning = "; ".join(filter(None, (gap_warning(s.spec, s.shards) for s in manifest.sources)))
     manifest = resources.with_code(manifest, [source for _, source in config.named_sources()])
     definition = _find_tokenizer(config, base_dir)
     choice = chosen_engine(config, resources, manifest, definition) if config.batching is None else None
@@ -251,8 +254,9 @@ def check_named(config: RunConfig, resources: RunResources) -> None:
         roots.check_paths("tokenizer", base_dir, tokenizer_files(config.tokenizer, base_dir))
 
 
-def warnings(record: RunRecord) -> list[str]:
+def warnings(factory: PipelineFactory) -> list[str]:
     """What a user should know about the sources before training."""
+    record = factory.record
     warned = [
         order_warning(source.spec, shards)
         for source, shards in zip(record.config.sources, record.shards, strict=True)
@@ -262,7 +266,7 @@ def warnings(record: RunRecord) -> list[str]:
     if phases and phases[0].mixture is not None:
         unused = "mixture: is never in force, for phases.0 begins with the first token and has one of its own"
         warned.append(f"{unused}; leave that one out, and write at the top what the run begins with")
-    return [text for text in warned if text is not None]
+    return [text for text in (*warned, factory.resources.io_stats.warning) if text]
 
 
 def moves_parts(before: float, now: float) -> bool:

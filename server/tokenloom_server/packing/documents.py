@@ -172,6 +172,7 @@ class Documents:
         kept: list[TokenizedRows] | None = None
         #: How many epochs in a row were read as a whole and had no token.
         empty_epochs = 0
+        reason = ""
         reader = RangeReader(self._source)
         while True:
             begin, end_row = self._row_bounds(epoch)
@@ -194,6 +195,7 @@ class Documents:
                 for rows in self._part(_Part(epoch, part, first_row, end, begun, mark_excluded), reader):
                     tokens += rows.given_tokens
                     bad_and_filtered += rows.bad_and_filtered
+                    reason = reason or next(iter(rows.reasons.values()), "")
                     size += len(rows.ids) + len(rows.ends)
                     if kept is not None:
                         kept = [*kept, rows] if size <= KEPT_TOKENS else None
@@ -204,7 +206,7 @@ class Documents:
                 return
             is_required = epoch < self._whole if epoch else self._left_out_first is None
             if empty_epochs > 0 and is_required and not self._may_have_tokens_later(epoch, empty_epochs):
-                raise SourceError(self._without_tokens(epoch, *bad_and_filtered.tolist()))
+                raise SourceError(self._without_tokens(epoch, reason, *bad_and_filtered.tolist()))
             epoch, first, row = epoch + 1, None, 0
 
     def _parts(
@@ -341,8 +343,9 @@ class Documents:
         the run's first epoch: there an error tells at once, while fewer lanes can still be chosen."""
         return self._lane[1] > 1 and not self._reading.repeats and epoch > 0 and empty_epochs < EMPTY_EPOCHS
 
-    def _without_tokens(self, epoch: int, bad: int, filtered: int) -> str:
+    def _without_tokens(self, epoch: int, reason: str, bad: int, filtered: int) -> str:
         why = f" ({bad} of them are bad, and {filtered} are left out by the filter or blank)" if bad or filtered else ""
+        why += reason and f"; the first bad one: {reason}"
         lane, lanes = self._lane
         if lanes > 1:
             return (

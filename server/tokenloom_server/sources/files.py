@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -38,6 +40,16 @@ REMOTE_THREADS = 64
 
 #: What a fingerprint begins with that is made of a file's content.
 HASH = "xxh3"
+
+#: A file of at most so many bytes may be nothing but a pointer to data that lie elsewhere.
+POINTER_BYTES = 1024
+#: By the tool that brings what they point to, such files, and targets of links.
+_POINTERS = {
+    "git lfs pull": re.compile(rb"version https://git-lfs\.github\.com/spec/v1\r?\n([\w.-]+ \S+\r?\n)*size \d+\s*"),
+    "git annex get": re.compile(rb"\S*/annex/objects/\S+\s*"),
+}
+#: The number of a file in a series, of so many; what comes after it may be a hash of the file.
+_IN_SERIES = re.compile(r"\d+([-_.]of[-_.](\d+))")
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
@@ -95,8 +107,13 @@ def shards_of(spec: Spec, paths: Iterable[str], base_dir: Path) -> tuple[Shard, 
         name = f"source {str(spec)!r}: {path!r}"
         try:
             with open_file(path, base_dir, name) as file:
+                refuse_pointer(file)
                 return Shard(path, file.size, fingerprint_of(file))
         except OSError as error:
+            if (base_dir / path).is_symlink() and not (base_dir / path).exists():
+                target = str((base_dir / path).readlink())
+                bring = _brought_by(target.encode()) or "bring it there, or remove the link"
+                raise SourceError(f"{name} is a link to {target!r}, where no file is: {bring}") from None
             raise SourceError(f"{name} cannot be read ({error.strerror or error})") from None
 
     return tuple(in_threads(shard_of, paths))
@@ -107,10 +124,34 @@ def shard_at(spec: Spec, entry: Entry) -> Shard:
 
     Raises ``SourceError``.
     """
-    if entry.signature:
+    if entry.signature and entry.size > POINTER_BYTES:
         return Shard(entry.path, entry.size, entry.signature)
     with open_file(entry.path, Path(), f"source {str(spec)!r}: {entry.path!r}") as file:
-        return Shard(entry.path, entry.size, fingerprint_of(file))
+        refuse_pointer(file)
+        return Shard(entry.path, entry.size, entry.signature or fingerprint_of(file))
+
+
+def refuse_pointer(file: File) -> None:
+    """Raises ``SourceError`` for a file that only points to data, as Git has it in their place until they are asked
+    for."""
+    if file.size <= POINTER_BYTES and (bring := _brought_by(bytes(file.read_at(0, file.size)))):
+        raise SourceError(f"{file.name} is no data, but a pointer to them in their place: {bring}")
+
+
+def _brought_by(pointer: bytes) -> str:
+    command = next((command for command, form in _POINTERS.items() if form.fullmatch(pointer)), "")
+    return command and f"bring the data with {command!r} in the folder of the repository"
+
+
+def gap_warning(source: str, shards: Iterable[Shard]) -> str:
+    """What to say of files that are missing in series such as ``web-00002-of-00005``; or nothing."""
+    there: Counter[tuple[str, int]] = Counter()
+    for path in (shard.path for shard in shards):
+        if found := _IN_SERIES.search(path):
+            there[f"{path[: found.start()]}…{found[1]}{Path(path).suffix}", int(found[2])] += 1
+    gaps = {name: (total - count, total) for (name, total), count in there.items() if count < total}
+    listed = ", ".join(f"{missing:,} of the {total:,} files {name!r}" for name, (missing, total) in gaps.items())
+    return listed and f"source {source!r}: {listed[:500]} are not there; the others are read"
 
 
 def in_threads(work: Callable[[_In], _Out], items: Iterable[_In], *, remote: bool = False) -> list[_Out]:
@@ -128,7 +169,7 @@ def in_threads(work: Callable[[_In], _Out], items: Iterable[_In], *, remote: boo
 def difference(shard: Shard, base_dir: Path, listed: Entry | None = None) -> str | None:
     """How the file that is there now differs from the shard, or ``None``; found and expected are both named.
 
-    ``listed``: what a listing just said of it, if it is remote. Raises ``StorageError``.
+    ``listed``: what a listing just said of it, if it is remote. Raises ``StorageError`` where it cannot be looked at.
     """
     if is_hub(shard.path):
         return None  # at a commit nothing changes, and each opening is held to the fingerprint
@@ -140,10 +181,10 @@ def difference(shard: Shard, base_dir: Path, listed: Entry | None = None) -> str
                 return fault
         with open_file(shard.path, base_dir) as file:
             return _sizes_differ(shard, file.size) or _fingerprints_differ(shard, fingerprint_of(file))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return _missing(shard, base_dir)
     except OSError as error:
-        return f"{shard.path!r} cannot be read ({error.strerror or error})"
+        raise refused(repr(shard.path), error) or error from None
 
 
 def _missing(shard: Shard, base_dir: Path) -> str:
@@ -176,6 +217,8 @@ def refused(where: str, error: Exception) -> StorageError | None:
     reason, remedy = os.strerror(error.errno), "look at the disk or mount"
     if error.errno in (errno.EMFILE, errno.ENFILE):
         remedy = "this process may not open as many: raise the limit (ulimit -n), or name fewer sources"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        remedy = "let this process read it (its owner, chmod)"
     return StorageError(f"{where} cannot be read ({reason}); {remedy}, and start again: nothing is lost")
 
 
@@ -202,17 +245,13 @@ def where(spec: Spec, shard: Shard) -> str:
 
 def open_shard(spec: Spec, shard: Shard, base_dir: Path, io_stats: IoStats | None = None) -> File:
     """Opens a shard. Raises ``SourceChanged`` where it is missing, of another size, signed otherwise (remote), or
-    (local) was written since ``io_stats`` first saw it and has another fingerprint."""
+    (local) was written since ``io_stats`` first saw it and has another fingerprint; and ``StorageError``."""
     try:
         file = open_file(shard.path, base_dir, where(spec, shard), io_stats)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise SourceChanged(f"source {str(spec)!r}: {_missing(shard, base_dir)}; {REMEDY}") from None
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE, errno.EIO):
-            raise refused(where(spec, shard), error) or error from None
-        raise SourceChanged(
-            f"{where(spec, shard)} cannot be read ({error.strerror or error}); let the server read it, or {REMEDY}"
-        ) from None
+        raise refused(where(spec, shard), error) or error from None
     fault = _sizes_differ(shard, file.size)
     if fault is None and isinstance(file, RemoteFile):
         fault = _signatures_differ(shard, file.entry)

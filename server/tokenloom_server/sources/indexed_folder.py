@@ -17,7 +17,7 @@ from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import files
 from tokenloom_server.sources.base import Content, Shard, Source
-from tokenloom_server.sources.locations import nearest_folder
+from tokenloom_server.sources.locations import is_named, nearest_folder
 from tokenloom_server.sources.scheme import ReadRequest, Scheme
 from tokenloom_server.storage import listing
 from tokenloom_server.storage.file import File
@@ -100,7 +100,7 @@ class IndexedFolderScheme(Scheme):
             return False
 
     def local_paths(self, spec: Spec, base_dir: Path) -> tuple[str, ...]:
-        return self._paths(spec, base_dir, IoStats(), lambda path: (base_dir / path).is_file())
+        return self._paths(spec, base_dir, IoStats(), lambda path: is_named(base_dir / path))
 
     def remote_entries(self, spec: Spec, io_stats: IoStats) -> Sequence[Entry]:
         entries = {entry.path: entry for entry in listing.find(f"{spec.location.rstrip('/')}/**", io_stats)}
@@ -125,6 +125,7 @@ class IndexedFolderScheme(Scheme):
         return tuple(paths)
 
     def _read_index(self, file: File) -> Index:
+        files.refuse_pointer(file)
         try:
             if file.size > MAX_INDEX_BYTES:
                 raise SourceError(f"{file.name} has {file.size} bytes, expected at most {MAX_INDEX_BYTES} of an index")

@@ -9,12 +9,11 @@ from urllib.parse import unquote
 
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.core.control_characters import escaped, refuse_control_characters
-from tokenloom_server.errors import SourceError
+from tokenloom_server.errors import SourceError, StorageError
 from tokenloom_server.sources.files import in_threads
 from tokenloom_server.storage import listing
 from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.remote import Entry, stat
-from tokenloom_server.storage.urls import redacted
 
 #: How many names an error lists of what lies in a folder.
 LISTED_NAMES = 8
@@ -50,31 +49,33 @@ def matching_files(pattern: str, base_dir: Path) -> tuple[str, ...]:
     """The files that a pattern matches, sorted."""
     # Not Path.glob, which takes no absolute pattern. A set, since ** can meet a file twice.
     matches = sorted(set(glob.glob(pattern, root_dir=base_dir, recursive=True)))  # noqa: PTH207
-    are_files = in_threads(lambda match: (base_dir / match).is_file(), matches)
+    are_files = in_threads(lambda match: is_named(base_dir / match), matches)
     return tuple(match for match, is_file in zip(matches, are_files, strict=True) if is_file)
 
 
+def is_named(path: Path) -> bool:
+    """Whether there is a file, or a link that leads to nothing: who reads it says that."""
+    return path.is_file() or (path.is_symlink() and not path.exists())
+
+
 def matching_entries(url: str, io_stats: IoStats) -> Sequence[Entry]:
-    """The remote files that a URL, or a pattern of URLs, names. Raises ``OSError`` and ``StorageError``."""
+    """The remote files that a URL, or a pattern of URLs, names. Raises what ``HedgedRead.result`` does."""
     return listing.find(url, io_stats) if glob.has_magic(url) else (stat(url, repr(url), io_stats),)
 
 
 def listed_entries(spec: Spec, find: Callable[[Spec, IoStats], Sequence[Entry]]) -> tuple[Entry, ...]:
-    """What ``find`` finds of a remote source. Raises ``SourceError`` where that is nothing, or fails."""
+    """What ``find`` finds of a remote source. Raises ``SourceError`` where that is nothing, and ``StorageError``."""
     where = f"source {str(spec)!r}"
     try:
         entries = find(spec, IoStats())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         entries = ()
     except IsADirectoryError:
         raise SourceError(
             f"{where}: {spec.location!r} is a folder, expected files; name them by a pattern such as {_pattern(spec)!r}"
         ) from None
-    except OSError as error:
-        raise SourceError(
-            f"{where}: {spec.location!r} cannot be looked up ({redacted(str(error))}); look at its spelling, and at "
-            "the credentials in the server's environment"
-        ) from None
+    except StorageError as error:
+        raise StorageError(f"{where}: {error}") from None
     if not entries:
         raise SourceError(
             f"{where}: no file matches {spec.location!r}; look at its spelling, and whether the server's credentials "

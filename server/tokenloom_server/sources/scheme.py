@@ -18,7 +18,7 @@ from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.sources import locations
 from tokenloom_server.sources.base import Content, Shard, Source, TensorFile
 from tokenloom_server.sources.endings import CODECS, ending_of
-from tokenloom_server.sources.files import open_shard, shard_at, shards_of
+from tokenloom_server.sources.files import in_threads, open_shard, shard_at, shards_of
 from tokenloom_server.storage.file import File
 from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.remote import Entry
@@ -143,7 +143,8 @@ class Scheme(ABC):
         """The files that a source has by now beyond the ``known`` ones. Raises ``SourceError``."""
         known_paths = {shard.path for shard in known}
         if is_remote(spec.location):
-            return tuple(shard_at(spec, entry) for entry in self.entries(spec) if entry.path not in known_paths)
+            more = [entry for entry in self.entries(spec) if entry.path not in known_paths]
+            return tuple(in_threads(lambda entry: shard_at(spec, entry), more, remote=True))
         return shards_of(spec, [path for path in self.paths(spec, base_dir) if path not in known_paths], base_dir)
 
     def paths(self, spec: Spec, base_dir: Path) -> tuple[str, ...]:

@@ -16,6 +16,8 @@ from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.catalog import SourceCatalog
 from tokenloom_server.sources.endings import codec_of
+from tokenloom_server.sources.files import gap_warning, shards_of
+from tokenloom_server.sources.locations import is_named
 from tokenloom_server.sources.open import columns_of
 from tokenloom_server.sources.scheme import Scheme
 
@@ -68,13 +70,14 @@ class _File:
 
 
 class Survey:
-    """What was found below folders: ``candidates``, and by path why a file or folder is ``left_out`` of them."""
+    """What was found below folders: ``candidates``, ``warnings``, and by path why something is ``left_out``."""
 
     def __init__(self, base_dir: Path, catalog: SourceCatalog, choose: Callable[[Sequence[str], int], str]) -> None:
         """Paths are relative to ``base_dir``, or absolute. ``choose``: which of some paths is meant, that may be the
         same data in several forms, as in so many other cases; may raise ``ConfigError``."""
         self.candidates: list[Candidate] = []
         self.left_out: dict[str, str] = {}
+        self.warnings: list[str] = []
         self._base_dir, self._catalog, self._choose = base_dir, catalog, choose
 
     def look_up(self, scheme: Scheme, text: str) -> None:
@@ -152,10 +155,10 @@ class Survey:
                 self.left_out[join(folder, entry.name)] = "hidden"
             elif entry.is_dir():
                 yield from self._walk(join(folder, entry.name), (*folders, entry.name))
-            elif entry.is_file():
+            elif is_named(Path(entry.path)):
                 names.append(entry.name)
             else:
-                self.left_out[join(folder, entry.name)] = "no file, or a link that leads nowhere"
+                self.left_out[join(folder, entry.name)] = "no file"
         yield from self._readable(folder, folders, names)
 
     def _readable(self, folder: str, folders: tuple[str, ...], names: Sequence[str]) -> Iterable[_File]:
@@ -171,12 +174,7 @@ class Survey:
                 self.left_out[join(folder, name)] = (
                     "not data, by its name" if name not in data else "not a format that is read"
                 )
-            elif not self._size(files[name].path):
-                self.left_out[files[name].path] = "empty"
         return files.values()
-
-    def _size(self, path: str) -> int:
-        return (self._base_dir / path).stat().st_size
 
     def _add(self, group: Sequence[_File], folder: str | None) -> None:
         """A candidate of files of one scheme and ending: all of a folder, or a series. Raises ``ConfigError`` where no
@@ -193,9 +191,12 @@ class Survey:
                 f"{group[0].path!r} and {len(paths) - 1} more files cannot be named by a pattern, for it matches "
                 f"others: {others}; move those away, or name the folders one by one"
             )
-        sizes = {path: self._size(path) for path in matches}
+        shards = shards_of(spec, matches, self._base_dir)
+        sizes = {shard.path: shard.size for shard in shards}
+        self.left_out |= {path: "empty" for path, size in sizes.items() if not size}
         if not any(sizes.values()):
             return
+        self.warnings += filter(None, [gap_warning(pattern, shards)])
         try:
             # A folder's index, or the first file that has anything.
             columns = columns_of(scheme, max(matches, key=lambda path: sizes[path] > 0), self._base_dir)

@@ -26,17 +26,18 @@ _T = TypeVar("_T")
 
 #: Attempts under way at one read: the first, and those made because it does not answer.
 AT_ONCE = 3
+#: What storage answers of a place, and what was made of an answer already.
+_ANSWERS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, TokenloomError)
 #: What another attempt would meet again.
-_FINAL = (
-    *(FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, TokenloomError),
-    *(NotImplementedError, ImportError, TypeError, AttributeError),
-)
+_FINAL = (*_ANSWERS, NotImplementedError, ImportError, TypeError, AttributeError)
 #: The same, of libraries that are not imported here.
 _FINAL_NAMES = frozenset(
     {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError", "InvalidRegionError"}
 )
 #: Statuses of HTTP that are no refusal: a request that took too long, and too many of them.
 _AGAIN_STATUSES = (408, 425, 429)
+#: Those that say that an object is not there, and that whoever asks may not have it.
+_GONE_STATUSES, _REFUSED_STATUSES = (404, 410), (401, 403)
 
 
 class HedgedRead(Generic[_T]):
@@ -61,8 +62,8 @@ class HedgedRead(Generic[_T]):
     def result(self) -> _T:
         """The result of the first attempt that succeeds.
 
-        Raises an error that another attempt would meet again, as it is, and ``StorageError`` where there was no answer
-        within ``RetryPolicy.total_s``.
+        Raises ``FileNotFoundError``, ``IsADirectoryError`` and ``NotADirectoryError`` where storage answers that alone,
+        and ``StorageError`` for what it refuses, and where there was no answer within ``RetryPolicy.total_s``.
         """
         with self._changed:
             if self._answer:
@@ -74,9 +75,9 @@ class HedgedRead(Generic[_T]):
             pause = policy.pause_s
             while not self._answer:
                 while self._errors:
-                    error = self._errors.popleft()
+                    error = reason_of(self._errors.popleft())
                     if is_final(error):
-                        raise error if isinstance(error, OSError | TokenloomError) else refused(self._name, error)
+                        raise error if isinstance(error, _ANSWERS) else refused(self._name, error)
                     wait.trouble = _said(error)
                     if not self._running:
                         # At least a part of the pause is chance: many who failed together do not come again together.
@@ -127,7 +128,7 @@ class HedgedRead(Generic[_T]):
         return StorageError(
             f"{self._name} could not be read for {self._io_stats.retry_policy.total_s:.0f} s, in {attempts} attempts; "
             f"{last}"
-            ". Look at the storage and the network, then start the trainers again from their last checkpoint: nothing "
+            ". Look at the storage and the network, then start again (trainers, from their last checkpoint): nothing "
             "is wrong with the data"
         )
 
@@ -140,21 +141,48 @@ def refused(name: str, error: Exception) -> StorageError:
     )
 
 
+def reason_of(error: Exception) -> Exception:
+    """What an error is about. A library may raise ``FileNotFoundError`` for whatever fails, a connection even; it stays
+    one where what it was raised for is none of storage's other answers, or of none."""
+    found: BaseException = error
+    while isinstance(found, FileNotFoundError) and (behind := found.__cause__ or found.__context__) is not None:
+        found = behind
+    # Arrow says of a file of HDFS in words alone that there is none.
+    is_gone = _status(found) in _GONE_STATUSES or "does not exist" in str(found)
+    if is_gone or isinstance(found, FileNotFoundError | LookupError) or not isinstance(found, Exception):
+        return error
+    return found
+
+
+def is_refused(error: Exception) -> bool:
+    """Whether storage refuses who asks, and may take other credentials."""
+    # gcsfs has no more than the text.
+    is_said = isinstance(error, PermissionError) or str(error).startswith("Forbidden: ")
+    return is_said or _status(error) in _REFUSED_STATUSES
+
+
 def is_final(error: Exception) -> bool:
     """Whether another attempt would meet the same."""
+    if is_refused(error):
+        # What brings new credentials may be late.
+        return "expired" not in str(error).lower()
     if isinstance(error, _FINAL) or type(error).__name__ in _FINAL_NAMES:
         return True
     status = _status(error)
     return status is not None and 400 <= status < 500 and status not in _AGAIN_STATUSES
 
 
-def _response(error: Exception) -> Any:
+def _response(error: BaseException) -> Any:
     return getattr(error, "response", None)
 
 
-def _status(error: Exception) -> int | None:
+def _status(error: BaseException) -> int | None:
     """The HTTP status that an error of a client library brings, if it does."""
-    for holder, field in ((error, "status"), (_response(error), "status_code"), (_response(error), "status")):
+    response = _response(error)
+    if isinstance(response, dict):  # of botocore
+        return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    # The last one is gcsfs's; aiohttp has it, too, and warns of it.
+    for holder, field in ((error, "status"), (response, "status_code"), (response, "status"), (error, "code")):
         status = getattr(holder, field, None)
         if isinstance(status, int):
             return status

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from tokenloom_server.core.measures import StorageMeasures
 
@@ -34,6 +34,8 @@ class RetryPolicy(NamedTuple):
     total_s: float = 300.0
 
 
+#: Seconds after which a command gives up that somebody waits for, who can correct what it names.
+COMMAND_S = 10.0
 #: Bytes that all readers of a run together prefetch and hold.
 AHEAD_BYTES = 256 << 20
 #: A wait for storage or readers of so long is named, seconds.
@@ -66,9 +68,14 @@ class Wait:
 class IoStats:
     """Shared by all readers of a run. Thread-safe."""
 
+    #: How long storage is waited for where nothing else is said.
+    default_policy: ClassVar[RetryPolicy] = RetryPolicy()
+
     def __init__(self, retry_policy: RetryPolicy | None = None) -> None:
-        self.retry_policy = retry_policy or RetryPolicy()
+        self.retry_policy = retry_policy or self.default_policy
         self.stopped = False
+        #: Whether as little as possible is read of remote files, and nothing kept: they are only looked at.
+        self.sparing = False
         #: When local files were last written, by path, as far as they were opened: what changes later is noticed.
         self.modified: dict[str, int] = {}
         #: What is to be looked at in the run's files, for people; or nothing.
@@ -156,3 +163,13 @@ class IoStats:
     def release(self, length: int) -> None:
         with self._lock:
             self._ahead -= length
+
+
+@contextmanager
+def given_up_soon() -> Iterator[None]:
+    """Meanwhile this process waits for storage for ``COMMAND_S``, unless a policy says something else."""
+    before, IoStats.default_policy = IoStats.default_policy, RetryPolicy(total_s=COMMAND_S)
+    try:
+        yield
+    finally:
+        IoStats.default_policy = before

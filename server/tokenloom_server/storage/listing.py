@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from glob import has_magic
 from typing import Any
 
-from tokenloom_server.storage.hedged_read import HedgedRead
 from tokenloom_server.storage.io_stats import IoStats
-from tokenloom_server.storage.remote import Entry, entry_of, filesystem, stat
-from tokenloom_server.storage.urls import root
+from tokenloom_server.storage.remote import Entry, asked, entry_of, stat
+from tokenloom_server.storage.urls import before_wildcards, root
 
 #: Files that are asked for one by one, where a listing has names alone.
 STATS_AT_ONCE = 16
@@ -20,7 +20,7 @@ STATS_AT_ONCE = 16
 
 def find(pattern: str, io_stats: IoStats) -> tuple[Entry, ...]:
     """The files that a URL with wildcards matches, by their paths; as of local files, those below or with a name that
-    begins with a dot only where the pattern has the dot. Raises ``OSError`` and ``StorageError``."""
+    begins with a dot only where the pattern has the dot. Raises what ``HedgedRead.result`` does."""
     return tuple(entry for entry in _matching(pattern, io_stats) if not _is_hidden(entry.path, pattern))
 
 
@@ -35,25 +35,46 @@ def _is_hidden(path: str, pattern: str) -> bool:
 
 
 def _matching(pattern: str, io_stats: IoStats) -> tuple[Entry, ...]:
-    files = filesystem(root(pattern))
     # Within a name, more stars are one, as in local patterns; fsspec takes none but ** alone.
     pattern = "/".join(part if part == "**" else re.sub(r"\*+", "*", part) for part in pattern.split("/"))
-    above, _, name = pattern.rpartition("/")
-    if name[:1] in tuple("*?[") and "**" not in name and not has_magic(above):
-        # What fsspec would list twice, and ask for by itself: nothing but the folder is before the wildcard.
-        return tuple(entry for entry in folder(above, io_stats) if fnmatchcase(entry.path.rpartition("/")[2], name))
-    infos: Mapping[str, Any] = HedgedRead(lambda: files.glob(pattern, detail=True), pattern, io_stats).result()
-    return _entries(pattern, infos.values(), io_stats)
+    beginning = before_wildcards(pattern)
+    above = beginning.rpartition("/")[0]
+    depth = sys.maxsize if "**" in pattern else pattern.count("/") - above.count("/")
+    # What fsspec would list twice, and ask for by itself: nothing but the folder is before the wildcard.
+    is_folder = depth == 1 and beginning.endswith("/")
+
+    def glob(files: Any) -> Iterable[Mapping[str, Any]] | None:
+        find = getattr(files, "_find", getattr(files, "find", None))
+        # fsspec's own takes a folder that fails for an empty one.
+        is_walked = is_folder or (find is not None and find.__module__.startswith("fsspec."))
+        return None if is_walked else files.glob(pattern, detail=True).values()
+
+    infos = asked(root(pattern), glob, pattern, io_stats).result()
+    if infos is None:
+        from fsspec.utils import glob_translate
+
+        matches = re.compile(glob_translate(pattern[len(above) + 1 :])).match
+        infos = [info for path, info in _below(above, depth, io_stats) if matches(path)]
+    return _entries(pattern, infos, io_stats)
 
 
 def folder(url: str, io_stats: IoStats) -> tuple[Entry, ...]:
-    """The files directly in a folder; none where there is no such folder. Raises ``OSError`` and ``StorageError``."""
-    files = filesystem(root(url))
+    """The files directly in a folder; none where there is no such folder. Raises ``StorageError``."""
+    return _entries(url, (info for _, info in _below(url, 1, io_stats)), io_stats)
+
+
+def _below(url: str, depth: int, io_stats: IoStats) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The files in a folder, and in so many levels of folders from it on, by their paths below it."""
     try:
-        infos = HedgedRead(lambda: files.ls(url, detail=True), url, io_stats).result()
+        infos = asked(root(url), lambda files: files.ls(url, detail=True), url, io_stats).result()
     except FileNotFoundError:
-        return ()
-    return _entries(url, infos, io_stats)
+        return
+    for info in infos:
+        name = str(info["name"]).rstrip("/").rpartition("/")[2]
+        if info["type"] != "directory":
+            yield name, info
+        elif depth > 1:
+            yield from ((f"{name}/{path}", file) for path, file in _below(f"{url}/{name}", depth - 1, io_stats))
 
 
 def _entries(url: str, infos: Iterable[Mapping[str, Any]], io_stats: IoStats) -> tuple[Entry, ...]:

@@ -14,8 +14,8 @@ from tokenloom_server.storage.urls import is_remote
 def open_file(path: str, base_dir: Path, name: str = "", io_stats: IoStats | None = None) -> File:
     """Opens a file by its path (relative to ``base_dir``) or URL. ``name`` is how messages call it.
 
-    Raises ``OSError`` (``FileNotFoundError`` among them) for a file that is not there or may not be read, and
-    ``StorageError`` where storage does not answer.
+    Raises ``OSError`` (``FileNotFoundError`` among them) for a file that is not there, or on this machine may not be
+    read, and ``StorageError`` where storage refuses it or does not answer.
     """
     name = name or repr(path)
     if is_remote(path):

@@ -7,12 +7,12 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError, TokenloomError
 from tokenloom_server.storage.cache import block_cache
 from tokenloom_server.storage.file import File, Range
-from tokenloom_server.storage.hedged_read import HedgedRead, is_final, refused
+from tokenloom_server.storage.hedged_read import HedgedRead, is_refused, reason_of, refused
 from tokenloom_server.storage.hub.files import HubFiles, is_hub
 from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.prefetch import Prefetcher
@@ -26,8 +26,11 @@ S3_PROTOCOLS = ("s3", "s3a")
 _PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"} | dict.fromkeys(
     S3_PROTOCOLS, "tokenloom[s3]"
 )
-#: As many connections as there are threads that read; the library's own limit is ten.
-_S3_OPTIONS: Mapping[str, Any] = {"config_kwargs": {"max_pool_connections": 64}}
+#: As many connections as there are threads that read; the library's own limit is ten. And it is to say soon what it
+#: met: who asks tries again, and says why.
+_S3_OPTIONS: Mapping[str, Any] = {
+    "config_kwargs": {"max_pool_connections": 64, "retries": {"total_max_attempts": 3}},
+}
 #: What storage says of an object's content, best first: the kind of signature, and its keys in fsspec's description.
 _SIGNATURES = {
     "sha256": ("sha256",),
@@ -38,6 +41,7 @@ _SIGNATURES = {
     "version": ("version_id", "versionid"),
     "modified": ("lastmodified", "last_modified", "mtime", "updated", "created"),
 }
+_T = TypeVar("_T")
 
 
 class Entry(NamedTuple):
@@ -74,12 +78,38 @@ def filesystem(place: str) -> Any:
         raise ConfigError(f"{place}: to read URLs, install {install} (fsspec is missing)") from None
     options = _S3_OPTIONS if scheme in S3_PROTOCOLS else {}
     try:
-        opened, _ = fsspec.core.url_to_fs(place, use_listings_cache=False, **options)
+        # fsspec would give one of before, with the credentials that there were.
+        opened, _ = fsspec.core.url_to_fs(place, use_listings_cache=False, skip_instance_cache=True, **options)
     except ImportError as error:
         raise ConfigError(f"{place}: to read such URLs, install {install} ({redacted(str(error))})") from None
     except ValueError as error:
         raise ConfigError(f"{place}: this is storage that fsspec cannot read ({redacted(str(error))})") from None
     return opened
+
+
+def asked(place: str, ask: Callable[[Any], _T], name: str, io_stats: IoStats, length: int = 0) -> HedgedRead[_T]:
+    """What ``ask`` gets of a place's file system. A refusal counts only if it comes again with credentials that were
+    read anew."""
+
+    def attempt() -> _T:
+        files = filesystem(place)
+        try:
+            return ask(files)
+        except Exception as error:
+            if is_refused(reason_of(error)):
+                return ask(_renewed(place, files))
+            if not getattr(files, "async_impl", False):
+                _renewed(place, files)  # it holds one connection, of SSH for example, which may be gone
+            raise
+
+    return HedgedRead(attempt, name, io_stats, length)
+
+
+def _renewed(place: str, failed: Any) -> Any:
+    """Another file system than the one that failed; one for all who met that, or about one."""
+    if filesystem(place) is failed:
+        filesystem.cache_clear()
+    return filesystem(place)
 
 
 def cached_copy(url: str) -> Path | None:
@@ -115,9 +145,8 @@ def _signatures(info: Mapping[str, Any]) -> Iterator[str]:
 
 
 def stat(url: str, name: str, io_stats: IoStats) -> Entry:
-    """What storage says of a file now. Raises ``OSError`` (``FileNotFoundError`` among them) and ``StorageError``."""
-    files = filesystem(root(url))
-    info = HedgedRead(lambda: files.info(url), name, io_stats).result()
+    """What storage says of a file now. Raises what ``HedgedRead.result`` does."""
+    info = asked(root(url), lambda files: files.info(url), name, io_stats).result()
     if info.get("type") == "directory":
         raise IsADirectoryError(f"{url} is a folder")
     return _entry_at(url, info)
@@ -131,24 +160,13 @@ class RemoteFile(File):
     """An object, read by range requests that storage may answer late, twice, or not at all."""
 
     def __init__(self, url: str, name: str, io_stats: IoStats) -> None:
-        """Asks for its size and signature. Raises ``OSError`` for one that is not there or may not be read."""
+        """Asks for its size and signature. Raises what ``HedgedRead.result`` does."""
         self.name = name
         self.url = url
         self._io_stats = io_stats
-        files = filesystem(root(url))
-        handle, info = HedgedRead(lambda: _opened(files, url), name, io_stats).result()
-        self.entry = _entry_at(url, info)
+        self._open = asked(root(url), lambda files: _opened(files, url), name, io_stats).result()
+        self.entry = self._open.entry
         self.size = self.entry.size
-        self._range: Callable[[int, int], bytes] = (
-            # It knows the object's version at the opening, and requests that one alone.
-            handle._fetch_range
-            if hasattr(handle, "_fetch_range")
-            else lambda begin, end: files.cat_file(url, start=begin, end=end)
-        )
-        cache, fetch = block_cache(), self._range
-        if cache is not None and self.entry.signature:
-            identity = f"{url}\n{self.size}\n{self.entry.signature}"
-            self._range = lambda begin, end: cache.read(identity, self.size, begin, end, fetch)
         # The last short reads, with what lies around them: a file's end, and wherever headers are read.
         self._near: tuple[tuple[int, bytes], ...] = ()
         self._ahead: Prefetcher | None = None
@@ -161,6 +179,8 @@ class RemoteFile(File):
 
     def plan(self, ranges: Iterable[Range]) -> None:
         self.close()
+        if self._io_stats.sparing:
+            return
         self._ahead = Prefetcher(self._fetch, self.size, ranges, self._io_stats)
 
     def read_at(self, offset: int, length: int) -> bytes | memoryview:
@@ -181,6 +201,8 @@ class RemoteFile(File):
         return None
 
     def _directly(self, offset: int, length: int) -> bytes | memoryview:
+        if self._io_stats.sparing:
+            length = min(length, NEAR_BYTES)
         if length >= NEAR_BYTES:
             return self._fetch(offset, length).result()
         start = max(0, min(offset, self.size - NEAR_BYTES))
@@ -189,31 +211,52 @@ class RemoteFile(File):
         return memoryview(data)[offset - start : offset - start + length]
 
     def _fetch(self, offset: int, length: int) -> HedgedRead[bytes]:
-        return HedgedRead(lambda: self._read(offset, length), self.name, self._io_stats, length)
+        return asked(root(self.url), lambda files: self._read(files, offset, length), self.name, self._io_stats, length)
 
-    def _read(self, offset: int, length: int) -> bytes:
+    def _read(self, files: Any, offset: int, length: int) -> bytes:
+        cache = None if self._io_stats.sparing else block_cache()
+        fetch = functools.partial(self._range, files)
         try:
-            data: bytes = self._range(offset, offset + length)
+            if cache is not None and self.entry.signature:
+                identity = f"{self.url}\n{self.size}\n{self.entry.signature}"
+                data = cache.read(identity, self.size, offset, offset + length, fetch)
+            else:
+                data = fetch(offset, offset + length)
         except TokenloomError:
             raise
         except Exception as error:
             # If the object was replaced, that is the error to report, and a retry would not help.
-            self._refuse_changed()
-            raise refused(self.name, error) if is_final(error) else error from error
+            self._refuse_changed(files)
+            if isinstance(reason_of(error), FileNotFoundError):
+                raise refused(self.name, error) from error
+            raise
         if len(data) != length:
-            self._refuse_changed()
+            self._refuse_changed(files)
             raise OSError(f"{len(data)} bytes came where {length} were asked for")
         return data
 
-    def _refuse_changed(self) -> None:
+    def _range(self, files: Any, begin: int, end: int) -> bytes:
+        if files is not self._open.files:
+            opened = _opened(files, self.url)
+            self._refuse_other(opened.entry)
+            self._open = opened
+        # It knows the object's version at the opening, and requests that one alone.
+        fetch: Callable[[int, int], bytes] | None = getattr(self._open.handle, "_fetch_range", None)
+        data: bytes = files.cat_file(self.url, start=begin, end=end) if fetch is None else fetch(begin, end)
+        return data
+
+    def _refuse_changed(self, files: Any) -> None:
         if is_hub(self.url):
             return  # every answer of the Hub is held to the digest already
         try:
-            present = _entry_at(self.url, filesystem(root(self.url)).info(self.url))
-        except FileNotFoundError:
-            raise SourceChanged(f"{self.name} is missing: it was deleted while being read; {REMEDY}") from None
-        except Exception:
+            present = _entry_at(self.url, files.info(self.url))
+        except Exception as error:
+            if isinstance(reason_of(error), FileNotFoundError):
+                raise SourceChanged(f"{self.name} is missing: it was deleted while being read; {REMEDY}") from None
             return  # storage answers nothing just now
+        self._refuse_other(present)
+
+    def _refuse_other(self, present: Entry) -> None:
         if present != self.entry:
             raise SourceChanged(
                 f"{self.name} was changed while being read: found {present.size} bytes ({present.signature}), "
@@ -226,10 +269,16 @@ class RemoteFile(File):
             self._ahead = None
 
 
-def _opened(files: Any, url: str) -> tuple[Any, Mapping[str, Any]]:
+class _Opened(NamedTuple):
+    files: Any
+    handle: Any
+    entry: Entry
+
+
+def _opened(files: Any, url: str) -> _Opened:
     """A handle without a cache of its own, and the object's description, which opening asked for; for web servers the
     handle keeps no signature, so they are asked again."""
     handle = files.open(url, "rb", cache_type="none")
     details: Any = getattr(handle, "details", None)
     is_signed = isinstance(details, Mapping) and any(_signatures(details))
-    return handle, details if is_signed else files.info(url)
+    return _Opened(files, handle, _entry_at(url, details if is_signed else files.info(url)))

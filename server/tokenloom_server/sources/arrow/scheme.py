@@ -10,7 +10,7 @@ from typing import Any
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.sources.base import Content, Source, TensorFile
-from tokenloom_server.sources.locations import listed_names, nearest_folder
+from tokenloom_server.sources.locations import is_named, listed_names, nearest_folder
 from tokenloom_server.sources.scheme import ReadRequest, Scheme
 from tokenloom_server.storage import listing
 from tokenloom_server.storage.file import File
@@ -51,7 +51,7 @@ class ArrowScheme(Scheme):
         if state.is_file():
             names = _names_in_state(where, str(state), state.read_bytes())
         else:
-            names = _data_files(path.name for path in folder.glob("*.arrow") if path.is_file())
+            names = _data_files(path.name for path in folder.glob("*.arrow") if is_named(path))
         if not names:
             raise SourceError(
                 f"{where}: no Arrow file in {str(folder)!r}, expected state.json with data-*.arrow, or *.arrow files "

@@ -86,9 +86,10 @@ def probe(request: ReadRequest) -> dict[str, ColumnPath]:
                         continue
                     try:
                         search.look_at(document_of(block, i, where), line_name(block, i, where))
-                    except SourceError:
+                    except SourceError as error:
                         if not request.rules.skip_bad:
                             raise
+                        search.fault = search.fault or str(error)
                     if search.is_done:
                         return search.columns("")
                 size += len(block.data)
@@ -106,6 +107,8 @@ class _Search:
         self._paths: dict[str, tuple[str, ...]] = {}
         # A column that is only compared has the type of the constant, whatever its first value.
         compared = {"text": pa.string(), "number": pa.float64(), "truth": pa.bool_()}
+        #: Why the first row that is bad is that, if one is.
+        self.fault = ""
         texts = (self._spec.column, *request.rules.text_columns)
         self._kinds = {each.column: compared[each.kind] for each in request.rules.filter if each.column not in texts}
         if request.rules.as_json:
@@ -133,7 +136,9 @@ class _Search:
         source = f"source {str(self._spec)!r}"
         if self._spec.column not in self._kinds:
             raise SourceError(
-                f"{source}: {self._spec.column!r} is null in {place}, so there is nothing to read; "
+                f"{source}: {self._spec.column!r} cannot be read in {place}; the first that is bad: {self.fault}"
+                if self.fault
+                else f"{source}: {self._spec.column!r} is null in {place}, so there is nothing to read; "
                 "expected strings or lists of integers"
             )
         for name in self._wanted:

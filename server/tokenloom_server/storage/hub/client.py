@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlencode, urljoin, urlsplit
 
 from tokenloom_server.errors import SourceError
+from tokenloom_server.storage.io_stats import IoStats
 
 _log = logging.getLogger(__name__)
 
@@ -192,7 +193,8 @@ class HubClient:
             sent["authorization"] = f"Bearer {token}"
         session = self._hub.utils.get_session()
         try:
-            with session.stream(method, url, headers=sent, timeout=SILENCE_S, follow_redirects=False) as response:
+            silence_s = min(SILENCE_S, IoStats.default_policy.total_s)
+            with session.stream(method, url, headers=sent, timeout=silence_s, follow_redirects=False) as response:
                 yield response
         except self._offline_error:
             raise HubRefused("other", f"{self._named(url)} cannot be asked: HF_HUB_OFFLINE is set") from None
@@ -252,15 +254,15 @@ class HubClient:
 
 def retried(ask: Callable[[], _T]) -> _T:
     """What ``ask`` gives, tried again while it raises ``HubBusy``; the last of these is raised."""
-    wait_s = FIRST_WAIT_S
+    wait_s, until = FIRST_WAIT_S, time.monotonic() + IoStats.default_policy.total_s
     for tries in range(1, TRIES + 1):
         try:
             return ask()
         except HubBusy as error:
             asked_s = error.retry_after_s
-            if tries == TRIES or (asked_s is not None and asked_s > LONGEST_ASKED_S):
-                raise
             pause_s = wait_s if asked_s is None else asked_s
+            if tries == TRIES or pause_s > LONGEST_ASKED_S or time.monotonic() + pause_s > until:
+                raise
             _log.warning("%s; trying again in %.1f s (try %d of %d)", error, pause_s, tries + 1, TRIES)
             time.sleep(pause_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
