@@ -47,6 +47,12 @@ class JoinCommands(StreamCommands):
                 self._refused_ranks.pop(next(iter(self._refused_ranks)))
             self._wakes.changed.notify_all()
 
+    def require_own_slot(self, attempt: str, rank: int, nonce: str) -> None:
+        """Raises ``AttemptUsed`` where another process has the slot, whatever that one asked for."""
+        with self._lock:
+            if self._active is not None and self._is_open(attempt):
+                self._active.generation.require_own_slot(rank, nonce)
+
     def require_unrefused(self, attempt: str, rank: int) -> None:
         """Raises what another rank of the attempt was refused with."""
         with self._lock:
