@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import re
 import sqlite3
+import threading
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import pytest
 from support.served import SCHEDULE, Place, Rank, Trainer, call_of
 from tokenloom import ConnectionOptions, Fenced, NumpyDataset, RemoteDataset
+from tokenloom.connection import join as client_join
 from tokenloom.connection import topology
 from tokenloom_server.api.grpc import GrpcServer
 from tokenloom_server.api.served_run import ServedRun
@@ -25,6 +28,8 @@ from tokenloom_server.errors import (
     ServerStopping,
     SnapshotInvalid,
 )
+from tokenloom_server.order import replay
+from tokenloom_server.run import far_sample
 from tokenloom_server.run.past_states import PastStates
 from tokenloom_server.run.timeouts import Timeouts
 
@@ -277,6 +282,46 @@ def test_a_process_that_is_refused_a_place_which_another_one_has_disturbs_nobody
     assert served.coordinator.view().error is None
 
 
+def test_the_way_to_a_far_sample_is_said_on_both_sides_and_not_begun_where_the_data_end_before(
+    place: Place, served: ServedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(replay, "TURN_TOKENS", 80)
+    monkeypatch.setattr(far_sample, "FAR_SAMPLES", 1000)
+    monkeypatch.setattr(client_join, "SOON_S", 0.01)
+    monkeypatch.setattr(client_join, "WATCH_EVERY_S", 5)
+    caplog.set_level(logging.INFO)
+    heard, turn = threading.Event(), replay.Replay.turn
+
+    def hear(record: logging.LogRecord) -> bool:
+        if "the server goes forward" in record.getMessage():
+            heard.set()
+        return True
+
+    def slow_turn(going: replay.Replay, index: int) -> None:
+        turn(going, index)
+        assert heard.wait(60), "the client says nothing"
+
+    monkeypatch.setattr(replay.Replay, "turn", slow_turn)
+    monkeypatch.setattr(logging.getLogger("tokenloom"), "filters", [hear])
+    server = GrpcServer("127.0.0.1:0")
+    server.start(place.runs)
+    url = f"grpc://{server.address}/{served.coordinator.name}"
+    try:
+        with RemoteDataset(url, 1) as dataset:
+            dataset.load_state_dict({"sample_index": 35})
+            iter(dataset)
+            assert dataset.sample_index == 35
+        for says in ("going forward", "the server goes forward"):
+            assert f"{says} from sample 0 to 35: at sample 0" in caplog.text
+        assert served.stats.read().going_forward == ""
+        with RemoteDataset(url, 1, takeover=True) as dataset:
+            dataset.load_state_dict({"sample_index": 10**12})
+            with pytest.raises(SnapshotInvalid, match=f"at sample {10**12}, but the data end at about sample [0-9]+ "):
+                iter(dataset)
+    finally:
+        server.stop(0.1)
+
+
 @pytest.mark.parametrize("kind", [NumpyDataset, RemoteDataset])
 def test_each_dataset_of_a_slurm_task_has_an_attempt_and_none_meets_another_launch_of_the_step(
     place: Place, served: ServedRun, monkeypatch: pytest.MonkeyPatch, kind: type[NumpyDataset] | type[RemoteDataset]
@@ -284,7 +329,7 @@ def test_each_dataset_of_a_slurm_task_has_an_attempt_and_none_meets_another_laun
     for name, value in {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.setattr(topology, "_JOINS", {})
+    monkeypatch.setattr(topology, "JOINS", topology.Joins())
     server = GrpcServer("127.0.0.1:0")
     server.start(place.runs)
 
@@ -319,7 +364,7 @@ def test_each_dataset_of_a_slurm_task_has_an_attempt_and_none_meets_another_laun
         stopped = made()[1]  # before it joins
         # Started again within the step: whatever is asked first, and however much is made, it is not guessed.
         with monkeypatch.context() as patch:
-            patch.setattr(topology, "_JOINS", {})
+            patch.setattr(topology, "JOINS", topology.Joins())
             again = [*made(), *made()]
             for dataset in again:
                 says = "opened generation 1 already" if dataset.rank else "attempt=.*again within a SLURM job step"

@@ -35,7 +35,7 @@ class Topology:
     world_size: int
     attempt: str
     of_step: bool = False
-    """The attempt is what the tasks of a SLURM step have in common, and goes on with a number: see ``joins``."""
+    """The attempt is what the tasks of a SLURM step have in common, and goes on with a number: see ``Joins``."""
 
 
 #: Who only looks: takes no slot, so there is no attempt to share.
@@ -146,18 +146,23 @@ def _sharing(run: str, stream: str, rank: int, world_size: int, members: str, ti
     )
 
 
-#: By run and slot; see ``joins``.
-_JOINS: dict[tuple[str, Topology], Any] = {}
-
-
-def joins(run: str, slot: Topology) -> Any:
+class Joins:
     """How many datasets of this process have joined a run under what a SLURM step's tasks have in common: the number
     of the next one, on each rank. In memory that is shared with a DataLoader's worker, which may be who joins.
 
     They are counted as they join, not as they are made. So who asks for a number has had a place under all that are
     less, and each place is one process's: of two launches within one step, only one gets beyond the first number.
     """
-    return _JOINS.setdefault((run, slot), RawValue("q", 0))
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, Topology], Any] = {}
+
+    def of(self, run: str, slot: Topology) -> Any:
+        """The count, where there is one to keep."""
+        return self._counts.setdefault((run, slot), RawValue("q", 0)) if slot.of_step else None
+
+
+JOINS = Joins()
 
 
 def default_store() -> Store | None:
