@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from tokenloom import RemoteDataset, TokenLRScheduler, token_losses
+from tokenloom import RemoteDataset, TokenLRScheduler, mean_loss, token_losses
 from tokenloom.integrations.accelerate import TokenloomLoader
 
 
@@ -40,7 +40,7 @@ def main(options: argparse.Namespace) -> None:
     steps, total = 0, torch.zeros(())
     for batch in batches:
         with accelerator.accumulate(model):
-            loss = token_losses(model(batch["input_ids"]), batch["labels"], shifted=False).mean()
+            loss = mean_loss(token_losses(model(batch["input_ids"]), batch["labels"], shifted=False), batch, dataset)
             accelerator.backward(loss)
             scheduler.step(batch["total_tokens"])  # 4. in tokens
             optimizer.step()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tokenloom import RemoteDataset, TokenLRScheduler, token_losses
+from tokenloom import RemoteDataset, TokenLRScheduler, mean_loss, token_losses
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -45,7 +45,7 @@ def main(options: argparse.Namespace) -> None:
 
     batches = dataset if dataset.sample_index < options.samples else []  # one that is done is not trained further
     for step, batch in enumerate(batches, start=1):
-        loss = token_losses(replica(batch["input_ids"]), batch["labels"], shifted=False).mean()
+        loss = mean_loss(token_losses(replica(batch["input_ids"]), batch["labels"], shifted=False), batch, dataset)
         optimizer.zero_grad()
         loss.backward()
         scheduler.step(batch["total_tokens"])

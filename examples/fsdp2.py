@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from tokenloom import RemoteDataset, TokenLRScheduler, token_losses
+from tokenloom import RemoteDataset, TokenLRScheduler, mean_loss, token_losses
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
@@ -63,7 +63,7 @@ def main(options: argparse.Namespace) -> None:
 
     batches = dataset if dataset.sample_index < options.samples else []  # one that is done is not trained further
     for step, batch in enumerate(batches, start=1):
-        loss = token_losses(model(batch["input_ids"]), batch["labels"], shifted=False).mean()
+        loss = mean_loss(token_losses(model(batch["input_ids"]), batch["labels"], shifted=False), batch, dataset)
         optimizer.zero_grad()
         loss.backward()
         scheduler.step(batch["total_tokens"])

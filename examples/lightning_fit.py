@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from tokenloom import TokenLRScheduler, token_losses
+from tokenloom import TokenLRScheduler, mean_loss, token_losses
 from tokenloom.integrations.lightning import TokenloomDataModule, TokenLRModule
 
 
@@ -30,7 +30,9 @@ class Model(TokenLRModule):  # 1. a LightningModule whose LR follows the tokens
         self.model = torch.nn.Sequential(torch.nn.Embedding(258, 32), torch.nn.Linear(32, 258))
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
-        return token_losses(self.model(batch["input_ids"]), batch["labels"], shifted=False).mean()
+        losses = token_losses(self.model(batch["input_ids"]), batch["labels"], shifted=False)
+        # Lightning divides by accumulate_grad_batches, and the loss is a part of the mean over all of these already.
+        return mean_loss(losses, batch, self.trainer) * self.trainer.accumulate_grad_batches
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)

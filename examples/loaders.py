@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tokenloom import Batch, RemoteDataset, TokenLRScheduler, token_losses
+from tokenloom import Batch, RemoteDataset, TokenLRScheduler, mean_loss, token_losses
 from tokenloom.integrations.stateful import StatefulLoader
 from torch.nn.parallel import DistributedDataParallel
 
@@ -63,7 +63,7 @@ def main(options: argparse.Namespace) -> None:
     replica = DistributedDataParallel(model)
 
     for step, batch in enumerate(loader, start=1):
-        loss = token_losses(replica(batch["input_ids"]), batch["labels"], shifted=False).mean()
+        loss = mean_loss(token_losses(replica(batch["input_ids"]), batch["labels"], shifted=False), batch, dataset)
         optimizer.zero_grad()
         loss.backward()
         scheduler.step(batch["total_tokens"])

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tokenloom import MeanLosses, RemoteDataset, SourceLoss, token_losses
+from tokenloom import MeanLosses, RemoteDataset, SourceLoss, mean_loss, token_losses
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -60,9 +60,8 @@ def main(options: argparse.Namespace) -> None:
         logits = replica(batch["input_ids"])
         losses = token_losses(logits, batch["labels"], shifted=dataset.labels == "shifted")
         source_loss.add(losses, batch)  # 2. waits for nothing
-        # Samples of this run are full: every rank has as many tokens.
         optimizer.zero_grad()
-        losses.mean().backward()
+        mean_loss(losses, batch, dataset).backward()
         optimizer.step()
 
         if step % options.every == 0:

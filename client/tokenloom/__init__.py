@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tokenloom.datasets.peek import PeekDataset
     from tokenloom.datasets.remote import RemoteDataset
     from tokenloom.losses.source_loss import MeanLosses, SourceLoss
-    from tokenloom.losses.token_losses import token_losses
+    from tokenloom.losses.token_losses import mean_loss, token_losses
 
 __all__ = [
     "Batch",
@@ -48,6 +48,7 @@ __all__ = [
     "TokenBudget",
     "TokenLRScheduler",
     "TokenProgress",
+    "mean_loss",
     "token_losses",
     *_shared_errors.__all__,
 ]
@@ -61,6 +62,7 @@ _NEED_TORCH = {
     "RemoteDataset": "tokenloom.datasets.remote",
     "SourceLoss": "tokenloom.losses.source_loss",
     "TokenLRScheduler": "tokenloom.clock.lr_scheduler",
+    "mean_loss": "tokenloom.losses.token_losses",
     "token_losses": "tokenloom.losses.token_losses",
 }
 

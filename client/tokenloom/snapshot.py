@@ -8,6 +8,7 @@ the boundary to that point.
 from __future__ import annotations
 
 import json
+import logging
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing import Any, ClassVar, NamedTuple
 from tokenloom_proto.errors import SnapshotInvalid
 from tokenloom_proto.resume import OLDER_KEYS, Given, counts_at, older_payload, real_tokens
 from tokenloom_proto.seal import CHECKSUM, SNAPSHOT_FORMAT, SNAPSHOT_VERSION, canonical, seal, unseal
+
+log = logging.getLogger("tokenloom")
 
 #: The one key of ``state_dict()``.
 KEY = "tokenloom"
@@ -187,6 +190,9 @@ class History:
         self.loaded = loaded
         self.start = start
         self._points = deque([start], maxlen=HISTORY_STEPS)
+        # Where the last iterator began; None where it is over, or a state was taken since.
+        self._begun: Point | None = None
+        self._warned = False
 
     def copy(self) -> History:
         """One that begins at the last point, for who is handed the batches after it, in another process perhaps."""
@@ -197,12 +203,30 @@ class History:
         """The point that the trainer is at."""
         return self._points[-1]
 
+    def begin(self) -> None:
+        """An iterator begins at the last point. Where the one before it was left after a single batch, of which no
+        state was taken, the log says so, once: who only looked at that batch has lost it."""
+        begun, self._begun = self._begun, self.last
+        if begun is None or self._warned or len(self._points) < 2 or self._points[-2] is not begun:
+            return
+        self._warned = True
+        log.warning(
+            "an iterator was left after one batch, which began at sample %d, and the next one goes on at sample %d: "
+            "who only wants to look at a batch takes a peek, dataset.peek(at=%d) or a PeekDataset",
+            begun.sample_index, self.last.sample_index, begun.sample_index,
+        )  # fmt: skip
+
+    def finish(self) -> None:
+        """The data ended, and with them the iterator."""
+        self._begun = None
+
     def append(self, point: Point) -> None:
         """Takes the point that the trainer has now reached."""
         self._points.append(point)
 
     def text(self, at: int | None = None) -> str:
         """The sealed snapshot at a batch boundary that was reached; the last one by default."""
+        self._begun = None
         points = tuple(self._points)  # a framework may ask while its prefetching thread goes on
         point = points[-1] if at is None else next((point for point in points if point.sample_index == at), None)
         if point is None:

@@ -180,8 +180,15 @@ class Fenced(TokenloomError, grpc="ABORTED", http=409):
 class AttemptUsed(TokenloomError, grpc="ALREADY_EXISTS", http=409):
     """An attempt id opened a generation before, or its slot was served to another process.
 
-    Give each launch an ``attempt`` of its own, the same on all of its ranks and on no other.
+    Give each launch an ``attempt`` of its own, the same on all of its ranks and on no other. Processes that a script
+    starts again within a SLURM job step need one, too.
     """
+
+    #: What to do about it.
+    remedy: ClassVar[str] = (
+        "An attempt id is used once: start each launch, restarts included, with an attempt= of its own, the same on "
+        "all ranks. Processes that are started again within a SLURM job step have the id of those before: give it there"
+    )
 
 
 class JoinRefused(TokenloomError, grpc="FAILED_PRECONDITION", http=409):

@@ -20,7 +20,17 @@ import pytest
 import torch
 from fake_server import SPECS, Script, ahead, base_at, digest_at, eventually, given_since, serving, template
 from support.trainer import trainer_forks
-from tokenloom import ConnectionOptions, PeekDataset, ProtocolError, RemoteDataset, SnapshotInvalid, Source, snapshot
+from tokenloom import (
+    ConnectionOptions,
+    NumpyDataset,
+    PeekDataset,
+    ProtocolError,
+    RemoteDataset,
+    SnapshotInvalid,
+    Source,
+    snapshot,
+)
+from tokenloom.integrations.stateful import StatefulLoader
 from tokenloom_proto.seal import SNAPSHOT_VERSION, seal, unseal
 from torch.utils.data import DataLoader
 
@@ -50,6 +60,36 @@ def test_a_second_iter_goes_on_after_the_last_batch_yielded() -> None:
         assert rest == [4, 5, 6, 7, 8, 9]
         assert list(dataset) == []  # the end stays the end
         assert len(server.joins) == len(server.opens) == 1
+
+
+@pytest.mark.parametrize("kind", ["dataset", "numpy", "loader", "stateful", "peek"])
+def test_a_look_at_one_batch_that_is_lost_for_the_training_is_said_once_and_names_peek(
+    caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    with serving(Script(end_index=20)) as (_, url, _):
+        dataset: Any = {"numpy": NumpyDataset, "peek": PeekDataset}.get(kind, RemoteDataset)(url, 4)
+        batches = dataset.dataloader() if kind == "loader" else dataset
+        batches = StatefulLoader(dataset) if kind == "stateful" else batches
+        with dataset:
+            iter(batches)
+            next(iter(batches))
+            assert next(iter(batches))["sample_index"] == 8
+            next(iter(batches))
+    said = [record.getMessage() for record in caplog.records if "peek" in record.getMessage()]
+    assert len(said) == (kind != "peek")
+    assert not said or "began at sample 0, and the next one goes on at sample 4" in said[0]
+
+
+@pytest.mark.parametrize("way", ["state", "two batches", "end"])
+def test_an_iterator_that_was_meant_is_not_taken_for_a_look(caplog: pytest.LogCaptureFixture, way: str) -> None:
+    with serving(Script(end_index=1 if way == "end" else 10)) as (_, url, _), RemoteDataset(url, 1) as dataset:
+        for _ in dataset:
+            if way == "state":
+                dataset.state_dict()
+            if way == "state" or (way == "two batches" and dataset.sample_index == 2):
+                break
+        list(dataset)
+    assert "peek" not in caplog.text
 
 
 def test_the_run_is_known_once_it_is_joined() -> None:

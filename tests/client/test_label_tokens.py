@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fake_server import Script, ahead, eventually, serving
-from tokenloom import Batch, RemoteDataset, SourceError
+from tokenloom import Batch, RemoteDataset, SourceError, mean_loss, token_losses
 from torch.nn.functional import cross_entropy
 
 VOCABULARY, BATCH = 258, 2
@@ -63,6 +63,41 @@ def test_losses_of_all_ranks_and_steps_over_the_labels_are_the_mean_of_one_large
     # As ranks that each took the mean of its own labels would not have it: that is what the number is for.
     means = torch.stack([loss_of(model, batch, shifted, "mean") for batch in micro if (batch["labels"] != -100).any()])
     assert not torch.allclose(means.mean(), total)
+
+
+class Ranks:
+    """Of which there are two."""
+
+    world_size = 2
+
+
+@pytest.mark.parametrize("labels", ["same", "shifted"])
+def test_the_loss_of_a_step_averaged_over_ranks_is_the_mean_over_its_labels_and_0_where_all_is_padding(
+    labels: str,
+) -> None:
+    shifted, generator = labels == "shifted", torch.Generator().manual_seed(2)
+    logits = torch.randn(2, 3, 8, VOCABULARY, generator=generator, requires_grad=True)
+    ids = torch.randint(VOCABULARY, (2, 3, 8), generator=generator)
+    ids[0, 2, 5:] = ids[1] = IGNORED  # of rank 1 all
+    counted = ids[..., 0 if shifted else 1 :]
+    batches = [{"labels": rank, "global_label_tokens": int((counted != IGNORED).sum())} for rank in ids]
+    parts = [
+        mean_loss(token_losses(own, batch["labels"], shifted=shifted), batch, Ranks())
+        for own, batch in zip(logits, batches, strict=True)
+    ]
+    expected = cross_entropy(
+        (logits[0] if shifted else logits[0, :, :-1]).flatten(0, 1), counted[0].flatten(), ignore_index=IGNORED
+    )
+    torch.testing.assert_close(torch.stack(parts).mean(), expected)
+    assert parts[1] == 0
+    torch.stack(parts).mean().backward()
+    assert logits.grad is not None and logits.grad.isfinite().all()
+
+    nothing = {"labels": ids[1], "global_label_tokens": 0}
+    assert mean_loss(torch.zeros(3, 7), nothing, Ranks()) == 0
+    for wrong in ({"global_label_tokens": 0}, {"global_label_tokens": 0, "labels": ids[0]}, batches[0]):
+        with pytest.raises(ValueError, match="expected a loss for each token"):
+            mean_loss(torch.zeros(3) if wrong is batches[0] else torch.zeros(3, 8), wrong, Ranks())
 
 
 def test_an_optimiser_step_is_waited_for_as_a_whole_or_to_the_end_of_the_data() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -21,8 +22,10 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def topology(rank: int | None = None, world_size: int | None = None, attempt: str | None = None) -> Topology:
-    return resolve("run", stream="train", rank=rank, world_size=world_size, attempt=attempt, timeout_s=5)
+def topology(
+    rank: int | None = None, world_size: int | None = None, attempt: str | None = None, **options: Any
+) -> Topology:
+    return resolve("run", stream="train", rank=rank, world_size=world_size, attempt=attempt, timeout_s=5, **options)
 
 
 def test_a_process_without_a_launcher_is_the_only_rank_and_makes_its_own_attempt() -> None:
@@ -64,6 +67,13 @@ def test_ranks_of_a_slurm_step_share_an_attempt_that_a_restart_changes(monkeypat
             "init_process_group before making the dataset",
         ),
         ("WORLD_SIZE=2", "WORLD_SIZE is 2 but RANK is not set"),
+        ("SLURM_JOB_ID=77 SLURM_NTASKS=2", "SLURM_NTASKS is 2 but SLURM_PROCID is not set.*srun"),
+        # The shell of salloc, as a step of its own; and a batch script.
+        (
+            "SLURM_JOB_ID=77 SLURM_NTASKS=2 SLURM_PROCID=0 SLURM_STEP_ID=4294967290",
+            "SLURM_NTASKS is 2 but this shell is none of these tasks",
+        ),
+        ("SLURM_JOB_ID=77 SLURM_NTASKS=2 SLURM_PROCID=0", "needs an attempt id.*SLURM job step"),
         ("RANK=3", "RANK is '3' but WORLD_SIZE is not set.*init_process_group"),
         ("RANK=first WORLD_SIZE=2", "RANK='first' and WORLD_SIZE='2' must be integers"),
     ],
@@ -76,6 +86,10 @@ def test_a_launcher_that_does_not_say_enough_is_refused_with_what_to_do(
 
     with pytest.raises(ValueError, match=message):
         topology()
+    # One process alone need not know its rank in a job of which it is no task.
+    attempt = None if "RANK" in variables or "WORLD_SIZE" in variables else "alone"
+    if attempt:
+        assert topology(attempt=attempt, single=True) == Topology(0, 1, attempt)
 
 
 @pytest.mark.parametrize(

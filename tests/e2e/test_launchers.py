@@ -109,10 +109,16 @@ def test_a_slurm_job_that_is_requeued_goes_on_under_the_same_job_id(
 
     ranks = step("first", 0, 0)
     lines = wait_for_steps(ranks, 5)
-    for rank in ranks:
-        rank.kill()
+    stopped = ranks[1]
+    stopped.pause()  # through all that follows
+    ranks[0].kill()
     assert lines[0][-1]["state"] == lines[1][-1]["state"]
     checkpoint = lines[0][-1]["state"]
+
+    # A wrapper starts them again within the step: who is of which launch cannot be told.
+    for rank in step("again", 0, 0, state=checkpoint, steps=3):
+        assert rank.wait() != 0
+        assert "AttemptUsed" in rank.log() and "attempt=" in rank.log()
 
     # `scontrol requeue`: the same job and step, one restart more; then another step of the same job.
     for name, step_id, restarts, at in (("requeued", 0, 1, 20), ("next step", 1, 1, 32)):
@@ -122,5 +128,8 @@ def test_a_slurm_job_that_is_requeued_goes_on_under_the_same_job_id(
         assert received == dict(enumerate(sequence[at : at + 12], at))
         checkpoint = ranks[0].lines()[-1]["state"]
 
+    stopped.unpause()
+    assert stopped.wait() != 0
+    assert "Fenced" in stopped.log()
     known = attempts_in_ledger(server)
     assert known == [f"slurm-4711-{ids}-train" for ids in ("0-0", "0-1", "1-1")]

@@ -366,11 +366,13 @@ def test_what_a_path_cannot_have_beside_it_is_refused(mixture: Path, monkeypatch
             kind(mixture, 4, connection=ConnectionOptions(token="0123456789abcdef"))
     with pytest.raises(ValueError, match="give the path of a mixture file"):
         LocalDataset("grpc://127.0.0.1:1/run", 4)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_STEP_ID", "0")
-    with pytest.raises(ValueError, match=r"one process alone, and this is rank 0 of 2: use RemoteDataset"):
-        LocalDataset(mixture, 4)
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    LocalDataset(mixture, 4).close()  # salloc's shell
+    for task in ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}, {"RANK": "0", "WORLD_SIZE": "2"}):
+        for name, value in task.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ValueError, match=r"one process alone, and this is rank 0 of 2: use RemoteDataset"):
+            LocalDataset(mixture, 4)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'tokenloom\[server\]'"):
         require_server(mixture, ["no_such_package"])

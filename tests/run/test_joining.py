@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import logging
 import re
 import sqlite3
+import threading
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import pytest
 from support.served import SCHEDULE, Place, Rank, Trainer, call_of
-from tokenloom import RemoteDataset
+from tokenloom import ConnectionOptions, Fenced, NumpyDataset, RemoteDataset
+from tokenloom.connection import join as client_join
+from tokenloom.connection import topology
 from tokenloom_server.api.grpc import GrpcServer
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.errors import (
@@ -23,6 +28,8 @@ from tokenloom_server.errors import (
     ServerStopping,
     SnapshotInvalid,
 )
+from tokenloom_server.order import replay
+from tokenloom_server.run import far_sample
 from tokenloom_server.run.past_states import PastStates
 from tokenloom_server.run.timeouts import Timeouts
 
@@ -268,10 +275,115 @@ def test_a_process_that_is_refused_a_place_which_another_one_has_disturbs_nobody
     trainer = Trainer(served)
     trainer.train(1)
     for rank, world_size in ((0, 2), (1, 2), (2, 3), (7, 2)):
-        with pytest.raises(JoinRefused):
+        # Not that they disagree, which the same process could mend.
+        with pytest.raises(AttemptUsed if rank < 2 else JoinRefused):
             served.join_handler.join(call_of(rank, world_size, 4, trainer.attempt, nonce="another"))
     trainer.train(3)
     assert served.coordinator.view().error is None
+
+
+def test_the_way_to_a_far_sample_is_said_on_both_sides_and_not_begun_where_the_data_end_before(
+    place: Place, served: ServedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(replay, "TURN_TOKENS", 80)
+    monkeypatch.setattr(far_sample, "FAR_SAMPLES", 1000)
+    monkeypatch.setattr(client_join, "SOON_S", 0.01)
+    monkeypatch.setattr(client_join, "WATCH_EVERY_S", 5)
+    caplog.set_level(logging.INFO)
+    heard, turn = threading.Event(), replay.Replay.turn
+
+    def hear(record: logging.LogRecord) -> bool:
+        if "the server goes forward" in record.getMessage():
+            heard.set()
+        return True
+
+    def slow_turn(going: replay.Replay, index: int) -> None:
+        turn(going, index)
+        assert heard.wait(60), "the client says nothing"
+
+    monkeypatch.setattr(replay.Replay, "turn", slow_turn)
+    monkeypatch.setattr(logging.getLogger("tokenloom"), "filters", [hear])
+    server = GrpcServer("127.0.0.1:0")
+    server.start(place.runs)
+    url = f"grpc://{server.address}/{served.coordinator.name}"
+    try:
+        with RemoteDataset(url, 1) as dataset:
+            dataset.load_state_dict({"sample_index": 35})
+            iter(dataset)
+            assert dataset.sample_index == 35
+        for says in ("going forward", "the server goes forward"):
+            assert f"{says} from sample 0 to 35: at sample 0" in caplog.text
+        assert served.stats.read().going_forward == ""
+        with RemoteDataset(url, 1, takeover=True) as dataset:
+            dataset.load_state_dict({"sample_index": 10**12})
+            with pytest.raises(SnapshotInvalid, match=f"at sample {10**12}, but the data end at about sample [0-9]+ "):
+                iter(dataset)
+    finally:
+        server.stop(0.1)
+
+
+@pytest.mark.parametrize("kind", [NumpyDataset, RemoteDataset])
+def test_each_dataset_of_a_slurm_task_has_an_attempt_and_none_meets_another_launch_of_the_step(
+    place: Place, served: ServedRun, monkeypatch: pytest.MonkeyPatch, kind: type[NumpyDataset] | type[RemoteDataset]
+) -> None:
+    for name, value in {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(topology, "JOINS", topology.Joins())
+    server = GrpcServer("127.0.0.1:0")
+    server.start(place.runs)
+
+    def made() -> list[Any]:
+        """A dataset on each task."""
+        datasets = []
+        for rank in range(2):
+            monkeypatch.setenv("SLURM_PROCID", str(rank))
+            connection = ConnectionOptions(connect_timeout_s=5, reconnect_timeout_s=5)
+            url = f"grpc://{server.address}/{served.coordinator.name}"
+            datasets.append(kind(url, 1, resume="latest", takeover=True, connection=connection))
+        return datasets
+
+    def trained(datasets: list[Any]) -> str:
+        batches = [next(iter(dataset)) for dataset in datasets]
+        assert abs(int(batches[1]["sample_ids"][0]) - int(batches[0]["sample_ids"][0])) == 1
+        opening = place.written().opening
+        assert opening is not None
+        return opening.attempt
+
+    try:
+        # One after another, two that were made at once, one that nobody reads, one after close().
+        first, second, unread = made(), made(), made()
+        attempts = [trained(first), trained(copy.deepcopy(second))]
+        late = made()
+        attempts.append(trained(late))
+        for dataset in (*first, *second, *unread, *late):
+            dataset.close()
+        closed = made()
+        attempts.append(trained(closed))
+        assert attempts == ["slurm-77-0-0-train", *(f"slurm-77-0-0-train-{number}" for number in (1, 2, 3))]
+        stopped = made()[1]  # before it joins
+        # Started again within the step: whatever is asked first, and however much is made, it is not guessed.
+        with monkeypatch.context() as patch:
+            patch.setattr(topology, "JOINS", topology.Joins())
+            again = [*made(), *made()]
+            for dataset in again:
+                says = "opened generation 1 already" if dataset.rank else "attempt=.*again within a SLURM job step"
+                with pytest.raises(AttemptUsed, match=says):
+                    iter(dataset)
+            patch.setenv("SLURM_RESTART_COUNT", "1")
+            requeued = made()
+            assert trained(requeued) == "slurm-77-0-1-train"
+        with pytest.raises(JoinRefused, match="waited 0 s for rank 0 of attempt 'slurm-77-0-0-train-4'"):
+            monkeypatch.setattr("tokenloom_server.run.join.RANK_0_WAIT_S", 0.05)
+            iter(stopped)
+        for dataset in closed:
+            with pytest.raises(Fenced):
+                for _ in iter(dataset):
+                    pass
+        for dataset in (*closed, stopped, *again, *requeued):
+            dataset.close()
+    finally:
+        server.stop(0.1)
 
 
 def test_more_ranks_than_may_have_connections_are_said_in_the_log(

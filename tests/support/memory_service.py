@@ -128,6 +128,7 @@ def run_stats(run: str = "wiki-and-code", **figures: Any) -> RunStats:
             "window_fill": 0.25,
             "waiting_for": "",
             "opening": False,
+            "going_forward": "",
             "waiting_reason": None,
             "data_wait_share": 0.02,
             "ended": None,

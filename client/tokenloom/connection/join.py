@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ log = logging.getLogger("tokenloom")
 
 #: While a server is away, the log says so at most this often.
 WARN_EVERY_S = 10.0
+#: A server that has not answered by then is asked whether it goes forward to a far sample, and then again and again.
+SOON_S, WATCH_EVERY_S = 0.5, 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +156,6 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
         samples=request.samples or 0,
         release=own_release(),
     )
-    metadata = request.credentials.metadata
     retry = Retry(request.options.connect_timeout_s, len(request.address.targets))
     give_up_at = math.inf
     named_error: grpc.RpcError | None = None
@@ -164,8 +166,7 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
             # Other ranks' Joins wait at the server for rank 0's, so one try may last as long as all.
             # And where samples are made for it, a Join waits for these.
             timeout_s = max(retry.remaining_s(), 0.001) if request.samples is None else request.options.batch_timeout_s
-            answer = connect().Join(message, timeout=timeout_s, metadata=metadata)
-            return _opening(answer, request)
+            return _opening(_answer(connect(), message, timeout_s, request), request)
         except grpc.RpcError as error:
             delay_s = retry.next_delay_s()
             if is_named(error):
@@ -189,6 +190,31 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
                 left_s = max(0.0, min(retry.remaining_s(), give_up_at - time.monotonic()))
                 log.warning("cannot join %s yet, trying for %.0f s more: %s", request.address, left_s, summary(shown))
         time.sleep(delay_s)
+
+
+def _answer(stub: DataLoaderStub, message: wire.JoinRequest, timeout_s: float, request: Request) -> wire.JoinResponse:
+    """The answer to a Join. While it is waited for, the log says how far the server is on the way to a far sample."""
+    answered, metadata = threading.Event(), request.credentials.metadata
+
+    def watch() -> None:
+        wait_s = SOON_S
+        while not answered.wait(wait_s):
+            wait_s = WATCH_EVERY_S
+            try:
+                question = wire.StatsRequest(run=request.address.run)
+                stats = json.loads(stub.Stats(question, timeout=WATCH_EVERY_S, metadata=metadata).stats_json)
+            except (grpc.RpcError, ValueError):  # or the channel is closed by now
+                continue
+            if stats.get("going_forward"):
+                log.warning("%s: the server goes forward %s", request.address, stats["going_forward"])
+
+    if not message.rank:
+        threading.Thread(target=watch, name="tokenloom-join", daemon=True).start()
+    try:
+        answer: wire.JoinResponse = stub.Join(message, timeout=timeout_s, metadata=metadata)
+        return answer
+    finally:
+        answered.set()
 
 
 def _check(answer: wire.JoinResponse, request: Request) -> None:

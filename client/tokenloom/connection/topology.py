@@ -14,7 +14,8 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from multiprocessing.sharedctypes import RawValue
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a build of torch may lack it
     from torch.distributed import ProcessGroup
@@ -22,6 +23,8 @@ if TYPE_CHECKING:  # a build of torch may lack it
 
 #: How often rank 0 looks whether another rank asks for the attempt id.
 ASK_EVERY_S = 0.02
+#: From here on, ids of steps are SLURM's own, such as that of a job's shell, in which no task runs.
+_NO_STEPS = 0xFFFFFFF0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,8 @@ class Topology:
     rank: int
     world_size: int
     attempt: str
+    of_step: bool = False
+    """The attempt is what the tasks of a SLURM step have in common, and goes on with a number: see ``Joins``."""
 
 
 #: Who only looks: takes no slot, so there is no attempt to share.
@@ -46,10 +51,12 @@ def resolve(
     world_size: int | None = None,
     attempt: str | None = None,
     process_group: ProcessGroup | None = None,
+    single: bool = False,
 ) -> Topology:
     """The slot of this process: from the arguments, else ``torch.distributed``, else the launcher.
 
     With a process group, ranks wait here for each other, at most ``timeout_s``: rank 0 gives all of them its id.
+    ``single``: it is for one process, which need not know its place among the tasks of a SLURM job that it is none of.
     """
     if (rank is None) != (world_size is None):
         raise ValueError(f"give both rank and world_size, or neither; got rank={rank}, world_size={world_size}")
@@ -62,7 +69,10 @@ def resolve(
             if process_group is not None and rank >= 0:
                 members = "-".join(map(str, dist.get_process_group_ranks(process_group)))
         else:
-            rank, world_size = _launched(os.environ)
+            environ = dict(os.environ)
+            if single and _step(environ) is None:
+                environ.pop("SLURM_NTASKS", None)
+            rank, world_size = _launched(environ)
     if rank < 0 or world_size < 1:
         raise ValueError(
             f"this process has rank {rank} of {world_size}, so it takes no part in the process group: "
@@ -71,10 +81,16 @@ def resolve(
     if rank >= world_size:
         raise ValueError(f"rank {rank} is not below world_size {world_size}: ranks count from 0")
     if attempt is None:
-        attempt = _attempt(run, stream, rank, world_size, members, timeout_s)
-    elif not attempt:
+        return _sharing(run, stream, rank, world_size, members, timeout_s)
+    if not attempt:
         raise ValueError("attempt is empty: it must be an id that is new for each launch and equal on its ranks")
     return Topology(rank, world_size, attempt)
+
+
+def _step(environ: Mapping[str, str]) -> str | None:
+    """The SLURM step of which this process is a task; None in a job's script or shell, and without SLURM."""
+    step = environ.get("SLURM_STEP_ID", "")
+    return step if step.isdecimal() and int(step) < _NO_STEPS else None
 
 
 def _is_grouped() -> bool:
@@ -94,9 +110,11 @@ def _launched(environ: Mapping[str, str]) -> tuple[int, int]:
             continue
         if not world_size.isdecimal() or not (rank or "0").isdecimal():
             raise ValueError(f"{rank_name}={rank!r} and {world_name}={world_size!r} must be integers")
-        if rank is None and int(world_size) > 1:
+        in_shell = rank_name == "SLURM_PROCID" and "SLURM_STEP_ID" in environ and _step(environ) is None
+        if (rank is None or in_shell) and int(world_size) > 1:
+            lack = "this shell is none of these tasks" if in_shell else f"{rank_name} is not set"
             raise ValueError(
-                f"{world_name} is {world_size} but {rank_name} is not set, so this process does not know its rank: "
+                f"{world_name} is {world_size} but {lack}, so this process does not know its rank: use srun, "
                 f"set {rank_name}, call torch.distributed.init_process_group, or give rank= and world_size="
             )
         return int(rank or 0), int(world_size)
@@ -108,21 +126,43 @@ def _launched(environ: Mapping[str, str]) -> tuple[int, int]:
     return 0, 1
 
 
-def _attempt(run: str, stream: str, rank: int, world_size: int, members: str, timeout_s: float) -> str:
+def _sharing(run: str, stream: str, rank: int, world_size: int, members: str, timeout_s: float) -> Topology:
+    """The slot under an attempt that nobody gave."""
     if world_size == 1:
-        return uuid.uuid4().hex
+        return Topology(rank, world_size, uuid.uuid4().hex)
     if (store := default_store()) is not None:
-        return _shared(store, f"tokenloom/{run}/{stream}/{members}", rank, world_size, timeout_s)
-    job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
+        prefix = f"tokenloom/{run}/{stream}/{members}"
+        return Topology(rank, world_size, _shared(store, prefix, rank, world_size, timeout_s))
+    job, step = os.environ.get("SLURM_JOB_ID"), _step(os.environ)
     # Not under torchrun, which starts ranks again within a step; and its agents count restarts each for themselves.
     if job and step and "TORCHELASTIC_RUN_ID" not in os.environ:
-        return "-".join(["slurm", job, step, os.environ.get("SLURM_RESTART_COUNT", "0"), stream])
+        ids = "-".join(["slurm", job, step, os.environ.get("SLURM_RESTART_COUNT", "0"), stream])
+        return Topology(rank, world_size, ids, of_step=True)
     raise ValueError(
         f"rank {rank} of {world_size} needs an attempt id that is new for each launch and equal on all its ranks. "
         "There are three ways: call torch.distributed.init_process_group before making the dataset (rank 0 shares "
         "an id through its store); start the ranks as a SLURM job step; or give attempt= on every rank. "
         "torchrun's variables alone do not do: its ids repeat."
     )
+
+
+class Joins:
+    """How many datasets of this process have joined a run under what a SLURM step's tasks have in common: the number
+    of the next one, on each rank. In memory that is shared with a DataLoader's worker, which may be who joins.
+
+    They are counted as they join, not as they are made. So who asks for a number has had a place under all that are
+    less, and each place is one process's: of two launches within one step, only one gets beyond the first number.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, Topology], Any] = {}
+
+    def of(self, run: str, slot: Topology) -> Any:
+        """The count, where there is one to keep."""
+        return self._counts.setdefault((run, slot), RawValue("q", 0)) if slot.of_step else None
+
+
+JOINS = Joins()
 
 
 def default_store() -> Store | None:

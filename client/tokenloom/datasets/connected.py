@@ -6,13 +6,14 @@ import os
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.sharedctypes import RawValue
 from typing import Any, TypeAlias
 
 from tokenloom.batch.layout import check_columns
-from tokenloom.connection import queries
+from tokenloom.connection import queries, topology
 from tokenloom.connection.find import find_run
 from tokenloom.connection.join import Request
 from tokenloom.connection.metrics import Metrics
@@ -76,6 +77,7 @@ class ConnectedDataset(BatchDataset):
         # The process that joined. In memory that forked and spawned DataLoader workers share, so that the trainer's
         # copy can tell that a worker's copy has the batches, and with them the state.
         self._joined_in = RawValue("q", 0)
+        self._joins = topology.JOINS.of(self.run, self._topology)
         self._connection: Connection | None = None
         self._connection_pid: int | None = None
         self._closer: weakref.finalize[[Connection, int], ConnectedDataset] | None = None
@@ -144,13 +146,14 @@ class ConnectedDataset(BatchDataset):
         """A copy is another client, also of a slot that nobody has taken yet, and joins by itself."""
         own: dict[str, Any] = {"_server_closer": None, "_connection": None, "_closer": None, "_facts": None}
         if get_spawning_popen() is None:  # a copy in this process, whose Join is no business of this one's
-            own["_joined_in"] = None
+            own |= {"_joined_in": None, "_joins": None}
         return self.__dict__ | own | {"_nonce": uuid.uuid4().hex}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if state["_joined_in"] is None:
             self._joined_in = RawValue("q", 0)
+            self._joins = topology.JOINS.of(self.run, self._topology)
 
     def _role(self) -> list[str]:
         """What it is in the run; for people, as what follows."""
@@ -170,7 +173,14 @@ class ConnectedDataset(BatchDataset):
     # The connection, and the processes
 
     def _connect(self, request: Request) -> Connection:
-        return Connection(request, f"{self._nonce}-{os.getpid()}")
+        joined = self._joins.value if self._joins is not None else 0
+        if joined:
+            slot = replace(request.topology, attempt=f"{request.topology.attempt}-{joined}")
+            request = replace(request, topology=slot)
+        connection = Connection(request, f"{self._nonce}-{os.getpid()}")
+        if self._joins is not None:
+            self._joins.value = joined + 1
+        return connection
 
     def _keep(self, connection: Connection) -> None:
         """Has the connection for as long as this dataset lives."""

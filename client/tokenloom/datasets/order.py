@@ -54,6 +54,8 @@ class OrderDataset(ConnectedDataset, ResumableDataset):
         if self._connection is None:
             self._check_not_closed()
             self._join()
+        if self._request.counted and not self.rank:
+            self.history.begin()
         return batches_of(self._next)
 
     def __len__(self) -> int:
@@ -65,6 +67,7 @@ class OrderDataset(ConnectedDataset, ResumableDataset):
         assert self._connection is not None and self._history is not None, "the iterator was made by a Join"
         taken = self._connection.take()
         if taken is None:
+            self._history.finish()
             raise StopIteration if self._at_end == "stop" else self._end_of_data(self._history.last)
         batch, point = taken
         self._history.append(point)

@@ -163,6 +163,8 @@ class GroupDataset(ResumableDataset, IterableDataset[Batch]):
             except Exception as error:
                 self._end = error
                 raise
+        elif self._end is None and self._dataset is not None and not self.rank:
+            self.history.begin()
         return self
 
     def __next__(self) -> Batch:

@@ -65,6 +65,8 @@ class StatefulLoader(Positioned):
         if self._items is None:
             self._items = iter(self._loader)
             self._history = next(self._items)
+        if self._history is not None and not self.dataset.rank:
+            self._history.begin()
         return self
 
     def __next__(self) -> Any:

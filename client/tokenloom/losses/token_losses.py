@@ -1,11 +1,44 @@
-"""From logits and labels to a loss for each token."""
+"""From logits and labels to a loss for each token, and to the mean that a training step takes."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
 
 from tokenloom.batch.layout import IGNORED
+
+
+class HasRanks(Protocol):
+    """A dataset, or what else knows the number of data-parallel ranks, such as Lightning's Trainer."""
+
+    @property
+    def world_size(self) -> int:
+        """That number."""
+
+
+def mean_loss(losses: torch.Tensor, batch: Mapping[str, Any], dataset: HasRanks) -> torch.Tensor:
+    """This rank's part of the mean loss over all labels that count in the optimiser step, over all ranks; for
+    ``backward()``.
+
+    ``losses`` are those of single tokens, 0 where the label is −100, such as ``token_losses()`` gives. They are summed,
+    divided by ``global_label_tokens`` and multiplied by the number of ranks, over which DDP and FSDP average. So every
+    label weighs the same, however labels are spread, and a rank whose batch is nothing but padding has the loss 0,
+    where a mean of its own would be no number. With ``accumulate`` the parts of all micro-steps add up to the mean.
+
+    For the mean over several batches, as in an evaluation: ``SourceLoss``. Raises ``ValueError`` for losses of whole
+    samples, and for a batch whose labels the server has not counted.
+    """
+    count: int = batch["global_label_tokens"]
+    if losses.dim() != 2 or (not count and ("labels" not in batch or bool((batch["labels"][:, 1:] != IGNORED).any()))):
+        raise ValueError(
+            f"losses have the shape {list(losses.shape)}, and the batch has global_label_tokens={count}: expected a "
+            "loss for each token, [B, L] or [B, L - 1], and labels that the server counts, which it does not for rows "
+            "from buckets: take the mean of their losses yourself"
+        )
+    return losses.sum() * (dataset.world_size / max(1, count))
 
 
 def token_losses(

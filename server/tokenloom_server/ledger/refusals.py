@@ -126,15 +126,16 @@ def order_mismatch(command: commands.Commit, digest: str) -> errors.OrderMismatc
 
 def attempt_used(command: commands.Open, generation: int) -> errors.AttemptUsed:
     return errors.AttemptUsed(
-        f"{_run(command)}: the attempt id {command.opening.attempt!r} opened generation {generation} already. An "
-        "attempt id is used once: give each launch, restarts included, an id of its own."
+        f"{_run(command)}: the attempt id {command.opening.attempt!r} opened generation {generation} already. "
+        f"{errors.AttemptUsed.remedy}."
     )
 
 
 def slot_taken(command: commands.ClaimSlot) -> errors.AttemptUsed:
     return errors.AttemptUsed(
         f"{_run(command)}: rank {command.rank} of generation {command.generation} was served to another client "
-        "process. What that one got cannot be given out again: restart all ranks with a new attempt id."
+        "process. What that one got cannot be given out again: restart all ranks with a new attempt id. "
+        f"{errors.AttemptUsed.remedy}."
     )
 
 

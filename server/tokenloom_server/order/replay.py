@@ -6,6 +6,8 @@ This module makes the samples. Each of those decides on which thread it does so 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tokenloom_server.core import caller
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import BeyondHorizon, OrderMismatch, ServerStopping, SourceError, TokenizerError
@@ -52,19 +54,27 @@ class Replay:
 
     def turn(self, index: int) -> None:
         """Goes a bit further, at most to a sample index. Raises ``SourceError`` and ``TokenizerError``."""
-        factory = self.timeline.at(self.sample_index)
-        turn = max(1, TURN_TOKENS // factory.config.sequence_length)
-        if factory.config.batching is not None:
-            pick = factory.config.pick_samples
-            turn = max(1, TURN_BYTES // (pick * factory.form.sample_bytes)) * pick
         pipeline = self._begun()
-        pipeline.advance(min(index - self.sample_index, turn))
+        pipeline.advance(min(index - self.sample_index, self._turn_samples()))
         self.ended = pipeline.ended
 
-    def forward(self, index: int) -> State:
-        """Goes all the way to a sample index, or as far as the data go; returns the state there. Raises ``SourceError``
-        and ``TokenizerError``, and ``ServerStopping`` where nobody waits for it any more."""
+    def takes_turns(self, index: int) -> bool:
+        """Whether a sample index is more than a turn away."""
+        return index - self.sample_index > self._turn_samples()
+
+    def _turn_samples(self) -> int:
+        factory = self.timeline.at(self.sample_index)
+        if factory.config.batching is None:
+            return max(1, TURN_TOKENS // factory.config.sequence_length)
+        pick = factory.config.pick_samples
+        return max(1, TURN_BYTES // (pick * factory.form.sample_bytes)) * pick
+
+    def forward(self, index: int, report: Callable[[], None] = lambda: None) -> State:
+        """Goes all the way to a sample index, or as far as the data go; returns the state there. ``report`` is called
+        before each turn. Raises ``SourceError`` and ``TokenizerError``, and ``ServerStopping`` where nobody waits for
+        it any more."""
         while self.is_before(index):
+            report()
             if caller.has_gone():
                 raise ServerStopping(f"nobody waits any more for sample {index}, and {self.sample_index} is reached")
             self.turn(index)

@@ -121,8 +121,10 @@ class Past:
         the caller has gone, or it is ``out_of_time``: who asks again, or near by, goes on from there.
         """
         replay = Replay(timeline, state)
-        while replay.is_before(index) and not (caller.has_gone() or out_of_time()):
-            self.turn(partial(replay.turn, index))
+        with self.coordinator.going(replay, index) as report:
+            while replay.is_before(index) and not (caller.has_gone() or out_of_time()):
+                report()
+                self.turn(partial(replay.turn, index))
         if generation is not None:
             self.remember(generation, replay.state(), timeline)
         if replay.is_before(index):

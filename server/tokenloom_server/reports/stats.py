@@ -168,6 +168,9 @@ class RunState(RunDocument):
     the pace, near 1 the data does. Null where no rank has reported it."""
     opening: bool
     """Whether a launch is being opened, which may take as long as going forward to where it begins."""
+    going_forward: str
+    """How far the server is on the way to a far sample that a launch, a peek or a restore begins at, and when it will
+    be there; empty where it is on no such way."""
     ended: str | None
     """Why the data ended; null while it has not."""
     error: str | None

@@ -51,6 +51,8 @@ def print_stats(out: Console, stats: RunStats) -> None:
         out.print(line)
     if stats.opening:
         out.print("a launch is being opened")
+    if stats.going_forward:
+        out.print(f"going forward {stats.going_forward}")
     for note in (_pace(stats), stats.ended, stats.error, stats.warning):
         if note:
             out.print(note)

@@ -380,14 +380,16 @@ class Generation:
             draining = slot.sent < (slot.consumed // self.batch_plans.accumulate + 1) * self.batch_plans.accumulate
         return last if ready > 0 and (whole or halfway or draining or flush) else slot.sent
 
+    def require_own_slot(self, rank: int, nonce: str) -> None:
+        """Raises ``AttemptUsed`` where a rank's slot is known to be another process's."""
+        if rank < len(self.slots) and self.slots[rank].nonce not in (None, nonce):
+            raise AttemptUsed(f"rank {rank} of attempt {self.attempt!r} is another process's. {AttemptUsed.remedy}")
+
     def _slot(self, rank: int, nonce: str) -> Slot:
         if rank >= self.batch_plans.world_size:
             raise JoinRefused(f"rank {rank} is not below the world size {self.batch_plans.world_size}")
+        self.require_own_slot(rank, nonce)
         slot = self.slots[rank]
-        if slot.nonce is not None and slot.nonce != nonce:
-            raise AttemptUsed(
-                f"rank {rank} of attempt {self.attempt!r} is another process's: start the job under a new attempt id"
-            )
         slot.nonce = nonce
         return slot
 

@@ -60,6 +60,7 @@ class JoinHandler:
         deadline = coordinator.clock() + RANK_0_WAIT_S
         call = join_call.with_global_batch_size(call, coordinator.name, config.global_batch_size)
         while True:
+            coordinator.require_own_slot(call.attempt, call.rank, call.nonce)
             coordinator.require_unrefused(call.attempt, call.rank)
             join_call.check(call, coordinator.timeline.sample_bytes, config.window_micro_steps)
             coordinator.require_lead()
@@ -119,8 +120,8 @@ class JoinHandler:
         if not has_opened:
             if any(opening.attempt == call.attempt for opening in self._past_states.openings()[:-1]):
                 raise errors.AttemptUsed(
-                    f"attempt {call.attempt!r} opened an earlier generation of run {coordinator.name!r}; "
-                    "an attempt id is used once"
+                    f"attempt {call.attempt!r} opened an earlier generation of run {coordinator.name!r}. "
+                    f"{errors.AttemptUsed.remedy}"
                 )
             return None
         opening = coordinator.stored().opening
@@ -131,7 +132,8 @@ class JoinHandler:
             )
         if opening.attempt != call.attempt:
             raise errors.AttemptUsed(
-                f"attempt {call.attempt!r} was superseded by {opening.attempt!r} while it was joining"
+                f"attempt {call.attempt!r} was superseded by {opening.attempt!r} while it was joining. "
+                f"{errors.AttemptUsed.remedy}"
             )
         self._opener.check_agreement(call, opening)
         return opening

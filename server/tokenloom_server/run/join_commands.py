@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 from tokenloom_server.errors import JoinRefused, ServerStopping, SnapshotInvalid, TokenloomError
+from tokenloom_server.order.replay import Replay
 from tokenloom_server.run.join_call import MAX_NAME, RankRefusal, ResumeChoice
 from tokenloom_server.run.stream_commands import StreamCommands
 
+_log = logging.getLogger(__name__)
+
+#: How often it is said how far the way to a far sample is, seconds.
+REPORT_EVERY_S = 5.0
 #: Refused attempts that are remembered, so that waiting ranks hear why.
 _REMEMBERED_REFUSALS = 64
 #: What is remembered of a refusal, characters; a request may make it say much.
@@ -29,6 +36,29 @@ class JoinCommands(StreamCommands):
             with self._lock:
                 self._openings.discard(attempt)
 
+    @contextmanager
+    def going(self, replay: Replay, index: int) -> Iterator[Callable[[], None]]:
+        """What is to be called before each turn of a replay to a sample index. Where that takes several turns it says
+        at once, and every few seconds, how far it is and when it will be there: in the log and in the stats."""
+        start, began = replay.sample_index, self.clock()
+        report_at = began if replay.takes_turns(index) else float("inf")
+
+        def report() -> None:
+            nonlocal report_at
+            now, made = self.clock(), replay.sample_index - start
+            if now < report_at:
+                return
+            report_at = now + REPORT_EVERY_S
+            left_s = (index - start - made) * (now - began) / made if made else 0.0
+            pace = f", {made / (now - began):.0f} samples/s, {timedelta(seconds=round(left_s))} to go" if made else ""
+            self.going_forward = f"from sample {start} to {index}: at sample {start + made}{pace}"
+            _log.info("%s: going forward %s", self.name, self.going_forward)
+
+        try:
+            yield report
+        finally:
+            self.going_forward = ""
+
     def refuse_rank(self, attempt: str, rank: int, error: JoinRefused | SnapshotInvalid) -> None:
         """A rank was refused for good, so that its launch cannot train: the other ranks hear that now, whether they
         wait, train or are still to join. A rank that has its place already is another process's, and trains on."""
@@ -46,6 +76,12 @@ class JoinCommands(StreamCommands):
             while len(self._refused_ranks) > _REMEMBERED_REFUSALS:
                 self._refused_ranks.pop(next(iter(self._refused_ranks)))
             self._wakes.changed.notify_all()
+
+    def require_own_slot(self, attempt: str, rank: int, nonce: str) -> None:
+        """Raises ``AttemptUsed`` where another process has the slot, whatever that one asked for."""
+        with self._lock:
+            if self._active is not None and self._is_open(attempt):
+                self._active.generation.require_own_slot(rank, nonce)
 
     def require_unrefused(self, attempt: str, rank: int) -> None:
         """Raises what another rank of the attempt was refused with."""

@@ -26,6 +26,7 @@ from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.cursor_check import check_cursors
+from tokenloom_server.run.far_sample import refuse_beyond_data
 from tokenloom_server.run.lineage import NearestState, covering, lineage
 from tokenloom_server.run.pins import PinnedPoint
 from tokenloom_server.run.sizing import batch_plans_of
@@ -252,6 +253,7 @@ class PastStates:
         base = point.base or timeline.with_clock(0).initial()
         timeline = timeline.with_clock(base.clock_offset)
         check_cursors(timeline, base)
+        refuse_beyond_data(timeline, base, point.sample_index)
         state = (advance or self._advance)(timeline.settled(base), point.sample_index, timeline)
         if state.sample_index != point.sample_index:
             raise SnapshotInvalid(
@@ -392,5 +394,6 @@ class PastStates:
     def _advance(self, state: State, sample_index: int, timeline: Timeline) -> State:
         if state.sample_index == sample_index:
             return state
-        with self._forward_lock:
-            return Replay(timeline, state).forward(sample_index)
+        replay = Replay(timeline, state)
+        with self._forward_lock, self._coordinator.going(replay, sample_index) as report:
+            return replay.forward(sample_index, report)

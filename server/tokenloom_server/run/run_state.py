@@ -103,6 +103,8 @@ class RunState:
         self._refused: dict[tuple[str, ResumeChoice], TokenloomError] = {}
         #: By attempt.
         self._refused_ranks: dict[str, RankRefusal] = {}
+        #: How the way forward to a far sample stands that is asked for; empty where there is none.
+        self.going_forward = ""
         #: Attempts whose rank 0 is at the opening.
         self._openings: set[str] = set()
         # Whether the committer sleeps until a commit is due.

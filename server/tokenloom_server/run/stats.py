@@ -50,10 +50,9 @@ class StatsReader:
         # A skip may lie before revisions that were made earlier.
         revisions = sorted(timeline.revisions, key=lambda revision: (revision.sample_index, revision.number))
         in_force = sum(revision.sample_index <= committed.sample_index for revision in revisions)
-        reported, losses = self._losses.newest()
+        (reported, losses), ended = self._losses.newest(), generation.end and generation.end.reason
         config, engine = (order := timeline.at(state.sample_index)).config, order.record.serving_engine
         # A state knows a source as exhausted once a pick of it failed, and after the last sample there is none.
-        ended = generation.end.reason if generation.end is not None else None
         if exhausted := generation.over and ended is not None and ended.startswith(ALL_EXHAUSTED):
             state = _all_exhausted(state, config)
         return RunStats(
@@ -81,6 +80,7 @@ class StatsReader:
             waiting_reason=view.waiting.reason,
             data_wait_share=generation.data_wait_share,
             opening=view.opening,
+            going_forward=coordinator.going_forward,
             ended=ended,
             exhausted=exhausted,
             error=f"{view.error.name}: {view.error}" if view.error is not None else None,
