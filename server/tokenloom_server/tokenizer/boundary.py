@@ -22,6 +22,18 @@ def begin_of_text_id(definition: TokenizerDefinition | None, configured: int | N
     return _resolve(definition, configured, ("begin_of_text_id", "add_bos", "bos_token"), needed)
 
 
+def own_begin(definition: TokenizerDefinition) -> list[int]:
+    """The ids that the tokeniser's own post-processor puts before a text, which Tokenloom never asks for."""
+    if definition.is_bytes:
+        return []
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_str(definition.content)
+    tokenizer.no_truncation()
+    marks: list[int] = tokenizer.encode("a").special_tokens_mask
+    return tokenizer.encode("a").ids[: marks.index(0)] if 0 in marks else []
+
+
 def _resolve(
     definition: TokenizerDefinition | None,
     configured: int | None,
