@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenloom_server.errors import ConfigError, SourceError, TokenizerError
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
+from tokenloom_server.order.notes import label_notes, label_shares
 from tokenloom_server.tokenizer.chat_renderer import ChatRenderer
 from tokenloom_server.tokenizer.definition import find_tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -298,7 +299,8 @@ def test_a_template_sees_no_clock_no_chance_and_nothing_of_python(
     definition = find_tokenizer(".", tmp_path)
 
     def rendered(text: str) -> str:
-        marked = "{% generation %}" + text + "{% endgeneration %}"
+        read = "{% for message in messages if message.content %}{% endfor %}"
+        marked = read + "{% generation %}" + text + "{% endgeneration %}"
         return ChatRenderer(replace(definition, chat_template=marked)).render(json.dumps(CHATS[0]))[0]
 
     assert rendered("{% if strftime_now is defined %}today{% else %}26 Jul 2024{% endif %}") == "26 Jul 2024"
@@ -333,3 +335,78 @@ def test_a_column_that_holds_no_conversations_is_refused(tmp_path: Path, tokeniz
         _order(tmp_path, tokenizer, CHATML, spec)
     with pytest.raises(TokenizerError, match="'bytes' has no chat template"):
         order_of(tmp_path, _mixture(spec) | {"tokenizer": "bytes"})
+
+
+#: Named by whoever writes the template, in the ways that templates read them.
+OWN_KEYS = [
+    "{{ m['from'] }}{{ m.value }}",
+    "{% for key, value in m.items() %}{{ value }}{% endfor %}",
+    "{{ m | tojson }}",
+    "{{ dict(m).value }}",
+    "{{ m.get('value') }}",
+    "{{ m }}",
+]
+
+
+def _template(reads: str) -> str:
+    return "{% for m in messages %}{{ m.role }}{% generation %}" + reads + "{% endgeneration %}{% endfor %}"
+
+
+@pytest.mark.parametrize("reads", OWN_KEYS)
+def test_a_template_may_read_keys_of_any_name(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, reads: str) -> None:
+    spec = _jsonl(tmp_path, [{"messages": [{"from": "human", "value": "hi"}]}])
+    assert any(_read(_order(tmp_path, tokenizer, _template(reads), spec))[0][1] or ())
+
+
+@pytest.mark.parametrize(
+    ("message", "found"),
+    [
+        ({"from": "human", "value": "hi"}, "'from', 'value'; rename"),
+        ({"role": "user", "text": "hi"}, "'role', 'text'; rename"),
+        ({"role": "user", "content": None}, "'role', 'content'; rename"),
+        ({}, "no keys; rename"),
+    ],
+)
+def test_a_message_of_which_the_template_reads_nothing_but_its_role_is_a_bad_row_that_names_its_keys(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, message: dict[str, Any], found: str
+) -> None:
+    good = [
+        {"role": "user", "content": ""},
+        {"role": "assistant", "reasoning": "so"},
+        {"role": "assistant", "tool_calls": [CALL]},
+    ]
+    spec = _jsonl(tmp_path, [{"messages": good}, {"messages": [good[0], message]}])
+    template = _template("{{ m.content }}{{ m.reasoning_content }}{% if m.tool_calls %}{{ m.tool_calls }}{% endif %}")
+    reader = _order(tmp_path, tokenizer, template, spec).documents(0).read(None)
+
+    assert len(next(reader).ends) == 1
+    with pytest.raises(
+        TokenizerError, match=rf"row 1: of message 1 the chat template reads nothing, .* it has {found}"
+    ):
+        next(reader)
+
+
+def test_the_share_of_labels_that_count_is_said_and_none_is_a_warning(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    spec = _jsonl(tmp_path, [{"messages": chat} for chat in CHATS])
+    some = _order(tmp_path, tokenizer, MISTRAL, spec)
+    expected = [_expected(tokenizer, chat)[1] for chat in CHATS]
+    ids = tmp_path / "ids.jsonl"
+    ids.write_text('{"ids": [5, 6, 7], "mask": [0, 1, 0]}\n{"ids": [5, 6], "mask": [1, 0]}\n')
+    document = _mixture(spec) | {"add_eot": False}
+    document["mixture"]["children"] = [
+        {"source": "jsonl:ids.jsonl:ids", "loss_mask": "mask"},
+        {"source": "jsonl:[i]ds.jsonl:ids", "alias": "whole"},
+    ]
+
+    # A sample's first id is no label.
+    assert label_shares(some) == {0: sum(sum(mask[1:]) for mask in expected) / sum(len(mask) - 1 for mask in expected)}
+    assert [warns for warns, _ in label_notes(some)] == [False]
+    assert label_shares(order_of(tmp_path, document | {"mask_boundaries": True})) == {0: 1 / 3}
+    ids.write_text('{"ids": [5, 6, 7], "mask": [1, 0, 0]}\n')
+    assert label_shares(order_of(tmp_path, document)) == {0: 0.0}
+    # Cut off before the assistant speaks.
+    short = _mixture(spec) | {"sequence_length": 2, "long_rows": "truncate"}
+    ((warns, note),) = label_notes(order_of(tmp_path, short))
+    assert warns and f"{spec}: 0.00% of the labels in its first samples count, so nothing" in note

@@ -188,6 +188,16 @@ def test_a_run_whose_rows_a_later_version_mended_is_refused_by_version_and_sourc
         snapshot.parse(text, here, lambda *_: made.record.shape, made.config)
 
 
+def test_a_run_of_an_earlier_version_whose_tokeniser_has_more_tokens_now_is_refused(folder: Path) -> None:
+    write_golden_rows(folder)
+    (folder / "tokenizer" / "added_tokens.json").write_text(json.dumps({"snow": 282}))
+    document = GOLDEN_ROWS["a tokeniser's folder, special tokens are text"]
+    began = json.loads(order_of(folder, document).record.to_json()) | {"order_version": 2}
+
+    with pytest.raises(ConfigError, match=r"version is 2: tokenizer: tokens that stand beside its tokenizer\.json are"):
+        load(folder, json.dumps(began), document)
+
+
 def test_a_state_of_version_2_goes_on_where_nothing_that_was_mended_touches_it(folder: Path) -> None:
     before, now = order_under(2, folder), order_of(folder)
     pipeline = before.pipeline(before.initial())

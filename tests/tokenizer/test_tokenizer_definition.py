@@ -208,12 +208,11 @@ def test_the_config_beside_the_tokeniser_names_the_end_and_is_part_of_the_digest
     assert named.digest != other.digest
 
 
-def test_a_named_end_that_the_vocabulary_lacks_is_refused_where_it_is_needed(folder: Path, tmp_path: Path) -> None:
+def test_a_named_end_that_the_vocabulary_lacks_is_added_as_transformers_does(folder: Path, tmp_path: Path) -> None:
     definition = _with_config(folder, tmp_path, {"eos_token": "<nope>"})
 
-    assert end_of_text_id(definition, None, needed=False) is None
-    with pytest.raises(TokenizerError, match=r"names '<nope>' as eos_token, which the vocabulary does not have; set"):
-        end_of_text_id(definition, None, needed=True)
+    assert end_of_text_id(definition, None, needed=True) == definition.vocab_size - 1
+    assert definition.vocab_size == find_tokenizer("plain.json", folder).vocab_size + 1
 
 
 def test_a_broken_config_beside_the_tokeniser_is_refused(folder: Path, tmp_path: Path) -> None:

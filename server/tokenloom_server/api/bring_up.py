@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from tokenloom_server.api.mixture_origin import MixtureOrigin
@@ -16,12 +17,13 @@ from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.stream import TRAIN
 from tokenloom_server.core import caller
-from tokenloom_server.errors import ConfigError
+from tokenloom_server.errors import ConfigError, TokenloomError
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.records import StoredRun
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.mixture_content import as_file, parsed
+from tokenloom_server.order.notes import label_notes
 from tokenloom_server.order.origin import Origin
 from tokenloom_server.order.revision import differences_of_files
 from tokenloom_server.order.segments import measured_ahead
@@ -97,6 +99,10 @@ class RunStarter:
             factory.resources.readers = self._readers
         for warning in builder.warnings(factory):
             _log.warning("%s: %s", mixture.run, warning)
+        # A source that cannot be read says so where the run reads it.
+        with suppress(TokenloomError):
+            for is_warning, note in label_notes(factory):
+                _log.log(logging.WARNING if is_warning else logging.INFO, "%s: %s", mixture.run, note)
         streams = Streams.of(factory, mixture, self._ledger)
         coordinator = RunCoordinator(factory, self._ledger, stored.uid, self._timeouts, lease_clock=self._ledger.clock)
         leadership = Leadership(coordinator, self._holder)

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -54,6 +55,12 @@ def fail(error: TokenloomError) -> NoReturn:
 def print_document(text: str) -> None:
     """Prints YAML, JSON or Markdown as it is, but for control characters."""
     print(escaped(text, lines=True).removesuffix("\n"))
+
+
+def print_notes(out: Console, notes: Iterable[tuple[bool, str]]) -> None:
+    """Prints lines, each with whether it is a warning."""
+    for is_warning, note in notes:
+        out.print(f"warning: {note}" if is_warning else note, style="yellow" if is_warning else None, soft_wrap=True)
 
 
 def print_json(document: object) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from tokenloom_server.cli.common import console, print_document, set_up_logging
+from tokenloom_server.cli.common import console, print_document, print_notes, set_up_logging
 from tokenloom_server.cli.options import Mixture, MixtureOptions
 from tokenloom_server.errors import ConfigError
 
@@ -38,6 +38,7 @@ def plan(
     """
     from tokenloom_server.core.amounts import parse_amount
     from tokenloom_server.order import builder
+    from tokenloom_server.order.notes import label_notes
     from tokenloom_server.order.timeline import Timeline
     from tokenloom_server.planning.planner import Planner
 
@@ -54,6 +55,7 @@ def plan(
         from tokenloom_server.planning.picture import draw
 
         _write(picture, draw(made, form))
+    print_notes(console(stderr=as_json), label_notes(factory))
     if as_json:
         print_document(made.model_dump_json(indent=2))
         return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokenloom_server.cli.common import console, print_document, set_up_logging
+from tokenloom_server.cli.common import console, print_document, print_notes, set_up_logging
 from tokenloom_server.cli.options import PANEL, Mixture, MixtureOptions
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.storage.io_stats import given_up_soon
@@ -52,6 +52,7 @@ def validate(
     its bounds allow. It says valid only where it has read all.
     """
     from tokenloom_server.order import builder
+    from tokenloom_server.order.notes import begin_notes, label_notes
     from tokenloom_server.order.segments import lay, measured_ahead, refuse_unfilled
     from tokenloom_server.run.streams import Streams
 
@@ -76,6 +77,7 @@ def validate(
     _print_reading(out, factory)
     for name in streams.names:
         out.print(f"stream to evaluate on: {name}, of {streams.described(name)}")
+    print_notes(out, (*label_notes(factory), *begin_notes(factory)))
     for warning in builder.warnings(factory):
         out.print(f"warning: {warning}", style="yellow")
     if samples.ended is not None:

@@ -84,16 +84,18 @@ def _check_mixture(mixture: NodeConfig, path: str) -> None:
 
 
 def _check_ids(run: RunFields) -> None:
-    if run.tokenizer is None and (run.vocab_size is None or run.end_of_text_id is None):
+    sources = [*run.named_sources(), *run.stream_sources()]
+    lacks_end = run.end_of_text_id is None and any(run.adds_eot(source) for _, source in sources)
+    if run.tokenizer is None and (run.vocab_size is None or lacks_end):
         raise ValueError(
             "tokenizer: expected a tokenizer.json, a folder with one, a name on the Hub, or 'bytes'; where every "
-            "source holds ids, give vocab_size and end_of_text_id instead"
+            "source holds ids, give vocab_size instead, and end_of_text_id unless add_eot is false"
         )
     for field in ("end_of_text_id", "begin_of_text_id", "pad_id"):
         value = getattr(run, field)
         if value is not None and run.vocab_size is not None and value >= run.vocab_size:
             raise ValueError(f"{field}: {value} is not below vocab_size {run.vocab_size}")
-    for path, source in (*run.named_sources(), *run.stream_sources()):
+    for path, source in sources:
         if source.max_bad_rows is not None and not run.skips_bad_rows(source):
             raise ValueError(f"{path}.max_bad_rows: is for on_bad_row: skip, which neither source nor run says")
 

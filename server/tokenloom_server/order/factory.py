@@ -81,14 +81,15 @@ class PipelineFactory:
             self.packers(ahead=ahead),
             state,
             sample_bytes=self.form.sample_bytes,
-            real=RealTokens(
-                self.form,
-                mask_boundaries=self.config.mask_boundaries,
-                of_rows=self.config.batching is not None,
-            ),
+            real=self.real_tokens(),
             switches=switches,
             size_estimates=self.record.size_estimates,
         )
+
+    def real_tokens(self) -> RealTokens:
+        """What counts the tokens and labels of samples."""
+        of_rows = self.config.batching is not None
+        return RealTokens(self.form, mask_boundaries=self.config.mask_boundaries, of_rows=of_rows)
 
     def packers(self, *, ahead: bool = False) -> PackerFactory:
         """What makes the packers of one pipeline."""

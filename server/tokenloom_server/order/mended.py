@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
+from tokenloom_server.tokenizer.definition import TokenizerDefinition
 
 #: Versions that differ in nothing but what was mended: a state of one is a state of the other.
 _SAME_RULES = {2, 3}
@@ -18,21 +19,24 @@ def mended_since(version: int, source: SourceConfig) -> str | None:
     """What rows of a source give otherwise than under an order version; None where they give the same.
 
     Version 3: where the assistant's part of a conversation begins or ends within the tokens of a character, or with
-    tokens that have no character of their own, the loss mask counts each that lies in it. And what Arrow's type says is
-    JSON within a conversation is read as what it says, without its quotes.
+    tokens that have no character of their own, the loss mask counts each that lies in it. What Arrow's type says is
+    JSON within a conversation is read as what it says, without its quotes. A message of which the template reads
+    nothing but its role is a bad row.
     """
     if version < 3 and source.is_chat:
         return "the loss masks of conversations (template: chat) count all tokens of a character since version 3"
     return None
 
 
-def refusal(config: RunConfig, version: int) -> str | None:
+def refusal(config: RunConfig, version: int, tokenizer: TokenizerDefinition | None = None) -> str | None:
     """Why this release cannot go on with a run of an order version, and what to do; None where it can."""
-    for _, source in config.named_sources():
-        difference = mended_since(version, source)
+    differences = {source.name: mended_since(version, source) for _, source in config.named_sources()}
+    if version < 3 and tokenizer is not None and tokenizer.has_more_tokens:
+        differences["tokenizer"] = "tokens that stand beside its tokenizer.json are its own since version 3"
+    for name, difference in differences.items():
         if difference is not None:
             return (
-                f"{source.name}: {difference}, and this release has no other rule: serve the run with the Tokenloom "
+                f"{name}: {difference}, and this release has no other rule: serve the run with the Tokenloom "
                 f"release that wrote order version {version}, or begin a new run under another name, without "
                 "order_version"
             )

@@ -70,7 +70,7 @@ class RunRecord:
 
     def __post_init__(self) -> None:
         config, _ = self.config, self.dtype
-        why = mended.refusal(config, self.order_version)
+        why = mended.refusal(config, self.order_version, self.tokenizer)
         if why is not None:
             raise ConfigError(f"run {self.name!r}: its order_version is {self.order_version}: {why}")
         if config.batching is None and config.pad_id >= self.vocab_size:

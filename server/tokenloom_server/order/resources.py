@@ -106,6 +106,8 @@ class RunResources:
         self.bucket_epochs: Cache[Epochs] = Cache()
         #: The rows that another loader gave, by the file that lists them and the source's files.
         self.seen: Cache[Mapping[int, Int64s]] = Cache()
+        #: Which share of a source's labels counts, by spec; None where it gives no samples.
+        self.label_shares: Cache[float | None] = Cache()
         # One more than read ahead: for whoever looks at samples or goes forward to a resume point meanwhile.
         self._encoders = encoders or readahead.threads() + 1
         self._engines: Cache[Engine] = Cache()

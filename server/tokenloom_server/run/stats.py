@@ -173,6 +173,7 @@ class StatsReader:
             dropped_tokens=state.dropped_tokens,
             excluded_rows=order.record.excluded.count(order.record.specs[source]),
             **state.row_counts._asdict(),
+            label_share=order.resources.label_shares.peek(config.source),
             fill_rate=1 - state.row_counts.padding_tokens / state.tokens if state.tokens else 1.0,
             cut_rate=None
             if order.config.packing == "concat" or not state.rows

@@ -7,7 +7,7 @@ What a template may use is what it may in transformers, but for what would make 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeAlias
 
 from jinja2 import TemplateError, nodes
@@ -36,6 +36,40 @@ class _Written:
     def __init__(self) -> None:
         self.characters = 0
         self.spans: Spans = []
+
+
+class _Message(dict[str, Any]):
+    """A message that notes whether a template reads a value of it but its role."""
+
+    is_read = False
+
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        self.is_read |= key != "role"
+        return value
+
+    def get(self, key: str, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def items(self) -> Any:
+        self.is_read |= self.keys() != {"role"}
+        return super().items()
+
+    def values(self) -> Any:
+        return self.copy().values()
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self.items())
+
+    def __repr__(self) -> str:
+        return repr(self.copy())
+
+    def __iter__(self) -> Iterator[str]:
+        # With it Python copies what is here by the methods above.
+        return super().__iter__()
 
 
 class _Generation(Extension):
@@ -98,8 +132,8 @@ class ChatRenderer:
             raise ValueError("expected a list of messages, at least one, each an object with role and content")
         if not isinstance(tools, list | None):
             raise ValueError("expected a list of tools")
-        written, parts = _Written(), list[str]()
-        variables = self._variables | {"messages": list(map(_message, messages)), "tools": tools, _WRITTEN: written}
+        written, parts, seen = _Written(), list[str](), list(map(_message, messages))
+        variables = self._variables | {"messages": seen, "tools": tools, _WRITTEN: written}
         try:
             for part in self._template.generate(variables):
                 parts.append(part)
@@ -108,6 +142,13 @@ class ChatRenderer:
             text.encode()  # no half of a surrogate pair
         except Exception as error:  # a template may fail in any way that an expression can
             raise ValueError(f"the chat template: {type(error).__name__}: {error}") from None
+        unread = next((number for number, message in enumerate(seen) if not message.is_read), None)
+        if unread is not None:
+            raise ValueError(
+                f"of message {unread} the chat template reads nothing, or its role alone: it has "
+                f"{', '.join(map(repr, messages[unread])) or 'no keys'}; rename its keys to those that the template "
+                "reads, such as 'role' and 'content'"
+            )
         return text, written.spans
 
 
@@ -122,8 +163,8 @@ def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _message(message: Mapping[str, Any]) -> _Message:
     """A message as templates expect it: no key without a value, and reasoning under the names that they read."""
     plain = {key: value for key, value in message.items() if value is not None}
     reasoning = next((plain[key] for key in _REASONING if key in plain), None)
-    return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+    return _Message(plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.errors import TokenizerError
+from tokenloom_server.tokenizer import beside
 from tokenloom_server.tokenizer.files import (
     BYTES_TOKENIZER,
     CHAT_FILE,
@@ -26,9 +27,18 @@ from tokenloom_server.tokenizer.files import (
 _BYTES_END_OF_TEXT = 256
 _BYTES_BEGIN_OF_TEXT = 257
 
-#: The keys of ``tokenizer_config.json`` that name a special token, and those of them that end and begin a document.
-_SPECIAL_TOKENS = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-_BOUNDARIES = ("eos_token", "bos_token")
+#: The names of tokens that end and begin a document, where no file says which they are. The first group of which the
+#: tokeniser has a member decides; two members of one group are ambiguous. Ends of a document come before ends of a chat
+#: turn, which some files carry as well.
+KNOWN_NAMES: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "eos_token": (
+        ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "<|eos|>", "[EOS]"),
+        ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"),
+    ),
+    "bos_token": (
+        ("<|begin_of_text|>", "<|startoftext|>", "<s>", "<bos>", "<｜begin▁of▁sentence｜>", "<|bos|>", "[BOS]"),
+    ),
+}
 
 #: Ids of a tokeniser at most, 4 Mi. Engines hold a table with 16 bytes for each, also for those without a token.
 MAX_VOCABULARY = 2**22
@@ -43,14 +53,6 @@ class AddedToken:
     special: bool
 
 
-@dataclass(frozen=True, slots=True)
-class NamedToken:
-    """A token that ``tokenizer_config.json`` names; ``id`` is None where the vocabulary lacks it."""
-
-    content: str
-    id: int | None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerDefinition:
     """A tokeniser as found on disk, or `bytes`."""
@@ -58,22 +60,22 @@ class TokenizerDefinition:
     name: str
     """As the mixture file writes it."""
     content: str
-    """The text of ``tokenizer.json``; empty for `bytes`."""
+    """The text of ``tokenizer.json``, with the tokens that only stand beside it; empty for `bytes`."""
     digest: str
-    """SHA-256 of everything here that decides ids: the file, the end and begin tokens named beside it, and
+    """SHA-256 of everything here that decides ids: the file, the tokens and the end and begin named beside it, and
     where there is a chat template that and what it may name."""
+    has_more_tokens: bool = False
+    """Whether tokens stand beside the file that it does not have."""
     vocab_size: int
     """Greatest id + 1, added tokens included."""
     added_tokens: tuple[AddedToken, ...]
     """In id order."""
-    end_of_text: NamedToken | None = None
-    """``eos_token`` of the ``tokenizer_config.json`` beside the file."""
-    begin_of_text: NamedToken | None = None
-    """``bos_token`` of the ``tokenizer_config.json`` beside the file."""
+    named_ids: Mapping[str, int] = field(default_factory=dict)
+    """The ids of ``eos_token`` and ``bos_token`` where a file beside it names them."""
     chat_template: str | None = None
     """The Jinja text of the chat template beside the file, where a source needs it."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
-    """What a chat template may name, such as ``bos_token``, by the ``tokenizer_config.json`` beside the file."""
+    """What a chat template may name, such as ``bos_token``, by the files beside it and its class."""
 
     @property
     def is_bytes(self) -> bool:
@@ -108,11 +110,17 @@ def find_tokenizer(name: str, base_dir: Path, *, chat: bool = False) -> Tokenize
             f"tokenizer {name!r}: {path} is not supported by tokenizers {tokenizers.__version__} ({error}); "
             "expected a tokenizer.json of that version or an older one"
         ) from None
+    # A file of another name may stand beside a config that is not its own.
+    is_named = path.name == TOKENIZER_FILE
+    config = beside.read(path, CONFIG_FILE) if is_named else {}
+    whole = beside.complete(name, path, content, document, reference) if is_named else beside.Completed(reference)
+    if whole.added_tokens is not None:
+        content = json.dumps({**document, "added_tokens": whole.added_tokens})
     added = tuple(
         AddedToken(str(token.content), int(token_id), bool(token.special))
-        for token_id, token in sorted(reference.get_added_tokens_decoder().items())
+        for token_id, token in sorted(whole.tokenizer.get_added_tokens_decoder().items())
     )
-    vocabulary: dict[str, int] = reference.get_vocab(with_added_tokens=True)
+    vocabulary: dict[str, int] = whole.tokenizer.get_vocab(with_added_tokens=True)
     if not vocabulary:
         raise TokenizerError(f"tokenizer {name!r}: {path} has an empty vocabulary; train it, or name another")
     if (greatest := max(vocabulary.values())) >= MAX_VOCABULARY:
@@ -120,25 +128,41 @@ def find_tokenizer(name: str, base_dir: Path, *, chat: bool = False) -> Tokenize
             f"tokenizer {name!r}: {path} has the id {greatest}; expected at most {MAX_VOCABULARY - 1}, since "
             "engines have room for each id up to the greatest: number its tokens without gaps"
         )
-    # A file of another name may stand beside a config that is not its own.
-    config = _config_beside(path) if path.name == TOKENIZER_FILE else {}
-    special = _special_tokens(config)
-    named = {key: NamedToken(special[key], vocabulary.get(special[key])) for key in _BOUNDARIES if key in special}
-    sealed = canonical({key: token.content for key, token in named.items()})
+    named_ids = {key: vocabulary[whole.named[key]] for key in KNOWN_NAMES if key in whole.named}
     template = _chat_template(name, path, config) if chat else None
+    # The digest is what it was when tokenizer_config.json alone was read, where ids are what they were.
+    before = _special_tokens(config)
+    sealed = canonical(
+        {
+            key: whole.named[key]
+            for key, number in named_ids.items()
+            if key in before or [*known_ids(added, key).values()] != [number]
+        }
+    )
     if template is not None:
-        sealed += canonical({"chat_template": template, "special_tokens": special})
+        used = {key: token for key, token in whole.special_tokens.items() if key in template}
+        sealed += canonical({"chat_template": template, "special_tokens": before | used})
+    if whole.added_tokens is not None:
+        sealed += canonical({"added_tokens": whole.added_tokens})
     return TokenizerDefinition(
         name=name,
         content=content,
         digest=hashlib.sha256(hashlib.sha256(raw).digest() + sealed.encode()).hexdigest(),
+        has_more_tokens=whole.added_tokens is not None,
         vocab_size=greatest + 1,
         added_tokens=added,
-        end_of_text=named.get("eos_token"),
-        begin_of_text=named.get("bos_token"),
+        named_ids=named_ids,
         chat_template=template,
-        special_tokens=special,
+        special_tokens=whole.special_tokens,
     )
+
+
+def known_ids(added_tokens: Iterable[AddedToken], key: str) -> dict[str, int]:
+    """The special tokens by a known name of an ``eos_token`` or ``bos_token``: several, where it is not clear which."""
+    # Some vocabularies hold HTML's <s> and </s> beside their own; those are not special.
+    ids = {token.content: token.id for token in added_tokens if token.special}
+    groups = ({name: ids[name] for name in group if name in ids} for group in KNOWN_NAMES[key])
+    return next(filter(None, groups), {})
 
 
 def id_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -193,17 +217,6 @@ def _refuse_random(name: str, path: Path, model: object) -> None:
             )
 
 
-def _config_beside(path: Path) -> dict[str, Any]:
-    beside = path.parent / CONFIG_FILE
-    if not beside.is_file():
-        return {}
-    try:
-        config = json.loads(_text(beside))
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{beside}: cannot be read ({error}); expected JSON, mend it or remove it") from None
-    return config if isinstance(config, dict) else {}
-
-
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -228,6 +241,6 @@ def _chat_template(name: str, path: Path, config: dict[str, Any]) -> str:
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """The tokens that a ``tokenizer_config.json`` names, by key."""
-    tokens = {key: config.get(key) for key in _SPECIAL_TOKENS}
+    tokens = {key: config.get(key) for key in beside.NAMED}
     tokens = {key: token.get("content") if isinstance(token, dict) else token for key, token in tokens.items()}
     return {key: token for key, token in tokens.items() if isinstance(token, str)}

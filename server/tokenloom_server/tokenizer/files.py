@@ -15,11 +15,15 @@ _log = logging.getLogger(__name__)
 #: The name of the tokeniser that needs no file: its ids are the bytes of UTF-8.
 BYTES_TOKENIZER = "bytes"
 
-#: What a tokeniser's folder holds: the tokeniser, the names of its end and begin tokens, and its chat template.
+#: What a tokeniser's folder holds: the tokeniser, further tokens and names of special ones, where its class is not
+#: known otherwise the model's config, and the chat template.
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_FILE = "special_tokens_map.json"
+ADDED_FILE = "added_tokens.json"
+MODEL_FILE = "config.json"
 CHAT_FILE = "chat_template.jinja"
-FILES = (TOKENIZER_FILE, CONFIG_FILE, CHAT_FILE)
+FILES = (TOKENIZER_FILE, CONFIG_FILE, SPECIAL_FILE, ADDED_FILE, MODEL_FILE, CHAT_FILE)
 
 CONVERT = (
     "save it as a tokenizer.json, for example with transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
@@ -89,6 +93,6 @@ def _cached(name: str, path: Path) -> Path:
     raise TokenizerError(
         f"{missing}, and the Hub's cache on this machine has no tokenizer.json of {hub['repo']!r}; give another path "
         f"or 'bytes', or download it: hf download {hub['repo']}{revision} --include 'tokenizer*' "
-        "--include 'chat_template*' "
+        "--include 'chat_template*' --include '*tokens*.json' --include config.json "
         f"(if the repository has no tokenizer.json, {CONVERT})"
     )

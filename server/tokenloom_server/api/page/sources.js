@@ -141,6 +141,7 @@ export class SourcesTab extends View {
       row.text("exhausted", source.exhausted ? "exhausted" : "", `${grouped(source.dropped_tokens)} tokens filled no sample`);
       row.notice("skipped", source.skipped_tokens ? `${compact(source.skipped_tokens)} tokens skipped` : "");
       row.notice("bad", source.bad_rows ? `${compact(source.bad_rows)} bad rows` : "");
+      row.notice("labels", source.label_share === null ? "" : source.label_share ? `${percent(source.label_share)} of labels count` : "no label counts");
       row.style("actual", "width", width(source.actual_share));
       row.style("window", "width", width(source.window_share));
       row.style("expected", "left", width(source.expected_share));
