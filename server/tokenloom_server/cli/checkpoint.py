@@ -11,7 +11,7 @@ import typer
 from tokenloom_server.cli.command import command
 from tokenloom_server.cli.common import console, print_json
 from tokenloom_server.cli.options import Inside
-from tokenloom_server.errors import SourceError
+from tokenloom_server.errors import SnapshotInvalid, SourceError
 
 if TYPE_CHECKING:
     from tokenloom_server.tools.checkpoint.content import Content
@@ -57,8 +57,8 @@ class _Options:
 
             try:
                 factory = builder.create(mixture, self.mixture.resolve().parent, None)
-                content = read(file, state, mixture, factory.record.size_estimates)
-            except SourceError as error:
+                content = read(file, state, mixture, factory)
+            except (SourceError, SnapshotInvalid) as error:
                 console(stderr=True).print(f"{self.mixture}: its data are not measured: {error}", soft_wrap=True)
         return content
 

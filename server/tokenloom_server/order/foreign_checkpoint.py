@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from tokenloom_proto.seal import canonical
 
@@ -55,7 +56,7 @@ def resume_point(payload: Payload, timeline: Timeline) -> ResumePoint:
     if tokens is not None and tokens > MAX_COUNTER:
         raise SnapshotInvalid(f"total_tokens: {tokens} ({clock}); counters end at 2^53 − 1")
     if payload.nested is not None:
-        entries = read_entries(payload.nested, timeline.first.record, payload.sample_tokens)
+        entries = read_entries(payload.nested, timeline.first.config, payload.sample_tokens)
         payload = replace(payload, datasets=tuple(map(Entry.model_validate, entries)))
     if not payload.datasets:
         return _skipping(payload.sample_index or 0, timeline, tokens, clock)
@@ -102,12 +103,15 @@ def _in_force(by_spec: _BySpec, timeline: Timeline, tokens: int | None) -> tuple
     """What is in force where the sources' samples and the clock say, by the run's phases and revisions; and the
     ``clock_offset``. ``tokens``: of the clock, None where they are those of the samples."""
     for segment in timeline.segments:
-        specs, length = segment.factory.record.specs, segment.config.sequence_length
-        samples = sum(entry.counted_tokens // length for spec, (_, entry) in by_spec.items() if spec in specs)
+        record, length = segment.factory.record, segment.config.sequence_length
+        counted = [(i, *by_spec[spec]) for i, spec in enumerate(record.specs) if spec in by_spec]
+        samples = sum(_tokens(*each, segment.factory) // length for each in counted)
         total = samples * length if tokens is None else tokens
         by_clock = timeline.with_clock(total - samples * length)
         factory = by_clock.at(samples)
-        same = (factory.record.specs, factory.config.sequence_length) == (specs, length)
+        there = factory.record
+        same = there.specs == record.specs and factory.config.sequence_length == length
+        same = same and factory.config.measured_sources == segment.config.measured_sources
         if same and by_clock.tokens_at(samples) == total:
             return factory, by_clock.clock_offset
     raise SnapshotInvalid(f"resume_state.datasets: token_offset adds up to a place {_OTHER_LENGTHS}")
@@ -122,17 +126,18 @@ def _state(by_spec: _BySpec, factory: PipelineFactory, clock_offset: int) -> tup
             "resume_state.datasets: none of its specs is in this mixture; found "
             f"{names_of(entry.spec for _, entry in by_spec.values())}, expected some of {names_of(specs)}"
         )
-    pairs = [_source(i, *by_spec[spec], factory) if spec in by_spec else None for i, spec in enumerate(specs)]
-    sources = [pair[0] if pair is not None else SourceState() for pair in pairs]
+    found = [_source(i, *by_spec[spec], factory) if spec in by_spec else None for i, spec in enumerate(specs)]
+    sources = [one.state if one is not None else SourceState() for one in found]
     total = sum(source.samples for source in sources)
     if total * length > MAX_COUNTER:
         raise SnapshotInvalid(
             f"resume_state.datasets: token_offset adds up to {total * length}; counters end at 2^53 − 1"
         )
-    nodes = elsewhere.imported(factory.config, sources, known)
+    balances = [one.balance if one is not None else 0 for one in found]
+    nodes = elsewhere.imported(factory.config, sources, balances, known)
     notes = [
-        pair[1] if pair is not None else _new(spec, factory, baseline)
-        for spec, pair, baseline in zip(specs, pairs, nodes.baselines, strict=True)
+        one.note if one is not None else _new(spec, factory, baseline)
+        for spec, one, baseline in zip(specs, found, nodes.baselines, strict=True)
     ]
     unknown = [entry for spec, (_, entry) in by_spec.items() if spec not in specs]
     notes += [f"resume: spec={entry.spec} preserved: not in this mixture" for entry in unknown]
@@ -150,21 +155,43 @@ def _state(by_spec: _BySpec, factory: PipelineFactory, clock_offset: int) -> tup
     return state, tuple(notes)
 
 
-def _source(source: int, index: int, entry: Entry, factory: PipelineFactory) -> tuple[SourceState, str]:
-    """Where an entry's source goes on, and a line about it."""
+class _Found(NamedTuple):
+    """Where an entry's source goes on, the tokens that its balance begins with, and a line about it."""
+
+    state: SourceState
+    balance: int
+    note: str
+
+
+def _where(index: int, entry: Entry) -> str:
+    return f"resume_state.datasets.{index} (spec {entry.spec!r})"
+
+
+def _tokens(source: int, index: int, entry: Entry, factory: PipelineFactory) -> int:
+    """The tokens that a source's counters begin with: the entry's. Where it has none, and a policy goes by what is left
+    of the source, those of the rows that were read, by its size: as many as that policy finds missing."""
+    if entry.counted_tokens or source not in factory.config.measured_sources:
+        return entry.counted_tokens
+    rows = position_of(_where(index, entry), entry, source, factory).rows
+    return factory.record.size_estimates[source].tokens_before(rows)
+
+
+def _source(source: int, index: int, entry: Entry, factory: PipelineFactory) -> _Found:
     length, shards = factory.config.sequence_length, factory.record.shard_paths[source]
-    position = position_of(f"resume_state.datasets.{index} (spec {entry.spec!r})", entry, source, factory)
-    samples = entry.counted_tokens // length
+    position, tokens = position_of(_where(index, entry), entry, source, factory), _tokens(source, index, entry, factory)
+    samples = tokens // length
     state = SourceState(cursor=position.cursor, samples=samples, rows=position.rows, tokens=samples * length)
+    by_size = tokens > entry.counted_tokens
     note = (
         f"resume: {position_line(factory.record.specs[source], state, shards)} row_offset={entry.row_offset} "
         f"tokens={state.tokens} (from an older checkpoint"
         + ("; preserved until now, its balance begins as a new source's" if entry.was_preserved else "")
         + ("" if entry.token_offset is not None else "; it has no token_offset, which counts as 0")
+        + ("; for a policy that goes by what is left, its rows have these tokens, by its size" if by_size else "")
         + ("" if position.is_counted else "; rows are counted from this shard on")
         + ")"
     )
-    return state, note
+    return _Found(state, entry.counted_tokens // length * length, note)
 
 
 def _preserved(entries: Sequence[Entry]) -> tuple[str, ...]:

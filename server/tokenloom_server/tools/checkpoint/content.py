@@ -5,28 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from tokenloom_proto.seal import canonical
 
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
-from tokenloom_server.core.size_estimate import SizeEstimate
-from tokenloom_server.mixing.totals import rows_of
+from tokenloom_server.mixing.mixer import mixer_at
+from tokenloom_server.order import foreign_payload
+from tokenloom_server.order.factory import PipelineFactory
+from tokenloom_server.order.foreign_checkpoint import resume_point
 from tokenloom_server.order.nested_state import as_resume_state, is_nested, listed
 from tokenloom_server.order.snapshot_v1 import upgraded
+from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.tools.checkpoint.file import DataState
 
 #: No counter of any loader is beyond this; with larger ones nothing can be computed.
 _MOST = 2**64
 
 SNAPSHOT, OLDER, NESTED, INDEX = "snapshot", "older payload", "nested state", "sample index"
-
-
-_Sizes = Mapping[int, SizeEstimate]
-_NOT_MEASURED: _Sizes = MappingProxyType({})
 
 # What is not of its kind counts as missing.
 
@@ -202,22 +201,28 @@ class _WrittenNode(_Part):
 _Nodes = dict[int, _WrittenNode]
 
 
-def read(path: Path, state: DataState, mixture: RunConfig | None = None, sizes: _Sizes = _NOT_MEASURED) -> Content:
-    """The content of a checkpoint; ``mixture`` says which child is which where the checkpoint does not, and ``sizes``
-    by source id how much its data have.
+def read(
+    path: Path, state: DataState, mixture: RunConfig | None = None, factory: PipelineFactory | None = None
+) -> Content:
+    """The content of a checkpoint; ``mixture`` says which child is which where the checkpoint does not, and the
+    ``factory`` of its order how much its data have.
 
-    Raises ``SnapshotInvalid`` for the state of nested datasets of which the mixture has another tree.
+    Raises ``SnapshotInvalid`` for the state of nested datasets of which the mixture has another tree, and for one from
+    which the factory's order does not go on.
     """
     document = state.document
     is_snapshot = "format" in document or state.damage is not None
     if is_snapshot and "resume_state" in document:
         document = {**document, "resume_state": upgraded(document["resume_state"], None)}
     nested = is_nested(document)
+    sizes = factory.record.size_estimates if factory is not None else {}
     resume = as_resume_state(document, mixture, sizes) if nested else _mapping(document.get("resume_state"))
     entries = [entry for entry in listed(resume.get("datasets")) if isinstance(entry, dict)]
     kind = SNAPSHOT if is_snapshot else NESTED if nested else OLDER if entries else INDEX
     if kind == OLDER and mixture is not None:
-        resume = {**resume, "nodes": _summed(entries, mixture, sizes)}
+        resume = {**resume, "nodes": _summed(entries, mixture)}
+    if factory is not None and kind in (SNAPSHOT, OLDER):
+        resume = {**resume, "nodes": _weighed(document, kind, factory)}
     clock_offset = resume["clock_offset"] if type(resume.get("clock_offset")) is int else 0
     index, tokens = _count(resume.get("sample_index")), (_count(resume.get("total_tokens")) or 0) - clock_offset
     sources = _sources(entries, mixture)
@@ -334,21 +339,35 @@ def _unnamed(number: int) -> str:
     return "the root" if number == 0 else f"node {number}"
 
 
-def _summed(entries: Sequence[Mapping[str, Any]], run: RunConfig, sizes: _Sizes) -> list[list[list[Any]]]:
+def _summed(entries: Sequence[Mapping[str, Any]], run: RunConfig) -> list[list[list[Any]]]:
     """An older payload counts its sources only: what an import makes of that for the nodes above them, as a state has
-    them, with what their data will give in all."""
+    them."""
     length, tokens = run.sequence_length, {entry.get("spec"): entry.get("token_offset") for entry in entries}
     nodes: list[list[list[Any]]] = []
 
-    def visit(config: NodeConfig | SourceConfig) -> tuple[int, int]:
+    def visit(config: NodeConfig | SourceConfig) -> int:
         if isinstance(config, SourceConfig):
-            rows = rows_of(sizes[config.id].rows, run.epochs[config.id]) if config.id in sizes else 0
-            total = rows and rows * sizes[config.id].tokens_per_1000_rows // 1000
-            return _count_or_zero(tokens.get(config.source)) // length, total // length
+            return _count_or_zero(tokens.get(config.source)) // length
         nodes.append([])
         counted = nodes[-1]
-        counted += [[own, own * length, None, False, None, total] for own, total in map(visit, config.children)]
-        return sum(row[0] for row in counted), sum(row[-1] for row in counted)
+        counted += [[own, own * length, None, False] for own in map(visit, config.children)]
+        return sum(row[0] for row in counted)
 
     visit(run.mixture)
     return nodes
+
+
+def _weighed(document: Mapping[str, Any], kind: str, factory: PipelineFactory) -> list[Any]:
+    """The nodes of the state from which the factory's order would go on, with the weights that hold there."""
+    timeline = Timeline(factory)
+    if kind == SNAPSHOT:
+        state = timeline.decode(canonical(document["resume_state"]))
+    else:
+        payload = foreign_payload.read(canonical(document))
+        assert payload is not None, "it has datasets"
+        state = resume_point(payload, timeline).base or factory.initial()
+    factory = timeline.with_clock(state.clock_offset).at(state.sample_index)
+    mixer = mixer_at(factory.config, state, factory.record.size_estimates)
+    balances = [*map(factory.config.balanced, state.sources)]
+    nodes = mixer.states(mixer.mix_weights, [0] * len(balances), balances)
+    return [[[getattr(child, field) for field in _COUNTERS] for child in children] for children in nodes]
