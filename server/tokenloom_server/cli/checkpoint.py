@@ -41,8 +41,8 @@ class _Options:
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False
 
     def content(self, file: Path, *, measured: bool = False) -> Content:
-        """What a checkpoint's file says; with ``measured`` also how much the mixture's data will give, where only they
-        say it. Raises ``ConfigError`` and ``SnapshotInvalid``."""
+        """What a checkpoint's file says; with ``measured`` at its own sample index, and also how much the mixture's
+        data will give, where only they say it. Raises ``ConfigError`` and ``SnapshotInvalid``."""
         from tokenloom_server.catalog import environment_catalog
         from tokenloom_server.config import mixture_file as config
         from tokenloom_server.tools.checkpoint.content import read
@@ -51,13 +51,13 @@ class _Options:
 
         mixture = config.load(self.mixture, environment_catalog()) if self.mixture else None
         state = find(file, self.inside)
-        content = read(file, state, mixture)
+        content = read(file, state, mixture, at_index=measured)
         if self.mixture and mixture and measured and any(missing(content, node) for node in content.nodes):
             from tokenloom_server.order import builder
 
             try:
                 factory = builder.create(mixture, self.mixture.resolve().parent, None)
-                content = read(file, state, mixture, factory)
+                content = read(file, state, mixture, factory, at_index=True)
             except (SourceError, SnapshotInvalid) as error:
                 console(stderr=True).print(f"{self.mixture}: its data are not measured: {error}", soft_wrap=True)
         return content
