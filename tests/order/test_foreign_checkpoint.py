@@ -328,6 +328,17 @@ def test_a_shard_is_found_by_an_absolute_path_and_relative_to_another_folder(
         assert state_of(import_entries(order, entry(CODE, 3, shard=shard))).sources[0].cursor.shard == 1
 
 
+@pytest.mark.parametrize("wrapped", [{}, {"dataset": {}, "epoch": 2}])
+def test_a_list_of_sources_alone_and_one_in_a_dataset_are_read_and_specs_by_absolute_paths(
+    folder: Path, order: PipelineFactory, wrapped: dict[str, Any]
+) -> None:
+    plain = [entry(CODE, 3, 83), entry(DOCS, 4), entry("old:x:y", shard="z")]
+    moved = [{**one, "spec": one["spec"].replace(":data", f":{folder}/./data")} for one in plain]
+    alone = {"datasets": moved, "row_offset_of": "shard"}
+    point = import_into(order, {**wrapped, "dataset": alone} if wrapped else alone)
+    assert state_of(point) == state_of(import_entries(order, *plain, row_offset_of="shard"))
+
+
 def test_a_shard_that_may_be_several_is_refused(tmp_path: Path) -> None:
     for part in ("a", "b"):
         (tmp_path / "data" / part).mkdir(parents=True)

@@ -131,6 +131,14 @@ def test_an_older_payload_is_found_in_torch_files_and_in_json(document: dict[str
         assert (found.where, found.document) == ("steps.1.data", document)
 
 
+def test_a_list_of_sources_alone_is_a_state_and_another_list_is_not(text: str, tmp_path: Path) -> None:
+    arguments = {"datasets": ["a", "b"], "dataset": {"name": "c4"}}
+    (tmp_path / "c.json").write_text(json.dumps([arguments, {"dataset": OLDER["resume_state"]}]))
+    assert find(tmp_path / "c.json").document["resume_state"]["datasets"] == OLDER["resume_state"]["datasets"]
+    (tmp_path / "c.json").write_text(json.dumps([arguments, {"dataset": {"tokenloom": text}}]))
+    assert find(tmp_path / "c.json").where == "1.dataset.tokenloom"
+
+
 def test_a_bare_sample_index_counts_only_where_there_is_nothing_else(text: str, tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text(json.dumps({"sample_index": 3, "data": {"tokenloom": text}}))
     assert find(tmp_path / "c.json").where == "data.tokenloom"

@@ -50,14 +50,14 @@ class _Options:
         from tokenloom_server.tools.checkpoint.probabilities import missing
 
         mixture = config.load(self.mixture, environment_catalog()) if self.mixture else None
-        state = find(file, self.inside)
-        content = read(file, state, mixture, at_index=measured)
-        if self.mixture and mixture and measured and any(missing(content, node) for node in content.nodes):
+        state, base_dir = find(file, self.inside), (self.mixture or file).resolve().parent
+        content = read(file, state, mixture, base_dir=base_dir, at_index=measured)
+        if mixture is not None and measured and any(missing(content, node) for node in content.nodes):
             from tokenloom_server.order import builder
 
             try:
-                factory = builder.create(mixture, self.mixture.resolve().parent, None)
-                content = read(file, state, mixture, factory, at_index=True)
+                factory = builder.create(mixture, base_dir, None)
+                content = read(file, state, mixture, factory, base_dir=base_dir, at_index=True)
             except (SourceError, SnapshotInvalid) as error:
                 console(stderr=True).print(f"{self.mixture}: its data are not measured: {error}", soft_wrap=True)
         return content

@@ -11,11 +11,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any
 
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server.config.catalog import SourceSchemes
 from tokenloom_server.core.state import (
     DIGEST_MODULUS,
     MAX_COUNTER,
@@ -65,7 +64,7 @@ def resume_point(payload: Payload, timeline: Timeline) -> ResumePoint:
             "resume_state.datasets: an older data loader's checkpoint names rows of files, but this run's order is "
             "made of batches from buckets, which it knows nothing of: begin the run anew, or give sample_index alone"
         )
-    by_spec = _by_spec(payload.datasets, timeline.first.config.catalog.sources)
+    by_spec = _by_spec(payload.datasets, timeline.segments[-1].factory)
     state, notes = _state(by_spec, *_in_force(by_spec, timeline, tokens))
     # That what comes back in a later phase can go on is found out now, and not when it is in force.
     returning(state.preserved, timeline.segments[-1].factory)
@@ -85,12 +84,13 @@ def _skipping(index: int, timeline: Timeline, tokens: int | None, clock: str) ->
     return replace(point, sample_index=index, total_tokens=total, digest=None)
 
 
-def _by_spec(entries: Sequence[Entry], schemes: SourceSchemes) -> _BySpec:
-    """The entries by their specs. Raises ``SnapshotInvalid`` for one that
+def _by_spec(entries: Sequence[Entry], last: PipelineFactory) -> _BySpec:
+    """The entries by their specs as the run has them at its end. Raises ``SnapshotInvalid`` for one that
     comes twice."""
     by_spec: dict[str, tuple[int, Entry]] = {}
     for i, entry in enumerate(entries):
-        first, _ = by_spec.setdefault(normalised(entry.spec, schemes), (i, entry))
+        spec = normalised(entry.spec, last.config, last.resources.base_dir)
+        first, _ = by_spec.setdefault(spec, (i, entry))
         if first != i:
             raise SnapshotInvalid(
                 f"resume_state.datasets.{i} (spec {entry.spec!r}): spec stands there already, at {first}; expected "
@@ -103,18 +103,21 @@ def _in_force(by_spec: _BySpec, timeline: Timeline, tokens: int | None) -> tuple
     """What is in force where the sources' samples and the clock say, by the run's phases and revisions; and the
     ``clock_offset``. ``tokens``: of the clock, None where they are those of the samples."""
     for segment in timeline.segments:
-        record, length = segment.factory.record, segment.config.sequence_length
-        counted = [(i, *by_spec[spec]) for i, spec in enumerate(record.specs) if spec in by_spec]
+        length = segment.config.sequence_length
+        counted = [(i, *by_spec[spec]) for i, spec in enumerate(segment.factory.record.specs) if spec in by_spec]
         samples = sum(_tokens(*each, segment.factory) // length for each in counted)
         total = samples * length if tokens is None else tokens
         by_clock = timeline.with_clock(total - samples * length)
         factory = by_clock.at(samples)
-        there = factory.record
-        same = there.specs == record.specs and factory.config.sequence_length == length
-        same = same and factory.config.measured_sources == segment.config.measured_sources
+        same = _counts_alike(factory) == _counts_alike(segment.factory)
         if same and by_clock.tokens_at(samples) == total:
             return factory, by_clock.clock_offset
     raise SnapshotInvalid(f"resume_state.datasets: token_offset adds up to a place {_OTHER_LENGTHS}")
+
+
+def _counts_alike(factory: PipelineFactory) -> tuple[Any, ...]:
+    """What decides how an entry's samples are counted."""
+    return factory.record.specs, factory.config.sequence_length, factory.config.measured_sources
 
 
 def _state(by_spec: _BySpec, factory: PipelineFactory, clock_offset: int) -> tuple[State, tuple[str, ...]]:
@@ -126,18 +129,18 @@ def _state(by_spec: _BySpec, factory: PipelineFactory, clock_offset: int) -> tup
             "resume_state.datasets: none of its specs is in this mixture; found "
             f"{names_of(entry.spec for _, entry in by_spec.values())}, expected some of {names_of(specs)}"
         )
-    found = [_source(i, *by_spec[spec], factory) if spec in by_spec else None for i, spec in enumerate(specs)]
-    sources = [one.state if one is not None else SourceState() for one in found]
+    pairs = [_source(i, *by_spec[spec], factory) if spec in by_spec else None for i, spec in enumerate(specs)]
+    sources = [pair[0] if pair is not None else SourceState() for pair in pairs]
     total = sum(source.samples for source in sources)
     if total * length > MAX_COUNTER:
         raise SnapshotInvalid(
             f"resume_state.datasets: token_offset adds up to {total * length}; counters end at 2^53 − 1"
         )
-    balances = [one.balance if one is not None else 0 for one in found]
+    balances = [by_spec[spec][1].counted_tokens // length * length if spec in by_spec else 0 for spec in specs]
     nodes = elsewhere.imported(factory.config, sources, balances, known)
     notes = [
-        one.note if one is not None else _new(spec, factory, baseline)
-        for spec, one, baseline in zip(specs, found, nodes.baselines, strict=True)
+        pair[1] if pair is not None else _new(spec, factory, baseline)
+        for spec, pair, baseline in zip(specs, pairs, nodes.baselines, strict=True)
     ]
     unknown = [entry for spec, (_, entry) in by_spec.items() if spec not in specs]
     notes += [f"resume: spec={entry.spec} preserved: not in this mixture" for entry in unknown]
@@ -155,14 +158,6 @@ def _state(by_spec: _BySpec, factory: PipelineFactory, clock_offset: int) -> tup
     return state, tuple(notes)
 
 
-class _Found(NamedTuple):
-    """Where an entry's source goes on, the tokens that its balance begins with, and a line about it."""
-
-    state: SourceState
-    balance: int
-    note: str
-
-
 def _where(index: int, entry: Entry) -> str:
     return f"resume_state.datasets.{index} (spec {entry.spec!r})"
 
@@ -176,7 +171,8 @@ def _tokens(source: int, index: int, entry: Entry, factory: PipelineFactory) -> 
     return factory.record.size_estimates[source].tokens_before(rows)
 
 
-def _source(source: int, index: int, entry: Entry, factory: PipelineFactory) -> _Found:
+def _source(source: int, index: int, entry: Entry, factory: PipelineFactory) -> tuple[SourceState, str]:
+    """Where an entry's source goes on, and a line about it."""
     length, shards = factory.config.sequence_length, factory.record.shard_paths[source]
     position, tokens = position_of(_where(index, entry), entry, source, factory), _tokens(source, index, entry, factory)
     samples = tokens // length
@@ -191,7 +187,7 @@ def _source(source: int, index: int, entry: Entry, factory: PipelineFactory) -> 
         + ("" if position.is_counted else "; rows are counted from this shard on")
         + ")"
     )
-    return _Found(state, entry.counted_tokens // length * length, note)
+    return state, note
 
 
 def _preserved(entries: Sequence[Entry]) -> tuple[str, ...]:

@@ -21,10 +21,8 @@ from tokenloom_server.order.snapshot_v1 import upgraded
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.tools.checkpoint.file import DataState
 
-#: No counter of any loader is beyond this; with larger ones nothing can be computed.
-_MOST = 2**64
-#: No mixture is deeper.
-_MOST_LEVELS = 64
+#: No counter of any loader is beyond this (with larger ones nothing can be computed), and no mixture is deeper.
+_MOST, _MOST_LEVELS = 2**64, 64
 
 SNAPSHOT, OLDER, NESTED, INDEX = "snapshot", "older payload", "nested state", "sample index"
 
@@ -210,11 +208,12 @@ def read(
     mixture: RunConfig | None = None,
     factory: PipelineFactory | None = None,
     *,
+    base_dir: Path = Path(),
     at_index: bool = False,
 ) -> Content:
-    """The content of a checkpoint; ``mixture`` says which child is which where the checkpoint does not, and the
-    ``factory`` of its order how much its data have. With ``at_index`` nodes count up to the checkpoint's own place,
-    where it says what each source gave till there.
+    """The content of a checkpoint; ``mixture``, of the folder ``base_dir``, says which child is which where that does
+    not, and the ``factory`` of its order how much its data have. With ``at_index`` nodes count up to the checkpoint's
+    own place, where it says what each source gave till there.
 
     Raises ``SnapshotInvalid`` for the state of nested datasets of which the mixture has another tree, and for one from
     which the factory's order does not go on.
@@ -224,15 +223,14 @@ def read(
     if is_snapshot and "resume_state" in document:
         document = {**document, "resume_state": upgraded(document["resume_state"], None)}
     nested = is_nested(document)
-    sizes = factory.record.size_estimates if factory is not None else {}
-    resume = as_resume_state(document, mixture, sizes) if nested else _mapping(document.get("resume_state"))
+    resume = as_resume_state(document, mixture) if nested else _mapping(document.get("resume_state"))
     entries = [entry for entry in listed(resume.get("datasets")) if isinstance(entry, dict)]
     kind = SNAPSHOT if is_snapshot else NESTED if nested else OLDER if entries else INDEX
-    if factory is not None and kind in (SNAPSHOT, OLDER):
+    if factory is not None and kind != INDEX:
         resume = {**resume, "nodes": _weighed(document, kind, factory)}
     clock_offset = resume["clock_offset"] if type(resume.get("clock_offset")) is int else 0
     index, tokens = _count(resume.get("sample_index")), (_count(resume.get("total_tokens")) or 0) - clock_offset
-    sources = _sources(entries, mixture)
+    sources = _sources(entries, mixture, base_dir)
     written, mixture_from = _written_nodes(resume, mixture)
     # None where it changed during the run.
     length = tokens // index if index and tokens and not tokens % index else None
@@ -271,19 +269,20 @@ def read(
     )
 
 
-def _sources(entries: Sequence[Mapping[str, Any]], mixture: RunConfig | None) -> tuple[Source, ...]:
+def _sources(entries: Sequence[Mapping[str, Any]], mixture: RunConfig | None, base_dir: Path) -> tuple[Source, ...]:
     # A snapshot does not write where a source stands at its beginning.
     # A field that only another tool knows by that name is no share.
     sources = [
         Source.model_validate({"epoch": 0 if "id" in entry else None, **entry, "share": None}) for entry in entries
     ]
-    known = {source.source: source for source in mixture.sources} if mixture is not None else {}
+    known = {each.source: each for each in mixture.sources} if mixture is not None else {}
     total = sum(source.tokens or 0 for source in sources if not source.unknown)
     named = []
     for source in sources:
         share = source.tokens / total if source.tokens is not None and total and not source.unknown else None
         update: dict[str, Any] = {"share": share}
-        if (config := known.get(source.spec)) is not None:
+        spec = foreign_payload.normalised(source.spec, mixture, base_dir) if mixture is not None else source.spec
+        if (config := known.get(spec)) is not None:
             update |= {"id": config.id if source.id is None else source.id, "alias": source.alias or config.alias}
         named.append(source.model_copy(update=update))
     return tuple(named)
