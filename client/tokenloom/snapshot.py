@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from tokenloom_proto.errors import SnapshotInvalid
-from tokenloom_proto.resume import OLDER_KEYS, Given, counts_at, older_payload, real_tokens
+from tokenloom_proto.resume import KEY as KEY
+from tokenloom_proto.resume import OLDER_KEYS, Given, counts_at, older_payload, real_tokens, unwrapped
 from tokenloom_proto.seal import CHECKSUM, SNAPSHOT_FORMAT, SNAPSHOT_VERSION, canonical, seal, unseal
 
 log = logging.getLogger("tokenloom")
 
-#: The one key of ``state_dict()``.
-KEY = "tokenloom"
 #: How far back ``state_dict(at=)`` reaches: frameworks fetch a few batches ahead, not a thousand.
 HISTORY_STEPS = 1024
 ZERO_DIGEST = "0" * 32
@@ -72,6 +71,7 @@ class Loaded:
         )
         if not isinstance(state, Mapping):
             raise SnapshotInvalid(f"{expected}; got a {type(state).__name__}")
+        state = unwrapped(state)
         if KEY not in state:
             payload = older_payload(state)
             if not payload:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from tokenloom_proto.dataloader_pb2 import SourceCounts
 
+#: The one key of ``state_dict()``.
+KEY = "tokenloom"
 #: What a level of nested interleaved datasets says of each of them, and of itself.
 BY_DATASET = ("child_states", "examples_per_dataset", "datasets_exhausted", "probabilities")
 NESTED_KEYS = (*BY_DATASET, "current_example_count", "current_dataset_index")
@@ -21,9 +23,24 @@ CLOCK_KEYS = ("total_tokens", "context_length", "sequence_length", "block_size",
 
 
 def older_payload(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a checkpoint another data loader wrote of its data; empty where that is nothing."""
-    known = state.keys() & set(OLDER_KEYS)
-    return {key: state[key] for key in (*OLDER_KEYS, *CLOCK_KEYS) if known and key in state}
+    """What of a checkpoint another data loader wrote of its data; empty where that is nothing. A list of sources that
+    stands alone is that of a ``resume_state``."""
+    known, entries = {key: state[key] for key in (*OLDER_KEYS, *CLOCK_KEYS) if key in state}, state.get("datasets")
+    if (
+        isinstance(entries, list | tuple)
+        and entries
+        and all(isinstance(own, Mapping) and "spec" in own for own in entries)
+    ):
+        known = {"resume_state": {"datasets": entries, "row_offset_of": state.get("row_offset_of")}, **known}
+    return known if known.keys() & set(OLDER_KEYS) else {}
+
+
+def unwrapped(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint, or what of it is wrapped in ``dataset`` and is a state of the data."""
+    inner = state.get("dataset")
+    if isinstance(inner, Mapping) and "resume_state" not in state and (KEY in inner or older_payload(inner)):
+        state = inner
+    return dict(state)
 
 
 #: What sources gave since a state boundary: a ``SourceCounts``, and up to how many of its message's micro-steps.

@@ -90,7 +90,8 @@ def test_ranks_that_prefetch_otherwise_and_a_launch_of_another_size_write_the_sa
         older = {
             key: value for key, value in unseal(state["tokenloom"]).items() if key not in ("counts", "real_tokens")
         }
-        for payload in ({"tokenloom": seal(older)}, {"sample_index": 7}):
+        wrapped = {"dataset": {"tokenloom": seal(older)}, "epoch": 1}
+        for payload in ({"tokenloom": seal(older)}, wrapped, {"datasets": [{"spec": "x"}]}, {"sample_index": 7}):
             unjoined = RemoteDataset(url, BATCH, rank=0, world_size=1)
             unjoined.load_state_dict(payload)
             with pytest.raises(RuntimeError, match="real_tokens: only known once the run is joined"):

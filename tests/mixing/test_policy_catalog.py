@@ -76,7 +76,7 @@ def test_what_a_catalog_has_is_checked_revised_and_forked() -> None:
     assert Mixer(new, revised.nodes).decide_one(lambda _: True) == 2
     sources = [SourceState(samples=count, tokens=count * LENGTH) for count in (5, 0, 1)]
     assert [child.samples for child in elsewhere.forked(new, sources)[0]] == [5, 0, 1]
-    assert elsewhere.imported(new, sources, [True, False, True]).baselines == (None, None, None)
+    assert elsewhere.imported(new, sources, [5, 0, 1], [True, False, True]).baselines == (None, None, None)
 
 
 def test_names_are_distinct_and_there_is_one_of_each() -> None:

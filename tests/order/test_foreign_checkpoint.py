@@ -45,9 +45,10 @@ def wiki(order: PipelineFactory, **more: Any) -> dict[str, Any]:
     return entry(WIKI, shard=order.record.shard_paths[order.record.specs.index(WIKI)][0], **more)
 
 
-def consumed(run: config.RunConfig, samples: list[int]) -> list[SourceState]:
-    """Sources that gave so many samples elsewhere."""
-    return [SourceState(samples=count, tokens=count * run.sequence_length) for count in samples]
+def carried(run: config.RunConfig, samples: list[int], known: list[bool]) -> elsewhere.Imported:
+    """The nodes over sources that gave so many samples elsewhere."""
+    sources = [SourceState(samples=count, tokens=count * run.sequence_length) for count in samples]
+    return elsewhere.imported(run, sources, [source.tokens for source in sources], known)
 
 
 def decoded(order: PipelineFactory, state: State) -> State:
@@ -138,7 +139,7 @@ def test_a_round_is_the_first_for_all_whatever_they_were_given(folder: Path) -> 
 
 def test_a_balance_that_is_too_far_off_to_be_counted_is_kept_in_proportion(folder: Path) -> None:
     order = order_of(folder, flat([CODE, DOCS, PROSE]))
-    billions = elsewhere.imported(order.config, consumed(order.config, [2**50 // 8, 0, 0]), [True] * 3).nodes[0]
+    billions = carried(order.config, [2**50 // 8, 0, 0], [True] * 3).nodes[0]
     assert max(abs(child.credit) for child in billions) <= MAX_COUNTER
     state = state_of(import_entries(order, entry(CODE, 3, 2**49), entry(DOCS, 2, 0), entry(PROSE, 2, 0)))
     assert picks(order, state, 40)[0] == 0
@@ -154,13 +155,13 @@ def test_whatever_was_consumed_shares_become_those_of_the_weights_and_stay_there
         child["weight"] = weight
     run = config.parse(document, where="mixture.yaml", catalog=CATALOG)
     before = [samples if known else 0 for _, samples, known in children]
-    carried = elsewhere.imported(run, consumed(run, before), [known for *_, known in children])
+    begin = carried(run, before, [known for *_, known in children])
     weights = [weight for weight, *_ in children]
-    begun = [max(samples, (at or 0) / 8) for samples, at in zip(before, carried.baselines, strict=True)]
+    begun = [max(samples, (at or 0) / 8) for samples, at in zip(before, begin.baselines, strict=True)]
     # As many samples as it takes until who had the most for its weight is due again.
     level = max(had / weight for had, weight in zip(begun, weights, strict=True))
     count = int(level * sum(weights) - sum(begun)) + 50
-    mixer = Mixer(run, carried.nodes)
+    mixer = Mixer(run, begin.nodes)
     picked: list[int] = []
     while len(picked) < count:
         some = min(97, count - len(picked))
@@ -223,6 +224,43 @@ def test_whatever_a_payload_holds_it_becomes_a_state_or_is_refused(
         assert decoded(order, point.base) == point.base
 
 
+@pytest.mark.parametrize("policy", ["soft_sequential", "balance_remaining"])
+@pytest.mark.parametrize("said", [{}, {"token_offset": 0}, {"token_offset": 640, "unknown": True}])
+def test_what_is_left_follows_from_the_rows_where_no_tokens_are_said(
+    folder: Path, policy: str, said: dict[str, Any]
+) -> None:
+    order = order_of(folder, flat([CODE, DOCS, WIKI], policy))
+    point = import_entries(order, {"spec": CODE, "row_offset": 25, **said}, wiki(order, row_offset=2))
+    state = state_of(point)
+    size = order.record.size_estimates[0]
+    assert state.sources[0].samples == size.tokens_before(25) // 8 > 50
+    assert state.total_tokens == state.sample_index * 8
+    # Of its 26 rows one is left.
+    assert picks(order, state, 30)[0] <= 6
+    assert "by its size" in point.notes[0]
+    assert "by its size" not in point.notes[1]
+
+
+def test_what_is_not_said_counts_as_nothing_for_balances_whatever_is_left(folder: Path) -> None:
+    inner = {"policy": "soft_sequential", "children": [{"source": DOCS}, {"source": WIKI}]}
+    order = order_of(folder, mixture(mixture={"policy": "least_consumed", "children": [{"source": CODE}, inner]}))
+    state = state_of(import_entries(order, entry(CODE, 3), entry(DOCS, 8), wiki(order, row_offset=2)))
+    assert [child.samples > 0 for child in state.nodes[0]] == [False, True]
+    assert [child.credit for child in state.nodes[0]] == [0, 0]
+    assert picks(order, state, 20)[0] == 10
+    assert decoded(order, state) == state
+
+
+def test_of_phases_the_one_that_goes_by_what_is_left_counts_the_rows(folder: Path) -> None:
+    document = flat([CODE, WIKI])
+    later = {"mixture": flat([CODE, WIKI], "soft_sequential")["mixture"]}
+    order = Timeline(order_of(folder, document | {"phases": [{"until_tokens": 160}, later]}))
+    entries = {"spec": CODE, "row_offset": 25}, {"spec": WIKI, "row_offset": 2}
+    assert state_of(import_entries(order, *entries)).sample_index == 0
+    state = state_of(import_entries(order, *entries, total_tokens=800))
+    assert (state.total_tokens, state.sources[0].samples > 50) == (800, True)
+
+
 def test_the_digest_is_that_of_the_place_and_tells_places_apart(order: PipelineFactory) -> None:
     same = [import_entries(order, entry(CODE, 3, 83, note=note), entry(DOCS, 4)).digest for note in "ab"]
     other = import_entries(order, entry(CODE, 4, 83), entry(DOCS, 4)).digest
@@ -258,10 +296,10 @@ def test_a_new_source_begins_at_the_baseline_and_counts_nothing(folder: Path, ba
 
 
 def test_a_node_that_is_new_begins_at_the_baseline_as_a_whole(order: PipelineFactory) -> None:
-    carried = elsewhere.imported(order.config, consumed(order.config, [10, 5, 0, 0]), [True, True, False, False])
+    begin = carried(order.config, [10, 5, 0, 0], [True, True, False, False])
     # Of 2 : 1 : 1.5 parts, 80/2 and 40/1 are 40 tokens a part; the integers are 4 : 2 : 3.
-    assert carried.baselines == (None, None, 60, 60)
-    assert [child.credit for child in carried.nodes[0]] == [0, 0, 0]
+    assert begin.baselines == (None, None, 60, 60)
+    assert [child.credit for child in begin.nodes[0]] == [0, 0, 0]
 
 
 def test_without_balances_a_new_source_just_begins(folder: Path) -> None:
@@ -288,6 +326,17 @@ def test_a_shard_is_found_by_an_absolute_path_and_relative_to_another_folder(
     for shard in ("data/code-1.parquet", str(folder / "data/code-1.parquet"), "/old/machine/data/code-1.parquet",
                   "code-1.parquet", "./data/../data/code-1.parquet"):  # fmt: skip
         assert state_of(import_entries(order, entry(CODE, 3, shard=shard))).sources[0].cursor.shard == 1
+
+
+@pytest.mark.parametrize("wrapped", [{}, {"dataset": {}, "epoch": 2}])
+def test_a_list_of_sources_alone_and_one_in_a_dataset_are_read_and_specs_by_absolute_paths(
+    folder: Path, order: PipelineFactory, wrapped: dict[str, Any]
+) -> None:
+    plain = [entry(CODE, 3, 83), entry(DOCS, 4), entry("old:x:y", shard="z")]
+    moved = [{**one, "spec": one["spec"].replace(":data", f":{folder}/./data")} for one in plain]
+    alone = {"datasets": moved, "row_offset_of": "shard"}
+    point = import_into(order, {**wrapped, "dataset": alone} if wrapped else alone)
+    assert state_of(point) == state_of(import_entries(order, *plain, row_offset_of="shard"))
 
 
 def test_a_shard_that_may_be_several_is_refused(tmp_path: Path) -> None:

@@ -78,7 +78,15 @@ def test_an_order_comes_back_from_its_record(folder: Path) -> None:
 def test_the_record_holds_what_decides_the_order_and_nothing_of_this_machine(folder: Path) -> None:
     record = order_of(folder).record.to_json()
     assert str(folder) not in record
-    assert set(json.loads(record)) == {"format", "order_version", "config", "tokenizer", "vocab_size", "manifest"}
+    assert set(json.loads(record)) == {
+        "format",
+        "order_version",
+        "config",
+        "beside",
+        "tokenizer",
+        "vocab_size",
+        "manifest",
+    }
     assert canonical(json.loads(record)) == record
 
 
@@ -131,7 +139,7 @@ def test_a_mixture_file_that_differs_is_refused_with_each_field_and_both_values(
     with pytest.raises(ConfigError) as caught:
         load(folder, order_of(folder).record.to_json(), document)
     first, *found, last = str(caught.value).splitlines()
-    assert first == "the mixture file of run 'test' differs from the run's record:"
+    assert first == "the mixture file of run 'test' differs from what the run began with:"
     assert [line.strip() for line in found] == lines
     assert last.startswith("put these back, or begin a new run under another name")
 
@@ -139,7 +147,17 @@ def test_a_mixture_file_that_differs_is_refused_with_each_field_and_both_values(
 def test_what_does_not_touch_the_order_may_change(folder: Path) -> None:
     document = mixture(window_micro_steps=9, last_micro_step="pad")
     child(document, 0)["alias"] = "other"
-    assert digest_of(load(folder, order_of(folder).record.to_json(), document)) == digest_of(order_of(folder))
+    made = order_of(folder)
+    loaded = load(folder, made.record.to_json(), document)
+    assert digest_of(loaded) == digest_of(made)
+    assert loaded.resources.changed == (
+        'last_micro_step: was "drop", the file has "pad" now',
+        f'{CODE}: alias: was "code", the file has "other" now',
+        "window_micro_steps: was nothing, the file has 9 now",
+    )
+    # Records of earlier releases do not say it.
+    older = {name: value for name, value in json.loads(made.record.to_json()).items() if name != "beside"}
+    assert load(folder, canonical(older), document).resources.changed == ()
 
 
 @pytest.mark.parametrize("field", ["format", "order_version"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bz2
 import json
+from base64 import b64encode
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from support.corpora import (
     encode_state,
     flat,
     mixture,
+    numbers,
     order_of,
     parsed,
 )
@@ -36,8 +39,11 @@ from tokenloom_server.core.state import (
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.mixing.mixer import node_shape
 from tokenloom_server.order import snapshot, snapshot_encode
+from tokenloom_server.order.record import RunRecord
 from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.state_shape import Shape
+from tokenloom_server.order.timeline import Timeline
+from tokenloom_server.sources.manifest import Manifest
 
 UID = "0123456789abcdef0123456789abcdef"
 BASE, INDEX = 60, 63
@@ -66,6 +72,10 @@ class Case:
         document = unseal(self.text)
         change(document)
         return seal(document)
+
+
+def packed(text: str) -> str:
+    return b64encode(bz2.compress(text.encode())).decode()
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +141,11 @@ def test_earlier_tools_find_what_they_read(case: Case) -> None:
 
 def test_two_hundred_sources_take_at_most_96_kilobytes() -> None:
     specs = tuple(f"parquet:data/corpus-{i:03d}/shards-*.parquet:text" for i in range(200))
-    config = parsed(flat(list(specs)))
+    document = flat(list(specs), tokenizer=None, vocab_size=9, end_of_text_id=2)
+    for child, weight in zip(document["mixture"]["children"], numbers(200, 1, 1, 10**9), strict=True):
+        child |= {"weight": weight / 10**6, "alias": f"corpus {weight}", "epochs": 2.5}
+    config = parsed(document)
+    record = RunRecord(config=config, manifest=Manifest(()), tokenizer=None, engine=None, has_loss_mask=False)
     shape = Shape(
         specs=specs,
         shards=tuple(tuple(f"data/corpus-{i:03d}/shards-{j:05d}.parquet" for j in range(90)) for i in range(200)),
@@ -152,6 +166,7 @@ def test_two_hundred_sources_take_at_most_96_kilobytes() -> None:
         nodes=(tuple(ChildState(samples, 8 * samples, -(10**6)) for _ in specs),),
     )
     template = dict.fromkeys(("manifest_digest", "config_digest"), "f" * 64) | {
+        "config": record.template(UID, "train", 1000)["config"],
         "format": SNAPSHOT_FORMAT,
         "version": SNAPSHOT_VERSION,
         "run": "r" * 40,
@@ -166,6 +181,29 @@ def test_two_hundred_sources_take_at_most_96_kilobytes() -> None:
     text = snapshot_encode.compose(template, resume_state, resume_state)
     assert len(text.encode()) <= 96 * 1024
     assert snapshot.parse(text, template, lambda *_: shape, config).base == state
+
+
+def test_where_only_the_state_is_there_each_changed_field_is_named_with_both_values(case: Case, folder: Path) -> None:
+    changed = mixture(mask_boundaries=True, on_bad_row="skip")
+    timeline = Timeline(order_of(folder, changed))
+    template = timeline.first.record.template("", "train", 0)
+    point = snapshot.parse(case.text, template, timeline.shape_at, timeline.first.config)
+    assert point.changed == (
+        "mask_boundaries: was false, the file has true now",
+        'on_bad_row: was "fail", the file has "skip" now',
+    )
+
+    changed["mixture"]["children"][0]["weight"] = 3
+    changed["mixture"]["children"][2]["children"].pop()
+    timeline = Timeline(order_of(folder, changed))
+    template = timeline.first.record.template("", "train", 0)
+    ways = "put these back, or begin a new run .* forked from this checkpoint; or make them a revision"
+    for text, said in (
+        (case.text, rf"children\.0\.weight: the run began with \"2\", the file has \"3\"\n.*children\.2.*{ways}"),
+        (case.changed(lambda d: d.pop("config")), "the snapshot's config_digest is"),
+    ):
+        with pytest.raises(SnapshotInvalid, match=f"(?s){said}"):
+            snapshot.parse(text, template, timeline.shape_at, timeline.first.config)
 
 
 # --- torn ------------------------------------------------------------------------------------------
@@ -255,6 +293,11 @@ SWAPPED = [
     ("seed", 7.0, "seed: "),
     ("order_version", 1, "the snapshot's order_version is 1, this run's is 3: where its run's ledger is gone, give"),
     ("config_digest", "0" * 64, "restore the mixture file that the run began with"),
+    ("config", {}, "config: expected JSON, compressed by bzip2, in base 64"),
+    ("config", "e30", "config: "),
+    ("config", packed("{}{"), "config: "),
+    ("config", packed("[" * 10**5), "config: expected JSON"),
+    ("config", packed('{"config": [1]}'), "config.config: "),
     ("manifest_digest", "0" * 64, "restore the data files that the run began with"),
     ("tokenizer.engine", "other", "restore that tokeniser and engine version"),
     ("tokenizer.version", "0.9", "'version': '0.9'"),

@@ -9,9 +9,11 @@ import re
 import sqlite3
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import yaml
 from support.served import SCHEDULE, Place, Rank, Trainer, call_of
 from tokenloom import ConnectionOptions, Fenced, NumpyDataset, RemoteDataset
 from tokenloom.connection import join as client_join
@@ -20,6 +22,7 @@ from tokenloom_server.api.grpc import GrpcServer
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.errors import (
     AttemptUsed,
+    ConfigError,
     JoinRefused,
     LedgerRolledBack,
     LedgerUnavailable,
@@ -384,6 +387,28 @@ def test_each_dataset_of_a_slurm_task_has_an_attempt_and_none_meets_another_laun
             dataset.close()
     finally:
         server.stop(0.1)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_what_moves_no_sample_may_change_between_launches_and_is_said_in_log_and_stats(
+    place: Place, trainer: Trainer, lost: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer.train(2)
+    state = trainer.state()
+    place.stop()
+    document = yaml.safe_load(place.path.read_text())
+    place.path.write_text(yaml.safe_dump(document | {"mask_boundaries": True}))
+    served = place.serve(tmp_path / "another.db" if lost else None)
+    Trainer(served, state=state).train(1)
+    said = "mask_boundaries: was false, the file has true now"
+    assert caplog.messages.count(f"test: {said}") == 1
+    assert served.stats.read().warning == said
+    # What the order depends on is refused with both values wherever it is known from.
+    place.stop()
+    document["mixture"]["children"][0]["weight"] = 3
+    place.path.write_text(yaml.safe_dump(document))
+    with pytest.raises((ConfigError, SnapshotInvalid), match='weight: the run began with "2", the file has "3"'):
+        Trainer(place.serve(tmp_path / "third.db" if lost else None), state=state)
 
 
 def test_more_ranks_than_may_have_connections_are_said_in_the_log(

@@ -21,7 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from support.catalog import CATALOG
-from support.corpora import CODE, DOCS, PROSE, WIKI, mixture, order_of, write_corpus
+from support.corpora import CODE, DOCS, PROSE, WIKI, advanced, mixture, order_of, write_corpus
+from support.imports import import_into, state_of
 from tokenloom_proto.seal import seal, unseal
 from tokenloom_server.cli.app import app
 from tokenloom_server.config import mixture_file as config
@@ -128,6 +129,14 @@ def test_an_older_payload_is_found_in_torch_files_and_in_json(document: dict[str
     for name in ("c.pt", "c.json"):
         found = find(tmp_path / name)
         assert (found.where, found.document) == ("steps.1.data", document)
+
+
+def test_a_list_of_sources_alone_is_a_state_and_another_list_is_not(text: str, tmp_path: Path) -> None:
+    arguments = {"datasets": ["a", "b"], "dataset": {"name": "c4"}}
+    (tmp_path / "c.json").write_text(json.dumps([arguments, {"dataset": OLDER["resume_state"]}]))
+    assert find(tmp_path / "c.json").document["resume_state"]["datasets"] == OLDER["resume_state"]["datasets"]
+    (tmp_path / "c.json").write_text(json.dumps([arguments, {"dataset": {"tokenloom": text}}]))
+    assert find(tmp_path / "c.json").where == "1.dataset.tokenloom"
 
 
 def test_a_bare_sample_index_counts_only_where_there_is_nothing_else(text: str, tmp_path: Path) -> None:
@@ -576,6 +585,36 @@ def test_probabilities_and_a_mixture_file(text: str, tmp_path: Path) -> None:
     assert "44.44%" in printed
     found = json.loads(run("probabilities", bare, "--mixture", tmp_path / "mixture.yaml", "--json"))
     assert found[1]["children"][1]["without_counters"] == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_probabilities_are_those_at_the_sample_index_of_a_young_state_too(imported: bool, tmp_path: Path) -> None:
+    document = mixture()
+    document["mixture"]["children"][2] |= {
+        "policy": "soft_sequential",
+        "children": [{"source": PROSE}, {"source": WIKI}],
+    }
+    order = order_of(write_corpus(tmp_path), document)
+    (tmp_path / "mixture.yaml").write_text(yaml.safe_dump(document))
+    first = state_of(import_into(order, OLDER)) if imported else order.initial()
+    base = Timeline(order).encode(first)
+    for more in (3, 40):
+        state = advanced(order, first, more)
+        template = order.record.template(UID, "train", 2)
+        path = tmp_path / f"{more}.json"
+        save_plain(path, snapshot_encode.compose(template, base, Timeline(order).encode(state)))
+        assert "of None in all" in run("probabilities", path)
+        printed = json.loads(run("probabilities", path, "--mixture", tmp_path / "mixture.yaml", "--json"))
+        for node, children in zip(printed, state.nodes, strict=True):
+            assert node["counted_at"] == state.sample_index
+            assert [child["samples"] for child in node["children"]] == [child.samples for child in children]
+        prose, wiki = printed[1]["children"]
+        left = 1 - state.nodes[1][0].samples / prose["total"]
+        assert prose["with_counters"] == pytest.approx(
+            left / (left + (1 - left) * (1 - state.nodes[1][1].samples / wiki["total"]))
+        )
+        assert f"at sample {state.sample_index}" in run("probabilities", path, "--mixture", tmp_path / "mixture.yaml")
+        assert f"stood at sample {first.sample_index}" in run("show", path).replace("\n", " ")
 
 
 def test_diff_prints_rows_and_tokens(texts: list[str], tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, mixture, parsed, write_corpus
+from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, mixture, order_of, parsed, write_corpus
+from support.imports import import_into, state_of
 from support.nested_states import OldInterleaved, Shape, in_process, in_workers, three_levels
 from tokenloom_server.cli.app import app
 from tokenloom_server.errors import SnapshotInvalid
@@ -128,11 +129,11 @@ def test_what_the_state_lacks_is_measured_from_the_data(tmp_path: Path) -> None:
     status, printed = run(*command, "--json")
     assert status == 0
     nodes = json.loads(printed)
-    totals = [sum(map(len, ROWS[spec])) for spec in (CODE, DOCS, PROSE, WIKI)]
-    assert [child["total"] for child in nodes[0]["children"]] == [totals[0], sum(totals[1:])]
-    given = [child.examples for child in loader.children]
-    kept = soft([(totals[0] - given[0], totals[0]), (sum(totals[1:]) - given[1], sum(totals[1:]))])
-    assert [child["with_counters"] for child in nodes[0]["children"]] == pytest.approx(kept)
+    state = state_of(import_into(order_of(folder, tree()), loader.state("nothing")))
+    for node, children in zip(nodes, state.nodes, strict=True):
+        assert [child["samples"] for child in node["children"]] == [child.samples for child in children]
+        kept = soft([(child["total"] - child["samples"], child["total"]) for child in node["children"]])
+        assert [child["with_counters"] for child in node["children"]] == pytest.approx(kept)
 
     # Where the data are not there, what they would have said is named, and nothing is computed.
     (tmp_path / "elsewhere").mkdir()
@@ -140,22 +141,33 @@ def test_what_the_state_lacks_is_measured_from_the_data(tmp_path: Path) -> None:
     status, printed = run(*command[:-1], tmp_path / "elsewhere/mixture.yaml")
     assert status == 1
     assert "its data are not measured" in printed
-    assert f"missing: the root: code: samples: found {given[0]} of None in all; examples_per_dataset" in printed
+    assert (
+        f"missing: the root: code: samples: found {loader.children[0].examples} of None in all; examples_per_dataset"
+        in printed
+    )
 
 
-def test_an_older_payload_under_a_policy_that_estimates_is_computed_from_the_data(tmp_path: Path) -> None:
+@pytest.mark.parametrize("said", [{"token_offset": 400}, {}])
+def test_an_older_payload_under_a_policy_that_estimates_is_computed_from_the_data(
+    said: dict[str, int], tmp_path: Path
+) -> None:
     folder = write_corpus(tmp_path)
     (folder / "mixture.yaml").write_text(yaml.safe_dump(tree()))
-    datasets = [{"spec": CODE, "shard": "data/code-1.parquet", "row_offset": 3, "token_offset": 400}]
-    (folder / "state.json").write_text(json.dumps({"resume_state": {"datasets": datasets}}))
+    spec = CODE.replace("data", f"{folder}/data", 1)
+    datasets = [{"spec": spec, "shard": "data/code-1.parquet", "row_offset": 3, **said}]
+    (folder / "state.json").write_text(json.dumps({"dataset": {"datasets": datasets}}))
     command = ("checkpoint", "probabilities", folder / "state.json", "--mixture", folder / "mixture.yaml", "--json")
     status, printed = run(*command)
     assert status == 0
     code, rest = json.loads(printed)[0]["children"]
-    tokens = sum(len(row or ()) + bool(row) for shard in ROWS[CODE] for row in shard)
-    assert (code["samples"], code["total"]) == (50, pytest.approx(tokens // 8, abs=3))
-    assert code["with_counters"] == pytest.approx((code["total"] - 50) / code["total"], abs=0.01)
+    rows = [*ROWS[CODE][0], *ROWS[CODE][1]]
+    read, rest_tokens = (sum(len(row or ()) + bool(row) for row in part) for part in (rows[:17], rows[17:]))
+    assert code["samples"] == (50 if said else pytest.approx(read // 8, abs=3))
+    assert code["total"] - code["samples"] == pytest.approx(rest_tokens // 8, abs=3)
+    assert code["with_counters"] == pytest.approx(1 - code["samples"] / code["total"], abs=0.01)
     assert rest["without_counters"] == pytest.approx(0)
+    status, printed = run("checkpoint", "show", *command[2:])
+    assert [child["samples"] for child in json.loads(printed)["nodes"][0]["children"]] == [50 if said else 0, 0]
 
 
 def test_a_mixture_of_another_shape_is_refused_by_place(tmp_path: Path) -> None:

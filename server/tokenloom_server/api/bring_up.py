@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import uuid
 from contextlib import suppress
@@ -116,7 +117,7 @@ class RunStarter:
         self, mixture: RunConfig, origin: MixtureOrigin, stored: StoredRun, reason: Reason | None
     ) -> tuple[PipelineFactory, MixtureChange | None]:
         """The order of a known run, and the change that its mixture file asks for."""
-        different = differences(mixture, stored.record)
+        different = differences(mixture, json.loads(stored.record))
         places = origin.base_dir, origin.index_dir, stored.record, self._data_roots
         if not different and reason is None:
             return builder.load(mixture, *places), None

@@ -11,7 +11,7 @@ import typer
 from tokenloom_server.cli.command import command
 from tokenloom_server.cli.common import console, print_json
 from tokenloom_server.cli.options import Inside
-from tokenloom_server.errors import SourceError
+from tokenloom_server.errors import SnapshotInvalid, SourceError
 
 if TYPE_CHECKING:
     from tokenloom_server.tools.checkpoint.content import Content
@@ -41,8 +41,8 @@ class _Options:
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False
 
     def content(self, file: Path, *, measured: bool = False) -> Content:
-        """What a checkpoint's file says; with ``measured`` also how much the mixture's data will give, where only they
-        say it. Raises ``ConfigError`` and ``SnapshotInvalid``."""
+        """What a checkpoint's file says; with ``measured`` at its own sample index, and also how much the mixture's
+        data will give, where only they say it. Raises ``ConfigError`` and ``SnapshotInvalid``."""
         from tokenloom_server.catalog import environment_catalog
         from tokenloom_server.config import mixture_file as config
         from tokenloom_server.tools.checkpoint.content import read
@@ -50,15 +50,15 @@ class _Options:
         from tokenloom_server.tools.checkpoint.probabilities import missing
 
         mixture = config.load(self.mixture, environment_catalog()) if self.mixture else None
-        state = find(file, self.inside)
-        content = read(file, state, mixture)
-        if self.mixture and mixture and measured and any(missing(content, node) for node in content.nodes):
+        state, base_dir = find(file, self.inside), (self.mixture or file).resolve().parent
+        content = read(file, state, mixture, base_dir=base_dir, at_index=measured)
+        if mixture is not None and measured and any(missing(content, node) for node in content.nodes):
             from tokenloom_server.order import builder
 
             try:
-                factory = builder.create(mixture, self.mixture.resolve().parent, None)
-                content = read(file, state, mixture, factory.record.size_estimates)
-            except SourceError as error:
+                factory = builder.create(mixture, base_dir, None)
+                content = read(file, state, mixture, factory, base_dir=base_dir, at_index=True)
+            except (SourceError, SnapshotInvalid) as error:
                 console(stderr=True).print(f"{self.mixture}: its data are not measured: {error}", soft_wrap=True)
         return content
 

@@ -9,7 +9,12 @@ from typing import Any
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.config.node import NodeConfig
-from tokenloom_server.config.order_fields import OUTSIDE_THE_ORDER, SOURCE_OUTSIDE_THE_ORDER, order_fields
+from tokenloom_server.config.order_fields import (
+    OUTSIDE_THE_ORDER,
+    SOURCE_OUTSIDE_THE_ORDER,
+    fields_beside,
+    order_fields,
+)
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.errors import ConfigError
 
@@ -17,28 +22,36 @@ from tokenloom_server.errors import ConfigError
 _POSITIONS = {"count": "positions"}
 
 
-def differences(config: RunConfig, record: str) -> dict[str, str]:
-    """By field, how a mixture file differs from a run's record, both values named."""
-    recorded = _POSITIONS | json.loads(record)["config"]
-    file = _POSITIONS | json.loads(canonical(order_fields(config.counting(recorded["count"]))))
-    both = changes(recorded, file, default_of=_default_of)
+def differences(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, str]:
+    """By field, how a mixture file differs from a run's record, both values named; empty for an empty record."""
+    before = _POSITIONS | recorded.get("config", {})
+    file = _POSITIONS | json.loads(canonical(order_fields(config.counting(before["count"]))))
+    both = changes(before, file, default_of=_default_of) if recorded else ()
     return {path: f"the run began with {shown(old)}, the file has {shown(new)}" for path, old, new in both}
 
 
-def refuse(config: RunConfig, different: Mapping[str, str]) -> None:
-    """Raises ``ConfigError`` where there are differences."""
+def changed_beside(config: RunConfig, recorded: Mapping[str, Any]) -> tuple[str, ...]:
+    """The fields beside the order that have other values than in a record; none where that does not have them."""
+    new = fields_beside(config)
+    old = recorded.get("beside", new)
+    paths = [path for path in sorted(old | new) if old.get(path) != new.get(path)]
+    return tuple(f"{path}: was {shown(old.get(path))}, the file has {shown(new.get(path))} now" for path in paths)
+
+
+def refuse(config: RunConfig, different: Mapping[str, str], refusal: type[Exception] = ConfigError) -> None:
+    """Raises ``refusal`` where there are differences."""
     if not different:
         return
-    remedy = "put these back, or begin a new run under another name"
+    remedy = "put these back, or begin a new run under another name, such as one that is forked from this checkpoint"
     if all(field.startswith("mixture.") for field in different):
         remedy += (
             "; or make them a revision, from the next possible sample on: serve with --revise REASON, or "
             "`tokenloom runs reload --reason REASON`, or put these back and use `tokenloom mixture apply`"
         )
     elif set(different) <= {"sequence_length"}:
-        remedy += ", such as one that is forked from this run's checkpoint; `phases` plan such a change"
-    raise ConfigError(
-        f"the mixture file of run {config.run!r} differs from the run's record:\n  "
+        remedy += "; `phases` plan such a change"
+    raise refusal(
+        f"the mixture file of run {config.run!r} differs from what the run began with:\n  "
         + "\n  ".join(f"{field}: {both}" for field, both in different.items())
         + f"\n{remedy}"
     )

@@ -11,19 +11,27 @@ from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 
-#: Fields of a run that its order does not depend on. The content of the tokeniser has a digest of its own.
-OUTSIDE_THE_ORDER = (
-    # The record names its order version itself.
-    "order_version",
-    *("run", "window_micro_steps", "tokenizer", "last_micro_step", "new_source_baseline", "mask_boundaries"),
+#: Fields of a run that its order does not depend on. Where one changes between two launches, both values are said.
+BESIDE_THE_ORDER = (
+    *("window_micro_steps", "last_micro_step", "new_source_baseline", "mask_boundaries"),
     # Where a bad row ends a run, no order follows it; so the run may be resumed with another answer.
     *("on_bad_row", "max_bad_rows"),
-    # Each stream with a mixture of its own has its own record.
-    "streams",
 )
+#: These, and those that are compared in other ways: the record names its order version itself, the content of the
+#: tokeniser has a digest of its own, and each stream with a mixture of its own has its own record.
+OUTSIDE_THE_ORDER = ("order_version", "run", "tokenizer", "streams", *BESIDE_THE_ORDER)
 
 #: Fields of a source that the order does not depend on.
 SOURCE_OUTSIDE_THE_ORDER = ("alias", "on_bad_row", "max_bad_rows", "on_blank_line", "commit")
+
+
+def fields_beside(run: RunConfig) -> dict[str, Any]:
+    """What decides no order, of the run, and of each source what is no default; by the names that people read."""
+    fields = {name: getattr(run, name) for name in BESIDE_THE_ORDER}
+    for _, source in run.named_sources():
+        own = source.model_dump(exclude_defaults=True, include={*SOURCE_OUTSIDE_THE_ORDER})
+        fields |= {f"{source.source}: {name}": value for name, value in own.items()}
+    return fields
 
 
 def order_fields(run: RunConfig) -> dict[str, Any]:

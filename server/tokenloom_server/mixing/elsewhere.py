@@ -26,55 +26,59 @@ class Imported:
 
 def forked(config: RunConfig, sources: Sequence[SourceState]) -> Nodes:
     """The nodes' states where another run consumed the sources: nobody is owed anything for that."""
-    return _summed(config, sources, [True] * len(sources), lambda node, sums: policy_of(node).forked(sums))
+    nobody = [0] * len(sources)
+    return _summed(config, sources, nobody, [True] * len(sources), lambda node, sums: policy_of(node).forked(sums))
 
 
-def imported(config: RunConfig, sources: Sequence[SourceState], known: Sequence[bool]) -> Imported:
-    """The nodes' states where an older data loader consumed the sources. By source id; ``known``: whether it read the
-    source at all."""
+def imported(
+    config: RunConfig, sources: Sequence[SourceState], balances: Sequence[int], known: Sequence[bool]
+) -> Imported:
+    """The nodes' states where an older data loader consumed the sources. By source id; ``balances``: the tokens that
+    count when it is decided who is owed some; ``known``: whether it read the source at all."""
     baselines: list[int | None] = [None] * len(sources)
 
     def owed_to(node: NodeConfig, sums: Elsewhere) -> Sequence[int]:
-        owed, balances = policy_of(node).imported(sums)
-        for child, balance, was in zip(node.children, balances or (), sums.known, strict=False):
+        owed, begun = policy_of(node).imported(sums)
+        for child, balance, was in zip(node.children, begun or (), sums.known, strict=False):
             if not was:
                 # What an inner node noted goes: the outermost balance is the one that a new source waits for.
                 for _, source in walk(child, ""):
                     baselines[source.id] = balance
         return owed
 
-    return Imported(_summed(config, sources, known, owed_to), tuple(baselines))
+    return Imported(_summed(config, sources, balances, known, owed_to), tuple(baselines))
 
 
 def _summed(
     config: RunConfig,
     sources: Sequence[SourceState],
+    balances: Sequence[int],
     known: Sequence[bool],
     owed_to: Callable[[NodeConfig, Elsewhere], Sequence[int]],
 ) -> Nodes:
     nodes: dict[int, tuple[ChildState, ...]] = {}
 
-    def visit(node: NodeConfig) -> tuple[int, int, bool]:
-        """Samples and tokens below a node, and whether any of it was read."""
-        samples, tokens, read = zip(
+    def visit(node: NodeConfig) -> tuple[int, int, int, bool]:
+        """Samples, tokens and balances below a node, and whether any of it was read."""
+        samples, tokens, counted, read = zip(
             *(
                 visit(child)
                 if isinstance(child, NodeConfig)
-                else (sources[child.id].samples, sources[child.id].tokens, known[child.id])
+                else (sources[child.id].samples, sources[child.id].tokens, balances[child.id], known[child.id])
                 for child in node.children
             ),
             strict=True,
         )
         sums = Elsewhere(
             picks=[count // config.pick_samples for count in samples],
-            tokens=tokens,
+            tokens=counted,
             live=[child.presence == "live" for child in node.children],
             known=read,
             weights=node_shape(config, node).weights,
             baseline=config.new_source_baseline,
         )
         nodes[node.id] = tuple(map(ChildState, samples, tokens, owed_to(node, sums)))
-        return sum(samples), sum(tokens), any(read)
+        return sum(samples), sum(tokens), sum(counted), any(read)
 
     visit(config.mixture)
     return tuple(nodes[number] for number in sorted(nodes))

@@ -320,11 +320,9 @@ def initial_nodes(config: RunConfig) -> tuple[tuple[ChildState, ...], ...]:
     return tuple((ChildState(),) * len(node.children) for node in config.nodes)
 
 
-def target_shares(
-    config: RunConfig, state: State, size_estimates: Mapping[int, SizeEstimate] | None = None
-) -> tuple[float, ...]:
-    """Each source's share of the tokens that the weights in force at a state ask for, by source id; 0 for one that
-    gives nothing more. ``size_estimates`` as for the ``Mixer``."""
+def mixer_at(config: RunConfig, state: State, size_estimates: Mapping[int, SizeEstimate] | None = None) -> Mixer:
+    """The mixer that decides what follows a state, with the weights that hold there. ``size_estimates`` as for the
+    ``Mixer``."""
     mixer = Mixer(config, state.nodes, size_estimates, clock_offset=state.clock_ahead)
 
     def rows_picked(source: int) -> tuple[int, int]:
@@ -333,4 +331,12 @@ def target_shares(
 
     # Those that a state has stay, also where the next pick makes others: only what has none yet makes some.
     mixer.update_weights(1, state.total_tokens, rows_picked)
-    return mixer.shares()
+    return mixer
+
+
+def target_shares(
+    config: RunConfig, state: State, size_estimates: Mapping[int, SizeEstimate] | None = None
+) -> tuple[float, ...]:
+    """Each source's share of the tokens that the weights in force at a state ask for, by source id; 0 for one that
+    gives nothing more. ``size_estimates`` as for the ``Mixer``."""
+    return mixer_at(config, state, size_estimates).shares()

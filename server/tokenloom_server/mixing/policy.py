@@ -205,6 +205,7 @@ class Elsewhere(NamedTuple):
     """A node whose sources were consumed by another run or an older data loader, by child."""
 
     picks: Sequence[int]
+    #: As balances are to count them: an older loader may not have said how many they were.
     tokens: Sequence[int]
     live: Sequence[bool]
     #: Whether any of it was consumed there at all.

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.config.data_roots import DataRoots
-from tokenloom_server.config.differences import differences, refuse
+from tokenloom_server.config.differences import changed_beside, differences, refuse
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.size_estimate import SizeEstimate
@@ -93,9 +93,10 @@ def load(
         raise ConfigError(
             f"order_version: found {config.order_version}, but the run began under {version}: leave it out"
         )
-    refuse(config, differences(config, record))
+    refuse(config, differences(config, recorded))
     config = config.counting(recorded["config"].get("count", "positions"))
     resources = RunResources(base_dir, index_dir, roots)
+    resources.changed = changed_beside(config, recorded)
     check_named(config, resources)
     manifest = Manifest.from_json(canonical(recorded["manifest"]))
     resources.check_files(manifest)

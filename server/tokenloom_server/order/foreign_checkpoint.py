@@ -11,10 +11,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server.config.catalog import SourceSchemes
 from tokenloom_server.core.state import (
     DIGEST_MODULUS,
     MAX_COUNTER,
@@ -55,7 +55,7 @@ def resume_point(payload: Payload, timeline: Timeline) -> ResumePoint:
     if tokens is not None and tokens > MAX_COUNTER:
         raise SnapshotInvalid(f"total_tokens: {tokens} ({clock}); counters end at 2^53 − 1")
     if payload.nested is not None:
-        entries = read_entries(payload.nested, timeline.first.record, payload.sample_tokens)
+        entries = read_entries(payload.nested, timeline.first.config, payload.sample_tokens)
         payload = replace(payload, datasets=tuple(map(Entry.model_validate, entries)))
     if not payload.datasets:
         return _skipping(payload.sample_index or 0, timeline, tokens, clock)
@@ -64,7 +64,7 @@ def resume_point(payload: Payload, timeline: Timeline) -> ResumePoint:
             "resume_state.datasets: an older data loader's checkpoint names rows of files, but this run's order is "
             "made of batches from buckets, which it knows nothing of: begin the run anew, or give sample_index alone"
         )
-    by_spec = _by_spec(payload.datasets, timeline.first.config.catalog.sources)
+    by_spec = _by_spec(payload.datasets, timeline.segments[-1].factory)
     state, notes = _state(by_spec, *_in_force(by_spec, timeline, tokens))
     # That what comes back in a later phase can go on is found out now, and not when it is in force.
     returning(state.preserved, timeline.segments[-1].factory)
@@ -84,12 +84,13 @@ def _skipping(index: int, timeline: Timeline, tokens: int | None, clock: str) ->
     return replace(point, sample_index=index, total_tokens=total, digest=None)
 
 
-def _by_spec(entries: Sequence[Entry], schemes: SourceSchemes) -> _BySpec:
-    """The entries by their specs. Raises ``SnapshotInvalid`` for one that
+def _by_spec(entries: Sequence[Entry], last: PipelineFactory) -> _BySpec:
+    """The entries by their specs as the run has them at its end. Raises ``SnapshotInvalid`` for one that
     comes twice."""
     by_spec: dict[str, tuple[int, Entry]] = {}
     for i, entry in enumerate(entries):
-        first, _ = by_spec.setdefault(normalised(entry.spec, schemes), (i, entry))
+        spec = normalised(entry.spec, last.config, last.resources.base_dir)
+        first, _ = by_spec.setdefault(spec, (i, entry))
         if first != i:
             raise SnapshotInvalid(
                 f"resume_state.datasets.{i} (spec {entry.spec!r}): spec stands there already, at {first}; expected "
@@ -102,15 +103,21 @@ def _in_force(by_spec: _BySpec, timeline: Timeline, tokens: int | None) -> tuple
     """What is in force where the sources' samples and the clock say, by the run's phases and revisions; and the
     ``clock_offset``. ``tokens``: of the clock, None where they are those of the samples."""
     for segment in timeline.segments:
-        specs, length = segment.factory.record.specs, segment.config.sequence_length
-        samples = sum(entry.counted_tokens // length for spec, (_, entry) in by_spec.items() if spec in specs)
+        length = segment.config.sequence_length
+        counted = [(i, *by_spec[spec]) for i, spec in enumerate(segment.factory.record.specs) if spec in by_spec]
+        samples = sum(_tokens(*each, segment.factory) // length for each in counted)
         total = samples * length if tokens is None else tokens
         by_clock = timeline.with_clock(total - samples * length)
         factory = by_clock.at(samples)
-        same = (factory.record.specs, factory.config.sequence_length) == (specs, length)
+        same = _counts_alike(factory) == _counts_alike(segment.factory)
         if same and by_clock.tokens_at(samples) == total:
             return factory, by_clock.clock_offset
     raise SnapshotInvalid(f"resume_state.datasets: token_offset adds up to a place {_OTHER_LENGTHS}")
+
+
+def _counts_alike(factory: PipelineFactory) -> tuple[Any, ...]:
+    """What decides how an entry's samples are counted."""
+    return factory.record.specs, factory.config.sequence_length, factory.config.measured_sources
 
 
 def _state(by_spec: _BySpec, factory: PipelineFactory, clock_offset: int) -> tuple[State, tuple[str, ...]]:
@@ -129,7 +136,8 @@ def _state(by_spec: _BySpec, factory: PipelineFactory, clock_offset: int) -> tup
         raise SnapshotInvalid(
             f"resume_state.datasets: token_offset adds up to {total * length}; counters end at 2^53 − 1"
         )
-    nodes = elsewhere.imported(factory.config, sources, known)
+    balances = [by_spec[spec][1].counted_tokens // length * length if spec in by_spec else 0 for spec in specs]
+    nodes = elsewhere.imported(factory.config, sources, balances, known)
     notes = [
         pair[1] if pair is not None else _new(spec, factory, baseline)
         for spec, pair, baseline in zip(specs, pairs, nodes.baselines, strict=True)
@@ -150,17 +158,32 @@ def _state(by_spec: _BySpec, factory: PipelineFactory, clock_offset: int) -> tup
     return state, tuple(notes)
 
 
+def _where(index: int, entry: Entry) -> str:
+    return f"resume_state.datasets.{index} (spec {entry.spec!r})"
+
+
+def _tokens(source: int, index: int, entry: Entry, factory: PipelineFactory) -> int:
+    """The tokens that a source's counters begin with: the entry's. Where it has none, and a policy goes by what is left
+    of the source, those of the rows that were read, by its size: as many as that policy finds missing."""
+    if entry.counted_tokens or source not in factory.config.measured_sources:
+        return entry.counted_tokens
+    rows = position_of(_where(index, entry), entry, source, factory).rows
+    return factory.record.size_estimates[source].tokens_before(rows)
+
+
 def _source(source: int, index: int, entry: Entry, factory: PipelineFactory) -> tuple[SourceState, str]:
     """Where an entry's source goes on, and a line about it."""
     length, shards = factory.config.sequence_length, factory.record.shard_paths[source]
-    position = position_of(f"resume_state.datasets.{index} (spec {entry.spec!r})", entry, source, factory)
-    samples = entry.counted_tokens // length
+    position, tokens = position_of(_where(index, entry), entry, source, factory), _tokens(source, index, entry, factory)
+    samples = tokens // length
     state = SourceState(cursor=position.cursor, samples=samples, rows=position.rows, tokens=samples * length)
+    by_size = tokens > entry.counted_tokens
     note = (
         f"resume: {position_line(factory.record.specs[source], state, shards)} row_offset={entry.row_offset} "
         f"tokens={state.tokens} (from an older checkpoint"
         + ("; preserved until now, its balance begins as a new source's" if entry.was_preserved else "")
         + ("" if entry.token_offset is not None else "; it has no token_offset, which counts as 0")
+        + ("; for a policy that goes by what is left, its rows have these tokens, by its size" if by_size else "")
         + ("" if position.is_counted else "; rows are counted from this shard on")
         + ")"
     )

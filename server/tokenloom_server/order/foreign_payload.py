@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os.path import normpath
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from tokenloom_proto.resume import CLOCK_KEYS
+from tokenloom_proto.resume import CLOCK_KEYS, older_payload, unwrapped
 from tokenloom_proto.seal import CHECKSUM
 
-from tokenloom_server.config.catalog import SourceSchemes
+from tokenloom_server.config.run import RunConfig
+from tokenloom_server.config.spec import Spec
 from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.order.nested_state import as_resume_state, is_nested
@@ -124,6 +127,8 @@ def read(text: str | bytes) -> Payload | None:
         return None
     if not isinstance(document, dict) or "format" in document or CHECKSUM in document:
         return None
+    document = unwrapped(document)
+    document |= older_payload(document)
     resume = document.get("resume_state")
     nested = document if is_nested(document) else None
     if resume is None and "sample_index" not in document and nested is None:
@@ -136,7 +141,7 @@ def read(text: str | bytes) -> Payload | None:
     if resume is not None and "datasets" in resume:
         return Payload(entries_of(resume), *clock)
     if nested is not None:
-        return Payload((), as_resume_state(nested, None, {})["sample_index"], *clock[1:], nested)
+        return Payload((), as_resume_state(nested, None)["sample_index"], *clock[1:], nested)
     if sample_index is None:
         raise SnapshotInvalid("sample_index: found nothing; expected that, or resume_state.datasets")
     return Payload((), *clock)
@@ -157,12 +162,20 @@ def entries_of(resume: dict[str, Any]) -> tuple[Entry, ...]:
         raise SnapshotInvalid(_explain(error, resume)) from None
 
 
-def normalised(spec: str, schemes: SourceSchemes) -> str:
-    """A spec as this run has it."""
+def normalised(spec: str, run: RunConfig, base_dir: Path) -> str:
+    """A spec as the run has it, also where it names the same files by another path."""
     try:
-        return str(schemes.spec(spec))
+        parsed = run.catalog.sources.spec(spec)
     except ConfigError:
         return spec  # of a kind that this release does not read: no source of any mixture has it
+    text, files = str(parsed), _files(parsed, base_dir)
+    same = [known.source for known in run.sources if _files(known.spec, base_dir) == files]
+    return text if text in same else next(iter(same), text)
+
+
+def _files(spec: Spec, base_dir: Path) -> tuple[str, str, str]:
+    location = spec.location if spec.is_remote else normpath(base_dir / spec.location)
+    return spec.scheme.name, location, spec.column
 
 
 def _explain(error: ValidationError, resume: dict[str, Any]) -> str:

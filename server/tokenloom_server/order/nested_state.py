@@ -17,11 +17,8 @@ from tokenloom_proto.resume import BY_DATASET, NESTED_KEYS
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
-from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.errors import SnapshotInvalid
-from tokenloom_server.mixing.totals import rows_of
-from tokenloom_server.order.record import RunRecord
 
 #: Where a dataset has one of these, the rows that were read of it are not the first ones of its files.
 _ELSEWHERE = ("shuffle_seed", "shuffle_buffer_size", "shard_config", "split_start_idx")
@@ -37,11 +34,10 @@ def is_nested(state: Any) -> bool:
     return isinstance(state, Mapping) and len(state.keys() & set(NESTED_KEYS)) > 1
 
 
-def as_resume_state(state: Any, run: RunConfig | None, sizes: Mapping[int, SizeEstimate]) -> dict[str, Any]:
+def as_resume_state(state: Any, run: RunConfig | None) -> dict[str, Any]:
     """The ``resume_state`` that says the same, in the mixture's order: ``datasets`` with the rows read of each, and
     ``nodes``, parents first, with counters of examples; None stands for what is not known. Where a loader counts no
-    rows, its examples stand for them; ``sizes`` says by source id how many there are where it does not. Without a run
-    specs are places in the state, and the ``mixture`` is its own tree.
+    rows, its examples stand for them. Without a run specs are places in the state, and the ``mixture`` is its own tree.
 
     Raises ``SnapshotInvalid`` where the mixture has another shape, or the state is deeper than any loader nests.
     """
@@ -61,15 +57,13 @@ def as_resume_state(state: Any, run: RunConfig | None, sizes: Mapping[int, SizeE
         made = _count(fields.get("output_count"))
         if not below:
             examples = _count(given, made)
-            size, source = sizes.get(len(datasets)), len(datasets)
-            measured = rows_of(size.rows, run.epochs[source]) if size is not None and run is not None else None
-            rows, length = _count(fields.get("input_count"), examples), _count(fields.get("original_length"), measured)
+            rows, length = _count(fields.get("input_count"), examples), _count(fields.get("original_length"))
             total = _count(fields.get("cached_exact_length"))
             if total is None and length is not None:
                 total = length * made // rows if made and rows else length
             spec = config.source if isinstance(config, SourceConfig) else path
             counts = {"row_offset": rows, "rows": rows, "samples": examples, "exhausted": out is True}
-            datasets.append({**fields, **counts, "id": source, "spec": spec, "place": path})
+            datasets.append({**fields, **counts, "id": len(datasets), "spec": spec, "place": path})
             return examples, total
         policy, numbers = "weighted" if listed(fields.get("probabilities")) else None, list[list[Any]]()
         tree.append({"id": len(tree), "alias": path, "policy": policy, "children": numbers})
@@ -86,16 +80,15 @@ def as_resume_state(state: Any, run: RunConfig | None, sizes: Mapping[int, SizeE
     return {"sample_index": examples, "datasets": datasets, "nodes": nodes, "mixture": tree if run is None else []}
 
 
-def read_entries(state: Mapping[str, Any], record: RunRecord, example_tokens: int | None) -> list[dict[str, Any]]:
-    """The ``datasets`` of ``as_resume_state`` as those of an older payload, for the run of the record. Their tokens are
-    those of their examples, where ``example_tokens`` says how many one has, else those that so many rows have by the
-    size of the data, where a policy goes by it.
+def read_entries(state: Mapping[str, Any], run: RunConfig, example_tokens: int | None) -> list[dict[str, Any]]:
+    """The ``datasets`` of ``as_resume_state`` as those of an older payload, for a run. Their tokens are those of their
+    examples, where ``example_tokens`` says how many one has.
 
     Raises ``SnapshotInvalid`` where a dataset does not say how many rows were read of it, or these were not the first
     ones of its files.
     """
     entries = []
-    for own in as_resume_state(state, record.config, {})["datasets"]:
+    for own in as_resume_state(state, run)["datasets"]:
         rows, samples, epoch = own["row_offset"], own["samples"], _count(own.get("epoch")) or None
         drawn = next((key for key in _ELSEWHERE if own.get(key) is not None), None)
         if rows is None or (rows and drawn):
@@ -104,10 +97,7 @@ def read_entries(state: Mapping[str, Any], record: RunRecord, example_tokens: in
                 f"{own['place']} (spec {own['spec']!r}): input_count: expected how many rows were read from its "
                 f"beginning on, found {actual}; write that into the checkpoint's copy, or 0 to read the source anew"
             )
-        size = record.size_estimates.get(own["id"])
-        tokens = rows * size.tokens_per_1000_rows // 1000 if size is not None else None
-        if example_tokens is not None and samples is not None:
-            tokens = samples * example_tokens
+        tokens = samples * example_tokens if example_tokens is not None and samples is not None else None
         entries.append({"spec": own["spec"], "row_offset": rows, "token_offset": tokens, "epoch": epoch})
     return entries
 

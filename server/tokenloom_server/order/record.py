@@ -5,7 +5,9 @@ A ``RunRecord`` is plain data; ``builder`` makes it, ``factory`` makes pipelines
 
 from __future__ import annotations
 
+import bz2
 import json
+from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +17,7 @@ import numpy as np
 from tokenloom_proto.seal import SNAPSHOT_FORMAT, SNAPSHOT_VERSION, canonical
 
 from tokenloom_server.config.node import NodeConfig
-from tokenloom_server.config.order_fields import order_digest, order_fields, weight_text
+from tokenloom_server.config.order_fields import fields_beside, order_digest, order_fields, weight_text
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.size_estimate import SizeEstimate
@@ -167,7 +169,7 @@ class RunRecord:
         fields = {
             "format": FORMAT,
             "order_version": self.order_version,
-            "config": order_fields(self.config),
+            **self._compared,
             "tokenizer": self.tokenizer_fields,
             **({"engine_ids": self.engine_ids._asdict()} if self.engine_ids is not None else {}),
             "vocab_size": self.vocab_size,
@@ -176,6 +178,11 @@ class RunRecord:
             **estimates_to_json(self.phase_estimates, "phase_estimates"),
         }
         return canonical(fields)
+
+    @property
+    def _compared(self) -> dict[str, Any]:
+        """What a mixture file is compared with."""
+        return {"config": order_fields(self.config), "beside": fields_beside(self.config)}
 
     @property
     def tokenizer_fields(self) -> dict[str, str]:
@@ -201,6 +208,8 @@ class RunRecord:
             "seed": self.config.seed,
             "order_version": self.order_version,
             "config_digest": order_digest(self.config),
+            # The same bytes on every machine, which those of zlib are not.
+            "config": b64encode(bz2.compress(canonical(self._compared).encode())).decode(),
             "manifest_digest": self.manifest.digest,
             "tokenizer": self.tokenizer_fields,
             **({"engine_ids": self.engine_ids.digest} if self.engine_ids is not None else {}),

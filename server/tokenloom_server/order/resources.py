@@ -98,6 +98,8 @@ class RunResources:
         self.roots = roots or DataRoots()
         #: Who reads the rows of text; None: the server itself.
         self.readers: Readers | None = None
+        #: What a launch has otherwise than one before, though it moves no sample: a line for each field.
+        self.changed: tuple[str, ...] = ()
         #: What readers wait for.
         self.io_stats = IoStats()
         #: The blocks of a source, which take every file's footer or index, by spec and files.

@@ -43,11 +43,11 @@ def returning(
 ) -> list[Returning]:
     """Those of the preserved sources that are among a mixture's, from the ``first`` id on. Raises ``SnapshotInvalid``
     for one that cannot go on."""
-    specs, schemes = factory.record.specs, factory.config.catalog.sources
+    specs, base_dir = factory.record.specs, factory.resources.base_dir
     back = []
     for text in preserved:
         fields = json.loads(text)
-        spec, place = normalised(fields["spec"], schemes), None
+        spec, place = normalised(fields["spec"], factory.config, base_dir), None
         if spec not in specs[first:]:
             continue
         source = specs.index(spec)

@@ -13,6 +13,7 @@ from typing import Any
 
 from tokenloom_proto.seal import canonical
 
+from tokenloom_server.config.differences import changed_beside, differences, refuse
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import ChildState, Imported, Skip, SourceState, State, digest_hex
 from tokenloom_server.errors import SnapshotInvalid
@@ -55,6 +56,8 @@ class ResumePoint:
     passed: tuple[tuple[int, int], ...] = ()
     #: What was made of an older data loader's checkpoint, a line for each spec; empty for a snapshot.
     notes: tuple[str, ...] = ()
+    #: The fields beside the order that the mixture file had otherwise when the snapshot was taken.
+    changed: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, state: State, notes: tuple[str, ...] = ()) -> ResumePoint:
@@ -85,6 +88,8 @@ def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt, con
                 continue
             remedy = mended.refusal(config, theirs) or remedy
         if theirs is not None and theirs != ours:
+            if field == "config_digest":
+                refuse(config, differences(config, snapshot.config), SnapshotInvalid)
             raise SnapshotInvalid(f"the snapshot's {field} is {theirs!r}, this run's is {ours!r}: {remedy}")
     if snapshot.resume_state is None:
         if snapshot.sample_index or int(snapshot.digest, 16) or snapshot.total_tokens:
@@ -113,6 +118,7 @@ def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt, con
         generation=snapshot.generation or 0,
         counts=snapshot.counts,
         passed=tuple(passed.items()),
+        changed=changed_beside(config, snapshot.config),
     )
 
 

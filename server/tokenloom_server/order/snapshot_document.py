@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import bz2
 import json
 import re
+from base64 import b64decode
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from tokenloom_proto.seal import SNAPSHOT_FORMAT, SNAPSHOT_VERSION, canonical, unseal
 
 from tokenloom_server.core.state import (
@@ -297,6 +299,13 @@ class ResumeStateDocument(_Strict):
         return next((one.content["skips"] for one in self.revisions or () if "skips" in one.content), of_origin)
 
 
+def _unpacked(text: str) -> Any:
+    try:
+        return json.loads(bz2.BZ2Decompressor().decompress(b64decode(text), MAX_BYTES))
+    except (TypeError, OSError, RecursionError) as error:
+        raise ValueError(f"expected JSON, compressed by bzip2, in base 64, but {error}") from None
+
+
 class SnapshotDocument(_Strict):
     format: str
     version: int
@@ -310,6 +319,8 @@ class SnapshotDocument(_Strict):
     seed: int | None = None
     order_version: int | None = None
     config_digest: str | None = None
+    #: What has this digest (``config``), and what is ``beside`` the order. Older snapshots lack it.
+    config: Annotated[dict[str, dict[str, Any]], BeforeValidator(_unpacked)] = Field(default_factory=dict)
     manifest_digest: str | None = None
     tokenizer: dict[str, str] | None = None
     #: Of what the engine gave when the run began; older snapshots lack it.

@@ -80,6 +80,10 @@ class GenerationOpener:
             self._newest = call.attempt, choice
             committed = commit_of(timeline, start, opening.start_state)
             coordinator.open_generation(uid, opening, start, committed, timeline)
+        resources = coordinator.order.resources
+        resources.changed = tuple(dict.fromkeys((*resources.changed, *point.changed)))
+        for text in resources.changed:
+            _log.warning("%s: %s", coordinator.name, text)
         self._log_opening(call, opening, start, point.notes)
         return opening
 

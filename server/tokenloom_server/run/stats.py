@@ -84,7 +84,7 @@ class StatsReader:
             ended=ended,
             exhausted=exhausted,
             error=f"{view.error.name}: {view.error}" if view.error is not None else None,
-            warning=order.resources.io_stats.warning,
+            warning="; ".join(filter(None, (order.resources.io_stats.warning, *order.resources.changed))),
             tokenizer=f"{engine.engine} {engine.version}" if engine is not None else "none: the sources hold ids",
             revision=revisions[in_force - 1].number if in_force else 0,
             next_revision=_planned(view, revisions[in_force:]),

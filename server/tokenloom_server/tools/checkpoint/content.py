@@ -5,28 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from tokenloom_proto.seal import canonical
 
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.config.source import SourceConfig
-from tokenloom_server.core.size_estimate import SizeEstimate
-from tokenloom_server.mixing.totals import rows_of
+from tokenloom_server.mixing.mixer import mixer_at
+from tokenloom_server.order import foreign_payload
+from tokenloom_server.order.factory import PipelineFactory
+from tokenloom_server.order.foreign_checkpoint import resume_point
 from tokenloom_server.order.nested_state import as_resume_state, is_nested, listed
 from tokenloom_server.order.snapshot_v1 import upgraded
+from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.tools.checkpoint.file import DataState
 
-#: No counter of any loader is beyond this; with larger ones nothing can be computed.
-_MOST = 2**64
+#: No counter of any loader is beyond this (with larger ones nothing can be computed), and no mixture is deeper.
+_MOST, _MOST_LEVELS = 2**64, 64
 
 SNAPSHOT, OLDER, NESTED, INDEX = "snapshot", "older payload", "nested state", "sample index"
-
-
-_Sizes = Mapping[int, SizeEstimate]
-_NOT_MEASURED: _Sizes = MappingProxyType({})
 
 # What is not of its kind counts as missing.
 
@@ -200,31 +198,51 @@ class _WrittenNode(_Part):
 
 #: The nodes of the mixture by their ids.
 _Nodes = dict[int, _WrittenNode]
+#: By a child's number in the mixture, its counters.
+_Given = Mapping[int | None, Mapping[str, int | None]]
 
 
-def read(path: Path, state: DataState, mixture: RunConfig | None = None, sizes: _Sizes = _NOT_MEASURED) -> Content:
-    """The content of a checkpoint; ``mixture`` says which child is which where the checkpoint does not, and ``sizes``
-    by source id how much its data have.
+def read(
+    path: Path,
+    state: DataState,
+    mixture: RunConfig | None = None,
+    factory: PipelineFactory | None = None,
+    *,
+    base_dir: Path = Path(),
+    at_index: bool = False,
+) -> Content:
+    """The content of a checkpoint; ``mixture``, of the folder ``base_dir``, says which child is which where that does
+    not, and the ``factory`` of its order how much its data have. With ``at_index`` nodes count up to the checkpoint's
+    own place, where it says what each source gave till there.
 
-    Raises ``SnapshotInvalid`` for the state of nested datasets of which the mixture has another tree.
+    Raises ``SnapshotInvalid`` for the state of nested datasets of which the mixture has another tree, and for one from
+    which the factory's order does not go on.
     """
     document = state.document
     is_snapshot = "format" in document or state.damage is not None
     if is_snapshot and "resume_state" in document:
         document = {**document, "resume_state": upgraded(document["resume_state"], None)}
     nested = is_nested(document)
-    resume = as_resume_state(document, mixture, sizes) if nested else _mapping(document.get("resume_state"))
+    resume = as_resume_state(document, mixture) if nested else _mapping(document.get("resume_state"))
     entries = [entry for entry in listed(resume.get("datasets")) if isinstance(entry, dict)]
     kind = SNAPSHOT if is_snapshot else NESTED if nested else OLDER if entries else INDEX
-    if kind == OLDER and mixture is not None:
-        resume = {**resume, "nodes": _summed(entries, mixture, sizes)}
+    if factory is not None and kind != INDEX:
+        resume = {**resume, "nodes": _weighed(document, kind, factory)}
     clock_offset = resume["clock_offset"] if type(resume.get("clock_offset")) is int else 0
     index, tokens = _count(resume.get("sample_index")), (_count(resume.get("total_tokens")) or 0) - clock_offset
-    sources = _sources(entries, mixture)
+    sources = _sources(entries, mixture, base_dir)
     written, mixture_from = _written_nodes(resume, mixture)
     # None where it changed during the run.
     length = tokens // index if index and tokens and not tokens % index else None
-    nodes = _nodes(resume, written, sources, mixture)
+    length = length or (mixture.sequence_length if mixture is not None else None)
+    samples: dict[int | None, int] = {}
+    if at_index and _mapping(document.get("counts")):
+        samples = {2 * own.id: _samples_at(document, own) for own in sources if own.id is not None}
+        index = _count(document.get("sample_index"))
+    elif kind == OLDER and mixture is not None and factory is None:
+        samples = {2 * own.id: 0 for own in mixture.sources}
+        samples |= {2 * own.id: (own.tokens or 0) // mixture.sequence_length for own in sources if own.id is not None}
+    nodes = _nodes(resume, written, _given(samples, written, length), sources, mixture)
     changes = [_mapping(revision) for revision in listed(resume.get("revisions"))]
     changes = [revision for revision in changes if "skips" not in _mapping(revision.get("content"))]
     revisions = [_count(revision.get("sample_index")) for revision in changes]
@@ -237,7 +255,7 @@ def read(path: Path, state: DataState, mixture: RunConfig | None = None, sizes: 
             "where": state.where,
             "kind": kind,
             "counted_at": index,
-            "sequence_length": length or (mixture.sequence_length if mixture is not None else None),
+            "sequence_length": length,
             "imported": _mapping(resume.get("imported")) or None,
             "clock_offset": clock_offset,
             "forked": _mapping(resume.get("origin")) or None,
@@ -251,19 +269,20 @@ def read(path: Path, state: DataState, mixture: RunConfig | None = None, sizes: 
     )
 
 
-def _sources(entries: Sequence[Mapping[str, Any]], mixture: RunConfig | None) -> tuple[Source, ...]:
+def _sources(entries: Sequence[Mapping[str, Any]], mixture: RunConfig | None, base_dir: Path) -> tuple[Source, ...]:
     # A snapshot does not write where a source stands at its beginning.
     # A field that only another tool knows by that name is no share.
     sources = [
         Source.model_validate({"epoch": 0 if "id" in entry else None, **entry, "share": None}) for entry in entries
     ]
-    known = {source.source: source for source in mixture.sources} if mixture is not None else {}
+    known = {each.source: each for each in mixture.sources} if mixture is not None else {}
     total = sum(source.tokens or 0 for source in sources if not source.unknown)
     named = []
     for source in sources:
         share = source.tokens / total if source.tokens is not None and total and not source.unknown else None
         update: dict[str, Any] = {"share": share}
-        if (config := known.get(source.spec)) is not None:
+        spec = foreign_payload.normalised(source.spec, mixture, base_dir) if mixture is not None else source.spec
+        if (config := known.get(spec)) is not None:
             update |= {"id": config.id if source.id is None else source.id, "alias": source.alias or config.alias}
         named.append(source.model_copy(update=update))
     return tuple(named)
@@ -290,10 +309,32 @@ def _written(node: NodeConfig) -> _WrittenNode:
     )
 
 
+def _samples_at(document: Mapping[str, Any], source: Source) -> int:
+    """What a source gave up to a snapshot's own sample index, with what was passed over, as nodes count it."""
+    counts = _mapping(_mapping(document["counts"]).get(source.spec))
+    return _count_or_zero(counts.get("samples")) + source.skipped_samples
+
+
+def _given(samples: dict[int | None, int], written: _Nodes, length: int | None) -> _Given:
+    """By its number in the mixture, what a child gave where the sources gave these ``samples``."""
+    # Once for each level: a node may hold one with a lower id.
+    for _ in range(min(len(written), _MOST_LEVELS) if samples else 0):
+        samples |= {
+            2 * node.id + 1: sum(samples.get(_count(child[0]), 0) for child in node.children)
+            for node in written.values()
+        }
+    return {number: {"samples": own, "tokens": own * length if length else None} for number, own in samples.items()}
+
+
 def _nodes(
-    resume: Mapping[str, Any], written: _Nodes, sources: Sequence[Source], mixture: RunConfig | None
+    resume: Mapping[str, Any],
+    written: _Nodes,
+    given: _Given,
+    sources: Sequence[Source],
+    mixture: RunConfig | None,
 ) -> tuple[Node, ...]:
-    """The nodes of the mixture with what the state counts of them; without a mixture, the counters alone."""
+    """The nodes of the mixture with what the state counts of them, or what is ``given``; without a mixture, the
+    counters alone."""
     counted = [listed(children) for children in listed(resume.get("nodes"))]
     names = {source.id: source.name for source in mixture.sources} if mixture is not None else {}
     names |= {source.id: source.name for source in sources if source.id is not None}
@@ -310,7 +351,7 @@ def _nodes(
                 policy=node.policy if node is not None else None,
                 interpolate=(node.interpolate if node is not None else None) or "linear",
                 children=tuple(
-                    _child(child, rows[i] if i < len(rows) else None, i, written, names)
+                    _child(child, rows[i] if i < len(rows) else None, i, written, names, given)
                     for i, child in enumerate(children)
                 ),
             )
@@ -318,7 +359,14 @@ def _nodes(
     return tuple(nodes)
 
 
-def _child(entry: Sequence[Any], counted: Any, position: int, written: _Nodes, names: Mapping[int, str]) -> Child:
+def _child(
+    entry: Sequence[Any],
+    counted: Any,
+    position: int,
+    written: _Nodes,
+    names: Mapping[int, str],
+    given: _Given,
+) -> Child:
     number = _count(entry[0])
     own, is_node = divmod(number, 2) if number is not None else (None, 0)
     name = f"child {position}"
@@ -327,6 +375,7 @@ def _child(entry: Sequence[Any], counted: Any, position: int, written: _Nodes, n
     elif own is not None:
         name = names.get(own, f"source {own}")
     fields = dict(zip(_WRITTEN, entry[1:], strict=False)) | dict(zip(_COUNTERS, listed(counted), strict=False))
+    fields |= given.get(number, {})
     return Child.model_validate({**fields, "is_node": bool(is_node), "id": own, "name": name})
 
 
@@ -334,21 +383,17 @@ def _unnamed(number: int) -> str:
     return "the root" if number == 0 else f"node {number}"
 
 
-def _summed(entries: Sequence[Mapping[str, Any]], run: RunConfig, sizes: _Sizes) -> list[list[list[Any]]]:
-    """An older payload counts its sources only: what an import makes of that for the nodes above them, as a state has
-    them, with what their data will give in all."""
-    length, tokens = run.sequence_length, {entry.get("spec"): entry.get("token_offset") for entry in entries}
-    nodes: list[list[list[Any]]] = []
-
-    def visit(config: NodeConfig | SourceConfig) -> tuple[int, int]:
-        if isinstance(config, SourceConfig):
-            rows = rows_of(sizes[config.id].rows, run.epochs[config.id]) if config.id in sizes else 0
-            total = rows and rows * sizes[config.id].tokens_per_1000_rows // 1000
-            return _count_or_zero(tokens.get(config.source)) // length, total // length
-        nodes.append([])
-        counted = nodes[-1]
-        counted += [[own, own * length, None, False, None, total] for own, total in map(visit, config.children)]
-        return sum(row[0] for row in counted), sum(row[-1] for row in counted)
-
-    visit(run.mixture)
-    return nodes
+def _weighed(document: Mapping[str, Any], kind: str, factory: PipelineFactory) -> list[Any]:
+    """The nodes of the state from which the factory's order would go on, with the weights that hold there."""
+    timeline = Timeline(factory)
+    if kind == SNAPSHOT:
+        state = timeline.decode(canonical(document["resume_state"]))
+    else:
+        payload = foreign_payload.read(canonical(document))
+        assert payload is not None, "it has datasets"
+        state = resume_point(payload, timeline).base or factory.initial()
+    factory = timeline.with_clock(state.clock_offset).at(state.sample_index)
+    mixer = mixer_at(factory.config, state, factory.record.size_estimates)
+    balances = [*map(factory.config.balanced, state.sources)]
+    nodes = mixer.states(mixer.mix_weights, [0] * len(balances), balances)
+    return [[[getattr(child, field) for field in _COUNTERS] for child in children] for children in nodes]

@@ -15,14 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tokenloom_proto.resume import older_payload
+from tokenloom_proto.resume import KEY, older_payload
 from tokenloom_proto.seal import CHECKSUM, canonical, unseal
 
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.order.nested_state import is_nested
 
-#: The one key of a ``state_dict()``.
-KEY = "tokenloom"
 #: The first release of torch whose ``weights_only`` runs nothing that a file says.
 SAFE_TORCH = (2, 10)
 #: How a sealed text begins: its keys are sorted, and none comes before the checksum.
@@ -190,7 +188,7 @@ def _within(document: Any) -> Iterator[DataState]:
             if isinstance(text, str):
                 has_state = True
                 yield _of_snapshot(f"{below}{KEY}", text)
-            if isinstance(value.get("resume_state"), Mapping) or is_nested(value):
+            if isinstance(older_payload(value).get("resume_state"), Mapping) or is_nested(value):
                 has_state = True
                 yield _of_mapping(path, value)
                 continue

@@ -85,8 +85,10 @@ def _sources(content: Content) -> Table:
         skipped = [f"{source.skipped_samples:,} samples, {source.skipped_tokens:,} tokens"] if skips else []
         counts = map(_shown, (source.samples, source.rows, source.tokens))
         rows.append((_shown(source.id), source.name, place(source), *counts, share, *skipped))
-    headings = ["id", "source", "stands at", "samples", "rows", "tokens", "share", *(["skipped"] if skips else [])]
-    return table(headings, rows, left=("source", "stands at"))
+    index = content.counted_at
+    stands = "stands at" if index in (None, content.sample_index) else f"stood at sample {index:,}"
+    headings = ["id", "source", stands, "samples", "rows", "tokens", "share", *(["skipped"] if skips else [])]
+    return table(headings, rows, left=("source", stands))
 
 
 def _tree(content: Content) -> Tree:
@@ -143,6 +145,7 @@ def probabilities(content: Content) -> list[dict[str, Any]]:
             "node": node.id,
             "name": node.name,
             "policy": node.policy,
+            "counted_at": content.counted_at,
             "missing": [f"{node.name}: {lack}" for lack in missing(content, node)],
             "children": [
                 {"name": child.name, "samples": child.samples, "total": child.total, **asdict(chance)}
@@ -166,6 +169,8 @@ def show_probabilities(nodes: Sequence[Mapping[str, Any]], out: Console) -> None
         ]
         headings = ("child", "samples", "total", *(key.replace("_", " ") for key in _SHARES))
         title = f"{node['name']}: {node['policy'] or 'its policy is not known'}"
+        if node["counted_at"] is not None:
+            title += f", at sample {node['counted_at']:,}"
         out.print(table(headings, rows, left=("child",), title=title))
     for lack in (lack for node in nodes or [_NO_MIXTURE] for lack in node["missing"]):
         out.print(f"missing: {lack}", style="yellow", soft_wrap=True)

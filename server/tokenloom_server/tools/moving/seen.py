@@ -26,7 +26,7 @@ def write_seen(library: str, state: Path, spec: Spec, arguments: dict[str, Any],
     seen_samples, package = LIBRARIES[library]
     try:
         fields = json.loads(state.read_bytes())
-        seen = seen_samples(fields, Path(spec.location), arguments)
+        seen, dropped = seen_samples(fields, Path(spec.location), arguments)
         np.save(output, seen)
         digest = hashlib.sha256(output.read_bytes()).hexdigest()
     except ImportError as error:
@@ -38,8 +38,10 @@ def write_seen(library: str, state: Path, spec: Spec, arguments: dict[str, Any],
         raise ConfigError(f"{str(state)!r}: the state has no {error}; expected what {library} saves") from None
     except (OSError, ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise ConfigError(f"{library} does not resume from {str(state)!r}: {type(error).__name__}: {error}") from None
+    read = seen.sum() - dropped
+    drops = f"# {dropped:,} are in no batch of this epoch: {library} drops them itself\n" if dropped else ""
     return (
-        f"# {seen.sum():,} of {len(seen):,} samples of the epoch were read, and {(~seen).sum():,} are left\n"
+        f"# {read:,} of {len(seen):,} samples of the epoch were read, and {(~seen).sum():,} are left\n{drops}"
         f"- source: {json.dumps(str(spec))}\n"
         f"  seen: {{file: {json.dumps(str(output))}, sha256: {digest}}}"
     )
