@@ -247,7 +247,7 @@ def test_every_setting_of_the_environment_is_documented() -> None:
     variables = {name for text in sources for name in re.findall(r'"(TOKENLOOM_[A-Z_]+)"', text)}
     assert {"TOKENLOOM_TOKEN", "TOKENLOOM_TLS_CA", "TOKENLOOM_DATA_ROOTS"} <= variables
     elsewhere = {"TOKENLOOM_LEDGER", "TOKENLOOM_HEALTH", "TOKENLOOM_CACHE", "TOKENLOOM_CACHE_SIZE", "TOKENLOOM_"}
-    elsewhere |= {"TOKENLOOM_CONFIG", "TOKENLOOM_SERVE", "TOKENLOOM_SERVE_READERS"}
+    elsewhere |= {"TOKENLOOM_DECOMPRESS_MIB", "TOKENLOOM_CONFIG", "TOKENLOOM_SERVE", "TOKENLOOM_SERVE_READERS"}
     assert {name for name in variables - elsewhere if f"`{name}`" not in settings} == set()
 
 

@@ -179,6 +179,8 @@ NEEDS = {
             *("streaming", "litdata"),  # for who comes from one of them
             *(
                 "awkward",
+                "backports",
+                "compression",
                 "fastapi",
                 "fsspec",
                 "gigatoken",

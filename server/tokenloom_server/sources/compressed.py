@@ -108,9 +108,17 @@ class _GzipDecoder:
     def __init__(self) -> None:
         self._decoder = zlib.decompressobj(zlib.MAX_WBITS | 16)
 
-    eof = property(lambda self: self._decoder.eof)
-    unused_data = property(lambda self: self._decoder.unused_data)
-    needs_input = property(lambda self: not self._decoder.unconsumed_tail)
+    @property
+    def eof(self) -> bool:
+        return self._decoder.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._decoder.unused_data
+
+    @property
+    def needs_input(self) -> bool:
+        return not self._decoder.unconsumed_tail
 
     def decompress(self, data: bytes, length: int) -> bytes:
         return self._decoder.decompress(self._decoder.unconsumed_tail + data, length)

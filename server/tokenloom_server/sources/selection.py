@@ -247,7 +247,7 @@ def json_text(value: Any) -> str:
 
 def _folder_passes(comparison: Comparison, value: str | None, where: str) -> bool:
     """Whether a folder's value compares so. Raises ``SourceError`` where it is no number, or not true or false."""
-    kind = _KINDS[comparison.kind]
+    kind = pa.type_for_alias(_KINDS[comparison.kind])
     try:
         array = pa.array([value], pa.string()).cast(kind)
     except pa.ArrowInvalid:
@@ -297,13 +297,13 @@ def _instant(text: Any, kind: Any) -> Any:
 
 _NAMES = {"text": "text", "number": "a number", "truth": "true or false"}
 #: As which type a value is compared that has none of its own.
-_KINDS = {"text": pa.large_string(), "number": pa.float64(), "truth": pa.bool_()}
+_KINDS = {"text": "large_string", "number": "float64", "truth": "bool"}
 
 
 def _compared_as(comparison: Comparison, kind: Any) -> Any | None:
     """The type in which values of a type are compared with the constants; None where they cannot be."""
     if pa.types.is_null(kind):
-        return _KINDS[comparison.kind]
+        return pa.type_for_alias(_KINDS[comparison.kind])
     if comparison.kind == "text":
         # A date is written as text, and compared as a date.
         temporal = pa.types.is_timestamp(kind) or pa.types.is_date(kind)

@@ -127,12 +127,12 @@ class ShardedSource(ABC):
 
     def _refuse_without_rows(self, has_rows: Callable[[int], object]) -> None:
         """Looks at files up to one that has rows, and one whose column is not null in each of them."""
-        found = False
+        has_any = False
         for i in range(len(self._shards)):
-            found = bool(has_rows(i)) or found
-            if found and self._content is not None:
+            has_any = bool(has_rows(i)) or has_any
+            if has_any and self._content is not None:
                 return
-        if found:
+        if has_any:
             raise SourceError(
                 f"source {str(self._spec)!r}: {self._spec.column!r} is null in every row of its files, so there is "
                 f"nothing to read; expected {columns.EXPECTED}: name another column"
