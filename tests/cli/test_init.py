@@ -170,9 +170,16 @@ def test_what_is_no_file_or_empty_is_left_out_and_a_folder_named_twice_is_one(he
     (here / "odd" / "broken.jsonl").symlink_to(here / "absent")
     (here / "odd" / "nothing.jsonl").touch()
     (here / "odd" / "docs.jsonl").write_bytes((here / "data" / "docs.jsonl").read_bytes())
+    refused = init("odd", "--tokenizer", "bytes", status=2)
+    assert f"'odd/broken.jsonl' is a link to '{here / 'absent'}', where no file is" in refused
+    (here / "odd" / "broken.jsonl").unlink()
+    (here / "odd" / "web-1-of-3.jsonl").write_bytes((here / "data" / "docs.jsonl").read_bytes())
     output = init("odd", "odd", "--tokenizer", "bytes")
+    assert "warning: source 'odd/web-1-of-3.jsonl': 2 of the 3 files" in output
+    (here / "odd" / "web-1-of-3.jsonl").unlink()
+    output = init("odd", "odd", "--tokenizer", "bytes", "--force")
     assert [child["alias"] for child in written()["mixture"]["children"]] == ["docs"]
-    assert all(f"odd/{name}.jsonl (" in output for name in ("pipe", "broken", "nothing"))
+    assert all(f"odd/{name}.jsonl (" in output for name in ("pipe", "nothing"))
     (here / "odd" / "docs.jsonl").write_bytes(b"")
     assert "has no data that a scheme reads" in init("odd", "--tokenizer", "bytes", "--output", "b.yaml", status=2)
 

@@ -356,7 +356,7 @@ def test_only_an_answer_that_it_is_not_there_is_a_file_that_was_deleted(
     text: str,
     of_pattern: str,
 ) -> None:
-    monkeypatch.setattr(IoStats, "default_policy", HURRY)
+    monkeypatch.setattr(IoStats, "default_policy", PATIENT if status else HURRY)
     place = site(status)
     spec, shard = shard_at(place)
     with pytest.raises(kind, match=text):
@@ -374,9 +374,10 @@ def test_a_web_server_that_is_away_while_a_file_is_read_is_waited_for(
     site: Callable[[int], str], tmp_path: Path, status: int, kind: type[Exception]
 ) -> None:
     spec, shard = shard_at(site(200))
-    io_stats = IoStats(HURRY)
+    io_stats = IoStats(PATIENT)
     with files.open_shard(spec, shard, tmp_path, io_stats) as file:
         site(status)
+        io_stats.wait_at_most(1 if kind is StorageError else 60)
         with pytest.raises(kind):
             file.read_at(0, 8)
         io_stats.wait_at_most(60)

@@ -147,8 +147,8 @@ def gap_warning(source: str, shards: Iterable[Shard]) -> str:
     """What to say of files that are missing in series such as ``web-00002-of-00005``; or nothing."""
     there: Counter[tuple[str, int]] = Counter()
     for path in (shard.path for shard in shards):
-        if found := _IN_SERIES.search(path):
-            there[f"{path[: found.start()]}…{found[1]}{Path(path).suffix}", int(found[2])] += 1
+        if number := _IN_SERIES.search(path):
+            there[f"{path[: number.start()]}…{number[1]}{Path(path).suffix}", int(number[2])] += 1
     gaps = {name: (total - count, total) for (name, total), count in there.items() if count < total}
     listed = ", ".join(f"{missing:,} of the {total:,} files {name!r}" for name, (missing, total) in gaps.items())
     return listed and f"source {source!r}: {listed[:500]} are not there; the others are read"

@@ -144,14 +144,14 @@ def refused(name: str, error: Exception) -> StorageError:
 def reason_of(error: Exception) -> Exception:
     """What an error is about. A library may raise ``FileNotFoundError`` for whatever fails, a connection even; it stays
     one where what it was raised for is none of storage's other answers, or of none."""
-    found: BaseException = error
-    while isinstance(found, FileNotFoundError) and (behind := found.__cause__ or found.__context__) is not None:
-        found = behind
+    cause: BaseException = error
+    while isinstance(cause, FileNotFoundError) and (before := cause.__cause__ or cause.__context__) is not None:
+        cause = before
     # Arrow says of a file of HDFS in words alone that there is none.
-    is_gone = _status(found) in _GONE_STATUSES or "does not exist" in str(found)
-    if is_gone or isinstance(found, FileNotFoundError | LookupError) or not isinstance(found, Exception):
+    is_gone = _status(cause) in _GONE_STATUSES or "does not exist" in str(cause)
+    if is_gone or isinstance(cause, FileNotFoundError | LookupError) or not isinstance(cause, Exception):
         return error
-    return found
+    return cause
 
 
 def is_refused(error: Exception) -> bool:

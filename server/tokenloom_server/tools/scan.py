@@ -56,15 +56,10 @@ def scan(order: PipelineFactory, on_rows: Callable[[int, int, int], None]) -> li
     return in_threads(scan_file, [(source, shard) for source, own in shards for shard in range(len(own))])
 
 
-class Looked(NamedTuple):
-    """What may be said of all files, and notes on what was met and not read."""
+def look(order: PipelineFactory, seconds: float, most_bytes: int) -> tuple[str, list[str]]:
+    """What may be said of all files, and notes on what was met and not read.
 
-    verdict: str
-    notes: list[str]
-
-
-def look(order: PipelineFactory, seconds: float, most_bytes: int) -> Looked:
-    """Reads a file of each source, then others that are evenly spread, of each its beginning and its end; then, in the
+    Reads a file of each source, then others that are evenly spread, of each its beginning and its end; then, in the
     same order, whole files. Raises ``SourceError`` and ``TokenizerError`` where a run would."""
     until, left = monotonic() + seconds, most_bytes
     seen, whole, reasons = set[tuple[int, int]](), set[tuple[int, int]](), list[str]()
@@ -95,25 +90,28 @@ def look(order: PipelineFactory, seconds: float, most_bytes: int) -> Looked:
     if packed:
         notes.append(f"{len(packed):,} compressed files were not decoded whole: {', '.join(packed[:LISTED_ROWS])}")
     if len(whole) == len(files):
-        return Looked("valid", notes)
+        return "valid", notes
     part = f"{len(seen):,} of {len(files):,} files, {len(whole):,} of them whole"
-    return Looked(f"valid as far as read: {part}; --scan reads all", notes)
+    return f"valid as far as read: {part}; --scan reads all", notes
 
 
 def _at_end(order: PipelineFactory, source: int, shard: int) -> list[str]:
     """Why rows at a file's end are bad, where it can be read without all before it. Raises as ``look`` does."""
     reader, config = order.readers.open(source), order.config.sources[source]
-    entry, is_lines = reader.shards[shard], isinstance(reader, LinesSource)
-    if codec_of(entry.path) or not (is_lines or scheme_of(config.spec).reader(reader.shards).stores_row_counts):
+    entry = reader.shards[shard]
+    if codec_of(entry.path):
         return []
-    first = entry.size - END_BYTES if is_lines else reader.row_count(shard) - END_ROWS
     if isinstance(reader, LinesSource):
-        reader.by_bytes = True
+        reader.by_bytes, first = True, entry.size - END_BYTES
+    elif scheme_of(config.spec).reader(reader.shards).stores_row_counts:
+        first = reader.row_count(shard) - END_ROWS
+    else:
+        return []
     documents = order.all_rows(source, reader, order.encoder(source, reader), joined=False)
     rows = documents.read_part(shard, max(1, first), sys.maxsize)
-    # Lines were counted from a byte's number on.
     bad = [reason for part in rows for reason in part.reasons.values()]
-    reasons = [re.sub(r"line \d+", "a line near the end", reason, count=1) for reason in bad] if is_lines else bad
+    # Lines were counted from a byte's number on.
+    reasons = [re.sub(r"line \d+", "a line near the end", reason, count=1) for reason in bad]
     if reasons and not order.config.skips_bad_rows(config):
         raise SourceError(reasons[0])
     return reasons
