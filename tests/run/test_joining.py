@@ -330,7 +330,7 @@ def test_each_dataset_of_a_slurm_task_has_an_attempt_and_none_meets_another_laun
     for name, value in {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.setattr(topology, "JOINS", topology.Joins())
+    topology.joins.cache_clear()
     server = GrpcServer("127.0.0.1:0")
     server.start(place.runs)
 
@@ -365,7 +365,7 @@ def test_each_dataset_of_a_slurm_task_has_an_attempt_and_none_meets_another_laun
         stopped = made()[1]  # before it joins
         # Started again within the step: whatever is asked first, and however much is made, it is not guessed.
         with monkeypatch.context() as patch:
-            patch.setattr(topology, "JOINS", topology.Joins())
+            topology.joins.cache_clear()
             again = [*made(), *made()]
             for dataset in again:
                 says = "opened generation 1 already" if dataset.rank else "attempt=.*again within a SLURM job step"

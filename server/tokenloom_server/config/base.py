@@ -59,8 +59,8 @@ def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _not_zero(value: object) -> object:
-    if value == 0 and not isinstance(value, bool):
+def _weight_number(value: object) -> object:
+    if not_bool(value) == 0:
         raise ValueError(
             "a weight is above 0: take the child out of the file, or pause it while the run trains (tokenloom mixture "
             "pause)"
@@ -72,7 +72,7 @@ def _weight_kind(value: object) -> str:
     return "points" if isinstance(value, list) else "number"
 
 
-Positive = Annotated[float, Field(gt=0, strict=False), BeforeValidator(not_bool), BeforeValidator(_not_zero)]
+Positive = Annotated[float, Field(gt=0, strict=False), BeforeValidator(_weight_number)]
 TokenCount = Annotated[int, Field(ge=0, le=2**53 - 1), BeforeValidator(whole_number)]
 RowCount = TokenCount
 
