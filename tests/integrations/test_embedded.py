@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -40,6 +41,7 @@ from tokenloom.datasets.order import OrderDataset
 from tokenloom.job_server import child_process, launch
 from tokenloom.job_server.launch import machine, reachable_host
 from tokenloom.job_server.mixture_file import require_server
+from tokenloom_server.api.grpc import join
 from torch.utils.data import DataLoader
 
 
@@ -358,6 +360,30 @@ def test_a_script_that_closes_nothing_ends_without_a_word(mixture: Path) -> None
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=110, check=True)
     assert found.stderr == ""
+
+
+def test_what_a_handler_of_signals_raises_is_no_failure_of_the_server(
+    mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined = join.training
+
+    def interrupted(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return joined(*arguments)
+
+    def handler(*_: object) -> None:
+        raise TimeoutError("the user's own")
+
+    monkeypatch.setattr(join, "training", interrupted)
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with LocalDataset(mixture, 4) as dataset:
+            with pytest.raises(TimeoutError, match="the user's own"):
+                iter(dataset)
+            monkeypatch.undo()
+            assert next(iter(dataset))["sample_index"] == 4
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_what_a_path_cannot_have_beside_it_is_refused(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.tuner import Tuner
 from support.forks import Forks
 from support.killed import EXAMPLES, kill_and_resume, two_runs
 from support.served import url_of
@@ -48,7 +49,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         for row in range(ROWS):
             file.write(json.dumps({"text": "abcdefghijklmnopqrstuvwxyz"[row % 26] * (LENGTH - 1)}) + "\n")
     paths = []
-    for run in ("straight", "epochs", "twice", "between", "raises", "refused", "ends", "validated"):
+    for run in ("straight", "epochs", "twice", "between", "raises", "refused", "ends", "validated", "tuned"):
         source = {"source": "jsonl:rows.jsonl:text", "alias": "rows"} | ({"holdout": 0.4} if run == "validated" else {})
         mixture = {
             "run": run,
@@ -70,6 +71,7 @@ class Model(TokenLRModule):
         super().__init__()
         self.table = torch.nn.Embedding(258, 258)
         self.interval = interval
+        self.batch_size = 0
         self.trained: list[int] = []
         self.rates: list[float] = []
         self.labels: list[int] = []
@@ -223,6 +225,35 @@ def test_a_fit_ends_with_the_data(server: str) -> None:
     data = TokenloomDataModule(f"{server}/ends", 4, resume="latest")
     with pytest.raises(RuntimeError, match=r"the data ended .* min_epochs or min_steps asks for more"):
         trainer(max_epochs=-1, min_steps=100).fit(Model(), datamodule=data)
+
+
+@pytest.mark.filterwarnings("ignore:.*TypedStorage|.*val_dataloader")
+def test_the_search_for_a_rate_leaves_the_data_where_they_were_and_that_for_a_batch_size_is_refused(
+    server: str, tmp_path: Path
+) -> None:
+    found = Model()
+    data = TokenloomDataModule(f"{server}/tuned", 2)
+    fit = trainer(max_steps=4, default_root_dir=tmp_path)
+    Tuner(fit).lr_find(found, datamodule=data, num_training=4, attr_name="rate", update_attr=False)
+    assert found.trained == list(range(8))
+    fit.fit(found, datamodule=data)
+    trainer(max_steps=2).fit(found, datamodule=data)
+    assert found.trained[8:] == list(range(12))
+
+    # Within a fit; and where only the Join finds out where the data begin.
+    model, finder = Model(), LearningRateFinder(num_training_steps=3, update_attr=False)
+    trainer(finder, max_steps=2, default_root_dir=tmp_path).fit(
+        model, datamodule=TokenloomDataModule(f"{server}/tuned", 2, resume="latest")
+    )
+    begin = model.trained[0]
+    assert begin >= 12
+    assert model.trained == [*range(begin, begin + 6), *range(begin, begin + 4)]
+
+    model.batch_size = 2
+    with pytest.raises(ValueError, match=r"scale_batch_size is not supported: a batch's size is a part of the launch"):
+        Tuner(trainer(default_root_dir=tmp_path)).scale_batch_size(
+            model, datamodule=TokenloomDataModule(f"{server}/tuned", 2, resume="latest")
+        )
 
 
 def test_validation_has_the_same_samples_each_time_and_training_knows_nothing_of_it(server: str) -> None:

@@ -244,10 +244,11 @@ def test_a_checkpoint_without_the_state_of_its_data_is_refused(dataset: RemoteDa
         ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True is not for a RemoteDataset"),
         ({"accelerator_config": {"split_batches": True}}, "split_batches=True is not for a RemoteDataset"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True is not for a RemoteDataset"),
+        ({"max_steps": -1, "num_train_epochs": 2}, r"num_train_epochs=2 does not say how long.*target_tokens="),
     ],
 )
 def test_other_ways_to_read_data_are_refused(named: dict[str, Any], message: str, tmp_path: Path) -> None:
-    args = arguments(tmp_path, max_steps=1, **named)
+    args = arguments(tmp_path, **{"max_steps": 1} | named)
     with pytest.raises(ValueError, match=message):
         TokenloomTrainer(model(), args, train_dataset=RemoteDataset("grpc://127.0.0.1:1/run", 4))
 

@@ -109,6 +109,11 @@ def evaluated(url: str, world_size: int = 1, batch_size: int = 4, **options: Any
     return [found[at] for at in range(len(found))]
 
 
+def test_two_iterators_of_one_evaluation_at_a_time_are_refused(held: Held) -> None:
+    with evaluating(held.url, 4) as dataset, pytest.raises(RuntimeError, match=r"another iter.*make two datasets"):
+        list(zip(dataset, dataset, strict=True))
+
+
 def trained(url: str, steps: int | None = None, attempt: str = "a", **options: Any) -> list[tuple[int, str]]:
     """One rank trains from where the run stands: where each step ended, and the digest there."""
     with RemoteDataset(url, 2, rank=0, world_size=1, attempt=attempt, **with_connection(options)) as dataset:

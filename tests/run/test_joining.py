@@ -157,7 +157,8 @@ def test_ranks_with_different_states_are_refused_also_after_a_restart(
         ({"rank": 2}, "rank 2 is not below the world size 2"),
         ({"world_size": 0}, "world size is 0"),
         ({"world_size": 4097}, "world size is 4097; expected 1 to 4096"),
-        ({"batch_size": 0}, "batch size is 0"),
+        ({"batch_size": 0}, "batch_size is missing: give the samples of a rank"),
+        ({"batch_size": ((0, 0), (8, 1))}, r"batch_size\[0\] has a batch size of 0"),
         ({"batch_size": 2**20 + 1}, "batch size is 1048577"),
         ({"batch_sizes": SCHEDULE}, "batch size is 2 and also a schedule, 2, 5 from 240 .*: give one of them"),
         ({"batch_size": ((8, 2),)}, "begins at 8 total tokens; expected 0"),
@@ -332,7 +333,7 @@ def test_each_dataset_of_a_slurm_task_has_an_attempt_and_none_meets_another_laun
     for name, value in {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.setattr(topology, "JOINS", topology.Joins())
+    topology.joins.cache_clear()
     server = GrpcServer("127.0.0.1:0")
     server.start(place.runs)
 
@@ -367,7 +368,7 @@ def test_each_dataset_of_a_slurm_task_has_an_attempt_and_none_meets_another_laun
         stopped = made()[1]  # before it joins
         # Started again within the step: whatever is asked first, and however much is made, it is not guessed.
         with monkeypatch.context() as patch:
-            patch.setattr(topology, "JOINS", topology.Joins())
+            topology.joins.cache_clear()
             again = [*made(), *made()]
             for dataset in again:
                 says = "opened generation 1 already" if dataset.rank else "attempt=.*again within a SLURM job step"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import ssl
 import time
@@ -52,6 +53,9 @@ def open_channel(address: Address, target: str, credentials: Credentials) -> grp
     if address.connect is not None:
         channel: grpc.Channel = address.connect()
         return channel
+    # Read when the first channel is made. gRPC would tell each fork of the trainer's that it skips its handlers, which
+    # is right: a connection is the business of one process.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     if not credentials.tls:
         return grpc.insecure_channel(target, options=_OPTIONS)
     tls = grpc.ssl_channel_credentials(credentials.ca, credentials.key, credentials.certificate)

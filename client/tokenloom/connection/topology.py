@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.sharedctypes import RawValue
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ class Topology:
     world_size: int
     attempt: str
     of_step: bool = False
-    """The attempt is what the tasks of a SLURM step have in common, and goes on with a number: see ``Joins``."""
+    """The attempt is what the tasks of a SLURM step have in common, and goes on with a number: see ``joins``."""
 
 
 #: Who only looks: takes no slot, so there is no attempt to share.
@@ -146,23 +147,15 @@ def _sharing(run: str, stream: str, rank: int, world_size: int, members: str, ti
     )
 
 
-class Joins:
+@cache
+def joins(run: str, slot: Topology) -> Any:
     """How many datasets of this process have joined a run under what a SLURM step's tasks have in common: the number
     of the next one, on each rank. In memory that is shared with a DataLoader's worker, which may be who joins.
 
     They are counted as they join, not as they are made. So who asks for a number has had a place under all that are
     less, and each place is one process's: of two launches within one step, only one gets beyond the first number.
     """
-
-    def __init__(self) -> None:
-        self._counts: dict[tuple[str, Topology], Any] = {}
-
-    def of(self, run: str, slot: Topology) -> Any:
-        """The count, where there is one to keep."""
-        return self._counts.setdefault((run, slot), RawValue("q", 0)) if slot.of_step else None
-
-
-JOINS = Joins()
+    return RawValue("q", 0)
 
 
 def default_store() -> Store | None:

@@ -13,14 +13,14 @@ from multiprocessing.sharedctypes import RawValue
 from typing import Any, TypeAlias
 
 from tokenloom.batch.layout import check_columns
-from tokenloom.connection import queries, topology
+from tokenloom.connection import queries
 from tokenloom.connection.find import find_run
 from tokenloom.connection.join import Request
 from tokenloom.connection.metrics import Metrics
 from tokenloom.connection.options import ConnectionOptions
 from tokenloom.connection.server import RunServer
 from tokenloom.connection.stream import Connection
-from tokenloom.connection.topology import Topology
+from tokenloom.connection.topology import Topology, joins
 from tokenloom.datasets.base import BatchDataset
 from tokenloom.job_server.launch import LaunchServer
 from tokenloom.job_server.mixture_file import mixture_path
@@ -77,7 +77,7 @@ class ConnectedDataset(BatchDataset):
         # The process that joined. In memory that forked and spawned DataLoader workers share, so that the trainer's
         # copy can tell that a worker's copy has the batches, and with them the state.
         self._joined_in = RawValue("q", 0)
-        self._joins = topology.JOINS.of(self.run, self._topology)
+        self._joins = joins(self.run, self._topology)
         self._connection: Connection | None = None
         self._connection_pid: int | None = None
         self._closer: weakref.finalize[[Connection, int], ConnectedDataset] | None = None
@@ -153,7 +153,7 @@ class ConnectedDataset(BatchDataset):
         self.__dict__.update(state)
         if state["_joined_in"] is None:
             self._joined_in = RawValue("q", 0)
-            self._joins = topology.JOINS.of(self.run, self._topology)
+            self._joins = joins(self.run, self._topology)
 
     def _role(self) -> list[str]:
         """What it is in the run; for people, as what follows."""
@@ -173,13 +173,12 @@ class ConnectedDataset(BatchDataset):
     # The connection, and the processes
 
     def _connect(self, request: Request) -> Connection:
-        joined = self._joins.value if self._joins is not None else 0
-        if joined:
+        joined = self._joins.value
+        if joined and self._topology.of_step:
             slot = replace(request.topology, attempt=f"{request.topology.attempt}-{joined}")
             request = replace(request, topology=slot)
         connection = Connection(request, f"{self._nonce}-{os.getpid()}")
-        if self._joins is not None:
-            self._joins.value = joined + 1
+        self._joins.value = joined + 1
         return connection
 
     def _keep(self, connection: Connection) -> None:

@@ -88,6 +88,11 @@ class EvaluationDataset(TensorBatches):
 
         def next_batch() -> dict[str, Any]:
             self._check_not_closed()
+            if connection is not self._connection:
+                raise RuntimeError(
+                    "another iter() of this EvaluationDataset has begun, which ended this iterator: for two at a time "
+                    "make two datasets"
+                )
             taken = connection.take()
             if taken is None:
                 raise StopIteration

@@ -22,7 +22,7 @@ from tokenloom.clock.lr_scheduler import TokenLRScheduler
 from tokenloom.datasets.evaluation import EvaluationDataset
 from tokenloom.datasets.remote import RemoteDataset
 from tokenloom.integrations.checks import check_accumulate
-from tokenloom.snapshot import Loaded, Older, Point, Positioned
+from tokenloom.snapshot import KEY, Loaded, Older, Point, Positioned
 
 #: Options that a dataset has whether it is trained or evaluated on.
 _COMMON = frozenset({"rank", "world_size", "process_group", "columns", "device", "connection"})
@@ -105,24 +105,38 @@ class TokenloomDataModule(Positioned, LightningDataModule):
             self._evaluation = _Evaluation(EvaluationDataset(self._url, **(common | dict(self._validation))))
         if stage != "fit":
             return
-        accumulate: int = self._trainer.accumulate_grad_batches
-        dataset = RemoteDataset(self._url, self._batch_size, **({"accumulate": accumulate} | self._options))
+        self._loader = self._opened()
         if self._validation is not None:
-            self._evaluation = _Evaluation(dataset.evaluation(**self._validation))
-        if self._state:
-            dataset.load_state_dict(self._state)
-        self._loader = _Loader(dataset)
+            self._evaluation = _Evaluation(self._loader.dataset.evaluation(**self._validation))
         self._follower = _Follower(type(self).__qualname__, self._loader)
         # Before all others, so that whatever saves a checkpoint finds this batch counted.
         self._callbacks.insert(0, self._follower)
 
+    def _opened(self) -> _Loader:
+        accumulate: int = self._trainer.accumulate_grad_batches
+        dataset = RemoteDataset(self._url, self._batch_size, **({"accumulate": accumulate} | self._options))
+        if self._state:
+            dataset.load_state_dict(self._state)
+        return _Loader(dataset)
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes the state of a checkpoint, for the fit that begins."""
+        """Takes the state of a checkpoint, for the fit that begins; or within one, of ``Tuner.lr_find``, which goes
+        back to where it began."""
         if self._stage not in (None, "fit"):
             return  # a checkpoint that is only validated or tested
         self._state = dict(state_dict)
-        if self._loader is not None:
-            self._loader.dataset.load_state_dict(self._state)
+        if self._loader is None:
+            return
+        dataset = self._loader.dataset
+        if not self._loader.begun:
+            dataset.load_state_dict(self._state)
+            return
+        if self._state == {KEY: dataset._start.text}:  # saved before the Join, which found out where it begins
+            self._state = dict(dataset.state_dict(at=dataset.start_index))
+        self._loader = self._opened()
+        dataset.close()
+        if self._follower is not None:
+            self._follower.loader = self._loader
 
     def train_dataloader(self) -> _Loader:
         """Batches as ``RemoteDataset`` gives them, no sampler between."""
@@ -153,7 +167,8 @@ class TokenloomDataModule(Positioned, LightningDataModule):
             self._loader.dataset.close()
             self._loader = None
         if self._follower is not None:
-            self._callbacks.remove(self._follower)
+            if self._follower in self._callbacks:  # not within a Tuner's trial
+                self._callbacks.remove(self._follower)
             self._follower = None
 
     def on_exception(self, exception: BaseException) -> None:
@@ -205,7 +220,7 @@ class _Loader:
 
     def __init__(self, dataset: RemoteDataset) -> None:
         self.dataset = dataset
-        self.ended = False
+        self.begun = self.ended = False
         self._begun: Point | None = None
         self._trained: Point | None = None
         self._stepped: Point | None = None
@@ -220,6 +235,7 @@ class _Loader:
         return self._batches()
 
     def _batches(self) -> Iterator[Batch]:
+        self.begun = True
         for fetched in tuple(self._ahead):
             yield fetched.batch
         for batch in self.dataset:
@@ -303,42 +319,48 @@ class _Follower(Callback):
 
     def __init__(self, key: str, loader: _Loader) -> None:
         self._key = key
-        self._loader = loader
+        self.loader = loader
         self._global_step = 0
         #: Lightning's counters of batches after the last optimiser step.
         self._progress: dict[str, Any] = {}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         batches = trainer.accumulate_grad_batches
-        check_accumulate(self._loader.dataset, batches, "the Trainer steps each accumulate_grad_batches")
-        if self._loader.stepped:
+        check_accumulate(self.loader.dataset, batches, "the Trainer steps each accumulate_grad_batches")
+        if self.loader.stepped:
             self._global_step = trainer.global_step
             counters = trainer.fit_loop.epoch_loop.state_dict()
             for counted in counters["batch_progress"]["total"], counters["batch_progress"]["current"]:
                 counted["ready"] -= 1  # this one
             self._progress = {name: deepcopy(counters[name]) for name in ("state_dict", "batch_progress")}
-        self._loader.begin(batch)
+        self.loader.begin(batch)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         stepped = trainer.global_step != self._global_step or not pl_module.automatic_optimization
-        self._loader.end(stepped=stepped)
+        self.loader.end(stepped=stepped)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if self._loader.stepped:
+        if self.loader.stepped:
             return
-        checkpoint[self._key] = self._loader.state_of_data(stepped=True)
+        checkpoint[self._key] = self.loader.state_of_data(stepped=True)
         for name, value in self._progress.items():
             checkpoint["loops"]["fit_loop"][f"epoch_loop.{name}"] = deepcopy(value)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._loader.ended:
+        if self.loader.ended:
             trainer.should_stop = True
 
 
 def _check_trainer(trainer: Trainer) -> None:
     """Refuses what would train on other data, or at other rates, than it says. Optimizers are there already."""
+    if not trainer.callbacks:  # type: ignore[attr-defined]
+        raise ValueError(
+            "Tuner.scale_batch_size is not supported: a batch's size is a part of the launch, so its trials would all "
+            "have the same. Try sizes by runs of a few steps (max_steps), each with another batch_size of the data "
+            "module"
+        )
     overfit: float = trainer.overfit_batches  # type: ignore[attr-defined]
     if overfit:
         raise ValueError(

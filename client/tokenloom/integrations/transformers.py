@@ -96,6 +96,12 @@ class TokenloomMixin(_Trainer):
             _check_arguments(args)
             if args.max_steps <= 0 and target_tokens is not None:
                 args.max_steps = _UNKNOWN_STEPS
+            elif args.max_steps <= 0 and isinstance(named.get("train_dataset"), ConnectedDataset):
+                raise ValueError(
+                    f"num_train_epochs={args.num_train_epochs} does not say how long to train, since the mixture file "
+                    f"sets epochs: give {type(self).__name__}(…, target_tokens=…), in tokens of the whole run, or "
+                    "TrainingArguments(max_steps=…)"
+                )
         self._target_tokens = target_tokens
         self._token_lr = token_lr
         self._progress = progress

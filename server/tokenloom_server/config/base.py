@@ -59,11 +59,20 @@ def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _weight_number(value: object) -> object:
+    if not_bool(value) == 0:
+        raise ValueError(
+            "a weight is above 0: take the child out of the file, or pause it while the run trains (tokenloom mixture "
+            "pause)"
+        )
+    return value
+
+
 def _weight_kind(value: object) -> str:
     return "points" if isinstance(value, list) else "number"
 
 
-Positive = Annotated[float, Field(gt=0, strict=False), BeforeValidator(not_bool)]
+Positive = Annotated[float, Field(gt=0, strict=False), BeforeValidator(_weight_number)]
 TokenCount = Annotated[int, Field(ge=0, le=2**53 - 1), BeforeValidator(whole_number)]
 RowCount = TokenCount
 

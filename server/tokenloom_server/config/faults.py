@@ -14,6 +14,8 @@ from tokenloom_server.config.base import NAMES_IN_WORDS, Section
 
 #: Characters of a fault, which quotes what somebody wrote.
 MAX_LINE = 2000
+#: And of the value of an unknown key, which may be all of a mixture.
+MAX_FOUND = 80
 
 _Path = tuple[str | int, ...]
 
@@ -63,7 +65,8 @@ def _explain(fault: dict[str, Any]) -> str:
         known = {key for section in Section.__subclasses__() for key in section.model_fields} - {"id", "presence"}
         close = get_close_matches(str(fault["loc"][-1]), sorted(known), 1)
         hint = f"did you mean {close[0]!r}?" if close else "check its spelling against docs/mixture-file.md"
-        return f"unknown key; {hint} (found {fault['input']!r})"
+        found = repr(fault["input"])
+        return f"unknown key; {hint} (found {found if len(found) <= MAX_FOUND else f'{found[:MAX_FOUND]}…'})"
     if fault["type"] == "missing":
         return "is missing"
     if fault["type"] == "value_error":

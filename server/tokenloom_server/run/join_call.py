@@ -118,6 +118,11 @@ def check(call: JoinCall, sample_bytes: int, window_micro_steps: int | None = No
         raise JoinRefused(f"rank {call.rank} is not below the world size {call.world_size}")
     if call.batch_sizes and call.batch_size:
         raise JoinRefused(f"batch size is {call.batch_size} and also a schedule, {call.schedule}: give one of them")
+    if not (call.batch_size or call.batch_sizes):
+        raise JoinRefused(
+            "batch_size is missing: give the samples of a rank and micro-step, as in RemoteDataset(url, batch_size=8); "
+            "only a run of buckets has its own"
+        )
     schedule = call.schedule
     try:
         schedule.check()

@@ -1,4 +1,4 @@
-"""The service without a socket: a channel whose calls are made in this process, by the thread that waits for them.
+"""The service without a socket: a channel whose calls are made in this process, while a thread waits for them.
 
 Requests and responses are serialised as on any other way, so that what a client does with them is the same.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, NoReturn
 
 import grpc
@@ -32,8 +33,14 @@ class InProcessChannel(grpc.Channel):
         handler = self._handler(method)
 
         def call(request: Any, **_: object) -> Any:
-            parsed = handler.request_deserializer(request_serializer(request))
-            return response_deserializer(handler.response_serializer(handler.unary_unary(parsed, _Context())))
+            parsed, context = handler.request_deserializer(request_serializer(request)), _Context()
+            # On a thread of its own: what a handler of signals raises, on the main one, is no failure of the server's.
+            with ThreadPoolExecutor(1) as pool:
+                work = pool.submit(handler.unary_unary, parsed, context)
+                try:
+                    return response_deserializer(handler.response_serializer(work.result()))
+                finally:
+                    context.cancel()
 
         return call
 
