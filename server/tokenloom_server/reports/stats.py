@@ -59,7 +59,7 @@ class SourceStats(SourceName):
     """Documents that do not lie in one sample as a whole, though the packing would have had them so."""
     lost_tokens: int
     """Tokens of documents that were cut off; with ``batching``, rows that filled no batch of an epoch that ended."""
-    label_share: float | None
+    label_share: float | None = None
     """Of the labels in the source's first samples, the part that counts for the loss (0 to 1); null where it has no
     loss mask."""
     fill_rate: float
