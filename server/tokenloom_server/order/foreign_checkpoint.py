@@ -27,7 +27,7 @@ from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.mixing import elsewhere
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.foreign_payload import Entry, Payload, normalised
-from tokenloom_server.order.foreign_rows import names_of, position_of
+from tokenloom_server.order.foreign_rows import Position, names_of, position_of
 from tokenloom_server.order.nested_state import read_entries
 from tokenloom_server.order.position_line import position_line
 from tokenloom_server.order.returning import returning
@@ -158,8 +158,8 @@ def _state(by_spec: _BySpec, factory: PipelineFactory, clock_offset: int) -> tup
     return state, tuple(notes)
 
 
-def _where(index: int, entry: Entry) -> str:
-    return f"resume_state.datasets.{index} (spec {entry.spec!r})"
+def _position(source: int, index: int, entry: Entry, factory: PipelineFactory) -> Position:
+    return position_of(f"resume_state.datasets.{index} (spec {entry.spec!r})", entry, source, factory)
 
 
 def _tokens(source: int, index: int, entry: Entry, factory: PipelineFactory) -> int:
@@ -167,14 +167,14 @@ def _tokens(source: int, index: int, entry: Entry, factory: PipelineFactory) -> 
     of the source, those of the rows that were read, by its size: as many as that policy finds missing."""
     if entry.counted_tokens or source not in factory.config.measured_sources:
         return entry.counted_tokens
-    rows = position_of(_where(index, entry), entry, source, factory).rows
-    return factory.record.size_estimates[source].tokens_before(rows)
+    size = factory.record.size_estimates[source]
+    return size.tokens_before(_position(source, index, entry, factory).rows)
 
 
 def _source(source: int, index: int, entry: Entry, factory: PipelineFactory) -> tuple[SourceState, str]:
     """Where an entry's source goes on, and a line about it."""
     length, shards = factory.config.sequence_length, factory.record.shard_paths[source]
-    position, tokens = position_of(_where(index, entry), entry, source, factory), _tokens(source, index, entry, factory)
+    position, tokens = _position(source, index, entry, factory), _tokens(source, index, entry, factory)
     samples = tokens // length
     state = SourceState(cursor=position.cursor, samples=samples, rows=position.rows, tokens=samples * length)
     by_size = tokens > entry.counted_tokens

@@ -84,6 +84,8 @@ class Source(_Part):
     tokens: _Count = Field(None, validation_alias="token_offset")
     share: float | None = None
     """Of the tokens of all sources."""
+    given: int | None = Field(None, exclude=True)
+    """The samples that nodes count, where their own counters do not say it."""
     exhausted: _Flag = False
     skipped_samples: Annotated[int, BeforeValidator(_count_or_zero)] = 0
     skipped_rows: Annotated[int, BeforeValidator(_count_or_zero)] = 0
@@ -230,19 +232,14 @@ def read(
         resume = {**resume, "nodes": _weighed(document, kind, factory)}
     clock_offset = resume["clock_offset"] if type(resume.get("clock_offset")) is int else 0
     index, tokens = _count(resume.get("sample_index")), (_count(resume.get("total_tokens")) or 0) - clock_offset
-    sources = _sources(entries, mixture, base_dir)
+    counts = _mapping(document.get("counts")) if at_index else {}
+    sources = _sources(entries, counts, mixture, base_dir)
     written, mixture_from = _written_nodes(resume, mixture)
     # None where it changed during the run.
     length = tokens // index if index and tokens and not tokens % index else None
     length = length or (mixture.sequence_length if mixture is not None else None)
-    samples: dict[int | None, int] = {}
-    if at_index and _mapping(document.get("counts")):
-        samples = {2 * own.id: _samples_at(document, own) for own in sources if own.id is not None}
-        index = _count(document.get("sample_index"))
-    elif kind == OLDER and mixture is not None and factory is None:
-        samples = {2 * own.id: 0 for own in mixture.sources}
-        samples |= {2 * own.id: (own.tokens or 0) // mixture.sequence_length for own in sources if own.id is not None}
-    nodes = _nodes(resume, written, _given(samples, written, length), sources, mixture)
+    given = _given(sources, written, length) if counts or (kind == OLDER and factory is None) else {}
+    nodes = _nodes(resume, written, given, sources, mixture)
     changes = [_mapping(revision) for revision in listed(resume.get("revisions"))]
     changes = [revision for revision in changes if "skips" not in _mapping(revision.get("content"))]
     revisions = [_count(revision.get("sample_index")) for revision in changes]
@@ -254,7 +251,7 @@ def read(
             "file": str(path),
             "where": state.where,
             "kind": kind,
-            "counted_at": index,
+            "counted_at": document.get("sample_index") if counts else index,
             "sequence_length": length,
             "imported": _mapping(resume.get("imported")) or None,
             "clock_offset": clock_offset,
@@ -269,7 +266,9 @@ def read(
     )
 
 
-def _sources(entries: Sequence[Mapping[str, Any]], mixture: RunConfig | None, base_dir: Path) -> tuple[Source, ...]:
+def _sources(
+    entries: Sequence[Mapping[str, Any]], counts: Mapping[str, Any], mixture: RunConfig | None, base_dir: Path
+) -> tuple[Source, ...]:
     # A snapshot does not write where a source stands at its beginning.
     # A field that only another tool knows by that name is no share.
     sources = [
@@ -281,6 +280,11 @@ def _sources(entries: Sequence[Mapping[str, Any]], mixture: RunConfig | None, ba
     for source in sources:
         share = source.tokens / total if source.tokens is not None and total and not source.unknown else None
         update: dict[str, Any] = {"share": share}
+        if counts:
+            there = _mapping(counts.get(source.spec))
+            update["given"] = _count_or_zero(there.get("samples")) + source.skipped_samples
+        elif source.samples is None and mixture is not None:
+            update["given"] = (source.tokens or 0) // mixture.sequence_length
         spec = foreign_payload.normalised(source.spec, mixture, base_dir) if mixture is not None else source.spec
         if (config := known.get(spec)) is not None:
             update |= {"id": config.id if source.id is None else source.id, "alias": source.alias or config.alias}
@@ -309,21 +313,15 @@ def _written(node: NodeConfig) -> _WrittenNode:
     )
 
 
-def _samples_at(document: Mapping[str, Any], source: Source) -> int:
-    """What a source gave up to a snapshot's own sample index, with what was passed over, as nodes count it."""
-    counts = _mapping(_mapping(document["counts"]).get(source.spec))
-    return _count_or_zero(counts.get("samples")) + source.skipped_samples
-
-
-def _given(samples: dict[int | None, int], written: _Nodes, length: int | None) -> _Given:
-    """By its number in the mixture, what a child gave where the sources gave these ``samples``."""
+def _given(sources: Sequence[Source], written: _Nodes, length: int | None) -> _Given:
+    """What each child of the mixture gave, where the sources say it."""
+    numbers = {number: [_count(child[0]) or 0 for child in node.children] for number, node in written.items()}
+    samples = {own: 0 for below in numbers.values() for own in below}
+    samples |= {2 * own.id: own.given or 0 for own in sources if own.id is not None}
     # Once for each level: a node may hold one with a lower id.
-    for _ in range(min(len(written), _MOST_LEVELS) if samples else 0):
-        samples |= {
-            2 * node.id + 1: sum(samples.get(_count(child[0]), 0) for child in node.children)
-            for node in written.values()
-        }
-    return {number: {"samples": own, "tokens": own * length if length else None} for number, own in samples.items()}
+    for _ in range(min(len(written), _MOST_LEVELS)):
+        samples |= {2 * node + 1: sum(samples[own] for own in below) for node, below in numbers.items()}
+    return {own: {"samples": gave, "tokens": gave * length if length else None} for own, gave in samples.items()}
 
 
 def _nodes(

@@ -12,12 +12,10 @@ import numpy.typing as npt
 from tokenloom_server.errors import ConfigError
 
 
-def seen_samples(
-    state: Mapping[str, Any], folder: Path, arguments: Mapping[str, Any]
-) -> tuple[npt.NDArray[np.bool_], int]:
-    """Of each sample, whether it was read in the state's epoch, or will not be; and how many will not. ``state``: of a
-    ``StreamingDataset`` alone or within that of its ``StreamingDataLoader``; ``arguments``: those of the job's, beside
-    what the state says.
+def seen_samples(state: Mapping[str, Any], folder: Path, arguments: Mapping[str, Any]) -> npt.NDArray[np.int8]:
+    """Of each sample 1 where it was read in the state's epoch, and 2 where it will not be, since the library drops it.
+    ``state``: of a ``StreamingDataset`` alone or within that of its ``StreamingDataLoader``; ``arguments``: those of the
+    job's, beside what the state says.
 
     The library is asked for the order in which all ranks and workers read the epoch, which follows from those it began
     on; by the same order it goes on itself on others. Raises ``ConfigError`` where the state does not say what is left.
@@ -55,7 +53,7 @@ def seen_samples(
         )
     (visits,) = dataset._canonical_plans(drop_first=0, num_workers=1, batch_size=1)
     order = [sample for _, samples in visits for sample in samples]
-    seen = np.ones(sum(end - begin for begin, _, _, end in dataset.cache.get_chunk_intervals()), np.bool_)
-    dropped = len(seen) - len(set(order))
-    seen[order[read:]] = False
-    return seen, dropped
+    samples = sum(end - begin for begin, _, _, end in dataset.cache.get_chunk_intervals())
+    seen = np.full(samples, 2, np.int8)
+    seen[order[:read]], seen[order[read:]] = 1, 0
+    return seen

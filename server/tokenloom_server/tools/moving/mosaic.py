@@ -12,11 +12,9 @@ import numpy.typing as npt
 from tokenloom_server.errors import ConfigError
 
 
-def seen_samples(
-    state: Mapping[str, Any], folder: Path, arguments: Mapping[str, Any]
-) -> tuple[npt.NDArray[np.bool_], int]:
-    """Of each sample, whether it was read in the state's epoch; and how many will not be: none. ``arguments``: those of
-    the job's ``StreamingDataset``, beside where its data are.
+def seen_samples(state: Mapping[str, Any], folder: Path, arguments: Mapping[str, Any]) -> npt.NDArray[np.bool_]:
+    """Of each sample, whether it was read in the state's epoch. ``arguments``: those of the job's ``StreamingDataset``,
+    beside where its data are.
 
     The library is asked twice: for its order of the whole epoch, and for what it would read after the state. That order
     follows from the canonical nodes alone, whatever nodes, ranks and workers a launch has. Raises ``ConfigError`` where
@@ -42,7 +40,7 @@ def seen_samples(
             "library would read a part again: give a state that was saved between two batches"
         )
     # The library repeats samples to fill its last batch: one that was read may be in both.
-    return np.asarray(np.bincount(before, minlength=samples) > np.bincount(after, minlength=samples)), 0
+    return np.asarray(np.bincount(before, minlength=samples) > np.bincount(after, minlength=samples))
 
 
 def _work(dataset: Any, nodes: int, epoch: int, read: int) -> Any:

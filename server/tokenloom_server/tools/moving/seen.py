@@ -26,8 +26,8 @@ def write_seen(library: str, state: Path, spec: Spec, arguments: dict[str, Any],
     seen_samples, package = LIBRARIES[library]
     try:
         fields = json.loads(state.read_bytes())
-        seen, dropped = seen_samples(fields, Path(spec.location), arguments)
-        np.save(output, seen)
+        flags = np.asarray(seen_samples(fields, Path(spec.location), arguments), np.int8)
+        np.save(output, flags > 0)
         digest = hashlib.sha256(output.read_bytes()).hexdigest()
     except ImportError as error:
         raise ConfigError(
@@ -38,10 +38,10 @@ def write_seen(library: str, state: Path, spec: Spec, arguments: dict[str, Any],
         raise ConfigError(f"{str(state)!r}: the state has no {error}; expected what {library} saves") from None
     except (OSError, ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise ConfigError(f"{library} does not resume from {str(state)!r}: {type(error).__name__}: {error}") from None
-    read = seen.sum() - dropped
+    left, read, dropped = (int(count) for count in np.bincount(flags, minlength=3))
     drops = f"# {dropped:,} are in no batch of this epoch: {library} drops them itself\n" if dropped else ""
     return (
-        f"# {read:,} of {len(seen):,} samples of the epoch were read, and {(~seen).sum():,} are left\n{drops}"
+        f"# {read:,} of {len(flags):,} samples of the epoch were read, and {left:,} are left\n{drops}"
         f"- source: {json.dumps(str(spec))}\n"
         f"  seen: {{file: {json.dumps(str(output))}, sha256: {digest}}}"
     )
