@@ -14,8 +14,8 @@ from tokenloom_server.errors import ConfigError
 
 def seen_samples(state: Mapping[str, Any], folder: Path, arguments: Mapping[str, Any]) -> npt.NDArray[np.int8]:
     """Of each sample 1 where it was read in the state's epoch, and 2 where it will not be, since the library drops it.
-    ``state``: of a ``StreamingDataset`` alone or within that of its ``StreamingDataLoader``; ``arguments``: those of the
-    job's, beside what the state says.
+    ``state``: of a ``StreamingDataset`` alone or within that of its ``StreamingDataLoader``; ``arguments``: those of
+    the job's, beside what the state says.
 
     The library is asked for the order in which all ranks and workers read the epoch, which follows from those it began
     on; by the same order it goes on itself on others. Raises ``ConfigError`` where the state does not say what is left.
