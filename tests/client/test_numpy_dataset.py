@@ -102,7 +102,7 @@ def test_without_torch_batches_states_and_digests_are_those_that_torch_gets(serv
     assert "rank 1 of 2 needs an attempt id that is new for each launch" in seen["refused"].pop("without attempt")
     assert sorted(seen["refused"]) == [
         *("EvaluationDataset", "LocalDataset", "MeanLosses", "PeekDataset", "RemoteDataset", "SourceLoss"),
-        *("TokenLRScheduler", "token_losses"),
+        *("TokenLRScheduler", "mean_loss", "token_losses"),
     ]
     assert "tokenloom.RemoteDataset needs torch" in seen["refused"]["RemoteDataset"]
     assert "pip install 'tokenloom[torch]'" in seen["refused"]["RemoteDataset"]

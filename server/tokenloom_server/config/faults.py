@@ -65,8 +65,8 @@ def _explain(fault: dict[str, Any]) -> str:
         known = {key for section in Section.__subclasses__() for key in section.model_fields} - {"id", "presence"}
         close = get_close_matches(str(fault["loc"][-1]), sorted(known), 1)
         hint = f"did you mean {close[0]!r}?" if close else "check its spelling against docs/mixture-file.md"
-        found = repr(fault["input"])
-        return f"unknown key; {hint} (found {found if len(found) <= MAX_FOUND else f'{found[:MAX_FOUND]}…'})"
+        value = repr(fault["input"])
+        return f"unknown key; {hint} (found {value if len(value) <= MAX_FOUND else f'{value[:MAX_FOUND]}…'})"
     if fault["type"] == "missing":
         return "is missing"
     if fault["type"] == "value_error":

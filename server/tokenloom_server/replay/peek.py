@@ -130,9 +130,9 @@ class Peeks:
             return  # whole batches come, whatever is asked for
         step_bytes = batch_size * self._coordinator.timeline.sample_bytes
         if batch_size < 1 or step_bytes > MAX_STEP_BYTES:
-            found = f"a peek's micro-step of {batch_size} samples has {step_bytes} bytes"
+            step = f"a peek's micro-step of {batch_size} samples has {step_bytes} bytes"
             raise JoinRefused(
-                f"{found if batch_size else 'batch_size is missing'}; expected 1 sample to {MAX_STEP_BYTES} bytes a "
+                f"{step if batch_size else 'batch_size is missing'}; expected 1 sample to {MAX_STEP_BYTES} bytes a "
                 "micro-step: give another batch_size"
             )
 
