@@ -39,6 +39,7 @@ from tokenloom_server.errors import (
 from tokenloom_server.order import builder, snapshot, snapshot_encode
 from tokenloom_server.order.exclusions import NOTHING_EXCLUDED
 from tokenloom_server.order.factory import PipelineFactory
+from tokenloom_server.order.notes import begin_notes
 
 
 @pytest.fixture
@@ -369,3 +370,34 @@ def test_pipelines_of_one_order_are_independent(folder: Path) -> None:
         other.advance(2)
     assert digest_of(order, 20) == one.state().digest
     assert digest_of(order, 40) == other.state().digest
+
+
+def test_ids_need_no_end_of_text_id_where_none_is_added(folder: Path) -> None:
+    (folder / "ids.jsonl").write_text('{"ids": [1, 2, 3]}\n' * 40)
+    document = flat(["jsonl:ids.jsonl:ids"], sequence_length=8, vocab_size=9, add_eot=False)
+    del document["tokenizer"]
+
+    assert order_of(folder, document).record.end_of_text_id is None
+    with pytest.raises(ConfigError, match="give vocab_size instead, and end_of_text_id unless add_eot is false"):
+        order_of(folder, document | {"add_eot": True})
+
+
+def test_a_begin_that_the_tokeniser_itself_would_add_and_the_run_does_not_is_said(folder: Path) -> None:
+    write_golden_rows(folder)
+    file = folder / "tokenizer" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    begin = {"id": "<|begin|>", "ids": [276], "tokens": ["<|begin|>"]}
+    single = [{"SpecialToken": {"id": "<|begin|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<|begin|>": begin},
+    }
+    document = flat(["jsonl:data/good.jsonl:text", "parquet:data/marked.parquet:ids"], tokenizer="tokenizer")
+
+    assert begin_notes(order_of(folder, document)) == []
+    file.write_text(json.dumps(content))
+    ((warns, note),) = begin_notes(order_of(folder, document))
+    assert warns and note.startswith("jsonl:data/good.jsonl:text: the tokeniser itself begins a text with [276]")
+    assert begin_notes(order_of(folder, document | {"add_bos": True})) == []
