@@ -16,12 +16,12 @@ _LOOKED_AT = 256
 
 def label_shares(factory: PipelineFactory) -> dict[int, float]:
     """Of the sources with a loss mask that give samples, by id (0 to 1). Each is looked at once for a run's files."""
-    found = {
+    shares = {
         source.id: factory.resources.label_shares.get(source.source, partial(_share, factory, source.id))
         for source in factory.config.sources
         if source.has_loss_mask and source.presence != "dropped"
     }
-    return {source: share for source, share in found.items() if share is not None}
+    return {source: share for source, share in shares.items() if share is not None}
 
 
 def label_notes(factory: PipelineFactory) -> list[tuple[bool, str]]:

@@ -100,16 +100,7 @@ def find_tokenizer(name: str, base_dir: Path, *, chat: bool = False) -> Tokenize
         raise TokenizerError(f"tokenizer {name!r}: {path} cannot be read ({error.strerror})") from None
     content, document = _parse(name, path, raw)
     _refuse_random(name, path, document.get("model"))
-
-    import tokenizers
-
-    try:
-        reference = tokenizers.Tokenizer.from_str(content)
-    except Exception as error:
-        raise TokenizerError(
-            f"tokenizer {name!r}: {path} is not supported by tokenizers {tokenizers.__version__} ({error}); "
-            "expected a tokenizer.json of that version or an older one"
-        ) from None
+    reference = _reference(name, path, content)
     # A file of another name may stand beside a config that is not its own.
     is_named = path.name == TOKENIZER_FILE
     config = beside.read(path, CONFIG_FILE) if is_named else {}
@@ -132,13 +123,8 @@ def find_tokenizer(name: str, base_dir: Path, *, chat: bool = False) -> Tokenize
     template = _chat_template(name, path, config) if chat else None
     # The digest is what it was when tokenizer_config.json alone was read, where ids are what they were.
     before = _special_tokens(config)
-    sealed = canonical(
-        {
-            key: whole.named[key]
-            for key, number in named_ids.items()
-            if key in before or [*known_ids(added, key).values()] != [number]
-        }
-    )
+    own = {key for key, number in named_ids.items() if [*known_ids(added, key).values()] != [number]}
+    sealed = canonical({key: whole.named[key] for key in named_ids if key in before or key in own})
     if template is not None:
         used = {key: token for key, token in whole.special_tokens.items() if key in template}
         sealed += canonical({"chat_template": template, "special_tokens": before | used})
@@ -205,6 +191,19 @@ def _parse(name: str, path: Path, raw: bytes) -> tuple[str, dict[str, Any]]:
             f"tokenizer {name!r}: {path} is JSON but has no 'model', so it is no tokenizer.json; {CONVERT}"
         )
     return content, document
+
+
+def _reference(name: str, path: Path, content: str) -> Any:
+    """A ``tokenizer.json`` as `tokenizers` reads it."""
+    import tokenizers
+
+    try:
+        return tokenizers.Tokenizer.from_str(content)
+    except Exception as error:
+        raise TokenizerError(
+            f"tokenizer {name!r}: {path} is not supported by tokenizers {tokenizers.__version__} ({error}); "
+            "expected a tokenizer.json of that version or an older one"
+        ) from None
 
 
 def _refuse_random(name: str, path: Path, model: object) -> None:
