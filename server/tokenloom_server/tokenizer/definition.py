@@ -111,14 +111,7 @@ def find_tokenizer(name: str, base_dir: Path, *, chat: bool = False) -> Tokenize
         AddedToken(str(token.content), int(token_id), bool(token.special))
         for token_id, token in sorted(whole.tokenizer.get_added_tokens_decoder().items())
     )
-    vocabulary: dict[str, int] = whole.tokenizer.get_vocab(with_added_tokens=True)
-    if not vocabulary:
-        raise TokenizerError(f"tokenizer {name!r}: {path} has an empty vocabulary; train it, or name another")
-    if (greatest := max(vocabulary.values())) >= MAX_VOCABULARY:
-        raise TokenizerError(
-            f"tokenizer {name!r}: {path} has the id {greatest}; expected at most {MAX_VOCABULARY - 1}, since "
-            "engines have room for each id up to the greatest: number its tokens without gaps"
-        )
+    vocabulary, greatest = _vocabulary(name, path, whole.tokenizer)
     named_ids = {key: vocabulary[whole.named[key]] for key in KNOWN_NAMES if key in whole.named}
     template = _chat_template(name, path, config) if chat else None
     # The digest is what it was when tokenizer_config.json alone was read, where ids are what they were.
@@ -204,6 +197,19 @@ def _reference(name: str, path: Path, content: str) -> Any:
             f"tokenizer {name!r}: {path} is not supported by tokenizers {tokenizers.__version__} ({error}); "
             "expected a tokenizer.json of that version or an older one"
         ) from None
+
+
+def _vocabulary(name: str, path: Path, tokenizer: Any) -> tuple[dict[str, int], int]:
+    """The id of each token, added ones included, and the greatest of them."""
+    vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    if not vocabulary:
+        raise TokenizerError(f"tokenizer {name!r}: {path} has an empty vocabulary; train it, or name another")
+    if (greatest := max(vocabulary.values())) >= MAX_VOCABULARY:
+        raise TokenizerError(
+            f"tokenizer {name!r}: {path} has the id {greatest}; expected at most {MAX_VOCABULARY - 1}, since "
+            "engines have room for each id up to the greatest: number its tokens without gaps"
+        )
+    return vocabulary, greatest
 
 
 def _refuse_random(name: str, path: Path, model: object) -> None:
