@@ -84,7 +84,7 @@ class Source(_Part):
     tokens: _Count = Field(None, validation_alias="token_offset")
     share: float | None = None
     """Of the tokens of all sources."""
-    given: int | None = Field(None, exclude=True)
+    node_samples: int | None = Field(None, exclude=True)
     """The samples that nodes count, where their own counters do not say it."""
     exhausted: _Flag = False
     skipped_samples: Annotated[int, BeforeValidator(_count_or_zero)] = 0
@@ -238,11 +238,8 @@ def read(
     # None where it changed during the run.
     length = tokens // index if index and tokens and not tokens % index else None
     length = length or (mixture.sequence_length if mixture is not None else None)
-    given = _given(sources, written, length) if counts or (kind == OLDER and factory is None) else {}
-    nodes = _nodes(resume, written, given, sources, mixture)
-    changes = [_mapping(revision) for revision in listed(resume.get("revisions"))]
-    changes = [revision for revision in changes if "skips" not in _mapping(revision.get("content"))]
-    revisions = [_count(revision.get("sample_index")) for revision in changes]
+    gave = _given(sources, written, length) if counts or (kind == OLDER and factory is None) else {}
+    nodes = _nodes(resume, written, gave, sources, mixture)
     return Content.model_validate(
         {
             "sample_index": resume.get("sample_index"),
@@ -256,7 +253,7 @@ def read(
             "imported": _mapping(resume.get("imported")) or None,
             "clock_offset": clock_offset,
             "forked": _mapping(resume.get("origin")) or None,
-            "revisions": [index for index in revisions if index is not None],
+            "revisions": _revisions(resume),
             "mixture": mixture_from,
             "sources": sources,
             "nodes": nodes,
@@ -264,6 +261,12 @@ def read(
             "damage": state.damage,
         }
     )
+
+
+def _revisions(resume: Mapping[str, Any]) -> list[int]:
+    changes = [_mapping(revision) for revision in listed(resume.get("revisions"))]
+    changes = [revision for revision in changes if "skips" not in _mapping(revision.get("content"))]
+    return [index for revision in changes if (index := _count(revision.get("sample_index"))) is not None]
 
 
 def _sources(
@@ -282,9 +285,9 @@ def _sources(
         update: dict[str, Any] = {"share": share}
         if counts:
             there = _mapping(counts.get(source.spec))
-            update["given"] = _count_or_zero(there.get("samples")) + source.skipped_samples
+            update["node_samples"] = _count_or_zero(there.get("samples")) + source.skipped_samples
         elif source.samples is None and mixture is not None:
-            update["given"] = (source.tokens or 0) // mixture.sequence_length
+            update["node_samples"] = (source.tokens or 0) // mixture.sequence_length
         spec = foreign_payload.normalised(source.spec, mixture, base_dir) if mixture is not None else source.spec
         if (config := known.get(spec)) is not None:
             update |= {"id": config.id if source.id is None else source.id, "alias": source.alias or config.alias}
@@ -317,7 +320,7 @@ def _given(sources: Sequence[Source], written: _Nodes, length: int | None) -> _G
     """What each child of the mixture gave, where the sources say it."""
     numbers = {number: [_count(child[0]) or 0 for child in node.children] for number, node in written.items()}
     samples = {own: 0 for below in numbers.values() for own in below}
-    samples |= {2 * own.id: own.given or 0 for own in sources if own.id is not None}
+    samples |= {2 * own.id: own.node_samples or 0 for own in sources if own.id is not None}
     # Once for each level: a node may hold one with a lower id.
     for _ in range(min(len(written), _MOST_LEVELS)):
         samples |= {2 * node + 1: sum(samples[own] for own in below) for node, below in numbers.items()}
