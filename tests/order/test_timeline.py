@@ -400,5 +400,5 @@ def test_how_samples_are_packed_cannot_be_revised(folder: Path, change: dict[str
     with pytest.raises(ConfigError, match=r"packing: the run began with \"best_fit\", the file has \"none\""):
         refuse(
             parsed(mixture(packing="none")),
-            differences(parsed(mixture(packing="none")), timeline.first.record.to_json()),
+            differences(parsed(mixture(packing="none")), json.loads(timeline.first.record.to_json())),
         )

@@ -84,7 +84,7 @@ class Source(_Part):
     tokens: _Count = Field(None, validation_alias="token_offset")
     share: float | None = None
     """Of the tokens of all sources."""
-    counted: int | None = Field(None, exclude=True)
+    node_samples: int | None = Field(None, exclude=True)
     """The samples that nodes count, where their own counters do not say it."""
     exhausted: _Flag = False
     skipped_samples: Annotated[int, BeforeValidator(_count_or_zero)] = 0
@@ -238,8 +238,8 @@ def read(
     # None where it changed during the run.
     length = tokens // index if index and tokens and not tokens % index else None
     length = length or (mixture.sequence_length if mixture is not None else None)
-    by_sources = _given(sources, written, length) if counts or (kind == OLDER and factory is None) else {}
-    nodes = _nodes(resume, written, by_sources, sources, mixture)
+    gave = _given(sources, written, length) if counts or (kind == OLDER and factory is None) else {}
+    nodes = _nodes(resume, written, gave, sources, mixture)
     return Content.model_validate(
         {
             "sample_index": resume.get("sample_index"),
@@ -253,7 +253,7 @@ def read(
             "imported": _mapping(resume.get("imported")) or None,
             "clock_offset": clock_offset,
             "forked": _mapping(resume.get("origin")) or None,
-            "revisions": _revised_at(resume),
+            "revisions": _revisions(resume),
             "mixture": mixture_from,
             "sources": sources,
             "nodes": nodes,
@@ -263,11 +263,11 @@ def read(
     )
 
 
-def _revised_at(resume: Mapping[str, Any]) -> list[int]:
+def _revisions(resume: Mapping[str, Any]) -> list[int]:
     """The sample indices of a state's revisions but for those that only skip."""
     changes = [_mapping(revision) for revision in listed(resume.get("revisions"))]
-    indices = [_count(each.get("sample_index")) for each in changes if "skips" not in _mapping(each.get("content"))]
-    return [index for index in indices if index is not None]
+    changes = [revision for revision in changes if "skips" not in _mapping(revision.get("content"))]
+    return [index for revision in changes if (index := _count(revision.get("sample_index"))) is not None]
 
 
 def _sources(
@@ -286,9 +286,9 @@ def _sources(
         update: dict[str, Any] = {"share": share}
         if counts:
             there = _mapping(counts.get(source.spec))
-            update["counted"] = _count_or_zero(there.get("samples")) + source.skipped_samples
+            update["node_samples"] = _count_or_zero(there.get("samples")) + source.skipped_samples
         elif source.samples is None and mixture is not None:
-            update["counted"] = (source.tokens or 0) // mixture.sequence_length
+            update["node_samples"] = (source.tokens or 0) // mixture.sequence_length
         spec = foreign_payload.normalised(source.spec, mixture, base_dir) if mixture is not None else source.spec
         if (config := known.get(spec)) is not None:
             update |= {"id": config.id if source.id is None else source.id, "alias": source.alias or config.alias}
@@ -321,7 +321,7 @@ def _given(sources: Sequence[Source], written: _Nodes, length: int | None) -> _G
     """What each child of the mixture gave, where the sources say it."""
     numbers = {number: [_count(child[0]) or 0 for child in node.children] for number, node in written.items()}
     samples = {own: 0 for below in numbers.values() for own in below}
-    samples |= {2 * own.id: own.counted or 0 for own in sources if own.id is not None}
+    samples |= {2 * own.id: own.node_samples or 0 for own in sources if own.id is not None}
     # Once for each level: a node may hold one with a lower id.
     for _ in range(min(len(written), _MOST_LEVELS)):
         samples |= {2 * node + 1: sum(samples[own] for own in below) for node, below in numbers.items()}
