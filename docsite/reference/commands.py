@@ -78,4 +78,6 @@ def _section(path: str, command: Any) -> str:
 def _plain(text: str) -> str:
     """Help as Markdown: without the marks by which it is coloured, and with its names as code."""
     bare = re.sub(r"\\\[", "[", re.sub(r"\[/?(?:bold|cyan|dim)\]", "", text))
+    # Two brackets in a row are a link in Markdown.
+    bare = re.sub(r"\]\s+\[", "], [", bare)
     return re.sub(r"(?<![\w`])(--[a-z][\w-]*|TOKENLOOM_\w+)", r"`\1`", prose(bare)).replace("<", "&lt;")
