@@ -53,7 +53,7 @@ def test_the_table_of_lower_bounds_is_pyprojects_and_its_exceptions_are_not_used
     named = [Requirement(line) for lines in (project["dependencies"], *users) for line in lines]
     bounds = {need.name: str(need.specifier).removeprefix(">=") for need in named if need.name != "tokenloom"}
     rows = dict(re.findall(r"^\| ([a-z0-9-]+) \| ([\d.]+) \| ", text("SECURITY.md"), re.MULTILINE))
-    rest = re.findall(r"lower bounds of ([^.]+) and (\w+)\.", text("SECURITY.md"))
+    rest = re.findall(r"for the lower bounds of (.+?)\s+and\s+(\w+)\. ", text("SECURITY.md"), re.DOTALL)
     assert rows.items() <= bounds.items()
     assert {*re.split(r",\s+", rest[0][0]), rest[0][1]} == bounds.keys() - rows.keys()
     for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):

@@ -130,6 +130,9 @@ class BatchesSource(ArrowSource):
     def row_count(self, shard: int) -> int:
         return self._checked(shard, super().row_count(shard) if shard else 0)
 
+    def check(self, shard: int) -> object:
+        return super().check(shard) if shard else None
+
     def blocks(self, shard: int) -> npt.NDArray[np.int64]:
         return super().blocks(shard) if shard else np.zeros(1, np.int64)
 
