@@ -398,7 +398,8 @@ def test_what_moves_no_sample_may_change_between_launches_and_is_said_in_log_and
     state = trainer.state()
     place.stop()
     document = yaml.safe_load(place.path.read_text())
-    place.path.write_text(yaml.safe_dump(document | {"mask_boundaries": True}))
+    named = document["mixture"] | {"alias": "another"}
+    place.path.write_text(yaml.safe_dump(document | {"mask_boundaries": True, "mixture": named}))
     served = place.serve(tmp_path / "another.db" if lost else None)
     Trainer(served, state=state).train(1)
     said = "mask_boundaries: was false, the file has true now"
@@ -406,10 +407,20 @@ def test_what_moves_no_sample_may_change_between_launches_and_is_said_in_log_and
     assert served.stats.read().warning == said
     # What the order depends on is refused with both values wherever it is known from.
     place.stop()
-    document["mixture"]["children"][0]["weight"] = 3
-    place.path.write_text(yaml.safe_dump(document))
-    with pytest.raises((ConfigError, SnapshotInvalid), match='weight: the run began with "2", the file has "3"'):
-        Trainer(place.serve(tmp_path / "third.db" if lost else None), state=state)
+    weight = {"children": [document["mixture"]["children"][0] | {"weight": 3}, *document["mixture"]["children"][1:]]}
+    for number, (change, says) in enumerate(
+        (
+            ({"mixture": document["mixture"] | weight}, 'weight: the run began with "2", the file has "3"'),
+            (
+                {"phases": [{"until_tokens": 10**6}]},
+                r'phases: the run began with \[\], the file has \[{"until_tokens": 1',
+            ),
+        )
+    ):
+        place.path.write_text(yaml.safe_dump(document | change))
+        with pytest.raises((ConfigError, SnapshotInvalid), match=says):
+            Trainer(place.serve(tmp_path / f"{number}.db" if lost else None), state=state)
+        place.stop()
 
 
 def test_more_ranks_than_may_have_connections_are_said_in_the_log(

@@ -103,14 +103,15 @@ def changes(
 def _default_of(path: str) -> Any:
     """The default of a field of the run that the record or the file leaves out."""
     field = RunConfig.model_fields.get(path)
-    return "(not given)" if field is None or field.default is None else field.default
+    return None if field is None or field.is_required() else field.get_default(call_default_factory=True)
 
 
 def shown(value: Any) -> str:
     """A field's value for people; of a list of children or files their names, since one of two such lists has more."""
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        names = (child.get("path") or child.get("source") or child.get("policy", "?") for child in value)
-        text = f"{len(value)}: {', '.join(names)}"
+    children = value if isinstance(value, list) and all(isinstance(child, dict) for child in value) else []
+    names = [child.get("path") or child.get("source") or child.get("policy") for child in children]
+    if names and all(names):
+        text = f"{len(names)}: {', '.join(names)}"
     else:
         text = "nothing" if value is None else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 160 else text[:157] + "…"

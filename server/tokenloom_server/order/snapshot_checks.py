@@ -33,7 +33,8 @@ def check_mixture(resume: ResumeStateDocument, shape: Shape) -> None:
         return
     theirs = [node.model_dump(exclude_none=True) for node in resume.mixture]
     for actual, expected in zip_longest(theirs, shape.mixture):
-        if actual != expected:
+        # A name decides no order.
+        if actual is None or expected is None or {**actual, "alias": ""} != {**expected, "alias": ""}:
             raise SnapshotInvalid(
                 f"resume_state.mixture at sample {resume.sample_index} has {_shortened(actual)}, but in force there is "
                 f"{_shortened(expected)}: a revision was dropped or made elsewhere; use that run's ledger, or an empty "

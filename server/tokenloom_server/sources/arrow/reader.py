@@ -56,7 +56,7 @@ class ArrowSource(ShardedSource):
             self._scan(shard, schema)
         return int(self._batches[shard].ends[-1])
 
-    def check(self, shard: int) -> Selection:
+    def check(self, shard: int) -> object:
         opened = self._open_arrow(shard)
         opened.file.close()
         return self._selection(shard, opened.schema)
