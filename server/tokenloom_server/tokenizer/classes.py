@@ -83,8 +83,8 @@ def refusal(name: str, class_name: str, why: str) -> TokenizerError:
     return TokenizerError(
         f"tokenizer {name!r}: its tokenizer_class {class_name!r} {why}, so the ids of transformers would differ from "
         f"those of {TOKENIZER_FILE}; for the file's, set tokenizer_class to 'PreTrainedTokenizerFast' in {CONFIG_FILE} "
-        "and remove auto_map there; for the class's, save what it builds: "
-        "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+        "and remove auto_map there; for the class's, save what it builds in another folder, "
+        "AutoTokenizer.from_pretrained(…).save_pretrained(…), and do the same there"
     )
 
 
