@@ -259,6 +259,8 @@ REFUSED: list[tuple[str, Files, str]] = [
     ),
     ("bert", {"tokenizer_config": {"split_special_tokens": True}}, "split_special_tokens: true; remove it"),
     ("bert", {"tokenizer_config": {"added_tokens_decoder": {"x": 1}}}, "tokens beside .* are not as transformers"),
+    ("bert", {"tokenizer_config": {"eos_token": ["[SEP]"]}}, r"eos_token is \['\[SEP\]'\], expected text"),
+    ("bert", {"special_tokens_map": {"additional_special_tokens": [7]}}, "a further special token is 7, expected text"),
 ]
 
 
@@ -315,6 +317,18 @@ def test_what_its_class_builds_is_taken_once_it_is_saved_and_its_class_is_set(
     ours = same_as_transformers(tmp_path / "b")
 
     assert encoded(ours) == [theirs.encode(text, add_special_tokens=False) for text in TEXTS]
+
+
+def test_another_unknown_token_is_no_matter_where_each_byte_has_a_piece(made: dict[str, str], tmp_path: Path) -> None:
+    files = {"tokenizer_config": {"tokenizer_class": "LlamaTokenizer", "legacy": False, "unk_token": "<unk>"}}
+    document = json.loads(made["llama"])
+    document["model"] |= {"unk_token": "<unk>", "fuse_unk": False}
+    same_as_transformers(write(tmp_path / "a", json.dumps(document), files))
+
+    # With a hole in the vocabulary's bytes, it is.
+    document["model"]["vocab"]["hole"] = document["model"]["vocab"].pop("<0xE6>")
+    with pytest.raises(TokenizerError, match="'LlamaTokenizer' builds another"):
+        find_tokenizer(".", write(tmp_path / "b", json.dumps(document), files))
 
 
 def test_the_file_is_what_counts_once_its_class_is_set_to_that(made: dict[str, str], tmp_path: Path) -> None:

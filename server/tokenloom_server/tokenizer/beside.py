@@ -62,11 +62,15 @@ def complete(name: str, path: Path, content: str, document: dict[str, Any], plai
             dict.fromkeys(NAMED) | {key: _token(each) for key, each in described.get("tokens", {}).items()} | named
         )
         special = {key: token for key, token in special.items() if token is not None}
+        for key, token in (*special.items(), *(("a further special token", each) for each in extra)):
+            if not isinstance(token, str | AddedToken):
+                raise ValueError(f"{key} is {token!r}, expected text, or an object with content and __type")
         texts = {key: str(token) for key, token in special.items()}
         before, tokenizer = _added_tokens(plain), plain
         if "forms" in described:
             form = classes.form(plain, document["model"])
-            if form != classes.built(described, config, form, texts.get("unk_token", "")):
+            built = classes.built(described, config, form, texts.get("unk_token", ""))
+            if not classes.same(form, built, document["model"]):
                 raise classes.refusal(name, class_name, "builds another normalizer, pre_tokenizer or model")
             tokenizer = Tokenizer.from_str(json.dumps({**document, "added_tokens": []}))
         known = {token["content"] for token in _added_tokens(tokenizer)} | set(map(str, adding))
@@ -81,8 +85,8 @@ def complete(name: str, path: Path, content: str, document: dict[str, Any], plai
         tokenizer.add_tokens(adding)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise TokenizerError(
-            f"tokenizer {name!r}: the tokens beside {path} are not as transformers saves them ({error}); save them "
-            "anew: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+            f"tokenizer {name!r}: the tokens beside {path} are not as transformers saves them ({error}); mend them "
+            "there, or take the files from where the tokeniser was published"
         ) from None
     added = _added_tokens(tokenizer)
     missing = set(described.get("adds", ())).difference(token["content"] for token in added)

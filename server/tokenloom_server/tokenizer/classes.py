@@ -57,7 +57,7 @@ def class_of(
     return chosen, described
 
 
-def built(described: Mapping[str, Any], config: Mapping[str, Any], found: Mapping[str, Any], unknown: str) -> object:
+def built(described: Mapping[str, Any], config: Mapping[str, Any], found: Mapping[str, Any], unknown: str) -> Any:
     """What a class builds in the place of the ``found`` form of a file, by a ``tokenizer_config.json`` and the content
     of its ``unk_token``."""
     # Whether the file has a map of characters is no field, but decides what is built, too.
@@ -76,6 +76,20 @@ def form(tokenizer: Tokenizer, model: Mapping[str, Any]) -> dict[str, Any]:
     plain = {key: value for key, value in model.items() if value not in (None, "") and value is not False}
     plain |= {"type": type(tokenizer.model).__name__, "vocab": None, "merges": None}
     return {**parts, "model": plain}
+
+
+def same(found: dict[str, Any], built: dict[str, Any] | None, model: Mapping[str, Any]) -> bool:
+    """Whether two forms give the same ids with the vocabulary of ``model``."""
+    if built is None:
+        return False
+    # With a piece for each byte, BPE finds nothing unknown.
+    is_bytewise = (
+        found["model"]["type"] == "BPE"
+        and "byte_fallback" in found["model"]
+        and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
+    )
+    unused = {"unk_token": None, "fuse_unk": None} if is_bytewise else {}
+    return found | {"model": found["model"] | unused} == built | {"model": built["model"] | unused}
 
 
 def refusal(name: str, class_name: str, why: str) -> TokenizerError:
