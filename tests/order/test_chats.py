@@ -361,10 +361,10 @@ def test_a_template_may_read_keys_of_any_name(tmp_path: Path, tokenizer: PreTrai
 @pytest.mark.parametrize(
     ("message", "found"),
     [
-        ({"from": "human", "value": "hi"}, "'from', 'value'; rename"),
-        ({"role": "user", "text": "hi"}, "'role', 'text'; rename"),
-        ({"role": "user", "content": None}, "'role', 'content'; rename"),
-        ({}, "no keys; rename"),
+        ({"from": "human", "value": "hi"}, "'role', 'content', .* nulls, 'from', 'value'; put"),
+        ({"role": "user", "text": "hi"}, "'content', .* nulls, 'role', 'text'; put"),
+        ({"role": "user", "content": None}, "'content', .* nulls, 'role'; put"),
+        ({}, "'role', .* no keys; put"),
     ],
 )
 def test_a_message_of_which_the_template_reads_nothing_but_its_role_is_a_bad_row_that_names_its_keys(
@@ -381,9 +381,46 @@ def test_a_message_of_which_the_template_reads_nothing_but_its_role_is_a_bad_row
 
     assert len(next(reader).ends) == 1
     with pytest.raises(
-        TokenizerError, match=rf"row 1: of message 1 the chat template reads nothing, .* it has {found}"
+        TokenizerError, match=rf"row 1: of message 1 the chat template reads nothing, .* it asks for {found}"
     ):
         next(reader)
+
+
+LOOP = "{% for m in MESSAGES %}{% if TAKEN %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+SKIPPING = {
+    "role": LOOP.replace("TAKEN", "m.role != 'system'"),
+    "role after other keys": LOOP.replace("TAKEN", "not m.tool_calls and m.role != 'system'"),
+    "slice": LOOP.replace("MESSAGES", "messages[1:]"),
+    "filter": LOOP.replace("MESSAGES", "messages | selectattr('role', 'ne', 'system')"),
+    "last": LOOP.replace("MESSAGES", "messages[-1:]"),
+    "separator": LOOP.replace("TAKEN", "m.role != 'separator'"),
+}
+
+
+@pytest.mark.parametrize("skips", SKIPPING)
+def test_a_message_that_the_template_skips_by_its_role_or_place_is_no_bad_row(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, skips: str
+) -> None:
+    first = {"role": "separator"} if skips == "separator" else {"role": "system", "content": "Be brief."}
+    chat = [first, *_said("Why?", "Because.")]
+    spec = _jsonl(tmp_path, [{"messages": chat}, {"messages": [first, {"from": "gpt", "value": "Hi"}]}])
+    template = SKIPPING[skips].replace("MESSAGES", "messages").replace("TAKEN", "true")
+    reader = _order(tmp_path, tokenizer, template, spec).documents(0).read(None)
+
+    part = next(reader)
+    assert part.mask is not None
+    assert (part.ids.tolist(), part.mask.tolist()) == _expected(tokenizer, chat)
+    with pytest.raises(TokenizerError, match=r"row 1: of message 1 .* 'from', 'value'"):
+        next(reader)
+
+
+def test_a_template_that_reads_no_message_at_all_makes_bad_rows(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    spec = _jsonl(tmp_path, [{"messages": CHATS[0]}])
+    template = LOOP.replace("MESSAGES", "messages[2:]").replace("TAKEN", "true")
+    with pytest.raises(TokenizerError, match="row 0: the chat template reads no message"):
+        next(_order(tmp_path, tokenizer, template, spec).documents(0).read(None))
 
 
 def test_the_share_of_labels_that_count_is_said_and_none_is_a_warning(

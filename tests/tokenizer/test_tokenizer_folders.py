@@ -257,8 +257,10 @@ REFUSED: list[tuple[str, Files, str]] = [
         {"tokenizer_config": {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.Own", None]}}},
         r"'OwnTokenizer' is code in the folder \(auto_map\)",
     ),
-    ("bert", {"tokenizer_config": {"split_special_tokens": True}}, "split_special_tokens: true"),
+    ("bert", {"tokenizer_config": {"split_special_tokens": True}}, "split_special_tokens: true; remove it"),
     ("bert", {"tokenizer_config": {"added_tokens_decoder": {"x": 1}}}, "tokens beside .* are not as transformers"),
+    ("bert", {"tokenizer_config": {"eos_token": ["[SEP]"]}}, r"eos_token is \['\[SEP\]'\], expected text"),
+    ("bert", {"special_tokens_map": {"additional_special_tokens": [7]}}, "a further special token is 7, expected text"),
 ]
 
 
@@ -268,6 +270,65 @@ def test_what_gives_other_ids_than_the_file_is_refused_by_name(
 ) -> None:
     with pytest.raises(TokenizerError, match=f"'\\.': .*{message}"):
         find_tokenizer(".", write(tmp_path, made[name], files))
+
+
+MISSHAPEN: list[tuple[str, Any, str]] = [
+    ("tokenizer_config", {"additional_special_tokens": "<|im_start|>"}, "additional_special_tokens is '<|im_start|>'"),
+    (
+        "special_tokens_map",
+        {"additional_special_tokens": "<tool>"},
+        "additional_special_tokens is '<tool>'; expected",
+    ),
+    ("tokenizer_config", {"extra_special_tokens": "<tool>"}, "extra_special_tokens is '<tool>'; expected a list"),
+    ("special_tokens_map", {"extra_special_tokens": 7}, "extra_special_tokens is 7; expected a list"),
+    (
+        "tokenizer_config",
+        {"added_tokens_decoder": [{"content": "hi"}]},
+        r"added_tokens_decoder is \[{.*; expected an",
+    ),
+    ("added_tokens", ["<tool>"], r"what it holds is \['<tool>'\]; expected an object"),
+    ("config", "llama", "what it holds is 'llama'; expected an object"),
+]
+
+
+@pytest.mark.parametrize(("file", "content", "message"), MISSHAPEN, ids=[message for _, _, message in MISSHAPEN])
+def test_a_file_beside_of_another_shape_is_refused_by_its_field(
+    file: str, content: Any, message: str, made: dict[str, str], tmp_path: Path
+) -> None:
+    folder = write(tmp_path, made["byte_level"], {file: content})
+    with pytest.raises(TokenizerError, match=f"{file}\\.json: {message.replace('|', '[|]')}"):
+        find_tokenizer(".", folder)
+
+
+@pytest.mark.parametrize(("name", "legacy"), [("llama", True), ("llama_of_old", False), ("digits", None)])
+def test_what_its_class_builds_is_taken_once_it_is_saved_and_its_class_is_set(
+    name: str, legacy: bool | None, made: dict[str, str], tmp_path: Path
+) -> None:
+    class_name = "GPT2Tokenizer" if legacy is None else "LlamaTokenizer"
+    files = {"tokenizer_config": {"tokenizer_class": class_name, "legacy": legacy}}
+    with pytest.raises(TokenizerError, match=r"in another folder, .* and do the same there"):
+        find_tokenizer(".", write(tmp_path / "a", made[name], files))
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "a")
+    theirs.save_pretrained(tmp_path / "b")
+    config = json.loads((tmp_path / "b" / "tokenizer_config.json").read_text())
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (tmp_path / "b" / "tokenizer_config.json").write_text(json.dumps(config))
+
+    ours = same_as_transformers(tmp_path / "b")
+
+    assert encoded(ours) == [theirs.encode(text, add_special_tokens=False) for text in TEXTS]
+
+
+def test_another_unknown_token_is_no_matter_where_each_byte_has_a_piece(made: dict[str, str], tmp_path: Path) -> None:
+    files = {"tokenizer_config": {"tokenizer_class": "LlamaTokenizer", "legacy": False, "unk_token": "<unk>"}}
+    document = json.loads(made["llama"])
+    document["model"] |= {"unk_token": "<unk>", "fuse_unk": False}
+    same_as_transformers(write(tmp_path / "a", json.dumps(document), files))
+
+    # With a hole in the vocabulary's bytes, it is.
+    document["model"]["vocab"]["hole"] = document["model"]["vocab"].pop("<0xE6>")
+    with pytest.raises(TokenizerError, match="'LlamaTokenizer' builds another"):
+        find_tokenizer(".", write(tmp_path / "b", json.dumps(document), files))
 
 
 def test_the_file_is_what_counts_once_its_class_is_set_to_that(made: dict[str, str], tmp_path: Path) -> None:

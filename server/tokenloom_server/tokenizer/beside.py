@@ -6,6 +6,7 @@ The rules are those of ``AutoTokenizer`` of transformers 5.24, in its order, sin
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
 #: The keys that name a special token everywhere, in transformers' order.
 NAMED = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _EXTRA, _ADDITIONAL, _DECODER = "extra_special_tokens", "additional_special_tokens", "added_tokens_decoder"
+#: What these may be, beside null, and how an error says it.
+_SHAPES: Mapping[str, tuple[str, tuple[type, ...]]] = {
+    _EXTRA: ("a list of tokens, or an object of tokens by name", (list, dict)),
+    _ADDITIONAL: ("a list of tokens", (list,)),
+    _DECODER: ("an object of tokens by id", (dict,)),
+}
 
 
 class Completed(NamedTuple):
@@ -44,19 +51,26 @@ def complete(name: str, path: Path, content: str, document: dict[str, Any], plai
 
     config = read(path, CONFIG_FILE)
     class_name, described = classes.class_of(name, content, config, read(path, MODEL_FILE))
+    if config.get("split_special_tokens"):
+        raise TokenizerError(
+            f"tokenizer {name!r}: its {CONFIG_FILE} has split_special_tokens: true; remove it there, and set "
+            "special_tokens_in_text: text in the mixture file, which is for that"
+        )
     try:
-        if config.get("split_special_tokens"):
-            raise ValueError("split_special_tokens: true: special_tokens_in_text: text is for that")
         named, extra, adding = _tokens(path, dict(config), document)
         special = (
             dict.fromkeys(NAMED) | {key: _token(each) for key, each in described.get("tokens", {}).items()} | named
         )
         special = {key: token for key, token in special.items() if token is not None}
+        for key, token in (*special.items(), *(("a further special token", each) for each in extra)):
+            if not isinstance(token, str | AddedToken):
+                raise ValueError(f"{key} is {token!r}, expected text, or an object with content and __type")
         texts = {key: str(token) for key, token in special.items()}
         before, tokenizer = _added_tokens(plain), plain
         if "forms" in described:
             form = classes.form(plain, document["model"])
-            if form != classes.built(described, config, form, texts.get("unk_token", "")):
+            built = classes.built(described, config, form, texts.get("unk_token", ""))
+            if not classes.same(form, built, document["model"]):
                 raise classes.refusal(name, class_name, "builds another normalizer, pre_tokenizer or model")
             tokenizer = Tokenizer.from_str(json.dumps({**document, "added_tokens": []}))
         known = {token["content"] for token in _added_tokens(tokenizer)} | set(map(str, adding))
@@ -71,8 +85,8 @@ def complete(name: str, path: Path, content: str, document: dict[str, Any], plai
         tokenizer.add_tokens(adding)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise TokenizerError(
-            f"tokenizer {name!r}: the tokens beside {path} are not as transformers saves them ({error}); save them "
-            "anew: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+            f"tokenizer {name!r}: the tokens beside {path} are not as transformers saves them ({error}); mend them "
+            "there, or take the files from where the tokeniser was published"
         ) from None
     added = _added_tokens(tokenizer)
     missing = set(described.get("adds", ())).difference(token["content"] for token in added)
@@ -142,4 +156,14 @@ def read(path: Path, beside: str) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise TokenizerError(f"{path}: cannot be read ({error}); expected JSON, mend it or remove it") from None
-    return value if isinstance(value, dict) else {}
+    _check(path, "what it holds", value, "an object", (dict,))
+    for key, (expected, kinds) in _SHAPES.items():
+        if value.get(key) is not None:
+            _check(path, key, value[key], expected, kinds)
+    found: dict[str, Any] = value
+    return found
+
+
+def _check(path: Path, what: str, value: object, expected: str, kinds: tuple[type, ...]) -> None:
+    if not isinstance(value, kinds):
+        raise TokenizerError(f"{path}: {what} is {reprlib.repr(value)}; expected {expected}, mend it or remove it")

@@ -7,7 +7,7 @@ What a template may use is what it may in transformers, but for what would make 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 from jinja2 import TemplateError, nodes
@@ -39,23 +39,28 @@ class _Written:
 
 
 class _Message(dict[str, Any]):
-    """A message that notes whether a template reads a value of it but its role."""
+    """A message that notes the keys for which a template asks it, and whether it has each."""
 
-    is_read = False
+    def __init__(self, values: Mapping[str, Any], asked: dict[str, bool]) -> None:
+        super().__init__(values)
+        # Templates take a public attribute for a key.
+        self._asked = asked
 
     def __getitem__(self, key: str) -> Any:
-        value = super().__getitem__(key)
-        self.is_read |= key != "role"
-        return value
+        if key not in self:
+            raise KeyError(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self._asked[str(key)] = is_there = super().__contains__(key)
+        return is_there
 
     def get(self, key: str, default: Any = None) -> Any:
-        try:
-            return self[key]
-        except KeyError:
-            return default
+        is_there = key in self
+        return super().__getitem__(key) if is_there else default
 
     def items(self) -> Any:
-        self.is_read |= self.keys() != {"role"}
+        self._asked |= dict.fromkeys(self.keys(), True)
         return super().items()
 
     def values(self) -> Any:
@@ -132,7 +137,9 @@ class ChatRenderer:
             raise ValueError("expected a list of messages, at least one, each an object with role and content")
         if not isinstance(tools, list | None):
             raise ValueError("expected a list of tools")
-        written, parts, seen = _Written(), list[str](), list(map(_message, messages))
+        written, parts = _Written(), list[str]()
+        asked = [dict[str, bool]() for _ in messages]
+        seen = list(map(_message, messages, asked))
         variables = self._variables | {"messages": seen, "tools": tools, _WRITTEN: written}
         try:
             for part in self._template.generate(variables):
@@ -142,13 +149,7 @@ class ChatRenderer:
             text.encode()  # no half of a surrogate pair
         except Exception as error:  # a template may fail in any way that an expression can
             raise ValueError(f"the chat template: {type(error).__name__}: {error}") from None
-        unread = next((number for number, message in enumerate(seen) if not message.is_read), None)
-        if unread is not None:
-            raise ValueError(
-                f"of message {unread} the chat template reads nothing, or its role alone: it has "
-                f"{', '.join(map(repr, messages[unread])) or 'no keys'}; rename its keys to those that the template "
-                "reads, such as 'role' and 'content'"
-            )
+        _refuse_unread(seen, asked)
         return text, written.spans
 
 
@@ -163,8 +164,28 @@ def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _message(message: Mapping[str, Any]) -> _Message:
+def _message(message: Mapping[str, Any], asked: dict[str, bool]) -> _Message:
     """A message as templates expect it: no key without a value, and reasoning under the names that they read."""
     plain = {key: value for key, value in message.items() if value is not None}
     reasoning = next((plain[key] for key in _REASONING if key in plain), None)
-    return _Message(plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning})
+    if reasoning is not None:
+        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+    return _Message(plain, asked)
+
+
+def _refuse_unread(messages: Sequence[_Message], asked: Sequence[Mapping[str, bool]]) -> None:
+    """Raises ``ValueError`` for a message that has other keys than the template reads. What it skips by the role or the
+    place of a message is its own decision."""
+    if not any(asked):
+        raise ValueError("the chat template reads no message; expected one that writes what is in messages")
+    known = {key for keys in asked for key in keys} - {"role"}
+    for number, (message, keys) in enumerate(zip(messages, asked, strict=True)):
+        lacks = [key for key, is_there in keys.items() if not is_there]
+        is_read = any(is_there for key, is_there in keys.items() if key != "role")
+        # Some templates ask each message for such as tool_calls before they skip it.
+        if lacks and not is_read and ("role" in lacks or known.isdisjoint(message.keys())):
+            raise ValueError(
+                f"of message {number} the chat template reads nothing, or its role alone: it asks for "
+                f"{', '.join(map(repr, lacks))}, and the message has, but for nulls, "
+                f"{', '.join(map(repr, message)) or 'no keys'}; put its text under a key for which the template asks"
+            )

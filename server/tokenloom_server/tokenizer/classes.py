@@ -57,7 +57,7 @@ def class_of(
     return chosen, described
 
 
-def built(described: Mapping[str, Any], config: Mapping[str, Any], found: Mapping[str, Any], unknown: str) -> object:
+def built(described: Mapping[str, Any], config: Mapping[str, Any], found: Mapping[str, Any], unknown: str) -> Any:
     """What a class builds in the place of the ``found`` form of a file, by a ``tokenizer_config.json`` and the content
     of its ``unk_token``."""
     # Whether the file has a map of characters is no field, but decides what is built, too.
@@ -78,13 +78,27 @@ def form(tokenizer: Tokenizer, model: Mapping[str, Any]) -> dict[str, Any]:
     return {**parts, "model": plain}
 
 
+def same(found: dict[str, Any], built: dict[str, Any] | None, model: Mapping[str, Any]) -> bool:
+    """Whether two forms give the same ids with the vocabulary of ``model``."""
+    if built is None:
+        return False
+    # With a piece for each byte, BPE finds nothing unknown.
+    is_bytewise = (
+        found["model"]["type"] == "BPE"
+        and "byte_fallback" in found["model"]
+        and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
+    )
+    unused = {"unk_token": None, "fuse_unk": None} if is_bytewise else {}
+    return found | {"model": found["model"] | unused} == built | {"model": built["model"] | unused}
+
+
 def refusal(name: str, class_name: str, why: str) -> TokenizerError:
     """That a class gives other ids than the file, by its name."""
     return TokenizerError(
         f"tokenizer {name!r}: its tokenizer_class {class_name!r} {why}, so the ids of transformers would differ from "
         f"those of {TOKENIZER_FILE}; for the file's, set tokenizer_class to 'PreTrainedTokenizerFast' in {CONFIG_FILE} "
-        "and remove auto_map there; for the class's, save what it builds: "
-        "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+        "and remove auto_map there; for the class's, save what it builds in another folder, "
+        "AutoTokenizer.from_pretrained(…).save_pretrained(…), and do the same there"
     )
 
 
