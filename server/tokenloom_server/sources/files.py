@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -43,7 +43,7 @@ REMOTE_THREADS = 64
 HASH = "xxh3"
 
 #: The number of a file in a series, of so many; what comes after it may be a hash of the file.
-_IN_SERIES = re.compile(r"\d+([-_.]of[-_.](\d+))")
+_IN_SERIES = re.compile(r"(\d+)([-_.]of[-_.](\d+))")
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
@@ -131,12 +131,14 @@ def refuse_pointer(file: File) -> None:
 
 def gap_warning(source: str, shards: Iterable[Shard]) -> str:
     """What to say of files that are missing in series such as ``web-00002-of-00005``; or nothing."""
-    there: Counter[tuple[str, int]] = Counter()
+    there: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
     for path in (shard.path for shard in shards):
-        if number := _IN_SERIES.search(path):
-            there[f"{path[: number.start()]}…{number[1]}{Path(path).suffix}", int(number[2])] += 1
-    gaps = {name: (total - count, total) for (name, total), count in there.items() if count < total}
-    listed = ", ".join(f"{missing:,} of the {total:,} files {name!r}" for name, (missing, total) in gaps.items())
+        for number in _IN_SERIES.finditer(path):
+            kind, end = ("folders", "/") if "/" in path[number.end() :] else ("files", Path(path).suffix)
+            name = f"{kind} {f'{path[: number.start()]}…{number[2]}{end}'!r}"
+            there[name, int(number[3])].add(int(number[1]))
+    gaps = {key: key[1] - len(numbers) for key, numbers in there.items() if len(numbers) < key[1]}
+    listed = ", ".join(f"{missing:,} of the {total:,} {name}" for (name, total), missing in gaps.items())
     return listed and f"source {source!r}: {listed[:500]} are not there; the others are read"
 
 
