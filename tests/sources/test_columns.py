@@ -73,6 +73,11 @@ ARROW_TYPES: dict[str, tuple[Any, list[Any]]] = {
         pa.DictionaryArray.from_arrays(pa.array([0, 1, None, 0]), pa.array(["a", None])),
         ["a", "", "", "a"],
     ),
+    # As Polars writes its categories.
+    "a dictionary of views": (
+        pa.DictionaryArray.from_arrays(pa.array([1, 0, None], pa.uint32()), pa.array([LONG, "b"], pa.string_view())),
+        ["b", LONG, ""],
+    ),
     **{
         f"{kind}": (pa.array([*LISTS, [7]], kind), [*(row or [] for row in LISTS), [7]])
         for kind in (pa.list_view(pa.int32()), pa.large_list_view(pa.uint8()))

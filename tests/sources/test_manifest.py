@@ -181,10 +181,12 @@ def test_what_a_run_recorded_is_not_questioned(folder: Path) -> None:
 )
 def test_a_link_that_leads_nowhere_is_refused_with_what_brings_its_file(folder: Path, target: str, bring: str) -> None:
     (folder / "data" / "gone.txt").symlink_to(target)
-    (folder / "data" / "b.arrow").symlink_to(target)
     of = {"txt:data/*.txt:text": "gone.txt", "txt:data/gone.txt:text": "gone.txt", "arrow:data:text": "b.arrow"}
+    of |= {"mds:data:text": "index.json", "arrow:data/:text": "state.json"}
     for text, name in of.items():
-        with pytest.raises(SourceError, match=f"'data/{name}' is a link to '{target}', where no file is: .*{bring}"):
+        if name != "gone.txt":
+            (folder / "data" / name).symlink_to(target)
+        with pytest.raises(SourceError, match=f"data/{name}' is a link to '{target}', where no file is: .*{bring}"):
             manifest.build([spec_of(text)], folder)
 
 
@@ -200,6 +202,10 @@ def test_a_link_that_leads_nowhere_is_refused_with_what_brings_its_file(folder: 
             ["a-0-of-2.txt", "b-0-of-2.txt", "b-1-of-2.txt", "c_1.of.3.txt"],
             "1 of the 2 files 'a-…-of-2.txt', 2 of the 3",
         ),
+        (["a-0-of-3-0b.txt", "a-1-of-3-1b.txt", "a-1-of-3-zz.txt"], "1 of the 3 files 'a-…-of-3.txt'"),
+        # As DCLM's.
+        ([f"g_01_of_9/l_{i}_of_2/a.jsonl" for i in range(2)], "8 of the 9 folders 'g_…_of_9/' are"),
+        ([f"g_{i}_of_2/l_{i}_of_2/a.txt" for i in range(2)], "1 of the 2 folders 'g_0_of_2/l_…_of_2/', 1 of the 2"),
         (["a-0-of-2.bin", "a-0-of-2.idx", "a-1-of-2.bin"], "1 of the 2 files 'a-…-of-2.idx'"),
     ],
 )

@@ -148,6 +148,24 @@ def test_a_folder_without_a_tokenizer_json_lists_what_it_has(tmp_path: Path) -> 
         find_tokenizer(".", tmp_path)
 
 
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_what_only_points_to_a_file_of_a_tokeniser_is_refused_with_what_brings_it(
+    folder: Path, tmp_path: Path, file: str
+) -> None:
+    (tmp_path / "tok").mkdir()
+    (tmp_path / "tok" / "tokenizer.json").write_bytes((folder / "plain.json").read_bytes())
+    link = tmp_path / "tok" / file
+    for is_link in (True, False):
+        link.unlink(missing_ok=True)
+        if is_link:
+            link.symlink_to(".git/annex/objects/x/y")
+        else:
+            link.write_text("/annex/objects/y\n")
+        for name in ("tok", "tok/tokenizer.json"):
+            with pytest.raises(TokenizerError, match=f"{name}': .*{file} is .*'git annex get'"):
+                find_tokenizer(name, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -210,6 +210,7 @@ def test_a_large_checkpoint_is_not_read_as_a_whole(text: str, tmp_path: Path, mo
         (b'{"model": 1}', "holds no state of data; expected what RemoteDataset"),
         (b'{"tokenloom": "no JSON"}', "at 'tokenloom': a snapshot is a JSON object, but this does not parse"),
         (b"\x80\x02garbage", "does not load it without running code"),
+        (b"/annex/objects/x", "no data, but a pointer .*'git annex get'"),
     ],
 )
 def test_what_holds_no_state_is_refused(content: bytes, said: str, tmp_path: Path) -> None:
@@ -224,6 +225,11 @@ def test_folders_and_files_that_cannot_be_read_are_refused(tmp_path: Path) -> No
         find(tmp_path / "missing.pt")
     with pytest.raises(SnapshotInvalid, match=r"is a folder, but none of torch\.distributed\.checkpoint"):
         find(tmp_path)
+    (tmp_path / "__0_1.distcp").symlink_to("nowhere")
+    for path in (tmp_path, tmp_path / "__0_1.distcp"):
+        with pytest.raises(SnapshotInvalid, match=r"__0_1\.distcp is a link to 'nowhere', where no file is"):
+            find(path)
+    (tmp_path / "__0_1.distcp").unlink()
     (tmp_path / "__0_0.distcp").write_bytes(b"\x80\x02" + b"x" * 100)
     with pytest.raises(SnapshotInvalid, match=r"hold no sealed snapshot.*dcp_to_torch"):
         find(tmp_path)

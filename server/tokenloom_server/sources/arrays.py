@@ -25,7 +25,8 @@ def plain(array: Any) -> Any:
     """The same values in a layout of their own: no dictionary, and no views of text or bytes."""
     kind = array.type
     if pa.types.is_dictionary(kind):
-        return plain(array.dictionary_decode())
+        # Arrow takes no values out of views.
+        return plain(pa.DictionaryArray.from_arrays(array.indices, plain(array.dictionary)).dictionary_decode())
     if pa.types.is_string_view(kind):
         return array.cast(pa.large_string())
     return array.cast(pa.large_binary()) if pa.types.is_binary_view(kind) else array

@@ -30,6 +30,9 @@ MEMORY = "TOKENLOOM_DECOMPRESS_MIB"
 #: As zstd itself allows for its window, unless it is asked for more; and of xz, whose ``-9`` needs 65.
 _ZSTD_MIB, _XZ_MIB = 128, 256
 
+#: What zlib and zstd say where all is decoded, and the checksum or length after it differs; bz2 and xz do not tell.
+_CHECKSUM = re.compile("incorrect (data|length) check|match checksum")
+
 
 class _Codec(NamedTuple):
     """A way of Python's own library to decode one stream, of which a file may have several."""
@@ -200,13 +203,16 @@ class Decompressed:
                 f"is whole up to byte {position} of its content, but what stands after that is no {self._codec} "
                 f"({error}); cut it off, or write or copy the file again"
             )
+        if _CHECKSUM.search(str(error)):
+            return f"was decompressed, but its checksum is not that of its content ({error}): write or copy it again"
         remedy = f"it is no {self._codec} file, truncated or damaged: write or copy it again"
         if "memory" in str(error).lower():
             remedy = (
                 "to decode it takes more memory than is allowed: give --decompress-mib, 2048 at most for zstd "
                 f"({MEMORY}), or compress it with a smaller window (zstd --long=27, xz -9)"
             )
-        return f"cannot be decompressed after byte {position} of its content ({error}); {remedy}"
+        # What a decoder made before it failed is lost, so the place is not known.
+        return f"cannot be decompressed somewhere after byte {position} of its content ({error}); {remedy}"
 
 
 def text_stream(file: File, path: str) -> FileStream | Decompressed:

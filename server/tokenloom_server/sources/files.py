@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,6 +17,7 @@ import xxhash
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceChanged, SourceError, StorageError, TokenloomError
 from tokenloom_server.sources.base import Shard
+from tokenloom_server.storage import pointers
 from tokenloom_server.storage.file import File
 from tokenloom_server.storage.hub.files import is_hub
 from tokenloom_server.storage.io_stats import IoStats
@@ -41,15 +42,8 @@ REMOTE_THREADS = 64
 #: What a fingerprint begins with that is made of a file's content.
 HASH = "xxh3"
 
-#: A file of at most so many bytes may be nothing but a pointer to data that lie elsewhere.
-POINTER_BYTES = 1024
-#: By the tool that brings what they point to, such files, and targets of links.
-_POINTERS = {
-    "git lfs pull": re.compile(rb"version https://git-lfs\.github\.com/spec/v1\r?\n([\w.-]+ \S+\r?\n)*size \d+\s*"),
-    "git annex get": re.compile(rb"\S*/annex/objects/\S+\s*"),
-}
 #: The number of a file in a series, of so many; what comes after it may be a hash of the file.
-_IN_SERIES = re.compile(r"\d+([-_.]of[-_.](\d+))")
+_IN_SERIES = re.compile(r"(\d+)([-_.]of[-_.](\d+))")
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
@@ -110,11 +104,8 @@ def shards_of(spec: Spec, paths: Iterable[str], base_dir: Path) -> tuple[Shard, 
                 refuse_pointer(file)
                 return Shard(path, file.size, fingerprint_of(file))
         except OSError as error:
-            if (base_dir / path).is_symlink() and not (base_dir / path).exists():
-                target = str((base_dir / path).readlink())
-                bring = _brought_by(target.encode()) or "bring it there, or remove the link"
-                raise SourceError(f"{name} is a link to {target!r}, where no file is: {bring}") from None
-            raise SourceError(f"{name} cannot be read ({error.strerror or error})") from None
+            fault = pointers.fault_at(base_dir / path) or f"cannot be read ({error.strerror or error})"
+            raise SourceError(f"{name} {fault}") from None
 
     return tuple(in_threads(shard_of, paths))
 
@@ -124,7 +115,7 @@ def shard_at(spec: Spec, entry: Entry) -> Shard:
 
     Raises ``SourceError``.
     """
-    if entry.signature and entry.size > POINTER_BYTES:
+    if entry.signature and entry.size > pointers.POINTER_BYTES:
         return Shard(entry.path, entry.size, entry.signature)
     with open_file(entry.path, Path(), f"source {str(spec)!r}: {entry.path!r}") as file:
         refuse_pointer(file)
@@ -134,23 +125,20 @@ def shard_at(spec: Spec, entry: Entry) -> Shard:
 def refuse_pointer(file: File) -> None:
     """Raises ``SourceError`` for a file that only points to data, as Git has it in their place until they are asked
     for."""
-    if file.size <= POINTER_BYTES and (bring := _brought_by(bytes(file.read_at(0, file.size)))):
-        raise SourceError(f"{file.name} is no data, but a pointer to them in their place: {bring}")
-
-
-def _brought_by(pointer: bytes) -> str:
-    command = next((command for command, form in _POINTERS.items() if form.fullmatch(pointer)), "")
-    return command and f"bring the data with {command!r} in the folder of the repository"
+    if file.size <= pointers.POINTER_BYTES and (fault := pointers.fault_of(bytes(file.read_at(0, file.size)))):
+        raise SourceError(f"{file.name} {fault}")
 
 
 def gap_warning(source: str, shards: Iterable[Shard]) -> str:
     """What to say of files that are missing in series such as ``web-00002-of-00005``; or nothing."""
-    there: Counter[tuple[str, int]] = Counter()
+    there: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
     for path in (shard.path for shard in shards):
-        if number := _IN_SERIES.search(path):
-            there[f"{path[: number.start()]}…{number[1]}{Path(path).suffix}", int(number[2])] += 1
-    gaps = {name: (total - count, total) for (name, total), count in there.items() if count < total}
-    listed = ", ".join(f"{missing:,} of the {total:,} files {name!r}" for name, (missing, total) in gaps.items())
+        for number in _IN_SERIES.finditer(path):
+            kind, end = ("folders", "/") if "/" in path[number.end() :] else ("files", Path(path).suffix)
+            name = f"{kind} {f'{path[: number.start()]}…{number[2]}{end}'!r}"
+            there[name, int(number[3])].add(int(number[1]))
+    gaps = {key: key[1] - len(numbers) for key, numbers in there.items() if len(numbers) < key[1]}
+    listed = ", ".join(f"{missing:,} of the {total:,} {name}" for (name, total), missing in gaps.items())
     return listed and f"source {source!r}: {listed[:500]} are not there; the others are read"
 
 

@@ -19,7 +19,7 @@ from tokenloom_server.sources import files
 from tokenloom_server.sources.base import Content, Shard, Source
 from tokenloom_server.sources.locations import is_named, nearest_folder
 from tokenloom_server.sources.scheme import ReadRequest, Scheme
-from tokenloom_server.storage import listing
+from tokenloom_server.storage import listing, pointers
 from tokenloom_server.storage.file import File
 from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.open import open_file
@@ -113,6 +113,8 @@ class IndexedFolderScheme(Scheme):
         if not is_there(paths[0]):
             seen = "" if spec.is_remote else f"; {nearest_folder(base_dir / paths[0])}"
             raise SourceError(f"{where}: there is no {paths[0]!r}; give the folder that has the {INDEX}{seen}")
+        if not spec.is_remote and (fault := pointers.fault_at(base_dir / paths[0])):
+            raise SourceError(f"{where}: {paths[0]!r} {fault}")
         with open_file(paths[0], base_dir, f"{where}: {paths[0]!r}", io_stats) as file:
             for forms in self._read_index(file).listed:
                 path = next((path for form in forms if is_there(path := f"{folder}/{form.name}")), None)

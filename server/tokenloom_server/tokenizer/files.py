@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 from tokenloom_server.errors import TokenizerError
+from tokenloom_server.storage import pointers
 
 _log = logging.getLogger(__name__)
 
@@ -38,19 +39,24 @@ def tokenizer_file(name: str, base_dir: Path) -> Path:
     """The file that holds a tokeniser, by the path or the Hub's name in a mixture file; relative paths begin at
     ``base_dir``.
 
-    A path that exists is meant before a name on the Hub. Raises ``TokenizerError`` where neither is on this machine.
+    A path that exists is meant before a name on the Hub. Raises ``TokenizerError`` where neither is on this machine,
+    and where it, or a file beside it, only points to data.
     """
     path = base_dir / name
-    if not path.exists():
-        return _cached(name, path)
-    if not path.is_dir():
+    if path.is_dir():
+        path /= TOKENIZER_FILE
+    elif not path.exists() and not path.is_symlink():
+        path = _cached(name, path)
+    # A file of another name may stand beside files that are not its own.
+    for file in map(path.with_name, FILES if path.name == TOKENIZER_FILE else (path.name,)):
+        if fault := pointers.fault_at(file):
+            raise TokenizerError(f"tokenizer {name!r}: {file} {fault}")
+    if path.exists():
         return path
-    if (path / TOKENIZER_FILE).is_file():
-        return path / TOKENIZER_FILE
-    there = sorted(entry.name for entry in path.iterdir())
+    there = sorted(entry.name for entry in path.parent.iterdir())
     listed = ", ".join(there[:_LISTED_FILES]) + (", …" if len(there) > _LISTED_FILES else "")
     raise TokenizerError(
-        f"tokenizer {name!r}: the folder {path} has no tokenizer.json (found: {listed or 'nothing'}); {CONVERT}"
+        f"tokenizer {name!r}: the folder {path.parent} has no tokenizer.json (found: {listed or 'nothing'}); {CONVERT}"
     )
 
 

@@ -12,7 +12,7 @@ from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.sources.base import Content, Source, TensorFile
 from tokenloom_server.sources.locations import is_named, listed_names, nearest_folder
 from tokenloom_server.sources.scheme import ReadRequest, Scheme
-from tokenloom_server.storage import listing
+from tokenloom_server.storage import listing, pointers
 from tokenloom_server.storage.file import File
 from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.open import open_file
@@ -48,6 +48,8 @@ class ArrowScheme(Scheme):
                 f"{where}: {str(folder)!r} holds a dataset for each split; name one of them: {choices or 'none found'}"
             )
         state = folder / STATE
+        if fault := pointers.fault_at(state):
+            raise SourceError(f"{where}: {str(state)!r} {fault}")
         if state.is_file():
             names = _names_in_state(where, str(state), state.read_bytes())
         else:

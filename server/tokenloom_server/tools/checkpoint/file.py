@@ -20,6 +20,7 @@ from tokenloom_proto.seal import CHECKSUM, canonical, unseal
 
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.order.nested_state import is_nested
+from tokenloom_server.storage import pointers
 
 #: The first release of torch whose ``weights_only`` runs nothing that a file says.
 SAFE_TORCH = (2, 10)
@@ -71,6 +72,8 @@ def find(path: Path, inside: str | None = None) -> DataState:
 
 
 def _states(path: Path) -> Iterator[DataState]:
+    if fault := pointers.fault_at(path):
+        raise SnapshotInvalid(f"{path} {fault}")
     if path.is_dir():
         yield from _of_folder(path)
     elif zipfile.is_zipfile(path):
@@ -125,7 +128,8 @@ def _of_folder(path: Path) -> Iterator[DataState]:
     """A checkpoint's folder: of ``torch.distributed.checkpoint``, whose own index is a pickle that only running it
     would read, or with files of any of the other kinds."""
     parts = sorted(path.glob("*.distcp"))
-    states, refused = [state for part in parts for state in _sealed_in(part)], list[str]()
+    absent = [f"{part} {fault}" for part in parts if (fault := pointers.fault_at(part))]
+    states, refused = [state for part in parts if part.exists() for state in _sealed_in(part)], list[str]()
     for file in sorted(entry for entry in path.iterdir() if entry.suffix in _STATE_FILES):
         try:
             states += [replace(state, where=f"{file.name}:{state.where}".rstrip(":")) for state in _states(file)]
@@ -133,6 +137,8 @@ def _of_folder(path: Path) -> Iterator[DataState]:
             refused.append(f"; {error}")
     # A bare sample_index counts where there is nothing else, of all files, too.
     yield from [state for state in states if state.document.keys() & _MORE] or states
+    if absent and not states:
+        raise SnapshotInvalid(absent[0])
     if not states:
         raise SnapshotInvalid(
             f"{path}: its {len(parts)} .distcp files hold no sealed snapshot. What else is in them can only be read by "

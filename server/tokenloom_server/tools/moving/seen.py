@@ -11,6 +11,7 @@ import numpy as np
 
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError
+from tokenloom_server.storage import pointers
 from tokenloom_server.tools.moving import litdata, mosaic
 
 #: By the name of a library: asks it, and how to install it.
@@ -24,6 +25,8 @@ def write_seen(library: str, state: Path, spec: Spec, arguments: dict[str, Any],
     """Writes the flags of the rows that were read, and gives the source for a mixture file. ``arguments``: of the job's
     dataset. Raises ``ConfigError``, also where the library refuses the state or is not here."""
     seen_samples, package = LIBRARIES[library]
+    if fault := pointers.fault_at(state):
+        raise ConfigError(f"{str(state)!r} {fault}")
     try:
         fields = json.loads(state.read_bytes())
         flags = np.asarray(seen_samples(fields, Path(spec.location), arguments), np.int8)
