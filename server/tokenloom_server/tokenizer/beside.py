@@ -160,8 +160,8 @@ def read(path: Path, beside: str) -> dict[str, Any]:
     for key, (expected, kinds) in _SHAPES.items():
         if value.get(key) is not None:
             _check(path, key, value[key], expected, kinds)
-    found: dict[str, Any] = value
-    return found
+    document: dict[str, Any] = value
+    return document
 
 
 def _check(path: Path, what: str, value: object, expected: str, kinds: tuple[type, ...]) -> None:

@@ -138,8 +138,8 @@ class ChatRenderer:
         if not isinstance(tools, list | None):
             raise ValueError("expected a list of tools")
         written, parts = _Written(), list[str]()
-        asked = [dict[str, bool]() for _ in messages]
-        seen = list(map(_message, messages, asked))
+        keys = [dict[str, bool]() for _ in messages]
+        seen = list(map(_message, messages, keys))
         variables = self._variables | {"messages": seen, "tools": tools, _WRITTEN: written}
         try:
             for part in self._template.generate(variables):
@@ -149,7 +149,7 @@ class ChatRenderer:
             text.encode()  # no half of a surrogate pair
         except Exception as error:  # a template may fail in any way that an expression can
             raise ValueError(f"the chat template: {type(error).__name__}: {error}") from None
-        _refuse_unread(seen, asked)
+        _refuse_unread(seen, keys)
         return text, written.spans
 
 

@@ -1,4 +1,7 @@
-"""What a state of data says, field by field, whatever is missing of it: nothing is refused, and nothing guessed."""
+"""What a state of data says, field by field, whatever is missing of it: nothing is refused, and nothing guessed.
+
+What is not of its kind counts as missing.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,6 @@ from tokenloom_server.tools.checkpoint.file import DataState
 _MOST, _MOST_LEVELS = 2**64, 64
 
 SNAPSHOT, OLDER, NESTED, INDEX = "snapshot", "older payload", "nested state", "sample index"
-
-# What is not of its kind counts as missing.
 
 
 def _integer(value: Any) -> int | None:
@@ -273,8 +274,7 @@ def _revisions(resume: Mapping[str, Any]) -> list[int]:
 def _sources(
     entries: Sequence[Mapping[str, Any]], counts: Mapping[str, Any], mixture: RunConfig | None, base_dir: Path
 ) -> tuple[Source, ...]:
-    # A snapshot does not write where a source stands at its beginning.
-    # A field that only another tool knows by that name is no share.
+    # A snapshot does not write where a source stands at its beginning; a field of another tool is no share.
     sources = [
         Source.model_validate({"epoch": 0 if "id" in entry else None, **entry, "share": None}) for entry in entries
     ]
