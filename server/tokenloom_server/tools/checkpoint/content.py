@@ -1,7 +1,4 @@
-"""What a state of data says, field by field, whatever is missing of it: nothing is refused, and nothing guessed.
-
-What is not of its kind counts as missing.
-"""
+"""What a state of data says, field by field, whatever is missing of it: nothing is refused, and nothing guessed."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ _MOST, _MOST_LEVELS = 2**64, 64
 SNAPSHOT, OLDER, NESTED, INDEX = "snapshot", "older payload", "nested state", "sample index"
 
 
-def _integer(value: Any) -> int | None:
+def _integer(value: Any) -> int | None:  # what is not of its kind counts as missing, here and below
     return value if type(value) is int and abs(value) < _MOST else None
 
 
