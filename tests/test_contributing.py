@@ -40,7 +40,7 @@ def test_the_name_is_defined(name: str) -> None:
 
 
 def test_the_first_changes_apply_and_their_tests_pass(tmp_path: Path) -> None:
-    for part in ("server", "tests/support", "tests/conftest.py", "pyproject.toml"):
+    for part in ("server", "tests/support", "tests/conftest.py", "tests/exhaustive.toml", "pyproject.toml"):
         copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
         (tmp_path / part).parent.mkdir(exist_ok=True)
         copy(ROOT / part, tmp_path / part)

@@ -51,7 +51,6 @@ def test_a_hundred_faults_lose_repeat_and_reorder_nothing_and_training_goes_on_b
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("mutant", "only", "message"),
     [

@@ -23,6 +23,7 @@ from support.waiting import wait_for
 from tokenloom import LocalDataset
 from tokenloom_server.cli.serve import Readers
 from tokenloom_server.cluster.connection import Needs
+from tokenloom_server.cluster.readers import link
 from tokenloom_server.cluster.readers.link import RayReaders, ReaderOptions
 from tokenloom_server.errors import ConfigError
 
@@ -47,7 +48,10 @@ def cluster(faults: Faults) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def readers(cluster: Any) -> Iterator[RayReaders]:
     readers = RayReaders(ReaderOptions(address=cluster.address, late_s=20, timeout_s=60))
-    yield readers
+    with pytest.MonkeyPatch.context() as patch:
+        # Ray takes long to answer on a machine that has much else to do.
+        patch.setattr(link, "START_S", 500.0)
+        yield readers
     readers.close()
 
 
