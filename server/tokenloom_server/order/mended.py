@@ -19,9 +19,9 @@ def mended_since(version: int, source: SourceConfig) -> str | None:
     """What rows of a source give otherwise than under an order version; None where they give the same.
 
     Version 3: where the assistant's part of a conversation begins or ends within the tokens of a character, or with
-    tokens that have no character of their own, the loss mask counts each that lies in it. What Arrow's type says is
-    JSON within a conversation is read as what it says, without its quotes. A message of which the template reads
-    nothing but its role is a bad row.
+    tokens that have no character of their own, the loss mask counts each of these. What Arrow's type says is JSON
+    within a conversation is read as what it says, without its quotes. A message that lacks a key which the template
+    asks for, and of which it reads its role at most, is a bad row.
     """
     if version < 3 and source.is_chat:
         return "the loss masks of conversations (template: chat) count all tokens of a character since version 3"
