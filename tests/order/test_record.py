@@ -148,11 +148,13 @@ def test_a_mixture_file_that_differs_is_refused_with_each_field_and_both_values(
 def test_what_does_not_touch_the_order_may_change(folder: Path) -> None:
     document = mixture(window_micro_steps=9, last_micro_step="pad")
     child(document, 0)["alias"] = "other"
+    child(document, 2)["alias"] = "others"
     made = order_of(folder)
     loaded = load(folder, made.record.to_json(), document)
     assert digest_of(loaded) == digest_of(made)
     assert loaded.resources.changed == (
         'last_micro_step: was "drop", the file has "pad" now',
+        'mixture.children.2: alias: was "rest", the file has "others" now',
         f'{CODE}: alias: was "code", the file has "other" now',
         "window_micro_steps: was nothing, the file has 9 now",
     )

@@ -197,13 +197,29 @@ def test_where_only_the_state_is_there_each_changed_field_is_named_with_both_val
     changed["mixture"]["children"][2]["children"].pop()
     timeline = Timeline(order_of(folder, changed))
     template = timeline.first.record.template("", "train", 0)
-    ways = "put these back, or begin a new run .* forked from this checkpoint; or make them a revision"
+    ways = "put these back, or begin a new run .* forked from this checkpoint"
     for text, said in (
-        (case.text, rf"children\.0\.weight: the run began with \"2\", the file has \"3\"\n.*children\.2.*{ways}"),
+        (case.text, rf"children\.0\.weight: the run began with \"2\", the file has \"3\"\n.*children\.2.*{ways}; or make them a revision"),
         (case.changed(lambda d: d.pop("config")), "the snapshot's config_digest is"),
     ):
         with pytest.raises(SnapshotInvalid, match=f"(?s){said}"):
             snapshot.parse(text, template, timeline.shape_at, timeline.first.config)
+
+
+def test_how_a_source_is_read_is_never_offered_as_a_revision(case: Case, folder: Path) -> None:
+    changed = mixture()
+    changed["mixture"]["children"][0] |= {"shuffle": "rows", "weight": 3}
+    record = order_of(folder, changed).record
+    with pytest.raises(SnapshotInvalid, match=r"(?s)children\.0\.shuffle: .*another name") as refused:
+        snapshot.parse(case.text, record.template("", "train", 0), lambda *_: record.shape, record.config)
+    assert "revision" not in str(refused.value)
+
+
+def test_of_joined_documents_another_count_is_the_same_order(case: Case, folder: Path) -> None:
+    record = order_of(folder, mixture(count="positions")).record
+    assert record.template("", "train", 0)["config_digest"] != case.template["config_digest"]
+    point = snapshot.parse(case.text, record.template("", "train", 0), lambda *_: record.shape, record.config)
+    assert point.base == case.base
 
 
 # --- torn ------------------------------------------------------------------------------------------

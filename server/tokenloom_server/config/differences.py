@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from tokenloom_proto.seal import canonical
@@ -12,6 +13,7 @@ from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.order_fields import (
     OUTSIDE_THE_ORDER,
     SOURCE_OUTSIDE_THE_ORDER,
+    UNREVISABLE,
     fields_beside,
     order_fields,
 )
@@ -43,7 +45,7 @@ def refuse(config: RunConfig, different: Mapping[str, str], refusal: type[Except
     if not different:
         return
     remedy = "put these back, or begin a new run under another name, such as one that is forked from this checkpoint"
-    if all(field.startswith("mixture.") for field in different):
+    if all(_is_revisable(field, different) for field in different):
         remedy += (
             "; or make them a revision, from the next possible sample on: serve with --revise REASON, or "
             "`tokenloom runs reload --reason REASON`, or put these back and use `tokenloom mixture apply`"
@@ -55,6 +57,12 @@ def refuse(config: RunConfig, different: Mapping[str, str], refusal: type[Except
         + "\n  ".join(f"{field}: {both}" for field, both in different.items())
         + f"\n{remedy}"
     )
+
+
+def _is_revisable(field: str, different: Collection[str]) -> bool:
+    """Whether a revision may change it: how a source is read stays, but another source may stand in its place."""
+    match = re.match(r"(mixture(?:\.children\.\d+)*)\.(\w+)", field)
+    return match is not None and (match[2] not in UNREVISABLE or f"{match[1]}.source" in different)
 
 
 def began_with(config: RunConfig, record: str) -> RunConfig:

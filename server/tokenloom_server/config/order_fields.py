@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.config.node import NodeConfig, descend
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 
@@ -23,11 +23,20 @@ OUTSIDE_THE_ORDER = ("order_version", "run", "tokenizer", "streams", *BESIDE_THE
 
 #: Fields of a source that the order does not depend on.
 SOURCE_OUTSIDE_THE_ORDER = ("alias", "on_bad_row", "max_bad_rows", "on_blank_line", "commit")
+#: What a revision cannot change of a source: which documents its rows give, and in which order they are read.
+DRAWN = ("shuffle", "shuffle_window_rows", "lanes")
+UNREVISABLE = (
+    *("add_bos", "add_eot", "filter", "template", "chat_tools", "transform", "fim", "loss_mask", "holdout", "seen"),
+    *DRAWN,
+)
 
 
 def fields_beside(run: RunConfig) -> dict[str, Any]:
-    """What decides no order, of the run, and of each source what is no default; by the names that people read."""
+    """What decides no order, of the run, and of each node and source what is no default; by the names that people
+    read."""
     fields = {name: getattr(run, name) for name in BESIDE_THE_ORDER}
+    nodes = ((place, child) for place, child, _ in descend(run.mixture, "mixture") if isinstance(child, NodeConfig))
+    fields |= {f"{place}: alias": node.alias for place, node in nodes if node.alias is not None}
     for _, source in run.named_sources():
         own = source.model_dump(exclude_defaults=True, include={*SOURCE_OUTSIDE_THE_ORDER})
         fields |= {f"{source.source}: {name}": value for name, value in own.items()}
@@ -55,8 +64,13 @@ def order_fields(run: RunConfig) -> dict[str, Any]:
 
 
 def order_digest(run: RunConfig) -> str:
+    """The digest of the fields that a run's order depends on."""
+    return digest_of(order_fields(run))
+
+
+def digest_of(fields: Any) -> str:
     """SHA-256 of ``order_fields``, in hex."""
-    return hashlib.sha256(canonical(order_fields(run)).encode()).hexdigest()
+    return hashlib.sha256(canonical(fields).encode()).hexdigest()
 
 
 def _child_order_fields(child: NodeConfig | SourceConfig, run: RunConfig) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from tokenloom_server.config.mixture_change import Addition, MixtureChange, Setting
 from tokenloom_server.config.mixture_file import given_by_the_server
 from tokenloom_server.config.node import Child, NodeConfig
+from tokenloom_server.config.order_fields import DRAWN, UNREVISABLE
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.errors import ConfigError
@@ -259,11 +260,9 @@ class _MixtureTree:
 
 def _refuse_another(known: SourceConfig, source: SourceConfig) -> None:
     """Whether a source of the run's is read as it was. Raises ``ConfigError``."""
-    drawn = ("shuffle", "shuffle_window_rows", "lanes")
-    text = ("filter", "template", "chat_tools", "transform", "fim")
-    for field in ("add_bos", "add_eot", *text, "loss_mask", "holdout", "seen", *drawn):
+    for field in UNREVISABLE:
         if getattr(known, field) != getattr(source, field):
-            makes = "another order of its rows" if field in drawn else "other documents of the same rows"
+            makes = "another order of its rows" if field in DRAWN else "other documents of the same rows"
             raise ConfigError(
                 f"{source.source!r}: {field} is {field_text(getattr(known, field))} in this run and "
                 f"{field_text(getattr(source, field))} in the new mixture, or in a phase; that would make {makes}: "
