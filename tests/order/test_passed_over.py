@@ -104,6 +104,17 @@ def test_clock_indices_and_digest_stand_still_while_samples_are_passed_over(fold
         plain.decode(json.dumps(document))
 
 
+def test_a_long_skip_says_how_far_it_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tokenloom_server.order.timeline.TURN_TOKENS", 8)
+    with caplog.at_level("INFO", "tokenloom_server.order.timeline"):
+        state_at(skipping(Timeline(order_of(folder)), 20, 7), 20)
+    assert [done.message for done in caplog.records] == [
+        f"test: passing over 7 samples at sample 20: {done} done" for done in (0, 5)
+    ]
+
+
 def test_a_skip_goes_by_the_config_at_its_sample_across_phases_revisions_and_ends(folder: Path) -> None:
     phases = [{"until_tokens": 200}, {"mixture": {"policy": "sequential", "children": [{"source": WIKI}]}}]
     phased, plain = Timeline(order_of(folder, mixture(phases=phases))), Timeline(order_of(folder))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
-from itertools import zip_longest
+from itertools import count, zip_longest
 from typing import Any, NamedTuple
 
 from tokenloom_server.config.run import RunConfig
@@ -25,8 +26,12 @@ from tokenloom_server.order.returning import returning
 from tokenloom_server.order.segments import TimelineSegment, files_of, files_to_json, lay, skip_content, with_skips
 from tokenloom_server.packing.base import PackerFactory
 
-#: Between two looks whether the caller still waits, so many tokens are passed over at most.
+_log = logging.getLogger(__name__)
+
+#: Between two looks whether the caller still waits, so many tokens are passed over at most: about a second of one core.
 TURN_TOKENS = 2**20
+#: Between two lines of the log.
+_REPORT_TURNS = 5
 
 
 class _Recorded(NamedTuple):
@@ -189,7 +194,11 @@ class Timeline:
             return state
         pipeline, config = segment.factory.pipeline(state), segment.config
         turn = max(1, TURN_TOKENS // config.pick_tokens) * config.pick_samples
+        turns = count()
         while pipeline.ended is None and (rest := state.sample_index + left - pipeline.sample_index) > 0:
+            if rest > turn and next(turns) % _REPORT_TURNS == 0:
+                name, done = self.first.config.run, left - rest
+                _log.info("%s: passing over %d samples at sample %d: %d done", name, left, segment.begin, done)
             if caller.has_gone():
                 raise ServerStopping(f"nobody waits any more for the end of {left} samples that are passed over")
             pipeline.advance(min(rest, turn))
