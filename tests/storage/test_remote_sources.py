@@ -124,10 +124,18 @@ def test_a_remote_file_that_is_missing_changed_or_shortened_is_named(corpus: Pat
     assert all(f"{shown!r} is missing (expected {len(text)} bytes at {shown!r})" in said for said in found())
 
 
-def test_a_remote_pointer_is_refused(corpus: Path, store: Any) -> None:
-    store.pipe_file("/corpus/data/prose/9.txt", b"/annex/objects/SHA256E-s123--4d4d.txt\n")
-    with pytest.raises(SourceError, match=r"9.txt' is no data, but a pointer .* 'git annex get'"):
-        manifest.build([at(PLACE, PROSE)], corpus)
+@pytest.mark.parametrize(
+    ("file", "spec"),
+    [
+        ("data/prose/9.txt", PROSE),
+        ("saved/state.json", f"arrow:{PLACE}/saved:text"),
+        ("saved/index.json", f"mds:{PLACE}/saved:text"),
+    ],
+)
+def test_a_remote_pointer_is_refused(corpus: Path, store: Any, file: str, spec: str) -> None:
+    store.pipe_file(f"/corpus/{file}", b"/annex/objects/SHA256E-s123--4d4d.txt\n")
+    with pytest.raises(SourceError, match=rf"{file}' is no data, but a pointer .* 'git annex get'"):
+        manifest.build([at(PLACE, spec) if spec == PROSE else spec_of(spec)], corpus)
 
 
 def test_files_that_appeared_are_told(corpus: Path, store: Any) -> None:

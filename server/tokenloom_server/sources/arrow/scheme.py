@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SourceError
+from tokenloom_server.sources import files
 from tokenloom_server.sources.base import Content, Source, TensorFile
 from tokenloom_server.sources.locations import is_named, listed_names, nearest_folder
 from tokenloom_server.sources.scheme import ReadRequest, Scheme
@@ -68,8 +69,10 @@ class ArrowScheme(Scheme):
             raise SourceError(f"{where}: {folder!r} holds a dataset for each split; name one of its folders")
         names = _data_files(listed)
         if STATE in listed:
-            with open_file(f"{folder}/{STATE}", Path(), io_stats=io_stats) as file:
-                names = _names_in_state(where, f"{folder}/{STATE}", bytes(file.read_at(0, file.size)))
+            state = f"{folder}/{STATE}"
+            with open_file(state, Path(), f"{where}: {state!r}", io_stats) as file:
+                files.refuse_pointer(file)
+                names = _names_in_state(where, state, bytes(file.read_at(0, file.size)))
         if not names:
             raise SourceError(
                 f"{where}: no Arrow file in {folder!r}, expected state.json with data-*.arrow, or *.arrow files"
