@@ -138,7 +138,10 @@ class _Reader:
         if weight is None:
             return self._text, None
         if not head or not math.isfinite(weight) or weight <= 0:
-            raise ConfigError(f"{self._where}: the weight is {tail!r}, expected a number above 0, as in path:0.9")
+            raise ConfigError(
+                f"{self._where}: the weight is {tail!r}, expected a number above 0, as in "
+                "path:0.9; to leave it out, drop the item"
+            )
         return head, weight
 
     def _matches(self, path: str) -> list[str]:
@@ -167,7 +170,10 @@ class _Reader:
     def _refuse_missing(self, head: str, weight: float | None) -> None:
         before, colon, tail = head.rpartition(":")
         if weight is None and colon and (self._matches(before) or self._matches(before.rpartition("@")[0])):
-            raise ConfigError(f"{self._where}: the weight is {tail!r}, expected a number above 0, as in {before}:0.9")
+            raise ConfigError(
+                f"{self._where}: the weight is {tail!r}, expected a number above 0, as in "
+                f"{before}:0.9; to leave it out, drop the item"
+            )
         raise ConfigError(
             f"{self._where}: {head!r} names no file and no folder below {str(self._base_dir)!r}; an item is "
             "path[@column][:weight], where the path is a file, a pattern or a folder, or a spec: "
