@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tokenloom_proto.certificate import refuse_expired
+from tokenloom_proto.file_errors import reason
 
 #: The variables that hold a token; the same name with ``_FILE`` at its end is the variable that names a file with one.
 CONTROL_VARIABLE = "TOKENLOOM_TOKEN"
@@ -69,7 +70,7 @@ def read_secret(name: str, file: Path, size: int = -1, *, private: bool = True) 
             status = os.fstat(opened.fileno())
             content = opened.read(size)
     except OSError as error:
-        raise ValueError(f"{name} cannot be read ({error.strerror or error})") from None
+        raise ValueError(f"{name} cannot be read ({reason(error, private=private)})") from None
     mode = status.st_mode & 0o777
     # A Secret of Kubernetes is root's, and its pod reads it as a group.
     allowed = 0o040 if status.st_uid == 0 != os.geteuid() else 0

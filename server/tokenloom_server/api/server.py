@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokenloom_proto.credentials import CONTROL_VARIABLE, is_loopback
+from tokenloom_proto.file_errors import reason
 
 from tokenloom_server.api import open_files
 from tokenloom_server.api.auth import OPEN_TO_ALL, Access
@@ -181,7 +182,7 @@ class Server:
             write_whole(path, json.dumps(document) + "\n")
         except OSError as error:
             raise ConfigError(
-                f"--ready-file {path}: cannot be written ({error.strerror}); give a file in a folder that exists and "
+                f"--ready-file {path}: cannot be written ({reason(error)}); give a file in a folder that exists and "
                 "may be written to"
             ) from None
 
@@ -277,4 +278,4 @@ def _remove_ready(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        _log.warning("--ready-file %s: cannot be removed (%s)", path, error.strerror)
+        _log.warning("--ready-file %s: cannot be removed (%s)", path, reason(error))

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tokenloom_proto.file_errors import reason
+
 from tokenloom_server.api import audit
 from tokenloom_server.api.bring_up import Reason, RunStarter
 from tokenloom_server.api.mixture_origin import MixtureOrigin
@@ -256,6 +258,8 @@ class Runs(RunStarter):
             self._changing.add(name)
         try:
             yield
+        except PermissionError as error:
+            raise ConfigError(f"run {name!r}: {error.filename} cannot be used ({reason(error)})") from None
         finally:
             self._changing.discard(name)
 

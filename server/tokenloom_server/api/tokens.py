@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AwareDatetime, Field, ValidationError, model_validator
 from tokenloom_proto.credentials import read_secret
+from tokenloom_proto.file_errors import reason
 
 from tokenloom_server.api.auth import Scope, Token
 from tokenloom_server.api.watched_files import WatchedFiles
@@ -94,7 +95,7 @@ def changing(file: Path) -> Iterator[list[Any]]:
     except ValidationError as error:
         raise ConfigError(explain(error, f"--tokens {file}")) from None
     except OSError as error:
-        raise ConfigError(f"--tokens {file}: cannot be written ({error.strerror})") from None
+        raise ConfigError(f"--tokens {file}: cannot be written ({reason(error)})") from None
 
 
 def create(file: Path, name: str, scope: str, runs: list[str], expires: datetime | None) -> str:

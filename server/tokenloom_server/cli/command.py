@@ -9,9 +9,10 @@ from functools import wraps
 from typing import Any, get_type_hints
 
 import typer
+from tokenloom_proto.file_errors import reason
 
 from tokenloom_server.cli.common import fail
-from tokenloom_server.errors import TokenloomError
+from tokenloom_server.errors import ConfigError, TokenloomError
 
 _Function = Callable[..., None]
 
@@ -34,6 +35,9 @@ def add_command(app: typer.Typer, function: _Function, name: str | None = None, 
     what click's context takes.
     """
     options = list(_options(function))
+    for option in options:
+        for setting in getattr(option.annotation, "__metadata__", ()):
+            setting.readable = False  # whoever reads a file says why it cannot be read, and what to do
 
     @wraps(function)
     def run(**values: Any) -> None:
@@ -41,6 +45,10 @@ def add_command(app: typer.Typer, function: _Function, name: str | None = None, 
             _called(function, values)
         except TokenloomError as error:
             fail(error)
+        except PermissionError as error:
+            if error.filename is None:
+                raise
+            fail(ConfigError(f"{error.filename}: cannot be used ({reason(error)})"))
 
     # Typer reads the options of a command from its signature.
     run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from tokenloom_proto.file_errors import reason
 
 from tokenloom_server.cli.common import console, print_document, print_notes, set_up_logging
 from tokenloom_server.cli.options import Mixture, MixtureOptions
@@ -81,4 +82,4 @@ def _write(path: Path, content: bytes) -> None:
     try:
         path.write_bytes(content)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
+        raise ConfigError(f"{path}: cannot be written ({reason(error)})") from None

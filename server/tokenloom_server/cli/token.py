@@ -11,6 +11,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 from tokenloom_proto.credentials import CONTROL_VARIABLE, find_token, read_token
+from tokenloom_proto.file_errors import reason
 
 from tokenloom_server.cli.command import command
 from tokenloom_server.cli.common import fail
@@ -62,7 +63,7 @@ def make_token(folder: Path) -> MadeToken:
             draft.unlink()
     except OSError as error:
         raise ConfigError(
-            f"--make-token: no token can be kept in {str(folder)!r} ({error.strerror}); set {CONTROL_VARIABLE}, or "
+            f"--make-token: no token can be kept in {str(folder)!r} ({reason(error)}); set {CONTROL_VARIABLE}, or "
             "name a folder that may be written to with --index-dir"
         ) from None
     return MadeToken(file, is_new=True)

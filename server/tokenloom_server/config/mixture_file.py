@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from tokenloom_proto.file_errors import reason
 
 from tokenloom_server.config.catalog import Catalog
 from tokenloom_server.config.faults import explain
@@ -29,7 +30,7 @@ def load(path: Path, catalog: Catalog) -> RunConfig:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a mixture file") from None
+        raise ConfigError(f"{path}: cannot be read ({reason(error)}); expected a mixture file") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})") from None
     try:

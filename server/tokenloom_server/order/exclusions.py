@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.json
+from tokenloom_proto.file_errors import reason
 
 from tokenloom_server.errors import ConfigError, SourceChanged
 
@@ -60,8 +61,9 @@ def describe(path: str, base_dir: Path) -> ExclusionFile:
             raise FileNotFoundError(errno.ENOENT, "no such file")  # a pipe would never end
         data = (base_dir / path).read_bytes()
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"exclude.file: {path!r} cannot be read ({reason}); the path is this server's") from None
+        raise ConfigError(
+            f"exclude.file: {path!r} cannot be read ({reason(error)}); the path is this server's"
+        ) from None
     return ExclusionFile(path, hashlib.sha256(data).hexdigest(), _table(path, base_dir / path).num_rows)
 
 

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from tokenloom_proto.file_errors import reason
+
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.row_rules import PLAIN, RowRules
 from tokenloom_server.config.source import SourceConfig
@@ -192,6 +194,6 @@ def _crash_records(folder: Path, name: str) -> CrashRecords | None:
     except OSError as error:
         _log.warning(
             "%s: %s cannot be written (%s): a document at which the tokeniser crashes will not be found",
-            name, folder, error.strerror,
+            name, folder, reason(error),
         )  # fmt: skip
         return None

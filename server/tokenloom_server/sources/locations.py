@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
+from tokenloom_proto.file_errors import reason
+
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.core.control_characters import escaped, refuse_control_characters
 from tokenloom_server.errors import SourceError, StorageError
@@ -104,7 +106,7 @@ def listed_names(folder: Path) -> str:
     try:
         names = sorted(escaped(entry.name) + ("/" if entry.is_dir() else "") for entry in folder.iterdir())
     except OSError as error:
-        return f"it cannot be listed: {error.strerror}"
+        return f"it cannot be listed: {reason(error)}"
     if not names:
         return "it is empty"
     more = len(names) - LISTED_NAMES

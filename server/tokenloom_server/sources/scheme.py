@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from tokenloom_proto.file_errors import reason
+
 from tokenloom_server.config.row_rules import PLAIN, RowRules
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SourceError
@@ -158,8 +160,7 @@ class Scheme(ABC):
             paths = self.local_paths(spec, base_dir)
         except (OSError, ValueError) as error:
             # A name that no file can have, or a folder that may not be looked into.
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise SourceError(f"source {str(spec)[:200]!r}: its files cannot be looked up ({reason})") from None
+            raise SourceError(f"source {str(spec)[:200]!r}: its files cannot be looked up ({reason(error)})") from None
         locations.check_names(spec, paths)
         return paths
 

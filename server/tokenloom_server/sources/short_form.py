@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from tokenloom_proto.file_errors import reason
 
 from tokenloom_server.config.batching import ALL_COLUMNS
 from tokenloom_server.config.data_roots import DataRoots
@@ -107,7 +108,7 @@ class _Reader:
         try:
             return self._read()
         except OSError as error:
-            raise ConfigError(f"{self._where}: cannot be looked at ({error.strerror})") from None
+            raise ConfigError(f"{self._where}: cannot be looked at ({reason(error)})") from None
 
     def _read(self) -> _Item:
         head, weight = self._weight()

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from tokenloom_proto.file_errors import reason
 
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.sources import arrays
@@ -81,7 +82,7 @@ def export(
 
 
 def _unwritable(error: OSError, path: Path) -> ConfigError:
-    return ConfigError(f"{error.filename or path}: cannot be written ({error.strerror or error})")
+    return ConfigError(f"{error.filename or path}: cannot be written ({reason(error)})")
 
 
 def _write(

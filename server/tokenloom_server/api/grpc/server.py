@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import grpc
+from tokenloom_proto.file_errors import reason
 
 from tokenloom_server.api.auth import OPEN_TO_ALL, Access
 from tokenloom_server.api.grpc.auth_interceptor import AuthInterceptor
@@ -61,10 +62,9 @@ class GrpcServer:
             else:
                 port = self._server.add_secure_port(address, _credentials(access.tls))
         except (OSError, RuntimeError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
             raise ConfigError(
-                f"--grpc {address}: cannot listen there ({reason}); stop what listens there, or give another address "
-                "of this machine (port 0 picks a free one)"
+                f"--grpc {address}: cannot listen there ({reason(error)}); stop what listens there, or give another "
+                "address of this machine (port 0 picks a free one)"
             ) from None
         if not port:
             raise ConfigError(f"--grpc {address}: cannot listen there; expected host:port of this machine")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tokenloom_proto.file_errors import reason
 from tokenloom_proto.resume import KEY, older_payload
 from tokenloom_proto.seal import CHECKSUM, canonical, unseal
 
@@ -56,7 +57,7 @@ def find(path: Path, inside: str | None = None) -> DataState:
     try:
         states = list(_distinct(_states(path)))
     except OSError as error:
-        raise SnapshotInvalid(f"{path}: cannot be read ({error.strerror or error})") from None
+        raise SnapshotInvalid(f"{path}: cannot be read ({reason(error)})") from None
     if inside is not None:
         states = [state for state in states if state.where == inside]
     if len(states) == 1:
