@@ -11,26 +11,18 @@ def reason(error: Exception, *, private: bool = False) -> str:
     said: str = getattr(error, "strerror", None) or str(error)
     if not isinstance(error, PermissionError) or not isinstance(error.filename, (str, os.PathLike)):
         return said
-    path = Path(os.path.realpath(error.filename))
+    path, user = Path(os.path.realpath(error.filename)), os.geteuid()
     wanted = [(folder, os.X_OK, "enter") for folder in reversed(path.parents)]
     wanted += [(path, os.R_OK, "read"), (path, os.W_OK, "write to"), (path.parent, os.W_OK, "write to")]
-    user = os.geteuid()
     for place, right, verb in wanted:
-        # Links are resolved, and it lies in folders that may be entered: so it is there if it can be looked at.
-        if _may(place, right) or not os.path.lexists(place):
+        if os.access(place, right, effective_ids=os.access in os.supports_effective_ids) or not os.path.lexists(place):
             continue
-        status = place.stat()
-        is_member = status.st_gid in (os.getegid(), *os.getgroups())
-        who = "u" if status.st_uid == user else "g" if is_member else "o"
-        remedy = f"chmod {who}+{'w' if right == os.W_OK else 'rX'} {place}"
-        if who != "u" and (right == os.W_OK or (private and place == path)):
-            remedy = f"chown {user} {place}"  # nobody else is to write there
+        # All above it may be entered, and no part of it is a link: so it can be looked at.
+        status, remedy = place.stat(), f"chmod a+rX {place}"
+        if right == os.W_OK or (private and place == path):
+            remedy = f"chown {user} {place} && chmod u+rwX {place}"  # others get no such right
         return (
             f"{said}: user {user} may not {verb} {place}, which is user {status.st_uid}'s, mode "
             f"{status.st_mode & 0o7777:04o}: {remedy}, or on the host what a container has mounted there"
         )
     return said
-
-
-def _may(path: Path, right: int) -> bool:
-    return os.access(path, right, effective_ids=os.access in os.supports_effective_ids)

@@ -91,13 +91,13 @@ def test_every_path_of_a_command_that_may_not_be_entered_is_one_line_with_folder
     run = [*without_rights, sys.executable, "-c", _RUN, json.dumps(commands)]
     said = json.loads(subprocess.run(run, capture_output=True, text=True, check=True).stdout)
 
-    whose = f"{closed}, which is user {os.geteuid()}'s, mode 0000: chmod u+rX {closed}"
+    whose = f"{closed}, which is user {os.geteuid()}'s, mode 0000: chmod a+rX {closed}"
     unclear = {name: each for name, each in said.items() if each[0] != 2 or whose not in each[2]}
     assert unclear == {}
     assert {each[1] for each in said.values()} == {"SystemExit(2)"}
 
 
-@pytest.mark.parametrize(("mode", "private", "remedy"), [(0o640, False, "chmod o+rX"), (0o600, True, "chown 0")])
+@pytest.mark.parametrize(("mode", "private", "remedy"), [(0o640, False, "chmod a+rX"), (0o600, True, "chown 0")])
 def test_another_users_file_gets_a_right_to_read_unless_it_is_for_its_owner_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, private: bool, remedy: str
 ) -> None:

@@ -15,13 +15,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AwareDatetime, Field, ValidationError, model_validator
 from tokenloom_proto.credentials import read_secret
-from tokenloom_proto.file_errors import reason
 
 from tokenloom_server.api.auth import Scope, Token
 from tokenloom_server.api.watched_files import WatchedFiles
 from tokenloom_server.config.base import Section
 from tokenloom_server.config.faults import explain
-from tokenloom_server.errors import ConfigError, NotFound
+from tokenloom_server.errors import ConfigError, NotFound, reason
 from tokenloom_server.storage.drafts import draft_of, write_whole
 
 #: A file of so many bytes has tens of thousands of tokens.

@@ -9,10 +9,9 @@ from functools import wraps
 from typing import Any, get_type_hints
 
 import typer
-from tokenloom_proto.file_errors import reason
 
 from tokenloom_server.cli.common import fail
-from tokenloom_server.errors import ConfigError, TokenloomError
+from tokenloom_server.errors import ConfigError, TokenloomError, reason
 
 _Function = Callable[..., None]
 
@@ -34,6 +33,11 @@ def add_command(app: typer.Typer, function: _Function, name: str | None = None, 
     group's place. A ``TokenloomError`` ends the command with its name and message, and exit status 2. ``settings``:
     what click's context takes.
     """
+    app.command(name, context_settings=settings)(run_by(function))
+
+
+def run_by(function: _Function) -> _Function:
+    """What Typer reads the options of, and calls, for a command's function."""
     options = list(_options(function))
     for option in options:
         for setting in getattr(option.annotation, "__metadata__", ()):
@@ -53,7 +57,7 @@ def add_command(app: typer.Typer, function: _Function, name: str | None = None, 
     # Typer reads the options of a command from its signature.
     run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     run.__annotations__ = {option.name: option.annotation for option in options}
-    app.command(name, context_settings=settings)(run)
+    return run
 
 
 def _is_group(kind: Any) -> bool:

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from tokenloom_proto.file_errors import reason
 
 from tokenloom_server.cli.common import console, print_document, print_notes, set_up_logging
 from tokenloom_server.cli.options import Mixture, MixtureOptions
-from tokenloom_server.errors import ConfigError
+from tokenloom_server.errors import ConfigError, reason
 
 
 def plan(

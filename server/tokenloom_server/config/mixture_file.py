@@ -9,13 +9,12 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
-from tokenloom_proto.file_errors import reason
 
 from tokenloom_server.config.catalog import Catalog
 from tokenloom_server.config.faults import explain
 from tokenloom_server.config.node import too_small_limits
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.errors import ConfigError
+from tokenloom_server.errors import ConfigError, reason
 from tokenloom_server.storage.yaml_bounds import check_yaml
 
 #: What stands in the tree of a run, and in no file.

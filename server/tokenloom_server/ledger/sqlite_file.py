@@ -14,9 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from tokenloom_proto.file_errors import reason
-
-from tokenloom_server.errors import ConfigError, LedgerError, LedgerUnavailable
+from tokenloom_server.errors import ConfigError, LedgerError, LedgerUnavailable, reason
 from tokenloom_server.ledger import refusals
 from tokenloom_server.ledger.boot_clock import boot_clock
 from tokenloom_server.ledger.shared_filesystem import refuse_shared

@@ -15,9 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.json
-from tokenloom_proto.file_errors import reason
 
-from tokenloom_server.errors import ConfigError, SourceChanged
+from tokenloom_server.errors import ConfigError, SourceChanged, reason
 
 _Rows = npt.NDArray[np.int64]
 _COLUMNS = ("spec", "shard", "row")

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenloom_proto.file_errors import reason
 
-from tokenloom_server.errors import ConfigError, SourceError
+from tokenloom_server.errors import ConfigError, SourceError, reason
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.packing.tokenized_rows import BAD, TokenizedRows
 from tokenloom_server.prepare.job import FIELDS_OF_READING, FIELDS_OF_SERVING, Job, Prepared, Task

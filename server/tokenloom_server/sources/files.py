@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import xxhash
-from tokenloom_proto.file_errors import reason
 
 from tokenloom_server.config.spec import Spec
-from tokenloom_server.errors import SourceChanged, SourceError, StorageError, TokenloomError
+from tokenloom_server.errors import SourceChanged, SourceError, StorageError, TokenloomError, reason
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.storage import pointers
 from tokenloom_server.storage.file import File

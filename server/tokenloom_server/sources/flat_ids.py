@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from tokenloom_proto.file_errors import reason
 
-from tokenloom_server.errors import SourceError
+from tokenloom_server.errors import SourceError, reason
 from tokenloom_server.sources import arrays
 from tokenloom_server.storage.file import File
 from tokenloom_server.storage.local import LocalFile

@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
-from tokenloom_proto.file_errors import reason
-
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.core.control_characters import escaped, refuse_control_characters
-from tokenloom_server.errors import SourceError, StorageError
+from tokenloom_server.errors import SourceError, StorageError, reason
 from tokenloom_server.sources.files import in_threads
 from tokenloom_server.storage import listing
 from tokenloom_server.storage.io_stats import IoStats

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from tokenloom_proto.file_errors import reason
 
 from tokenloom_server.config.batching import ALL_COLUMNS
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.spec import Spec
-from tokenloom_server.errors import ConfigError, SourceError, StorageError
+from tokenloom_server.errors import ConfigError, SourceError, StorageError, reason
 from tokenloom_server.sources.catalog import SourceCatalog
 from tokenloom_server.sources.endings import ending_of
 from tokenloom_server.sources.locations import matching_entries

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from posixpath import basename, commonpath, commonprefix, dirname, join
 
-from tokenloom_proto.file_errors import reason
-
 from tokenloom_server.config.spec import Spec
-from tokenloom_server.errors import ConfigError, SourceError
+from tokenloom_server.errors import ConfigError, SourceError, reason
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.catalog import SourceCatalog
 from tokenloom_server.sources.endings import codec_of

@@ -10,9 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from tokenloom_proto.file_errors import reason
-
-from tokenloom_server.errors import SourceChanged, StorageError
+from tokenloom_server.errors import SourceChanged, StorageError, reason
 from tokenloom_server.storage.file import File
 
 

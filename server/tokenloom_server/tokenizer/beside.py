@@ -12,9 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tokenloom_proto.file_errors import reason
-
-from tokenloom_server.errors import TokenizerError
+from tokenloom_server.errors import TokenizerError, reason
 from tokenloom_server.tokenizer import classes
 from tokenloom_server.tokenizer.files import ADDED_FILE, CONFIG_FILE, MODEL_FILE, SPECIAL_FILE
 

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenloom_proto.file_errors import reason
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server.errors import TokenizerError
+from tokenloom_server.errors import TokenizerError, reason
 from tokenloom_server.tokenizer import beside
 from tokenloom_server.tokenizer.files import (
     BYTES_TOKENIZER,

@@ -19,9 +19,8 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tokenloom_proto.file_errors import reason
 
-from tokenloom_server.errors import ConfigError
+from tokenloom_server.errors import ConfigError, reason
 from tokenloom_server.sources import arrays
 from tokenloom_server.sources.megatron.reader import HEADER, MAGIC, TYPES, VERSION
 from tokenloom_server.storage.drafts import checksum, draft_of, publish

@@ -8,14 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import grpc
-from tokenloom_proto.file_errors import reason
 
 from tokenloom_server.api.auth import OPEN_TO_ALL, Access
 from tokenloom_server.api.grpc.auth_interceptor import AuthInterceptor
 from tokenloom_server.api.grpc.detached_call import is_supported
 from tokenloom_server.api.grpc.rpc import MAX_REQUEST_BYTES
 from tokenloom_server.api.tls import Tls
-from tokenloom_server.errors import ConfigError
+from tokenloom_server.errors import ConfigError, reason
 
 if TYPE_CHECKING:
     from grpc_health.v1.health import HealthServicer
@@ -90,7 +89,7 @@ class GrpcServer:
         self._interceptor.rpcs, self._interceptor.count_error = rpcs(), runs.rpc_errors.add
         reflection.enable_server_reflection((name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         self._server.start()
-        for each in (name, ""):
+        for each in (name, "", runs.identity):
             self._health.set(each, health_pb2.HealthCheckResponse.SERVING)
 
     def stop(self, grace_s: float) -> None:

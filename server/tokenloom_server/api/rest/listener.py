@@ -5,9 +5,7 @@ from __future__ import annotations
 import socket
 from typing import Any
 
-from tokenloom_proto.file_errors import reason
-
-from tokenloom_server.errors import ConfigError
+from tokenloom_server.errors import ConfigError, reason
 
 #: Connections that may wait to be accepted.
 _BACKLOG = 128

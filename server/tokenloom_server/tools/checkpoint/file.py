@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tokenloom_proto.file_errors import reason
 from tokenloom_proto.resume import KEY, older_payload
 from tokenloom_proto.seal import CHECKSUM, canonical, unseal
 
-from tokenloom_server.errors import ConfigError, SnapshotInvalid
+from tokenloom_server.errors import ConfigError, SnapshotInvalid, reason
 from tokenloom_server.order.nested_state import is_nested
 from tokenloom_server.storage import pointers
 
