@@ -15,7 +15,7 @@ def reason(error: Exception, *, private: bool = False) -> str:
     wanted = [(folder, os.X_OK, "enter") for folder in reversed(path.parents)]
     wanted += [(path, os.R_OK, "read"), (path, os.W_OK, "write to"), (path.parent, os.W_OK, "write to")]
     for place, right, verb in wanted:
-        if os.access(place, right, effective_ids=os.access in os.supports_effective_ids) or not os.path.lexists(place):
+        if os.access(place, right) or not os.path.lexists(place):
             continue
         # All above it may be entered, and no part of it is a link: so it can be looked at.
         status, remedy = place.stat(), f"chmod a+rX {place}"

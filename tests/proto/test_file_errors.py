@@ -66,10 +66,14 @@ def test_every_path_of_a_command_that_may_not_be_entered_is_one_line_with_folder
     serve = ["serve", good, "--grpc=127.0.0.1:0", "--rest=127.0.0.1:0", f"--index-dir={tmp_path}"]
     data, link = mixture("data.yaml", "jsonl:closed/*.jsonl:text"), mixture("link.yaml", "jsonl:link/a.jsonl:text")
     (tmp_path / "link").symlink_to(closed)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open" / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "lost+found").mkdir(0)
     commands = {
         "data": ["validate", data],
         "data below a root": ["validate", data, f"--data-root={tmp_path}"],
         "through a link": ["validate", link],
+        "one of the folders of a pattern": ["validate", mixture("folders.yaml", "jsonl:*/a.jsonl:text")],
         "folder of arrow files": ["validate", mixture("arrow.yaml", "arrow:closed/arrow:text")],
         "megatron": ["validate", mixture("megatron.yaml", "megatron:closed/prefix")],
         "tokeniser": ["validate", mixture("tokenizer.yaml", tokenizer="closed/tokenizer")],
@@ -106,7 +110,7 @@ def test_another_users_file_gets_a_right_to_read_unless_it_is_for_its_owner_alon
     file = tmp_path / "secret"
     file.touch(mode)
     os.chown(file, 10001, 10001)
-    monkeypatch.setattr(os, "access", lambda path, right, **_: path != file)
+    monkeypatch.setattr(os, "access", lambda path, right: path != file)
 
     said = reason(PermissionError(13, "Permission denied", file), private=private)
 

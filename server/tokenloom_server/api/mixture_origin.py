@@ -39,11 +39,6 @@ class MixtureOrigin:
         """What the run is called as long as its file cannot be read."""
         return self.mixture.run if self.mixture is not None else self.file.stem if self.file is not None else ""
 
-    @property
-    def is_replaced(self) -> bool:
-        """Whether the file has no name any more, as one that is mounted by itself when another takes its place."""
-        return self.file is not None and self.file.stat().st_nlink == 0
-
     def load(self, catalog: Catalog) -> RunConfig:
         """Raises ``ConfigError``."""
         if self.file is not None:

@@ -145,7 +145,7 @@ class Runs(RunStarter):
             if mixture != served.config or served.coordinator.not_ready() is not None:
                 served, note = self._reload(served, mixture, reason)
                 self._free()
-            elif served.origin.is_replaced:
+            elif served.origin.file and not served.origin.file.stat().st_nlink:
                 note = (
                     "Nothing is new: the file was replaced, and this server sees the former one, as a container does "
                     "that has the file mounted. Start the container again, or mount the file's folder."

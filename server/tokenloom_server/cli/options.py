@@ -11,10 +11,10 @@ from urllib.parse import quote
 
 import typer
 from tokenloom_proto.address import Address, ServerAddress, reached_at
-from tokenloom_proto.credentials import NO_FILES, TlsFiles, is_given, is_loopback
+from tokenloom_proto.credentials import NO_FILES, TlsFiles, is_loopback
 from typer.models import OptionInfo
 
-from tokenloom_server.cli.token import DEFAULT_FOLDER, FILE_NAME
+from tokenloom_server.cli.token import DEFAULT_FOLDER, kept_token
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 
 if TYPE_CHECKING:
@@ -115,11 +115,8 @@ class ReadAccess:
 
     def _token_file(self, targets: Sequence[str]) -> Path | None:
         """Where no token is given, for a server of this machine, the one that it made in this folder."""
-        if self.token_file is None and not is_given(os.environ):
-            made = DEFAULT_FOLDER / FILE_NAME
-            if made.exists() and all(is_loopback(target.rpartition(":")[0]) for target in targets):
-                return made
-        return self.token_file
+        is_here = all(is_loopback(target.rpartition(":")[0]) for target in targets)
+        return self.token_file or (kept_token(DEFAULT_FOLDER) if is_here else None)
 
     @property
     def _files(self) -> TlsFiles:

@@ -23,6 +23,12 @@ _File = Annotated[Path, typer.Option(help="The file of named tokens that servers
 app = typer.Typer(name="token")
 
 
+def kept_token(folder: Path) -> Path | None:
+    """The token that a server made in a folder, for who has no other in the environment."""
+    file = folder / FILE_NAME
+    return None if is_given(os.environ) or not file.exists() else file
+
+
 class MadeToken(NamedTuple):
     """The token that a server made for itself."""
 
@@ -84,15 +90,14 @@ def token(
     """
     if context.invoked_subcommand is not None:
         return
-    file = index_dir / FILE_NAME
     try:
-        control = find_token(CONTROL_VARIABLE, os.environ, None if is_given(os.environ) or not file.exists() else file)
+        control = find_token(CONTROL_VARIABLE, os.environ, kept_token(index_dir))
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if control is None:
         raise ConfigError(
-            f"there is no token here: {CONTROL_VARIABLE} is not set, and {str(file)!r} does not exist; a server that "
-            "is started with --make-token and without a token makes that file"
+            f"there is no token here: {CONTROL_VARIABLE} is not set, and {str(index_dir / FILE_NAME)!r} does not "
+            "exist; a server that is started with --make-token and without a token makes that file"
         )
     print(control)
 
