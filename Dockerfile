@@ -43,9 +43,16 @@ WORKDIR /config
 USER 10001:10001
 EXPOSE 50051 8080
 STOPSIGNAL SIGTERM
-# Health has a listener of its own, which answers also while others hold all connections of REST. Proxies are meant for
-# the web, not for this container's own port.
+# Health has a listener of its own, which answers also while others hold all connections of REST. Shown a token, the
+# server's own or the one of its environment, it says why it is not ready; an error is one line without a traceback.
 HEALTHCHECK --interval=5s --timeout=5s --start-period=60s --retries=3 \
-    CMD ["python", "-c", "from urllib.request import ProxyHandler, build_opener; build_opener(ProxyHandler({})).open('http://127.0.0.1:8081/readyz', timeout=4)"]
+    CMD ["python", "-c", "import http.client, os, pathlib, sys; \
+sys.tracebacklimit = 0; \
+made = pathlib.Path('/config/.tokenloom-index/token'); \
+token = os.environ.get('TOKENLOOM_TOKEN') or (made.read_text().strip() if made.exists() else ''); \
+asked = http.client.HTTPConnection('127.0.0.1:8081', timeout=4); \
+asked.request('GET', '/readyz', headers={'Authorization': f'Bearer {token}'}); \
+answer = asked.getresponse(); \
+sys.exit(answer.status != 200 and answer.read().decode())"]
 ENTRYPOINT ["tokenloom"]
 CMD ["--help"]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tokenloom_proto.certificate import refuse_expired
+from tokenloom_proto.file_errors import reason
 
 #: The variables that hold a token; the same name with ``_FILE`` at its end is the variable that names a file with one.
 CONTROL_VARIABLE = "TOKENLOOM_TOKEN"
@@ -38,11 +39,11 @@ _OTHERS = 0o077
 def find_token(variable: str, environment: Mapping[str, str], file: Path | None = None) -> str | None:
     """The token of ``file``, of the environment's ``variable``, or of the file that ``variable_FILE`` names.
 
-    None where there is none of these; an empty ``TOKENLOOM_READ_TOKEN`` is none. Raises ``ValueError`` where there are
-    two, or one that is no token.
+    None where there is none of these. An empty ``TOKENLOOM_READ_TOKEN`` is none, and so is an empty
+    ``TOKENLOOM_TOKEN`` beside ``file``. Raises ``ValueError`` where there are two, or one that is no token.
     """
     text = environment.get(variable)
-    if variable == READ_VARIABLE and not text:
+    if not text and (variable == READ_VARIABLE or file is not None):
         # As a file of settings says that nobody only reads; an empty control token would open everything by a slip.
         text = None
     named = environment.get(f"{variable}_FILE")
@@ -53,6 +54,12 @@ def find_token(variable: str, environment: Mapping[str, str], file: Path | None 
     if file is not None:
         return read_token(file)
     return None if text is None else check_token(text, variable)
+
+
+def is_given(environment: Mapping[str, str]) -> bool:
+    """Whether the environment has a token, or names a file for one."""
+    names = (CONTROL_VARIABLE, READ_VARIABLE)
+    return any(environment.get(name) or environment.get(f"{name}_FILE") for name in names)
 
 
 def read_token(file: Path) -> str:
@@ -69,7 +76,7 @@ def read_secret(name: str, file: Path, size: int = -1, *, private: bool = True) 
             status = os.fstat(opened.fileno())
             content = opened.read(size)
     except OSError as error:
-        raise ValueError(f"{name} cannot be read ({error.strerror or error})") from None
+        raise ValueError(f"{name} cannot be read ({reason(error, private=private)})") from None
     mode = status.st_mode & 0o777
     # A Secret of Kubernetes is root's, and its pod reads it as a group.
     allowed = 0o040 if status.st_uid == 0 != os.geteuid() else 0
@@ -100,11 +107,17 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def may_be_plain(host: str, environment: Mapping[str, str]) -> bool:
+    """Whether what goes to ``host`` without TLS is read by nobody else: this machine, and who
+    ``TOKENLOOM_PLAINTEXT_HOSTS`` names."""
+    allowed = {name.strip().lower() for name in environment.get(PLAINTEXT_VARIABLE, "").split(",")}
+    return is_loopback(host) or host.strip("[]").lower() in allowed
+
+
 def refuse_plaintext(host: str, environment: Mapping[str, str], remedy: str) -> None:
     """Raises ``ValueError`` unless a token may be sent to ``host`` without TLS: to this machine, and to hosts that
     ``TOKENLOOM_PLAINTEXT_HOSTS`` names. ``remedy`` says how to use TLS."""
-    allowed = {name.strip().lower() for name in environment.get(PLAINTEXT_VARIABLE, "").split(",")}
-    if not is_loopback(host) and host.strip("[]").lower() not in allowed:
+    if not may_be_plain(host, environment):
         raise ValueError(
             f"the token would travel to {host} unencrypted, for everybody on the way to read: {remedy}; or, on a "
             f"network that is yours alone, allow it with {PLAINTEXT_VARIABLE}={host.strip('[]')}"

@@ -1,3 +1,5 @@
-"""The errors that the server raises: those of ``tokenloom_proto.errors``, which the client knows, too."""
+"""The errors that the server raises: those of ``tokenloom_proto.errors``, which the client knows, too; and what the
+system says of a file."""
 
 from tokenloom_proto.errors import *  # noqa: F403
+from tokenloom_proto.file_errors import reason as reason

@@ -70,6 +70,17 @@ def test_one_run_whose_order_differs_ends_its_own_ranks_by_name_and_the_others_s
     assert 'tokenloom_failed{run="two",stream="train"} 0.0' in text
 
 
+def test_a_file_that_was_replaced_below_a_mount_of_itself_is_said_to_be_the_former_one(tmp_path: Path) -> None:
+    folder = write_corpus(tmp_path / "corpus")
+    path = folder / "mixture.yaml"
+    path.write_text(yaml.safe_dump(mixture()), encoding="utf-8")
+    with path.open() as mounted, runs_of(tmp_path, Path(f"/proc/self/fd/{mounted.fileno()}")) as runs:
+        (name,) = runs.names()
+        assert runs.reload(name) == "Nothing is new in the file."
+        path.unlink()  # a mount of a file keeps what it was, without a name, as does a descriptor
+        assert runs.reload(name).startswith("Nothing is new: the file was replaced")
+
+
 def test_a_server_is_ready_while_one_of_its_runs_can_be_served(runs: Runs) -> None:
     one, two = (runs.get(name).coordinator for name in ("one", "two"))
     trainer = Trainer(runs.get("two"))

@@ -296,11 +296,15 @@ def test_an_unknown_query_parameter_is_refused_with_those_that_are_known(http: h
     assert problem(plan, 422, "InvalidRequest").endswith("did you mean tokens?")
 
 
+#: What a spreadsheet would work out where somebody opens it.
+FORMULA = "=1+1"
+
+
 def test_history_and_events_are_the_same_as_csv_and_refuse_what_is_no_time(
     http: httpx.Client, service: MemoryService
 ) -> None:
-    service.histories[RUN] = run_history(RUN, points=2, code=[1, 2], web=[None, 4])
-    service.happened[RUN] = [run_event(), run_event(1, kind="audit", text='set "a",\nthen b', author="ada")]
+    service.histories[RUN] = run_history(RUN, points=2, code=[-1, 2], web=[None, 4])
+    service.happened[RUN] = [run_event(), run_event(1, kind="audit", text='set "a",\nthen b', author=FORMULA)]
 
     def table(path: str) -> list[dict[str, str]]:
         answer = http.get(path, params={"format": "csv"})
@@ -308,7 +312,7 @@ def test_history_and_events_are_the_same_as_csv_and_refuse_what_is_no_time(
         return [*csv.DictReader(io.StringIO(answer.text, newline=""))]
 
     def written(value: object) -> str:
-        return "" if value is None else str(value)
+        return "" if value is None else f"'{value}" if value == FORMULA else str(value)
 
     history = http.get(f"/v1/runs/{RUN}/history").json()
     columns = {name: values for name, values in history.items() if isinstance(values, list) and name != "sources"}
@@ -557,7 +561,11 @@ def test_alive_and_ready_are_two_questions(http: httpx.Client, service: MemorySe
     answer = http.get("/readyz")
     assert problem(answer, 503, "NotReady") == service.reason
     assert answer.headers["retry-after"]
-    assert http.get("/healthz").json() == {"status": "alive", "version": version("tokenloom")}
+    assert http.get("/healthz").json() == {
+        "status": "alive",
+        "version": version("tokenloom"),
+        "server": service.identity,
+    }
 
 
 def test_alive_is_answered_while_every_worker_waits(

@@ -146,6 +146,10 @@ def test_a_token_that_the_server_made_is_the_same_after_a_restart_and_one_that_i
     again.file.chmod(0o644)
     with pytest.raises(ConfigError, match="has mode 0644"):
         ServerAccess(make_token=True).access(again)
+    monkeypatch.setenv("TOKENLOOM_TOKEN", "")  # as Compose passes one on that is set to nothing
+    again.file.chmod(0o600)
+    assert ServerAccess(make_token=True).made_token(folder) == again
+    assert ServerAccess(make_token=True).access(again).check(f"Bearer {token}", Scope.CONTROL).scope is Scope.ADMIN
     monkeypatch.setenv("TOKENLOOM_TOKEN", CONTROL)
     assert ServerAccess(make_token=True).made_token(folder) is None
     assert ServerAccess(make_token=True).access(None).check(f"Bearer {CONTROL}", Scope.CONTROL).scope is Scope.ADMIN

@@ -162,7 +162,8 @@ def test_mixture_and_data_follow_the_environment() -> None:
         "/config/mixture.yaml": "/a/my.yaml",
         "/config/data": "/b",
     }
-    assert changed["ports"][0] == "127.0.0.1:1:50051"
+    # Under the same number inside, since the server tells its own.
+    assert changed["ports"][0] == "127.0.0.1:1:1" and "--grpc=0.0.0.0:1" in changed["command"]
 
 
 def test_the_image_is_small_and_runs_without_root(instructions: list[tuple[str, str]], server: Service) -> None:
@@ -256,15 +257,17 @@ def test_the_ledgers_health_check_tells_a_living_redis_from_a_dead_one(
 # --- The server's command, and its health check -----------------------------------------------------------------
 
 
-def _health_check(instructions: list[tuple[str, str]], port: int, **environment: str) -> int:
-    """Exit status of the image's health check, asked on another port."""
-    program, *arguments = json.loads(_last(instructions, "HEALTHCHECK").partition("CMD ")[2])
+def _health_check(instructions: list[tuple[str, str]], port: int, config: Path, **environment: str) -> str:
+    """What the image's health check, asked on another port, logs; empty where all is well."""
+    program, option, code = json.loads(_last(instructions, "HEALTHCHECK").partition("CMD ")[2])
     assert program == "python"
-    assert sum("127.0.0.1:8081/" in argument for argument in arguments) == 1
-    command = [sys.executable, *(argument.replace(":8081/", f":{port}/") for argument in arguments)]
-    return subprocess.run(
-        command, env=os.environ | environment, capture_output=True, timeout=120, check=False
-    ).returncode
+    assert ":8081'" in code and "'/config/" in code
+    command = [sys.executable, option, code.replace(":8081'", f":{port}'").replace("'/config/", f"'{config}/")]
+    checked = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (checked.returncode != 0) == bool(checked.stderr) and checked.stderr.count("\n") <= 1, checked.stderr
+    return checked.stderr
 
 
 def _place(argument: str, config: Path, redis_port: int, health_port: int) -> str:
@@ -305,7 +308,10 @@ def test_the_servers_command_serves_the_sample_says_whether_it_is_ready_and_ends
                 assert log.read_text(encoding="utf-8").count(line) == 1
             nobody = f"http://127.0.0.1:{free_port()}"
             # A proxy of the environment is not asked.
-            assert _health_check(instructions, port, http_proxy=nobody, HTTP_PROXY=nobody, no_proxy="") == 0
+            assert _health_check(instructions, port, config, http_proxy=nobody, HTTP_PROXY=nobody, no_proxy="") == ""
+            # As docker compose exec runs it, too: the token that lies there is found.
+            stats = CommandLine(tmp_path)("stats", addresses["rest"], folder=config)
+            assert stats.status == 0 and "sample" in stats.output, stats.output
 
             dataset = RemoteDataset(
                 f"grpc://{addresses['grpc']}/sample",
@@ -323,14 +329,15 @@ def test_the_servers_command_serves_the_sample_says_whether_it_is_ready_and_ends
 
             compose_redis.kill()
             deadline = time.monotonic() + 2 * STARTS_WITHIN_S
-            while _health_check(instructions, port) == 0:
+            while not (said := _health_check(instructions, port, config)):
                 assert time.monotonic() < deadline, "it is not ready without its ledger"
+            assert "run sample: " in said
             compose_redis.start()
-            while _health_check(instructions, port) != 0:
+            while _health_check(instructions, port, config):
                 assert time.monotonic() < deadline, "it is ready with its ledger again"
             process.send_signal(signal.SIGTERM)
             grace_s = int(server["stop_grace_period"].removesuffix("s"))
             assert process.wait(timeout=grace_s) == 0
-            assert _health_check(instructions, port) != 0
+            assert "Connection refused" in _health_check(instructions, port, config)
         finally:
             process.kill()

@@ -67,6 +67,10 @@ def container(pod: Object) -> Object:
     return dict(found)
 
 
+def server_volumes(objects: dict[tuple[str, str], Object]) -> list[Object]:
+    return list(pods(objects)["tokenloom"]["spec"]["volumes"])
+
+
 def environment(of: Object) -> dict[str, Object]:
     return {entry["name"]: entry for entry in of.get("env", [])}
 
@@ -96,6 +100,11 @@ def test_every_object_is_as_its_schema_says(objects: dict[tuple[str, str], Objec
         if kind == "ServiceMonitor":  # Prometheus's operator brings it, with its schema
             (endpoint,) = item["spec"]["endpoints"]
             assert endpoint["authorization"] == {"credentials": {"name": "tokenloom", "key": "read-token"}}
+            # The server listens with TLS or without it, and is scraped so.
+            (tls,) = [volume["secret"] for volume in server_volumes(objects) if volume["name"] == "tls"] or [None]
+            ca = {"secret": {"name": tls and tls["secretName"], "key": "ca.crt"}}
+            asked = {"scheme": "https", "tlsConfig": {"ca": ca, "serverName": "tokenloom"}} if tls else {}
+            assert {key: endpoint[key] for key in ("scheme", "tlsConfig") if key in endpoint} == asked
             services = [each for (of, _), each in objects.items() if of == "Service"]
             chosen = [
                 each
@@ -162,7 +171,7 @@ def test_every_volume_is_declared_mounted_and_there(objects: dict[tuple[str, str
         for volume in declared.values():
             if "configMap" in volume:
                 data = objects["ConfigMap", volume["configMap"]["name"]]["data"]
-                assert mounted[volume["name"]]["subPath"] in data
+                assert mounted[volume["name"]].get("subPath", next(iter(data))) in data
             if "persistentVolumeClaim" in volume:
                 assert ("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]) in objects
 
@@ -200,9 +209,14 @@ def test_prometheus_may_scrape_with_the_token_for_reading_and_reaches_nothing_el
         assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_servers_run_with_as_little_as_they_need(objects: dict[tuple[str, str], Object]) -> None:
-    for name in pods(objects).keys() - {"trainer"}:
+def test_every_pod_is_restricted_and_runs_with_as_little_as_it_needs(objects: dict[tuple[str, str], Object]) -> None:
+    """All that the Pod Security Standard "restricted" asks, and more."""
+    for name in pods(objects):
         pod, own = pods(objects)[name], container(pods(objects)[name])
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod["spec"].keys()
+        kinds = {kind for volume in pod["spec"].get("volumes", []) for kind in volume} - {"name"}
+        assert kinds <= {"configMap", "emptyDir", "persistentVolumeClaim", "secret"}
+        assert not any("hostPort" in port for port in own["ports"])
         assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
         assert pod["spec"]["securityContext"]["runAsUser"] > 0
         assert pod["spec"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -240,6 +254,22 @@ def test_the_trainers_ranks_and_names_fit(objects: dict[tuple[str, str], Object]
     assert run == yaml.safe_load(objects["ConfigMap", "tokenloom"]["data"]["mixture.yaml"])["run"]
 
 
+def test_the_trainers_image_has_what_its_job_runs_and_is_shown_no_more(objects: dict[tuple[str, str], Object]) -> None:
+    job = pods(objects)["trainer"]
+    text = (FOLDER / "trainer" / "Dockerfile").read_text(encoding="utf-8")
+    copied = {source for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE) for source in line.split()[:-1]}
+    ignored = (FOLDER / "trainer" / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
+    assert copied == {line[1:] for line in ignored if line.startswith("!")}
+    assert all((ROOT / source).exists() for source in copied)
+    (command,) = re.findall(r"^CMD (.*)$", text, re.MULTILINE)
+    assert json.loads(command)[:2] == container(job)["command"][:2] == ["python", "/app/examples/ddp.py"]
+    assert re.findall(r"^(?:WORKDIR|USER) (.*)$", text, re.MULTILINE) == ["/app", "10001:10001"]
+    assert job["spec"]["securityContext"]["runAsUser"] == 10001
+    page = (ROOT / "docs" / "integrations" / "kubernetes.md").read_text(encoding="utf-8")
+    build = f"docker build -t {container(job)['image']} -f deploy/kubernetes/trainer/Dockerfile ."
+    assert build in page and build in text
+
+
 # --- What they run -----------------------------------------------------------------------------------------------
 
 
@@ -262,7 +292,10 @@ def test_what_it_starts_serves_and_its_probes_say_so(objects: dict[tuple[str, st
     folder.mkdir()
     mixture = objects["ConfigMap", "tokenloom"]["data"]["mixture.yaml"]
     (folder / "mixture.yaml").write_text(mixture, encoding="utf-8")
-    shutil.copytree(ROOT / "examples" / "compose" / "data", folder / "data")
+    (folder / "data").mkdir()
+    for name, text in objects["ConfigMap", "tokenloom-data"]["data"].items():
+        (folder / "data" / name).write_text(text, encoding="utf-8")
+        assert text == (ROOT / "examples" / "compose" / "data" / name).read_text(encoding="utf-8")
     assert config.load(folder / "mixture.yaml", CATALOG).run == "sample"
 
     program, *arguments = redis["args"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import shutil
 import threading
 import weakref
@@ -51,7 +52,8 @@ def test_runs_are_added_reloaded_and_removed_while_another_trains(
         with World(server.url("comes"), 2, 2) as comes:
             comes.steps(4)
             # Nothing changed: a reload does nothing to the ranks.
-            assert tokenloom("runs", "reload", server.rest, "comes").status == 0
+            unchanged = tokenloom("runs", "reload", server.rest, "comes")
+            assert unchanged.status == 0 and "Nothing is new in the file." in unchanged.output
             assert comes.steps(1).receipt.sequence() == sequence[:20]
             revised(file)
             refused = tokenloom("runs", "reload", server.rest, "comes")
@@ -60,6 +62,7 @@ def test_runs_are_added_reloaded_and_removed_while_another_trains(
             comes.steps(2)
             reloaded = tokenloom("runs", "reload", server.rest, "comes", "--reason", "less code")
             assert reloaded.status == 0, reloaded.output
+            assert re.search(r"Revision 1 holds from sample \d+ on\.", reloaded.output)
             assert [each["reason"] for each in server.get("/v1/runs/comes/mixture")["revisions"]] == ["less code"]
             comes.steps(2)
             state, index = comes.state(), comes.sample_index

@@ -46,7 +46,17 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("integrations",),
     ),
     PROTO: (
-        ("__init__", "address", "batch_schedule", "certificate", "errors", "process", "seal", "dataloader_pb2"),
+        (
+            "__init__",
+            "address",
+            "batch_schedule",
+            "certificate",
+            "errors",
+            "file_errors",
+            "process",
+            "seal",
+            "dataloader_pb2",
+        ),
         ("credentials", "dataloader_pb2_grpc", "protocol", "release", "resume"),
         ("rest",),
     ),

@@ -346,6 +346,7 @@ class MemoryService(Runs):
     gate: threading.Event | None = None
     """Calls about a run wait for it."""
     calls: int = 0
+    identity: str = "0123456789abcdef"
     without_text: bool = False
     """Whether the runs have no tokeniser."""
     rpc_errors: LabelledCounter = field(default_factory=lambda: LabelledCounter(threading.Lock()))
@@ -371,8 +372,8 @@ class MemoryService(Runs):
             raise ConfigError(f"{origin.where}: cannot be read; expected a mixture file")
         return SimpleNamespace(name=next(iter(self.runs)))
 
-    def reload(self, name: str, reason: Reason | None = None) -> Any:
-        return SimpleNamespace(name=name, origin=self.origin(name), **vars(self.get(name)))
+    def reload(self, name: str, reason: Reason | None = None) -> str:
+        return f"{self.origin(name).where} was read."
 
     def remove(self, name: str) -> MixtureOrigin:
         return self.origin(name)  # the other tests go on with it

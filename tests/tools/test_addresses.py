@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -143,7 +143,10 @@ def test_what_is_no_address_is_refused_with_the_forms_that_are(text: str) -> Non
 
 
 class _Stranger(http.server.BaseHTTPRequestHandler):
+    tokens: ClassVar[list[str | None]] = []
+
     def do_GET(self) -> None:
+        self.tokens.append(self.headers["Authorization"])
         self.send_response(200 if self.path == "/v1/runs" else 404)
         self.end_headers()
         self.wfile.write(b'{"runs": 3}')
@@ -161,6 +164,33 @@ def test_another_server_than_tokenlooms_is_said_to_be_one() -> None:
         with pytest.raises(ProtocolError, match="not a Tokenloom server"):
             RemoteDataset(url, 1)
         stranger.shutdown()
+
+
+def test_a_port_that_is_another_servers_never_gets_the_token(
+    ports: Ports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the ports of a container are published under other numbers, and theirs are another project's."""
+    token = "a-token-of-many-characters"
+    monkeypatch.setenv("TOKENLOOM_TOKEN", token)
+    folder = write_corpus(tmp_path / "served")
+    (folder / "mixture.yaml").write_text(yaml.safe_dump(flat(["txt:data/prose/*.txt:text"])))
+    grpc_server, rest = GrpcServer("127.0.0.1:0", Access(token)), RestServer("127.0.0.1", 0, Access(token))
+    with (
+        runs_of(folder, folder / "mixture.yaml") as runs,
+        http.server.HTTPServer(("127.0.0.1", 0), _Stranger) as stranger,
+    ):
+        threading.Thread(target=stranger.serve_forever, daemon=True).start()
+        grpc_server.start(runs, f"127.0.0.1:{stranger.server_port}")
+        rest.start(runs, grpc_address=ports.grpc)
+        with pytest.raises(ServerUnreachable, match="healthz"):
+            ReadAccess().connect(grpc_server.address)
+        with pytest.raises(ServerUnreachable, match="are two servers, though one says"):
+            ReadAccess().servers(rest.address)
+        assert ReadAccess().connect(rest.address).only_run(None) == "test"
+        assert set(_Stranger.tokens) == {None}
+        stranger.shutdown()
+        grpc_server.stop(1)
+        rest.stop()
 
 
 def test_where_nothing_answers_the_address_is_named() -> None:

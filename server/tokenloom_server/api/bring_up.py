@@ -74,7 +74,9 @@ class RunStarter:
         self._data_roots = data_roots
         self._runs: dict[str, ServedRun] = {}
         self._ledger = ledger
-        self._holder = holder or uuid.uuid4().hex
+        #: This process, for who compares what answers at two ports.
+        self.identity = uuid.uuid4().hex
+        self._holder = holder or self.identity
         self._timeouts = timeouts or Timeouts()
         self._standby = standby
         self._readers = readers

@@ -8,6 +8,7 @@ import stat
 import threading
 from pathlib import Path
 
+from tokenloom_server import errors
 from tokenloom_server.api.bring_up import Reason
 from tokenloom_server.api.mixture_origin import INDEX_FOLDER, MixtureOrigin
 from tokenloom_server.api.service import Runs
@@ -95,7 +96,8 @@ class RunFolder(threading.Thread):
                     raise ConfigError(f"{path} is there already: change it there, or remove run {name!r} first")
                 draft.replace(path)
             except OSError as error:
-                raise ConfigError(f"--runs-dir {self.folder}: cannot be written ({error.strerror})") from None
+                why = errors.reason(error)
+                raise ConfigError(f"--runs-dir {self.folder}: cannot be written ({why})") from None
             finally:
                 draft.unlink(missing_ok=True)
             try:
@@ -116,8 +118,8 @@ class RunFolder(threading.Thread):
                     file.replace(away)
                 except OSError as error:
                     raise ConfigError(
-                        f"{file}: cannot be renamed ({error.strerror}), and the run would come back with it: take the "
-                        "file out of the folder"
+                        f"{file}: cannot be renamed ({errors.reason(error)}), and the run would "
+                        "come back with it: take the file out of the folder"
                     ) from None
             self._runs.remove(name)
         return away
@@ -146,7 +148,7 @@ class RunFolder(threading.Thread):
                     versions[path] = _version(path)
         except OSError as error:
             raise ConfigError(
-                f"--runs-dir {folder}: cannot be read ({error.strerror}); expected a folder of mixture files"
+                f"--runs-dir {folder}: cannot be read ({errors.reason(error)}); expected a folder of mixture files"
             ) from None
         return {path: version for path, version in versions.items() if version is not None}
 

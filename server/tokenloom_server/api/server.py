@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import secrets
 import socket
 import threading
@@ -13,14 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokenloom_proto.credentials import CONTROL_VARIABLE, is_loopback
+from tokenloom_proto.credentials import CONTROL_VARIABLE, is_loopback, may_be_plain
 
 from tokenloom_server.api import open_files
 from tokenloom_server.api.auth import OPEN_TO_ALL, Access
 from tokenloom_server.api.grpc import GrpcServer
 from tokenloom_server.api.rest.server import RestServer
 from tokenloom_server.config.data_roots import DataRoots
-from tokenloom_server.errors import ConfigError
+from tokenloom_server.errors import ConfigError, reason
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.boot_clock import boot_id
 from tokenloom_server.ledger.open import open_ledger
@@ -102,9 +103,9 @@ class Server:
     def _bring_up(self, options: ServeOptions) -> None:
         rest = self._rest = RestServer(*split_address("--rest", options.rest), options.access)
         if options.health is not None:
-            # A token that nobody has: why it is not ready, REST says. No TLS: probes have no certificates.
-            nobody = Access(secrets.token_hex())
-            self._health = RestServer(*split_address("--health", options.health), nobody, only_health=True)
+            # Why it is not ready is for who has a token; where REST asks for none, for nobody who asks here.
+            access = options.access if options.access.closed else Access(secrets.token_hex())
+            self._health = RestServer(*split_address("--health", options.health), access, only_health=True)
             _log.info("health: %shealthz and %sreadyz", self._health.url, self._health.url)
         from tokenloom_server.api.run_folder import RunFolder
         from tokenloom_server.api.service import Runs
@@ -181,7 +182,7 @@ class Server:
             write_whole(path, json.dumps(document) + "\n")
         except OSError as error:
             raise ConfigError(
-                f"--ready-file {path}: cannot be written ({error.strerror}); give a file in a folder that exists and "
+                f"--ready-file {path}: cannot be written ({reason(error)}); give a file in a folder that exists and "
                 "may be written to"
             ) from None
 
@@ -264,7 +265,7 @@ def _refuse_open_door(option: str, address: str, access: Access) -> None:
             f"{CONTROL_VARIABLE} (make one: openssl rand -hex 32) or --token-file FILE, let the server make one with "
             "--make-token, or listen on 127.0.0.1"
         )
-    if access.tls is None:
+    if access.tls is None and not may_be_plain(host, os.environ):
         _log.warning(
             "%s %s: without TLS the token and the data travel unencrypted; give --tls-cert and --tls-key, or keep "
             "strangers off this network",
@@ -277,4 +278,4 @@ def _remove_ready(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        _log.warning("--ready-file %s: cannot be removed (%s)", path, error.strerror)
+        _log.warning("--ready-file %s: cannot be removed (%s)", path, reason(error))

@@ -29,6 +29,7 @@ from tokenloom_server.errors import (
     RunBusy,
     ServerStopping,
     TokenloomError,
+    reason,
 )
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.reports.stats import NextLaunch
@@ -122,15 +123,17 @@ class Runs(RunStarter):
         self._tell()
         return served
 
-    def reload(self, name: str, reason: Reason | None = None) -> ServedRun:
+    def reload(self, name: str, reason: Reason | None = None) -> str:
         """Reads the mixture of a run again. One that could not be brought up is tried again. One that is served gets a
         difference as a revision, for a ``reason``, while it trains; other fields that decide no order hold once it was
-        taken up anew, for which its streams end and begin again. Where nothing changed, nothing is done.
+        taken up anew, for which its streams end and begin again. Where nothing changed, nothing is done. Returns what
+        came of it, for people.
 
         Raises what ``add_from`` and ``RevisionHandler.revise`` raise; what is served goes on as it was then.
         """
         if name not in self._runs:
-            return self.add_from(self.origin(name), reason)
+            self.add_from(self.origin(name), reason)
+            return "It is served as its mixture file stands now."
         with self._change(name):
             served = self._runs[name]
             mixture = served.origin.load(self._catalog)
@@ -140,12 +143,19 @@ class Runs(RunStarter):
                     "put its name back, or remove that run and add the file again"
                 )
             if mixture != served.config or served.coordinator.not_ready() is not None:
-                served = self._reload(served, mixture, reason)
+                served, note = self._reload(served, mixture, reason)
                 self._free()
+            elif served.origin.file and not served.origin.file.stat().st_nlink:
+                note = (
+                    "Nothing is new: the file was replaced, and this server sees the former one, as a container does "
+                    "that has the file mounted. Start the container again, or mount the file's folder."
+                )
+            else:
+                note = "Nothing is new in the file."
             self._problems.pop(served.origin.where, None)
             why = reason.text if reason is not None else "no reason given"
             audit.changed(served, f"reloaded, of {served.origin.where} ({why})")
-            return served
+            return note
 
     def remove(self, name: str) -> MixtureOrigin:
         """Ends a run on this server: commits what is acknowledged, lets its lease go, and ends its streams with
@@ -211,15 +221,17 @@ class Runs(RunStarter):
         _require_sight(name)
         return (self._runs.get(name) or self._problem_of(name) or self.get(name)).origin
 
-    def _reload(self, served: ServedRun, mixture: RunConfig, reason: Reason | None) -> ServedRun:
+    def _reload(self, served: ServedRun, mixture: RunConfig, reason: Reason | None) -> tuple[ServedRun, str]:
+        note = "The mixture is the one in force; what else the file says holds from now on."
         prepared, change = self._prepare(mixture, served.origin, reason)  # what is wrong shows before anything ends
         if change is not None:
-            served.mixture.revise(change)
+            revision = served.mixture.revise(change)
+            note = f"Revision {revision.number} holds from sample {revision.sample_index:,} on."
         del self._runs[served.name]
         why = ServerStopping(f"run {served.name!r} is being reloaded; it goes on where it was in a moment")
         self._end([served], why)
         try:
-            return self._begin(prepared)
+            return self._begin(prepared), note
         except Exception as error:
             self._note(served.name, served.origin, error)
             raise
@@ -256,6 +268,8 @@ class Runs(RunStarter):
             self._changing.add(name)
         try:
             yield
+        except PermissionError as error:
+            raise ConfigError(f"run {name!r}: {error.filename} cannot be used ({reason(error)})") from None
         finally:
             self._changing.discard(name)
 

@@ -20,7 +20,7 @@ from tokenloom_server.api.auth import Scope, Token
 from tokenloom_server.api.watched_files import WatchedFiles
 from tokenloom_server.config.base import Section
 from tokenloom_server.config.faults import explain
-from tokenloom_server.errors import ConfigError, NotFound
+from tokenloom_server.errors import ConfigError, NotFound, reason
 from tokenloom_server.storage.drafts import draft_of, write_whole
 
 #: A file of so many bytes has tens of thousands of tokens.
@@ -94,7 +94,7 @@ def changing(file: Path) -> Iterator[list[Any]]:
     except ValidationError as error:
         raise ConfigError(explain(error, f"--tokens {file}")) from None
     except OSError as error:
-        raise ConfigError(f"--tokens {file}: cannot be written ({error.strerror})") from None
+        raise ConfigError(f"--tokens {file}: cannot be written ({reason(error)})") from None
 
 
 def create(file: Path, name: str, scope: str, runs: list[str], expires: datetime | None) -> str:

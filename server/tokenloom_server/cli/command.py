@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 import typer
 
 from tokenloom_server.cli.common import fail
-from tokenloom_server.errors import TokenloomError
+from tokenloom_server.errors import ConfigError, TokenloomError, reason
 
 _Function = Callable[..., None]
 
@@ -33,7 +33,15 @@ def add_command(app: typer.Typer, function: _Function, name: str | None = None, 
     group's place. A ``TokenloomError`` ends the command with its name and message, and exit status 2. ``settings``:
     what click's context takes.
     """
+    app.command(name, context_settings=settings)(run_by(function))
+
+
+def run_by(function: _Function) -> _Function:
+    """What Typer reads the options of, and calls, for a command's function."""
     options = list(_options(function))
+    for option in options:
+        for setting in getattr(option.annotation, "__metadata__", ()):
+            setting.readable = False  # whoever reads a file says why it cannot be read, and what to do
 
     @wraps(function)
     def run(**values: Any) -> None:
@@ -41,11 +49,15 @@ def add_command(app: typer.Typer, function: _Function, name: str | None = None, 
             _called(function, values)
         except TokenloomError as error:
             fail(error)
+        except PermissionError as error:
+            if error.filename is None:
+                raise
+            fail(ConfigError(f"{error.filename}: cannot be used ({reason(error)})"))
 
     # Typer reads the options of a command from its signature.
     run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     run.__annotations__ = {option.name: option.annotation for option in options}
-    app.command(name, context_settings=settings)(run)
+    return run
 
 
 def _is_group(kind: Any) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from tokenloom_proto.file_errors import reason
 
 from tokenloom_server.cli.common import console, print_json
 
@@ -39,7 +40,7 @@ def _read_config(ctx: typer.Context, file: Path | None) -> Path | None:
     try:
         document = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise typer.BadParameter(f"{file} cannot be read: {error}") from None
+        raise typer.BadParameter(f"{file} cannot be read: {reason(error)}") from None
     options = {_key(option): option for option in ctx.command.params if option.name not in ("help", "config")}
     if not isinstance(document, dict):
         raise typer.BadParameter(f"{file}: found {type(document).__name__}; expected lines such as grpc: 127.0.0.1:0")

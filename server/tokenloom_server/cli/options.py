@@ -11,9 +11,10 @@ from urllib.parse import quote
 
 import typer
 from tokenloom_proto.address import Address, ServerAddress, reached_at
-from tokenloom_proto.credentials import NO_FILES, TlsFiles
+from tokenloom_proto.credentials import NO_FILES, TlsFiles, is_loopback
 from typer.models import OptionInfo
 
+from tokenloom_server.cli.token import DEFAULT_FOLDER, kept_token
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ class ReadAccess:
         if address.is_grpc and address.run:
             return self._grpc(Address(address.targets, address.run, address.is_tls(False)))
         rest_url, grpc_address = self._locate(url)
-        return self._grpc(replace(grpc_address, run=self._rest(rest_url).only_run(None)))
+        rest = self._rest(rest_url)
+        return _same(rest, self._grpc(replace(grpc_address, run=rest.only_run(None))))
 
     def _locate(self, url: str) -> tuple[str, Address]:
         """The URL of REST and the address of gRPC, by what the port at an address says of the other one."""
@@ -95,22 +97,43 @@ class ReadAccess:
             except ServerUnreachable:
                 if address.scheme:
                     raise
-        rest_address = self._grpc(grpc_address).about().address
-        return f"http{'s' * grpc_address.tls}://{rest_address}/{quote(address.run)}", grpc_address
+        servers = self._grpc(grpc_address)
+        rest_url = f"http{'s' * grpc_address.tls}://{servers.about().address}/{quote(address.run)}"
+        _same(self._rest(rest_url), servers)
+        return rest_url, grpc_address
 
     def _rest(self, url: str) -> Remote:
         from tokenloom_server.tools.remote import Remote
 
-        return Remote(url, os.environ, token_file=self.token_file, files=self._files, control=self.control)
+        file = self._token_file(_parsed(url).targets)
+        return Remote(url, os.environ, token_file=file, files=self._files, control=self.control)
 
     def _grpc(self, address: Address) -> Servers:
         from tokenloom_server.tools.peek.servers import Servers
 
-        return Servers(address, os.environ, token_file=self.token_file, files=self._files)
+        return Servers(address, os.environ, token_file=self._token_file(address.targets), files=self._files)
+
+    def _token_file(self, targets: Sequence[str]) -> Path | None:
+        """Where no token is given, for a server of this machine, the one that it made in this folder."""
+        is_here = all(is_loopback(target.rpartition(":")[0]) for target in targets)
+        return self.token_file or (kept_token(DEFAULT_FOLDER) if is_here else None)
 
     @property
     def _files(self) -> TlsFiles:
         return TlsFiles(self.tls_ca, self.tls_cert, self.tls_key)
+
+
+def _same(rest: Remote, servers: Servers) -> Servers:
+    """Two ports of one server, of which one was found by the other's word, before the token goes there. Raises
+    ``ServerUnreachable``."""
+    from tokenloom_server.tools.remote import ServerUnreachable
+
+    if not servers.is_server(rest.identity()):
+        raise ServerUnreachable(
+            f"{rest.url} and {servers.url} are two servers, though one says that the other is its own port: it is "
+            "published under another number; give the address of that port, http://HOST:PORT or grpc://HOST:PORT/RUN"
+        )
+    return servers
 
 
 @dataclass(frozen=True, slots=True)

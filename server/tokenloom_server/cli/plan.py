@@ -9,7 +9,7 @@ import typer
 
 from tokenloom_server.cli.common import console, print_document, print_notes, set_up_logging
 from tokenloom_server.cli.options import Mixture, MixtureOptions
-from tokenloom_server.errors import ConfigError
+from tokenloom_server.errors import ConfigError, reason
 
 
 def plan(
@@ -81,4 +81,4 @@ def _write(path: Path, content: bytes) -> None:
     try:
         path.write_bytes(content)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
+        raise ConfigError(f"{path}: cannot be written ({reason(error)})") from None

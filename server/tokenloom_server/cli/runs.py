@@ -78,4 +78,4 @@ def reload(url: Url, run: _Run, reason: _Reason = None, *, access: ControlAccess
     reason makes it a revision. Trainers go on, or wait for a moment.
     """
     reloaded = access.connect(url).reload_run(run, reason=reason, author=user_name())
-    say(f"{reloaded.run}: reloaded, from {reloaded.origin}")
+    say(f"{reloaded.run}: reloaded, from {reloaded.origin}. {reloaded.note}")

@@ -176,7 +176,7 @@ class ServerAccess:
     def made_token(self, folder: Path) -> MadeToken | None:
         """The server's own token, kept in a folder, where it is asked for and no other is given."""
         variables = (CONTROL_VARIABLE, f"{CONTROL_VARIABLE}_FILE")
-        if not self.make_token or self.token_file is not None or any(name in os.environ for name in variables):
+        if not self.make_token or self.token_file is not None or any(map(os.environ.get, variables)):
             return None
         return make_token(folder)
 

@@ -10,16 +10,23 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
-from tokenloom_proto.credentials import CONTROL_VARIABLE, find_token, read_token
+from tokenloom_proto.credentials import CONTROL_VARIABLE, find_token, is_given, read_token
 
-from tokenloom_server.cli.command import command
-from tokenloom_server.cli.common import fail
-from tokenloom_server.errors import ConfigError
+from tokenloom_server.cli.command import command, run_by
+from tokenloom_server.errors import ConfigError, reason
 
-_FILE_NAME = "token"
+FILE_NAME = "token"
+#: Of indexes, where a server that makes its token keeps it.
+DEFAULT_FOLDER = Path(".tokenloom-index")
 _File = Annotated[Path, typer.Option(help="The file of named tokens that servers have (--tokens).", metavar="FILE")]
 
 app = typer.Typer(name="token")
+
+
+def kept_token(folder: Path) -> Path | None:
+    """The token that a server made in a folder, for who has no other in the environment."""
+    file = folder / FILE_NAME
+    return None if is_given(os.environ) or not file.exists() else file
 
 
 class MadeToken(NamedTuple):
@@ -47,8 +54,8 @@ class MadeToken(NamedTuple):
 
 def make_token(folder: Path) -> MadeToken:
     """The token in a folder, made there where there is none. Raises ``ConfigError``."""
-    file = folder / _FILE_NAME
-    draft = file.with_name(f".{_FILE_NAME}.{os.getpid()}")
+    file = folder / FILE_NAME
+    draft = file.with_name(f".{FILE_NAME}.{os.getpid()}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         draft.touch(mode=0o600)
@@ -62,18 +69,19 @@ def make_token(folder: Path) -> MadeToken:
             draft.unlink()
     except OSError as error:
         raise ConfigError(
-            f"--make-token: no token can be kept in {str(folder)!r} ({error.strerror}); set {CONTROL_VARIABLE}, or "
+            f"--make-token: no token can be kept in {str(folder)!r} ({reason(error)}); set {CONTROL_VARIABLE}, or "
             "name a folder that may be written to with --index-dir"
         ) from None
     return MadeToken(file, is_new=True)
 
 
 @app.callback(invoke_without_command=True)
+@run_by
 def token(
     context: typer.Context,
     index_dir: Annotated[
         Path, typer.Option(help="The folder of indexes that the server has.", show_default=True)
-    ] = Path(".tokenloom-index"),
+    ] = DEFAULT_FOLDER,
 ) -> None:
     """Print the control token of the server that runs here, or make, list and revoke named tokens.
 
@@ -82,17 +90,16 @@ def token(
     """
     if context.invoked_subcommand is not None:
         return
-    file = index_dir / _FILE_NAME
     try:
-        control = find_token(CONTROL_VARIABLE, os.environ)
-        if control is None and not file.exists():
-            raise ValueError(
-                f"there is no token here: {CONTROL_VARIABLE} is not set, and {str(file)!r} does not exist; a server "
-                "that is started with --make-token and without a token makes that file"
-            )
-        print(control or read_token(file))
+        control = find_token(CONTROL_VARIABLE, os.environ, kept_token(index_dir))
     except ValueError as error:
-        fail(ConfigError(str(error)))
+        raise ConfigError(str(error)) from None
+    if control is None:
+        raise ConfigError(
+            f"there is no token here: {CONTROL_VARIABLE} is not set, and {str(index_dir / FILE_NAME)!r} does not "
+            "exist; a server that is started with --make-token and without a token makes that file"
+        )
+    print(control)
 
 
 @command(app, "create")

@@ -14,7 +14,7 @@ from tokenloom_server.config.catalog import Catalog
 from tokenloom_server.config.faults import explain
 from tokenloom_server.config.node import too_small_limits
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.errors import ConfigError
+from tokenloom_server.errors import ConfigError, reason
 from tokenloom_server.storage.yaml_bounds import check_yaml
 
 #: What stands in the tree of a run, and in no file.
@@ -29,7 +29,7 @@ def load(path: Path, catalog: Catalog) -> RunConfig:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a mixture file") from None
+        raise ConfigError(f"{path}: cannot be read ({reason(error)}); expected a mixture file") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})") from None
     try:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from tokenloom_server.errors import ConfigError, LedgerError, LedgerUnavailable
+from tokenloom_server.errors import ConfigError, LedgerError, LedgerUnavailable, reason
 from tokenloom_server.ledger import refusals
 from tokenloom_server.ledger.boot_clock import boot_clock
 from tokenloom_server.ledger.shared_filesystem import refuse_shared
@@ -256,9 +256,10 @@ class SqliteFile:
         try:
             yield
         except sqlite3.OperationalError as error:
+            rights = reason(PermissionError(0, "the file's permissions", str(self.path)))
             raise LedgerUnavailable(
-                f"{this} cannot be used now: {error}. Look at its disk's free space, at the file's "
-                f"permissions, and for another process that holds it locked."
+                f"{this} cannot be used now: {error}. Look at its disk's free space, at {rights}, and for another "
+                "process that holds it locked."
             ) from error
         except sqlite3.ProgrammingError as error:
             raise LedgerUnavailable(f"{this} cannot be used now: {error}") from error

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.json
 
-from tokenloom_server.errors import ConfigError, SourceChanged
+from tokenloom_server.errors import ConfigError, SourceChanged, reason
 
 _Rows = npt.NDArray[np.int64]
 _COLUMNS = ("spec", "shard", "row")
@@ -60,8 +60,9 @@ def describe(path: str, base_dir: Path) -> ExclusionFile:
             raise FileNotFoundError(errno.ENOENT, "no such file")  # a pipe would never end
         data = (base_dir / path).read_bytes()
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"exclude.file: {path!r} cannot be read ({reason}); the path is this server's") from None
+        raise ConfigError(
+            f"exclude.file: {path!r} cannot be read ({reason(error)}); the path is this server's"
+        ) from None
     return ExclusionFile(path, hashlib.sha256(data).hexdigest(), _table(path, base_dir / path).num_rows)
 
 

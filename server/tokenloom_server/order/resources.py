@@ -17,7 +17,7 @@ from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.row_rules import PLAIN, RowRules
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.config.spec import Spec
-from tokenloom_server.errors import SourceChanged
+from tokenloom_server.errors import SourceChanged, reason
 from tokenloom_server.order import readahead
 from tokenloom_server.order.readers_stats import ReadersStats
 from tokenloom_server.order.record import RunRecord
@@ -192,6 +192,6 @@ def _crash_records(folder: Path, name: str) -> CrashRecords | None:
     except OSError as error:
         _log.warning(
             "%s: %s cannot be written (%s): a document at which the tokeniser crashes will not be found",
-            name, folder, error.strerror,
+            name, folder, reason(error),
         )  # fmt: skip
         return None

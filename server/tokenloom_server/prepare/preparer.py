@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenloom_server.errors import ConfigError, SourceError
+from tokenloom_server.errors import ConfigError, SourceError, reason
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.packing.tokenized_rows import BAD, TokenizedRows
 from tokenloom_server.prepare.job import FIELDS_OF_READING, FIELDS_OF_SERVING, Job, Prepared, Task
@@ -174,8 +174,10 @@ def _allowed(most: int) -> str:
 
 def cannot_write(error: OSError, folder: Folder) -> ConfigError:
     """What to do about a folder that cannot be written."""
-    place, why = error.filename or folder.place, error.strerror or error
-    return ConfigError(f"{place}: cannot be written ({why}); make room, or give another --out, and call it again")
+    place = error.filename or folder.place
+    return ConfigError(
+        f"{place}: cannot be written ({reason(error)}); make room, or give another --out, and call it again"
+    )
 
 
 def _finish(job: Job, journal: Journal, kept: int) -> Done:

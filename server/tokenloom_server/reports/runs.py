@@ -42,4 +42,4 @@ class ChangedRun(Document):
     origin: str = Field(examples=["/srv/runs/wiki.yaml"])
     """Where its mixture stands."""
     note: str
-    """What becomes of it when the server starts again; for people."""
+    """What came of it, or becomes of it when the server starts again; for people."""

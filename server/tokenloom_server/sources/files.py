@@ -15,7 +15,7 @@ from typing import TypeVar
 import xxhash
 
 from tokenloom_server.config.spec import Spec
-from tokenloom_server.errors import SourceChanged, SourceError, StorageError, TokenloomError
+from tokenloom_server.errors import SourceChanged, SourceError, StorageError, TokenloomError, reason
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.storage import pointers
 from tokenloom_server.storage.file import File
@@ -104,7 +104,7 @@ def shards_of(spec: Spec, paths: Iterable[str], base_dir: Path) -> tuple[Shard, 
                 refuse_pointer(file)
                 return Shard(path, file.size, fingerprint_of(file))
         except OSError as error:
-            fault = pointers.fault_at(base_dir / path) or f"cannot be read ({error.strerror or error})"
+            fault = pointers.fault_at(base_dir / path) or f"cannot be read ({reason(error)})"
             raise SourceError(f"{name} {fault}") from None
 
     return tuple(in_threads(shard_of, paths))
@@ -202,12 +202,12 @@ def refused(where: str, error: Exception) -> StorageError | None:
     """The error to raise where Arrow failed at the operating system; None where it failed at the file's content."""
     if not isinstance(error, OSError) or error.errno is None:
         return None
-    reason, remedy = os.strerror(error.errno), "look at the disk or mount"
+    said, remedy = os.strerror(error.errno), "look at the disk or mount"
     if error.errno in (errno.EMFILE, errno.ENFILE):
         remedy = "this process may not open as many: raise the limit (ulimit -n), or name fewer sources"
-    if error.errno in (errno.EACCES, errno.EPERM):
-        remedy = "let this process read it (its owner, chmod)"
-    return StorageError(f"{where} cannot be read ({reason}); {remedy}, and start again: nothing is lost")
+    if isinstance(error, PermissionError):
+        said, remedy = reason(error), "let this process read it"
+    return StorageError(f"{where} cannot be read ({said}); {remedy}, and start again: nothing is lost")
 
 
 def unreadable(where: str, kind: str, error: Exception, place: str = "") -> TokenloomError:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from tokenloom_server.errors import SourceError
+from tokenloom_server.errors import SourceError, reason
 from tokenloom_server.sources import arrays
 from tokenloom_server.storage.file import File
 from tokenloom_server.storage.local import LocalFile
@@ -32,7 +32,7 @@ class FlatIds:
         try:
             self._mapped = pa.memory_map(str(local(file).path)) if count else None
         except OSError as error:
-            raise SourceError(f"{file.name} cannot be mapped ({error.strerror or error})") from None
+            raise SourceError(f"{file.name} cannot be mapped ({reason(error)})") from None
 
     def numbers(self, first: int, stop: int) -> npt.NDArray[Any]:
         """The ids from position ``first`` up to, not with, ``stop``; not copied."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.core.control_characters import escaped, refuse_control_characters
-from tokenloom_server.errors import SourceError, StorageError
+from tokenloom_server.errors import SourceError, StorageError, reason
 from tokenloom_server.sources.files import in_threads
 from tokenloom_server.storage import listing
 from tokenloom_server.storage.io_stats import IoStats
@@ -49,6 +50,12 @@ def matching_files(pattern: str, base_dir: Path) -> tuple[str, ...]:
     """The files that a pattern matches, sorted."""
     # Not Path.glob, which takes no absolute pattern. A set, since ** can meet a file twice.
     matches = sorted(set(glob.glob(pattern, root_dir=base_dir, recursive=True)))  # noqa: PTH207
+    # It passes over folders that may not be entered, and their data would be absent without a word.
+    for above in filter(glob.has_magic, map(str, Path(pattern).parents)):
+        for folder in glob.iglob(f"{above}/", root_dir=base_dir, recursive=True):  # noqa: PTH207
+            if Path(folder).name != "lost+found":  # root's alone, on every disk
+                with os.scandir(base_dir / folder):
+                    pass
     are_files = in_threads(lambda match: is_named(base_dir / match), matches)
     return tuple(match for match, is_file in zip(matches, are_files, strict=True) if is_file)
 
@@ -104,7 +111,7 @@ def listed_names(folder: Path) -> str:
     try:
         names = sorted(escaped(entry.name) + ("/" if entry.is_dir() else "") for entry in folder.iterdir())
     except OSError as error:
-        return f"it cannot be listed: {error.strerror}"
+        return f"it cannot be listed: {reason(error)}"
     if not names:
         return "it is empty"
     more = len(names) - LISTED_NAMES

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from tokenloom_proto.file_errors import reason
 
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.scheme import ReadRequest
@@ -161,7 +162,7 @@ def _stored(path: Path, end: int) -> RowIndex | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, EOFError) as error:
-        _log.warning("the cached index %s is not usable and is built again: %s", path, error)
+        _log.warning("the cached index %s is not usable and is built again: %s", path, reason(error))
         return None
 
 
@@ -173,4 +174,4 @@ def _keep(path: Path, index: RowIndex) -> None:
             np.save(file, content, allow_pickle=False)
     except OSError as error:
         # Without its cache the index still serves; only the next start has to scan again.
-        _log.warning("the index %s cannot be kept: %s", path, error)
+        _log.warning("the index %s cannot be kept: %s", path, reason(error))

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from tokenloom_server.config.row_rules import PLAIN, RowRules
 from tokenloom_server.config.spec import Spec
-from tokenloom_server.errors import ConfigError, SourceError
+from tokenloom_server.errors import ConfigError, SourceError, reason
 from tokenloom_server.sources import locations
 from tokenloom_server.sources.base import Content, Shard, Source, TensorFile
 from tokenloom_server.sources.endings import CODECS, ending_of
@@ -158,8 +158,7 @@ class Scheme(ABC):
             paths = self.local_paths(spec, base_dir)
         except (OSError, ValueError) as error:
             # A name that no file can have, or a folder that may not be looked into.
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise SourceError(f"source {str(spec)[:200]!r}: its files cannot be looked up ({reason})") from None
+            raise SourceError(f"source {str(spec)[:200]!r}: its files cannot be looked up ({reason(error)})") from None
         locations.check_names(spec, paths)
         return paths
 

@@ -21,7 +21,7 @@ import yaml
 from tokenloom_server.config.batching import ALL_COLUMNS
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.spec import Spec
-from tokenloom_server.errors import ConfigError, SourceError, StorageError
+from tokenloom_server.errors import ConfigError, SourceError, StorageError, reason
 from tokenloom_server.sources.catalog import SourceCatalog
 from tokenloom_server.sources.endings import ending_of
 from tokenloom_server.sources.locations import matching_entries
@@ -107,7 +107,7 @@ class _Reader:
         try:
             return self._read()
         except OSError as error:
-            raise ConfigError(f"{self._where}: cannot be looked at ({error.strerror})") from None
+            raise ConfigError(f"{self._where}: cannot be looked at ({reason(error)})") from None
 
     def _read(self) -> _Item:
         head, weight = self._weight()

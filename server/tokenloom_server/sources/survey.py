@@ -12,7 +12,7 @@ from pathlib import Path
 from posixpath import basename, commonpath, commonprefix, dirname, join
 
 from tokenloom_server.config.spec import Spec
-from tokenloom_server.errors import ConfigError, SourceError
+from tokenloom_server.errors import ConfigError, SourceError, reason
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.catalog import SourceCatalog
 from tokenloom_server.sources.endings import codec_of
@@ -106,7 +106,7 @@ class Survey:
                 files = list(self._walk("" if place == "." else place, ()))
         except OSError as error:
             path = error.filename or place
-            raise ConfigError(f"{path}: cannot be looked at ({error.strerror}); expected a folder of data") from None
+            raise ConfigError(f"{path}: cannot be looked at ({reason(error)}); expected a folder of data") from None
         files = self._in_one_form(files)
         to_train_on = [file for file in files if not file.is_to_evaluate_on] or files
         if len(to_train_on) < len(files):

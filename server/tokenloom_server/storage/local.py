@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from tokenloom_server.errors import SourceChanged, StorageError
+from tokenloom_server.errors import SourceChanged, StorageError, reason
 from tokenloom_server.storage.file import File
 
 
@@ -43,7 +43,7 @@ class LocalFile(File):
                 data += more
         except OSError as error:
             raise StorageError(
-                f"{self.name} cannot be read ({error.strerror or error}); look at the disk or mount, and start again: "
+                f"{self.name} cannot be read ({reason(error)}); look at the disk or mount, and start again: "
                 "nothing is lost"
             ) from None
         if len(data) < length:

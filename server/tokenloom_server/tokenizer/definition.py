@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server.errors import TokenizerError
+from tokenloom_server.errors import TokenizerError, reason
 from tokenloom_server.tokenizer import beside
 from tokenloom_server.tokenizer.files import (
     BYTES_TOKENIZER,
@@ -97,7 +97,7 @@ def find_tokenizer(name: str, base_dir: Path, *, chat: bool = False) -> Tokenize
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise TokenizerError(f"tokenizer {name!r}: {path} cannot be read ({error.strerror})") from None
+        raise TokenizerError(f"tokenizer {name!r}: {path} cannot be read ({reason(error)})") from None
     content, document = _parse(name, path, raw)
     _refuse_random(name, path, document.get("model"))
     reference = _reference(name, path, content)
@@ -226,7 +226,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise TokenizerError(f"{path}: cannot be read ({error}); mend it or remove it") from None
+        raise TokenizerError(f"{path}: cannot be read ({reason(error)}); mend it or remove it") from None
 
 
 def _chat_template(name: str, path: Path, config: dict[str, Any]) -> str:

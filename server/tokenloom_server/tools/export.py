@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tokenloom_server.errors import ConfigError
+from tokenloom_server.errors import ConfigError, reason
 from tokenloom_server.sources import arrays
 from tokenloom_server.sources.megatron.reader import HEADER, MAGIC, TYPES, VERSION
 from tokenloom_server.storage.drafts import checksum, draft_of, publish
@@ -81,7 +81,7 @@ def export(
 
 
 def _unwritable(error: OSError, path: Path) -> ConfigError:
-    return ConfigError(f"{error.filename or path}: cannot be written ({error.strerror or error})")
+    return ConfigError(f"{error.filename or path}: cannot be written ({reason(error)})")
 
 
 def _write(

@@ -91,6 +91,13 @@ class Remote:
         """The runs, and where trainers connect. Raises ``ProtocolError`` where it is no Tokenloom server."""
         return rest.About.parse(self._get(rest.ABOUT), "grpc_address", self.url)
 
+    def identity(self) -> str:
+        """Which process answers. Asked without the token, which is for one server alone."""
+        try:
+            return str(json.loads(rest.get(self._opener, f"{self.url}/healthz", None, ServerUnreachable))["server"])
+        except (ValueError, KeyError, TypeError):
+            raise ServerUnreachable(f"{self.url}: what answers there is no Tokenloom server of this release") from None
+
     def check_ready(self) -> None:
         """Raises ``ServerUnreachable`` where no run can be served."""
         self._get("/readyz")

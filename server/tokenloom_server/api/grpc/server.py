@@ -14,7 +14,7 @@ from tokenloom_server.api.grpc.auth_interceptor import AuthInterceptor
 from tokenloom_server.api.grpc.detached_call import is_supported
 from tokenloom_server.api.grpc.rpc import MAX_REQUEST_BYTES
 from tokenloom_server.api.tls import Tls
-from tokenloom_server.errors import ConfigError
+from tokenloom_server.errors import ConfigError, reason
 
 if TYPE_CHECKING:
     from grpc_health.v1.health import HealthServicer
@@ -61,10 +61,9 @@ class GrpcServer:
             else:
                 port = self._server.add_secure_port(address, _credentials(access.tls))
         except (OSError, RuntimeError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
             raise ConfigError(
-                f"--grpc {address}: cannot listen there ({reason}); stop what listens there, or give another address "
-                "of this machine (port 0 picks a free one)"
+                f"--grpc {address}: cannot listen there ({reason(error)}); stop what listens there, or give another "
+                "address of this machine (port 0 picks a free one)"
             ) from None
         if not port:
             raise ConfigError(f"--grpc {address}: cannot listen there; expected host:port of this machine")
@@ -90,7 +89,7 @@ class GrpcServer:
         self._interceptor.rpcs, self._interceptor.count_error = rpcs(), runs.rpc_errors.add
         reflection.enable_server_reflection((name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         self._server.start()
-        for each in (name, ""):
+        for each in (name, "", runs.identity):
             self._health.set(each, health_pb2.HealthCheckResponse.SERVING)
 
     def stop(self, grace_s: float) -> None:

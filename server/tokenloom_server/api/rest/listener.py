@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from typing import Any
 
-from tokenloom_server.errors import ConfigError
+from tokenloom_server.errors import ConfigError, reason
 
 #: Connections that may wait to be accepted.
 _BACKLOG = 128
@@ -47,9 +47,8 @@ def listen(option: str, host: str, port: int, max_connections: int) -> BoundedLi
         family, _, _, _, address = min(addresses, key=lambda entry: entry[0] != socket.AF_INET)
         listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
-        reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
-            f"{option} {host}:{port}: this address cannot be had ({reason}): stop what listens there, or choose "
+            f"{option} {host}:{port}: this address cannot be had ({reason(error)}): stop what listens there, or choose "
             f"another with {option} HOST:PORT (port 0 picks a free one)"
         ) from None
     # Connections inherit it. asyncio sets it only where it made the socket, and without it every answer, written

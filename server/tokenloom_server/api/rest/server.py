@@ -31,6 +31,7 @@ class RestServer:
     def __init__(self, host: str, port: int, access: Access = OPEN_TO_ALL, *, only_health: bool = False) -> None:
         """Binds ``host:port``, port 0 for a free one. Raises ``ConfigError`` when that address cannot be had."""
         self._access = access
+        self._tls = None if only_health else access.tls  # probes have no certificates
         self._only_health = only_health
         if only_health:
             self._listener = listen("--health", host, port, MAX_HEALTH_CONNECTIONS)
@@ -40,7 +41,7 @@ class RestServer:
         #: Where it listens, ``host:port``.
         self.address: str = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         #: The page, and what every route is below of.
-        self.url = f"{'http' if access.tls is None else 'https'}://{self.address}/"
+        self.url = f"{'http' if self._tls is None else 'https'}://{self.address}/"
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._http: Http | None = None
@@ -93,7 +94,7 @@ class RestServer:
                 document.model_rebuild()  # which the first restore would otherwise wait for
             resources = (health,) if self._only_health else RESOURCES
             app = create_app(Backend(runs, version("tokenloom"), grpc_address, self._access, folder), resources)
-            http = self._http = Http(app, self._access.tls)
+            http = self._http = Http(app, self._tls)
             # Whoever stops sets this first and looks at ``_http`` then: one of the two sees the other.
             if not self._stopping:
                 http.run(sockets=[self._listener])

@@ -18,7 +18,7 @@ from typing import Any
 from tokenloom_proto.resume import KEY, older_payload
 from tokenloom_proto.seal import CHECKSUM, canonical, unseal
 
-from tokenloom_server.errors import ConfigError, SnapshotInvalid
+from tokenloom_server.errors import ConfigError, SnapshotInvalid, reason
 from tokenloom_server.order.nested_state import is_nested
 from tokenloom_server.storage import pointers
 
@@ -56,7 +56,7 @@ def find(path: Path, inside: str | None = None) -> DataState:
     try:
         states = list(_distinct(_states(path)))
     except OSError as error:
-        raise SnapshotInvalid(f"{path}: cannot be read ({error.strerror or error})") from None
+        raise SnapshotInvalid(f"{path}: cannot be read ({reason(error)})") from None
     if inside is not None:
         states = [state for state in states if state.where == inside]
     if len(states) == 1:

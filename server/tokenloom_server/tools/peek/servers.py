@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest
+from grpc_health.v1.health_pb2_grpc import HealthStub
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.address import Address, reached_at
 from tokenloom_proto.credentials import NO_FILES, Credentials, TlsFiles
@@ -74,6 +77,14 @@ class Servers:
                 except grpc.RpcError as error:
                     fault = self.failure(error)
         raise fault
+
+    def is_server(self, identity: str) -> bool:
+        """Whether one of them is this process. They are asked without the token."""
+        for target in self.targets:
+            with self.channel(target) as channel, suppress(grpc.RpcError):
+                HealthStub(channel).Check(HealthCheckRequest(service=identity), timeout=TIMEOUT_S)
+                return True
+        return False
 
     def failure(self, error: grpc.RpcError) -> TokenloomError:
         """The server's own error, by its name; else that nothing answers."""

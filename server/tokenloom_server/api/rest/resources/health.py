@@ -17,6 +17,8 @@ _REASON_WITHHELD = "this server is not ready; its log says why, and so does this
 class Alive(Model):
     status: str = Field(examples=["alive"])
     version: str = Field(examples=["0.1.0"])
+    server: str = Field(examples=["0123456789abcdef0123456789abcdef"])
+    """Which process answers; gRPC's health knows a service of this name."""
 
 
 class Ready(Model):
@@ -28,7 +30,7 @@ def add_routes(routes: Routes, backend: Backend) -> None:
     async def healthz() -> Alive:
         """Is the process alive?"""
         # On the event loop, not in a worker thread: it answers while every worker waits for the ledger.
-        return Alive(status="alive", version=backend.version)
+        return Alive(status="alive", version=backend.version, server=backend.runs.identity)
 
     @routes.add("GET", "/readyz", Scope.OPEN, errors=(503,), tags=["health"])
     async def readyz(request: Request) -> Ready:

@@ -28,6 +28,7 @@ Points = Annotated[int, Query(description="At most so many points, evenly over t
 Form = Annotated[
     Literal["json", "csv"], Query(alias="format", description="JSON, or a table as CSV with one line of names.")
 ]
+_FORMULA = tuple("=+-@\t\r")
 _CSV: dict[int | str, dict[str, Any]] = {200: {"content": {"text/csv": {"schema": {"type": "string"}}}}}
 
 
@@ -96,5 +97,10 @@ def _history_table(history: RunHistory) -> Iterable[Sequence[object]]:
 
 def _csv(table: Iterable[Iterable[object]]) -> Response:
     text = io.StringIO()
-    csv.writer(text).writerows(table)
+    csv.writer(text).writerows(map(_text_cell, row) for row in table)
     return Response(text.getvalue(), media_type="text/csv; charset=utf-8")
+
+
+def _text_cell(cell: object) -> object:
+    """A text that a spreadsheet would take for a formula, and work out, begins with an apostrophe instead."""
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA) else cell

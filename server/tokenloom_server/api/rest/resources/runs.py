@@ -119,8 +119,8 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         What differs from the mixture in force becomes a revision, for a reason, or is refused; a run that could not be
         brought up is tried again.
         """
-        served = runs.reload(run, request.as_reason())
-        return ChangedRun(run=served.name, origin=served.origin.where, note="It is served as its mixture stands now.")
+        note = runs.reload(run, request.as_reason())
+        return ChangedRun(run=run, origin=runs.origin(run).where, note=note)
 
     @routes.add("GET", "/v1/runs/{run}/stats", Scope.READ, tags=["runs"])
     def read_stats(run: RunName) -> RunStats:
