@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -301,7 +300,7 @@ def test_a_template_sees_no_clock_no_chance_and_nothing_of_python(
     def rendered(text: str) -> str:
         read = "{% for message in messages if message.content %}{% endfor %}"
         marked = read + "{% generation %}" + text + "{% endgeneration %}"
-        return ChatRenderer(replace(definition, chat_template=marked)).render(json.dumps(CHATS[0]))[0]
+        return ChatRenderer("t", marked, definition.special_tokens).render(json.dumps(CHATS[0]))[0]
 
     assert rendered("{% if strftime_now is defined %}today{% else %}26 Jul 2024{% endif %}") == "26 Jul 2024"
     for text in ("{{ strftime_now('%d') }}", "{{ lipsum() }}", "{{ messages.__class__.mro() }}"):
