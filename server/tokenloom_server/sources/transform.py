@@ -163,11 +163,11 @@ def _log_printed(name: str, printed: IO[bytes]) -> None:
     """Logs what a worker prints until it ends; more than ``LOGGED_LINES`` is counted alone."""
     until, count = 0.0, 0
     with printed:
-        while lines := os.read(printed.fileno(), 1 << 16).splitlines():
+        while line := printed.readline(LOGGED_LINE_BYTES):
             if time.monotonic() >= until:
                 until, count = time.monotonic() + LOGGED_EVERY_S, 0
-            for line in lines[: max(0, LOGGED_LINES - count)]:
-                _log.warning("transform %s: %s", name, line[:LOGGED_LINE_BYTES].decode(errors="replace"))
-            if count <= LOGGED_LINES < count + len(lines):
-                _log.warning("transform %s: it prints more, which is not shown for a minute", name)
-            count += len(lines)
+            count += 1
+            if count <= LOGGED_LINES:
+                _log.warning("%s prints: %s", name, line.decode(errors="replace").rstrip())
+            elif count == LOGGED_LINES + 1:
+                _log.warning("%s prints more, which is not shown for up to %g s", name, LOGGED_EVERY_S)
