@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,27 +11,15 @@ from tokenloom_server.errors import TokenizerError
 from tokenloom_server.sources import arrays
 from tokenloom_server.sources.base import BadRow
 from tokenloom_server.tokenizer.documents import Documents, Encoder
-from tokenloom_server.tokenizer.engine import TokenizersEngine
 
-Spans: TypeAlias = list[tuple[int, int]]
-"""From which character to before which the assistant speaks, each time."""
-
-
-class Chats(Protocol):
-    """What renders conversations, and the engine for their texts."""
-
-    engine: TokenizersEngine
-
-    def rendered(self, column: Any, first_row: int) -> Iterator[tuple[str, Spans | str | TokenizerError]]:
-        """Of each text of a column of large strings that begins at a row: the conversation as text, and where the
-        assistant speaks; or why it is a bad row, or the error, with which it ends, where the template takes too much
-        time or memory."""
+if TYPE_CHECKING:  # processes
+    from tokenloom_server.tokenizer.chat_processes import ChatProcesses
 
 
 class ChatEncoder:
     """Implements ``Encoder`` for a column of conversations as text: each the JSON of its messages, and of its tools."""
 
-    def __init__(self, chats: Chats, encoder: Encoder, *, skip_bad: bool) -> None:
+    def __init__(self, chats: ChatProcesses, encoder: Encoder, *, skip_bad: bool) -> None:
         """``encoder`` takes ids with each id's loss mask beside them, as ``MaskedEncoder`` does."""
         self._chats = chats
         self._encoder = encoder
@@ -41,7 +28,7 @@ class ChatEncoder:
     def encode(self, column: Any, first_row: int, shard: int) -> Documents:
         """Raises ``TokenizerError``, naming the row, for one that cannot be rendered, unless bad rows are skipped."""
         column = arrays.filled(arrays.plain(column).cast(pa.large_string()))
-        texts, spans, bad = list[str](), list[Spans](), list[BadRow]()
+        texts, spans, bad = list[str](), list[list[tuple[int, int]]](), list[BadRow]()
         for row, (text, said) in enumerate(self._chats.rendered(column, first_row)):
             if isinstance(said, TokenizerError):
                 raise said

@@ -11,7 +11,6 @@ import pyarrow as pa
 from tokenloom_server.errors import TokenizerError
 from tokenloom_server.sources import arrays
 from tokenloom_server.sources.transform import Transform, TransformFailed
-from tokenloom_server.tokenizer.chat import Spans
 from tokenloom_server.tokenizer.definition import TokenizerDefinition
 from tokenloom_server.tokenizer.engine import TokenizersEngine
 
@@ -28,7 +27,7 @@ _OVER = "null"
 
 
 class ChatProcesses:
-    """Implements ``Chats``, for several threads."""
+    """Renders a run's conversations, for the engine beside it. Thread-safe."""
 
     def __init__(self, definition: TokenizerDefinition) -> None:
         """``definition``: with its chat template. Raises ``TokenizerError`` for one that is no Jinja, or does not say
@@ -53,8 +52,10 @@ class ChatProcesses:
         self._is_closed = True
         self._processes.close()
 
-    def rendered(self, column: Any, first_row: int) -> Iterator[tuple[str, Spans | str | TokenizerError]]:
-        """See ``Chats``."""
+    def rendered(self, column: Any, first_row: int) -> Iterator[tuple[str, Any]]:
+        """Of each text of a column of large strings that begins at a row: the conversation as text, and where the
+        assistant speaks; or why it is a bad row, or the error, with which it ends, where the template takes too much
+        time or memory."""
         try:
             answers = iter(self._answers(column)[1:])
         except TransformFailed:

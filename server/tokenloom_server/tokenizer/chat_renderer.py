@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -19,7 +19,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tokenloom_server.errors import TokenizerError
 from tokenloom_server.sources import arrays
-from tokenloom_server.tokenizer.chat import Spans
+
+Spans: TypeAlias = list[tuple[int, int]]
+"""From which character to before which the assistant speaks, each time."""
 
 #: The name under which a rendering finds what it has written so far.
 _WRITTEN = "tokenloom_written"
