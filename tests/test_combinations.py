@@ -14,6 +14,7 @@ import fsspec
 import numpy as np
 import pytest
 from support.corpora import (
+    VOCAB,
     decode_state,
     encode_state,
     id_rows,
@@ -31,9 +32,12 @@ from support.litdata_files import write_litdata
 from support.megatron_core import FOLDER as MEGATRON
 from support.megatron_core import GIVEN as MEGATRON_GIVEN
 from support.mosaic import write_mds
+from support.sources import opened
 from tokenloom_server.core.state import State
+from tokenloom_server.errors import SourceError
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.steps import BatchPlan
+from tokenloom_server.sources import columns
 from tokenloom_server.sources.catalog import BUILT_IN
 
 #: Three shards of each source.
@@ -211,3 +215,23 @@ def test_a_run_goes_on_from_every_sample_index_in_every_combination(scheme: str,
     spec = SCHEMES[scheme](tmp_path)
     for packing in PACKINGS:
         goes_on_from_every_sample_index(spec, shuffle, packing, tmp_path)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_row_has_one_bound_in_all_formats_from_wherever_it_is_read(tmp_path: Path, scheme: str) -> None:
+    spec = SCHEMES[scheme](tmp_path)
+    whole = opened(tmp_path, spec, end=VOCAB - 2)
+    sizes = [
+        [size for rows in whole.read(shard, 0) for size in columns.byte_sizes(rows.column).tolist()]
+        for shard in range(len(whole.shards))
+    ]
+    longest = max(max(each, default=0) for each in sizes)
+    shard = next(shard for shard, each in enumerate(sizes) if longest in each)
+    last = sizes[shard].index(longest)
+    source = opened(tmp_path, spec, end=VOCAB - 2, most_bytes=longest - 1, skip_bad=True)
+    for row in range(last + 1):
+        reached = row
+        with pytest.raises(SourceError, match=rf"row {last} has {longest} bytes, .*max_row_mib"):
+            for rows in source.read(shard, row):
+                reached += len(rows.column)
+        assert reached == last

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,6 +21,7 @@ from tokenloom_server.errors import ConfigError, SourceError, TokenizerError
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.notes import label_notes, label_shares
+from tokenloom_server.tokenizer import chat_processes
 from tokenloom_server.tokenizer.chat_renderer import ChatRenderer
 from tokenloom_server.tokenizer.definition import find_tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -301,7 +302,7 @@ def test_a_template_sees_no_clock_no_chance_and_nothing_of_python(
     def rendered(text: str) -> str:
         read = "{% for message in messages if message.content %}{% endfor %}"
         marked = read + "{% generation %}" + text + "{% endgeneration %}"
-        return ChatRenderer(replace(definition, chat_template=marked)).render(json.dumps(CHATS[0]))[0]
+        return ChatRenderer("t", marked, definition.special_tokens).render(json.dumps(CHATS[0]))[0]
 
     assert rendered("{% if strftime_now is defined %}today{% else %}26 Jul 2024{% endif %}") == "26 Jul 2024"
     for text in ("{{ strftime_now('%d') }}", "{{ lipsum() }}", "{{ messages.__class__.mro() }}"):
@@ -447,3 +448,26 @@ def test_the_share_of_labels_that_count_is_said_and_none_is_a_warning(
     short = _mixture(spec) | {"sequence_length": 2, "long_rows": "truncate"}
     ((warns, note),) = label_notes(order_of(tmp_path, short))
     assert warns and f"{spec}: 0.00% of the labels in its first samples count, so nothing" in note
+
+
+@pytest.mark.parametrize(
+    ("costs", "reason"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "it took too long"),
+        ("{{ (messages | length + 2) ** (9 ** 9) }}", "it took too long"),
+        ("{{ 'a' * 9 ** 10 }}", "it took too much memory"),
+        ("{% set s = namespace(a='aa') %}{% for i in range(40) %}{% set s.a = s.a ~ s.a %}{% endfor %}", "much memory"),
+    ],
+)
+def test_a_row_that_costs_its_template_too_much_stops_the_run_by_name_and_is_never_skipped(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, costs: str, reason: str
+) -> None:
+    monkeypatch.setattr(chat_processes, "SECONDS", 2.0 if "long" in reason else 60.0)
+    costly = "{% for message in messages if message.content == 'costly' %}" + costs + "{% endfor %}"
+    spec = _jsonl(tmp_path, [{"messages": chat} for chat in (CHATS[0], [], _said("costly"), CHATS[1])])
+    order = _order(tmp_path, tokenizer, CHATML + costly, spec, on_bad_row="skip")
+
+    reader = order.documents(0).read(None)
+    assert np.diff(next(reader).ends, prepend=0).astype(bool).tolist() == [True, False]
+    with pytest.raises(TokenizerError, match=rf"chats\.jsonl: row 2: the chat template: .*{reason}"):
+        next(reader)

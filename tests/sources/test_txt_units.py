@@ -57,13 +57,12 @@ def test_a_file_is_a_row(tmp_path: Path) -> None:
     assert rows_of(source, 1, 3) == []
 
 
-def test_what_is_no_text_is_refused_by_row_or_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_text_is_refused_by_row_or_skipped(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"one\n\ntw\xff\n\nthree\n")
     with pytest.raises(SourceError, match=r"'a.txt': row 1 is damaged: its text is not UTF-8"):
         rows_of(opened(tmp_path, "txt:a.txt:paragraph"))
     assert rows_of(opened(tmp_path, "txt:a.txt:paragraph", skip_bad=True)) == ["one", "", "three"]
     with pytest.raises(ConfigError, match=r"one column, 'text', but 'line' was asked for; .* 'paragraph' or 'file'"):
         spec_of("txt:a.txt:line")
-    monkeypatch.setattr(units, "MAX_LINE_BYTES", 9)
-    with pytest.raises(SourceError, match=r"'a.txt': row 0 has more than 9 bytes; cut it into several"):
-        rows_of(opened(tmp_path, "txt:a.txt:file"))
+    with pytest.raises(SourceError, match=r"a.txt': row 0 has more than the 0 MiB that max_row_mib allows: cut it"):
+        rows_of(opened(tmp_path, "txt:a.txt:file", most_bytes=9))

@@ -78,6 +78,7 @@ ONLY: dict[str, frozenset[str]] = {
 
 #: A process starts here. Whatever cannot be reached from one of these is dead.
 ENTRY_POINTS = (
+    f"{SERVER}.tokenizer.chat_renderer",  # of the processes of chat templates
     f"{CLIENT}.__init__",
     f"{SERVER}.__main__",
     f"{SERVER}.demo.trainer",

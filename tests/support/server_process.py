@@ -103,6 +103,11 @@ class ServerProcess:
         return Path(self.ledger.removeprefix("sqlite:///"))
 
     @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def log(self) -> str:
         return self.log_path.read_text(encoding="utf-8")
 

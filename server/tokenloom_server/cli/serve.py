@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import logging
 import os
@@ -38,6 +39,10 @@ app = App()
 GC_THRESHOLD = 50_000
 #: How long a signal to stop may go unnoticed, seconds.
 SIGNALS_EVERY_S = 0.25
+#: How long a server takes to end, seconds: more than its parts may take together. Then it ends as it stands.
+END_S = 25.0
+#: How long, after that, what its threads are at may still last: a tokeniser takes minutes for a long row.
+ROW_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,10 +336,12 @@ def serve(command: Command) -> None:
         stopping.set()
         if not serving.is_set():
             # Large corpora, or another server's lease, may keep a start for long: it is given up where it stands.
+            _leave_soon()
             raise SystemExit(0)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
+    _end_in_time()
     folder = command.mixtures[0].parent if command.mixtures else options.runs_dir or Path()
     made = access.made_token(options.index_dir or folder / INDEX_FOLDER)
     server = Server(command.serve_options(access.access(made)))
@@ -357,6 +364,27 @@ def serve(command: Command) -> None:
             due += options.log_positions
     logging.getLogger(__name__).info("stopping")
     server.close()
+    _leave_soon()
+
+
+def _end_in_time() -> None:
+    """Ends the process ``END_S`` after the first signal, also where a library keeps the thread that handles it."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        os.read(reading, 1)
+        faulthandler.dump_traceback_later(END_S, exit=True)
+
+    threading.Thread(target=watch, name="end", daemon=True).start()
+
+
+def _leave_soon() -> None:
+    """Does not let Python wait, as it ends, for threads that are at a row."""
+    leave = threading.Timer(ROW_S, os._exit, (0,))
+    leave.daemon = True
+    leave.start()
 
 
 add_command(app, serve, **SETTINGS)

@@ -15,7 +15,7 @@ from tokenloom_server.config.source import SourceConfig
 BESIDE_THE_ORDER = (
     *("window_micro_steps", "last_micro_step", "new_source_baseline", "mask_boundaries"),
     # Where a bad row ends a run, no order follows it; so the run may be resumed with another answer.
-    *("on_bad_row", "max_bad_rows"),
+    *("on_bad_row", "max_bad_rows", "max_row_mib"),
 )
 #: These, and those that are compared in other ways: the record names its order version itself, the content of the
 #: tokeniser has a digest of its own, and each stream with a mixture of its own has its own record.

@@ -139,11 +139,21 @@ class RowRules:
     """Rows that do not decode are marked among the others (``Rows.bad``); else reading ends at the first."""
     skip_blank: bool = True
     """Blank lines of JSON lines are marked as filtered; else they are bad."""
+    most_bytes: int = 256 << 20
+    """Of a row. Reading ends at a longer one, bad rows skipped or not: it is no row before it is there."""
 
     @property
     def plain(self) -> bool:
         """Whether the source's own column is all that is read."""
         return not self.filter and self.template is None
+
+    @property
+    def too_long(self) -> str:
+        """The end of an error about a row that is."""
+        return (
+            f"more than the {self.most_bytes >> 20} MiB that max_row_mib allows: cut it into several rows, or set "
+            "max_row_mib higher"
+        )
 
     def reads(self, column: str) -> tuple[str, ...]:
         """All columns that are read of a source whose own is ``column``, each once."""

@@ -96,6 +96,8 @@ class RunFields(Section):
     counted."""
     max_bad_rows: RowCount | None = None
     """So many rows of a source may be skipped in each epoch; one more stops the run. None: any number."""
+    max_row_mib: Annotated[int, Field(ge=1, le=2047)] = 256
+    """MiB of a row at most; a longer one stops the run, whatever becomes of bad rows."""
     window_micro_steps: Annotated[int, Field(ge=2, le=100_000)] | None = None
     """Micro-steps that may be produced ahead of the committed one; by default 64 MiB, which are 4 to 64 messages."""
     new_source_baseline: Literal["min", "mean", "zero"] = "min"

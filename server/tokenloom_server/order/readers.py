@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 def row_rules(config: RunConfig, source: SourceConfig) -> RowRules:
     """Which rows of a source are read."""
-    return replace(source.rules, skip_bad=config.skips_bad_rows(source))
+    return replace(source.rules, skip_bad=config.skips_bad_rows(source), most_bytes=config.max_row_mib << 20)
 
 
 class SourceReaders:
@@ -57,7 +57,7 @@ class SourceReaders:
         either of the two holds text."""
         config = self._record.config
         source = config.sources[source_id]
-        rules = RowRules(is_mask=True, skip_bad=config.skips_bad_rows(source), skip_blank=source.rules.skip_blank)
+        rules = replace(row_rules(config, source), filter=(), template=None, as_json=False, is_mask=True)
         masks = self._resources.open_source(replace(source.spec, column=column), self._record.shards[source_id], rules)
         for name, opened in ((source.spec.column, reader), (column, masks)):
             if opened.content is not Content.IDS:

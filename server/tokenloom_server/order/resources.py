@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.row_rules import PLAIN, RowRules
@@ -29,13 +29,11 @@ from tokenloom_server.sources.manifest import Manifest
 from tokenloom_server.sources.open import open_source
 from tokenloom_server.sources.transform import Transform
 from tokenloom_server.storage.io_stats import IoStats
+from tokenloom_server.tokenizer.chat_processes import ChatProcesses
 from tokenloom_server.tokenizer.choose import load_engine
 from tokenloom_server.tokenizer.crash_records import CrashRecords
 from tokenloom_server.tokenizer.engine import Engine
 from tokenloom_server.tokenizer.engine_pool import EnginePool
-
-if TYPE_CHECKING:  # imports Jinja
-    from tokenloom_server.tokenizer.chat_renderer import ChatRenderer
 
 _log = logging.getLogger(__name__)
 
@@ -113,7 +111,7 @@ class RunResources:
         # One more than read ahead: for whoever looks at samples or goes forward to a resume point meanwhile.
         self._encoders = encoders or readahead.threads() + 1
         self._engines: Cache[Engine] = Cache()
-        self._chats: Cache[ChatRenderer] = Cache()
+        self._chats: Cache[ChatProcesses] = Cache()
         self._transforms: Cache[Transform] = Cache()
         self._crash_records: Cache[CrashRecords | None] = Cache()
 
@@ -133,12 +131,10 @@ class RunResources:
         load = partial(load_engine, record.tokenizer, record.serving_engine, record.config.special_tokens_in_text)
         return self._engines.get(record.serving_engine, lambda: EnginePool(load, self._encoders))
 
-    def chats(self, record: RunRecord) -> ChatRenderer:
+    def chats(self, record: RunRecord) -> ChatProcesses:
         """What renders and encodes the run's conversations, for all pipelines. Raises ``TokenizerError``."""
-        from tokenloom_server.tokenizer.chat_renderer import ChatRenderer
-
         assert record.tokenizer is not None
-        return self._chats.get(record.tokenizer.digest, partial(ChatRenderer, record.tokenizer))
+        return self._chats.get(record.tokenizer.digest, partial(ChatProcesses, record.tokenizer))
 
     def transform(self, name: str) -> Transform:
         """A user's function, for all pipelines. Raises ``ConfigError`` where it cannot be imported."""
@@ -172,9 +168,11 @@ class RunResources:
         return self._crash_records.get(name, partial(_crash_records, self.index_dir, name))
 
     def close(self) -> None:
-        """An orderly end: no row is suspected of it, and no user's function is at work."""
+        """An orderly end: no row is suspected of it, and no user's function or chat template is at work."""
         for transform in self._transforms.values():
             transform.close()
+        for chats in self._chats.values():
+            chats.close()
         for records in self._crash_records.values():
             if records is not None:
                 records.close()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from tokenloom_server.config.row_rules import RowRules
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import row_index
 from tokenloom_server.sources.base import BadRow, Content, Rows, Shard
@@ -32,9 +32,6 @@ _log = logging.getLogger(__name__)
 #: Bytes read at once. Twice as much was measured to cost twice the CPU time: the C library gives
 #: buffers of that size back to the kernel, and each new one is faulted in again.
 BLOCK_BYTES = 1 << 19
-
-#: Bytes of a line in a compressed file at most: a line is held as a whole, and its size is not known before.
-MAX_LINE_BYTES = 1 << 28
 
 #: An index has one entry for each so many bytes of the file; also how much is read at once to make it.
 STRIDE_BYTES = 1 << 20
@@ -111,7 +108,7 @@ class LinesSource(IndexedSource):
         count = 0
         with self._open(entry) as file:
             file.plan([Range(position[1] if position is not None else 0, file.size)])
-            for block in blocks_of(file, entry, position):
+            for block in blocks_of(file, entry, self._rules, position):
                 skipped = max(row - block.first_row, 0)
                 if skipped < len(block.ends):
                     yield from self._decode(block.cut(skipped, len(block.ends)), where)
@@ -129,7 +126,7 @@ class LinesSource(IndexedSource):
         entry = self._shards[shard]
         with self._open(entry) as file:
             # A line that begins before that byte is passed over.
-            return row, min(row + int(next(blocks_of(file, entry, (0, row - 1))).ends[0]), entry.size)
+            return row, min(row + int(next(blocks_of(file, entry, self._rules, (0, row - 1))).ends[0]), entry.size)
 
     def bytes_of(self, shard: int, row: int, rows: int) -> int:
         """Bytes of so many of a shard's lines from one on, with their ends, at the cost of reading them: no index is
@@ -141,7 +138,7 @@ class LinesSource(IndexedSource):
         position = self._seek(shard, row) if row else None
         with self._open(entry) as file:
             stream = text_stream(file, entry.path)
-            for block in _blocks(stream, file.name, position):
+            for block in _blocks(stream, file.name, self._rules, position):
                 if rows <= len(block.ends):
                     size += min(int(block.ends[rows - 1]) + 1, len(block.data))
                     break
@@ -180,22 +177,26 @@ def _line_ends(stream: FileStream | Decompressed, data: bytes) -> Iterator[RowEn
         data = bytes(stream.read(STRIDE_BYTES))
 
 
-def blocks_of(file: File, shard: Shard, position: tuple[int, int] | None = None) -> Iterator[Block]:
+def blocks_of(file: File, shard: Shard, rules: RowRules, position: tuple[int, int] | None = None) -> Iterator[Block]:
     """Blocks of about ``BLOCK_BYTES`` from a known line ``(row, offset)`` on, or from the file's first line, as it
-    must be of a compressed one. A line that is longer makes a block of its own. Raises ``SourceError``."""
-    return _blocks(text_stream(file, shard.path), file.name, position)
+    must be of a compressed one. A line that is longer makes a block of its own. Raises ``SourceError``, also at one
+    that is longer than the rules allow."""
+    return _blocks(text_stream(file, shard.path), file.name, rules, position)
 
 
-def _blocks(stream: FileStream | Decompressed, name: str, position: tuple[int, int] | None = None) -> Iterator[Block]:
+def _blocks(
+    stream: FileStream | Decompressed, name: str, rules: RowRules, position: tuple[int, int] | None
+) -> Iterator[Block]:
     row, line, size = 0, [], 0
     if position is not None and isinstance(stream, FileStream):
         row, offset = position
         stream.seek(offset)
     elif head := _past_mark(stream):
         line.append(head)
-    longest = MAX_LINE_BYTES if isinstance(stream, Decompressed) else sys.maxsize
     while data := bytes(stream.read(BLOCK_BYTES)):
         whole = data.rfind(b"\n") + 1
+        if size and size + (data.find(b"\n") if whole else len(data)) > rules.most_bytes:
+            raise SourceError(f"{name}: line {row + 1} has {rules.too_long}")
         rest = _held(stream, data[whole:]) if whole else data
         if whole:
             data = b"".join((*line, data[:whole]))  # first: the memory of what was read is used again at once
@@ -206,11 +207,6 @@ def _blocks(stream: FileStream | Decompressed, name: str, position: tuple[int, i
         if rest:
             line.append(rest)
             size += len(rest)
-        if size > longest:
-            raise SourceError(
-                f"{name}: line {row + 1} has more than {MAX_LINE_BYTES} bytes; that is no line of text: decompress "
-                "the file and look"
-            )
     if line:
         yield _block(row, b"".join(line))
 
@@ -242,7 +238,7 @@ def require_rows(request: ReadRequest) -> None:
         if codec_of(shard.path) is None and shard.size > len(BOM):
             return
         with request.open(shard) as file:
-            if next(blocks_of(file, shard), None) is not None:
+            if next(blocks_of(file, shard, request.rules), None) is not None:
                 return
     raise no_rows(request.spec, request.shards, "are empty")
 

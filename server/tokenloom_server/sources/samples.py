@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from tokenloom_server.config.row_rules import RowRules
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import arrays
 from tokenloom_server.sources.base import Rows
@@ -220,12 +221,14 @@ def offsets_of(read_at: ReadAt, sizes: Sequence[int], samples: int, where: str) 
     return offsets
 
 
-def read_samples(read_at: ReadAt, offsets: _Int64s, row: int, where: str) -> Iterator[Samples]:
+def read_samples(read_at: ReadAt, offsets: _Int64s, row: int, where: str, rules: RowRules) -> Iterator[Samples]:
     """The samples of a file from ``row`` on, about ``CHUNK_BYTES`` at a time. Raises ``SourceError``."""
     while row < len(offsets) - 1:
         fits = int(np.searchsorted(offsets, offsets[row] + CHUNK_BYTES, "right")) - 1
         stop = min(max(fits, row + 1), row + CHUNK_SAMPLES)
         begin, size = int(offsets[row]), int(offsets[stop] - offsets[row])
+        if stop == row + 1 and size > rules.most_bytes:
+            raise SourceError(f"{where}: row {row} has {size:,} bytes, {rules.too_long}")
         data = read_at(begin, size)
         if len(data) < size:
             raise SourceError(f"{where} ends at byte {begin + len(data)}, expected {int(offsets[-1])} bytes; {DAMAGED}")

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import monotonic
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import columns, files, locations
-from tokenloom_server.sources.base import Content, Rows, Shard
+from tokenloom_server.sources.base import BadRow, Content, Rows, Shard
 from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.sources.selection import Selection
 from tokenloom_server.storage.file import File
@@ -57,8 +59,11 @@ class ShardedSource(ABC):
     def read(self, shard: int, row: int) -> Iterator[Rows]:
         """See ``Source``."""
         for rows in self._read(shard, row):
-            if rows.bad and not self._rules.skip_bad:
-                first = rows.bad[0]
+            faults = list(() if self._rules.skip_bad else rows.bad[:1])
+            if rows.column.nbytes > self._rules.most_bytes:
+                faults += self._too_long(rows, self._where(self._shards[shard]))
+            if faults:
+                first = min(faults)
                 if first.position:
                     yield rows.cut(0, first.position)
                 raise SourceError(first.reason)
@@ -66,6 +71,12 @@ class ShardedSource(ABC):
             piece = [rows]
             del rows
             yield piece.pop()
+
+    def _too_long(self, rows: Rows, where: str) -> Iterator[BadRow]:
+        sizes = columns.byte_sizes(rows.column)
+        for position in np.flatnonzero(sizes > self._rules.most_bytes).tolist():
+            row, size = rows.first_row + position, sizes[position]
+            yield BadRow(position, f"{where}: row {row} has {size:,} bytes, {self._rules.too_long}")
 
     @abstractmethod
     def _read(self, shard: int, row: int) -> Iterator[Rows]:

@@ -9,17 +9,22 @@ import os
 import queue
 import signal
 import subprocess
-import sys
+import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 import pyarrow as pa
 
 from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.sources import transform_worker
+from tokenloom_server.sources.child_process import ChildProcess
 
 _log = logging.getLogger(__name__)
+
+#: What a worker prints goes into the log: so many lines of so many bytes in so many seconds.
+LOGGED_LINES, LOGGED_LINE_BYTES, LOGGED_EVERY_S = 100, 500, 60.0
 
 
 class TransformFailed(Exception):
@@ -45,10 +50,12 @@ class Transform:
         self._arguments = (name, str(seconds), str(memory_mb), *(["one_each"] if one_each else []))
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._at_work: set[_Worker] = set()
+        weakref.finalize(self, _end_all, self._idle, self._at_work)
         #: ``name``, ``distribution`` and ``version`` (None outside an installed one), and ``digest`` of its source.
         self.code: Mapping[str, str | None] = {}
         self._idle.put(self._started())
-        _log.info("transform %s: its code is %s", name, self.code["digest"])
+        if self.code:
+            _log.info("transform %s: its code is %s", name, self.code["digest"])
 
     def texts(self, column: Any, rows: Sequence[int], where: str) -> Any:
         """As ``made_of``, of a column whose ``rows`` are these of the file ``where``. Raises ``SourceError``,
@@ -79,10 +86,7 @@ class Transform:
 
     def close(self) -> None:
         """Ends all workers. Whoever waits for one gets ``TransformFailed``."""
-        for worker in tuple(self._at_work):
-            worker.kill()
-        while not self._idle.empty():
-            self._idle.get().end()
+        _end_all(self._idle, self._at_work)
 
     def _started(self) -> _Worker:
         worker = _Worker(self._arguments)
@@ -97,6 +101,13 @@ class Transform:
         return worker
 
 
+def _end_all(idle: queue.SimpleQueue[_Worker], at_work: set[_Worker]) -> None:
+    for worker in tuple(at_work):
+        worker.kill()
+    while not idle.empty():
+        idle.get().end()
+
+
 def rows_named(first: int, last: int) -> str:
     """Consecutive rows, for messages."""
     return f"row {first}" if first == last else f"rows {first} to {last}"
@@ -106,11 +117,13 @@ class _Worker:
     """A process that calls the function. For one thread at a time."""
 
     def __init__(self, arguments: tuple[str, ...]) -> None:
-        command = [sys.executable, "-m", transform_worker.__name__, *arguments]
         self._seconds = float(arguments[1])
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
-        assert self._process.stdin is not None
-        self._stdin = self._process.stdin
+        pipe = subprocess.PIPE
+        self._process = ChildProcess(transform_worker.__name__, *arguments, stdin=pipe, stdout=pipe, stderr=pipe)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        printed = (arguments[0], self._process.stderr)
+        threading.Thread(target=_log_printed, args=printed, name="transform-log", daemon=True).start()
 
     def ask(self, batch: Any) -> tuple[Any, Mapping[str, Any]]:
         """The texts made of a batch, and what is said of them; first of None, for which the code of the function is
@@ -118,7 +131,7 @@ class _Worker:
         began = time.monotonic()
         try:
             if batch is None:
-                self._answers = pa.ipc.open_stream(self._process.stdout)
+                self._answers = pa.ipc.open_stream(self._stdout)
                 self._requests = pa.ipc.new_stream(self._stdin, self._answers.schema)
             else:
                 self._requests.write_batch(batch)
@@ -140,5 +153,21 @@ class _Worker:
     def end(self) -> None:
         """Kills the process, and waits for it."""
         self.kill()
-        # Also closes the pipes, whatever is left in them.
-        self._process.communicate()
+        self._process.wait()
+        with contextlib.suppress(OSError):  # what is left in it
+            self._stdin.close()
+        self._stdout.close()
+
+
+def _log_printed(name: str, printed: IO[bytes]) -> None:
+    """Logs what a worker prints until it ends; more than ``LOGGED_LINES`` is counted alone."""
+    until, count = 0.0, 0
+    with printed:
+        while line := printed.readline(LOGGED_LINE_BYTES):
+            if time.monotonic() >= until:
+                until, count = time.monotonic() + LOGGED_EVERY_S, 0
+            count += 1
+            if count <= LOGGED_LINES:
+                _log.warning("%s prints: %s", name, line.decode(errors="replace").rstrip())
+            elif count == LOGGED_LINES + 1:
+                _log.warning("%s prints more, which is not shown for up to %g s", name, LOGGED_EVERY_S)

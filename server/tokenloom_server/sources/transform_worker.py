@@ -1,7 +1,7 @@
 """A user's function in a process of its own, between two Arrow streams.
 
-``python -m tokenloom_server.sources.transform_worker MODULE:FUNCTION SECONDS MB [one_each]``: batches with the column
-``text`` come in; for each, texts go out. The first answer has no texts and says, in its metadata, which code the
+``python -m tokenloom_server.sources.transform_worker MODULE:FUNCTION SECONDS MB [one_each] PIPE``: batches with the
+column ``text`` come in; for each, texts go out. The first answer has no texts and says, in its metadata, which code the
 function is.
 """
 
@@ -25,6 +25,7 @@ from typing import Any
 import pyarrow as pa
 
 from tokenloom_server.sources import arrays
+from tokenloom_server.sources.child_process import end_with_parent
 
 #: The column of a batch that goes in, and of one that comes back.
 COLUMN = "text"
@@ -91,6 +92,8 @@ def _load(name: str) -> tuple[Any, dict[str, str | None]]:
     module_name, _, function_name = name.partition(":")
     module = importlib.import_module(module_name)
     top = module_name.partition(".")[0]
+    if top == __spec__.name.partition(".")[0]:
+        return getattr(module, function_name), {}  # of the release itself
     distribution = next(iter(metadata.packages_distributions().get(top, ())), None)
     version = metadata.version(distribution) if distribution is not None else None
     digest = _digest(module, sys.modules[top], beside=distribution is None)
@@ -154,4 +157,5 @@ def _narrowed(function: Any, batch: Any, error: Exception, first: int = 0) -> tu
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), sys.argv[4:] == ["one_each"])
+    end_with_parent(sys.argv[-1])
+    _serve(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), "one_each" in sys.argv)

@@ -1,13 +1,14 @@
 """Renders conversations by a chat template: Jinja in a sandbox, with blocks that say where the assistant speaks.
 
 What a template may use is what it may in transformers, but for what would make other tokens on another day:
-``strftime_now``, random choices and ``lipsum`` are not there. Imported where there is a template, for Jinja's sake.
+``strftime_now``, random choices and ``lipsum`` are not there. At work in the processes of ``chat_processes``.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NoReturn, TypeAlias
 
 from jinja2 import TemplateError, nodes
@@ -17,8 +18,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tokenloom_server.errors import TokenizerError
-from tokenloom_server.tokenizer.definition import TokenizerDefinition
-from tokenloom_server.tokenizer.engine import TokenizersEngine
+from tokenloom_server.sources import arrays
 
 Spans: TypeAlias = list[tuple[int, int]]
 """From which character to before which the assistant speaks, each time."""
@@ -95,15 +95,31 @@ class _Generation(Extension):
         return text
 
 
-class ChatRenderer:
-    """Renders a run's conversations, for the engine beside it. Keeps nothing between calls, and is safe for threads."""
+def rendered(batch: Any) -> Any:
+    """What ``transform_worker`` calls: the first text is a ``ChatRenderer`` as JSON, the others are conversations.
 
-    def __init__(self, definition: TokenizerDefinition) -> None:
-        """``definition``: with its chat template. Raises ``TokenizerError`` for one that is no Jinja, or does not say
-        where the assistant speaks."""
-        assert definition.chat_template is not None, "a record with chats has their template"
-        # A template writes special tokens as text.
-        self.engine = TokenizersEngine(definition, "parse")
+    Of the former comes why it is refused, or nothing; of each of the others a line of JSON, and then its text: the
+    spans, or why it is a bad row, or null where it takes too much memory.
+    """
+    definition, *chats = batch.column(0).to_pylist()
+    try:
+        renderer = _renderer(definition)
+    except TokenizerError as error:
+        return arrays.strings([str(error)])
+    return arrays.strings(["", *map(renderer.answer, chats)])
+
+
+@lru_cache(maxsize=1)
+def _renderer(definition: str) -> ChatRenderer:
+    return ChatRenderer(*json.loads(definition))
+
+
+class ChatRenderer:
+    """Renders a run's conversations."""
+
+    def __init__(self, name: str, chat_template: str, special_tokens: Mapping[str, str]) -> None:
+        """Of the tokeniser ``name``. Raises ``TokenizerError`` for a template that is no Jinja, or does not say where
+        the assistant speaks."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
@@ -112,19 +128,27 @@ class ChatRenderer:
         # The same tokens on every day, and in every process.
         del environment.filters["random"], environment.globals["lipsum"]
         try:
-            self._template = environment.from_string(definition.chat_template)
-            blocks = list(environment.parse(definition.chat_template).find_all(nodes.ExtensionAttribute))
+            self._template = environment.from_string(chat_template)
+            blocks = list(environment.parse(chat_template).find_all(nodes.ExtensionAttribute))
         except Exception as error:  # syntax errors, and whatever else a hostile text makes Jinja's parser raise
-            raise TokenizerError(
-                f"tokenizer {definition.name!r}: its chat template is no Jinja template ({error})"
-            ) from None
-        self._variables = {**definition.special_tokens, "documents": None, "add_generation_prompt": False}
+            raise TokenizerError(f"tokenizer {name!r}: its chat template is no Jinja template ({error})") from None
+        self._variables = {**special_tokens, "documents": None, "add_generation_prompt": False}
         if not any(block.identifier == _Generation.identifier for block in blocks):
             raise TokenizerError(
-                f"tokenizer {definition.name!r}: its chat template has no {{% generation %}} block, so it does not say "
+                f"tokenizer {name!r}: its chat template has no {{% generation %}} block, so it does not say "
                 "which tokens count for the loss; in chat_template.jinja, put {% generation %} and {% endgeneration %} "
                 "around what the assistant says, or around all of it"
             )
+
+    def answer(self, row: str) -> str:
+        """Of a conversation, or a text without any: see ``rendered``."""
+        try:
+            text, spans = self.render(row) if row else ("", [])
+            return f"{json.dumps(spans)}\n{text}"
+        except MemoryError:
+            return json.dumps(None)
+        except (ValueError, RecursionError) as error:
+            return json.dumps(str(error))
 
     def render(self, row: str) -> tuple[str, Spans]:
         """A conversation as text; ``row``: its messages as JSON, and after them the tools, if there are any.
@@ -147,6 +171,8 @@ class ChatRenderer:
                 written.characters += len(part)
             text = "".join(parts)
             text.encode()  # no half of a surrogate pair
+        except MemoryError:
+            raise
         except Exception as error:  # a template may fail in any way that an expression can
             raise ValueError(f"the chat template: {type(error).__name__}: {error}") from None
         _refuse_unread(seen, keys)

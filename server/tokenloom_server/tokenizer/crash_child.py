@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from tokenloom_server.errors import TokenizerError
+from tokenloom_server.sources.child_process import ChildProcess, end_with_parent
 from tokenloom_server.tokenizer.choose import EngineRecord, load_engine, other_engine
 from tokenloom_server.tokenizer.definition import find_tokenizer
 from tokenloom_server.tokenizer.engine import Engine, Ids, SpecialTokensInText
@@ -63,9 +64,8 @@ class ChildEncoder:
         with pa.ipc.new_stream(sink, batch.schema) as stream:
             stream.write_batch(batch)
         sent = json.dumps(header).encode() + b"\n" + sink.getvalue().to_pybytes()
-        command = [sys.executable, "-m", "tokenloom_server.tokenizer.crash_child"]
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        with child:
+        pipe = subprocess.PIPE
+        with ChildProcess("tokenloom_server.tokenizer.crash_child", stdin=pipe, stdout=pipe, stderr=pipe) as child:
             try:
                 out, said = child.communicate(sent, DEADLINE_S)
                 death = _death(child.returncode)
@@ -113,6 +113,7 @@ def _read(out: bytes) -> tuple[list[Ids], bool]:
 def _serve() -> None:
     import resource
 
+    end_with_parent(sys.argv[-1])
     # It may be about to crash: no image of it is wanted.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     source, out = sys.stdin.buffer, sys.stdout.fileno()

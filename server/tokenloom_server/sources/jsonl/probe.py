@@ -80,7 +80,7 @@ def probe(request: ReadRequest) -> dict[str, ColumnPath]:
     for shard in request.shards:
         where = files.where(request.spec, shard)
         with request.open(shard) as file:
-            for block in blocks_of(file, shard):
+            for block in blocks_of(file, shard, request.rules):
                 for i in range(len(block.ends)):
                     if request.rules.skip_blank and not block.line(i).strip():
                         continue

@@ -88,7 +88,7 @@ class ChunksSource(SampleSource):
             raise SourceError(f"{where}: its {size} bytes are not the {chunk.dim} ids that its index says; {DAMAGED}")
         if not is_compressed:
             file.plan([Range(int(offsets[row]), file.size)])
-        yield from sample_files.read_samples(read_at, offsets, row, where)
+        yield from sample_files.read_samples(read_at, offsets, row, where, self._rules)
 
 
 def _framed(file: File, chunk: LitdataChunk, row: int, where: str) -> Iterator[Samples]:

@@ -72,7 +72,7 @@ class MdsSource(SampleSource):
         _check_header(read_at, int(offsets[0]), entry, where)
         if not self._is_read_from_begin(shard):
             file.plan([Range(int(offsets[row]), size)])
-        yield from sample_files.read_samples(read_at, offsets, row, where)
+        yield from sample_files.read_samples(read_at, offsets, row, where, self._rules)
 
 
 def _past_shape(kind: str, has_type: bool, samples: Samples, spans: Spans) -> Spans:

@@ -91,8 +91,6 @@ class NpySource(IndexedSource):
             if end == ids.count and (not len(ends) or ends[-1] < ids.count):
                 ends = np.append(ends, ids.count)
             if len(ends):
-                if int(ends[0]) - position > MAX_ROW_IDS:
-                    break
                 return np.concatenate(([position], ends))
             if wanted > MAX_ROW_IDS:
                 break

@@ -26,7 +26,7 @@ MAX_FOOTER_BYTES = 16 << 20
 MAX_PAGE_BYTES = 16 << 20
 MAX_PAGE_VALUES = 1 << 21
 
-#: Larger pages are refused, as longer lines are: a page is in memory as a whole.
+#: Larger pages are refused, unless a row may be larger: a page is in memory as a whole.
 MOST_PAGE_BYTES = 1 << 28
 MOST_HEADER_BYTES = 1 << 20
 
@@ -185,8 +185,9 @@ class CheckedPages(FileStream):
     """A Parquet file as Arrow reads it. The headers of pages are looked at as they pass by: Arrow asks for as much
     memory as one says, before it looks whether that much is there."""
 
-    def __init__(self, file: File) -> None:
+    def __init__(self, file: File, most_bytes: int) -> None:
         super().__init__(file)
+        self._most_bytes = max(MOST_PAGE_BYTES, most_bytes)
         #: Of each column chunk that is being read, where its next header begins, and where the chunk ends.
         self._headers: dict[int, int] = {}
 
@@ -215,10 +216,10 @@ class CheckedPages(FileStream):
             except IndexError:  # it reaches beyond
                 fields, length = thrift.read_struct(self._file.read_at(position, MOST_HEADER_BYTES), 0)
             size, stored = fields[2], fields[3]
-            if not 0 <= size <= MOST_PAGE_BYTES or not 0 <= stored <= end - position:
+            if not 0 <= size <= self._most_bytes or not 0 <= stored <= end - position:
                 raise ValueError(
                     f"the page at byte {position} says that it has {size} bytes, and {stored} in the file, where a "
-                    f"page has at most {MOST_PAGE_BYTES}, and {end - position} are left of its column"
+                    f"page has at most {self._most_bytes} (or max_row_mib), and {end - position} are left of its column"
                 )
             position += length + stored
         if position < end:

@@ -174,7 +174,7 @@ class ParquetSource(ShardedSource):
         """A shard, what Arrow reads it by, and its ``ParquetFile``, whose schema was checked and whose row groups are
         known."""
         file = self._open(self._shards[shard], again=again)
-        stream = CheckedPages(file)
+        stream = CheckedPages(file, self._rules.most_bytes)
         with file, self._parquet(shard, stream) as parquet:
             if shard not in self._group_ends:
                 self._selection(shard, parquet.schema_arrow)

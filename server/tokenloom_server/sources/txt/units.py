@@ -14,7 +14,7 @@ from tokenloom_server.sources import columns, row_index
 from tokenloom_server.sources.base import Content, Rows
 from tokenloom_server.sources.compressed import text_stream
 from tokenloom_server.sources.endings import codec_of
-from tokenloom_server.sources.lines import BLOCK_BYTES, BOM, MAX_LINE_BYTES, Block
+from tokenloom_server.sources.lines import BLOCK_BYTES, BOM, Block
 from tokenloom_server.sources.row_index import IndexedSource, RowEnds, RowIndex
 from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.storage.arrow_input import FileStream
@@ -59,8 +59,8 @@ class UnitsSource(IndexedSource):
                 stop = int(ends[-1]) + 1
                 yield Block(row, held[:stop], ends)
                 row, held = row + len(ends), held[stop:]
-            elif len(held) > MAX_LINE_BYTES:
-                raise SourceError(f"{file.name}: row {row} has more than {MAX_LINE_BYTES} bytes; cut it into several")
+            elif len(held) > self._rules.most_bytes:
+                raise SourceError(f"{file.name}: row {row} has {self._rules.too_long}")
         if held:
             yield Block(row, held, np.array([len(held)]))
 
