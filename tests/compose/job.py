@@ -27,18 +27,19 @@ class Job:
     """Launched again and again, each time from the newest state that both ranks have written down."""
 
     def __init__(self, project: Project, folder: Path) -> None:
-        self._project, self._folder = project, folder
+        self._project, self.folder = project, folder
         self._ranks: Ranks | None = None
         self.launches: list[Launch] = []
 
     def launch(self, address: str, settings: Mapping[str, str], network: str = "") -> None:
-        """Starts both ranks: processes here, or containers on a network. ``settings``: their environment."""
+        """Starts both ranks: processes here, or containers on a network. ``settings``: their environment. They train
+        when it returns."""
         states = {0: ""}
         for launch in self.launches:
             states |= launch.states()
         start = max(states)
         attempt = f"{len(self.launches):04d}"
-        folder = self._folder / "attempts" / attempt
+        folder = self.folder / "attempts" / attempt
         folder.mkdir(parents=True)
         plan = {"attempt": attempt, "world_size": WORLD_SIZE, "batch_size": BATCH_SIZE, "start": start}
         (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
@@ -64,11 +65,12 @@ class Job:
         if network:
             for each in plans:
                 self._contain(each, folder, settings, network)
-            return
-        os.environ.update(settings)
-        self._ranks = Ranks()
-        for each in plans:
-            self._ranks.start(each)
+        else:
+            os.environ.update(settings)
+            self._ranks = self._ranks or Ranks()
+            for each in plans:
+                self._ranks.start(each)
+        self.recover()
 
     def _contain(self, plan: RankPlan, folder: Path, settings: Mapping[str, str], network: str) -> None:
         """A rank in a container of its own, of the image: its client, and this suite's trainer."""

@@ -7,9 +7,7 @@ import os
 import re
 import shutil
 import subprocess
-import urllib.error
-import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,37 +117,24 @@ class Project:
         pid = self.container(service)["State"]["Pid"]
         self.python(f"import os; os.kill({pid}, 9)", "--pid=host")
 
-    def ask(self, path: str, token: str | None) -> tuple[int, dict[str, Any]]:
-        """Status and body of a GET at the server's REST port; status 0 where nobody answers."""
-        request = urllib.request.Request(f"http://127.0.0.1:{self.rest_port}{path}")
-        if token:
-            request.add_header("Authorization", f"Bearer {token}")
+    def refused(self, command: Callable[[], str]) -> str:
+        """What a command says that has to fail."""
         try:
-            with urllib.request.urlopen(request, timeout=20) as answer:
-                return answer.status, json.load(answer)
-        except urllib.error.HTTPError as error:
-            return error.code, {}
-        except (OSError, ValueError):
-            return 0, {}
-
-    def logs(self) -> str:
-        try:
-            return self.compose("logs", "--tail", "40")
+            said = command()
         except ComposeFailed as error:
             return str(error)
+        raise AssertionError(f"it did not fail: {said}")
+
+    def logs(self) -> str:
+        return run(
+            "bash", "-c", "docker compose logs --tail 40 || true", environment=self.environment, folder=self.folder
+        )
 
     def remove(self) -> None:
         """Containers, networks, volumes and images of this project."""
-        self.environment["COMPOSE_FILE"] = "docker-compose.yml:examples/compose/standby.yaml"
-        self.environment["TOKENLOOM_TOKEN"] = "t" * 32
-        run(
-            *("bash", "-c", 'docker ps --all --quiet --filter "label=compose-test=$0" | xargs -r docker rm --force'),
-            self.name,
-        )
-        self.compose("down", "--volumes", "--timeout", "5", "--remove-orphans")
-        run(
-            "bash",
-            "-c",
-            'docker images --quiet --filter "reference=tokenloom:$0*" | xargs -r docker rmi --force',
-            self.name,
+        files = "COMPOSE_FILE=docker-compose.yml:examples/compose/standby.yaml TOKENLOOM_TOKEN=none"
+        self.shell(
+            f"docker ps --all --quiet --filter label=compose-test={self.name} | xargs -r docker rm --force\n"
+            f"{files} docker compose down --volumes --timeout 5 --remove-orphans\n"
+            f"docker images --quiet --filter 'reference={self.image}*' | xargs -r docker rmi --force"
         )
