@@ -188,7 +188,8 @@ class Story:
         self.project.instead["127.0.0.1:8082"] = f"127.0.0.1:{ports['TOKENLOOM_STANDBY_REST_PORT']}"
         self.project.page("A standby")
         settings = self._token() | {"TOKENLOOM_PLAINTEXT_HOSTS": "server,standby"}
-        self.job.launch("grpc://server:50051,standby:50051", settings, f"{self.project.name}_trainers")
+        address = f"grpc://server:{self.project.grpc_port},standby:{ports['TOKENLOOM_STANDBY_GRPC_PORT']}"
+        self.job.launch(address, settings, f"{self.project.name}_trainers")
         took = []
         for first, second in (("server", "standby"), ("standby", "server")):
             began = time.monotonic()

@@ -79,8 +79,7 @@ class Project:
     def shell(self, script: str) -> str:
         """Runs lines of a shell; what they export stays."""
         for shown, here in self.instead.items():
-            # Within a container the addresses are those of the page.
-            script = re.sub(rf"^(?!.*compose exec)(.*?){re.escape(shown)}", rf"\g<1>{here}", script, flags=re.MULTILINE)
+            script = script.replace(shown, here)
         left = self.folder.parent / "environment"
         output = run(
             *("bash", "-euo", "pipefail", "-c", f"{script}\nenv -0 > {left}"),
