@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import secrets
 import shutil
@@ -222,8 +221,6 @@ class Story:
         said = self.project.compose(
             *("run", "--rm", "--no-deps", "server", "ledger", "check", "unix:///run/redis/redis.sock")
         )
-        for name in ("TOKENLOOM_TOKEN", "TOKENLOOM_TLS_CA"):
-            os.environ.pop(name, None)
         reference(self.job.folder, self.mixture, max(launch.reach() for launch in self.job.launches))
         found = check(self.job.folder, None)
         found.raise_if_wrong()
@@ -276,7 +273,7 @@ def main() -> None:
         print(f"FAILED\n{project.logs()}\n{story.job.tell()}\nfiles: {folder}", flush=True)
         raise
     finally:
-        story.job.close()
+        story.job.kill()
         project.remove()
     shutil.rmtree(folder)
     print(f"all of it in {time.monotonic() - began:.0f} s")

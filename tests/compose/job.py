@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import subprocess
+import sys
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from chaos.corpus import WINDOW_STEPS
-from chaos.trainer import RankPlan, Ranks
+from chaos.trainer import RankPlan
 from chaos.world import Launch
 from support.waiting import wait_for
 
@@ -21,6 +22,7 @@ BATCH_SIZE = 4
 #: A machine at a load of ten goes on within this time after a fault, a lease that lapses included, seconds.
 LIVENESS_S = 300.0
 RUN = "compose"
+TRAIN = ("-W", "error", "-c", "from chaos.trainer import main; main()")
 
 
 class Job:
@@ -28,7 +30,7 @@ class Job:
 
     def __init__(self, project: Project, folder: Path) -> None:
         self._project, self.folder = project, folder
-        self._ranks: Ranks | None = None
+        self._ranks: list[subprocess.Popen[bytes]] = []
         self.launches: list[Launch] = []
 
     def launch(self, address: str, settings: Mapping[str, str], network: str = "") -> None:
@@ -43,60 +45,43 @@ class Job:
         folder.mkdir(parents=True)
         plan = {"attempt": attempt, "world_size": WORLD_SIZE, "batch_size": BATCH_SIZE, "start": start}
         (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
-        first = RankPlan(
-            folder=str(folder),
-            url=f"{address}/{RUN}",
-            rank=0,
-            world_size=WORLD_SIZE,
-            batch_size=BATCH_SIZE,
-            attempt=attempt,
-            state=states[start],
-            resume="",
-            prefetch_steps=3,
-            pace_s=0.01,
-            checkpoint_every=20,
-            takeover=False,
-        )
-        plans = [replace(first, rank=rank) for rank in range(WORLD_SIZE)]
-        names = [] if network else [each.name for each in plans]
-        self.launches.append(
-            Launch(folder, attempt, WORLD_SIZE, BATCH_SIZE, start, names, 3, states[start], skips=[], changes=0)
-        )
-        if network:
-            for each in plans:
-                self._contain(each, folder, settings, network)
-        else:
-            os.environ.update(settings)
-            self._ranks = self._ranks or Ranks()
-            for each in plans:
-                self._ranks.start(each)
+        launch = Launch(folder, attempt, WORLD_SIZE, BATCH_SIZE, start, [], 3, states[start], skips=[], changes=0)
+        self.launches.append(launch)
+        environment = {**settings, "PYTHONPATH": "/tests" if network else str(ROOT / "tests")}
+        program = self._in_a_container(folder, environment, network) if network else [sys.executable]
+        self._ranks = []
+        for rank in range(WORLD_SIZE):
+            each = RankPlan(
+                folder="/attempt" if network else str(folder),
+                url=f"{address}/{RUN}",
+                rank=rank,
+                world_size=WORLD_SIZE,
+                batch_size=BATCH_SIZE,
+                attempt=attempt,
+                state=states[start],
+                resume="",
+                prefetch_steps=3,
+                pace_s=0.01,
+                checkpoint_every=20,
+                takeover=False,
+            )
+            with (folder / f"rank-{rank}.log").open("wb") as log:
+                command = [*program, *TRAIN, json.dumps(asdict(each))]
+                process = subprocess.Popen(command, env=os.environ | environment, stdout=log, stderr=log)
+            self._ranks.append(process)
         self.recover()
 
-    def _contain(self, plan: RankPlan, folder: Path, settings: Mapping[str, str], network: str) -> None:
-        """A rank in a container of its own, of the image: its client, and this suite's trainer."""
-        variables = [part for name in settings for part in ("--env", f"{name}={settings[name]}")]
-        run(
-            *("docker", "run", "--detach", "--network", network, "--label", f"compose-test={self._project.name}"),
-            *("--user", f"{os.getuid()}:{os.getgid()}", *variables, "--env", "PYTHONPATH=/tests"),
+    def _in_a_container(self, folder: Path, environment: Mapping[str, str], network: str) -> list[str]:
+        """The Python of the image, whose client this suite's trainer uses there."""
+        return [
+            *("docker", "run", "--rm", "--network", network, "--label", f"compose-test={self._project.name}"),
+            *("--user", f"{os.getuid()}:{os.getgid()}", *(part for name in environment for part in ("--env", name))),
             *("--volume", f"{ROOT / 'tests'}:/tests:ro", "--volume", f"{folder}:/attempt"),
-            *("--name", f"{self._project.name}-rank-{plan.rank}-{plan.attempt}", "--entrypoint", "python"),
-            *(self._project.image, "-c", "from chaos.trainer import main; main()"),
-            json.dumps(asdict(plan) | {"folder": "/attempt"}),
-        )
+            *("--entrypoint", "python", self._project.image),
+        ]
 
-    def _statuses(self) -> list[int | None]:
-        launch = self.launches[-1]
-        if launch.names:
-            assert self._ranks is not None
-            return [self._ranks.status(name) for name in launch.names]
-        statuses: list[int | None] = []
-        for rank in range(WORLD_SIZE):
-            name = f"{self._project.name}-rank-{rank}-{launch.attempt}"
-            running, _, status = run(
-                "docker", "inspect", "--format", "{{.State.Running}} {{.State.ExitCode}}", name
-            ).partition(" ")
-            statuses.append(None if running == "true" else int(status))
-        return statuses
+    def _ended(self) -> bool:
+        return None not in [rank.poll() for rank in self._ranks]
 
     def recover(self) -> None:
         """Waits until each rank has what was made after now."""
@@ -104,20 +89,19 @@ class Job:
         steps = max(launch.steps()) + WINDOW_STEPS + 1
 
         def has() -> bool:
-            assert self._statuses() == [None] * WORLD_SIZE, f"a rank ended: {self._statuses()}"
+            statuses = [rank.poll() for rank in self._ranks]
+            assert statuses == [None] * WORLD_SIZE, f"ranks ended: {statuses}"
             return min(launch.steps()) >= steps and bool(launch.states())
 
         wait_for(has, f"step {steps} on both ranks", LIVENESS_S)
 
     def kill(self) -> None:
         """``kill -9`` of both ranks."""
-        launch = self.launches[-1]
-        for rank in range(WORLD_SIZE):
-            if launch.names and self._ranks is not None:
-                self._ranks.signal(launch.names[rank], signal.SIGKILL)
-            else:
-                run("docker", "kill", f"{self._project.name}-rank-{rank}-{launch.attempt}")
-        wait_for(lambda: None not in self._statuses(), "the end of both ranks")
+        mine = f"label=compose-test={self._project.name}"
+        run("bash", "-c", f"docker ps --quiet --filter {mine} | xargs -r docker kill --signal KILL")
+        for rank in self._ranks:
+            rank.kill()
+        wait_for(self._ended, "the end of both ranks")
 
     def finish(self) -> int:
         """Ends both ranks in order at one step; the sample index where that is."""
@@ -125,17 +109,10 @@ class Job:
         index = (launch.begin() or 0) + (max(launch.steps()) + 20) * launch.step
         (launch.folder / "stop.draft").write_text(str(index))
         (launch.folder / "stop.draft").replace(launch.folder / "stop")
-        wait_for(lambda: None not in self._statuses(), "the end of both ranks", LIVENESS_S)
-        assert self._statuses() == [0] * WORLD_SIZE, self._statuses()
+        wait_for(self._ended, "the end of both ranks", LIVENESS_S)
+        assert [rank.returncode for rank in self._ranks] == [0] * WORLD_SIZE
         return index
 
     def tell(self) -> str:
         """How the last launch stands, for a failure's message."""
-        if not self.launches:
-            return ""
-        logs = [self.launches[-1].log(rank)[-1500:] for rank in range(WORLD_SIZE)]
-        return f"launch {self.launches[-1].attempt}, steps {self.launches[-1].steps()}\n" + "\n".join(logs)
-
-    def close(self) -> None:
-        if self._ranks is not None:
-            self._ranks.close()
+        return "\n".join(f"{each.steps()} {each.log(0)[-1500:]} {each.log(1)[-1500:]}" for each in self.launches[-1:])

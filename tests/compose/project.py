@@ -62,14 +62,11 @@ class Project:
             "TOKENLOOM_GRPC_PORT": str(self.grpc_port),
             "TOKENLOOM_REST_PORT": str(self.rest_port),
         }
-        files = run("git", "ls-files", "--cached", "--others", "--exclude-standard", folder=ROOT).splitlines()
-        for path in files:
-            if (
-                path.startswith(("client/", "server/", "proto/", "requirements/", "examples/compose/"))
-                or "/" not in path
-            ):
-                (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(ROOT / path, self.folder / path)
+        places = ("client", "server", "proto", "requirements", "examples/compose", ":(glob)*")
+        listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", *places, folder=ROOT)
+        for path in listed.splitlines():
+            (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, self.folder / path)
         for path in ("Dockerfile", "docker-compose.yml"):
             text = (self.folder / path).read_text(encoding="utf-8").replace("tokenloom:local", self.image)
             # A stand-in has the name of a base, and not its digest.
@@ -101,10 +98,8 @@ class Project:
 
     def container(self, service: str) -> dict[str, Any]:
         """What Docker says of a service's container."""
-        found: dict[str, Any] = json.loads(
-            run("docker", "inspect", self.compose("ps", "--all", "--quiet", service).strip())
-        )[0]
-        return found
+        found: list[dict[str, Any]] = json.loads(run("docker", "inspect", self.compose("ps", "-aq", service).strip()))
+        return found[0]
 
     def python(self, code: str, *options: str, user: str = "0") -> str:
         """Runs Python in a container of the image that has nothing of the project but ``options``."""
@@ -125,15 +120,12 @@ class Project:
         raise AssertionError(f"it did not fail: {said}")
 
     def logs(self) -> str:
-        return run(
-            "bash", "-c", "docker compose logs --tail 40 || true", environment=self.environment, folder=self.folder
-        )
+        return self.shell("docker compose logs --tail 40 || true")
 
     def remove(self) -> None:
-        """Containers, networks, volumes and images of this project."""
+        """Networks, volumes, images and containers of this project."""
         files = "COMPOSE_FILE=docker-compose.yml:examples/compose/standby.yaml TOKENLOOM_TOKEN=none"
         self.shell(
-            f"docker ps --all --quiet --filter label=compose-test={self.name} | xargs -r docker rm --force\n"
             f"{files} docker compose down --volumes --timeout 5 --remove-orphans\n"
             f"docker images --quiet --filter 'reference={self.image}*' | xargs -r docker rmi --force"
         )
