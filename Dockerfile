@@ -50,7 +50,7 @@ RUN groupadd --gid 10001 tokenloom \
     && install -d -o tokenloom -g tokenloom /config/.tokenloom-index \
     && cd /usr/local \
     && rm -rf lib/python3.11/site-packages/* lib/python3.11/ensurepip lib/python3.11/idlelib lib/python3.11/lib2to3 \
-    && find bin ! -type d ! -name 'python*' -delete
+    && find bin ! -type d '(' ! -name 'python*' -o -name '*-config' ')' -delete
 COPY --from=build /opt/tokenloom /opt/tokenloom
 ENV PATH=/opt/tokenloom/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     TOKENLOOM_HEALTH=127.0.0.1:8081
