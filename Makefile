@@ -76,7 +76,7 @@ chaos: install
 	PYTHONPATH=tests $(BIN)/python -m chaos $(if $(SEED),--seed $(SEED)) $(if $(FAULTS),--faults $(FAULTS)) \
 		$(if $(WORLD),--world $(WORLD)) $(if $(ONLY),--only $(ONLY)) $(if $(FIGURES),--figures $(FIGURES))
 
-# The image and the Compose file in a real engine; SHORT=1 has a sixth of it.
+# The image and the Compose file in a real engine; SHORT=1 has the kills alone.
 compose-test: install
 	PYTHONPATH=tests $(BIN)/python -m compose $(if $(SHORT),--short)
 
