@@ -58,6 +58,7 @@ class Project:
             "PATH": f"{ROOT / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}",
             "COMPOSE_PROJECT_NAME": name,
             "BUILDKIT_PROGRESS": "quiet",
+            "COMPOSE_ANSI": "never",
             "COLUMNS": "200",
             "TOKENLOOM_GRPC_PORT": str(self.grpc_port),
             "TOKENLOOM_REST_PORT": str(self.rest_port),
