@@ -1,9 +1,10 @@
-# The Tokenloom server, with what draws plans and what reads from the Hub and from object stores.
+# The Tokenloom server, with what reads from the Hub and from object stores.
 #
 #     docker build -t tokenloom .
 #     docker run --rm tokenloom --help
+#     docker build --build-arg PACKAGES=image-slim -t tokenloom:slim .    # for files alone
 #
-# docker-compose.yml runs it with its ledger.
+# docker-compose.yml runs it with its ledger. Bases are pinned by .ci/pin-images.
 
 FROM python:3.11.14-slim-bookworm AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -11,16 +12,26 @@ WORKDIR /src
 # Every package by its hash, those that build the wheel in an environment of their own.
 COPY requirements requirements
 RUN python -m venv /opt/build \
-    && /opt/build/bin/pip install --require-hashes -r requirements/release.txt \
-    && python -m venv /opt/tokenloom \
-    && /opt/tokenloom/bin/pip install --require-hashes --only-binary=:all: -r requirements/image.txt
+    && /opt/build/bin/pip install --require-hashes -r requirements/release.txt
+# A file of requirements/: image, or image-slim.
+ARG PACKAGES=image
+RUN python -m venv --without-pip /opt/tokenloom \
+    && /opt/build/bin/pip --python /opt/tokenloom/bin/python install \
+        --require-hashes --only-binary=:all: -r requirements/$PACKAGES.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY client client
 COPY proto proto
 COPY server server
+# Of the packages a server uses neither tests, nor what compiles against them, nor Arrow's network (it reads through
+# fsspec), nor any command but its own.
 RUN /opt/build/bin/python -m build --no-isolation --wheel \
-    && /opt/tokenloom/bin/pip install --no-deps --no-index dist/*.whl \
-    && /opt/tokenloom/bin/pip check
+    && /opt/build/bin/pip --python /opt/tokenloom/bin/python install --no-deps --no-index dist/*.whl \
+    && /opt/build/bin/pip --python /opt/tokenloom/bin/python check \
+    && cd /opt/tokenloom \
+    && find lib -type d '(' -name tests -o -name include -o -path '*/pyarrow/src' ')' -prune -exec rm -r {} + \
+    && find lib '(' -path '*/pyarrow/*_flight*' -o -path '*/pyarrow/*_s3*' -o -path '*/pyarrow/*.so.*.*' \
+        -o -name '*.a' -o -name '*.pxd' -o -name '*.pxi' -o -name '*.pyx' ')' -delete \
+    && find bin ! -type d ! -name 'python*' ! -name tokenloom -delete
 
 FROM python:3.11.14-slim-bookworm
 ARG VERSION=unreleased
@@ -32,10 +43,14 @@ LABEL org.opencontainers.image.title="tokenloom" \
 
 # A fixed id, so that a folder on the host can be made readable for it. /config is where the mixture file
 # is mounted, with its data beside it; the index cache is the one place there that the server writes to.
+# Nothing is installed later, so the base's pip goes, and its other commands.
 RUN groupadd --gid 10001 tokenloom \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin tokenloom \
     && install -d /config /config/data \
-    && install -d -o tokenloom -g tokenloom /config/.tokenloom-index
+    && install -d -o tokenloom -g tokenloom /config/.tokenloom-index \
+    && cd /usr/local \
+    && rm -rf lib/python3.11/site-packages/* lib/python3.11/ensurepip lib/python3.11/idlelib lib/python3.11/lib2to3 \
+    && find bin ! -type d '(' ! -name 'python*' -o -name '*-config' ')' -delete
 COPY --from=build /opt/tokenloom /opt/tokenloom
 ENV PATH=/opt/tokenloom/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     TOKENLOOM_HEALTH=127.0.0.1:8081

@@ -12,7 +12,7 @@ PROTOC := $(VENV)/protoc/bin/python
 PROTO_OUT ?= proto
 JOBS ?= 3
 
-.PHONY: install demo test test-all newest lock chaos check docs docs-serve proto format bench bench-peers capabilities goldens kubernetes tables screenshots recording house release-check clean
+.PHONY: install demo test test-all newest lock chaos compose-test check docs docs-serve proto format bench bench-peers capabilities goldens kubernetes tables screenshots recording house release-check clean
 
 install: $(VENV)/.installed
 
@@ -75,6 +75,10 @@ lock: $(UV)
 chaos: install
 	PYTHONPATH=tests $(BIN)/python -m chaos $(if $(SEED),--seed $(SEED)) $(if $(FAULTS),--faults $(FAULTS)) \
 		$(if $(WORLD),--world $(WORLD)) $(if $(ONLY),--only $(ONLY)) $(if $(FIGURES),--figures $(FIGURES))
+
+# The image and the Compose file in a real engine; SHORT=1 has the kills alone.
+compose-test: install
+	PYTHONPATH=tests $(BIN)/python -m compose $(if $(SHORT),--short)
 
 check: install $(PROTOC)
 	$(BIN)/ruff check .

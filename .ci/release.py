@@ -196,6 +196,18 @@ def trial(check: Check) -> str:
     return run(sys.executable, check.clone / ".ci" / "installs.py", "newest", *options).splitlines()[-1]
 
 
+def bases(check: Check) -> str:
+    """Whether the image's bases and Redis stand by digest; the workflow has them looked up."""
+    return ", ".join(run(check.clone / ".ci" / "pin-images", "--check").splitlines())
+
+
+def containers(check: Check) -> str:
+    """The image and the Compose file in an engine, where there is one."""
+    if shutil.which("docker") is None or subprocess.run(["docker", "info"], capture_output=True).returncode:
+        return "left out: no engine runs here"
+    return run("make", "compose-test", f"PYTHON={sys.executable}", cwd=check.clone).splitlines()[-1]
+
+
 def tests(check: Check) -> str:
     """All tests, those that are slow and rarely informative too, in an order drawn anew."""
     return run("make", "test-all", f"PYTHON={sys.executable}", cwd=check.clone).splitlines()[-1].strip("= ")
@@ -203,7 +215,8 @@ def tests(check: Check) -> str:
 
 #: In this order; each needs those before it.
 STEPS: tuple[Callable[[Check], str], ...] = (
-    *(version_and_tag, changelog, tools, locks, packages, description, environment, sbom, trial, tests),
+    *(version_and_tag, changelog, tools, locks, packages, description, environment, sbom, trial),
+    *(bases, containers, tests),
 )
 
 
@@ -213,9 +226,9 @@ def main() -> None:
         "--tag", help="the release's tag; by default the commit's own that begins with v, if it has one"
     )
     options.add_argument("--out", type=Path, help="a new folder for what is built; by default nothing is kept")
-    options.add_argument("--without-tests", action="store_true", help="leave make test-all to somebody else")
+    options.add_argument("--without-tests", action="store_true", help="leave make test-all and make compose-test to others")
     chosen = options.parse_args()
-    steps = [step for step in STEPS if step is not tests or not chosen.without_tests]
+    steps = [step for step in STEPS if step not in (containers, tests) or not chosen.without_tests]
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)

@@ -16,12 +16,14 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenloom
 from support.forks import Fork, Forks
-from tokenloom import ConnectionOptions, RemoteDataset
+from tokenloom import ConnectionOptions
 
 from chaos.records import record_type
 
@@ -102,7 +104,9 @@ def train(plan: RankPlan) -> None:
     steps = os.open(folder / f"rank-{plan.rank}.steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     states = os.open(folder / f"rank-{plan.rank}.states", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     stop = folder / "stop"
-    dataset = RemoteDataset(
+    # The image, in containers of which the Compose tests train, has no torch.
+    dataset_class: Any = tokenloom.RemoteDataset if find_spec("torch") else tokenloom.NumpyDataset
+    dataset = dataset_class(
         plan.url,
         plan.batch_size,
         rank=plan.rank,
@@ -122,9 +126,9 @@ def train(plan: RankPlan) -> None:
         record["tokens"] = batch["total_tokens"]
         record["digest"] = dataset.digest.encode()
         record["at"] = time.time()
-        record["samples"] = batch["sample_ids"].numpy()
-        record["sources"] = batch["source_ids"].numpy()
-        record["ids"] = batch["input_ids"].numpy()
+        record["samples"] = np.asarray(batch["sample_ids"])
+        record["sources"] = np.asarray(batch["source_ids"])
+        record["ids"] = np.asarray(batch["input_ids"])
         os.write(steps, record.tobytes())
         if number % plan.checkpoint_every == 0:
             line = {"end": batch["sample_index"], "state": json.dumps(dataset.state_dict())}

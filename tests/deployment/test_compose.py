@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -14,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from importlib.metadata import entry_points
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from tokenloom_server.config.data_roots import DataRoots
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTS_WITHIN_S = 60.0
+#: Where both containers have Redis's socket.
+SOCKETS = "/run/redis"
 
 Service = dict[str, Any]
 
@@ -102,13 +104,19 @@ def test_ports_are_published_on_loopback_only_since_there_is_no_tls(compose: dic
     assert ports == {"server": ["127.0.0.1:50051:50051", "127.0.0.1:8080:8080"], "redis": []}
 
 
-def test_redis_can_be_reached_by_the_server_and_nobody_else(compose: dict[str, Any]) -> None:
-    services = compose["services"]
-
-    assert compose["networks"]["ledger"] == {"internal": True}
-    assert services["redis"]["networks"] == ["ledger"]
-    assert {name for name, service in services.items() if "ledger" in service["networks"]} == {"server", "redis"}
-    assert not any("network_mode" in service or "expose" in service for service in services.values())
+def test_redis_has_a_socket_for_the_servers_group_and_no_network(
+    compose: dict[str, Any], server: Service, ledger: Service
+) -> None:
+    assert ledger["network_mode"] == "none"
+    assert not any("networks" in service or "expose" in service for service in (server, ledger))
+    assert ("--port", "0") in pairwise(ledger["command"])
+    assert ("--unixsocketperm", "770") in pairwise(ledger["command"])
+    # The volume is Redis's user's and the server's group's, and lets nobody else in.
+    user, group = ledger["user"].split(":")
+    assert group == server["user"].split(":")[1]
+    options = f"uid={user},gid={group},mode=0750,size=1m"
+    assert compose["volumes"]["socket"]["driver_opts"] == {"type": "tmpfs", "device": "tmpfs", "o": options}
+    assert "socket:/run/redis" in server["volumes"]
 
 
 def test_both_services_run_with_as_little_as_they_need(compose: dict[str, Any]) -> None:
@@ -126,11 +134,11 @@ def test_both_services_run_with_as_little_as_they_need(compose: dict[str, Any]) 
 def test_the_ledger_is_kept_in_a_named_volume_and_its_image_has_a_full_version(
     compose: dict[str, Any], ledger: Service
 ) -> None:
-    assert re.fullmatch(rf"redis:{re.escape(compose_version())}\.\d+", ledger["image"])
+    assert re.fullmatch(rf"redis:{re.escape(compose_version())}\.\d+(@sha256:[0-9a-f]{{64}})?", ledger["image"])
     for folder in ("deploy", "examples"):
         for path in (ROOT / folder).rglob("*.yaml"):
             assert {*re.findall(r"image: (redis:\S+)", path.read_text(encoding="utf-8"))} <= {ledger["image"]}, path
-    assert ledger["volumes"] == ["ledger:/data"]
+    assert "ledger:/data" in ledger["volumes"]
     assert "ledger" in compose["volumes"]
 
 
@@ -168,7 +176,7 @@ def test_mixture_and_data_follow_the_environment() -> None:
 
 def test_the_image_is_small_and_runs_without_root(instructions: list[tuple[str, str]], server: Service) -> None:
     (base,) = {arguments.split()[0] for name, arguments in instructions if name == "FROM"}
-    assert re.fullmatch(r"python:3\.11\.\d+-slim-\w+", base)
+    assert re.fullmatch(r"python:3\.11\.\d+-slim-\w+(@sha256:[0-9a-f]{64})?", base)
     assert _last(instructions, "USER") == server["user"] == "10001:10001"
     assert json.loads(_last(instructions, "ENTRYPOINT")) == ["tokenloom"]
     assert _last(instructions, "STOPSIGNAL") == "SIGTERM"
@@ -209,7 +217,7 @@ def compose_redis(ledger: Service, tmp_path: Path) -> Iterator[RedisServer]:
     """Redis, started by the Compose file's command; only its place differs."""
     program, *arguments = ledger["command"]
     assert program == "redis-server"
-    server = RedisServer(tmp_path, arguments).start()
+    server = RedisServer(tmp_path, [argument.replace(SOCKETS, str(tmp_path)) for argument in arguments]).start()
     yield server
     server.kill()
 
@@ -235,19 +243,14 @@ def test_the_ledgers_health_check_tells_a_living_redis_from_a_dead_one(
 ) -> None:
     kind, command = ledger["healthcheck"]["test"]
     assert kind == "CMD-SHELL"
-    # The image has redis-cli, and asks it on the usual port.
     real = shutil.which("redis-cli") or str(Path(sys.executable).parent / "redis-cli")
-    stand_in = tmp_path / "bin" / "redis-cli"
-    stand_in.parent.mkdir()
-    stand_in.write_text(f'#!/bin/sh\nexec {shlex.quote(real)} -p {compose_redis.port} "$@"\n', encoding="utf-8")
-    stand_in.chmod(0o755)
-    environment = os.environ | {"PATH": f"{stand_in.parent}{os.pathsep}{os.environ['PATH']}"}
+    environment = os.environ | {"PATH": f"{Path(real).parent}{os.pathsep}{os.environ['PATH']}"}
 
     def healthy() -> bool:
-        checked = subprocess.run(
-            ["/bin/sh", "-c", command], env=environment, capture_output=True, timeout=120, check=False
+        asked = command.replace(SOCKETS, str(tmp_path))
+        return (
+            subprocess.run(["/bin/sh", "-c", asked], env=environment, capture_output=True, timeout=120).returncode == 0
         )
-        return checked.returncode == 0
 
     assert healthy()
     compose_redis.kill()
@@ -270,11 +273,9 @@ def _health_check(instructions: list[tuple[str, str]], port: int, config: Path, 
     return checked.stderr
 
 
-def _place(argument: str, config: Path, redis_port: int, health_port: int) -> str:
+def _place(argument: str, config: Path, sockets: Path, health_port: int) -> str:
     """An argument of the server's command, moved from the containers to this machine."""
-    moved = argument.replace("/config/", f"{config}/").replace(
-        "redis://redis:6379/", f"redis://127.0.0.1:{redis_port}/"
-    )
+    moved = argument.replace("/config/", f"{config}/").replace(SOCKETS, str(sockets))
     return re.sub(r"0\.0\.0\.0:\d+$", "127.0.0.1:0", moved.replace("=127.0.0.1:8081", f"=127.0.0.1:{health_port}"))
 
 
@@ -287,7 +288,7 @@ def test_the_servers_command_serves_the_sample_says_whether_it_is_ready_and_ends
         _copy(ROOT / bind["source"], config / Path(target).name)
     (command,) = entry_points(group="console_scripts", name=json.loads(_last(instructions, "ENTRYPOINT"))[0])
     port = free_port()
-    arguments = [_place(argument, config, compose_redis.port, port) for argument in server["command"]]
+    arguments = [_place(argument, config, tmp_path, port) for argument in server["command"]]
     log = tmp_path / "server.log"
 
     process = server_forks().fork(command.value, [*arguments, f"--ready-file={ready}"], output=log, folder=config)

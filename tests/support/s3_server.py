@@ -91,7 +91,7 @@ class _Quiet(WSGIRequestHandler):
 
 
 @contextmanager
-def s3_server() -> Iterator[S3Server]:
+def s3_server(host: str = "127.0.0.1") -> Iterator[S3Server]:
     """A server with an empty bucket, in threads of this process."""
     backend = moto.server.DomainDispatcherApplication(moto.server.create_backend_app)
     found = S3Server("")
@@ -108,9 +108,9 @@ def s3_server() -> Iterator[S3Server]:
         answer: Iterable[bytes] = backend(environ, start_response)
         return answer
 
-    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=_Quiet)
+    server = make_server(host, 0, app, threaded=True, request_handler=_Quiet)
     server.daemon_threads = True
-    found.url = f"http://127.0.0.1:{server.server_port}"
+    found.url = f"http://{host}:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

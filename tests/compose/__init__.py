@@ -1,0 +1,1 @@
+"""The image and the Compose file in a real engine."""
