@@ -32,17 +32,23 @@ def run_faults(ledger: Ledger, name: str, stream: str) -> Iterator[str]:
     """What is wrong with a run, a line each, with what to do."""
     try:
         contents = read_whole(ledger, name, stream)
+        faults = [*_of_lists(contents), *_of_states(contents), *_of_snapshots(contents)]
     except TokenloomError as error:
         yield f"{error.name}: {error}"
     else:
-        for fault in (*_of_lists(contents), *_of_states(contents), *_of_snapshots(contents)):
+        for fault in faults:
             yield f"run {name!r}, stream {stream}: {fault}. {_REMEDY}"
 
 
 def _of_lists(contents: RunContents) -> list[str]:
     run, openings, revisions = contents.run, contents.openings, contents.revisions
-    generations = [opening.generation for opening in openings]
-    places = [revision.sample_index for revision in revisions]
+    present, world_size = (run.opening.generation, run.opening.world_size) if run.opening is not None else (0, 0)
+    index = run.committed.sample_index if run.committed is not None else 0
+    generations = [each.generation for each in openings]
+    started = {(entry.generation, entry.sample_index): entry.state for entry in contents.journal}
+    changed = [_decoded(each.content) for each in revisions]
+    # A restore passes over samples from where it goes back to, whatever revision lies after that.
+    places = [one.sample_index for one, what in zip(revisions, changed, strict=True) if "skips" not in (what or ())]
     facts = {
         "its record is no JSON object": _decoded(run.record) is not None,
         "its pin is no JSON object": _decoded(run.pin or "{}") is not None,
@@ -52,10 +58,17 @@ def _of_lists(contents: RunContents) -> list[str]:
         "its present generation is not the newest": [*openings[-1:]] == [run.opening] or run.opening is None,
         "it has a committed state or a present generation, but not both": (run.committed is None)
         == (run.opening is None),
-        "its revisions are out of order": [each.number for each in revisions] == [*range(1, len(places) + 1)]
-        and places == sorted(places),
-        "a revision is no JSON object": all(_decoded(revision.content) is not None for revision in revisions),
-        f"it has {len(places)} revisions, but counts fewer changes": run.revision_changes >= len(places),
+        "it has generations, but no server epoch": run.epoch > 0 or not openings,
+        "a rank has a slot that its generation does not have": all(0 <= rank < world_size for rank in contents.slots),
+        "its journal lacks a generation's start, or has another one there": all(
+            started.get((each.generation, each.start_index)) == each.start_state for each in openings
+        ),
+        "its journal goes beyond what is committed": all(at <= index for of, at in started if of == present),
+        "its revisions have other numbers than 1, 2, …": [each.number for each in revisions]
+        == [*range(1, len(revisions) + 1)],
+        f"its revisions are out of order: they hold from samples {places} on": places == sorted(places),
+        "a revision is no JSON object": None not in changed,
+        f"it has {len(revisions)} revisions, but counts fewer changes": run.revision_changes >= len(revisions),
     }
     return [fault for fault, holds in facts.items() if not holds]
 
@@ -79,6 +92,14 @@ def _of_states(contents: RunContents) -> Iterator[str]:
             yield f"{name} has a state of sample index {state['sample_index']}; expected {least} to {most}"
         elif committed is not None and text is committed.state:
             yield from _of_counters(committed, state)
+            held = {revision.sample_index for revision in contents.revisions}
+            for one in state.get("revisions", ()):
+                if (
+                    one["sample_index"] <= state["sample_index"]
+                    and one["sample_index"] not in held
+                    and "skips" not in one["content"]
+                ):
+                    yield f"the committed state is under a revision from sample {one['sample_index']} on, which is not there"
 
 
 def _of_counters(committed: CommittedState, state: dict[str, Any]) -> Iterator[str]:
@@ -89,13 +110,21 @@ def _of_counters(committed: CommittedState, state: dict[str, Any]) -> Iterator[s
     sources = {source["spec"]: source for source in state["datasets"] if not source.get("unknown")}
     for spec in sources.keys() ^ committed.counters.keys():
         yield f"source {spec!r} is in the committed state or has counters, but not both"
+    moved = {"samples": 0, "rows": 0, "tokens": 0}
     for spec in sources.keys() & committed.counters.keys():
         for name, field in (("samples", "samples"), ("rows", "rows"), ("tokens", "token_offset")):
             # What was passed over is in no counter.
             least = sources[spec].get(field, 0) - sources[spec].get(f"skipped_{name}", 0)
             actual = getattr(committed.counters[spec], name)
+            moved[name] += actual - least
             if actual < least or (is_same and actual != least):
                 yield f"source {spec!r} has {actual} committed {name}, but its state says {least}"
+    samples, tokens = committed.sample_index - state["sample_index"], committed.total_tokens - state["total_tokens"]
+    if sources.keys() == committed.counters.keys() and (moved["samples"], moved["tokens"]) != (samples, tokens):
+        yield (
+            f"{samples} samples and {tokens} tokens are committed after the committed state, but its sources count "
+            f"{moved['samples']} and {moved['tokens']}"
+        )
 
 
 def _of_snapshots(contents: RunContents) -> Iterator[str]:
