@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -48,7 +49,6 @@ from tokenloom_server.ledger.redis_rows import json_of, keys_of, lease_of, membe
 from tokenloom_server.ledger.rules import Head, Writes, decide, refuse_integers, refuse_uid
 
 RUNS, UIDS = "tokenloom:runs", "tokenloom:uids"
-
 #: Fields of commands that every script gets, around its own arguments.
 _SENT_BY_ALL = ("uid", "stream", "epoch", "known_changes")
 #: Fields of a run that decide: integers and texts; 0 and empty where they were never written.
@@ -136,11 +136,36 @@ class RedisLedger(Ledger):
         endings = tuple(ending for ending in redis_rows.KEYS_OF_A_RUN if ending)
         keys = [key for key in self._client.keys("tokenloom:{*") if key.endswith(endings) or key.count(":") == 2]
         orphans = [key for key in keys if key not in known]
-        faults = [f"key {key} is of no run: remove it (redis-cli DEL '{key}')" for key in sorted(orphans)]
+        faults = [
+            f"key {key} is of no run: {RUNS} lost its field (redis-cli HSET {RUNS} NAME/STREAM U), or a restore was "
+            f"interrupted, and it may go (redis-cli DEL '{key}')"
+            for key in sorted(orphans)
+        ]
         for uid, home in uids.items():
             if keys_of(home, uid.rpartition("/")[2])[0] not in known:
                 faults.append(f"uid {uid} leads to no run: remove it (redis-cli HDEL {UIDS} '{uid}')")
+        for field, home in homes.items():
+            with suppress(KeyError, TypeError, ValueError):  # what cannot be read is named as the run is
+                faults += self._disagreements(field, home)
         return faults
+
+    def _disagreements(self, field: str, home: str) -> list[str]:
+        """Where a run's keys say the same thing twice, and differently."""
+        key = keys_of(home, stream := field.rpartition("/")[2])[0]
+        twice = ("HGETALL", f"{key}:attempts"), ("ZRANGE", f"{key}:journal", 0, -1)
+        *answers, attempts, journal = self._client.read(*redis_rows.reading_all(home, stream), *twice)
+        contents, states, snapshots = redis_rows.run_contents(answers), answers[6], answers[7]
+        run = contents.run
+        compared = (
+            (RUNS, field, f"{run.name}/{run.stream}"),
+            (UIDS, self._home(run.uid, stream), home),
+            ("attempts", attempts, {each.attempt: str(each.generation) for each in contents.openings}),
+            ("journal", journal, sorted(states)),
+            ("journal_bytes", int(answers[0].get("journal_bytes", 0)), sum(map(len, map(str.encode, states.values())))),
+            ("snapshots", {*snapshots}, {each.id for each in contents.snapshots}),
+        )
+        remedy = "Restore the run from a backup (tokenloom ledger restore --replace)"
+        return [f"{key}: {name} contradicts other keys. {remedy}" for name, one, other in compared if one != other]
 
     def run_names(self) -> Sequence[tuple[str, str]]:
         (fields,) = self._client.read(("HKEYS", RUNS))

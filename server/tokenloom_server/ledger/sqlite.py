@@ -41,6 +41,8 @@ DELETE FROM journal WHERE id IN (
     WHERE place % 2 = 0)
 """
 
+_OTHER_BYTES = "SELECT COUNT(*) FROM journal WHERE bytes != LENGTH(CAST(state AS BLOB))"
+
 
 class SqliteLedger(Ledger):
     """See ``Ledger``."""
@@ -174,10 +176,12 @@ class SqliteLedger(Ledger):
     def store_faults(self) -> Sequence[str]:
         with self._file.reading() as connection:
             faults = [line for (line,) in connection.execute("PRAGMA integrity_check") if line != "ok"]
-            for table in sqlite_rows.OF_A_RUN:
+            for table in (*sqlite_rows.OF_A_RUN, "former_uids"):
                 query = f"SELECT COUNT(*) FROM {table} WHERE run NOT IN (SELECT id FROM runs)"
                 if count := connection.execute(query).fetchone()[0]:
                     faults.append(f"table {table} has {count} rows of no run")
+            if count := connection.execute(_OTHER_BYTES).fetchone()[0]:
+                faults.append(f"table journal has {count} rows whose state has other bytes than they say")
         return [f"{fault}. Restore a backup to another file (tokenloom ledger restore)" for fault in faults]
 
     def run_names(self) -> Sequence[tuple[str, str]]:

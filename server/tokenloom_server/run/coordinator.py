@@ -177,9 +177,9 @@ class RunCoordinator(JoinCommands):
     def open_generation(
         self, epoch: int, uid: str, opening: Opening, start: State, committed: CommittedState, timeline: Timeline
     ) -> None:
-        """Writes an opening that was worked out at a server epoch, with the revision that ``timeline`` may have more,
-        and makes its generation the present one. Raises ``NotLeader`` where the run was taken up at a newer epoch since,
-        what another rank was refused with meanwhile, and the ledger's errors."""
+        """Writes an opening, with the revision that ``timeline`` may have more, and makes its generation the present
+        one. Raises ``NotLeader`` where ``epoch``, at which it was worked out, is over, what another rank was refused
+        with meanwhile, and the ledger's errors."""
         with self._lock:
             self._require_unrefused(opening.attempt, 0)
             if epoch != self.lease.epoch:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from tokenloom_proto.seal import unseal
+from tokenloom_proto.seal import CHECKSUM, unseal
 
 from tokenloom_server.errors import LedgerError, TokenloomError
 from tokenloom_server.ledger.base import Ledger
@@ -21,11 +21,12 @@ _REMEDY = (
 
 def store_faults(ledger: Ledger) -> Iterator[str]:
     """What is wrong with the store itself, its settings included, a line each, with what to do."""
-    try:
-        ledger.check()
-    except LedgerError as error:
-        yield f"{error.name}: {error}"
-    yield from ledger.store_faults()
+    looks: tuple[Callable[[], Any], ...] = (ledger.check, ledger.store_faults)
+    for look in looks:
+        try:
+            yield from look() or ()
+        except LedgerError as error:
+            yield f"{error.name}: {error}"
 
 
 def run_faults(ledger: Ledger, name: str, stream: str) -> Iterator[str]:
@@ -45,13 +46,14 @@ def _of_lists(contents: RunContents) -> list[str]:
     present, world_size = (run.opening.generation, run.opening.world_size) if run.opening is not None else (0, 0)
     index = run.committed.sample_index if run.committed is not None else 0
     generations = [each.generation for each in openings]
-    started = {(entry.generation, entry.sample_index): entry.state for entry in contents.journal}
-    changed = [_decoded(each.content) for each in revisions]
-    # A restore passes over samples from where it goes back to, whatever revision lies after that.
-    places = [one.sample_index for one, what in zip(revisions, changed, strict=True) if "skips" not in (what or ())]
+    journal = {(entry.generation, entry.sample_index): entry.state for entry in contents.journal}
+    # A restore passes over samples from where it goes back to, whatever revisions hold after that.
+    places = [each.sample_index for each in revisions if "skips" not in (_decoded(each.content) or ())]
+    objects = [("record", run.record), ("pin", run.pin or "{}")]
+    objects += [(f"revision {each.number}", each.content) for each in revisions]
+    for each in openings:
+        objects += [(f"generation {each.generation}", text or "{}") for text in (each.batch_plans, each.parent_run)]
     facts = {
-        "its record is no JSON object": _decoded(run.record) is not None,
-        "its pin is no JSON object": _decoded(run.pin or "{}") is not None,
         f"its generations {generations} are out of order, or go on from later ones": generations
         == sorted({each.generation for each in openings if each.parent < each.generation}),
         "an attempt opened two generations": len({opening.attempt for opening in openings}) == len(openings),
@@ -59,18 +61,18 @@ def _of_lists(contents: RunContents) -> list[str]:
         "it has a committed state or a present generation, but not both": (run.committed is None)
         == (run.opening is None),
         "it has generations, but no server epoch": run.epoch > 0 or not openings,
-        "a rank has a slot that its generation does not have": all(0 <= rank < world_size for rank in contents.slots),
-        "its journal lacks a generation's start, or has another one there": all(
-            started.get((each.generation, each.start_index)) == each.start_state for each in openings
+        f"a slot is of a rank beyond its {world_size}": all(0 <= rank < world_size for rank in contents.slots),
+        "the journal lacks the start of a generation": all(
+            journal.get((each.generation, each.start_index)) == each.start_state for each in openings
         ),
-        "its journal goes beyond what is committed": all(at <= index for of, at in started if of == present),
-        "its revisions have other numbers than 1, 2, …": [each.number for each in revisions]
-        == [*range(1, len(revisions) + 1)],
-        f"its revisions are out of order: they hold from samples {places} on": places == sorted(places),
-        "a revision is no JSON object": None not in changed,
+        "the journal goes beyond the committed sample": all(at <= index for of, at in journal if of == present),
+        "its revisions are not numbered 1, 2, …": [each.number for each in revisions]
+        == [*range(1, 1 + len(revisions))],
+        f"its revisions, from samples {places} on, are out of order": places == sorted(places),
         f"it has {len(revisions)} revisions, but counts fewer changes": run.revision_changes >= len(revisions),
     }
-    return [fault for fault, holds in facts.items() if not holds]
+    no_json = [f"its {name} holds no JSON object" for name, text in objects if _decoded(text) is None]
+    return [*no_json, *(fault for fault, holds in facts.items() if not holds)]
 
 
 def _of_states(contents: RunContents) -> Iterator[str]:
@@ -94,18 +96,15 @@ def _of_states(contents: RunContents) -> Iterator[str]:
             yield from _of_counters(committed, state)
             held = {revision.sample_index for revision in contents.revisions}
             for one in state.get("revisions", ()):
-                if (
-                    one["sample_index"] <= state["sample_index"]
-                    and one["sample_index"] not in held
-                    and "skips" not in one["content"]
-                ):
-                    yield f"the committed state is under a revision from sample {one['sample_index']} on, which is not there"
+                index = one["sample_index"]
+                if index <= state["sample_index"] and index not in held and "skips" not in one["content"]:
+                    yield f"the committed state is under a revision from sample {index} on, and there is none"
 
 
 def _of_counters(committed: CommittedState, state: dict[str, Any]) -> Iterator[str]:
-    """The committed counters are those of the state, or of samples after it."""
-    is_same = state["sample_index"] == committed.sample_index
-    if is_same and (state["digest"], state["total_tokens"]) != (committed.digest, committed.total_tokens):
+    """The committed counters are those of the state and of the samples after it."""
+    samples, tokens = committed.sample_index - state["sample_index"], committed.total_tokens - state["total_tokens"]
+    if not samples and state["digest"] != committed.digest:
         yield f"the committed state has digest {state['digest']}, but {committed.digest} is committed"
     sources = {source["spec"]: source for source in state["datasets"] if not source.get("unknown")}
     for spec in sources.keys() ^ committed.counters.keys():
@@ -117,23 +116,29 @@ def _of_counters(committed: CommittedState, state: dict[str, Any]) -> Iterator[s
             least = sources[spec].get(field, 0) - sources[spec].get(f"skipped_{name}", 0)
             actual = getattr(committed.counters[spec], name)
             moved[name] += actual - least
-            if actual < least or (is_same and actual != least):
+            if actual < least or (not samples and actual != least):
                 yield f"source {spec!r} has {actual} committed {name}, but its state says {least}"
-    samples, tokens = committed.sample_index - state["sample_index"], committed.total_tokens - state["total_tokens"]
     if sources.keys() == committed.counters.keys() and (moved["samples"], moved["tokens"]) != (samples, tokens):
         yield (
-            f"{samples} samples and {tokens} tokens are committed after the committed state, but its sources count "
-            f"{moved['samples']} and {moved['tokens']}"
+            f"the sources have {moved['samples']} samples and {moved['tokens']} tokens more than the committed state, "
+            f"which lies {samples} samples and {tokens} tokens before what is committed"
         )
 
 
 def _of_snapshots(contents: RunContents) -> Iterator[str]:
-    for snapshot in contents.snapshots:
+    run = contents.run
+    texts = [(f"snapshot {one.id}", one.sample_index, one.text) for one in contents.snapshots]
+    pin = _decoded(run.pin or "") or {}
+    # A checkpoint of an older data loader has no seal.
+    if CHECKSUM in pin.get("snapshot", ""):
+        texts.append(("its pin", pin["sample_index"], pin["snapshot"]))
+    for name, index, text in texts:
         try:
-            if unseal(snapshot.text).get("sample_index") != snapshot.sample_index:
-                yield f"snapshot {snapshot.id} is kept as of sample index {snapshot.sample_index}, but is of another"
+            actual = [unseal(text).get(field) for field in ("run", "stream", "sample_index")]
+            if actual != [run.name, run.stream, index]:
+                yield f"{name} is of {actual}; expected {[run.name, run.stream, index]}"
         except ValueError as error:
-            yield f"snapshot {snapshot.id}: {error}"
+            yield f"{name}: {error}"
 
 
 def _decoded(text: str) -> dict[str, Any] | None:
