@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -145,8 +144,7 @@ class RedisLedger(Ledger):
             if keys_of(home, uid.rpartition("/")[2])[0] not in known:
                 faults.append(f"uid {uid} leads to no run: remove it (redis-cli HDEL {UIDS} '{uid}')")
         for field, home in homes.items():
-            with suppress(KeyError, TypeError, ValueError):  # what cannot be read is named as the run is
-                faults += self._disagreements(field, home)
+            faults += self._disagreements(field, home)
         return faults
 
     def _disagreements(self, field: str, home: str) -> list[str]:
@@ -154,15 +152,12 @@ class RedisLedger(Ledger):
         key = keys_of(home, stream := field.rpartition("/")[2])[0]
         twice = ("HGETALL", f"{key}:attempts"), ("ZRANGE", f"{key}:journal", 0, -1)
         *answers, attempts, journal = self._client.read(*redis_rows.reading_all(home, stream), *twice)
-        contents, states, snapshots = redis_rows.run_contents(answers), answers[6], answers[7]
-        run = contents.run
+        contents = redis_rows.run_contents(answers)
         compared = (
-            (RUNS, field, f"{run.name}/{run.stream}"),
-            (UIDS, self._home(run.uid, stream), home),
+            (RUNS, field, f"{contents.run.name}/{contents.run.stream}"),
+            (UIDS, home, self._home(contents.run.uid, stream)),
             ("attempts", attempts, {each.attempt: str(each.generation) for each in contents.openings}),
-            ("journal", journal, sorted(states)),
-            ("journal_bytes", int(answers[0].get("journal_bytes", 0)), sum(map(len, map(str.encode, states.values())))),
-            ("snapshots", {*snapshots}, {each.id for each in contents.snapshots}),
+            ("journal", journal, [member_of(each.generation, each.sample_index) for each in contents.journal]),
         )
         remedy = "Restore the run from a backup (tokenloom ledger restore --replace)"
         return [f"{key}: {name} contradicts other keys. {remedy}" for name, one, other in compared if one != other]

@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tokenloom_proto.seal import CHECKSUM, unseal
+from tokenloom_proto.seal import unseal
 
-from tokenloom_server.errors import LedgerError, TokenloomError
+from tokenloom_server.errors import TokenloomError
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.records import CommittedState, RunContents
 from tokenloom_server.tools.ledger_backup import read_whole
@@ -18,6 +18,9 @@ _REMEDY = (
     "trainer's checkpoint"
 )
 
+#: Of what is not as servers write it.
+_UNREADABLE = (AttributeError, KeyError, TypeError, ValueError)
+
 
 def store_faults(ledger: Ledger) -> Iterator[str]:
     """What is wrong with the store itself, its settings included, a line each, with what to do."""
@@ -25,8 +28,8 @@ def store_faults(ledger: Ledger) -> Iterator[str]:
     for look in looks:
         try:
             yield from look() or ()
-        except LedgerError as error:
-            yield f"{error.name}: {error}"
+        except (TokenloomError, *_UNREADABLE) as error:
+            yield f"{type(error).__name__}: {error}"
 
 
 def run_faults(ledger: Ledger, name: str, stream: str) -> Iterator[str]:
@@ -36,9 +39,10 @@ def run_faults(ledger: Ledger, name: str, stream: str) -> Iterator[str]:
         faults = [*_of_lists(contents), *_of_states(contents), *_of_snapshots(contents)]
     except TokenloomError as error:
         yield f"{error.name}: {error}"
-    else:
-        for fault in faults:
-            yield f"run {name!r}, stream {stream}: {fault}. {_REMEDY}"
+        return
+    except _UNREADABLE as error:
+        faults = [f"it cannot be read: {type(error).__name__}: {error}"]
+    yield from (f"run {name!r}, stream {stream}: {fault}. {_REMEDY}" for fault in faults)
 
 
 def _of_lists(contents: RunContents) -> list[str]:
@@ -56,11 +60,9 @@ def _of_lists(contents: RunContents) -> list[str]:
     facts = {
         f"its generations {generations} are out of order, or go on from later ones": generations
         == sorted({each.generation for each in openings if each.parent < each.generation}),
-        "an attempt opened two generations": len({opening.attempt for opening in openings}) == len(openings),
         "its present generation is not the newest": [*openings[-1:]] == [run.opening] or run.opening is None,
         "it has a committed state or a present generation, but not both": (run.committed is None)
         == (run.opening is None),
-        "it has generations, but no server epoch": run.epoch > 0 or not openings,
         f"a slot is of a rank beyond its {world_size}": all(0 <= rank < world_size for rank in contents.slots),
         "the journal lacks the start of a generation": all(
             journal.get((each.generation, each.start_index)) == each.start_state for each in openings
@@ -78,9 +80,8 @@ def _of_lists(contents: RunContents) -> list[str]:
 def _of_states(contents: RunContents) -> Iterator[str]:
     """Each state has to lie in a range of sample indices."""
     begins = {opening.generation: opening.start_index for opening in contents.openings}
-    texts = [(f"the opening of generation {each.generation}", each, each.start_state) for each in contents.openings]
-    states = [(name, each.start_index, each.start_index, text) for name, each, text in texts]
-    for entry in contents.journal:
+    states = []
+    for entry in contents.journal:  # which has the openings' own
         begin = begins.get(entry.generation, entry.sample_index + 1)
         states.append((f"the journal of generation {entry.generation}", begin, entry.sample_index, entry.state))
     committed, opening = contents.run.committed, contents.run.opening
@@ -103,42 +104,35 @@ def _of_states(contents: RunContents) -> Iterator[str]:
 
 def _of_counters(committed: CommittedState, state: dict[str, Any]) -> Iterator[str]:
     """The committed counters are those of the state and of the samples after it."""
-    samples, tokens = committed.sample_index - state["sample_index"], committed.total_tokens - state["total_tokens"]
+    samples = committed.sample_index - state["sample_index"]
+    left = {"samples": samples, "rows": 0, "tokens": committed.total_tokens - state["total_tokens"]}
     if not samples and state["digest"] != committed.digest:
         yield f"the committed state has digest {state['digest']}, but {committed.digest} is committed"
     sources = {source["spec"]: source for source in state["datasets"] if not source.get("unknown")}
-    for spec in sources.keys() ^ committed.counters.keys():
+    others = sources.keys() ^ committed.counters.keys()
+    for spec in others:
         yield f"source {spec!r} is in the committed state or has counters, but not both"
-    moved = {"samples": 0, "rows": 0, "tokens": 0}
     for spec in sources.keys() & committed.counters.keys():
         for name, field in (("samples", "samples"), ("rows", "rows"), ("tokens", "token_offset")):
             # What was passed over is in no counter.
             least = sources[spec].get(field, 0) - sources[spec].get(f"skipped_{name}", 0)
             actual = getattr(committed.counters[spec], name)
-            moved[name] += actual - least
+            left[name] -= actual - least
             if actual < least or (not samples and actual != least):
                 yield f"source {spec!r} has {actual} committed {name}, but its state says {least}"
-    if sources.keys() == committed.counters.keys() and (moved["samples"], moved["tokens"]) != (samples, tokens):
-        yield (
-            f"the sources have {moved['samples']} samples and {moved['tokens']} tokens more than the committed state, "
-            f"which lies {samples} samples and {tokens} tokens before what is committed"
-        )
+    if not others and (left["samples"] or left["tokens"]):
+        yield f"of the samples and tokens after the committed state, {left} are in no source's counters"
 
 
 def _of_snapshots(contents: RunContents) -> Iterator[str]:
-    run = contents.run
-    texts = [(f"snapshot {one.id}", one.sample_index, one.text) for one in contents.snapshots]
-    pin = _decoded(run.pin or "") or {}
-    # A checkpoint of an older data loader has no seal.
-    if CHECKSUM in pin.get("snapshot", ""):
-        texts.append(("its pin", pin["sample_index"], pin["snapshot"]))
-    for name, index, text in texts:
+    for snapshot in contents.snapshots:
+        expected = [contents.run.name, contents.run.stream, snapshot.sample_index]
         try:
-            actual = [unseal(text).get(field) for field in ("run", "stream", "sample_index")]
-            if actual != [run.name, run.stream, index]:
-                yield f"{name} is of {actual}; expected {[run.name, run.stream, index]}"
+            actual = [unseal(snapshot.text).get(field) for field in ("run", "stream", "sample_index")]
+            if actual != expected:
+                yield f"snapshot {snapshot.id} is of {actual}; expected {expected}"
         except ValueError as error:
-            yield f"{name}: {error}"
+            yield f"snapshot {snapshot.id}: {error}"
 
 
 def _decoded(text: str) -> dict[str, Any] | None:
