@@ -11,7 +11,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +19,10 @@ from typing import Any
 import redis
 
 from chaos.checker import skips_by_index
+from chaos.corpus import write_mixture
 from chaos.processes import ChaosServer, ServerError
 from chaos.proxy import Direction, Proxy
+from chaos.records import read_records
 from chaos.world import BUSY_S, LIVENESS_S, RUN, World
 
 #: A point that is not reached by then is not reached, seconds: what leads there goes on all the time.
@@ -350,31 +352,24 @@ def skip_refused_or_taken_back(world: World, draw: random.Random) -> Iterator[No
     assert stats["pin"] is None, f"{stats['pin']} is pinned, though it was taken back"
 
 
-# Revisions of a run that stands still, over REST, as a user makes them
+# Revisions, over REST, as a user makes them
 
 
-def _revised_standing(world: World, draw: random.Random, point: str, how: str) -> Iterator[None]:
-    """Every rank was killed, or hangs, and is silent for longer than the liveness: a revision holds from where the run
-    stands, and a checkpoint beyond that is none to go on from. It sets a limit that is never reached, so that the
-    checker knows the order after it. Where the server dies in it, or its answer is lost, the revisions that there are
-    then tell what became of it."""
-    old, path = world.job, f"/v1/runs/{RUN}/mixture"
-    assert old is not None
-    hangs = draw.random() < 0.4
-    if hangs:
-        old.may_end_with.add("Fenced")
-        world.signal(signal.SIGSTOP, old)
-    else:
-        world.kill_job()
+def _revised(
+    world: World, draw: random.Random, where: dict[str, int], name: str, point: str, how: str
+) -> Generator[None, None, tuple[list[int], list[int]]]:
+    """Sets a limit that is never reached, so that the checker knows the order after it; the sample indices of the
+    revisions before, and of those that were made. Where the server dies in it, or its answer is lost, the revisions
+    that there are then tell what became of it."""
+    path = f"/v1/runs/{RUN}/mixture"
     known = [int(each["sample_index"]) for each in world.ask(path, method="GET")["revisions"]]
-    world.pause(BUSY_S + 1.0)
     server, change = _leader(world), {"child": "docs", "max_tokens": 10**12 + draw.randrange(10**9)}
-    body = {"reason": "chaos", "set": [change]}
+    body = {"reason": "chaos", "set": [change], **{key: max(value, *known, 0) for key, value in where.items()}}
     if how:
         server.arm(point, how)
     call = _Call(server, path, body, "PATCH")
     if how:
-        _await_point(world, server, f"revised-standing-{point}-{how}", how)
+        _await_point(world, server, name, how)
     yield
     world.wait(lambda: call.over, "the answer to a revision", LIVENESS_S)
     if call.error is not None and call.error.status not in (0, 503):
@@ -382,7 +377,69 @@ def _revised_standing(world: World, draw: random.Random, point: str, how: str) -
     made = [int(each["sample_index"]) for each in world.ask(path, method="GET")["revisions"][len(known) :]]
     if not made:
         assert call.error is not None, "a revision was answered, and is not there"
-        made = [int(world.ask(path, body, "PATCH")["sample_index"])]
+        if not where:  # else production may have passed it by now
+            made = [int(world.ask(path, body, "PATCH")["sample_index"])]
+    return known, made
+
+
+def _revised_ahead(world: World, draw: random.Random, point: str, how: str) -> Iterator[None]:
+    """A change holds from a sample on that is still far away, while the job trains; so skips and restores come to lie
+    before it. Some are taken back."""
+    job = world.job
+    assert job is not None
+    where = {"sample_index": job.reach() + draw.randint(6_000, 30_000)}
+    known, made = yield from _revised(world, draw, where, f"revised-ahead-{point}-{how}", point, how)
+    if made and draw.random() < 0.4:
+        world.ask(f"/v1/runs/{RUN}/mixture/revisions/{len(known) + 1}", method="DELETE")
+        return
+    world.changes += made
+    job.changes = len(world.changes)  # it has come to none of them yet
+
+
+for _point, _how, _often in (("", "", 1.5), ("revise-after", "SIGKILL", 0.4), ("revise-before", "LOSE", 0.4)):
+    fault("all", _often, point=_point, how=_how)(_revised_ahead)
+
+
+@fault("all", 0.8)
+def forked(world: World, draw: random.Random) -> Iterator[None]:
+    """Another run begins at a checkpoint of the job, which trains on; the checker holds its digest to the order."""
+    server = _leader(world)
+    state, index = world.checkpoint(draw, oldest=False)
+    name = f"fork-{len([*world.folder.glob('fork-*')])}"
+    folder = world.folder / name
+    folder.mkdir()
+    # In the corpus's folder, as the job's own.
+    mixture = write_mixture(world.mixture.with_name(f"{world.folder.name}-{name}.yaml"), name, world.mixture_seed)
+    world.ask("/v1/runs", {"file": str(mixture)})
+    world.ask(f"/v1/runs/{name}/fork", {"snapshot": json.loads(state).get("tokenloom", state)})
+    (folder / "stop").write_text(str(index + 40))
+    world.train_apart(folder, f"grpc://127.0.0.1:{server.grpc_port}/{name}", name)
+    yield
+    world.wait(lambda: world.ranks.status(f"{name}/0") is not None, "the end of a fork", LIVENESS_S)
+    records = read_records(folder / "rank-0.steps", 4)
+    assert len(records) == 10, (folder / "rank-0.log").read_text(encoding="utf-8")[-3000:]
+    last = records[-1]
+    found = {"sample_index": int(last["end"]), "total_tokens": int(last["tokens"]), "digest": last["digest"].decode()}
+    assert found["sample_index"] == index + 40, f"a fork at sample {index} came to {found} in ten steps"
+    world.note_snapshot(found)
+    world.ask(f"/v1/runs/{name}", method="DELETE")
+
+
+def _revised_standing(world: World, draw: random.Random, point: str, how: str) -> Iterator[None]:
+    """Every rank was killed, or hangs, and is silent for longer than the liveness: a revision holds from where the run
+    stands, and a checkpoint beyond that is none to go on from. It sets a limit that is never reached, so that the
+    checker knows the order after it. Where the server dies in it, or its answer is lost, the revisions that there are
+    then tell what became of it."""
+    old = world.job
+    assert old is not None
+    hangs = draw.random() < 0.4
+    if hangs:
+        old.may_end_with.add("Fenced")
+        world.signal(signal.SIGSTOP, old)
+    else:
+        world.kill_job()
+    world.pause(BUSY_S + 1.0)
+    known, made = yield from _revised(world, draw, {}, f"revised-standing-{point}-{how}", point, how)
     # A step that a rank got, and did not write down, may have been reported; a snapshot keeps a sample more. Revisions
     # hold in the order of their making.
     reach = max(old.reach() + old.step + 1, (old.start or 0) + 1, *known)

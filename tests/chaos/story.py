@@ -90,6 +90,7 @@ def tell(
                 recovered_s = max(world.recover(), world.takeover_s or 0.0)
                 world.takeover_s = None
                 world.clear_up()
+                world.check_ledger()
             except LivenessFailed as error:
                 raise LivenessFailed(f"fault {number} of seed {seed} ({names}): {error}") from error
             story.faults.update(each.name for each in chosen if each.name not in world.missed)
@@ -99,6 +100,7 @@ def tell(
             progress(f"{elapsed:7.1f} s  fault {story.count:4d}/{faults}  recovered in {recovered_s:5.2f} s  {names}")
             number += 1
         story.final_index = world.finish()
+        world.check_ledger()
         world.check_logs()
     finally:
         world.close()

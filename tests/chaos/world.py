@@ -11,11 +11,14 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from support.redis_server import RedisServer
+from tokenloom_server.ledger.open import open_ledger
+from tokenloom_server.tools.ledger_check import run_faults, store_faults
 
 from chaos.checker import read_states
 from chaos.corpus import WINDOW_STEPS, write_mixture
@@ -131,8 +134,10 @@ class World:
             urls = [f"redis://127.0.0.1:{link.port}/0?socket_timeout={REDIS_TIMEOUT_S:g}" for link in self.ledger_links]
         else:
             urls = [f"sqlite:///{folder}/ledger.db"] * servers
-        self.observer = Observer(RUN, folder / "ledger.jsonl", self.redis.url() if self.redis else urls[0])
-        self.mixture = write_mixture(corpus / f"{folder.name}.yaml", RUN, random.Random(seed).randrange(1000))
+        self.mixture_seed = random.Random(seed).randrange(1000)
+        self.mixture = write_mixture(corpus / f"{folder.name}.yaml", RUN, self.mixture_seed)
+        self._ledger = self.redis.url() if self.redis else urls[0]
+        self.observer = Observer(RUN, folder / "ledger.jsonl", self._ledger)
         options = [*OPTIONS, *(["--standby"] if servers > 1 else [])]
         self.servers = [
             ChaosServer(folder / f"server-{number}", self.mixture, url, options, mutant)
@@ -288,6 +293,10 @@ class World:
             self.ranks.start(each)
         return launch
 
+    def train_apart(self, folder: Path, url: str, attempt: str) -> None:
+        """Starts a rank of another run."""
+        self.ranks.start(_alone(folder, url, attempt, 4))
+
     def relaunch(self, draw: random.Random, *, oldest: bool = False, takeover: bool = False) -> Launch:
         """A new attempt from a state that all ranks of the one before had written down, mostly the newest."""
         state, start = self.checkpoint(draw, oldest=oldest)
@@ -422,6 +431,13 @@ class World:
             self.wait_ended(launch, "its end, since it is fenced,", ENDING_S)
             self.tend()
 
+    def check_ledger(self) -> None:
+        """``tokenloom ledger check`` calls sound what all these servers wrote. Raises ``LivenessFailed``."""
+        with closing(open_ledger(self._ledger, self.folder)) as ledger:
+            faults = [*store_faults(ledger), *(each for of in ledger.run_names() for each in run_faults(ledger, *of))]
+        if faults:
+            raise LivenessFailed("\n".join(faults))
+
     # The end
 
     def finish(self) -> int:
@@ -465,6 +481,24 @@ def _index(state: str) -> int:
     return int(json.loads(document.get("tokenloom", state))["sample_index"])
 
 
+def _alone(folder: Path, url: str, attempt: str, batch_size: int, resume: str = "") -> RankPlan:
+    """What one rank does by itself, as fast as it can, until it is told to stop."""
+    return RankPlan(
+        folder=str(folder),
+        url=url,
+        rank=0,
+        world_size=1,
+        batch_size=batch_size,
+        attempt=attempt,
+        state="",
+        resume=resume,
+        prefetch_steps=200,
+        pace_s=0.0,
+        checkpoint_every=2**40,
+        takeover=False,
+    )
+
+
 def reference(folder: Path, mixture: Path, end_index: int) -> None:
     """An undisturbed run of one rank up to a sample index, by a server and a ledger of its own."""
     batch_size = 64
@@ -472,20 +506,7 @@ def reference(folder: Path, mixture: Path, end_index: int) -> None:
     target.mkdir()
     server = ChaosServer(folder / "reference-server", mixture, f"sqlite:///{folder}/reference.db", [], "")
     ranks = Ranks()
-    plan = RankPlan(
-        folder=str(target),
-        url=f"grpc://127.0.0.1:{server.grpc_port}/{RUN}",
-        rank=0,
-        world_size=1,
-        batch_size=batch_size,
-        attempt="reference",
-        state="",
-        resume="fresh",
-        prefetch_steps=200,
-        pace_s=0.0,
-        checkpoint_every=2**40,
-        takeover=False,
-    )
+    plan = _alone(target, f"grpc://127.0.0.1:{server.grpc_port}/{RUN}", "reference", batch_size, "fresh")
     (target / "plan.json").write_text(
         json.dumps({"attempt": "reference", "world_size": 1, "batch_size": batch_size, "start": 0}), encoding="utf-8"
     )

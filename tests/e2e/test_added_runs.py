@@ -26,6 +26,7 @@ from tokenloom_server.api.server import ServeOptions, Server
 from tokenloom_server.api.service import Runs
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.ledger.sqlite import SqliteLedger
+from tokenloom_server.tools.remote import Remote
 
 BROKEN = "run: broken\nsequence_length: nine\n"
 
@@ -126,7 +127,14 @@ def test_a_folder_is_followed_and_one_broken_file_leaves_the_others_alone(
         bad.unlink()
         wait_for(lambda: server.get("/v1/runs")["runs"] == ["first", "sent"], "the run to be removed")
         world.steps(2)
+    remote = Remote(server.rest, {})
+    listed = remote.about()
     assert server.request("DELETE", "/v1/runs/sent", json={}).status_code == 200
+    # One of all went after they were listed.
+    remote.about = lambda: listed  # type: ignore[method-assign]
+    assert [stats.run for stats in remote.stats(None)] == ["first"]
+    with pytest.raises(NotFound):
+        remote.stats("sent")
     assert (folder / "sent.yaml.removed").exists()
     corpus.mixture("first")
     wait_for(lambda: broken(server) == {}, "the file to be right again")
@@ -155,6 +163,19 @@ def test_files_that_are_renamed_doubled_or_not_to_be_read_leave_every_run_served
         middle, loop = corpus.mixture("middle"), folder / "loop.yaml"
         loop.symlink_to(loop)
         os.mkfifo(folder / "pipe.yaml")
+        others = [folder / f"a-{name}.yaml" for name in ("bad", "folder", "link", "worse")]
+        others[1].mkdir()
+        others[2].symlink_to("nothing")
+        for path in (others[0], others[3]):
+            path.write_text(BROKEN)
+        assert taken() == (["middle"], [*map(str, others), str(loop)])
+        assert ["Is a directory" in str(each.error) for each in runs.problems()].count(True) == 1
+        # All at once, and one that was written to right before that.
+        others[3].write_text("run: [")
+        follower.step()
+        others[1].rmdir()
+        for path in (others[0], *others[2:]):
+            path.unlink()
         assert taken() == (["middle"], [str(loop)])
         first, last = folder / "first.yaml", folder / "zlast.yaml"
         middle.rename(first)

@@ -21,6 +21,7 @@ from support.ledger_data import commit_at, opening_of, revision_of
 from support.ledger_stores import LedgerStore, RedisStore, SqliteStore
 from support.memory_ledger import MemoryLedger, Store
 from support.redis_server import RedisServer
+from tokenloom_proto.seal import seal
 from tokenloom_server.errors import LeaseHeld, TokenloomError
 from tokenloom_server.ledger import commands, rules
 from tokenloom_server.ledger.base import Ledger
@@ -29,6 +30,7 @@ from tokenloom_server.ledger.records import RunContents, StoredRun, StoredSnapsh
 from tokenloom_server.ledger.redis import RedisLedger
 from tokenloom_server.ledger.rules import Head
 from tokenloom_server.ledger.sqlite import SqliteLedger
+from tokenloom_server.tools.ledger_check import run_faults
 
 NAME, STREAM, UID = "run", "train", "uid"
 
@@ -135,10 +137,11 @@ class LedgerMachine(RuleBasedStateMachine):
     def open(
         self, leads: bool, ahead: int, start: int, attempt: int, order: str, revises: bool = False, lag: int = 0
     ) -> None:
-        """``revises``: a pin asked for a revision, which comes with the opening, wherever it holds."""
+        """``revises``: a pin asked for a skip, which comes with the opening, wherever that begins."""
         committed = commit_at(start, order)
         opening = opening_of(self.generation + ahead, committed, f"attempt-{attempt}")
-        revision = revision_of(len(self.rules_only.revisions(UID, STREAM)) + 1, start) if revises else None
+        number = len(self.rules_only.revisions(UID, STREAM)) + 1
+        revision = revision_of(number, start, skips=1) if revises else None
         who, epoch = self._server(leads)
         known = self._known(lag)
         self._do(who, commands.Open(UID, STREAM, epoch, opening, committed, revision, known_changes=known))
@@ -205,10 +208,14 @@ class LedgerMachine(RuleBasedStateMachine):
         closes=st.sampled_from([None, None, None, 0, 1, -1]),
     )
     def revise(self, leads: bool, ahead: int, index: int, reason: str, lag: int, closes: int | None) -> None:
-        """``closes``: the present generation, or one that is not."""
+        """``closes``: the present generation, or one that is not. A server asks for nothing before the last revision in
+        the order, which need not be the newest."""
+        revisions = self.rules_only.revisions(UID, STREAM)
+        if any(each.sample_index > index for each in revisions[:-1]):
+            return
         generation = 0 if closes is None else max(0, self.generation + closes)
         who, epoch = self._server(leads)
-        revision = revision_of(max(1, len(self.rules_only.revisions(UID, STREAM)) + ahead), index, reason)
+        revision = revision_of(max(1, len(revisions) + ahead), index, reason)
         self._do(who, commands.Revise(UID, STREAM, epoch, revision, generation, known_changes=self._known(lag)))
 
     @rule(leads=LEADS, back=st.integers(-1, 2), lag=LAG)
@@ -219,7 +226,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(who=st.integers(0, 1), name=st.sampled_from(["s", "t"]), index=st.integers(0, 2))
     def save_snapshot(self, who: int, name: str, index: int) -> None:
-        snapshot = StoredSnapshot(id=name, sample_index=index, saved_at=index / 4, text=f"{index}")
+        text = seal({"run": NAME, "stream": STREAM, "sample_index": index})
+        snapshot = StoredSnapshot(id=name, sample_index=index, saved_at=index / 4, text=text)
         self._do(who, commands.SaveSnapshot(UID, STREAM, snapshot))
 
     @rule(leads=LEADS, elsewhere=st.sampled_from(["", "", "redis://b"]))
@@ -253,6 +261,10 @@ class LedgerMachine(RuleBasedStateMachine):
         assert _without_times(ledger.read_run(NAME, STREAM)) == _without_times(self.run)
         assert ledger.revisions(UID, STREAM) == self.rules_only.revisions(UID, STREAM)
         assert ledger.journal_size(UID, STREAM) == self.rules_only.journal_size(UID, STREAM)
+
+    @invariant()
+    def the_check_calls_it_sound(self) -> None:
+        assert [*self.ledgers[0].store_faults(), *run_faults(self.ledgers[0], NAME, STREAM)] == []
 
     @rule(at_most=st.integers(0, 40), lag=LAG)
     def look_back(self, at_most: int, lag: int) -> None:

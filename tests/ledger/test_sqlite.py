@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 import sqlite3
 import subprocess
@@ -21,6 +22,8 @@ from tokenloom_server.ledger import boot_clock, sqlite_file
 from tokenloom_server.ledger.commands import Acquire, Commit, Open, Pin, Revise
 from tokenloom_server.ledger.open import open_ledger
 from tokenloom_server.ledger.sqlite import SqliteLedger
+from tokenloom_server.tools.ledger_backup import back_up, saved_runs
+from tokenloom_server.tools.ledger_check import run_faults, store_faults
 
 
 def test_a_relative_url_is_relative_to_the_base_folder_and_an_absolute_one_is_not(tmp_path: Path) -> None:
@@ -162,6 +165,8 @@ from support.ledger_data import commit_at, opening_of
 from tokenloom_server.errors import NotLeader
 from tokenloom_server.ledger import commands
 from tokenloom_server.ledger.sqlite import SqliteLedger
+from tokenloom_server.tools.ledger_backup import back_up, saved_runs
+from tokenloom_server.tools.ledger_check import run_faults, store_faults
 
 ledger = SqliteLedger(Path(sys.argv[1]))
 run = ledger.create_run("run", "train", "uid", "{}")
@@ -400,3 +405,29 @@ def test_after_another_start_of_the_machine_the_wall_clock_says_what_time_it_is(
     monkeypatch.setattr(time, "time", lambda: 7.0)
     with closing(SqliteLedger(tmp_path / "ledger.db")) as ledger:
         assert ledger.clock() == 7.0
+
+
+@pytest.mark.parametrize("in_use", [True, False])
+def test_a_ledger_on_a_full_disk_can_be_checked_and_saved_and_a_new_one_leaves_no_file(
+    in_use: bool, tmp_path: Path
+) -> None:
+    path, new = tmp_path / "ledger.db", tmp_path / "new.db"
+    with closing(SqliteLedger(path)) as ledger:
+        ledger.create_run("run", "train", "uid", "{}")
+        if not in_use:
+            ledger.close()
+        former = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, former[1]))  # no file grows, as on a full disk
+        try:
+            with pytest.raises(LedgerUnavailable, match="free space"):
+                SqliteLedger(new)
+            full = open_ledger(f"sqlite:///{path}", tmp_path, must_exist=True)
+            faults = [*store_faults(full), *run_faults(full, "run", "train")]
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, former)
+        with closing(full):
+            back_up(full, [("run", "train")], tmp_path / "backup")
+        assert [next(saved_runs(tmp_path / "backup", None)).run.name] == ["run"]
+        # It cannot be written to, so that no server may begin on it.
+        assert [fault.partition(":")[0] for fault in faults] == ([] if in_use else ["LedgerUnavailable"])
+        assert not list(tmp_path.glob("new.db*"))

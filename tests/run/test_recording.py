@@ -181,6 +181,38 @@ def test_bad_rows_and_the_end_are_events_and_another_run_has_none_of_them(
     assert (points(other).time, happened(other)) == ([], [])
 
 
+@pytest.mark.parametrize("rule", ["drop", "pad"])
+@pytest.mark.parametrize("looked", [True, False])
+def test_an_end_is_written_at_once_and_found_again_where_a_killed_server_did_not(
+    made: Callable[..., Place], folder: Path, rule: str, looked: bool
+) -> None:
+    write_jsonl(folder / "data/few.jsonl", ["some more words"] * 40)
+    source = {"source": "jsonl:data/few.jsonl:text", "alias": "few"}
+    place = made(mixture={"policy": "sequential", "children": [source]}, last_micro_step=rule)
+    served = told_when_to_look(place.serve())
+    trainer = Trainer(served)
+    trainer.train(3)
+    served.recorder.step()
+    trainer.train(10**6)
+    last = trainer.index
+    if looked:
+        served.recorder.step(is_due=False)
+    assert len(happened(served, "end")) == looked
+    place.stop()  # the recorder has ended before, so it writes nothing
+
+    again = told_when_to_look(place.serve())
+    again.recorder.step()
+    (end,) = happened(again, "end")
+    assert end.startswith(f"the data end at sample {last}: ")
+    # A launch that is not at the end has none of its own.
+    trainer = Trainer(again, resume="fresh")
+    trainer.train(2)
+    place.stop()
+    again = told_when_to_look(place.serve())
+    again.recorder.step()
+    assert happened(again, "end") == [end]
+
+
 def test_a_history_that_cannot_be_written_stops_nothing_and_is_said_once(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:

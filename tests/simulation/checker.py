@@ -15,6 +15,7 @@ from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.run.delivery import EndOfData
 from tokenloom_server.run.join_call import JoinCall
 from tokenloom_server.run.views import Session
+from tokenloom_server.tools.ledger_check import run_faults
 
 from tests.simulation.corpus import Reference, reference, skips_of
 from tests.simulation.scheduler import Violation
@@ -122,6 +123,12 @@ class Checker:
         self._equal(f"the digest at sample {index}", run.committed.digest, reference.digests[index])
         self._equal(f"the tokens at sample {index}", run.committed.total_tokens, reference.tokens_at(index))
         self._world.note("ledger", call, server.name, run.generation, index)
+
+    def look_at_check(self) -> None:
+        """``tokenloom ledger check`` calls sound what servers wrote."""
+        if (RUN, STREAM) in self._world.store.runs:
+            for fault in run_faults(self._world.ledger, RUN, STREAM):
+                self.fail(fault)
 
     def _was_sent_before_the_loss(self, command: Any, epoch: int | None, stored_epoch: int) -> bool:
         """Whether a write left its server when that had the epoch to which the ledger has gone back since.

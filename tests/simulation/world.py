@@ -227,6 +227,7 @@ class World(Scheduler):
                 if not self.run_one():
                     self.checker.fail("nothing is left to do, and the job is not done")
                 self._look_for_end()
+            self.checker.look_at_check()
 
     def _look_for_end(self) -> None:
         launch = self._completed
@@ -417,6 +418,7 @@ class World(Scheduler):
         kind = self.rng.choice(self.plan.faults)
         self.note("world", "fault", kind)
         self._copies.append(self.store.copy())
+        self.checker.look_at_check()
         getattr(self, f"_{kind.replace(' ', '_')}")()
         self.at(self.rng.expovariate(1 / self.plan.fault_gap_s), None, self._fault)
 

@@ -23,6 +23,8 @@ LOOK_EVERY_S = 1.0
 
 #: When a file was changed, its size and its inode: what tells whether it is still the same.
 FileVersion = tuple[int, int, int]
+#: That of no file.
+_AGAIN: FileVersion = (0, 0, -1)
 
 
 class RunFolder(threading.Thread):
@@ -133,12 +135,11 @@ class RunFolder(threading.Thread):
                 continue
             origin = self.origin(path)
             error = self._runs.forget(origin) if version is None else self._runs.follow(origin, self._reason)
-            if not isinstance(error, RunBusy):
-                self._followed[path] = version
+            self._followed[path] = _AGAIN if isinstance(error, RunBusy) else version
             if version is None:
-                # What could not be served beside it is tried again.
+                # What could not be served beside it is tried again, or forgotten where it is gone, too.
                 broken = {problem.origin.file for problem in self._runs.problems()}
-                self._followed = {each: known for each, known in self._followed.items() if each not in broken}
+                self._followed |= {each: _AGAIN for each in self._followed if each in broken}
 
     def _look(self, folder: Path) -> dict[Path, FileVersion]:
         versions: dict[Path, FileVersion | None] = {}
@@ -154,12 +155,12 @@ class RunFolder(threading.Thread):
 
 
 def _version(path: Path) -> FileVersion | None:
-    """None where there is no file, but a folder or a pipe perhaps, whose reading would not end. One that cannot be
-    looked at is there, and reading it says why."""
+    """None for a pipe or a device, whose reading would not end. A folder, a link that leads nowhere, and what cannot be
+    looked at is there, and reading it says why it is no mixture."""
     try:
         status = path.stat()
-    except FileNotFoundError:
-        return None
     except OSError:
+        return 0, 0, 0
+    if stat.S_ISDIR(status.st_mode):
         return 0, 0, 0
     return (status.st_mtime_ns, status.st_size, status.st_ino) if stat.S_ISREG(status.st_mode) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -13,7 +13,7 @@ import typer
 
 from tokenloom_server.cli.command import command
 from tokenloom_server.cli.common import console, say, set_up_logging
-from tokenloom_server.errors import ConfigError
+from tokenloom_server.errors import ConfigError, TokenloomError
 
 if TYPE_CHECKING:
     from tokenloom_server.ledger.base import Ledger
@@ -35,14 +35,20 @@ _Run = Annotated[str | None, typer.Option(help="This run alone; all, if not give
 
 @contextmanager
 def _ledger(url: str, *, must_exist: bool = True) -> Iterator[Ledger]:
-    """Opens a ledger, and says what it logs. One that is written to is checked before: raises ``LedgerUnsafe``."""
+    """Opens a ledger, and says what it logs. One that is written to is checked before: raises ``LedgerUnsafe``. Where
+    that is refused, no file stays that was not there before."""
     from tokenloom_server.ledger.open import open_ledger
 
     set_up_logging("warning")
     with closing(open_ledger(os.environ.get(url, url), Path.cwd(), must_exist=must_exist)) as ledger:
-        if not must_exist:
-            ledger.check()
-        yield ledger
+        try:
+            if not must_exist:
+                ledger.check()
+            yield ledger
+        except BaseException:
+            with suppress(TokenloomError):
+                ledger.abandon()
+            raise
 
 
 def _tracked(runs: Iterable[_T]) -> Iterable[_T]:

@@ -36,11 +36,10 @@ def list_runs(
     if as_json:
         print_json(listed.model_dump())
         return
-    for name in listed.runs:
-        (stats,) = server.stats(name)
+    for stats in server.stats(None):
         waits = f"waits for {stats.waiting_for}" if stats.waiting_for else "trains"
         state = stats.error or stats.ended or waits
-        say(f"{name}: sample {stats.sample_index:,}, {stats.total_tokens:,} tokens; {state}")
+        say(f"{stats.run}: sample {stats.sample_index:,}, {stats.total_tokens:,} tokens; {state}")
     for broken in listed.broken:
         state = "served as it was; its mixture file was not taken" if broken.served else "not served"
         say(f"{broken.run}: {state} ({broken.origin}): {broken.error}: {broken.message}")

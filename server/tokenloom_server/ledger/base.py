@@ -47,6 +47,10 @@ class Ledger(ABC):
     @abstractmethod
     def close(self) -> None: ...
 
+    def abandon(self) -> None:
+        """Closes it, and leaves nothing of a store that was made as it was opened, and has no run."""
+        self.close()
+
     def history(self) -> HistoryStore | None:
         """Where the history of its runs lies; None where it keeps none."""
         return None

@@ -30,9 +30,8 @@ _EXPECTED = (
 def open_ledger(url: str, base_dir: Path, *, must_exist: bool = False) -> Ledger:
     """Opens the ledger that ``url`` names; relative SQLite paths are relative to ``base_dir``.
 
-    Raises ``ConfigError`` for a URL or file that cannot be a ledger, or with ``must_exist`` is none yet. A Redis is not
-    reached before
-    ``check()``, which every caller must call before the first write.
+    Raises ``ConfigError`` for a URL or file that cannot be a ledger, or with ``must_exist`` is none yet; its disk may
+    be full then. A Redis is not reached before ``check()``, which every caller must call before the first write.
     """
     # Each is imported where it is needed: the client of Redis alone takes a tenth of a server's start.
     scheme = url.partition(":")[0]
@@ -42,7 +41,7 @@ def open_ledger(url: str, base_dir: Path, *, must_exist: bool = False) -> Ledger
         path = _safe_path(base_dir) if url == AUTO else base_dir / _sqlite_path(url)
         if must_exist and not path.exists():
             raise ConfigError(f"{path} does not exist; expected a ledger. Give its path: {_EXPECTED}")
-        return SqliteLedger(path)
+        return SqliteLedger(path, reads_only=must_exist)
     if scheme in ("redis", "rediss", "unix"):
         from tokenloom_server.ledger.redis import RedisLedger
 

@@ -48,7 +48,6 @@ from tokenloom_server.ledger.redis_rows import json_of, keys_of, lease_of, membe
 from tokenloom_server.ledger.rules import Head, Writes, decide, refuse_integers, refuse_uid
 
 RUNS, UIDS = "tokenloom:runs", "tokenloom:uids"
-
 #: Fields of commands that every script gets, around its own arguments.
 _SENT_BY_ALL = ("uid", "stream", "epoch", "known_changes")
 #: Fields of a run that decide: integers and texts; 0 and empty where they were never written.
@@ -136,11 +135,32 @@ class RedisLedger(Ledger):
         endings = tuple(ending for ending in redis_rows.KEYS_OF_A_RUN if ending)
         keys = [key for key in self._client.keys("tokenloom:{*") if key.endswith(endings) or key.count(":") == 2]
         orphans = [key for key in keys if key not in known]
-        faults = [f"key {key} is of no run: remove it (redis-cli DEL '{key}')" for key in sorted(orphans)]
+        faults = [
+            f"key {key} is of no run: {RUNS} lost its field (redis-cli HSET {RUNS} NAME/STREAM U), or a restore was "
+            f"interrupted, and it may go (redis-cli DEL '{key}')"
+            for key in sorted(orphans)
+        ]
         for uid, home in uids.items():
             if keys_of(home, uid.rpartition("/")[2])[0] not in known:
                 faults.append(f"uid {uid} leads to no run: remove it (redis-cli HDEL {UIDS} '{uid}')")
+        for field, home in homes.items():
+            faults += self._disagreements(field, home)
         return faults
+
+    def _disagreements(self, field: str, home: str) -> list[str]:
+        """Where a run's keys say the same thing twice, and differently."""
+        key = keys_of(home, stream := field.rpartition("/")[2])[0]
+        twice = ("HGETALL", f"{key}:attempts"), ("ZRANGE", f"{key}:journal", 0, -1)
+        *answers, attempts, journal = self._client.read(*redis_rows.reading_all(home, stream), *twice)
+        contents = redis_rows.run_contents(answers)
+        compared = (
+            (RUNS, field, f"{contents.run.name}/{contents.run.stream}"),
+            (UIDS, home, self._home(contents.run.uid, stream)),
+            ("attempts", attempts, {each.attempt: str(each.generation) for each in contents.openings}),
+            ("journal", journal, [member_of(each.generation, each.sample_index) for each in contents.journal]),
+        )
+        remedy = "Restore the run from a backup (tokenloom ledger restore --replace)"
+        return [f"{key}: {name} contradicts other keys. {remedy}" for name, one, other in compared if one != other]
 
     def run_names(self) -> Sequence[tuple[str, str]]:
         (fields,) = self._client.read(("HKEYS", RUNS))

@@ -18,7 +18,7 @@ from tokenloom_server.ledger.base import Ledger, outcomes
 from tokenloom_server.ledger.commands import Command
 from tokenloom_server.ledger.history import HistoryStore
 from tokenloom_server.ledger.rules import Head, Writes, decide, refuse_elsewhere, refuse_uid
-from tokenloom_server.ledger.sqlite_file import SqliteFile
+from tokenloom_server.ledger.sqlite_file import LEDGER, SqliteFile
 from tokenloom_server.ledger.sqlite_history import SqliteHistory
 from tokenloom_server.ledger.sqlite_rows import Record, all_of, first_of, put, stored_run
 
@@ -45,10 +45,10 @@ DELETE FROM journal WHERE id IN (
 class SqliteLedger(Ledger):
     """See ``Ledger``."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] | None = None) -> None:
-        """``clock``: see ``SqliteFile``. Raises ``ConfigError`` for a file that cannot be a ledger, and
+    def __init__(self, path: Path, clock: Callable[[], float] | None = None, reads_only: bool = False) -> None:
+        """``clock``, ``reads_only``: see ``SqliteFile``. Raises ``ConfigError`` for a file that cannot be a ledger, and
         ``LedgerUnavailable``."""
-        self._file = SqliteFile(path, clock)
+        self._file = SqliteFile(path, clock, LEDGER, reads_only)
         self._history: SqliteHistory | None = SqliteHistory(self._file)
 
     @property
@@ -80,6 +80,10 @@ class SqliteLedger(Ledger):
         if self._history is not None:
             self._history.close()
         self._file.close()
+
+    def abandon(self) -> None:
+        if not self.run_names():
+            self._file.abandon()
 
     def history(self) -> HistoryStore | None:
         return self._history
@@ -174,7 +178,7 @@ class SqliteLedger(Ledger):
     def store_faults(self) -> Sequence[str]:
         with self._file.reading() as connection:
             faults = [line for (line,) in connection.execute("PRAGMA integrity_check") if line != "ok"]
-            for table in sqlite_rows.OF_A_RUN:
+            for table in (*sqlite_rows.OF_A_RUN, "former_uids"):
                 query = f"SELECT COUNT(*) FROM {table} WHERE run NOT IN (SELECT id FROM runs)"
                 if count := connection.execute(query).fetchone()[0]:
                     faults.append(f"table {table} has {count} rows of no run")

@@ -102,9 +102,17 @@ class SqliteFile:
     """One connection to a ledger's file, guarded by a lock: any thread may call. Where another file has taken the path
     since, or none is there, the connection is opened anew, and whoever finds it gets ``LedgerRolledBack``."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] | None = None, layout: Layout = LEDGER) -> None:
-        """``clock``: Unix time in seconds; where none is given, the one that all servers of this machine share."""
+    def __init__(
+        self,
+        path: Path,
+        clock: Callable[[], float] | None = None,
+        layout: Layout = LEDGER,
+        reads_only: bool = False,
+    ) -> None:
+        """``clock``: Unix time in seconds; where none is given, the one that all servers of this machine share.
+        ``reads_only``: a file that cannot be written now, since its disk is full perhaps, is opened all the same."""
         self.path = path
+        self._reads_only = reads_only
         self._layout = layout
         self._fixed_clock = clock
         self._busy_timeout_s = min(layout.busy_timeout_s, BUSY_TIMEOUT_S)
@@ -113,6 +121,8 @@ class SqliteFile:
         self._reopened = 0
         #: Which file is open; None while none is.
         self._opened: tuple[int, ...] | None = None
+        #: Why it can only be read.
+        self._unwritable: LedgerUnavailable | None = None
         self._open()
 
     def _open(self) -> None:
@@ -129,30 +139,51 @@ class SqliteFile:
         file = self.path.resolve()
         # Where the path is a link, SQLite keeps the log beside the file that it leads to.
         self._log_path = file.with_name(f"{file.name}-wal")
+        self._is_made = False
         with contextlib.suppress(OSError):  # it is there, or SQLite will say why it cannot be
             # SQLite gives the write-ahead log and its index the mode of the file.
             os.close(os.open(file, os.O_CREAT | os.O_EXCL, 0o600))
+            self._is_made = True
+        self._connect("rwc")
+        try:
+            self._make_ready()
+        except BaseException as error:
+            self.abandon()
+            if not (self._reads_only and isinstance(error, LedgerUnavailable)):
+                raise
+            # Without a log nobody writes, and none needs to be made.
+            has_log = self._log_path.exists() and self._log_path.stat().st_size
+            self._connect("ro" if has_log else "ro&immutable=1")
+            self.clock, self._unwritable = time.time, error
+        self._opened = self.identity()
+
+    def _connect(self, mode: str) -> None:
+        uri = f"{self.path.absolute().as_uri()}?mode={mode}"
         with self._translated():
             self._connection = sqlite3.connect(
-                self.path, timeout=self._busy_timeout_s, isolation_level=None, check_same_thread=False
+                uri, timeout=self._busy_timeout_s, isolation_level=None, check_same_thread=False, uri=True
             )
             self._connection.row_factory = sqlite3.Row
-        try:
-            with self._transaction("BEGIN"):
-                self._refuse_other_files()
-            _keep_private(self.path.resolve())
-            self._write_ahead()
-            with self._transaction("BEGIN IMMEDIATE") as connection:
-                version = self._refuse_other_files()
-                for statements in self._layout.versions[version:]:
-                    _run(connection, statements)
+
+    def abandon(self) -> None:
+        """Closes it, and leaves nothing of a file that was not there before."""
+        self._connection.close()
+        for path in _parts(self.path.resolve()) if self._is_made else ():
+            path.unlink(missing_ok=True)
+
+    def _make_ready(self) -> None:
+        with self._transaction("BEGIN"):
+            self._refuse_other_files()
+        _keep_private(self.path.resolve())
+        self._write_ahead()
+        with self._transaction("BEGIN IMMEDIATE") as connection:
+            version = self._refuse_other_files()
+            for statements in self._layout.versions[version:]:
+                _run(connection, statements)
+            if version < len(self._layout.versions):  # on a full disk nothing can be written
                 connection.execute(f"PRAGMA application_id = {self._layout.application_id}")
                 connection.execute(f"PRAGMA user_version = {len(self._layout.versions)}")
-                self.clock = self._fixed_clock or boot_clock(connection)
-            self._opened = self.identity()
-        except BaseException:
-            self._connection.close()
-            raise
+            self.clock = self._fixed_clock or boot_clock(connection)
 
     def identity(self) -> tuple[int, ...]:
         """Which file is at the path now, and how often that was opened anew: device, inode and whether it has a name,
@@ -170,7 +201,9 @@ class SqliteFile:
         self._opened = self.identity()
 
     def settings(self) -> tuple[str, int]:
-        """(journal mode, synchronous) as they are."""
+        """(journal mode, synchronous) as they are. Raises ``LedgerUnavailable`` where it can be read only."""
+        if self._unwritable is not None:
+            raise self._unwritable
         with self._lock, self._translated():
             (mode,) = self._connection.execute("PRAGMA journal_mode").fetchone()
             (synchronous,) = self._connection.execute("PRAGMA synchronous").fetchone()
@@ -274,9 +307,14 @@ class SqliteFile:
             ) from error
 
 
+def _parts(path: Path) -> list[Path]:
+    """A file, its write-ahead log, and the index of that."""
+    return [path.with_name(f"{path.name}{part}") for part in ("", "-wal", "-shm")]
+
+
 def _keep_private(path: Path) -> None:
     """Makes a ledger, its write-ahead log and its index their owner's alone where they are not; the log says so."""
-    for file in (path, *(path.with_name(f"{path.name}-{part}") for part in ("wal", "shm"))):
+    for file in _parts(path):
         with contextlib.suppress(OSError):
             mode = file.stat().st_mode & 0o777
             if mode & 0o077:

@@ -175,18 +175,18 @@ class RunCoordinator(JoinCommands):
             return active.trained_on(self.clock(), self.timeouts.liveness_s)
 
     def open_generation(
-        self, uid: str, opening: Opening, start: State, committed: CommittedState, timeline: Timeline
+        self, epoch: int, uid: str, opening: Opening, start: State, committed: CommittedState, timeline: Timeline
     ) -> None:
         """Writes an opening, with the revision that ``timeline`` may have more, and makes its generation the present
-        one. Raises what another rank was refused with meanwhile, and the ledger's errors."""
+        one. Raises ``NotLeader`` where ``epoch``, at which it was worked out, is over, what another rank was refused
+        with meanwhile, and the ledger's errors."""
         with self._lock:
             self._require_unrefused(opening.attempt, 0)
-            known_revisions = self.timeline.revisions
-            if timeline.revisions[: len(known_revisions)] != known_revisions:
+            if epoch != self.lease.epoch:
                 raise errors.NotLeader(f"run {self.name!r} is being taken up anew; join again")
-            revision = next(iter(timeline.revisions[len(known_revisions) :]), None)
+            revision = next(iter(timeline.revisions[len(self.timeline.revisions) :]), None)
             try:
-                epoch, known = self.lease.epoch, self.revision_changes
+                known = self.revision_changes
                 self.ledger.execute(Open(uid, self.stream, epoch, opening, committed, revision, known_changes=known))
             except errors.LedgerUnavailable as error:
                 self._await_ledger("a generation was opened", error)

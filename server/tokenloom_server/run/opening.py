@@ -57,6 +57,8 @@ class GenerationOpener:
         coordinator = self._coordinator
         # The slow part is outside of the run's own lock, which is held for the write alone.
         with coordinator.one_change:
+            # Before the ledger is read: under a later epoch it may hold something else, and the write is refused.
+            epoch = coordinator.lease.epoch
             stored = coordinator.stored()
             if stored.opening is not None and stored.opening.attempt == call.attempt:
                 # The same process asking again (its answer was lost), or another one: the slot tells.
@@ -74,12 +76,12 @@ class GenerationOpener:
             point = self._resolve(call, stored, pin)
             start = self._past_states.forward(point, timeline=timeline)
             timeline = timeline.with_clock(start.clock_offset)
-            uid = self._adopt(point, stored)
+            uid = self._adopt(epoch, point, stored)
             opening = self._lay(call, stored, point, timeline, start, opened_at)
             # Noted before the write: where its answer is lost, the same rank asks again.
             self._newest = call.attempt, choice
             committed = commit_of(timeline, start, opening.start_state)
-            coordinator.open_generation(uid, opening, start, committed, timeline)
+            coordinator.open_generation(epoch, uid, opening, start, committed, timeline)
         resources = coordinator.order.resources
         resources.changed = tuple(dict.fromkeys((*resources.changed, *point.changed)))
         for text in resources.changed:
@@ -194,12 +196,12 @@ class GenerationOpener:
             )
         return past_states.beginning()
 
-    def _adopt(self, point: ResumePoint, stored: StoredRun) -> str:
+    def _adopt(self, epoch: int, point: ResumePoint, stored: StoredRun) -> str:
         """The run's uid: a trainer's state brings its own to a ledger that never opened the run."""
         if point.run_uid is None or point.run_uid == stored.uid:
             return stored.uid
         coordinator = self._coordinator
-        coordinator.ledger.execute(Adopt(stored.uid, coordinator.stream, coordinator.lease.epoch, point.run_uid))
+        coordinator.ledger.execute(Adopt(stored.uid, coordinator.stream, epoch, point.run_uid))
         _log.info("%s: an empty ledger goes on with the trainer's run_uid %s", coordinator.name, point.run_uid)
         return point.run_uid
 

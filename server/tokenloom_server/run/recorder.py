@@ -9,10 +9,13 @@ import json
 import logging
 import threading
 from collections import deque
+from contextlib import suppress
 from typing import NamedTuple
 
 from tokenloom_server.core.state import MAX_COUNTER
+from tokenloom_server.errors import TokenloomError
 from tokenloom_server.ledger.history import HistoryEntry, HistoryStore, Kind
+from tokenloom_server.order.replay import Replay
 from tokenloom_server.reports.history import EventKind
 from tokenloom_server.reports.stats import RunStats
 from tokenloom_server.run.coordinator import RunCoordinator
@@ -87,6 +90,8 @@ class Recorder(threading.Thread):
         # Points that are not written yet, numbered when they are.
         self._points: list[_Point] = []
         self._reported: object = None
+        #: What is written at once, for nothing in the ledger tells of it.
+        self._urgent: object = None
         self._away_since: float | None = None
         self._fails = False
 
@@ -118,7 +123,9 @@ class Recorder(threading.Thread):
             return
         try:
             self._look()
-            if is_due:
+            view, before = self._coordinator.view(), self._urgent
+            self._urgent = view.generation.end, view.error
+            if is_due or self._urgent != before:
                 self._write(self._store)
                 self._fails = False
         except Exception as error:
@@ -149,10 +156,11 @@ class Recorder(threading.Thread):
         of_run, epoch = (coordinator.uid, coordinator.stream), coordinator.lease.epoch
         if not coordinator.leads():
             return
-        stored = self._stored
+        stored, stats, noted = self._stored, self._stats.read(), list(self._noted)
         if stored is None or stored.run != (coordinator.uid, epoch):
             stored = self._stored = _Stored(store, *of_run, epoch)
-        stats, noted = self._stats.read(), list(self._noted)
+            if stats.generation and stats.ended is None and stored.last != (stats.generation, stats.sample_index):
+                stats = self._with_end(stats)
         seen, events = compared(stored.seen, self._look_at(stats, stored))
         points, last = self._points, self._point(stats)
         if last.place != (points[-1].place if points else stored.last):
@@ -186,6 +194,18 @@ class Recorder(threading.Thread):
         for event in noted:
             if self._noted and self._noted[0] is event:
                 self._noted.popleft()
+
+    def _with_end(self, stats: RunStats) -> RunStats:
+        """Of a run whose server was killed before it wrote all down: with why the data end where it stands, if they
+        do. Its ranks may have left, so that nothing is produced any more that would tell."""
+        view = self._coordinator.view()
+        timeline, commit, index = view.timeline, view.commit, view.commit.sample_index
+        replay = Replay(timeline, timeline.decode(commit.state))
+        with suppress(TokenloomError):
+            replay.forward(index + view.generation.world_size * view.generation.batch_size)
+        if replay.ended is None or (replay.sample_index > index and timeline.at(index).config.last_micro_step == "pad"):
+            return stats
+        return stats.model_copy(update={"ended": replay.ended, "produced_index": index})
 
     def _point(self, stats: RunStats) -> _Point:
         place = stats.generation, stats.sample_index

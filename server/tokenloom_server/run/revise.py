@@ -162,11 +162,11 @@ class RevisionHandler:
         has been decided otherwise here, is left to who reads it.
         """
         coordinator = self._coordinator
-        brought = brings(coordinator.name, text)
+        brought, epoch = brings(coordinator.name, text), coordinator.lease.epoch
         stored = coordinator.ledger.read_run(coordinator.name, coordinator.stream) if brought is not None else None
         if brought is None or stored is None:
             return
-        timeline, epoch = coordinator.timeline, coordinator.lease.epoch
+        timeline = coordinator.timeline
         if stored.opening is None and timeline.origin is None and brought.origin is not None:
             timeline = timeline.with_origin(Origin(**brought.origin))
         # In the order of the samples, as a ledger takes them.

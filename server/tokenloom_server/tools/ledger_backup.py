@@ -41,6 +41,9 @@ def read_whole(ledger: Ledger, name: str, stream: str) -> RunContents:
     """All of a run. Raises ``NotFound`` where it is not there, and ``LedgerError`` where it cannot be read."""
     try:
         contents = ledger.read_all(name, stream)
+        if contents is not None:
+            # A SQLite column takes values of any type.
+            _RUN.validate_json(_RUN.dump_json(contents, warnings=False))
     except (KeyError, TypeError, ValueError) as error:
         raise LedgerError(
             f"run {name!r}, stream {stream}, cannot be read: {type(error).__name__}: {error}. Restore it from a backup "

@@ -21,7 +21,7 @@ from tokenloom_proto.credentials import (
     refuse_plaintext,
 )
 
-from tokenloom_server.errors import ConfigError, TokenloomError
+from tokenloom_server.errors import ConfigError, NotFound, TokenloomError
 from tokenloom_server.reports.receipt import Receipt, RevisionInfo, RunReport
 from tokenloom_server.reports.runs import ChangedRun, RunList
 from tokenloom_server.reports.stats import MixtureInfo, NextLaunch, RunStats
@@ -84,8 +84,17 @@ class Remote:
             ) from None
 
     def stats(self, run: str | None) -> list[RunStats]:
-        """The figures of one run, or of all. Raises ``ServerUnreachable``, ``NotFound``, ``Unauthenticated``."""
-        return [self._ask(RunStats, f"{_path(name)}/stats") for name in self._named(run)]
+        """The figures of one run, or of all that are still there. Raises ``ServerUnreachable``, ``NotFound``,
+        ``Unauthenticated``."""
+        found = []
+        for name in self._named(run):
+            try:
+                found.append(self._ask(RunStats, f"{_path(name)}/stats"))
+            except NotFound:
+                if run or self.run:
+                    raise
+                # One of all was removed meanwhile.
+        return found
 
     def about(self) -> rest.About:
         """The runs, and where trainers connect. Raises ``ProtocolError`` where it is no Tokenloom server."""
