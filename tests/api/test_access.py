@@ -37,6 +37,14 @@ from tokenloom_server.errors import ConfigError, Unauthenticated
 MINE, OTHER = "wiki-small", "code"
 
 
+def look(access: Access) -> None:
+    """What the watchers do every second."""
+    access.look_at_tokens()
+    access.recheck_held()
+    if access.tls is not None:
+        access.tls.look()
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     folder = tmp_path_factory.mktemp("runs")
@@ -133,7 +141,7 @@ def test_a_token_is_good_until_it_is_revoked_or_expires(file: Path, access: Acce
     brief = create(file, "brief", "read", ["*"], soon)
     with pytest.raises(Unauthenticated):
         access.check(f"Bearer {brief}", Scope.READ)
-    access.look()
+    look(access)
     held = access.check(f"Bearer {brief}", Scope.READ)
     wait_for(lambda: datetime.now(UTC) > soon, "the end")
     for ask in (lambda: access.check(f"Bearer {brief}", Scope.READ), lambda: access.recheck(held, Scope.READ)):
@@ -141,7 +149,7 @@ def test_a_token_is_good_until_it_is_revoked_or_expires(file: Path, access: Acce
             ask()
     ada = access.check(f"Bearer {token}", Scope.ADMIN)
     revoke(file, "ada")
-    access.look()
+    look(access)
     with pytest.raises(Unauthenticated, match="the token 'ada' was revoked"):
         access.recheck(ada, Scope.READ)
     assert (file.stat().st_mode & 0o777, token in file.read_text(encoding="utf-8")) == (0o600, False)
@@ -164,8 +172,8 @@ def test_the_file_is_taken_up_as_a_whole_or_not_at_all(
     for fault, tokens in faults.items():
         file.write_text(json.dumps({"tokens": tokens}), encoding="utf-8")
         with caplog.at_level(logging.ERROR):
-            access.look()
-            access.look()
+            look(access)
+            look(access)
         assert access.named.is_stale
         assert len(caplog.messages) == 1
         assert fault in caplog.messages[0]
@@ -175,10 +183,10 @@ def test_the_file_is_taken_up_as_a_whole_or_not_at_all(
         caplog.clear()
     for spoil in (lambda: file.write_text("{", encoding="utf-8"), lambda: file.chmod(0o644), file.unlink):
         spoil()
-        access.look()
+        look(access)
         assert access.check(f"Bearer {token}", Scope.ADMIN).name == "ada"
     create(file, "eve", "read", ["*"], None)
-    access.look()
+    look(access)
     assert not access.named.is_stale
     with pytest.raises(Unauthenticated):
         access.check(f"Bearer {token}", Scope.READ)
@@ -198,7 +206,7 @@ def test_a_revoked_token_ends_the_streams_of_its_ranks(
             threads = [thread for thread in threading.enumerate() if thread.name.endswith("-progress")]
             assert len(threads) == (2 if world_size == 2 else 0)
             revoke(file, "ada")
-            access.look()
+            look(access)
             for rank in world.ranks:
                 with pytest.raises(Unauthenticated, match="the token 'ada' was revoked"):
                     for _ in rank:
@@ -215,11 +223,11 @@ def test_calls_whose_client_reads_nothing_end_too(runs: Runs, file: Path, access
         reflection = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
         asking = reflection((b"" for _ in iter(read_all.wait, False)), metadata=metadata)
         wait_for(lambda: len(access._held) == 2, "that both have begun")
-        access.look()
+        look(access)
         assert len(access._held) == 2
         revoke(file, "ada")
         for _ in range(auth.GOODBYE_LOOKS + 1):
-            access.look()
+            look(access)
         for call in (held, asking):
             with pytest.raises(grpc.RpcError) as ended:
                 list(call)
@@ -267,11 +275,11 @@ def test_new_connections_get_new_certificates_and_open_ones_stay(
         first = shown_at(address)
         assert first == shown_at(server.address)
         issue(key)
-        access.look()
+        look(access)
         assert "cannot be used, so what it held before stays in force" in caplog.text
         assert shown_at(address) == shown_at(server.address) == first
         issue()
-        access.look()
+        look(access)
         second = shown_at(address)
         assert second == shown_at(server.address) != first
         assert client.get("/healthz").status_code == 200
@@ -310,7 +318,7 @@ def test_every_change_is_in_the_audit_log_and_among_the_runs_events(
         with World(f"grpc://{address}/{MINE}", token=secret, resume="fresh", takeover=True) as world:
             world.steps(1)
     create(file, "bob", "read", ["*"], None)
-    access.look()
+    look(access)
     lines = audited(caplog)
     expected = (
         f"run {MINE}: next launch: at sample {index} (before: nothing pinned); by ada at 127.0.0.1:",

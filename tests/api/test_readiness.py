@@ -19,6 +19,7 @@ from support.corpora import mixture, write_corpus
 from support.ports import free_port
 from support.redis_server import RedisServer
 from support.served import Trainer, never, runs_of
+from tokenloom_proto.threads import Background
 from tokenloom_server.api.metrics import create_registry
 from tokenloom_server.api.rest.server import RestServer
 from tokenloom_server.api.server import ServeOptions, Server
@@ -86,7 +87,7 @@ def test_a_server_is_ready_while_one_of_its_runs_can_be_served(runs: Runs) -> No
 
 
 def test_a_thread_that_ended_stands_in_the_runs_own_state(runs: Runs) -> None:
-    ended = threading.Thread(name="ended", target=int)
+    ended = Background("ended", int)
     ended.start()
     ended.join()
     one = runs.get("one")

@@ -26,6 +26,7 @@ from typing import Any
 
 from tokenloom_proto.credentials import CONTROL_VARIABLE
 from tokenloom_proto.errors import TokenloomError, named
+from tokenloom_proto.threads import Background
 
 from tokenloom.errors import ServerUnavailable
 from tokenloom.job_server.mixture_file import require_server
@@ -78,7 +79,7 @@ class ChildServer:
         self._closing = threading.Event()
         self._started = threading.Event()
         # The kernel ends a child with the thread that started it, so that has to be one which stays.
-        self._thread = threading.Thread(target=self._keep, name="tokenloom-server", daemon=True)
+        self._thread = Background("server", self._keep, "tokenloom")
         self._thread.start()
         try:
             self._started.wait()

@@ -16,7 +16,7 @@ from tokenloom_proto.credentials import CONTROL_VARIABLE, READ_VARIABLE, find_to
 
 from tokenloom_server.api import audit
 from tokenloom_server.api.tls import Tls
-from tokenloom_server.api.watched_files import WatchedFiles
+from tokenloom_server.api.watched_files import WatchedFiles, Watcher
 from tokenloom_server.core.caller import Caller
 from tokenloom_server.errors import ConfigError, Forbidden, Unauthenticated
 
@@ -120,14 +120,20 @@ class Access:
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
-    def look(self) -> None:
-        """Takes up what the files of named tokens and of TLS hold now, where they have changed. To be called by one
-        thread, every second or so: a revoked token is good for no longer than that."""
+    def watchers(self) -> list[Watcher]:
+        """What takes up the files of named tokens and of TLS where they change, and ends calls whose token is good no
+        more."""
+        certificates = [Watcher("certificates", self.tls.look)] if self.tls is not None else []
+        return [Watcher("tokens", self.look_at_tokens), *certificates, Watcher("access", self.recheck_held)]
+
+    def look_at_tokens(self) -> None:
+        """Takes up what the file of named tokens holds now."""
         before = self._names()
         if self.named.look():
             audit.said("tokens", f"{self._names()} (before: {before})")
-        if self.tls is not None:
-            self.tls.look()
+
+    def recheck_held(self) -> None:
+        """Ends the calls that go on though their token is not good any more."""
         for call, held in self._held.copy().items():
             try:
                 held[0]()

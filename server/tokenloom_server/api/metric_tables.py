@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tokenloom_server.api.auth import Access
+from tokenloom_server.api.run_folder import RunFolder
 from tokenloom_server.core.measures import Counter
 from tokenloom_server.storage.cache import BlockCache
 
@@ -64,6 +65,7 @@ class ServerRow(NamedTuple):
     ready: bool
     cache: BlockCache | None
     access: Access
+    folder: RunFolder | None
 
 
 class ReadRow(NamedTuple):
@@ -76,10 +78,15 @@ class ReadRow(NamedTuple):
 SERVER_METRICS = (
     RowMetric("tokenloom_server_info", "", "Always 1; the server's version.", {"version": "version"}),
     RowMetric("tokenloom_ready", "ready", "1 while requests can be served."),
-    RowMetric("tokenloom_tokens_stale", "access.named.is_stale", "1 while the file of --tokens cannot be used."),
-    RowMetric("tokenloom_certificates_stale", "access.tls.is_stale", "1 while the files of TLS cannot be used."),
+    RowMetric("tokenloom_tokens_stale", "access.named.is_stale", "1 while the file of --tokens cannot be taken up."),
+    RowMetric("tokenloom_certificates_stale", "access.tls.is_stale", "1 while the files of TLS cannot be taken up."),
+    RowMetric("tokenloom_runs_dir_stale", "folder.is_stale", "1 while the folder of --runs-dir cannot be followed."),
     RowMetric("tokenloom_cache_read_bytes_total", "cache.cached_bytes", "Bytes read of the cache; absent without one."),
     RowMetric("tokenloom_cache_missed_bytes_total", "cache.fetched_bytes", "Bytes fetched that the cache lacked."),
+)
+
+THREAD_METRICS = (
+    RowMetric("tokenloom_thread_faults_total", "", "Faults that nobody expects, met by threads of a kind; they go on."),
 )
 
 RPC_METRICS = (RowMetric("tokenloom_rpc_errors_total", "", "Calls of gRPC that ended with an error."),)
@@ -212,6 +219,7 @@ _SOURCE_LABELS = (*_RUN_LABELS, "source")
 #: All of them, with the labels that each of a table has.
 TABLES = (
     ((), SERVER_METRICS),
+    (("thread",), THREAD_METRICS),
     (("rpc", "code", "error"), RPC_METRICS),
     (("run",), READ_METRICS),
     (_RUN_LABELS, RUN_METRICS),

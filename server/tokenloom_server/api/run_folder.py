@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import stat
 import threading
 from pathlib import Path
+from time import monotonic
 
 from tokenloom_server.api.bring_up import Reason
 from tokenloom_server.api.mixture_origin import INDEX_FOLDER, MixtureOrigin
 from tokenloom_server.api.service import Runs
+from tokenloom_server.api.watched_files import Watched, Watcher
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError, RunBusy
-
-_log = logging.getLogger(__name__)
-
-#: How often a folder is looked into, seconds. A file is taken once two looks in a row found it the same.
-LOOK_EVERY_S = 1.0
-
 
 #: When a file was changed, its size and its inode: what tells whether it is still the same.
 FileVersion = tuple[int, int, int]
 
 
-class RunFolder(threading.Thread):
-    """Follows the files ``*.yaml`` of a folder, or of none: then runs are added and removed until the server ends."""
+class RunFolder(Watched):
+    """Follows the files ``*.yaml`` of a folder, or of none: then runs are added and removed until the server ends. A
+    file is taken once two looks in a row found it the same."""
 
     def __init__(self, runs: Runs, folder: Path | None, index_dir: Path | None, data_roots: DataRoots) -> None:
-        super().__init__(name="tokenloom-runs-dir", daemon=True)
+        super().__init__(f"--runs-dir {folder}")
         self._runs, self._index_dir, self._data_roots = runs, index_dir, data_roots
         self.folder = folder
         self._reason: Reason | None = None
@@ -36,7 +32,7 @@ class RunFolder(threading.Thread):
         self._lock = threading.Lock()
         self._seen: dict[Path, FileVersion] = {}
         self._followed: dict[Path, FileVersion | None] = {}
-        self._ended = threading.Event()
+        self._watcher = Watcher("runs-dir", self.step)
 
     def begin(self, reason: Reason | None) -> None:
         """Serves what is there, and follows the folder from then on. ``reason``: as ``--revise`` has it. Raises
@@ -46,24 +42,20 @@ class RunFolder(threading.Thread):
         self._reason = reason
         self._seen = self._look(self.folder)
         self._follow(self._seen)
-        self.start()
-
-    def run(self) -> None:
-        while not self._ended.wait(LOOK_EVERY_S):
-            try:
-                self.step()
-            except ConfigError as error:
-                _log.warning("%s", error)  # a folder that cannot be read tells nothing: no run is removed for that
+        self._good_at = monotonic()
+        self._watcher.start()
 
     def step(self) -> None:
-        """Looks into the folder, and follows what is as it was at the look before."""
+        """Looks into the folder, and follows what is as it was at the look before. Raises ``ConfigError`` where the
+        folder cannot be read, which tells nothing: no run is removed for that."""
         assert self.folder is not None
         with self._lock:
             before, self._seen = self._seen, self._look(self.folder)
             self._follow(before)
+            self._good_at = monotonic()
 
     def end(self) -> None:
-        self._ended.set()
+        self._watcher.ending.set()
 
     def origin(self, file: Path) -> MixtureOrigin:
         """Of a mixture file of this server."""
@@ -127,7 +119,7 @@ class RunFolder(threading.Thread):
         # What is gone goes first: a file that was renamed brings the run that it had.
         for path in sorted(self._followed.keys() | self._seen.keys(), key=lambda path: (path in self._seen, path)):
             version = self._seen.get(path)
-            if self._ended.is_set() or version == self._followed.get(path) or version != before.get(path):
+            if self._watcher.ending.is_set() or version == self._followed.get(path) or version != before.get(path):
                 continue
             origin = self.origin(path)
             error = self._runs.forget(origin) if version is None else self._runs.follow(origin, self._reason)

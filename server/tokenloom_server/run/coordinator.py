@@ -11,12 +11,12 @@ it, but one: nothing is sent while an opening is written, so that nothing reache
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tokenloom_proto.process import is_gone
+from tokenloom_proto.threads import Background
 
 from tokenloom_server import errors
 from tokenloom_server.core.state import State
@@ -38,7 +38,7 @@ RECENT_EVERY_S = 0.25
 class RunCoordinator(JoinCommands):
     """Owns one run of this server. Thread-safe."""
 
-    def start(self, *workers: threading.Thread) -> None:
+    def start(self, *workers: Background) -> None:
         """Starts the run's own threads; ``stop`` ends them."""
         self._workers = workers
         for worker in workers:

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from tokenloom_proto.threads import Background
+
 from tokenloom_server.config.stream import TRAIN
 from tokenloom_server.core.measures import Measures
 from tokenloom_server.core.state import State
@@ -42,7 +44,7 @@ _log = logging.getLogger(__name__)
 class RunState:
     """See the module."""
 
-    _workers: tuple[threading.Thread, ...] = ()
+    _workers: tuple[Background, ...] = ()
 
     def __init__(
         self,
@@ -210,11 +212,12 @@ class RunState:
             return self._active.point_at(sample_index) if self._active is not None else None
 
     def _ended_thread(self) -> TokenloomError | None:
-        """What stands still without an error of its own: a thread of the run that has ended."""
-        name = next((worker.name for worker in self._workers if not worker.is_alive()), None)
-        if name is None or self.stopping:
+        """What stands still without an error of its own: a thread of the run that fails, or has ended."""
+        bad = next((worker for worker in self._workers if worker.fault or not worker.is_alive()), None)
+        if bad is None or self.stopping:
             return None
-        return TokenloomError(f"its thread {name} has ended; restart the server, and report its log")
+        why = f"fails, and tries again: {bad.fault}" if bad.fault else "has ended; restart the server"
+        return TokenloomError(f"its thread {bad.name} {why}; report its log")
 
     def _waiting(self) -> Waiting:
         """What production or delivery waits for."""
