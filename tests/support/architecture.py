@@ -46,8 +46,9 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("integrations",),
     ),
     PROTO: (
-        ("__init__", "address", "batch_schedule", "certificate", "errors", "process", "seal", "dataloader_pb2"),
-        ("credentials", "dataloader_pb2_grpc", "protocol", "release", "resume", "threads"),
+        ("__init__", "address", "batch_schedule", "certificate", "errors", "files", "process", "seal"),
+        ("credentials", "dataloader_pb2", "protocol", "release", "threads"),
+        ("dataloader_pb2_grpc", "resume"),
         ("rest",),
     ),
 }

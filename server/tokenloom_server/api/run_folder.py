@@ -8,6 +8,8 @@ import threading
 from pathlib import Path
 from time import monotonic
 
+from tokenloom_proto.files import resolved
+
 from tokenloom_server.api.bring_up import Reason
 from tokenloom_server.api.mixture_origin import INDEX_FOLDER, MixtureOrigin
 from tokenloom_server.api.service import Runs
@@ -31,6 +33,7 @@ class RunFolder(Watched):
         #: One change of the folder at a time. As it was when it was looked into last, and as its runs are served.
         self._lock = threading.Lock()
         self._seen: dict[Path, FileVersion] = {}
+        self._identity = (0, 0)
         self._followed: dict[Path, FileVersion | None] = {}
         self._watcher = Watcher("runs-dir", self.step)
 
@@ -59,7 +62,7 @@ class RunFolder(Watched):
 
     def origin(self, file: Path) -> MixtureOrigin:
         """Of a mixture file of this server."""
-        return MixtureOrigin.of_file(file, self._index_dir or file.resolve().parent / INDEX_FOLDER)
+        return MixtureOrigin.of_file(file, self._index_dir or resolved(file).parent / INDEX_FOLDER)
 
     def add(self, file: str | None, text: str | None, reason: Reason | None) -> str:
         """Serves a mixture file of the server's machine, or the text of one; returns the run's name. The folder gets a
@@ -78,10 +81,11 @@ class RunFolder(Watched):
         with self._lock:
             try:
                 if file is not None:
+                    name = self._runs.run_of(self.origin(Path(file)))
                     draft.symlink_to(file)
                 else:
                     draft.write_text(text or "", encoding="utf-8")
-                name = self._runs.run_of(self.origin(draft))
+                    name = self._runs.run_of(self.origin(draft))
                 path = self.folder / f"{name}.yaml"
                 if path.exists():
                     raise ConfigError(f"{path} is there already: change it there, or remove run {name!r} first")
@@ -133,6 +137,7 @@ class RunFolder(Watched):
     def _look(self, folder: Path) -> dict[Path, FileVersion]:
         versions: dict[Path, FileVersion | None] = {}
         try:
+            status = folder.stat()
             for path in folder.iterdir():
                 if path.suffix == ".yaml" and not path.name.startswith("."):
                     versions[path] = _version(path)
@@ -140,7 +145,15 @@ class RunFolder(Watched):
             raise ConfigError(
                 f"--runs-dir {folder}: cannot be read ({error.strerror}); expected a folder of mixture files"
             ) from None
-        return {path: version for path, version in versions.items() if version is not None}
+        files = {path: version for path, version in versions.items() if version is not None}
+        is_another = (status.st_dev, status.st_ino) != self._identity
+        if is_another and self._seen and not files:
+            raise ConfigError(
+                f"--runs-dir {folder}: is another folder than before, and empty, so no run is removed for that: is its "
+                "disk away? To remove runs, use tokenloom runs remove"
+            )
+        self._identity = status.st_dev, status.st_ino
+        return files
 
 
 def _version(path: Path) -> FileVersion | None:

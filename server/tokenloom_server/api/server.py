@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokenloom_proto.credentials import CONTROL_VARIABLE, is_loopback
+from tokenloom_proto.files import resolved
 
 from tokenloom_server.api import open_files
 from tokenloom_server.api.auth import OPEN_TO_ALL, Access
@@ -236,8 +237,8 @@ def _say_what_is_stale(watched: Sequence[Watched]) -> None:
 
 def _folder(options: ServeOptions) -> Path:
     """Where a ledger lies that is named without a folder."""
-    first = options.mixtures[0].resolve().parent if options.mixtures else options.runs_dir or options.base_dir
-    return first.resolve()
+    first = resolved(options.mixtures[0]).parent if options.mixtures else options.runs_dir or options.base_dir
+    return resolved(first)
 
 
 def _holder(grpc_address: str) -> str:

@@ -92,6 +92,7 @@ class RestServer:
         resources = (health,) if self._only_health else RESOURCES
         app = create_app(Backend(runs, version("tokenloom"), grpc_address, self._access, folder), resources)
         http = self._http = Http(app, self._access.tls)
+        self._listener.make_room = http.make_room
         # Whoever stops sets this first and looks at ``_http`` then: one of the two sees the other.
         if not self._stopping:
             http.run(sockets=[self._listener])
