@@ -113,7 +113,7 @@ RUN_METRICS = (
     RowMetric("tokenloom_learning_rate", "reported.learning_rate", "Learning rate, last reported; absent before."),
     RowMetric("tokenloom_window_fill", "window_fill", "Produced and not committed; fraction of the window."),
     RowMetric("tokenloom_opening", "opening", "1 while a launch is being opened."),
-    RowMetric("tokenloom_ended", "ended", "1 once the data has ended.", is_flag=True),
+    RowMetric("tokenloom_ended", "ended", "1 once the data has ended and all of it is committed.", is_flag=True),
     RowMetric("tokenloom_failed", "error", "1 once an error has stopped the run.", is_flag=True),
     RowMetric("tokenloom_ledger_available", "ledger.available", "1 while the ledger can be reached."),
     RowMetric("tokenloom_last_commit_index", "ledger.last_commit_index", "Sample index of the last commit."),
