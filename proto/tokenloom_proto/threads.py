@@ -34,36 +34,34 @@ class Background(threading.Thread):
         """``kind``: what it does, ``of``: for whom, such as a run. With ``goes_on`` it works in turns, until one
         returns false; one that fails is followed by the next. ``after_s``: it begins so late, seconds."""
         super().__init__(name=f"{of}-{kind}" if of else kind, daemon=True)
-        self.kind, self._work, self._of, self._goes_on, self._after_s = kind, work, of, goes_on, after_s
+        self._kind, self._work, self._of, self._goes_on, self._after_s = kind, work, of, goes_on, after_s
         #: Set by who wants no more of it: until ``after_s`` it does not begin then, and its work may look.
         self.ending = threading.Event()
         #: What the last turn failed with; empty where it did not.
         self.fault = ""
         faults().setdefault(kind, 0)
 
+    def end(self, timeout_s: float) -> None:
+        """Wants no more of it, and waits for its end at most so long."""
+        self.ending.set()
+        if self.ident is not None:
+            self.join(timeout_s)
+
     def run(self) -> None:
         """See the class."""
-        name_for_kernel(self.kind, self._of)
-        if self._after_s and self.ending.wait(self._after_s):
-            return
-        while self._turn():
-            pass
-
-    def _turn(self) -> bool:
-        try:
-            goes_on = bool(self._work()) and self._goes_on
-            self.fault = ""
-        except BaseException as error:  # a library's panic among them
-            fault, is_named = f"{type(error).__name__}: {error}", isinstance(error, TokenloomError)
-            goes_on = self._goes_on and not self.ending.is_set()
-            faults()[self.kind] += not is_named
-            if fault != self.fault:
-                what = "it goes on" if goes_on else "its work is not done"
-                log.error("thread %s: %s; %s", self.name, fault, what, exc_info=None if is_named else error)
-            self.fault = fault
-            if goes_on:
-                self.ending.wait(PAUSE_S)
-        return goes_on
+        name_for_kernel(self._kind, self._of)
+        goes_on = not (self._after_s and self.ending.wait(self._after_s))
+        while goes_on:
+            try:
+                goes_on = bool(self._work()) and self._goes_on
+                self.fault = ""
+            except BaseException as error:  # a library's panic among them
+                fault, is_named = f"{type(error).__name__}: {error}", isinstance(error, TokenloomError)
+                faults()[self._kind] += not is_named
+                if fault != self.fault:
+                    log.error("thread %s: %s", self.name, fault, exc_info=None if is_named else error)
+                self.fault = fault
+                goes_on = self._goes_on and not self.ending.wait(PAUSE_S)
 
 
 def pool(threads: int, kind: str, of: str = "") -> ThreadPoolExecutor:

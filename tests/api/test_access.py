@@ -5,33 +5,40 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import socket
 import ssl
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import grpc
 import httpx
 import pytest
 import trustme
 import yaml
+from prometheus_client import generate_latest
 from support.corpora import flat, write_txt
 from support.served import over_grpc, runs_of
 from support.trainer import World
 from support.waiting import wait_for
 from tokenloom_proto import dataloader_pb2 as wire
-from tokenloom_server.api import audit, auth
+from tokenloom_proto.credentials import read_token
+from tokenloom_server.api import audit, auth, watched_files
 from tokenloom_server.api.auth import Access, Scope
 from tokenloom_server.api.grpc import servicer
+from tokenloom_server.api.metrics import create_registry
 from tokenloom_server.api.rest.app import create_app
 from tokenloom_server.api.rest.routes import Backend
 from tokenloom_server.api.rest.server import RestServer
 from tokenloom_server.api.service import Runs
 from tokenloom_server.api.tls import Tls
 from tokenloom_server.api.tokens import create, revoke, watched_tokens
+from tokenloom_server.api.watched_files import WatchedFiles, Watcher
 from tokenloom_server.errors import ConfigError, Unauthenticated
 
 MINE, OTHER = "wiki-small", "code"
@@ -190,6 +197,62 @@ def test_the_file_is_taken_up_as_a_whole_or_not_at_all(
     assert not access.named.is_stale
     with pytest.raises(Unauthenticated):
         access.check(f"Bearer {token}", Scope.READ)
+
+
+def test_a_look_that_never_ends_makes_its_own_files_stale_and_stops_no_other(
+    runs: Runs,
+    file: Path,
+    token: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As with a disk of a network that hangs."""
+    monkeypatch.setattr(watched_files, "LOOK_EVERY_S", 0.01)
+    other, back, signature_of = tmp_path / "other", threading.Event(), watched_files._signature_of
+    other.touch()
+    access = Access(named=watched_tokens(file), tls=cast("Tls", WatchedFiles("--tls-cert", [other], other.read_bytes)))
+
+    def look(path: Path) -> tuple[int, ...]:
+        assert path != file or back.wait(120)
+        return signature_of(path)
+
+    monkeypatch.setattr(watched_files, "_signature_of", look)
+    assert access.tls is not None
+    watchers = [Watcher("tokens", access.look_at_tokens), Watcher("certificates", access.tls.look)]
+    watchers.append(Watcher("access", partial(access.recheck_held, [access.named, access.tls])))
+    monkeypatch.setattr(watched_files, "STALE_S", 2.0)
+    for watcher in watchers:
+        watcher.start()
+    try:
+        said = f"--tokens {file}: no look has ended well for 2 s; what it held before stays in force: is its disk away?"
+        wait_for(lambda: said in caplog.text, "a line that says so")
+        assert (
+            "tokenloom_tokens_stale 1.0" in generate_latest(create_registry(runs, version="0", access=access)).decode()
+        )
+        other.write_text("renewed")
+        wait_for(lambda: cast("Any", access.tls).content == b"renewed", "the other file to be taken up")
+        back.set()
+        wait_for(lambda: f"--tokens {file}: it is looked at again" in caplog.text, "a line that says so")
+        assert not access.named.is_stale
+    finally:
+        back.set()
+        for watcher in watchers:
+            watcher.end(120)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_is_refused_as_one_of_tokens_and_no_look_waits_for_it(
+    file: Path, access: Access, token: str, make: Callable[[Path], None]
+) -> None:
+    file.unlink()
+    make(file)
+    look(access)
+    assert access.named.is_stale
+    assert access.check(f"Bearer {token}", Scope.ADMIN).name == "ada"
+    for read in (watched_tokens, read_token):
+        with pytest.raises((ConfigError, ValueError), match=f"{re.escape(str(file))}.* cannot be read"):
+            read(file)
 
 
 # Streams

@@ -165,8 +165,8 @@ def test_what_still_produces_when_the_interpreter_ends_is_no_fault(
 
 def test_a_dead_thread_is_a_reason_not_to_be_ready(place: Place, served: ServedRun) -> None:
     assert place.runs.not_ready() is None
-    ended = Background("ended", int)
+    ended = Background("ended", {}.popitem)
     ended.start()
     ended.join()
     served.coordinator._workers = (*served.coordinator._workers, ended)
-    assert "its thread ended has ended" in (place.runs.not_ready() or "")
+    assert "its thread ended fails, and goes on: KeyError" in (place.runs.not_ready() or "")

@@ -62,10 +62,10 @@ class ServerRow(NamedTuple):
     """The server itself."""
 
     version: str
-    ready: bool
-    cache: BlockCache | None
     access: Access
     folder: RunFolder | None
+    ready: bool
+    cache: BlockCache | None
 
 
 class ReadRow(NamedTuple):

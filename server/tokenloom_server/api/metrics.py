@@ -10,8 +10,9 @@ What a server measures itself (``core.measures``) begins at zero with it, as Pro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -35,7 +36,7 @@ def create_registry(
 ) -> CollectorRegistry:
     """A registry of its own (never the global one) with a server's runs and its process."""
     registry = CollectorRegistry()
-    registry.register(RunCollector(runs, version, access, folder))
+    registry.register(RunCollector(runs, partial(tables.ServerRow, version, access, folder)))
     ProcessCollector(registry=registry)
     return registry
 
@@ -43,12 +44,11 @@ def create_registry(
 class RunCollector(Collector):
     """Reads every run at each scrape. A run that cannot be read costs its own metrics, not the scrape."""
 
-    def __init__(self, runs: Runs, version: str, access: Access, folder: RunFolder | None) -> None:
-        self._runs, self._version, self._access, self._folder = runs, version, access, folder
+    def __init__(self, runs: Runs, server_row: Callable[..., tables.ServerRow]) -> None:
+        self._runs, self._server_row = runs, server_row
 
     def collect(self) -> Iterator[Metric]:
-        ready = self._runs.not_ready() is None
-        server = tables.ServerRow(self._version, ready, block_cache(), self._access, self._folder)
+        server = self._server_row(self._runs.not_ready() is None, block_cache())
         runs: list[RunStats] = []
         measured: list[_Series] = []
         saved: list[_Series] = []

@@ -19,7 +19,7 @@ from tokenloom_server.api import open_files
 from tokenloom_server.api.auth import OPEN_TO_ALL, Access
 from tokenloom_server.api.grpc import GrpcServer
 from tokenloom_server.api.rest.server import RestServer
-from tokenloom_server.api.watched_files import Watched, Watcher
+from tokenloom_server.api.watched_files import Watcher
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.ledger.base import Ledger
@@ -127,8 +127,14 @@ class Server:
         )
         runs_dir = options.runs_dir.absolute() if options.runs_dir is not None else None
         folder = self._folder = RunFolder(runs, runs_dir, options.index_dir, options.data_roots)
-        watched = [each for each in (options.access.named, options.access.tls, folder) if each is not None]
-        self._watchers = [*options.access.watchers(), Watcher("staleness", partial(_say_what_is_stale, watched))]
+        access, watched = options.access, [options.access.named, folder]
+        if access.tls is not None:
+            self._watchers = [Watcher("certificates", access.tls.look)]
+            watched.append(access.tls)
+        self._watchers += [
+            Watcher("tokens", access.look_at_tokens),
+            Watcher("access", partial(access.recheck_held, watched)),
+        ]
         for watcher in self._watchers:
             watcher.start()
         rest.start(runs, folder, grpc_address=self.grpc_address)
@@ -228,11 +234,6 @@ class Server:
             self._readers.close()
         if self._ready_file is not None:
             _remove_ready(self._ready_file)
-
-
-def _say_what_is_stale(watched: Sequence[Watched]) -> None:
-    for each in watched:
-        each.say_if_stale()
 
 
 def _folder(options: ServeOptions) -> Path:

@@ -51,14 +51,11 @@ class Watched:
         return monotonic() - self._good_at > STALE_S
 
     def say_if_stale(self) -> None:
-        """Says once that it is, and once that it is no more. To be called by another thread than the one that looks."""
+        """Says once that it is, and once that it is no more. For another thread than the one that looks."""
         if self.is_stale is not self._said_stale:
             self._said_stale = self.is_stale
-            if self._said_stale:
-                what = "what it held before stays in force; is its disk or mount away?"
-                _log.error("%s: no look at it has ended well for %g s: %s", self._option, STALE_S, what)
-            else:
-                _log.info("%s is looked at again", self._option)
+            stays = f"no look has ended well for {STALE_S:g} s; what it held before stays in force: is its disk away?"
+            _log.warning("%s: %s", self._option, stays if self._said_stale else "it is looked at again")
 
 
 class WatchedFiles(Watched, Generic[T]):
@@ -79,21 +76,21 @@ class WatchedFiles(Watched, Generic[T]):
     def look(self) -> bool:
         """Whether the files have changed, and what they hold now is in force. Says once for each change that it is
         not. To be called by one thread."""
-        signature = self._signature()
-        if signature == self._seen:
-            if not math.isinf(self._good_at):
-                self._good_at = monotonic()
-            return False
-        self._seen = signature
-        try:
-            self.content = self._read()
-        except Exception as error:  # whatever it is: who looks goes on looking
-            self._good_at, self._said_stale = -math.inf, True
-            _log.error("%s changed and cannot be used, so what it held before stays in force: %s", self._option, error)
-            return False
-        self._good_at, self._said_stale = monotonic(), False
-        _log.info("%s changed; what it holds now is in force", self._option)
-        return True
+        seen, self._seen = self._seen, self._signature()
+        has_changed = seen != self._seen
+        if has_changed:
+            try:
+                self.content = self._read()
+            except Exception as error:  # whatever it is: who looks goes on looking
+                self._good_at, self._said_stale = -math.inf, True
+                what = "changed and cannot be used, so what it held before stays in force"
+                _log.error("%s %s: %s", self._option, what, error)
+                return False
+            self._said_stale = False
+            _log.info("%s changed; what it holds now is in force", self._option)
+        if has_changed or not math.isinf(self._good_at):
+            self._good_at = monotonic()
+        return has_changed
 
     def _signature(self) -> list[tuple[int, ...]]:
         return [_signature_of(file) for file in self.files]

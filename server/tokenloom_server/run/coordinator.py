@@ -71,7 +71,7 @@ class RunCoordinator(JoinCommands):
         """
         if not self.leads():
             return f"stands by: {self.lease.stands_by_for}"
-        if (ended := self._ended_thread()) is not None:
+        if (ended := self._failing_thread()) is not None:
             return str(ended)
         return f"the ledger is away: {self._ledger_error}" if self._ledger_error is not None else None
 

@@ -86,8 +86,7 @@ class Leadership(Background):
         ``timeout_s``."""
         self.ending.set()
         self._coordinator.wake_lease()
-        if self.ident is not None:
-            self.join(timeout_s)
+        super().end(timeout_s)
 
     def let_go(self) -> None:
         """Lets the lease lapse now. By the thread that renews: no renewal comes after it, and who ends a server need

@@ -106,12 +106,6 @@ class Recorder(Background):
         self.step(is_due)
         return not is_last
 
-    def end(self, timeout_s: float) -> None:
-        """Writes what is left, and ends; waits for that at most ``timeout_s``."""
-        self.ending.set()
-        if self.ident is not None:
-            self.join(timeout_s)
-
     def step(self, is_due: bool = True) -> None:
         """Looks, and where it is due writes what is new, if this server leads; or says why that fails."""
         if self._store is None:

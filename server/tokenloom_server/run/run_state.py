@@ -197,7 +197,7 @@ class RunState:
             committed_at=self._committed_at,
             recent=tuple(self._recent),
             now=now,
-            error=self._error or self._ended_thread(),
+            error=self._error or self._failing_thread(),
             ledger_error=self._ledger_error if self.lease.held or self.lease.awaits_ledger else None,
             waiting=self._waiting(),
             opening=bool(self._openings),
@@ -211,13 +211,12 @@ class RunState:
         with self._lock:
             return self._active.point_at(sample_index) if self._active is not None else None
 
-    def _ended_thread(self) -> TokenloomError | None:
-        """What stands still without an error of its own: a thread of the run that fails, or has ended."""
-        bad = next((worker for worker in self._workers if worker.fault or not worker.is_alive()), None)
+    def _failing_thread(self) -> TokenloomError | None:
+        """What stands still without an error of its own: a thread of the run that fails."""
+        bad = next((worker for worker in self._workers if worker.fault), None)
         if bad is None or self.stopping:
             return None
-        why = f"fails, and tries again: {bad.fault}" if bad.fault else "has ended; restart the server"
-        return TokenloomError(f"its thread {bad.name} {why}; report its log")
+        return TokenloomError(f"its thread {bad.name} fails, and goes on: {bad.fault}; report its log")
 
     def _waiting(self) -> Waiting:
         """What production or delivery waits for."""

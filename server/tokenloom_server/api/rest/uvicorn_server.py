@@ -6,6 +6,7 @@ import asyncio
 import socket
 import ssl
 import time
+from operator import attrgetter
 from typing import Any
 
 import uvicorn
@@ -94,7 +95,7 @@ class Http(uvicorn.Server):
         connections: Any = self.server_state.connections  # all are ours
         silent = [each for each in connections if not each.is_asked]
         if silent:
-            min(silent, key=lambda each: each.waits_since).transport.abort()
+            min(silent, key=attrgetter("waits_since")).transport.abort()
         return bool(silent)
 
     async def on_tick(self, counter: int) -> bool:
