@@ -226,7 +226,7 @@ def main() -> None:
         "--tag", help="the release's tag; by default the commit's own that begins with v, if it has one"
     )
     options.add_argument("--out", type=Path, help="a new folder for what is built; by default nothing is kept")
-    options.add_argument("--without-tests", action="store_true", help="leave make test-all and make compose-test to others")
+    options.add_argument("--without-tests", action="store_true", help="leave the two kinds of tests to others")
     chosen = options.parse_args()
     steps = [step for step in STEPS if step not in (containers, tests) or not chosen.without_tests]
     began = time.monotonic()

@@ -28,9 +28,11 @@ from support.architecture import (
     edges,
     import_time_work,
     impure,
+    thread_kinds,
     undeclared,
     unplaced,
     upward,
+    watched_over,
 )
 from support.source_tree import PACKAGE_FOLDERS, SERVER, Tree, read_tree
 
@@ -178,6 +180,14 @@ BROKEN: tuple[tuple[Rule, str, str, str], ...] = (
             ("def f(task):\n    task.active.generation.committed = 3", "committed of active is written"),
         )
     ),
+    *(
+        (watched_over, RUN_FILE, text, "nobody watches over")
+        for text in (
+            "def f():\n    threading.Thread(target=read).start()",
+            "def f():\n    return ThreadPoolExecutor(1)",
+            "class A(threading.Thread): ...",
+        )
+    ),
     (dead, SERVER_FILE + "tokenizer.py", "", "tokenizer.py: nothing imports it"),
     (dead, SERVER_FILE + "sources/txt.py", "", "txt.py: nothing imports it"),
     (dead, "client/tokenloom/scheduler.py", "", "scheduler.py: nothing imports it"),
@@ -250,6 +260,12 @@ def test_each_way_on_the_page_runs_along_imports(project: Tree) -> None:
         for one, other in pairwise(f"{SERVER}.{name}" for name in way):
             linked = other in needs[one] or one in needs[other]
             assert linked, f"ARCHITECTURE.md: {one} and {other} do not know each other"
+
+
+def test_the_page_says_of_each_thread_what_it_meets(project: Tree) -> None:
+    listed = re.findall(r"^\| ((?:`[a-z-]+`(?:, )?)+) \|", PAGE, re.MULTILINE)
+
+    assert {kind for row in listed for kind in re.findall(r"[a-z-]+", row)} == thread_kinds(project)
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", PAGE))))

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from tokenloom_proto.certificate import refuse_expired
 from tokenloom_proto.file_errors import reason
+from tokenloom_proto.files import MOST_BYTES, open_file
 
 #: The variables that hold a token; the same name with ``_FILE`` at its end is the variable that names a file with one.
 CONTROL_VARIABLE = "TOKENLOOM_TOKEN"
@@ -68,13 +69,13 @@ def read_token(file: Path) -> str:
     return check_token(read_secret(name, file, 2 * MAX_CHARACTERS).decode("utf-8", "replace").strip(), name)
 
 
-def read_secret(name: str, file: Path, size: int = -1, *, private: bool = True) -> bytes:
-    """The first ``size`` bytes of a file that, where it is ``private``, only its owner may read. Raises ``ValueError``,
+def read_secret(name: str, file: Path, size: int = MOST_BYTES, *, private: bool = True) -> bytes:
+    """A file of at most ``size`` bytes that, where it is ``private``, only its owner may read. Raises ``ValueError``,
     which begins with ``name``."""
     try:
-        with file.open("rb") as opened:
+        with open_file(file, size) as opened:
             status = os.fstat(opened.fileno())
-            content = opened.read(size)
+            content = opened.readall()
     except OSError as error:
         raise ValueError(f"{name} cannot be read ({reason(error, private=private)})") from None
     mode = status.st_mode & 0o777

@@ -15,6 +15,9 @@ def main() -> None:
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
         if sys.argv[1:2] == ["serve"]:
+            from tokenloom_proto.threads import name_for_kernel
+
+            name_for_kernel("tokenloom")  # before there are threads: those of libraries are called as who makes them is
             # Trainers wait for it: what the other commands import is not imported for it.
             from tokenloom_server.cli.serve import app
         else:

@@ -5,36 +5,51 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import socket
 import ssl
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import grpc
 import httpx
 import pytest
 import trustme
 import yaml
+from prometheus_client import generate_latest
 from support.corpora import flat, write_txt
 from support.served import over_grpc, runs_of
 from support.trainer import World
 from support.waiting import wait_for
 from tokenloom_proto import dataloader_pb2 as wire
-from tokenloom_server.api import audit, auth
+from tokenloom_proto.credentials import read_token
+from tokenloom_server.api import audit, auth, watched_files
 from tokenloom_server.api.auth import Access, Scope
 from tokenloom_server.api.grpc import servicer
+from tokenloom_server.api.metrics import create_registry
 from tokenloom_server.api.rest.app import create_app
 from tokenloom_server.api.rest.routes import Backend
 from tokenloom_server.api.rest.server import RestServer
 from tokenloom_server.api.service import Runs
 from tokenloom_server.api.tls import Tls
 from tokenloom_server.api.tokens import create, revoke, watched_tokens
+from tokenloom_server.api.watched_files import WatchedFiles, Watcher
 from tokenloom_server.errors import ConfigError, Unauthenticated
 
 MINE, OTHER = "wiki-small", "code"
+
+
+def look(access: Access) -> None:
+    """What the watchers do every second."""
+    access.look_at_tokens()
+    access.recheck_held()
+    if access.tls is not None:
+        access.tls.look()
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +148,7 @@ def test_a_token_is_good_until_it_is_revoked_or_expires(file: Path, access: Acce
     brief = create(file, "brief", "read", ["*"], soon)
     with pytest.raises(Unauthenticated):
         access.check(f"Bearer {brief}", Scope.READ)
-    access.look()
+    look(access)
     held = access.check(f"Bearer {brief}", Scope.READ)
     wait_for(lambda: datetime.now(UTC) > soon, "the end")
     for ask in (lambda: access.check(f"Bearer {brief}", Scope.READ), lambda: access.recheck(held, Scope.READ)):
@@ -141,7 +156,7 @@ def test_a_token_is_good_until_it_is_revoked_or_expires(file: Path, access: Acce
             ask()
     ada = access.check(f"Bearer {token}", Scope.ADMIN)
     revoke(file, "ada")
-    access.look()
+    look(access)
     with pytest.raises(Unauthenticated, match="the token 'ada' was revoked"):
         access.recheck(ada, Scope.READ)
     assert (file.stat().st_mode & 0o777, token in file.read_text(encoding="utf-8")) == (0o600, False)
@@ -164,8 +179,8 @@ def test_the_file_is_taken_up_as_a_whole_or_not_at_all(
     for fault, tokens in faults.items():
         file.write_text(json.dumps({"tokens": tokens}), encoding="utf-8")
         with caplog.at_level(logging.ERROR):
-            access.look()
-            access.look()
+            look(access)
+            look(access)
         assert access.named.is_stale
         assert len(caplog.messages) == 1
         assert fault in caplog.messages[0]
@@ -175,13 +190,69 @@ def test_the_file_is_taken_up_as_a_whole_or_not_at_all(
         caplog.clear()
     for spoil in (lambda: file.write_text("{", encoding="utf-8"), lambda: file.chmod(0o644), file.unlink):
         spoil()
-        access.look()
+        look(access)
         assert access.check(f"Bearer {token}", Scope.ADMIN).name == "ada"
     create(file, "eve", "read", ["*"], None)
-    access.look()
+    look(access)
     assert not access.named.is_stale
     with pytest.raises(Unauthenticated):
         access.check(f"Bearer {token}", Scope.READ)
+
+
+def test_a_look_that_never_ends_makes_its_own_files_stale_and_stops_no_other(
+    runs: Runs,
+    file: Path,
+    token: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As with a disk of a network that hangs."""
+    monkeypatch.setattr(watched_files, "LOOK_EVERY_S", 0.01)
+    other, back, signature_of = tmp_path / "other", threading.Event(), watched_files._signature_of
+    other.touch()
+    access = Access(named=watched_tokens(file), tls=cast("Tls", WatchedFiles("--tls-cert", [other], other.read_bytes)))
+
+    def look(path: Path) -> tuple[int, ...]:
+        assert path != file or back.wait(120)
+        return signature_of(path)
+
+    monkeypatch.setattr(watched_files, "_signature_of", look)
+    assert access.tls is not None
+    watchers = [Watcher("tokens", access.look_at_tokens), Watcher("certificates", access.tls.look)]
+    watchers.append(Watcher("access", partial(access.recheck_held, [access.named, access.tls])))
+    monkeypatch.setattr(watched_files, "STALE_S", 2.0)
+    for watcher in watchers:
+        watcher.start()
+    try:
+        said = f"--tokens {file}: no look has ended well for 2 s; what it held before stays in force: is its disk away?"
+        wait_for(lambda: said in caplog.text, "a line that says so")
+        assert (
+            "tokenloom_tokens_stale 1.0" in generate_latest(create_registry(runs, version="0", access=access)).decode()
+        )
+        other.write_text("renewed")
+        wait_for(lambda: cast("Any", access.tls).content == b"renewed", "the other file to be taken up")
+        back.set()
+        wait_for(lambda: f"--tokens {file}: it is looked at again" in caplog.text, "a line that says so")
+        assert not access.named.is_stale
+    finally:
+        back.set()
+        for watcher in watchers:
+            watcher.end(120)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_is_refused_as_one_of_tokens_and_no_look_waits_for_it(
+    file: Path, access: Access, token: str, make: Callable[[Path], None]
+) -> None:
+    file.unlink()
+    make(file)
+    look(access)
+    assert access.named.is_stale
+    assert access.check(f"Bearer {token}", Scope.ADMIN).name == "ada"
+    for read in (watched_tokens, read_token):
+        with pytest.raises((ConfigError, ValueError), match=f"{re.escape(str(file))}.* cannot be read"):
+            read(file)
 
 
 # Streams
@@ -198,7 +269,7 @@ def test_a_revoked_token_ends_the_streams_of_its_ranks(
             threads = [thread for thread in threading.enumerate() if thread.name.endswith("-progress")]
             assert len(threads) == (2 if world_size == 2 else 0)
             revoke(file, "ada")
-            access.look()
+            look(access)
             for rank in world.ranks:
                 with pytest.raises(Unauthenticated, match="the token 'ada' was revoked"):
                     for _ in rank:
@@ -215,11 +286,11 @@ def test_calls_whose_client_reads_nothing_end_too(runs: Runs, file: Path, access
         reflection = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
         asking = reflection((b"" for _ in iter(read_all.wait, False)), metadata=metadata)
         wait_for(lambda: len(access._held) == 2, "that both have begun")
-        access.look()
+        look(access)
         assert len(access._held) == 2
         revoke(file, "ada")
         for _ in range(auth.GOODBYE_LOOKS + 1):
-            access.look()
+            look(access)
         for call in (held, asking):
             with pytest.raises(grpc.RpcError) as ended:
                 list(call)
@@ -267,11 +338,11 @@ def test_new_connections_get_new_certificates_and_open_ones_stay(
         first = shown_at(address)
         assert first == shown_at(server.address)
         issue(key)
-        access.look()
+        look(access)
         assert "cannot be used, so what it held before stays in force" in caplog.text
         assert shown_at(address) == shown_at(server.address) == first
         issue()
-        access.look()
+        look(access)
         second = shown_at(address)
         assert second == shown_at(server.address) != first
         assert client.get("/healthz").status_code == 200
@@ -310,7 +381,7 @@ def test_every_change_is_in_the_audit_log_and_among_the_runs_events(
         with World(f"grpc://{address}/{MINE}", token=secret, resume="fresh", takeover=True) as world:
             world.steps(1)
     create(file, "bob", "read", ["*"], None)
-    access.look()
+    look(access)
     lines = audited(caplog)
     expected = (
         f"run {MINE}: next launch: at sample {index} (before: nothing pinned); by ada at 127.0.0.1:",

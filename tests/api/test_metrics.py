@@ -15,6 +15,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from support.memory_service import (
     ACCESS,
+    RUNS_DIR,
     MemoryService,
     rank_stats,
     readers_stats,
@@ -36,7 +37,7 @@ PARTS = ("bucket", "count", "sum")
 
 
 def scrape(service: MemoryService) -> Scrape:
-    registry = metrics.create_registry(service, version="1.2.3", access=ACCESS)
+    registry = metrics.create_registry(service, version="1.2.3", access=ACCESS, folder=RUNS_DIR)
     found: Scrape = {}
     for family in text_string_to_metric_families(generate_latest(registry).decode()):
         for sample in family.samples:
@@ -118,7 +119,7 @@ def test_what_a_server_measures_is_counted_in_buckets_and_by_label(service: Memo
 def test_promtool_has_nothing_to_say_of_the_metrics(service: MemoryService) -> None:
     scrape(service)
     service.rpc_errors.add("Join", "UNAVAILABLE", "NotLeader")
-    text = generate_latest(metrics.create_registry(service, version="1", access=ACCESS))
+    text = generate_latest(metrics.create_registry(service, version="1", access=ACCESS, folder=RUNS_DIR))
     checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, check=False)
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
 
@@ -208,6 +209,6 @@ def test_without_runs_the_server_still_answers_for_itself() -> None:
 
 
 def test_the_global_registry_stays_untouched(service: MemoryService) -> None:
-    metrics.create_registry(service, version="1", access=ACCESS)
-    metrics.create_registry(service, version="1", access=ACCESS)
+    metrics.create_registry(service, version="1", access=ACCESS, folder=RUNS_DIR)
+    metrics.create_registry(service, version="1", access=ACCESS, folder=RUNS_DIR)
     assert not [family.name for family in REGISTRY.collect() if family.name.startswith("tokenloom_")]

@@ -19,6 +19,7 @@ from support.corpora import mixture, write_corpus
 from support.ports import free_port
 from support.redis_server import RedisServer
 from support.served import Trainer, never, runs_of
+from tokenloom_proto.threads import Background
 from tokenloom_server.api.metrics import create_registry
 from tokenloom_server.api.rest.server import RestServer
 from tokenloom_server.api.server import ServeOptions, Server
@@ -97,13 +98,13 @@ def test_a_server_is_ready_while_one_of_its_runs_can_be_served(runs: Runs) -> No
 
 
 def test_a_thread_that_ended_stands_in_the_runs_own_state(runs: Runs) -> None:
-    ended = threading.Thread(name="ended", target=int)
+    ended = Background("ended", {}.popitem)
     ended.start()
     ended.join()
     one = runs.get("one")
     one.coordinator._workers = (*one.coordinator._workers, ended)
     assert runs.not_ready() is None
-    assert "its thread ended has ended; restart the server" in (one.stats.read().error or "")
+    assert "its thread ended fails, and goes on: KeyError" in (one.stats.read().error or "")
 
 
 def test_a_process_that_waits_for_a_slow_ledger_as_it_starts_says_that_it_is_alive(tmp_path: Path) -> None:

@@ -652,7 +652,7 @@ def test_a_stopped_server_frees_its_port_and_leaves_signals_and_threads_alone() 
         assert client.get("/healthz").status_code == 200  # a connection that stays open
         assert server.stop(timeout=20)
     assert server.stop()
-    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "tokenloom-rest"]
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "rest"]
     serve_rest(MemoryService(), host, int(port)).stop()
 
 

@@ -97,17 +97,17 @@ def test_a_connection_that_asks_on_and_on_and_reads_nothing_is_closed(
         assert len(reads_to_the_end(connection)) < requests * answer_bytes / 2
 
 
-@pytest.mark.parametrize("tls", [False, True])
-def test_connections_beyond_the_bound_are_closed_when_they_are_accepted(
-    tls: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_connections_beyond_the_bound_are_closed_while_none_of_the_others_has_a_handshake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tokenloom_server.api.rest.server.MAX_CONNECTIONS", 4)
     authority = trustme.CA()
     pem = authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem
     (tmp_path / "cert.pem").touch(0o600)
     pem.write_to_path(tmp_path / "cert.pem")
-    access = Access(CONTROL, tls=Tls.load(tmp_path / "cert.pem", tmp_path / "cert.pem", None) if tls else None)
-    server = RestServer("127.0.0.1", 0, access)
+    server = RestServer(
+        "127.0.0.1", 0, Access(CONTROL, tls=Tls.load(tmp_path / "cert.pem", tmp_path / "cert.pem", None))
+    )
     server.start(MemoryService())
     host, _, port = server.address.rpartition(":")
     try:
@@ -116,9 +116,8 @@ def test_connections_beyond_the_bound_are_closed_when_they_are_accepted(
             for connection in silent[4:]:
                 assert reads_to_the_end(connection) == b"", "closed by the server"
             silent[0].close()
-            verify = ssl.create_default_context() if tls else False
-            if tls:
-                authority.configure_trust(verify)
+            verify = ssl.create_default_context()
+            authority.configure_trust(verify)
             with httpx.Client(base_url=server.url, verify=verify, trust_env=False) as client:
                 wait_for(lambda: answers(client), "a place that is free again", 60)
     finally:
@@ -132,19 +131,21 @@ def answers(client: httpx.Client) -> bool:
         return False
 
 
-def test_health_answers_by_itself_while_every_connection_of_rest_is_taken() -> None:
+def test_who_asks_gets_the_place_of_who_does_not_and_health_has_places_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tokenloom_server.api.rest.uvicorn_server.SILENT_S", 3600.0)
     service = MemoryService(reason="run a: the ledger at redis://10.0.0.1 is away")
     rest = RestServer("127.0.0.1", 0)
     health = RestServer("127.0.0.1", 0, Access(CONTROL), only_health=True)
     for server in (rest, health):
         server.start(service)
-    host, _, port = rest.address.rpartition(":")
+    ports = [int(server.address.rpartition(":")[2]) for server in (rest, health)]
     try:
         with contextlib.ExitStack() as opened, httpx.Client(base_url=health.url, trust_env=False, timeout=60) as client:
-            for _ in range(200):
-                opened.enter_context(socket.create_connection((host, int(port)), 10))
-            with httpx.Client(base_url=rest.url, trust_env=False) as full:
-                wait_for(lambda: not answers(full), "REST to be full", 60)
+            for port in ports * 200:
+                opened.enter_context(socket.create_connection(("127.0.0.1", port), 60))
+            assert httpx.get(f"{rest.url}healthz", trust_env=False, timeout=60).status_code == 200
             assert client.get("/healthz").json()["status"] == "alive"
             assert client.get("/readyz").status_code == 503
             assert "10.0.0.1" not in client.get("/readyz").text
@@ -154,7 +155,7 @@ def test_health_answers_by_itself_while_every_connection_of_rest_is_taken() -> N
                 assert client.get(path).status_code == 401
                 assert client.get(path, headers={"authorization": f"Bearer {CONTROL}"}).status_code == 404
         with pytest.raises(ConfigError, match=r"--health 127.0.0.1:.*another with --health"):
-            RestServer("127.0.0.1", int(port), only_health=True)
+            RestServer("127.0.0.1", ports[0], only_health=True)
     finally:
         rest.stop()
         health.stop()

@@ -20,10 +20,11 @@ from conftest import Corpus, StartServer
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import Sample, World
 from support.waiting import wait_for
-from tokenloom_proto.errors import NotFound, TokenloomError
+from tokenloom_proto.errors import ConfigError, NotFound, TokenloomError
 from tokenloom_server.api.run_folder import RunFolder
 from tokenloom_server.api.server import ServeOptions, Server
 from tokenloom_server.api.service import Runs
+from tokenloom_server.config import mixture_file
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.tools.remote import Remote
@@ -153,7 +154,7 @@ def test_files_that_are_renamed_doubled_or_not_to_be_read_leave_every_run_served
         path.unlink()
     with closing(SqliteLedger(tmp_path / "ledger.db")) as ledger:
         runs = Runs(ledger)
-        follower = RunFolder(runs, folder, tmp_path / "index", DataRoots())
+        follower = RunFolder(runs, folder, None, DataRoots())
 
         def taken() -> tuple[list[str], list[str]]:
             follower.step()
@@ -183,6 +184,23 @@ def test_files_that_are_renamed_doubled_or_not_to_be_read_leave_every_run_served
         shutil.copy(first, last)
         assert taken() == (["middle"], [str(loop), str(last)])
         first.unlink()
+        assert taken() == (["middle"], [str(loop)])
+        odd = Path(os.fsdecode(os.fsencode(folder) + b"/odd\xff.yaml"))
+        last.rename(odd)
+        # It goes before the other one, which could be it, comes.
+        assert taken() == ([], [str(loop), f"{folder}/odd\\udcff.yaml"])
+        assert [problem.run for problem in runs.problems()] == ["loop", "odd\\udcff"]
+        odd.rename(last)
+        assert taken() == (["middle"], [str(loop)])
+        away = folder.rename(folder.with_name("away"))
+        with pytest.raises(ConfigError, match="cannot be read"):
+            follower.step()
+        folder.mkdir()
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="another folder than before, and empty"):
+                follower.step()
+        folder.rmdir()
+        away.rename(folder)
         assert taken() == (["middle"], [str(loop)])
         runs.stop()
 
@@ -229,6 +247,33 @@ def test_a_run_that_is_removed_leaves_no_thread_no_file_and_no_object(
     wait_for(lambda: files() <= before, "the files to be closed")
     wait_for(lambda: served() is None, "the memory to be free")
     gc.unfreeze()
+
+
+def test_a_path_that_is_no_mixture_file_is_refused_by_its_name_without_waiting(
+    in_process: Server, tmp_path: Path
+) -> None:
+    loop, pipe, large = tmp_path / "loop.yaml", tmp_path / "pipe.yaml", tmp_path / "large.yaml"
+    loop.symlink_to(loop)
+    os.mkfifo(pipe)
+    large.touch()
+    os.truncate(large, mixture_file.MAX_BYTES + 1)
+    no_file = "it is a pipe or a device, and no file"
+    for path, says in {
+        str(loop): "levels of symbolic links",
+        f"{loop}/within.yaml": "levels of symbolic links",
+        str(pipe): no_file,
+        "/dev/zero": no_file,
+        "/proc/self/pagemap": "",
+        str(tmp_path): "directory",
+        str(large): "it has 16,777,217 bytes, and at most 16,777,216 are read",
+        f"/{'a' * 300}": "name too long",
+        "/a\x00b": "control characters",
+        "/a\nb": "control characters",
+    }.items():
+        answer = httpx.post(f"{in_process.page_url}v1/runs", json={"file": path}, trust_env=False, timeout=120)
+        assert answer.status_code == 422, path
+        assert says in answer.json()["message"], path
+        assert answer.json()["error"] == "ConfigError", path
 
 
 def link(fd: Path) -> str:

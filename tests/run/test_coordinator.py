@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support.corpora import CODE, WIKI, flat, write_corpus
 from support.served import PATIENCE_S, Place, Rank, Trainer, call_of, never, printed, serving
+from tokenloom_proto.threads import Background
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.errors import SourceError
 from tokenloom_server.order.pipeline import Pipeline
@@ -164,8 +165,8 @@ def test_what_still_produces_when_the_interpreter_ends_is_no_fault(
 
 def test_a_dead_thread_is_a_reason_not_to_be_ready(place: Place, served: ServedRun) -> None:
     assert place.runs.not_ready() is None
-    ended = threading.Thread(name="ended", target=int)
+    ended = Background("ended", {}.popitem)
     ended.start()
     ended.join()
     served.coordinator._workers = (*served.coordinator._workers, ended)
-    assert "its thread ended has ended" in (place.runs.not_ready() or "")
+    assert "its thread ended fails, and goes on: KeyError" in (place.runs.not_ready() or "")

@@ -70,6 +70,7 @@ def test_all_ranks_end_at_the_same_step_with_the_reason_also_after_a_restart(
     expected = EndOfData(end, "every source is exhausted", dropped)
     assert [rank.end for rank in trainer.ranks] == [expected] * 4
     assert trainer.index == end
+    assert served.stats.read().ended is None  # it stopped, for all that the ledger knows
     state = trainer.state()
     for settled in (False, True):
         if settled:
@@ -80,6 +81,7 @@ def test_all_ranks_end_at_the_same_step_with_the_reason_also_after_a_restart(
             assert rank.end == expected
     trainer.settle()
     assert place.committed().sample_index == end
+    assert served.stats.read().ended == expected.reason
     assert served.past_states.snapshot(end)[0].encode() == state
     over = Trainer(served, world_size=1, batch_size=1, state=state)
     assert list(over.take(100)) == list(range(end, 175))

@@ -46,18 +46,9 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("integrations",),
     ),
     PROTO: (
-        (
-            "__init__",
-            "address",
-            "batch_schedule",
-            "certificate",
-            "errors",
-            "file_errors",
-            "process",
-            "seal",
-            "dataloader_pb2",
-        ),
-        ("credentials", "dataloader_pb2_grpc", "protocol", "release", "resume"),
+        ("__init__", "address", "batch_schedule", "certificate", "errors", "file_errors", "files", "process", "seal"),
+        ("credentials", "dataloader_pb2", "protocol", "release", "threads"),
+        ("dataloader_pb2_grpc", "resume"),
         ("rest",),
     ),
 }
@@ -500,8 +491,39 @@ def coordinated(tree: Tree) -> Iterator[str]:
                     yield f"{module.at(node.lineno)}: {node.attr} of {owner} is written; send the coordinator a command"
 
 
+def watched_over(tree: Tree) -> Iterator[str]:
+    """Each thread is one of ``tokenloom_proto.threads``, which gives it a name and a last line of defence."""
+    for module in tree.modules.values():
+        for node in ast.walk(module.syntax) if module.name != f"{PROTO}.threads" else ():
+            made = [node.func] if isinstance(node, ast.Call) else node.bases if isinstance(node, ast.ClassDef) else []
+            for name in filter(_THREADS.fullmatch, map(_dotted, made)):
+                yield f"{module.at(node.lineno)}: {name} is a thread that nobody watches over; take Background or pool"
+
+
+_THREADS = re.compile(r"(.*\.)?(Thread|Timer|ThreadPoolExecutor|start_new_thread)")
+
+
+def thread_kinds(tree: Tree) -> set[str]:
+    """The kinds of all threads: the texts that ``Background``, ``pool`` and classes of these are called with."""
+    kinds = set()
+    for module in tree.modules.values():
+        for node in ast.walk(module.syntax):
+            if isinstance(node, ast.ClassDef) and _dotted(node.bases[0] if node.bases else node) == "Background":
+                calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
+                made = [each for each in calls if ast.unparse(each.func) == "super().__init__"]
+            else:
+                is_made = isinstance(node, ast.Call) and _dotted(node.func) in {"Background", "Watcher", "pool"}
+                made = [node] if is_made else []
+            for call in made:
+                texts = [
+                    each.value for part in call.args[:2] for each in ast.walk(part) if isinstance(each, ast.Constant)
+                ]
+                kinds |= {text for text in texts if isinstance(text, str)}
+    return kinds
+
+
 Rule = Callable[[Tree], Iterator[str]]
 RULES: tuple[Rule, ...] = (
     *(unplaced, upward, circles, crossings, undeclared, edges, impure, code_in_data, dead),
-    *(import_time_work, coordinated),
+    *(import_time_work, coordinated, watched_over),
 )

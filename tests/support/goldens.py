@@ -25,6 +25,7 @@ from prometheus_client import generate_latest
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_proto.seal import seal, unseal
+from tokenloom_proto.threads import faults
 from tokenloom_server.api.metrics import create_registry
 from tokenloom_server.api.rest.app import create_app
 from tokenloom_server.api.rest.routes import Backend
@@ -40,7 +41,7 @@ from support.capabilities import commands as cli_commands
 from support.corpora import text_rows, write_jsonl, write_txt
 from support.features import MORE, latents, write_arrow
 from support.ledger_data import commit_at, opening_of, revision_of
-from support.memory_service import ACCESS, MemoryService, readers_stats, report_stats, run_stats, source_stats
+from support.memory_service import ACCESS, RUNS_DIR, MemoryService, readers_stats, report_stats, run_stats, source_stats
 from support.redis_server import RedisServer
 from support.server_process import ServerProcess
 
@@ -265,7 +266,9 @@ def metrics(_: Path) -> dict[str, str]:
     source = source_stats(loss=2.5, last_loss=2.25)
     service = MemoryService()
     service.put(run_stats(reported=report_stats(), readers=readers_stats(), sources=[source]))
-    text = generate_latest(create_registry(service, version="0", access=ACCESS)).decode()
+    faults.cache_clear()  # of other tests of this process
+    faults()["producer"] = 0
+    text = generate_latest(create_registry(service, version="0", access=ACCESS, folder=RUNS_DIR)).decode()
     return {"metrics.txt": "".join(line for line in text.splitlines(True) if not re.match(r"(# \w+ )?process_", line))}
 
 

@@ -41,6 +41,7 @@ from tokenloom_server.reports.trace import TracedDocument, TracedMicroStep, Trac
 
 #: With a part for each metric about it.
 ACCESS = Access(tls=cast("Any", SimpleNamespace(is_stale=False)))
+RUNS_DIR = cast("Any", SimpleNamespace(is_stale=False))
 
 
 def source_stats(source_id: int = 0, **figures: Any) -> SourceStats:

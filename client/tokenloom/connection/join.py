@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_proto.errors import ProtocolError
 from tokenloom_proto.release import own_release
 from tokenloom_proto.resume import counts_at, real_tokens, sources_of
+from tokenloom_proto.threads import Background
 
 from tokenloom.batch.arrays import ArrayMaker, BatchMaker
 from tokenloom.batch.layout import Layout
@@ -194,27 +195,24 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
 
 def _answer(stub: DataLoaderStub, message: wire.JoinRequest, timeout_s: float, request: Request) -> wire.JoinResponse:
     """The answer to a Join. While it is waited for, the log says how far the server is on the way to a far sample."""
-    answered, metadata = threading.Event(), request.credentials.metadata
+    metadata = request.credentials.metadata
 
-    def watch() -> None:
-        wait_s = SOON_S
-        while not answered.wait(wait_s):
-            wait_s = WATCH_EVERY_S
-            try:
-                question = wire.StatsRequest(run=request.address.run)
-                stats = json.loads(stub.Stats(question, timeout=WATCH_EVERY_S, metadata=metadata).stats_json)
-            except (grpc.RpcError, ValueError):  # or the channel is closed by now
-                continue
+    def watch() -> bool:
+        with suppress(grpc.RpcError, ValueError):  # or the channel is closed by now
+            question = wire.StatsRequest(run=request.address.run)
+            stats = json.loads(stub.Stats(question, timeout=WATCH_EVERY_S, metadata=metadata).stats_json)
             if stats.get("going_forward"):
                 log.warning("%s: the server goes forward %s", request.address, stats["going_forward"])
+        return not watcher.ending.wait(WATCH_EVERY_S)
 
+    watcher = Background("join", watch, "tokenloom", goes_on=True, after_s=SOON_S)
     if not message.rank:
-        threading.Thread(target=watch, name="tokenloom-join", daemon=True).start()
+        watcher.start()
     try:
         answer: wire.JoinResponse = stub.Join(message, timeout=timeout_s, metadata=metadata)
         return answer
     finally:
-        answered.set()
+        watcher.ending.set()
 
 
 def _check(answer: wire.JoinResponse, request: Request) -> None:

@@ -25,6 +25,7 @@ from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto import process
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_proto.errors import ProtocolError
+from tokenloom_proto.threads import Background
 
 from tokenloom.batch.arrays import Steps
 from tokenloom.batch.layout import StepNumbers
@@ -72,7 +73,7 @@ class Connection:
         self._layouts = [replace(layout, batch_size=plan.batch_size) for plan in plans]
         self._server_epoch = self.opening.server_epoch
         self.buffer = StepBuffer(request, self.opening, self.break_stream)
-        self._thread = threading.Thread(target=self._run, name="tokenloom-stream", daemon=True)
+        self._thread = Background("stream", self._run, "tokenloom")
         self._thread.start()
 
     def take(self) -> tuple[dict[str, Any], Point] | None:

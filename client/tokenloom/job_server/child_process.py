@@ -26,6 +26,8 @@ from typing import Any
 
 from tokenloom_proto.credentials import CONTROL_VARIABLE
 from tokenloom_proto.errors import TokenloomError, named
+from tokenloom_proto.files import resolved
+from tokenloom_proto.threads import Background
 
 from tokenloom.errors import ServerUnavailable
 from tokenloom.job_server.mixture_file import require_server
@@ -78,7 +80,7 @@ class ChildServer:
         self._closing = threading.Event()
         self._started = threading.Event()
         # The kernel ends a child with the thread that started it, so that has to be one which stays.
-        self._thread = threading.Thread(target=self._keep, name="tokenloom-server", daemon=True)
+        self._thread = Background("server", self._keep, "tokenloom")
         self._thread.start()
         try:
             self._started.wait()
@@ -198,7 +200,7 @@ class ChildServers:
 
     def take(self, mixture: Path, host: str, timeout_s: float) -> ChildServer:
         """The server of a mixture file, started where there is none; ``give_back`` it."""
-        key = mixture.resolve(), os.getpid()
+        key = resolved(mixture), os.getpid()
         with self._lock:
             server = self._servers.get(key)
             if server is None:
@@ -221,7 +223,7 @@ def _folder(mixture: Path) -> Path:
     """Where the server's log goes: beside the mixture file, or where that cannot be, among temporary files. For each
     host a folder, since several may train on one file system, and in it one for each mixture file, since the jobs of
     several may lie in one folder and start at once."""
-    path = mixture.resolve()
+    path = resolved(mixture)
     beside = path.parent
     folder = beside / FOLDER / socket.gethostname() / path.name
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import hmac
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -16,7 +16,7 @@ from tokenloom_proto.credentials import CONTROL_VARIABLE, READ_VARIABLE, find_to
 
 from tokenloom_server.api import audit
 from tokenloom_server.api.tls import Tls
-from tokenloom_server.api.watched_files import WatchedFiles
+from tokenloom_server.api.watched_files import Watched, WatchedFiles
 from tokenloom_server.core.caller import Caller
 from tokenloom_server.errors import ConfigError, Forbidden, Unauthenticated
 
@@ -120,14 +120,16 @@ class Access:
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
-    def look(self) -> None:
-        """Takes up what the files of named tokens and of TLS hold now, where they have changed. To be called by one
-        thread, every second or so: a revoked token is good for no longer than that."""
+    def look_at_tokens(self) -> None:
+        """Takes up what the file of named tokens holds now."""
         before = self._names()
         if self.named.look():
             audit.said("tokens", f"{self._names()} (before: {before})")
-        if self.tls is not None:
-            self.tls.look()
+
+    def recheck_held(self, watched: Iterable[Watched] = ()) -> None:
+        """Ends the calls that go on though their token is not good any more. Says what of ``watched`` is stale."""
+        for each in watched:
+            each.say_if_stale()
         for call, held in self._held.copy().items():
             try:
                 held[0]()

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tokenloom_server.api.auth import Access
+from tokenloom_server.api.run_folder import RunFolder
 from tokenloom_server.core.measures import Counter
 from tokenloom_server.storage.cache import BlockCache
 
@@ -61,9 +62,10 @@ class ServerRow(NamedTuple):
     """The server itself."""
 
     version: str
+    access: Access
+    folder: RunFolder | None
     ready: bool
     cache: BlockCache | None
-    access: Access
 
 
 class ReadRow(NamedTuple):
@@ -76,10 +78,15 @@ class ReadRow(NamedTuple):
 SERVER_METRICS = (
     RowMetric("tokenloom_server_info", "", "Always 1; the server's version.", {"version": "version"}),
     RowMetric("tokenloom_ready", "ready", "1 while requests can be served."),
-    RowMetric("tokenloom_tokens_stale", "access.named.is_stale", "1 while the file of --tokens cannot be used."),
-    RowMetric("tokenloom_certificates_stale", "access.tls.is_stale", "1 while the files of TLS cannot be used."),
+    RowMetric("tokenloom_tokens_stale", "access.named.is_stale", "1 while the file of --tokens cannot be taken up."),
+    RowMetric("tokenloom_certificates_stale", "access.tls.is_stale", "1 while the files of TLS cannot be taken up."),
+    RowMetric("tokenloom_runs_dir_stale", "folder.is_stale", "1 while the folder of --runs-dir cannot be followed."),
     RowMetric("tokenloom_cache_read_bytes_total", "cache.cached_bytes", "Bytes read of the cache; absent without one."),
     RowMetric("tokenloom_cache_missed_bytes_total", "cache.fetched_bytes", "Bytes fetched that the cache lacked."),
+)
+
+THREAD_METRICS = (
+    RowMetric("tokenloom_thread_faults_total", "", "Faults that nobody expects, met by threads of a kind; they go on."),
 )
 
 RPC_METRICS = (RowMetric("tokenloom_rpc_errors_total", "", "Calls of gRPC that ended with an error."),)
@@ -106,7 +113,7 @@ RUN_METRICS = (
     RowMetric("tokenloom_learning_rate", "reported.learning_rate", "Learning rate, last reported; absent before."),
     RowMetric("tokenloom_window_fill", "window_fill", "Produced and not committed; fraction of the window."),
     RowMetric("tokenloom_opening", "opening", "1 while a launch is being opened."),
-    RowMetric("tokenloom_ended", "ended", "1 once the data has ended.", is_flag=True),
+    RowMetric("tokenloom_ended", "ended", "1 once the data has ended and all of it is committed.", is_flag=True),
     RowMetric("tokenloom_failed", "error", "1 once an error has stopped the run.", is_flag=True),
     RowMetric("tokenloom_ledger_available", "ledger.available", "1 while the ledger can be reached."),
     RowMetric("tokenloom_last_commit_index", "ledger.last_commit_index", "Sample index of the last commit."),
@@ -212,6 +219,7 @@ _SOURCE_LABELS = (*_RUN_LABELS, "source")
 #: All of them, with the labels that each of a table has.
 TABLES = (
     ((), SERVER_METRICS),
+    (("thread",), THREAD_METRICS),
     (("rpc", "code", "error"), RPC_METRICS),
     (("run",), READ_METRICS),
     (_RUN_LABELS, RUN_METRICS),

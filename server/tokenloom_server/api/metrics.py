@@ -10,16 +10,19 @@ What a server measures itself (``core.measures``) begins at zero with it, as Pro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from tokenloom_proto.threads import faults
 
 from tokenloom_server.api import metric_tables as tables
 from tokenloom_server.api.auth import OPEN_TO_ALL, Access
+from tokenloom_server.api.run_folder import RunFolder
 from tokenloom_server.api.service import Runs
 from tokenloom_server.core.measures import Histogram
 from tokenloom_server.core.wait_reason import WaitReason
@@ -28,10 +31,12 @@ from tokenloom_server.reports.stats import RunStats, SourceStats
 from tokenloom_server.storage.cache import block_cache
 
 
-def create_registry(runs: Runs, *, version: str, access: Access = OPEN_TO_ALL) -> CollectorRegistry:
+def create_registry(
+    runs: Runs, *, version: str, access: Access = OPEN_TO_ALL, folder: RunFolder | None = None
+) -> CollectorRegistry:
     """A registry of its own (never the global one) with a server's runs and its process."""
     registry = CollectorRegistry()
-    registry.register(RunCollector(runs, version=version, access=access))
+    registry.register(RunCollector(runs, partial(tables.ServerRow, version, access, folder)))
     ProcessCollector(registry=registry)
     return registry
 
@@ -39,13 +44,11 @@ def create_registry(runs: Runs, *, version: str, access: Access = OPEN_TO_ALL) -
 class RunCollector(Collector):
     """Reads every run at each scrape. A run that cannot be read costs its own metrics, not the scrape."""
 
-    def __init__(self, runs: Runs, *, version: str, access: Access) -> None:
-        self._runs = runs
-        self._version = version
-        self._access = access
+    def __init__(self, runs: Runs, server_row: Callable[..., tables.ServerRow]) -> None:
+        self._runs, self._server_row = runs, server_row
 
     def collect(self) -> Iterator[Metric]:
-        server = tables.ServerRow(self._version, self._runs.not_ready() is None, block_cache(), self._access)
+        server = self._server_row(self._runs.not_ready() is None, block_cache())
         runs: list[RunStats] = []
         measured: list[_Series] = []
         saved: list[_Series] = []
@@ -62,6 +65,7 @@ class RunCollector(Collector):
             reads.append(_Series((name,), None, tables.ReadRow(is_readable, name in broken)))
         series = (
             [_Series((), None, server)],
+            [_Series((kind,), None, count) for kind, count in sorted(faults().items())],
             [_Series(of, None, calls) for of, calls in self._runs.rpc_errors.values().items()],
             reads,
             [_series(run, run) for run in runs],

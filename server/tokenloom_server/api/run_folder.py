@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import stat
 import threading
 from pathlib import Path
+from time import monotonic
+
+from tokenloom_proto.files import resolved
 
 from tokenloom_server import errors
 from tokenloom_server.api.bring_up import Reason
 from tokenloom_server.api.mixture_origin import INDEX_FOLDER, MixtureOrigin
 from tokenloom_server.api.service import Runs
+from tokenloom_server.api.watched_files import Watched, Watcher
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError, RunBusy
-
-_log = logging.getLogger(__name__)
-
-#: How often a folder is looked into, seconds. A file is taken once two looks in a row found it the same.
-LOOK_EVERY_S = 1.0
-
 
 #: When a file was changed, its size and its inode: what tells whether it is still the same.
 FileVersion = tuple[int, int, int]
@@ -27,19 +24,21 @@ FileVersion = tuple[int, int, int]
 _AGAIN: FileVersion = (0, 0, -1)
 
 
-class RunFolder(threading.Thread):
-    """Follows the files ``*.yaml`` of a folder, or of none: then runs are added and removed until the server ends."""
+class RunFolder(Watched):
+    """Follows the files ``*.yaml`` of a folder, or of none: then runs are added and removed until the server ends. A
+    file is taken once two looks in a row found it the same."""
 
     def __init__(self, runs: Runs, folder: Path | None, index_dir: Path | None, data_roots: DataRoots) -> None:
-        super().__init__(name="tokenloom-runs-dir", daemon=True)
+        super().__init__(f"--runs-dir {folder}")
         self._runs, self._index_dir, self._data_roots = runs, index_dir, data_roots
         self.folder = folder
         self._reason: Reason | None = None
         #: One change of the folder at a time. As it was when it was looked into last, and as its runs are served.
         self._lock = threading.Lock()
         self._seen: dict[Path, FileVersion] = {}
+        self._identity = (0, 0)
         self._followed: dict[Path, FileVersion | None] = {}
-        self._ended = threading.Event()
+        self._watcher = Watcher("runs-dir", self.step)
 
     def begin(self, reason: Reason | None) -> None:
         """Serves what is there, and follows the folder from then on. ``reason``: as ``--revise`` has it. Raises
@@ -49,28 +48,24 @@ class RunFolder(threading.Thread):
         self._reason = reason
         self._seen = self._look(self.folder)
         self._follow(self._seen)
-        self.start()
-
-    def run(self) -> None:
-        while not self._ended.wait(LOOK_EVERY_S):
-            try:
-                self.step()
-            except ConfigError as error:
-                _log.warning("%s", error)  # a folder that cannot be read tells nothing: no run is removed for that
+        self._good_at = monotonic()
+        self._watcher.start()
 
     def step(self) -> None:
-        """Looks into the folder, and follows what is as it was at the look before."""
+        """Looks into the folder, and follows what is as it was at the look before. Raises ``ConfigError`` where the
+        folder cannot be read, which tells nothing: no run is removed for that."""
         assert self.folder is not None
         with self._lock:
             before, self._seen = self._seen, self._look(self.folder)
             self._follow(before)
+            self._good_at = monotonic()
 
     def end(self) -> None:
-        self._ended.set()
+        self._watcher.ending.set()
 
     def origin(self, file: Path) -> MixtureOrigin:
         """Of a mixture file of this server."""
-        return MixtureOrigin.of_file(file, self._index_dir or file.resolve().parent / INDEX_FOLDER)
+        return MixtureOrigin.of_file(file, self._index_dir or resolved(file).parent / INDEX_FOLDER)
 
     def add(self, file: str | None, text: str | None, reason: Reason | None) -> str:
         """Serves a mixture file of the server's machine, or the text of one; returns the run's name. The folder gets a
@@ -89,10 +84,11 @@ class RunFolder(threading.Thread):
         with self._lock:
             try:
                 if file is not None:
+                    name = self._runs.run_of(self.origin(Path(file)))
                     draft.symlink_to(file)
                 else:
                     draft.write_text(text or "", encoding="utf-8")
-                name = self._runs.run_of(self.origin(draft))
+                    name = self._runs.run_of(self.origin(draft))
                 path = self.folder / f"{name}.yaml"
                 if path.exists():
                     raise ConfigError(f"{path} is there already: change it there, or remove run {name!r} first")
@@ -131,7 +127,7 @@ class RunFolder(threading.Thread):
         # What is gone goes first: a file that was renamed brings the run that it had.
         for path in sorted(self._followed.keys() | self._seen.keys(), key=lambda path: (path in self._seen, path)):
             version = self._seen.get(path)
-            if self._ended.is_set() or version == self._followed.get(path) or version != before.get(path):
+            if self._watcher.ending.is_set() or version == self._followed.get(path) or version != before.get(path):
                 continue
             origin = self.origin(path)
             error = self._runs.forget(origin) if version is None else self._runs.follow(origin, self._reason)
@@ -144,6 +140,7 @@ class RunFolder(threading.Thread):
     def _look(self, folder: Path) -> dict[Path, FileVersion]:
         versions: dict[Path, FileVersion | None] = {}
         try:
+            status = folder.stat()
             for path in folder.iterdir():
                 if path.suffix == ".yaml" and not path.name.startswith("."):
                     versions[path] = _version(path)
@@ -151,7 +148,15 @@ class RunFolder(threading.Thread):
             raise ConfigError(
                 f"--runs-dir {folder}: cannot be read ({errors.reason(error)}); expected a folder of mixture files"
             ) from None
-        return {path: version for path, version in versions.items() if version is not None}
+        files = {path: version for path, version in versions.items() if version is not None}
+        is_another = (status.st_dev, status.st_ino) != self._identity
+        if is_another and self._seen and not files:
+            raise ConfigError(
+                f"--runs-dir {folder}: is another folder than before, and empty, so no run is removed for that: is its "
+                "disk away? To remove runs, use tokenloom runs remove"
+            )
+        self._identity = status.st_dev, status.st_ino
+        return files
 
 
 def _version(path: Path) -> FileVersion | None:

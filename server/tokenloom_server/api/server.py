@@ -7,7 +7,6 @@ import logging
 import os
 import secrets
 import socket
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,11 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokenloom_proto.credentials import CONTROL_VARIABLE, is_loopback, may_be_plain
+from tokenloom_proto.files import resolved
 
 from tokenloom_server.api import open_files
 from tokenloom_server.api.auth import OPEN_TO_ALL, Access
 from tokenloom_server.api.grpc import GrpcServer
 from tokenloom_server.api.rest.server import RestServer
+from tokenloom_server.api.watched_files import Watcher
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError, reason
 from tokenloom_server.ledger.base import Ledger
@@ -38,9 +39,6 @@ _log = logging.getLogger(__name__)
 
 #: How long streams get to end when the server stops, seconds.
 GRACE_S = 5.0
-#: How often files of tokens and certificates are looked at, seconds: a stream whose token was revoked ends so long, and
-#: at most its next heartbeat, after that.
-ACCESS_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +81,7 @@ class Server:
         for option, address in (("--grpc", options.grpc), ("--rest", options.rest)):
             _refuse_open_door(option, address, options.access)
         self._open_files = open_files.raise_limit()
-        self._closing = threading.Event()
+        self._watchers: list[Watcher] = []
         self._runs: Runs | None = None
         self._ledger: Ledger | None = None
         self._rest: RestServer | None = None
@@ -130,8 +128,16 @@ class Server:
         )
         runs_dir = options.runs_dir.absolute() if options.runs_dir is not None else None
         folder = self._folder = RunFolder(runs, runs_dir, options.index_dir, options.data_roots)
-        # A daemon: a folder of a network that hangs keeps no process.
-        threading.Thread(target=self._look_at_access, args=(options.access,), name="access", daemon=True).start()
+        access, watched = options.access, [options.access.named, folder]
+        if access.tls is not None:
+            self._watchers = [Watcher("certificates", access.tls.look)]
+            watched.append(access.tls)
+        self._watchers += [
+            Watcher("tokens", access.look_at_tokens),
+            Watcher("access", partial(access.recheck_held, watched)),
+        ]
+        for watcher in self._watchers:
+            watcher.start()
         rest.start(runs, folder, grpc_address=self.grpc_address)
         if self._health is not None:
             self._health.start(runs)
@@ -186,10 +192,6 @@ class Server:
                 "may be written to"
             ) from None
 
-    def _look_at_access(self, access: Access) -> None:
-        while not self._closing.wait(ACCESS_EVERY_S):
-            access.look()
-
     def log_positions(self) -> None:
         """Where the sources of every run stand, a line each."""
         assert self._runs is not None
@@ -219,7 +221,8 @@ class Server:
         """Commits what is acknowledged, ends streams with a reason that makes clients reconnect."""
         if self._folder is not None:
             self._folder.end()
-        self._closing.set()
+        for watcher in self._watchers:
+            watcher.ending.set()
         if self._runs is not None:
             self._runs.stop()
         self._grpc.stop(GRACE_S)
@@ -236,8 +239,8 @@ class Server:
 
 def _folder(options: ServeOptions) -> Path:
     """Where a ledger lies that is named without a folder."""
-    first = options.mixtures[0].resolve().parent if options.mixtures else options.runs_dir or options.base_dir
-    return first.resolve()
+    first = resolved(options.mixtures[0]).parent if options.mixtures else options.runs_dir or options.base_dir
+    return resolved(first)
 
 
 def _holder(grpc_address: str) -> str:

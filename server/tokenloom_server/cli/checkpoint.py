@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from tokenloom_proto.files import resolved
 
 from tokenloom_server.cli.command import command
 from tokenloom_server.cli.common import console, print_json
@@ -50,7 +51,7 @@ class _Options:
         from tokenloom_server.tools.checkpoint.probabilities import missing
 
         mixture = config.load(self.mixture, environment_catalog()) if self.mixture else None
-        state, base_dir = find(file, self.inside), (self.mixture or file).resolve().parent
+        state, base_dir = find(file, self.inside), resolved(self.mixture or file).parent
         content = read(file, state, mixture, base_dir=base_dir, at_index=measured)
         if mixture is not None and measured and any(missing(content, node) for node in content.nodes):
             from tokenloom_server.order import builder

@@ -98,8 +98,8 @@ class JsonFormatter(LineFormatter):
 RUN_LOGS = ("run.", "replay.", "api.service", "api.bring_up", "api.grpc.servicer", "order.builder", "order.run_engine")
 #: How the threads of a run are named.
 _RUN_THREAD = re.compile(
-    r"(?P<run>.+)-(?:rank-(?P<rank>\d+)-progress|producer|committer|lease|streams|files|recorder|"
-    r"(?:ahead|opening|peeks|evaluations)_\d+)"
+    r"(?P<run>.+)-(?:rank-(?P<rank>\d+)-progress|producer|committer|lease|streams|files|recorder|revise|"
+    r"(?:ahead|open|peeks|evaluations)_\d+)"
 )
 
 

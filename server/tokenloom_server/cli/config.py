@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from tokenloom_proto.file_errors import reason
+from tokenloom_proto.files import read_file
 
 from tokenloom_server.cli.common import console, print_json
 
@@ -38,7 +39,7 @@ def _read_config(ctx: typer.Context, file: Path | None) -> Path | None:
     import yaml
 
     try:
-        document = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        document = yaml.safe_load(read_file(file, 2**20)) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise typer.BadParameter(f"{file} cannot be read: {reason(error)}") from None
     options = {_key(option): option for option in ctx.command.params if option.name not in ("help", "config")}

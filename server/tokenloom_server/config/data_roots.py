@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tokenloom_proto.files import resolved
+
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.storage.urls import before_wildcards, is_remote, lies_below, refuse_unsafe
 
@@ -72,10 +74,10 @@ class DataRoots:
             # The files of a source lie in few folders, and to resolve one is a call for each part of its path.
             folder = folders.get(named.parent)
             if folder is None:
-                folder = folders[named.parent] = named.parent.resolve()
+                folder = folders[named.parent] = resolved(named.parent)
             real = folder / named.name
             if named.name in ("", "..") or os.path.islink(real):  # noqa: PTH114  # Path's own way raises where it may not look
-                real = real.resolve()
+                real = resolved(real)
             if not _is_below(real, self.folders):
                 raise self._outside(what, repr(path))
 

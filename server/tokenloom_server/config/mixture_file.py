@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from tokenloom_proto.files import read_file
 
 from tokenloom_server.config.catalog import Catalog
 from tokenloom_server.config.faults import explain
@@ -19,6 +20,8 @@ from tokenloom_server.storage.yaml_bounds import check_yaml
 
 #: What stands in the tree of a run, and in no file.
 GIVEN_BY_THE_SERVER = ("id", "presence")
+#: Of a file; room for as many values as it may have.
+MAX_BYTES = 2**24
 
 
 def load(path: Path, catalog: Catalog) -> RunConfig:
@@ -27,7 +30,7 @@ def load(path: Path, catalog: Catalog) -> RunConfig:
     Raises ``ConfigError`` with one line per fault: file, path of the field, what was found, what was expected.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_file(path, MAX_BYTES).decode()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({reason(error)}); expected a mixture file") from None
     except UnicodeDecodeError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +14,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.json
+from tokenloom_proto.files import read_file
 
 from tokenloom_server.errors import ConfigError, SourceChanged, reason
 
 _Rows = npt.NDArray[np.int64]
 _COLUMNS = ("spec", "shard", "row")
+#: Of a file of rows.
+MAX_BYTES = 2**32
 
 
 class ExclusionFile(NamedTuple):
@@ -56,9 +58,7 @@ NOTHING_EXCLUDED = Exclusions((), {})
 def describe(path: str, base_dir: Path) -> ExclusionFile:
     """A file of rows as it is now. Raises ``ConfigError``."""
     try:
-        if not (base_dir / path).is_file():
-            raise FileNotFoundError(errno.ENOENT, "no such file")  # a pipe would never end
-        data = (base_dir / path).read_bytes()
+        data = read_file(base_dir / path, MAX_BYTES)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"exclude.file: {path!r} cannot be read ({reason(error)}); the path is this server's"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+
+from tokenloom_proto.threads import pool
 
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
@@ -101,8 +102,8 @@ class PipelineFactory:
         pools = None
         if ahead and (has_engine or any(remote)):
             pools = Pools(
-                ThreadPoolExecutor(readahead.OPENING_THREADS, f"{self.name}-open"),
-                ThreadPoolExecutor(readahead.threads(waits=any(remote) or readers is not None), f"{self.name}-ahead"),
+                pool(readahead.OPENING_THREADS, "open", self.name),
+                pool(readahead.threads(waits=any(remote) or readers is not None), "ahead", self.name),
             )
 
         def packer(source_id: int, source_state: SourceState) -> Packer:

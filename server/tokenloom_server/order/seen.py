@@ -7,9 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from tokenloom_proto.files import read_file
 
 from tokenloom_server.config.seen import SeenConfig
 from tokenloom_server.errors import ConfigError, SourceChanged
+from tokenloom_server.order.exclusions import MAX_BYTES
 from tokenloom_server.packing.samples import Int64s
 
 
@@ -24,7 +26,7 @@ def load(
     """
     path = base_dir / seen.file
     try:
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        digest = hashlib.sha256(read_file(path, MAX_BYTES)).hexdigest()
         flags = np.load(path, allow_pickle=False) if digest == seen.sha256 else None
     except (OSError, ValueError, EOFError) as error:
         raise ConfigError(f"seen.file: {seen.file!r} cannot be read: {error}; write it with numpy.save") from None

@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, wait
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenloom_proto.threads import pool
 
 from tokenloom_server.errors import ConfigError, SourceError, reason
 from tokenloom_server.order.factory import PipelineFactory
@@ -98,9 +99,9 @@ def in_threads(job: Job, tasks: Sequence[Task], journal: Journal, on_done: OnRow
             shard = maker.make(task, path, on_rows)
         journal.add(shard, attempt)
 
-    with ThreadPoolExecutor(job.threads, thread_name_prefix="prepare") as pool:
+    with pool(job.threads, "prepare") as threads:
         # Large ones first would end sooner, but in order of the files a disk reads them faster.
-        work = [pool.submit(make, task) for task in tasks]
+        work = [threads.submit(make, task) for task in tasks]
         try:
             wait(work, return_when=FIRST_EXCEPTION)
         finally:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from tokenloom_proto.threads import pool
 
 from tokenloom_server.core import caller
 from tokenloom_server.core.state import digest_hex
@@ -86,7 +87,7 @@ class Evaluations:
         self.streams = streams
         self._lock = threading.Lock()
         # One thread, which starts with the first evaluation: all of them together take one core from training at most.
-        self._pool = ThreadPoolExecutor(1, f"{coordinator.name}-evaluations")
+        self._pool = pool(1, "evaluations", coordinator.name)
         self._samples: dict[str, StreamSamples] = {}
         self._bytes = 0
         self._stopping = False

@@ -9,11 +9,13 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
 from typing import TypeVar
+
+from tokenloom_proto.threads import pool
 
 from tokenloom_server.core import caller
 from tokenloom_server.core.state import State
@@ -43,7 +45,7 @@ class Past:
         self.states = past_states
         self._lock = threading.Lock()
         # One thread: its queue is what makes them take turns. It starts with the first.
-        self._pool = ThreadPoolExecutor(1, f"{coordinator.name}-peeks")
+        self._pool = pool(1, "peeks", coordinator.name)
         self._room = threading.BoundedSemaphore(MAX_PEEKS)
         # By the generation in whose line they lie, and sample index; of the timeline that is in force.
         self._known: OrderedDict[tuple[int, int], State] = OrderedDict()

@@ -175,7 +175,7 @@ class RunState(RunDocument):
     """How far the server is on the way to a far sample that a launch, a peek or a restore begins at, and when it will
     be there; empty where it is on no such way."""
     ended: str | None
-    """Why the data ended; null while it has not."""
+    """Why the data ended, once all of it is committed; null before."""
     error: str | None
     """What stopped the run; null while it is well."""
     warning: str

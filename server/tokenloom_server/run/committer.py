@@ -7,7 +7,8 @@ it until the window is full.
 from __future__ import annotations
 
 import logging
-import threading
+
+from tokenloom_proto.threads import Background
 
 from tokenloom_server.errors import LedgerError, LedgerUnavailable, TokenloomError
 from tokenloom_server.ledger.commands import Commit, ThinJournal
@@ -26,11 +27,11 @@ JOURNAL_BYTES = 16 * 2**20
 _LEDGER_BACKOFF_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 
 
-class Committer(threading.Thread):
+class Committer(Background):
     """Ends when the server stops and everything that was acknowledged is committed, or cannot be."""
 
     def __init__(self, coordinator: RunCoordinator) -> None:
-        super().__init__(name=f"{coordinator.name}-committer", daemon=True)
+        super().__init__("committer", self.step, coordinator.name, goes_on=True)
         self._coordinator = coordinator
         self._not_before_s = 0.0
         self._failures = 0
@@ -38,10 +39,6 @@ class Committer(threading.Thread):
         self._active: ActiveGeneration | None = None
         self._journalled = 0
         self._journal_stride = 1
-
-    def run(self) -> None:
-        while self.step():
-            pass
 
     def step(self) -> bool:
         """Waits until there is something to commit, and commits it; False where the server stops and all is

@@ -11,12 +11,12 @@ it, but one: nothing is sent while an opening is written, so that nothing reache
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tokenloom_proto.process import is_gone
+from tokenloom_proto.threads import Background
 
 from tokenloom_server import errors
 from tokenloom_server.core.state import State
@@ -38,7 +38,7 @@ RECENT_EVERY_S = 0.25
 class RunCoordinator(JoinCommands):
     """Owns one run of this server. Thread-safe."""
 
-    def start(self, *workers: threading.Thread) -> None:
+    def start(self, *workers: Background) -> None:
         """Starts the run's own threads; ``stop`` ends them."""
         self._workers = workers
         for worker in workers:
@@ -71,7 +71,7 @@ class RunCoordinator(JoinCommands):
         """
         if not self.leads():
             return f"stands by: {self.lease.stands_by_for}"
-        if (ended := self._ended_thread()) is not None:
+        if (ended := self._failing_thread()) is not None:
             return str(ended)
         return f"the ledger is away: {self._ledger_error}" if self._ledger_error is not None else None
 

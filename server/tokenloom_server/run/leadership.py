@@ -9,8 +9,9 @@ monotonic clock, before another one begins; so that ranks are not split between 
 from __future__ import annotations
 
 import logging
-import threading
 import time
+
+from tokenloom_proto.threads import Background
 
 from tokenloom_server.errors import LeaseHeld, LedgerRolledBack, LedgerUnavailable, NotLeader, TokenloomError
 from tokenloom_server.ledger import refusals
@@ -28,16 +29,15 @@ _ASK_PART = 4
 _MARGIN_S = 1.0
 
 
-class Leadership(threading.Thread):
+class Leadership(Background):
     """Owns whether this server leads a run. ``holder`` is equal for a server and its own restart, and for no other."""
 
     def __init__(self, coordinator: RunCoordinator, holder: str) -> None:
-        super().__init__(name=f"{coordinator.name}-lease", daemon=True)
+        super().__init__("lease", self._keep, coordinator.name, goes_on=True)
         self._coordinator = coordinator
         #: What names this server in the ledger.
         self.holder = self._holder = holder
         self._lease_s = coordinator.timeouts.lease_s
-        self._ended = threading.Event()
         self._away_since: float | None = None
 
     def wait_to_lead(self) -> None:
@@ -63,18 +63,20 @@ class Leadership(threading.Thread):
                 coordinator.stand_by(str(error))
             time.sleep(min(0.25, self._lease_s / _ASK_PART))
 
-    def run(self) -> None:
-        while not self._ended.is_set():
-            ledger_waits = self._coordinator.lease.ledger_waits
-            self._coordinator.await_lease_work(ledger_waits, self._ended.is_set, self.step())
-        self.let_go()
+    def _keep(self) -> bool:
+        if self.ending.is_set():
+            self.let_go()
+            return False
+        ledger_waits = self._coordinator.lease.ledger_waits
+        self._coordinator.await_lease_work(ledger_waits, self.ending.is_set, self.step())
+        return True
 
     def step(self) -> float:
         """Renews the lease, or asks for it; returns when to do so again, in seconds from now."""
         try:
             return self._renew() if self._coordinator.lease.held else self._ask()
-        except Exception as error:
-            if self._ended.is_set():
+        except TokenloomError as error:
+            if self.ending.is_set():
                 self._away_since = self._coordinator.clock()  # nobody would hear that the lease is let go
                 return 0.0
             return self._note_failure(error)
@@ -82,10 +84,9 @@ class Leadership(threading.Thread):
     def end(self, timeout_s: float) -> None:
         """Stops renewing, and lets the lease lapse at once, so that nobody has to wait for it; waits for that at most
         ``timeout_s``."""
-        self._ended.set()
+        self.ending.set()
         self._coordinator.wake_lease()
-        if self.ident is not None:
-            self.join(timeout_s)
+        super().end(timeout_s)
 
     def let_go(self) -> None:
         """Lets the lease lapse now. By the thread that renews: no renewal comes after it, and who ends a server need
@@ -163,17 +164,14 @@ class Leadership(threading.Thread):
             self._away_since = None
         return self._lease_s / RENEWALS
 
-    def _note_failure(self, error: Exception) -> float:
+    def _note_failure(self, error: TokenloomError) -> float:
         """How long to wait before the next try, seconds."""
         coordinator = self._coordinator
         if isinstance(error, LedgerUnavailable):
             self._note_absence(error)
             # Calls to a ledger that is away take long enough to be a pause by themselves, mostly.
             return min(0.5, self._lease_s / RENEWALS)
-        if isinstance(error, TokenloomError):
-            _log.error("%s: the lease: %s: %s", coordinator.name, error.name, error)
-        else:
-            _log.error("%s: keeping the lease failed", coordinator.name, exc_info=error)
+        _log.error("%s: the lease: %s: %s", coordinator.name, error.name, error)
         return self._lease_s / RENEWALS
 
     def _note_absence(self, error: LedgerUnavailable) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
+from functools import partial
+
+from tokenloom_proto.threads import Background
 
 from tokenloom_server.errors import SourceError, TokenizerError, TokenloomError
 from tokenloom_server.order.pipeline import Pipeline
@@ -21,11 +23,11 @@ _log = logging.getLogger(__name__)
 COMPARE_S = 60.0
 
 
-class Producer(threading.Thread):
+class Producer(Background):
     """Owns the pipeline of the present generation."""
 
     def __init__(self, coordinator: RunCoordinator) -> None:
-        super().__init__(name=f"{coordinator.name}-producer", daemon=True)
+        super().__init__("producer", self.step, coordinator.name, goes_on=True)
         self._coordinator = coordinator
         self._active: ActiveGeneration | None = None
         #: For which the files were compared, or are now.
@@ -38,8 +40,7 @@ class Producer(threading.Thread):
         self._step_by_step = False
 
     def run(self) -> None:
-        while self.step():
-            pass
+        super().run()
         self._pipeline = self._group = None  # and what it has under way
 
     def step(self) -> bool:
@@ -83,8 +84,7 @@ class Producer(threading.Thread):
             coordinator.publish(task, group, pipeline.ended, pipeline.dropped_samples)
             if task.active is not self._compared:
                 self._compared = task.active
-                name = f"{coordinator.name}-files"
-                threading.Thread(target=self._compare_files, args=(task,), name=name, daemon=True).start()
+                Background("files", partial(self._compare_files, task), coordinator.name).start()
 
     def _compare_files(self, task: ProductionTask) -> None:
         """Beside production: the spots of the files, once for each launch, after its first samples."""

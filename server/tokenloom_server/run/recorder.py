@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections import deque
 from contextlib import suppress
 from typing import NamedTuple
+
+from tokenloom_proto.threads import Background
 
 from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.errors import TokenloomError
@@ -72,18 +73,17 @@ class _Stored:
         return [*thinned, *self.entries["events"][:-MAX_EVENTS], *self.entries["frequent"][:-MAX_EVENTS]]
 
 
-class Recorder(threading.Thread):
+class Recorder(Background):
     """Writes the history of one run. ``note`` may be called by any thread."""
 
     def __init__(self, coordinator: RunCoordinator, stats: StatsReader, losses: Losses, holder: str) -> None:
         """``holder`` names this server in the ledger."""
-        super().__init__(name=f"{coordinator.name}-recorder", daemon=True)
+        super().__init__("recorder", self._record, coordinator.name, goes_on=True)
         self._coordinator = coordinator
         self._stats = stats
         self._losses = losses
         self._holder = holder
         self._store = coordinator.ledger.history()
-        self._ended = threading.Event()
         self._noted: deque[Event] = deque(maxlen=MAX_NOTED)
         # None until this server leads, and once another one does.
         self._stored: _Stored | None = None
@@ -94,6 +94,7 @@ class Recorder(threading.Thread):
         self._urgent: object = None
         self._away_since: float | None = None
         self._fails = False
+        self._due = 0.0
 
     def note(self, kind: EventKind, text: str, *, author: str = "") -> None:
         """Notes an event of now, to be written with the next ones; returns at once, and raises nothing. ``text``: a
@@ -102,20 +103,13 @@ class Recorder(threading.Thread):
         commit, generation = view.commit, view.generation.number
         self._noted.append(Event(kind, time, text, commit.sample_index, commit.total_tokens, generation, author))
 
-    def run(self) -> None:
-        due = 0.0
-        while not self._ended.wait(LOOK_S):
-            is_due = self._coordinator.clock() >= due
-            if is_due:
-                due = self._coordinator.clock() + EVERY_S
-            self.step(is_due)
-        self.step()
-
-    def end(self, timeout_s: float) -> None:
-        """Writes what is left, and ends; waits for that at most ``timeout_s``."""
-        self._ended.set()
-        if self.ident is not None:
-            self.join(timeout_s)
+    def _record(self) -> bool:
+        is_last, now = self.ending.wait(LOOK_S), self._coordinator.clock()
+        is_due = is_last or now >= self._due
+        if is_due:
+            self._due = now + EVERY_S
+        self.step(is_due)
+        return not is_last
 
     def step(self, is_due: bool = True) -> None:
         """Looks, and where it is due writes what is new, if this server leads; or says why that fails."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 
 from tokenloom_proto.seal import canonical
+from tokenloom_proto.threads import Background
 
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.errors import BeyondHorizon, ConfigError, LimitExceeded, NotFound, SnapshotInvalid, TokenloomError
@@ -89,9 +90,7 @@ class RevisionHandler:
             return
         wait_s = coordinator.timeouts.liveness_s
         _log.info("%s: the revision is made in %g s: ranks of the last launch may come back", coordinator.name, wait_s)
-        later = threading.Timer(wait_s, self._revise_now, (change,))
-        later.daemon = True
-        later.start()
+        Background("revise", partial(self._revise_now, change), coordinator.name, after_s=wait_s).start()
 
     def _revise_now(self, change: MixtureChange) -> None:
         """``revise``, where nobody waits for the answer but who reads the log."""

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from tokenloom_proto.threads import Background
+
 from tokenloom_server.config.stream import TRAIN
 from tokenloom_server.core.measures import Measures
 from tokenloom_server.core.state import State
@@ -42,7 +44,7 @@ _log = logging.getLogger(__name__)
 class RunState:
     """See the module."""
 
-    _workers: tuple[threading.Thread, ...] = ()
+    _workers: tuple[Background, ...] = ()
 
     def __init__(
         self,
@@ -195,7 +197,7 @@ class RunState:
             committed_at=self._committed_at,
             recent=tuple(self._recent),
             now=now,
-            error=self._error or self._ended_thread(),
+            error=self._error or self._failing_thread(),
             ledger_error=self._ledger_error if self.lease.held or self.lease.awaits_ledger else None,
             waiting=self._waiting(),
             opening=bool(self._openings),
@@ -209,12 +211,12 @@ class RunState:
         with self._lock:
             return self._active.point_at(sample_index) if self._active is not None else None
 
-    def _ended_thread(self) -> TokenloomError | None:
-        """What stands still without an error of its own: a thread of the run that has ended."""
-        name = next((worker.name for worker in self._workers if not worker.is_alive()), None)
-        if name is None or self.stopping:
+    def _failing_thread(self) -> TokenloomError | None:
+        """What stands still without an error of its own: a thread of the run that fails."""
+        bad = next((worker for worker in self._workers if worker.fault), None)
+        if bad is None or self.stopping:
             return None
-        return TokenloomError(f"its thread {name} has ended; restart the server, and report its log")
+        return TokenloomError(f"its thread {bad.name} fails, and goes on: {bad.fault}; report its log")
 
     def _waiting(self) -> Waiting:
         """What production or delivery waits for."""

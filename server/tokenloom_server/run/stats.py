@@ -50,10 +50,10 @@ class StatsReader:
         # A skip may lie before revisions that were made earlier.
         revisions = sorted(timeline.revisions, key=lambda revision: (revision.sample_index, revision.number))
         in_force = sum(revision.sample_index <= committed.sample_index for revision in revisions)
-        (reported, losses), ended = self._losses.newest(), generation.end and generation.end.reason
+        (reported, losses), end = self._losses.newest(), generation.end if generation.over else None
         config, engine = (order := timeline.at(state.sample_index)).config, order.record.serving_engine
         # A state knows a source as exhausted once a pick of it failed, and after the last sample there is none.
-        if exhausted := generation.over and ended is not None and ended.startswith(ALL_EXHAUSTED):
+        if exhausted := end is not None and end.reason.startswith(ALL_EXHAUSTED):
             state = _all_exhausted(state, config)
         return RunStats(
             run=coordinator.name,
@@ -81,7 +81,7 @@ class StatsReader:
             data_wait_share=generation.data_wait_share,
             opening=view.opening,
             going_forward=coordinator.going_forward,
-            ended=ended,
+            ended=end and end.reason,
             exhausted=exhausted,
             error=f"{view.error.name}: {view.error}" if view.error is not None else None,
             warning="; ".join(filter(None, (order.resources.io_stats.warning, *order.resources.changed))),

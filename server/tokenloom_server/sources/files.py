@@ -7,12 +7,12 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import xxhash
+from tokenloom_proto.threads import pool
 
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceChanged, SourceError, StorageError, TokenloomError, reason
@@ -145,12 +145,12 @@ def gap_warning(source: str, shards: Iterable[Shard]) -> str:
 def in_threads(work: Callable[[_In], _Out], items: Iterable[_In], *, remote: bool = False) -> list[_Out]:
     """``map`` over some threads; results, and the error that is raised, follow the order of the items. ``remote``: for
     each a network is waited for."""
-    with ThreadPoolExecutor(REMOTE_THREADS if remote else FILE_THREADS, thread_name_prefix="files") as pool:
+    with pool(REMOTE_THREADS if remote else FILE_THREADS, "files") as threads:
         try:
-            return list(pool.map(work, items))
+            return list(threads.map(work, items))
         except BaseException:
             # Nobody waits for the thousands after the one that failed.
-            pool.shutdown(wait=True, cancel_futures=True)
+            threads.shutdown(wait=True, cancel_futures=True)
             raise
 
 

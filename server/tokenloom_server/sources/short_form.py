@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from tokenloom_proto.files import resolved
 
 from tokenloom_server.config.batching import ALL_COLUMNS
 from tokenloom_server.config.data_roots import DataRoots
@@ -255,7 +256,7 @@ def _refuse_alike(items: Sequence[_Item], base_dir: Path) -> None:
     owners: dict[Path | str, _Item] = {}
     for item in items:
         for name in item.files:
-            file = name if is_remote(name) else (base_dir / name).resolve()
+            file = name if is_remote(name) else resolved(base_dir / name)
             other = owners.setdefault(file, item)
             if other is not item:
                 raise ConfigError(

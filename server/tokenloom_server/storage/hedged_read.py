@@ -15,6 +15,8 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
+from tokenloom_proto.threads import Background
+
 from tokenloom_server.errors import StorageError, TokenloomError
 from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.urls import redacted
@@ -104,7 +106,7 @@ class HedgedRead(Generic[_T]):
 
     def _attempt(self) -> None:
         self._running += 1
-        threading.Thread(target=self._run, name="storage", daemon=True).start()
+        Background("storage", self._run).start()
 
     def _run(self) -> None:
         began = monotonic()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from glob import has_magic
 from typing import Any
+
+from tokenloom_proto.threads import pool
 
 from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.remote import Entry, asked, entry_of, stat
@@ -90,5 +91,5 @@ def _entries(url: str, infos: Iterable[Mapping[str, Any]], io_stats: IoStats) ->
 
     if all(info.get("size") is not None for info in files):
         return tuple(sorted(set(map(entry, files))))
-    with ThreadPoolExecutor(STATS_AT_ONCE, thread_name_prefix="listing") as pool:
-        return tuple(sorted(set(pool.map(entry, files))))
+    with pool(STATS_AT_ONCE, "listing") as threads:
+        return tuple(sorted(set(threads.map(entry, files))))

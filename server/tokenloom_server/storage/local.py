@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from tokenloom_proto.files import open_file
+
 from tokenloom_server.errors import SourceChanged, StorageError, reason
 from tokenloom_server.storage.file import File
 
@@ -19,7 +21,7 @@ class LocalFile(File):
         """Raises ``OSError`` where it cannot be opened."""
         self.path = path
         self.name = name
-        self._file = path.open("rb", buffering=0)
+        self._file = open_file(path)
         self._descriptor = self._file.fileno()
         self.size = os.fstat(self._descriptor).st_size
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tokenloom_proto.files import read_file
+
 from tokenloom_server.errors import TokenizerError, reason
 from tokenloom_server.tokenizer import classes
 from tokenloom_server.tokenizer.files import ADDED_FILE, CONFIG_FILE, MODEL_FILE, SPECIAL_FILE
@@ -153,7 +155,7 @@ def read(path: Path, beside: str) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError) as error:
         raise TokenizerError(f"{path}: cannot be read ({reason(error)}); expected JSON, mend it or remove it") from None
     _check(path, "what it holds", value, "an object", (dict,))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenloom_proto.files import read_file
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.errors import TokenizerError, reason
@@ -95,7 +96,7 @@ def find_tokenizer(name: str, base_dir: Path, *, chat: bool = False) -> Tokenize
         return _bytes_definition()
     path = tokenizer_file(name, base_dir)
     try:
-        raw = path.read_bytes()
+        raw = read_file(path)
     except OSError as error:
         raise TokenizerError(f"tokenizer {name!r}: {path} cannot be read ({reason(error)})") from None
     content, document = _parse(name, path, raw)
@@ -224,7 +225,7 @@ def _refuse_random(name: str, path: Path, model: object) -> None:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_file(path).decode()
     except (OSError, ValueError) as error:
         raise TokenizerError(f"{path}: cannot be read ({reason(error)}); mend it or remove it") from None
 

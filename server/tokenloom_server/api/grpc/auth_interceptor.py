@@ -10,6 +10,7 @@ from urllib.parse import unquote
 
 import grpc
 from tokenloom_proto.protocol import VERSION, version_of
+from tokenloom_proto.threads import pool
 
 from tokenloom_server.api.auth import Access, Scope
 from tokenloom_server.api.grpc.detached_call import detachable
@@ -43,15 +44,15 @@ class AuthInterceptor(grpc.ServerInterceptor):
         self.rpcs: Mapping[str, Rpc] = OTHER_RPCS
         #: Is called with the method, status and name of each refusal, whose method a stranger has made up perhaps.
         self.count_error: Callable[[str, str, str], None] = lambda method, status, name: None
-        self._refusals = ThreadPoolExecutor(REFUSAL_THREADS, thread_name_prefix="grpc-refusal")
-        self._open = ThreadPoolExecutor(OPEN_THREADS, thread_name_prefix="grpc-open")
-        self._reads = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="grpc-reads")
-        self._peeks = ThreadPoolExecutor(PEEK_THREADS, thread_name_prefix="grpc-peeks")
+        self._refusals = pool(REFUSAL_THREADS, "grpc-refusal")
+        self._open = pool(OPEN_THREADS, "grpc-open")
+        self._reads = pool(READ_THREADS, "grpc-reads")
+        self._peeks = pool(PEEK_THREADS, "grpc-peeks")
 
     def close(self) -> None:
         """Ends the threads. To be called when the server takes no call any more."""
-        for pool in (self._refusals, self._open, self._reads, self._peeks):
-            pool.shutdown(wait=False)
+        for threads in (self._refusals, self._open, self._reads, self._peeks):
+            threads.shutdown(wait=False)
 
     def intercept_service(
         self,
@@ -111,7 +112,7 @@ def _refusing_malformed(handler: _Handler, hold: Callable[[grpc.ServicerContext]
     return handler._replace(request_deserializer=parse, **{kind: call})  # type: ignore[attr-defined,no-any-return]
 
 
-def _in_pool(handler: _Handler, pool: ThreadPoolExecutor) -> _Handler:
+def _in_pool(handler: _Handler, threads: ThreadPoolExecutor) -> _Handler:
     """The handler, with threads that are not the server's. gRPC calls that experimental: a release that knows nothing
     of it takes the server's own."""
     kind = next(kind for kind in _KINDS if getattr(handler, kind) is not None)
@@ -119,7 +120,7 @@ def _in_pool(handler: _Handler, pool: ThreadPoolExecutor) -> _Handler:
     if hasattr(behavior, "experimental_non_blocking"):
         return handler  # it holds no thread
     apart = partial(behavior)
-    apart.experimental_thread_pool = pool  # type: ignore[attr-defined]
+    apart.experimental_thread_pool = threads  # type: ignore[attr-defined]
     return handler._replace(**{kind: apart})  # type: ignore[attr-defined,no-any-return]
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, NoReturn
 
 import grpc
+from tokenloom_proto.threads import pool
 
 from tokenloom_server.api.auth import Access
 from tokenloom_server.api.grpc.servicer import DataLoader
@@ -35,8 +35,8 @@ class InProcessChannel(grpc.Channel):
         def call(request: Any, **_: object) -> Any:
             parsed, context = handler.request_deserializer(request_serializer(request)), _Context()
             # On a thread of its own: what a handler of signals raises, on the main one, is no failure of the server's.
-            with ThreadPoolExecutor(1) as pool:
-                work = pool.submit(handler.unary_unary, parsed, context)
+            with pool(1, "call") as thread:
+                work = thread.submit(handler.unary_unary, parsed, context)
                 try:
                     return response_deserializer(handler.response_serializer(work.result()))
                 finally:

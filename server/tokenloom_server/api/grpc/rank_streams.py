@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from tokenloom_proto import dataloader_pb2 as wire
+from tokenloom_proto.threads import Background
 
 from tokenloom_server.api.grpc.detached_call import DetachedCall
 from tokenloom_server.api.grpc.messages import encode_delivery, response_of
@@ -48,7 +48,8 @@ class RankStreams:
         self._streams: set[_RankStream] = set()
         #: By rank, oldest first.
         self._newest: dict[int, tuple[_RankStream, ...]] = {}
-        threading.Thread(target=self._run, name=f"{coordinator.name}-streams", daemon=True).start()
+        self._tick_at = 0.0
+        Background("streams", self._turn, coordinator.name, goes_on=True).start()
 
     def add(self, session: Session, opened: wire.StreamOpen, recheck: Callable[[], None], call: DetachedCall) -> None:
         """``recheck`` raises what ends a stream whose token is not good for it any more."""
@@ -60,27 +61,26 @@ class RankStreams:
         """Ends the thread, and what is left of the calls. To be called when no more come."""
         self._news.put(None)
 
-    def _run(self) -> None:
-        tick_at = 0.0
-        while True:
-            try:
-                news = self._news.get(timeout=max(0.0, tick_at - time.monotonic()))
-            except queue.Empty:
-                tick_at = self._tick()
-                continue
-            if news is None:
-                for stream in self._streams:
-                    self._coordinator.detach(stream.session)
-                    stream.call.context.cancel()
-                return
-            stream, event = news
-            if event is _BEGUN:
-                self._begin(stream)
-            self._act(stream, event)
-            if event is None:
-                tick_at = min(tick_at, time.monotonic() + TICK_S)
-            if time.monotonic() >= tick_at:
-                tick_at = self._tick()
+    def _turn(self) -> bool:
+        try:
+            news = self._news.get(timeout=max(0.0, self._tick_at - time.monotonic()))
+        except queue.Empty:
+            self._tick_at = self._tick()
+            return True
+        if news is None:
+            for stream in self._streams:
+                self._coordinator.detach(stream.session)
+                stream.call.context.cancel()
+            return False
+        stream, event = news
+        if event is _BEGUN:
+            self._begin(stream)
+        self._act(stream, event)
+        if event is None:
+            self._tick_at = min(self._tick_at, time.monotonic() + TICK_S)
+        if time.monotonic() >= self._tick_at:
+            self._tick_at = self._tick()
+        return True
 
     def _begin(self, stream: _RankStream) -> None:
         self._streams.add(stream)

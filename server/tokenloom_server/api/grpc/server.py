@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import socket
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import grpc
+from tokenloom_proto.threads import pool
 
 from tokenloom_server.api.auth import OPEN_TO_ALL, Access
 from tokenloom_server.api.grpc.auth_interceptor import AuthInterceptor
@@ -51,7 +51,7 @@ class GrpcServer:
             # gRPC counts for each address by itself; a name such as localhost has two.
             self._max_connections = max_connections // _try_to_listen(address)
             self._server = grpc.server(
-                ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="grpc"),
+                pool(MAX_CALLS, "grpc"),
                 interceptors=[self._interceptor],
                 maximum_concurrent_rpcs=MAX_CALLS,
                 options=_options(self._max_connections),

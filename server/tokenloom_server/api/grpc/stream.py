@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
@@ -12,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 import grpc
 from tokenloom_proto import dataloader_pb2 as wire
+from tokenloom_proto.threads import Background
 
 from tokenloom_server.api.grpc import rank_streams
 from tokenloom_server.api.grpc.detached_call import GoesOn
@@ -175,13 +175,13 @@ def _responses(
         reader.stopped = True
 
 
-class _Reader(threading.Thread):
+class _Reader(Background):
     """Reads a client's progress while the stream's own thread sends."""
 
     def __init__(
         self, source: StreamSource, requests: Iterator[wire.StreamRequest], context: grpc.ServicerContext
     ) -> None:
-        super().__init__(name=f"{source.name}-progress", daemon=True)
+        super().__init__("progress", self._read, source.name)
         self._source = source
         self._requests = requests
         self._context = context
@@ -190,7 +190,7 @@ class _Reader(threading.Thread):
         self.said_goodbye = False
         self.error: TokenloomError | None = None
 
-    def run(self) -> None:
+    def _read(self) -> None:
         try:
             for request in self._requests:
                 if self.stopped:
@@ -206,20 +206,19 @@ class _Reader(threading.Thread):
             self.said_goodbye = not self.stopped and self._context.is_active()
         except TokenloomError as error:
             self.error = error
-        except Exception as error:
-            # The call is over: gRPC ends the iterator with an error of its own.
+        except grpc.RpcError as error:  # the call is over
             _log.debug("%s: the request stream ended: %s", self.name, error)
-        self.closed = True
-        self._source.wake()
+        finally:
+            self.closed = True
+            self._source.wake()
 
 
 @contextlib.contextmanager
 def _time_limit(seconds: float, context: grpc.ServicerContext) -> Iterator[None]:
     """Cancels the call where what is done here takes longer."""
-    timer = threading.Timer(seconds, context.cancel)
-    timer.daemon = True
+    timer = Background("time-limit", context.cancel, after_s=seconds)
     timer.start()
     try:
         yield
     finally:
-        timer.cancel()
+        timer.ending.set()

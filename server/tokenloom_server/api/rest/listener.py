@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from typing import Any
 
 from tokenloom_server.errors import ConfigError, reason
 
 #: Connections that may wait to be accepted.
 _BACKLOG = 128
-#: Connections at a time; the next is closed when it is accepted. Times MAX_BODY_BYTES, it bounds the memory for bodies.
+#: Connections at a time. Times MAX_BODY_BYTES, it bounds the memory for bodies.
 MAX_CONNECTIONS = 128
 #: The same of the listener for health alone.
 MAX_HEALTH_CONNECTIONS = 32
@@ -23,12 +24,18 @@ class BoundedListener(socket.socket):
         super().__init__(fileno=listener.detach())
         self._max_connections = max_connections
         self._accepted: list[socket.socket] = []
+        #: Closes the connection that has asked for nothing for longest; whether there is one.
+        self.make_room: Callable[[], bool] = lambda: False
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Raises ``BlockingIOError`` where nobody waits, and where somebody did and found no place."""
-        connection, address = super().accept()
+        """Where no place is free, who waits gets that of a connection which asks for nothing; else it is closed. Raises
+        ``BlockingIOError`` then, and where nobody waits."""
         self._accepted = [each for each in self._accepted if each.fileno() != -1]
-        if len(self._accepted) >= self._max_connections:
+        is_full = len(self._accepted) >= self._max_connections
+        if is_full and self.make_room():
+            raise BlockingIOError  # the event loop asks again at once, when the place is free
+        connection, address = super().accept()
+        if is_full:
             connection.close()
             raise BlockingIOError
         self._accepted.append(connection)

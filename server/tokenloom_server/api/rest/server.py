@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import selectors
-import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING
+
+from tokenloom_proto.threads import Background
 
 from tokenloom_server.api.auth import OPEN_TO_ALL, Access
 from tokenloom_server.api.rest.listener import MAX_CONNECTIONS, MAX_HEALTH_CONNECTIONS, listen
@@ -43,16 +45,15 @@ class RestServer:
         #: The page, and what every route is below of.
         self.url = f"{'http' if self._tls is None else 'https'}://{self.address}/"
         self._stopping = False
-        self._thread: threading.Thread | None = None
+        self._thread: Background | None = None
         self._http: Http | None = None
 
     def start(self, runs: Runs, folder: RunFolder | None = None, *, grpc_address: str | None = None) -> None:
         """Answers with what is asked of ``runs`` (see ``routes.Backend``), from a thread. Requests wait until the
         packages are imported."""
         # A daemon, so that a request that never ends cannot keep the process.
-        self._thread = threading.Thread(
-            target=self._run, args=(runs, folder, grpc_address), name="tokenloom-rest", daemon=True
-        )
+        work = partial(self._run, runs, folder, grpc_address)
+        self._thread = Background("health" if self._only_health else "rest", work, goes_on=True)
         self._thread.start()
 
     def stop(self, timeout: float = 5.0) -> bool:
@@ -61,47 +62,41 @@ class RestServer:
         Returns whether every request had ended by itself. Further calls do nothing.
         """
         self._stopping = True
-        if self._thread is None:
-            self._listener.close()
-            return True
         http = self._http
         if http is not None:
             http.end(timeout * 0.7)  # it needs some of the time to close
-        self._thread.join(timeout)
-        if self._thread.is_alive():
-            if http is not None:
-                http.force_exit = True
-            self._listener.close()
-        elif http is None or http.dropped == 0:
+        if self._thread is not None:
+            self._thread.ending.set()
+            self._thread.join(timeout)
+        self._listener.close()
+        if self._thread is None or not (self._thread.is_alive() or (http is not None and http.dropped)):
             return True
+        if http is not None:
+            http.force_exit = True
         logger.warning("REST: a request was still running %g s after the stop; it was dropped", timeout)
         return False
 
     def _run(self, runs: Runs, folder: RunFolder | None, grpc_address: str | None) -> None:
-        try:
-            self._await_somebody()
-            if self._stopping:
-                return
-            from importlib.metadata import version
+        self._await_somebody()
+        if self._stopping:
+            return
+        from importlib.metadata import version
 
-            from tokenloom_server.api.rest.app import RESOURCES, create_app
-            from tokenloom_server.api.rest.resources import health
-            from tokenloom_server.api.rest.routes import Backend
-            from tokenloom_server.api.rest.uvicorn_server import Http
-            from tokenloom_server.order.snapshot_document import ResumeStateDocument, SnapshotDocument
+        from tokenloom_server.api.rest.app import RESOURCES, create_app
+        from tokenloom_server.api.rest.resources import health
+        from tokenloom_server.api.rest.routes import Backend
+        from tokenloom_server.api.rest.uvicorn_server import Http
+        from tokenloom_server.order.snapshot_document import ResumeStateDocument, SnapshotDocument
 
-            for document in (SnapshotDocument, ResumeStateDocument):
-                document.model_rebuild()  # which the first restore would otherwise wait for
-            resources = (health,) if self._only_health else RESOURCES
-            app = create_app(Backend(runs, version("tokenloom"), grpc_address, self._access, folder), resources)
-            http = self._http = Http(app, self._tls)
-            # Whoever stops sets this first and looks at ``_http`` then: one of the two sees the other.
-            if not self._stopping:
-                http.run(sockets=[self._listener])
-        except Exception:
-            logger.exception("REST: the server at %s ended", self.address)
-        finally:
-            self._listener.close()
+        for document in (SnapshotDocument, ResumeStateDocument):
+            document.model_rebuild()  # which the first restore would otherwise wait for
+        resources = (health,) if self._only_health else RESOURCES
+        app = create_app(Backend(runs, version("tokenloom"), grpc_address, self._access, folder), resources)
+        http = self._http = Http(app, self._tls)
+        self._listener.make_room = http.make_room
+        # Whoever stops sets this first and looks at ``_http`` then: one of the two sees the other.
+        if not self._stopping:
+            http.run(sockets=[self._listener])
 
     def _await_somebody(self) -> None:
         until = time.monotonic() + IMPORT_AFTER_S

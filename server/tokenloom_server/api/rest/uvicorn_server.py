@@ -6,6 +6,8 @@ import asyncio
 import socket
 import ssl
 import time
+from operator import attrgetter
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -26,22 +28,27 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
-        self._waits_since = time.monotonic()
+        self.waits_since = time.monotonic()
 
     def on_response_complete(self) -> None:
-        self._waits_since = time.monotonic()
+        self.waits_since = time.monotonic()
         super().on_response_complete()
 
     def pause_writing(self) -> None:
         self._unread_since = time.monotonic()
         super().pause_writing()
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether a request is under way."""
+        return self.cycle is not None and not self.cycle.response_complete
+
     def drop_if_silent(self) -> None:
         """Closes it where the peer takes longer than it may."""
-        since, allowed_s = self._waits_since, UNREAD_S
+        since, allowed_s = self.waits_since, UNREAD_S
         if self.flow.write_paused:
             since = self._unread_since
-        elif self.cycle is not None and not self.cycle.response_complete:
+        elif self.is_asked:
             return
         elif not self.transport.get_write_buffer_size():
             allowed_s = SILENT_S
@@ -82,6 +89,14 @@ class Http(uvicorn.Server):
         # uvicorn takes whole seconds by its type and any number in fact.
         self.config.timeout_graceful_shutdown = timeout_s  # type: ignore[assignment]
         self.should_exit = True
+
+    def make_room(self) -> bool:
+        """Closes the connection that has asked for nothing for longest; False where each has a request under way."""
+        connections: Any = self.server_state.connections  # all are ours
+        silent = [each for each in connections if not each.is_asked]
+        if silent:
+            min(silent, key=attrgetter("waits_since")).transport.abort()
+        return bool(silent)
 
     async def on_tick(self, counter: int) -> bool:
         for connection in list(self.server_state.connections):

@@ -12,13 +12,14 @@ import logging
 import mmap
 import os
 import sys
-import threading
 from dataclasses import replace
+from functools import partial
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pyarrow as pa
+from tokenloom_proto.threads import Background, name_for_kernel
 
 from tokenloom_server.cluster.connection import Needs, Node, connect, nodes, on_each
 from tokenloom_server.cluster.readers import messages, worker
@@ -64,7 +65,7 @@ class Child:
             async with asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(self._watch())
                 heard = asyncio.Queue[dict[str, Any]]()
-                threading.Thread(target=self._listen, args=(asyncio.get_running_loop(), heard), daemon=True).start()
+                Background("readers", partial(self._listen, asyncio.get_running_loop(), heard)).start()
                 while message := await heard.get():
                     self._hear(message, tasks)
                 for each in (watching, *self._requests.values()):
@@ -75,9 +76,11 @@ class Child:
 
     def _listen(self, loop: asyncio.AbstractEventLoop, heard: asyncio.Queue[dict[str, Any]]) -> None:
         """Takes messages even while the loop sends: if both sides only wrote, both would wait for ever."""
-        while message := messages.receive(self._server):
-            loop.call_soon_threadsafe(heard.put_nowait, message)
-        loop.call_soon_threadsafe(heard.put_nowait, {})
+        try:
+            while message := messages.receive(self._server):
+                loop.call_soon_threadsafe(heard.put_nowait, message)
+        finally:
+            loop.call_soon_threadsafe(heard.put_nowait, {})
 
     def _hear(self, message: dict[str, Any], tasks: asyncio.TaskGroup) -> None:
         if "number" in message:
@@ -192,6 +195,7 @@ def _words(error: Exception) -> str:
 
 def main(arguments: list[str]) -> None:
     """Serves the server at the other end of a socket, until that is gone."""
+    name_for_kernel("readers")
     server, options = Connection(int(arguments[0])), json.loads(arguments[1])
     needs = Needs(**options["needs"])
     logging.basicConfig(level=logging.WARNING)

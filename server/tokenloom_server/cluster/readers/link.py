@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from tokenloom_proto.threads import Background
 
 from tokenloom_server.cluster.connection import Needs
 from tokenloom_server.cluster.description import describe, verify_file
@@ -166,7 +167,7 @@ class RayReaders:
         self._stopping = threading.Event()
         if why := self._connect():
             raise ConfigError(why)
-        self._thread = threading.Thread(target=self._listen, name="readers", daemon=True)
+        self._thread = Background("readers", self._listen, goes_on=True)
         self._thread.start()
 
     # --- what others ask -----------------------------------------------------------------------------
@@ -296,19 +297,19 @@ class RayReaders:
         with suppress(OSError):
             messages.send(self._link, **message)
 
-    def _listen(self) -> None:
-        while not self._stopping.is_set():
-            try:
-                if (message := messages.receive(self._link)) is not None:
-                    with self.changed:
-                        self._take(message)
-                        self.changed.notify_all()
-                    continue
-            except (EOFError, OSError, RuntimeError) as error:
-                # It ended between a message and the memory that belongs to it, or there is no room for that here.
-                _log.warning("an answer of the readers cannot be taken (%s)", error)
-            if not self._stopping.is_set():
-                self._begin_again()
+    def _listen(self) -> bool:
+        try:
+            if (message := messages.receive(self._link)) is not None:
+                with self.changed:
+                    self._take(message)
+                    self.changed.notify_all()
+                return not self._stopping.is_set()
+        except (EOFError, OSError, RuntimeError) as error:
+            # It ended between a message and the memory that belongs to it, or there is no room for that here.
+            _log.warning("an answer of the readers cannot be taken (%s)", error)
+        if not self._stopping.is_set():
+            self._begin_again()
+        return not self._stopping.is_set()
 
     def _take(self, message: dict[str, Any]) -> None:
         if "checked" in message:

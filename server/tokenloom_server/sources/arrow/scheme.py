@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenloom_proto.files import read_file
+
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.sources import files
@@ -52,7 +54,7 @@ class ArrowScheme(Scheme):
         if fault := pointers.fault_at(state):
             raise SourceError(f"{where}: {str(state)!r} {fault}")
         if state.is_file():
-            names = _names_in_state(where, str(state), state.read_bytes())
+            names = _names_in_state(where, str(state), read_file(state))
         else:
             names = _data_files(path.name for path in folder.glob("*.arrow") if is_named(path))
         if not names:

@@ -10,6 +10,8 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from tokenloom_proto.files import read_file
+
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.sources.base import Shard, Source
@@ -84,7 +86,7 @@ class MegatronSamplesScheme(IdScheme):
         """The cached files, and the two of the dataset that the description names."""
         paths = tuple(spec.location + ending for ending in CACHED)
         try:
-            prefix = json.loads((base_dir / paths[0]).read_bytes())["dataset_path"]
+            prefix = json.loads(read_file(base_dir / paths[0]))["dataset_path"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SourceError(
                 f"source {str(spec)!r}: {paths[0]!r} does not say its dataset_path ({type(error).__name__}: {error}); "

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.ipc
 import xxhash
 from tokenloom_proto.seal import canonical
+from tokenloom_proto.threads import pool
 
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import arrays
@@ -125,8 +125,8 @@ def _build(source: FeatureSource, bucketing: Bucketing, name: str) -> BucketInde
         _log.info("%s: bucket index: %d of %d files read", name, done, count)
 
     coded = reported(partial(_coded, source, bucketing), report, PROGRESS_S)
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="buckets") as pool:
-        shards = list(pool.map(coded, range(count)))
+    with pool(THREADS, "buckets") as threads:
+        shards = list(threads.map(coded, range(count)))
     kinds = {type(key) for shard in shards for key in shard.keys}
     if len(kinds) > 1:
         raise SourceError(f"{name}: column {bucketing.column!r} holds numbers in some files and text in others")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tokenloom_proto.files import open_file, read_file
 from tokenloom_proto.resume import KEY, older_payload
 from tokenloom_proto.seal import CHECKSUM, canonical, unseal
 
@@ -76,24 +77,22 @@ def _states(path: Path) -> Iterator[DataState]:
         raise SnapshotInvalid(f"{path} {fault}")
     if path.is_dir():
         yield from _of_folder(path)
-    elif zipfile.is_zipfile(path):
+        return
+    with open_file(path) as file:
+        begin = file.read(64).lstrip()
+    if zipfile.is_zipfile(path):
         yield from _of_torch(path)
+    elif not begin:
+        raise SnapshotInvalid(f"{path}: is empty")
+    elif begin[:1] in (b"{", b"["):
+        yield from _of_text(path)
     else:
-        with path.open("rb") as file:
-            begin = file.read(64).lstrip()
-        if not begin:
-            raise SnapshotInvalid(f"{path}: is empty")
-        if begin[:1] in (b"{", b"["):
-            yield from _of_text(path)
-        else:
-            # Torch's older format, one pickle after the other.
-            yield from _sealed_in(path) or _unpickled(path, mapped=False)
+        # Torch's older format, one pickle after the other.
+        yield from _sealed_in(path) or _unpickled(path, mapped=False)
 
 
 def _of_text(path: Path) -> Iterator[DataState]:
-    if path.stat().st_size > _MOST_TEXT:
-        raise SnapshotInvalid(f"{path}: has {path.stat().st_size} bytes; a JSON file of at most {_MOST_TEXT} is read")
-    text = path.read_bytes()
+    text = read_file(path, _MOST_TEXT)
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:

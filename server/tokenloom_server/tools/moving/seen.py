@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenloom_proto.files import read_file
 
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError
@@ -28,7 +29,7 @@ def write_seen(library: str, state: Path, spec: Spec, arguments: dict[str, Any],
     if fault := pointers.fault_at(state):
         raise ConfigError(f"{str(state)!r} {fault}")
     try:
-        fields = json.loads(state.read_bytes())
+        fields = json.loads(read_file(state))
         flags = np.asarray(seen_samples(fields, Path(spec.location), arguments), np.int8)
         np.save(output, flags > 0)
         digest = hashlib.sha256(output.read_bytes()).hexdigest()

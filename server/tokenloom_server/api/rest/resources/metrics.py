@@ -12,7 +12,7 @@ from tokenloom_server.api.rest.routes import Backend, Routes
 
 
 def add_routes(routes: Routes, backend: Backend) -> None:
-    registry = create_registry(backend.runs, version=backend.version, access=backend.access)
+    registry = create_registry(backend.runs, version=backend.version, access=backend.access, folder=backend.folder)
 
     @routes.add(
         "GET",
