@@ -72,7 +72,7 @@ class ArrowSource(ShardedSource):
         return self._batches[shard].blocks() if is_local else self._batches[shard].ends
 
     def _read(self, shard: int, row: int) -> Iterator[Rows]:
-        opened = self._open_arrow(shard)
+        opened = self._open_arrow(shard, again=True)
         file, schema = opened.file, opened.schema
         selection = self._selection(shard, schema)
         first_batch, first_row = 0, 0
