@@ -10,7 +10,7 @@ import numpy as np
 import yaml
 
 from benchmarks import corpora
-from benchmarks.corpora import END_OF_TEXT, W1, W1_128K, W1_200, W1_OWNED, W2, WEIGHTS, Corpus, TextCorpus
+from benchmarks.corpora import END_OF_TEXT, W1, W1_40, W1_128K, W1_200, W1_OWNED, W2, WEIGHTS, Corpus, TextCorpus
 
 #: As in the comparison with other loaders.
 SEQUENCE_LENGTH, BATCH_SIZE, RANKS = 2_048, 8, 2
@@ -93,6 +93,7 @@ VARIANTS: tuple[Workload, ...] = (
     *_ids("-512", ", sequences of 512", sequence_length=512),
     Workload(name="text-512", about="W2, sequences of 512", corpus=W2, sequence_length=512),
     *_ids("-200", ", 200 sources", corpus=W1_200),
+    *_ids("-40", ", 40 sources, vocabulary of 128k, sequences of 4,096", corpus=W1_40, sequence_length=4_096),
     *_ids("-128k", ", vocabulary of 128k", corpus=W1_128K),
     Workload(name="megatron", about="W1, Megatron-LM's indexed datasets", corpus=W1_OWNED, form="megatron"),
     Workload(name="npy", about="W1, flat .npy files", corpus=W1_OWNED, form="npy"),

@@ -10,9 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.sources import opened
+from support.sources import opened, write_table
 from tokenloom_server.errors import SourceError
 from tokenloom_server.packing.documents import Documents
+from tokenloom_server.packing.reading import Layout, Windows
 from tokenloom_server.sources.columns import PIECE_BYTES
 from tokenloom_server.tokenizer.documents import DocumentEncoder
 from tokenloom_server.tokenizer.documents import Documents as Encoded
@@ -81,3 +82,22 @@ def test_rows_that_were_encoded_are_not_held(kind: str, tmp_path: Path) -> None:
         # Tokens with the ends of documents among them are in Arrow's memory, too.
         left = pa.total_allocated_bytes() - before - rows.ids.nbytes
     assert left < 20_000, "at the last rows, whose file was read to its end"
+
+
+def test_rows_of_a_window_keep_their_ids_whatever_the_widths_of_its_files(tmp_path: Path) -> None:
+    kinds = [pa.list_(pa.uint16()), pa.large_list(pa.int64()), pa.null(), pa.list_(pa.int32())]
+    for shard, kind in enumerate(kinds):
+        rows = [None if kind == pa.null() else [shard, row][: row % 3] for row in range(50)]
+        write_table(tmp_path / f"{shard}.parquet", pa.table({"ids": pa.array(rows, kind)}), 16)
+    source = opened(tmp_path, "parquet:*.parquet:ids")
+    windows = Windows(Layout.of(map(source.blocks, range(len(kinds)))), 7, 0, 2**10)
+    documents = Documents("ids", source, DocumentEncoder(None, vocab_size=300, eot_id=299), 1, reading=windows)
+    (rows,) = documents.read(None)
+    assert rows.ids.dtype == np.uint16
+    assert rows.origins is not None
+    seen = {}
+    for row, ids in enumerate(np.split(rows.ids, rows.ends[:-1])):
+        seen[tuple(rows.origins[:, row].tolist())] = ids.tolist()
+    wanted = {(s, r): [] if s == 2 else [s, r][: r % 3] for s in range(4) for r in range(50)}
+    assert seen == {origin: [*ids, 299] if ids else [] for origin, ids in wanted.items()}
+    assert [*seen] != sorted(seen)

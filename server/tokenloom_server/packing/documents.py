@@ -14,14 +14,15 @@ import numpy as np
 from tokenloom_server.core.epochs import whole_and_part
 from tokenloom_server.core.state import Cursor, FileCursor, WindowCursor, row_cursor, tokens_in_row
 from tokenloom_server.errors import SourceError, TokenizerError, TokenloomError
+from tokenloom_server.packing.chunks import Chunks
 from tokenloom_server.packing.fim import FillInMiddle
 from tokenloom_server.packing.reading import FileOrder, Reading, RowRange, Windows, nth_row
 from tokenloom_server.packing.samples import Int64s
 from tokenloom_server.packing.tokenized_rows import BAD, FILTERED, DocumentSpan, TokenizedRows
 from tokenloom_server.packing.window import FileRows, RangeReader, portions
 from tokenloom_server.sources import columns
-from tokenloom_server.sources.base import Rows, Source
-from tokenloom_server.tokenizer.documents import Encoder
+from tokenloom_server.sources.base import Content, Rows, Source
+from tokenloom_server.tokenizer.documents import DocumentEncoder, Encoder
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +85,8 @@ class Documents:
         self._announce = announce
         self._source = source
         self._encoder = encoder
+        #: What puts begin- and end-of-text ids around documents of a window, once these are in its order.
+        self._late = encoder if isinstance(encoder, DocumentEncoder) and source.content is Content.IDS else None
         self._reading = reading or FileOrder(source)
         self._lane = lane
         self._whole, self._fraction = whole_and_part(epochs)
@@ -281,29 +284,49 @@ class Documents:
             if skipped < count:
                 order = windows.permutation(epoch, window, number, count)
                 begun_row = int(order[skipped]) if begun and first <= row else None
-                tokenized = self._tokenize_portion(epoch, mark_excluded, begun_row, portion)._replace(part=window)
+                tokenized = self._tokenize_portion(epoch, mark_excluded, begun_row, portion)
+                ids = Chunks([(each.ids, each.ends) for each in self._of_one_dtype(tokenized)])
+                listed = TokenizedRows.listed(tokenized)._replace(part=window)
+                del tokenized
                 order = order[skipped:] if end is None else order[skipped : end - first]
-                yield from tokenized.reordered(order, first + skipped)
+                for rows in listed.reordered(order, first + skipped, ids):
+                    yield self._bounded(rows)
             first += count
 
     def _tokenize_portion(
         self, epoch: int, mark_excluded: bool, begun: int | None, portion: deque[FileRows]
-    ) -> TokenizedRows:
-        """The tokens of a window's portion. Empties it on the way, so that rows and tokens are not held both.
-        ``begun``: the position of the row that is read even if it is excluded."""
+    ) -> list[TokenizedRows]:
+        """The tokens of a window's portion; ids that lie in files as they lie there (see ``_bounded``). Empties it on
+        the way, so that rows and tokens are not held both. ``begun``: the position of the row that is read even if it
+        is excluded."""
         tokenized, before = [], 0
         while portion:
             shard, rows = portion.popleft()
             begun_row = None if begun is None else rows.first_row + begun - before
-            tokens = self._tokenized(epoch, shard, rows)
+            tokens = self._tokenized(epoch, shard, rows, bounded=self._late is None)
             tokenized.append(self._leave_out_excluded(tokens, mark_excluded, begun_row))
             before += len(rows.column)
-        return TokenizedRows.joined(tokenized)
+        return tokenized
 
-    def _tokenized(self, epoch: int, shard: int, rows: Rows) -> TokenizedRows:
+    def _of_one_dtype(self, portion: list[TokenizedRows]) -> list[TokenizedRows]:
+        """The same rows; where files have ids of several widths, or of none, all in the narrow dtype."""
+        if self._late is None or len({each.ids.dtype for each in portion}) == 1:
+            return portion
+        return [each._replace(ids=each.ids.astype(self._late.dtype)) for each in portion]
+
+    def _bounded(self, rows: TokenizedRows) -> TokenizedRows:
+        """Rows of a portion in the narrow dtype and with their begin- and end-of-text ids, where these wait until then:
+        so a window's rows are copied once, into their order."""
+        if self._late is None:
+            return rows
+        ids, ends = self._late.bounded(rows.ids, rows.ends)
+        return rows._replace(ids=ids, ends=ends)
+
+    def _tokenized(self, epoch: int, shard: int, rows: Rows, *, bounded: bool = True) -> TokenizedRows:
         where = f"{self.name}: {self.path(shard)}"
+        encode = self._encoder.encode if bounded or self._late is None else self._late.unbounded
         try:
-            documents = self._encoder.encode(rows.column, rows.first_row, shard)
+            documents = encode(rows.column, rows.first_row, shard)
         except TokenizerError as error:
             raise TokenizerError(f"{where}: {error}", error.at) from None
         tokenized = TokenizedRows(epoch, shard, rows.first_row, documents.values, documents.ends, mask=documents.mask)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenloom_server.packing import fim
-from tokenloom_server.packing.chunks import take_chunks
+from tokenloom_server.packing.chunks import Chunks, take_chunks
 from tokenloom_server.packing.samples import Flags, Ids, Int64s, Mask
 
 #: What may become of a row beside tokens: it did not decode, or did not pass the source's filter or is a blank line.
@@ -69,13 +69,18 @@ class TokenizedRows(NamedTuple):
     @classmethod
     def joined(cls, rows: Sequence[TokenizedRows]) -> TokenizedRows:
         """All of them, one after the other; ``part`` and ``first_row`` are the first one's."""
+        return cls.listed(rows)._replace(ids=np.concatenate([each.ids for each in rows]))
+
+    @classmethod
+    def listed(cls, rows: Sequence[TokenizedRows]) -> TokenizedRows:
+        """As ``joined``, but for the ids, of which it has none."""
         first = rows[0]
         before = np.cumsum([0, *(len(each.ids) for each in rows)])
         return cls(
             first.epoch,
             first.part,
             first.first_row,
-            np.concatenate([each.ids for each in rows]),
+            first.ids[:0],
             np.concatenate([each.ends + begin for each, begin in zip(rows, before, strict=False)]),
             np.concatenate([each.row_origins for each in rows], axis=1),
             _joined_flags([(each.row_status, len(each.ends)) for each in rows], np.dtype(np.uint8)),
@@ -154,8 +159,9 @@ class TokenizedRows(NamedTuple):
         mask = self.mask[tokens] if self.mask is not None else None
         return self._replace(ids=self.ids[tokens], ends=np.cumsum(lengths * kept), mask=mask)
 
-    def reordered(self, order: Int64s, first_row: int) -> Iterator[TokenizedRows]:
-        """The rows whose numbers ``order`` has, in that order, some at a time. ``first_row``: of the first one."""
+    def reordered(self, order: Int64s, first_row: int, ids: Chunks) -> Iterator[TokenizedRows]:
+        """The rows whose numbers ``order`` has, in that order, some at a time. ``first_row``: of the first one;
+        ``ids``: those of all rows."""
         starts = np.concatenate(([0], self.ends))
         ends = np.cumsum(np.diff(starts)[order])
         origins, first = self.row_origins, 0
@@ -166,7 +172,7 @@ class TokenizedRows(NamedTuple):
             rows, count = order[first:end], int(ends[end - 1]) - begin
             yield self._replace(
                 first_row=first_row + first,
-                ids=take_chunks(self.ids, starts, rows, count),
+                ids=ids.take(rows, count),
                 ends=ends[first:end] - begin,
                 origins=origins[:, rows],
                 row_status=None if self.row_status is None else self.row_status[rows],

@@ -15,7 +15,7 @@ import pyarrow as pa
 from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.sources.endings import codec_of
 from tokenloom_server.storage.arrow_input import FileStream
-from tokenloom_server.storage.file import File, Range
+from tokenloom_server.storage.file import File
 
 #: A file may become so many times as large as it is, and so many bytes beside that. Text becomes ten times as large,
 #: and tables of numbers fifty times; a higher ratio is made on purpose.
@@ -168,8 +168,7 @@ class Decompressed:
     """What a compressed file holds, from its beginning on; several members, frames or streams are one text."""
 
     def __init__(self, file: File, codec: str) -> None:
-        """``file`` stays its opener's to close."""
-        file.plan([Range(0, file.size)])
+        """``file`` stays its opener's to close, and to have read ahead."""
         self._name = file.name
         self._compressed = FileStream(file)
         self._codec = codec

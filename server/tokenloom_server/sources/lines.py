@@ -36,6 +36,9 @@ BLOCK_BYTES = 1 << 19
 #: An index has one entry for each so many bytes of the file; also how much is read at once to make it.
 STRIDE_BYTES = 1 << 20
 
+#: Bytes of a file that are read at once where no more than its first rows are looked at.
+HEAD_BYTES = 1 << 20
+
 BOM = b"\xef\xbb\xbf"
 #: An index of a file at least this large takes seconds, so the log says what is waited for.
 LOGGED_INDEX_BYTES = 1 << 28
@@ -137,6 +140,7 @@ class LinesSource(IndexedSource):
         size, entry = 0, self._shards[shard]
         position = self._seek(shard, row) if row else None
         with self._open(entry) as file:
+            file.plan([Range(position[1] if position is not None else 0, file.size)])
             stream = text_stream(file, entry.path)
             for block in _blocks(stream, file.name, self._rules, position):
                 if rows <= len(block.ends):
@@ -230,6 +234,13 @@ def _block(first_row: int, data: bytes) -> Block:
     return Block(first_row, data, ends if data.endswith(b"\n") else np.append(ends, len(data)))
 
 
+def head_of(request: ReadRequest, shard: Shard) -> Iterator[Block]:
+    """Blocks of a file of which no more than the first ones are likely to be needed."""
+    with request.open(shard) as file:
+        file.plan([Range(0, HEAD_BYTES)])
+        yield from blocks_of(file, shard, request.rules)
+
+
 def require_rows(request: ReadRequest) -> None:
     """Raises ``SourceError`` when no shard has a line. Costs nothing but the first non-empty file's head."""
     for shard in request.shards:
@@ -237,9 +248,8 @@ def require_rows(request: ReadRequest) -> None:
             continue
         if codec_of(shard.path) is None and shard.size > len(BOM):
             return
-        with request.open(shard) as file:
-            if next(blocks_of(file, shard, request.rules), None) is not None:
-                return
+        if next(head_of(request, shard), None) is not None:
+            return
     raise no_rows(request.spec, request.shards, "are empty")
 
 

@@ -24,7 +24,7 @@ from tokenloom_server.sources.indexed_folder import ListedFile
 from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.sources.selection import Selection
 from tokenloom_server.sources.sharded import ShardedSource
-from tokenloom_server.storage.file import File
+from tokenloom_server.storage.file import File, Range
 
 #: What is read and decoded at once: about so many bytes, and so many samples at most.
 CHUNK_BYTES = 7 << 17
@@ -185,6 +185,7 @@ def read_compressed(file: File, codec: str, size: int) -> ReadAt:
     """
     if size > FREE_BYTES + MAX_RATIO * file.size:
         raise SourceError(f"{file.name} has {file.size} bytes, which cannot become the {size} that its index.json says")
+    file.plan([Range(0, file.size)])
     stream, position = Decompressed(file, codec), 0
 
     def read_at(offset: int, length: int) -> bytes:

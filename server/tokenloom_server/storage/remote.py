@@ -203,7 +203,7 @@ class RemoteFile(File):
     def _directly(self, offset: int, length: int) -> bytes | memoryview:
         if self._io_stats.sparing:
             length = min(length, NEAR_BYTES)
-        if length >= NEAR_BYTES:
+        if length > NEAR_BYTES:
             return self._fetch(offset, length).result()
         start = max(0, min(offset, self.size - NEAR_BYTES))
         data = self._fetch(start, min(NEAR_BYTES, self.size - start)).result()
@@ -276,8 +276,10 @@ class _Opened(NamedTuple):
 
 
 def _opened(files: Any, url: str) -> _Opened:
-    """A handle without a cache of its own, and the object's description, which opening asked for; for web servers the
-    handle keeps no signature, so they are asked again."""
+    """A handle without a cache of its own, and the object's description, which opening asked for. Web servers have no
+    versions that a handle could hold on to, and opening one would ask twice."""
+    if protocol(url) in ("http", "https"):
+        return _Opened(files, None, _entry_at(url, files.info(url)))
     handle = files.open(url, "rb", cache_type="none")
     details: Any = getattr(handle, "details", None)
     is_signed = isinstance(details, Mapping) and any(_signatures(details))

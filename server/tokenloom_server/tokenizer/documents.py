@@ -76,6 +76,11 @@ class DocumentEncoder:
         here. Raises ``TokenizerError``, naming the row, for a null among the ids, an id outside the vocabulary, text
         that is not UTF-8, a column of another type, or text without a tokeniser.
         """
+        documents = self.unbounded(column, first_row, shard)
+        return Documents(*self.bounded(documents.values, documents.ends), documents.bad)
+
+    def unbounded(self, column: pa.Array, first_row: int, shard: int) -> Documents:
+        """As ``encode``, but without begin- and end-of-text ids, and of ids in the column's own dtype: not copied."""
         if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
             encoded = self._tokenised(column, first_row)
         elif _is_id_list(column.type):
@@ -87,7 +92,7 @@ class DocumentEncoder:
             raise TokenizerError(bad[0].reason, bad[0].position)
         if bad:
             encoded = _without(encoded, bad)
-        return self._bounded(encoded)._replace(bad=bad)
+        return Documents(*encoded, bad)
 
     def _mark(self, value: int | None) -> pa.LargeBinaryScalar | None:
         if value is None:
@@ -131,11 +136,11 @@ class DocumentEncoder:
             for row, index in zip(rows.tolist(), positions[first].tolist(), strict=True)
         )
 
-    def _bounded(self, encoded: Encoded) -> Documents:
-        values, ends = encoded
+    def bounded(self, values: Ids, ends: Ends) -> Encoded:
+        """Rows of ``unbounded`` in the narrow dtype and with begin- and end-of-text ids."""
         values = values.astype(self.dtype, copy=False)
         if (self._bos is None and self._eot is None) or not len(ends):
-            return Documents(values, ends)
+            return Encoded(values, ends)
         filled = np.empty(len(ends), np.bool_)
         filled[0] = ends[0] > 0
         np.greater(ends[1:], ends[:-1], out=filled[1:])
@@ -151,7 +156,7 @@ class DocumentEncoder:
             begins = np.append(np.int64(0), ends[:-1])
             values = _with_id(values, begins[filled], self._bos)
             ends = ends + filled.cumsum()
-        return Documents(values, ends)
+        return Encoded(values, ends)
 
 
 class ReadyEncoder:

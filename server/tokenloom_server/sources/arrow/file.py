@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,13 +45,20 @@ def open_arrow(file: File) -> ArrowFile:
     """Opens a file; a local one is closed, since its mapping stays. Raises what Arrow raises."""
     if isinstance(file, LocalFile):
         file.close()
-        stream = pa.memory_map(str(file.path))
+        stream = pa.BufferReader(_mapped(file.path))
     else:
         stream = for_arrow(file)
     has_footer = headers.is_file_format(memoryview(stream.read_buffer(8)))
     stream.seek(0)
     reader = pa.ipc.open_file(stream) if has_footer else pa.ipc.open_stream(stream)
     return ArrowFile(file, stream, reader, has_footer)
+
+
+def _mapped(path: Path) -> Any:
+    """A file as memory. It needs no descriptor, and the kernel fetches what is looked at and not all of it."""
+    with pa.memory_map(str(path)) as file:
+        begin = file.read_buffer(8)
+        return pa.foreign_buffer(begin.address, file.size(), begin)
 
 
 def open_tensors(file: File) -> TensorFile:

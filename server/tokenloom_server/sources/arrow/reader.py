@@ -25,8 +25,8 @@ from tokenloom_server.storage.urls import is_remote
 
 _Out = TypeVar("_Out")
 
-#: Files that a source keeps mapped at most: each has a descriptor, of which a source may have few (``api.open_files``).
-MAPPED_FILES = 2
+#: Files that a source keeps mapped at most: a process has 65,530 mappings on Linux, for thousands of sources.
+MAPPED_FILES = 16
 
 
 class ArrowSource(ShardedSource):
@@ -72,7 +72,7 @@ class ArrowSource(ShardedSource):
         return self._batches[shard].blocks() if is_local else self._batches[shard].ends
 
     def _read(self, shard: int, row: int) -> Iterator[Rows]:
-        opened = self._open_arrow(shard)
+        opened = self._open_arrow(shard, again=True)
         file, schema = opened.file, opened.schema
         selection = self._selection(shard, schema)
         first_batch, first_row = 0, 0

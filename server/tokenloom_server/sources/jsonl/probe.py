@@ -14,7 +14,7 @@ from tokenloom_server.sources import columns, files
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.columns import ColumnPath
 from tokenloom_server.sources.compressed import text_stream
-from tokenloom_server.sources.lines import Block, blocks_of, not_utf8
+from tokenloom_server.sources.lines import Block, head_of, not_utf8
 from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.storage.file import File
 
@@ -79,22 +79,21 @@ def probe(request: ReadRequest) -> dict[str, ColumnPath]:
     search, size = _Search(request), 0
     for shard in request.shards:
         where = files.where(request.spec, shard)
-        with request.open(shard) as file:
-            for block in blocks_of(file, shard, request.rules):
-                for i in range(len(block.ends)):
-                    if request.rules.skip_blank and not block.line(i).strip():
-                        continue
-                    try:
-                        search.look_at(document_of(block, i, where), line_name(block, i, where))
-                    except SourceError as error:
-                        if not request.rules.skip_bad:
-                            raise
-                        search.fault = search.fault or str(error)
-                    if search.is_done:
-                        return search.columns("")
-                size += len(block.data)
-                if size >= PROBE_BYTES:
-                    return search.columns(f"the first {size} bytes")
+        for block in head_of(request, shard):
+            for i in range(len(block.ends)):
+                if request.rules.skip_blank and not block.line(i).strip():
+                    continue
+                try:
+                    search.look_at(document_of(block, i, where), line_name(block, i, where))
+                except SourceError as error:
+                    if not request.rules.skip_bad:
+                        raise
+                    search.fault = search.fault or str(error)
+                if search.is_done:
+                    return search.columns("")
+            size += len(block.data)
+            if size >= PROBE_BYTES:
+                return search.columns(f"the first {size} bytes")
     return search.columns("every row")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -195,8 +196,9 @@ class CheckedPages(FileStream):
         """The columns' chunks in a row group are read next. One whose footer is unusual is left to Arrow."""
         self._headers = {}
         with contextlib.suppress(*FAULTS):
-            for chunk in (next(column.from_group(self._file, group)) for column in columns):
-                self._headers[chunk.start] = chunk.start + chunk.size
+            for column in columns:
+                for chunk in islice(column.from_group(self._file, group), 1):
+                    self._headers[chunk.start] = chunk.start + chunk.size
 
     def read(self, length: int = -1) -> bytes | memoryview:
         """Raises ``ValueError`` and ``KeyError`` for a header of no page, or of one that is too large."""

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from tokenloom_server.sources.selection import Selection
 from tokenloom_server.sources.sharded import ShardedSource
 from tokenloom_server.storage.arrow_input import for_arrow
 from tokenloom_server.storage.file import File, Range
+from tokenloom_server.storage.remote import RemoteFile
 
 _log = logging.getLogger(__name__)
 _ReadLists = Callable[[int], Iterator[Any]]
@@ -53,6 +55,8 @@ class ParquetSource(ShardedSource):
         """
         super().__init__(request)
         self._group_ends: dict[int, npt.NDArray[np.int64]] = {}
+        #: Whether it was said that files do not say where their columns lie.
+        self._is_unplanned = False
         #: Footers of the files that were last opened at a row; a shuffled reader opens its file for each row group.
         self._footers: dict[int, _Footer] = {}
         self._refuse_empty_files("a Parquet file")
@@ -78,7 +82,11 @@ class ParquetSource(ShardedSource):
             ends = self._group_ends[shard]
             self._check_row(shard, row, int(ends[-1]))
             chunks = self._chunks(shard, parquet, keep=row > 0)
-            file.plan(self._ranges(file, chunks[0], int(np.searchsorted(ends, row, "right")) - 1))
+            if isinstance(file, RemoteFile):
+                ranges = self._ranges(file, chunks[0], int(np.searchsorted(ends, row, "right")) - 1)
+                # The footer is read before: within a read that is planned, it would be asked for while it is read.
+                first = [*islice(ranges, 1)]
+                file.plan(chain(first, ranges))
             expect = partial(stream.expect, chunks)
             yield from self._read_groups(parquet, expect, self._lists(file, parquet, chunks[0]), shard, row)
 
@@ -151,7 +159,9 @@ class ParquetSource(ShardedSource):
             for chunk in chunks.from_group(file, group):
                 yield Range(chunk.start, chunk.start + chunk.size)
         except parquet_pages.FAULTS as error:
-            _log.debug("%s: nothing is read ahead: %s", file.name, error)
+            if not self._is_unplanned:
+                _log.warning("%s: nothing of it is read ahead (%s); nor of others like it", file.name, error)
+            self._is_unplanned = True
 
     def _chunks(self, shard: int, parquet: Any, keep: bool) -> list[Chunks]:
         """The chunks of the column, and of others that are read; ``keep``: the file's footer is likely to be needed

@@ -69,6 +69,7 @@ class UnitsSource(IndexedSource):
         with self._open(entry) as file:
 
             def build() -> RowIndex:
+                file.plan([Range(0, file.size)])
                 return row_index.build(0, file.size, self._row_ends(file, entry.path))
 
             return row_index.cached(self._cache_path(shard, file, self._spec.column), entry.size, build)
