@@ -83,8 +83,9 @@ class WatchedFiles(Watched, Generic[T]):
                 self.content = self._read()
             except Exception as error:  # whatever it is: who looks goes on looking
                 self._good_at, self._said_stale = -math.inf, True
-                what = "changed and cannot be used, so what it held before stays in force"
-                _log.error("%s %s: %s", self._option, what, error)
+                _log.error(
+                    "%s changed and cannot be used, so what it held before stays in force: %s", self._option, error
+                )
                 return False
             self._said_stale = False
             _log.info("%s changed; what it holds now is in force", self._option)

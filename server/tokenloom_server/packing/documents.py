@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from tokenloom_server.core.epochs import whole_and_part
-from tokenloom_server.core.state import Cursor, FileCursor, WindowCursor, row_cursor, tokens_in_row
+from tokenloom_server.core.state import Cursor, FileCursor, WindowCursor, tokens_in_row
 from tokenloom_server.errors import SourceError, TokenizerError, TokenloomError
 from tokenloom_server.packing.chunks import Chunks
 from tokenloom_server.packing.fim import FillInMiddle
-from tokenloom_server.packing.reading import FileOrder, Reading, RowRange, Windows, nth_row
+from tokenloom_server.packing.reading import FileOrder, Reading, RowRange, Windows, begin_of, nth_row
 from tokenloom_server.packing.samples import Int64s
 from tokenloom_server.packing.tokenized_rows import BAD, FILTERED, DocumentSpan, TokenizedRows
 from tokenloom_server.packing.window import FileRows, RangeReader, portions
@@ -169,7 +169,7 @@ class Documents:
         return rows._replace(ids=ids, ends=ends, middles=middles)
 
     def _epochs(self, start: Cursor | None, mark_excluded: bool) -> Iterator[TokenizedRows]:
-        epoch, first, row = _begin(start)
+        epoch, first, row = begin_of(start)
         # A row that a sample has begun is read to its end, even if it was excluded since.
         begun = tokens_in_row(start) > 0
         kept: list[TokenizedRows] | None = None
@@ -285,20 +285,24 @@ class Documents:
                 order = windows.permutation(epoch, window, number, count)
                 begun_row = int(order[skipped]) if begun and first <= row else None
                 tokenized = self._tokenize_portion(epoch, mark_excluded, begun_row, portion)
-                ids = Chunks([(each.ids, each.ends) for each in self._of_one_dtype(tokenized)])
+                narrow = tokenized[0].ids.dtype if self._late is None else self._late.dtype
+                ids = Chunks([(each.ids, each.ends) for each in tokenized], narrow)
                 listed = TokenizedRows.listed(tokenized)._replace(part=window)
                 del tokenized
                 order = order[skipped:] if end is None else order[skipped : end - first]
                 for rows in listed.reordered(order, first + skipped, ids):
-                    yield self._bounded(rows)
+                    bounded = (
+                        self._late.bounded(rows.ids, rows.ends) if self._late is not None else (rows.ids, rows.ends)
+                    )
+                    yield rows._replace(ids=bounded[0], ends=bounded[1])
             first += count
 
     def _tokenize_portion(
         self, epoch: int, mark_excluded: bool, begun: int | None, portion: deque[FileRows]
     ) -> list[TokenizedRows]:
-        """The tokens of a window's portion; ids that lie in files as they lie there (see ``_bounded``). Empties it on
-        the way, so that rows and tokens are not held both. ``begun``: the position of the row that is read even if it
-        is excluded."""
+        """The tokens of a window's portion; ids as they lie in files (``_late``): these are copied once, into their
+        order. Empties it on the way, so that rows and tokens are not held both. ``begun``: the position of the row that
+        is read even if it is excluded."""
         tokenized, before = [], 0
         while portion:
             shard, rows = portion.popleft()
@@ -308,24 +312,10 @@ class Documents:
             before += len(rows.column)
         return tokenized
 
-    def _of_one_dtype(self, portion: list[TokenizedRows]) -> list[TokenizedRows]:
-        """The same rows; where files have ids of several widths, or of none, all in the narrow dtype."""
-        if self._late is None or len({each.ids.dtype for each in portion}) == 1:
-            return portion
-        return [each._replace(ids=each.ids.astype(self._late.dtype)) for each in portion]
-
-    def _bounded(self, rows: TokenizedRows) -> TokenizedRows:
-        """Rows of a portion in the narrow dtype and with their begin- and end-of-text ids, where these wait until then:
-        so a window's rows are copied once, into their order."""
-        if self._late is None:
-            return rows
-        ids, ends = self._late.bounded(rows.ids, rows.ends)
-        return rows._replace(ids=ids, ends=ends)
-
     def _tokenized(self, epoch: int, shard: int, rows: Rows, *, bounded: bool = True) -> TokenizedRows:
         where = f"{self.name}: {self.path(shard)}"
-        encode = self._encoder.encode if bounded or self._late is None else self._late.unbounded
         try:
+            encode = self._encoder.encode if bounded or self._late is None else self._late.unbounded
             documents = encode(rows.column, rows.first_row, shard)
         except TokenizerError as error:
             raise TokenizerError(f"{where}: {error}", error.at) from None
@@ -408,13 +398,3 @@ def _joined(held: list[Rows]) -> Rows:
     rows = columns.joined(held)
     held.clear()
     return rows
-
-
-def _begin(cursor: Cursor | None) -> tuple[int, int | None, int]:
-    """Epoch, part (None: the epoch's first), and row in it."""
-    match row_cursor(cursor):
-        case None:
-            return 0, None, 0
-        case FileCursor(epoch, part, row) | WindowCursor(epoch, part, row):
-            return epoch, part, row
-    raise AssertionError("batches of rows are not read as documents")

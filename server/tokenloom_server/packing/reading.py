@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tokenloom_server.core.hashing import Purpose, draw
+from tokenloom_server.core.state import Cursor, FileCursor, WindowCursor, row_cursor
 from tokenloom_server.packing.permutation import Permutation
 from tokenloom_server.packing.samples import Int64s
 from tokenloom_server.sources.base import Source
@@ -190,3 +191,13 @@ def nth_row(reading: Reading, epoch: int, rows: int) -> tuple[int, int]:
             break
         rows -= reading.rows_in(part)
     return part, rows
+
+
+def begin_of(cursor: Cursor | None) -> tuple[int, int | None, int]:
+    """Epoch, part (None: the epoch's first), and row in it."""
+    match row_cursor(cursor):
+        case None:
+            return 0, None, 0
+        case FileCursor(epoch, part, row) | WindowCursor(epoch, part, row):
+            return epoch, part, row
+    raise AssertionError("batches of rows are not read as documents")

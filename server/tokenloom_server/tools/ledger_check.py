@@ -67,7 +67,7 @@ def _of_lists(contents: RunContents) -> list[str]:
         "the journal lacks the start of a generation": all(
             journal.get((each.generation, each.start_index)) == each.start_state for each in openings
         ),
-        "the journal goes beyond the committed sample": all(at <= index for of, at in journal if of == present),
+        "the journal goes beyond the committed sample": all(entry <= index for of, entry in journal if of == present),
         "its revisions are not numbered 1, 2, …": [each.number for each in revisions]
         == [*range(1, 1 + len(revisions))],
         f"its revisions, from samples {places} on, are out of order": places == sorted(places),

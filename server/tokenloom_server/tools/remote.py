@@ -86,15 +86,15 @@ class Remote:
     def stats(self, run: str | None) -> list[RunStats]:
         """The figures of one run, or of all that are still there. Raises ``ServerUnreachable``, ``NotFound``,
         ``Unauthenticated``."""
-        found = []
+        figures = []
         for name in self._named(run):
             try:
-                found.append(self._ask(RunStats, f"{_path(name)}/stats"))
+                figures.append(self._ask(RunStats, f"{_path(name)}/stats"))
             except NotFound:
                 if run or self.run:
                     raise
                 # One of all was removed meanwhile.
-        return found
+        return figures
 
     def about(self) -> rest.About:
         """The runs, and where trainers connect. Raises ``ProtocolError`` where it is no Tokenloom server."""
