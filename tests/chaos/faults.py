@@ -420,8 +420,13 @@ def forked(world: World, draw: random.Random) -> Iterator[None]:
     assert len(records) == 10, (folder / "rank-0.log").read_text(encoding="utf-8")[-3000:]
     last = records[-1]
     found = {"sample_index": int(last["end"]), "total_tokens": int(last["tokens"]), "digest": last["digest"].decode()}
+    # A checkpoint may be older than skips of the job after it.
+    skips = world.ask(f"/v1/runs/{name}/stats", method="GET")["skips"]
+    found["skips"] = sorted([int(at), count] for at, count in skips.items())
+    revisions = world.ask(f"/v1/runs/{RUN}/mixture", method="GET")["revisions"]
     assert found["sample_index"] == index + 40, f"a fork at sample {index} came to {found} in ten steps"
-    world.note_snapshot(found)
+    if not revisions:  # else the fork has other rules, and shares that begin anew
+        world.note_snapshot(found)
     world.ask(f"/v1/runs/{name}", method="DELETE")
 
 

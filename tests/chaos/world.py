@@ -305,7 +305,7 @@ class World:
     def note_snapshot(self, found: dict[str, Any]) -> None:
         """For the checker: what a snapshot says of the order."""
         with (self.folder / "snapshots.jsonl").open("a", encoding="utf-8") as log:
-            log.write(json.dumps(found | {"skips": self.skips}) + "\n")
+            log.write(json.dumps({"skips": self.skips} | found) + "\n")
 
     def note_skip(self, index: int, samples: int) -> None:
         """From the present launch on the run passes over so many samples at an index."""

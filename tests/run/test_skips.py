@@ -109,9 +109,14 @@ def test_a_fork_inherits_what_its_parent_passes_over(made: Made, fields: dict[st
     served.start_points.restore(text=states["b"].decode())
     # Of a parent that is not served: where a state says itself how all stands there.
     states |= {"before": Trainer(served).state(12), "at": plain.state(20)}
+    if not fields:
+        states["other"] = states["at"]
     for name, state in states.items():
         path = place.path.with_name(f"{name}-{place.path.name}")
-        path.write_text(yaml.safe_dump(mixture(run=name, window_micro_steps=6, **fields)))
+        document = mixture(run=name, window_micro_steps=6, **fields)
+        if name == "other":  # a mixture that is not its parent's, and gives the same
+            document["mixture"]["children"][0]["max_tokens"] = 10**12
+        path.write_text(yaml.safe_dump(document))
         fork = Trainer(place.runs.add(path, None), 1, 2, state=state, fork=True)
         assert fork.take(1000) == {index: given[index] for index in given if index >= min(fork.taken())}, name
     place.stop()

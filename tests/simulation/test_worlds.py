@@ -76,6 +76,7 @@ def test_the_command_that_a_failing_world_names_replays_it() -> None:
         pytest.param(6010000, id="the ledger loses a revision that is in force"),
         pytest.param(6014383, id="a rank writes its state before it hears of that"),
         pytest.param(9300101, id="the ledger loses an opening from an older checkpoint, and its ranks come again"),
+        pytest.param(41005993, id="an opening is worked out from what the ledger loses meanwhile"),
     ],
 )
 def test_worlds_that_were_met_beyond_the_first(seed: int) -> None:

@@ -126,7 +126,8 @@ class JournalEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRevision:
-    """A change of the run from a sample index on. Revisions count from 1, and never go back in the order."""
+    """A change of the run from a sample index on. Revisions count from 1, and never go back in the order; skips, which
+    openings make where they begin, may."""
 
     number: int
     sample_index: int

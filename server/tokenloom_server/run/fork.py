@@ -89,6 +89,9 @@ class ForkHandler:
         ours = {source.source for source in coordinator.order.config.sources}
         kept = [source for source in theirs.sources() if source.spec in ours]
         clock_offset = foreign.resume_state.clock_offset
+        skips = dict(parent.timeline.skips if parent is not None else foreign.resume_state.all_skips)
+        # The other run may have skipped at this sample since the snapshot was taken.
+        skips |= {skip.sample_index: skip.samples for skip in theirs.skips}
         origin = Origin(
             run=foreign.run,
             uid=foreign.run_uid or "",
@@ -104,7 +107,7 @@ class ForkHandler:
             + sum(skip.tokens for skip in theirs.skips)
             - clock_offset
             - sum(source.token_offset for source in kept),
-            skips=[*parent.timeline.skips.items()] if parent is not None else foreign.resume_state.all_skips,
+            skips=sorted(skips.items()),
         )
         timeline = coordinator.timeline.with_origin(origin).with_clock(clock_offset)
         state = same if same is not None else replace(_transplanted(timeline, origin, theirs), skips=theirs.skips)

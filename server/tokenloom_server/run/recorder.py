@@ -193,13 +193,13 @@ class Recorder(Background):
         """Of a run whose server was killed before it wrote all down: with why the data end where it stands, if they
         do. Its ranks may have left, so that nothing is produced any more that would tell."""
         view = self._coordinator.view()
-        timeline, commit, index = view.timeline, view.commit, view.commit.sample_index
-        replay = Replay(timeline, timeline.decode(commit.state))
+        timeline, index, generation = view.timeline, view.commit.sample_index, view.generation
+        pads = timeline.at(index).config.last_micro_step == "pad"
+        replay = Replay(timeline, timeline.decode(view.commit.state))
         with suppress(TokenloomError):
-            replay.forward(index + view.generation.world_size * view.generation.batch_size)
-        if replay.ended is None or (replay.sample_index > index and timeline.at(index).config.last_micro_step == "pad"):
-            return stats
-        return stats.model_copy(update={"ended": replay.ended, "produced_index": index})
+            replay.forward(index + (1 if pads else generation.world_size * generation.batch_size))
+        ended = {"ended": replay.ended, "produced_index": index}
+        return stats.model_copy(update=ended if replay.ended else {})
 
     def _point(self, stats: RunStats) -> _Point:
         place = stats.generation, stats.sample_index
