@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from typing import NamedTuple
 
-from tokenloom_proto.threads import Background
+from tokenloom_proto.threads import Loop
 
 from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.ledger.history import HistoryEntry, HistoryStore, Kind
@@ -70,12 +70,12 @@ class _Stored:
         return [*thinned, *self.entries["events"][:-MAX_EVENTS], *self.entries["frequent"][:-MAX_EVENTS]]
 
 
-class Recorder(Background):
+class Recorder(Loop):
     """Writes the history of one run. ``note`` may be called by any thread."""
 
     def __init__(self, coordinator: RunCoordinator, stats: StatsReader, losses: Losses, holder: str) -> None:
         """``holder`` names this server in the ledger."""
-        super().__init__("recorder", self._record, coordinator.name, goes_on=True)
+        super().__init__("recorder", self._record, coordinator.name)
         self._coordinator = coordinator
         self._stats = stats
         self._losses = losses
