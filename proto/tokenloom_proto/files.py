@@ -11,6 +11,8 @@ from pathlib import Path
 
 #: Of files of which a user may have large ones, such as a tokeniser.
 MOST_BYTES = 2**28
+#: Of files whose size is not known.
+_KERNEL_BYTES = 2**16
 
 
 def open_file(path: Path, most_bytes: int = sys.maxsize) -> io.FileIO:
@@ -30,7 +32,7 @@ def read_file(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     """All of a file. Raises ``OSError``, as ``open_file`` does."""
     with io.BufferedReader(open_file(path, most_bytes)) as file:
         # Files of the kernel say that they are empty, and some have no end.
-        return file.read(most_bytes)
+        return file.read(os.fstat(file.fileno()).st_size or _KERNEL_BYTES)
 
 
 def resolved(path: Path) -> Path:

@@ -28,13 +28,12 @@ def faults() -> Counter[str]:
 class Background(threading.Thread):
     """A daemon thread. What its work raises is logged, where it is new, and counted, unless it is an error of ours."""
 
-    def __init__(
-        self, kind: str, work: Callable[[], object], of: str = "", *, goes_on: bool = False, after_s: float = 0.0
-    ) -> None:
-        """``kind``: what it does, ``of``: for whom, such as a run. With ``goes_on`` it works in turns, until one
-        returns false; one that fails is followed by the next. ``after_s``: it begins so late, seconds."""
+    _goes_on = False
+
+    def __init__(self, kind: str, work: Callable[[], object], of: str = "", *, after_s: float = 0.0) -> None:
+        """``kind``: what it does, ``of``: for whom, such as a run. ``after_s``: it begins so late, seconds."""
         super().__init__(name=f"{of}-{kind}" if of else kind, daemon=True)
-        self._kind, self._work, self._of, self._goes_on, self._after_s = kind, work, of, goes_on, after_s
+        self._kind, self._work, self._of, self._after_s = kind, work, of, after_s
         #: Set by who wants no more of it: until ``after_s`` it does not begin then, and its work may look.
         self.ending = threading.Event()
         #: What the last turn failed with; empty where it did not.
@@ -62,6 +61,12 @@ class Background(threading.Thread):
                     log.error("thread %s: %s", self.name, fault, exc_info=None if is_named else error)
                 self.fault = fault
                 goes_on = self._goes_on and not self.ending.wait(PAUSE_S)
+
+
+class Loop(Background):
+    """One that works in turns, until one returns false; one that fails is followed by the next."""
+
+    _goes_on = True
 
 
 def pool(threads: int, kind: str, of: str = "") -> ThreadPoolExecutor:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tokenloom_proto import threads
 from tokenloom_proto.errors import ConfigError
-from tokenloom_proto.threads import Background, faults, pool
+from tokenloom_proto.threads import Background, Loop, faults, pool
 
 
 class Panic(BaseException):
@@ -37,7 +37,7 @@ def test_what_a_turn_raises_is_counted_said_once_and_followed_by_the_next(
             raise turn
         return turn
 
-    thread = Background("watcher", work, "wiki", goes_on=True)
+    thread = Loop("watcher", work, "wiki")
     assert faults() == {"watcher": 0}
     thread.start()
     thread.join()
@@ -55,7 +55,7 @@ def test_work_that_is_done_once_and_fails_is_said_and_one_that_is_to_end_has_no_
         again.ending.set()
         raise ValueError("no")
 
-    again = Background("again", fail, goes_on=True)
+    again = Loop("again", fail)
     for thread in (Background("once", fail), again):
         thread.start()
         thread.join()

@@ -507,19 +507,21 @@ def thread_kinds(tree: Tree) -> set[str]:
     """The kinds of all threads: the texts that ``Background``, ``pool`` and classes of these are called with."""
     kinds = set()
     for module in tree.modules.values():
-        for node in ast.walk(module.syntax):
-            if isinstance(node, ast.ClassDef) and _dotted(node.bases[0] if node.bases else node) == "Background":
-                calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
-                made = [each for each in calls if ast.unparse(each.func) == "super().__init__"]
-            else:
-                is_made = isinstance(node, ast.Call) and _dotted(node.func) in {"Background", "Watcher", "pool"}
-                made = [node] if is_made else []
-            for call in made:
-                texts = [
-                    each.value for part in call.args[:2] for each in ast.walk(part) if isinstance(each, ast.Constant)
-                ]
-                kinds |= {text for text in texts if isinstance(text, str)}
+        calls = [node for node in ast.walk(module.syntax) if isinstance(node, ast.Call)]
+        subclasses = [node for node in ast.walk(module.syntax) if isinstance(node, ast.ClassDef) and _is_thread(node)]
+        own = [each for node in subclasses for each in ast.walk(node) if isinstance(each, ast.Call)]
+        made = [call for call in calls if _dotted(call.func) in _THREAD_MAKERS]
+        made += [call for call in own if ast.unparse(call.func) == "super().__init__"]
+        parts = [part for call in made for argument in call.args[:2] for part in ast.walk(argument)]
+        kinds |= {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
     return kinds
+
+
+_THREAD_MAKERS = {"Background", "Loop", "Watcher", "pool"}
+
+
+def _is_thread(node: ast.ClassDef) -> bool:
+    return any(_dotted(base) in _THREAD_MAKERS for base in node.bases)
 
 
 Rule = Callable[[Tree], Iterator[str]]

@@ -21,7 +21,7 @@ from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_proto.errors import ProtocolError
 from tokenloom_proto.release import own_release
 from tokenloom_proto.resume import counts_at, real_tokens, sources_of
-from tokenloom_proto.threads import Background
+from tokenloom_proto.threads import Loop
 
 from tokenloom.batch.arrays import ArrayMaker, BatchMaker
 from tokenloom.batch.layout import Layout
@@ -205,7 +205,7 @@ def _answer(stub: DataLoaderStub, message: wire.JoinRequest, timeout_s: float, r
                 log.warning("%s: the server goes forward %s", request.address, stats["going_forward"])
         return not watcher.ending.wait(WATCH_EVERY_S)
 
-    watcher = Background("join", watch, "tokenloom", goes_on=True, after_s=SOON_S)
+    watcher = Loop("join", watch, "tokenloom", after_s=SOON_S)
     if not message.rank:
         watcher.start()
     try:

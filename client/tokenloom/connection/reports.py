@@ -17,7 +17,7 @@ import grpc
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_proto.errors import TokenloomError
-from tokenloom_proto.threads import Background
+from tokenloom_proto.threads import Loop
 
 from tokenloom.connection.channel import Channels, failure, retryable
 from tokenloom.connection.join import Request
@@ -40,7 +40,7 @@ class Reporter:
         self._closing = False
         self._warned = False
         self._give_up_at = math.inf
-        self._thread = Background("reports", self._run, "tokenloom", goes_on=True)
+        self._thread = Loop("reports", self._run, "tokenloom")
         self._thread.start()
 
     def put(self, report: wire.ReportRequest) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Generic, TypeVar
 
-from tokenloom_proto.threads import Background
+from tokenloom_proto.threads import Loop
 
 _log = logging.getLogger(__name__)
 
@@ -22,11 +22,11 @@ LOOK_EVERY_S = 1.0
 STALE_S = 10.0
 
 
-class Watcher(Background):
+class Watcher(Loop):
     """Looks every second. What may block, as a disk of a network does that hangs, has one of its own."""
 
     def __init__(self, kind: str, look: Callable[[], object]) -> None:
-        super().__init__(kind, self._wait_and_look, goes_on=True)
+        super().__init__(kind, self._wait_and_look)
         self._look = look
 
     def _wait_and_look(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from tokenloom_proto.threads import Background
+from tokenloom_proto.threads import Loop
 
 from tokenloom_server.errors import LedgerError, LedgerUnavailable, TokenloomError
 from tokenloom_server.ledger.commands import Commit, ThinJournal
@@ -27,11 +27,11 @@ JOURNAL_BYTES = 16 * 2**20
 _LEDGER_BACKOFF_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 
 
-class Committer(Background):
+class Committer(Loop):
     """Ends when the server stops and everything that was acknowledged is committed, or cannot be."""
 
     def __init__(self, coordinator: RunCoordinator) -> None:
-        super().__init__("committer", self.step, coordinator.name, goes_on=True)
+        super().__init__("committer", self.step, coordinator.name)
         self._coordinator = coordinator
         self._not_before_s = 0.0
         self._failures = 0

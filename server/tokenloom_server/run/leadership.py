@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 
-from tokenloom_proto.threads import Background
+from tokenloom_proto.threads import Loop
 
 from tokenloom_server.errors import LeaseHeld, LedgerRolledBack, LedgerUnavailable, NotLeader, TokenloomError
 from tokenloom_server.ledger import refusals
@@ -29,11 +29,11 @@ _ASK_PART = 4
 _MARGIN_S = 1.0
 
 
-class Leadership(Background):
+class Leadership(Loop):
     """Owns whether this server leads a run. ``holder`` is equal for a server and its own restart, and for no other."""
 
     def __init__(self, coordinator: RunCoordinator, holder: str) -> None:
-        super().__init__("lease", self._keep, coordinator.name, goes_on=True)
+        super().__init__("lease", self._keep, coordinator.name)
         self._coordinator = coordinator
         #: What names this server in the ledger.
         self.holder = self._holder = holder

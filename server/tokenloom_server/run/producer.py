@@ -6,7 +6,7 @@ import logging
 import time
 from functools import partial
 
-from tokenloom_proto.threads import Background
+from tokenloom_proto.threads import Background, Loop
 
 from tokenloom_server.errors import SourceError, TokenizerError, TokenloomError
 from tokenloom_server.order.pipeline import Pipeline
@@ -23,11 +23,11 @@ _log = logging.getLogger(__name__)
 COMPARE_S = 60.0
 
 
-class Producer(Background):
+class Producer(Loop):
     """Owns the pipeline of the present generation."""
 
     def __init__(self, coordinator: RunCoordinator) -> None:
-        super().__init__("producer", self.step, coordinator.name, goes_on=True)
+        super().__init__("producer", self.step, coordinator.name)
         self._coordinator = coordinator
         self._active: ActiveGeneration | None = None
         #: For which the files were compared, or are now.

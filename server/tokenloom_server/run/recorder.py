@@ -11,7 +11,7 @@ from collections import deque
 from contextlib import suppress
 from typing import NamedTuple
 
-from tokenloom_proto.threads import Background
+from tokenloom_proto.threads import Loop
 
 from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.errors import TokenloomError
@@ -73,12 +73,12 @@ class _Stored:
         return [*thinned, *self.entries["events"][:-MAX_EVENTS], *self.entries["frequent"][:-MAX_EVENTS]]
 
 
-class Recorder(Background):
+class Recorder(Loop):
     """Writes the history of one run. ``note`` may be called by any thread."""
 
     def __init__(self, coordinator: RunCoordinator, stats: StatsReader, losses: Losses, holder: str) -> None:
         """``holder`` names this server in the ledger."""
-        super().__init__("recorder", self._record, coordinator.name, goes_on=True)
+        super().__init__("recorder", self._record, coordinator.name)
         self._coordinator = coordinator
         self._stats = stats
         self._losses = losses

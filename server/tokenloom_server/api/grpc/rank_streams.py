@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tokenloom_proto import dataloader_pb2 as wire
-from tokenloom_proto.threads import Background
+from tokenloom_proto.threads import Loop
 
 from tokenloom_server.api.grpc.detached_call import DetachedCall
 from tokenloom_server.api.grpc.messages import encode_delivery, response_of
@@ -49,7 +49,7 @@ class RankStreams:
         #: By rank, oldest first.
         self._newest: dict[int, tuple[_RankStream, ...]] = {}
         self._tick_at = 0.0
-        Background("streams", self._turn, coordinator.name, goes_on=True).start()
+        Loop("streams", self._turn, coordinator.name).start()
 
     def add(self, session: Session, opened: wire.StreamOpen, recheck: Callable[[], None], call: DetachedCall) -> None:
         """``recheck`` raises what ends a stream whose token is not good for it any more."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenloom_server.errors import ConfigError, reason
 
-#: Connections that may wait to be accepted.
+#: Connections that may wait to be accepted: a place among them is lost to a flood for a second, until TCP asks again.
 _BACKLOG = 128
 #: Connections at a time. Times MAX_BODY_BYTES, it bounds the memory for bodies.
 MAX_CONNECTIONS = 128
@@ -24,7 +24,7 @@ class BoundedListener(socket.socket):
         super().__init__(fileno=listener.detach())
         self._max_connections = max_connections
         self._accepted: list[socket.socket] = []
-        #: Closes the connection that has asked for nothing for longest; whether there is one.
+        #: Closes connections that ask for nothing; whether there are some.
         self.make_room: Callable[[], bool] = lambda: False
 
     def accept(self) -> tuple[socket.socket, Any]:

@@ -8,7 +8,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tokenloom_proto.threads import Background
+from tokenloom_proto.threads import Background, Loop
 
 from tokenloom_server.api.auth import OPEN_TO_ALL, Access
 from tokenloom_server.api.rest.listener import MAX_CONNECTIONS, MAX_HEALTH_CONNECTIONS, listen
@@ -53,7 +53,7 @@ class RestServer:
         packages are imported."""
         # A daemon, so that a request that never ends cannot keep the process.
         work = partial(self._run, runs, folder, grpc_address)
-        self._thread = Background("health" if self._only_health else "rest", work, goes_on=True)
+        self._thread = Loop("health" if self._only_health else "rest", work)
         self._thread.start()
 
     def stop(self, timeout: float = 5.0) -> bool:

@@ -91,11 +91,11 @@ class Http(uvicorn.Server):
         self.should_exit = True
 
     def make_room(self) -> bool:
-        """Closes the connection that has asked for nothing for longest; False where each has a request under way."""
+        """Closes the half of the connections without a request that is so for longer; False where there are none."""
         connections: Any = self.server_state.connections  # all are ours
-        silent = [each for each in connections if not each.is_asked]
-        if silent:
-            min(silent, key=attrgetter("waits_since")).transport.abort()
+        silent = sorted((each for each in connections if not each.is_asked), key=attrgetter("waits_since"))
+        for each in silent[: len(silent) // 2 + 1]:
+            each.transport.abort()
         return bool(silent)
 
     async def on_tick(self, counter: int) -> bool:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from tokenloom_proto.threads import Background
+from tokenloom_proto.threads import Loop
 
 from tokenloom_server.cluster.connection import Needs
 from tokenloom_server.cluster.description import describe, verify_file
@@ -167,7 +167,7 @@ class RayReaders:
         self._stopping = threading.Event()
         if why := self._connect():
             raise ConfigError(why)
-        self._thread = Background("readers", self._listen, goes_on=True)
+        self._thread = Loop("readers", self._listen)
         self._thread.start()
 
     # --- what others ask -----------------------------------------------------------------------------
