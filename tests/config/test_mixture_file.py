@@ -524,7 +524,7 @@ def test_a_new_setting_has_to_be_placed_on_one_side_of_the_digest() -> None:
         "new_source_baseline",
         "mask_boundaries",
     }
-    outside |= {"on_bad_row", "max_bad_rows", "streams"}
+    outside |= {"on_bad_row", "max_bad_rows", "max_row_mib", "streams"}
     inside = {"mixture", "packing", "add_eot", *BATCHED_ORDER_FIELDS} | {
         what for what in OTHER_ORDER if what in RunConfig.model_fields
     }

@@ -333,6 +333,16 @@ def _option(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
 
+def local_cpus(option: str, address: str) -> tuple[str, int | None]:
+    """An address of Ray's, and how many CPUs of this machine ``local:N`` asks for. Raises ``ConfigError``."""
+    kind, colon, count = address.partition(":")
+    if kind != "local" or not colon:
+        return address, None
+    if not (count.isdecimal() and int(count) > 0):
+        raise ConfigError(f"{option}: found {address!r}, expected auto, or local:N with N CPUs, such as local:4")
+    return kind, int(count)
+
+
 def amounts(option: str, texts: Sequence[str] | None) -> dict[str, float]:
     """Amounts by name, as NAME=AMOUNT each. Raises ``ConfigError``."""
     by_name = {}

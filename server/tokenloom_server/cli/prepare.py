@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tokenloom_server.cli.common import console, say, set_up_logging
-from tokenloom_server.cli.options import Mixture, MixtureOptions, amounts
+from tokenloom_server.cli.options import Mixture, MixtureOptions, amounts, local_cpus
 from tokenloom_server.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -98,7 +98,8 @@ class _ClusterOptions:
     """Where else shards are made, and what each of them takes."""
 
     ray: Annotated[
-        str | None, typer.Option(help="Make shards on a Ray cluster.", metavar="auto|local|HOST:PORT|ray://HOST:PORT")
+        str | None,
+        typer.Option(help="Make shards on a Ray cluster.", metavar="auto|local[:N]|HOST:PORT|ray://HOST:PORT"),
     ] = None
     ray_cpus: Annotated[float, typer.Option(min=0.01, max=1024, help="CPUs that Ray keeps for each shard.")] = 1.0
     ray_memory: Annotated[int, typer.Option(min=0, help="MB of memory that Ray keeps for each.", metavar="MB")] = 0
@@ -119,7 +120,9 @@ class _ClusterOptions:
         from tokenloom_server.cluster.preparing import OnRay
 
         needs = Needs(self.ray_cpus, self.ray_memory, amounts("--ray-resource", self.ray_resource))
-        with connect(self.ray, needs, option="--ray", cpus=threads and math.ceil(threads * self.ray_cpus)):
+        address, cpus = local_cpus("--ray", self.ray)
+        cpus = cpus or (threads and math.ceil(threads * self.ray_cpus))
+        with connect(address, needs, option="--ray", cpus=cpus):
             yield partial(OnRay, needs, threads)
 
 
@@ -144,10 +147,10 @@ def prepare(
     there. Other files, another tokeniser or other settings are refused, with the difference.
 
     With --ray the shards are tasks on the nodes of a Ray cluster: the same bytes, whatever is killed meanwhile. auto is
-    the cluster of this machine, local one of its own, to try it; ray:// reaches one from elsewhere. Nodes must see the
-    files and --out at the same paths, or at URLs such as s3://bucket/prepared; each first compares what it has with
-    what is here: Tokenloom's version, the tokeniser, the files, --out. A task takes --ray-cpus, --ray-memory and what
-    --ray-resource names, as a node was given it by `ray start --resources`.
+    the cluster of this machine, local one of its own (local:2: with two CPUs), to try it; ray:// reaches one from
+    elsewhere. Nodes must see the files and --out at the same paths, or at URLs such as s3://bucket/prepared; each first
+    compares what it has with what is here: Tokenloom's version, the tokeniser, the files, --out. A task takes
+    --ray-cpus, --ray-memory and what --ray-resource names, as a node was given it by `ray start --resources`.
     """
     from tokenloom_server.cli.progress import Progress
     from tokenloom_server.prepare.journal import refuse_others

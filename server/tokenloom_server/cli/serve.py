@@ -217,20 +217,20 @@ class Readers:
 
     def options(self, storage_timeout: float) -> ReaderOptions | None:
         """What is asked for. Raises ``ConfigError``."""
-        from tokenloom_server.cli.options import amounts
+        from tokenloom_server.cli.options import amounts, local_cpus
         from tokenloom_server.cluster.connection import Needs
         from tokenloom_server.cluster.readers.link import ReaderOptions
 
         if self.readers is None:
             return None
-        kind, _, count = self.readers.partition(":")
-        if not (self.readers == "auto" or (kind == "local" and count.isdecimal() and int(count) > 0)):
+        address, cpus = local_cpus("--readers", self.readers)
+        if address != "auto" and cpus is None:
             raise ConfigError(
                 f"--readers: found {self.readers!r}, expected auto, or local:N with N CPUs, such as local:4"
             )
         return ReaderOptions(
-            address=kind,
-            local_cpus=int(count) if kind == "local" else None,
+            address=address,
+            local_cpus=cpus,
             needs=Needs(self.readers_cpus, resources=amounts("--readers-resource", self.readers_resource)),
             late_s=self.readers_late,
             timeout_s=storage_timeout,

@@ -81,7 +81,9 @@ def connect(
         _start(ray, address, where, cpus, object_store_bytes)
         yield _checked(needs, where, cpus, object_store_bytes)
     finally:
-        ray.shutdown()
+        # Without a raylet Ray would end the process there, before anything is said; what it started ends with it.
+        if not ray.is_initialized() or is_node():
+            ray.shutdown()
 
 
 def nodes() -> tuple[Node, ...]:
@@ -90,6 +92,15 @@ def nodes() -> tuple[Node, ...]:
 
     present = [node for node in ray.nodes() if node["Alive"]]
     return tuple(Node(node["NodeID"], node["NodeManagerHostname"], node["Resources"]) for node in present)
+
+
+def is_node() -> bool:
+    """Whether this machine is still a node of the cluster: a driver does not come back from the end of its raylet, and
+    Ray ends its process soon."""
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    return any(node.id == here for node in nodes())
 
 
 def fitting(needs: Needs) -> tuple[Node, ...]:
@@ -119,7 +130,11 @@ def _start(ray: Any, address: str, where: str, cpus: int | None, object_store_by
             # Ray would keep a token for all clusters in the user's home.
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         quiet |= {"include_dashboard": False, "object_store_memory": object_store_bytes}
-        ray.init("local", num_cpus=cpus or os.cpu_count(), **quiet)
+        try:
+            ray.init("local", num_cpus=cpus or os.cpu_count(), **quiet)
+        except Exception as error:  # whatever its processes did not do
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"{where}: Ray does not start on this machine ({reason}); start it again") from None
         return
     target = _reach(ray, address, where)
     try:

@@ -19,7 +19,7 @@ from typing import Any
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server import errors
-from tokenloom_server.cluster.connection import Needs, Node, fitting, on_each, pinned
+from tokenloom_server.cluster.connection import Needs, Node, fitting, is_node, on_each, pinned
 from tokenloom_server.cluster.description import describe, named_by_node, rebuild, verify_file
 from tokenloom_server.cluster.readers.worker import LoggedLines
 from tokenloom_server.errors import ConfigError, TokenloomError
@@ -74,8 +74,8 @@ class OnRay:
 
     def __call__(self, job: Job, tasks: Sequence[Task], journal: Journal, on_done: OnRows) -> None:
         """Raises ``ConfigError``, before any shard is made where a node does not see what this machine sees or none
-        answers, and where workers were lost too often; and what making a shard raises. ``on_done`` is called with each
-        shard."""
+        answers, and where workers were lost too often or this machine's raylet ended; and what making a shard raises.
+        ``on_done`` is called with each shard."""
         import ray
 
         description = ray.put(described(job, journal.attempts))
@@ -84,6 +84,11 @@ class OnRay:
         requests = _Requests(remote, description)
         waiting = deque(map(_Wanted, tasks))
         while waiting or requests.by_reference:
+            if not is_node():
+                raise ConfigError(
+                    "Ray's process on this machine (raylet) has ended, and the command with it: start it again; it "
+                    "goes on with the shards that are not there"
+                )
             there = [node for node in fitting(self.needs) if node.id not in silent]
             self.on_nodes(len(there))
             room = self.at_once or max(1, AHEAD * int(sum(node.cpus // self.needs.cpus for node in there)))

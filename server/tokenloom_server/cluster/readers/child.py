@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 from tokenloom_proto.threads import Background, name_for_kernel
 
-from tokenloom_server.cluster.connection import Needs, Node, connect, nodes, on_each
+from tokenloom_server.cluster.connection import Needs, Node, connect, is_node, nodes, on_each
 from tokenloom_server.cluster.readers import messages, worker
 from tokenloom_server.cluster.readers.rows import ANSWER_BYTES, Request
 from tokenloom_server.errors import TokenloomError
@@ -103,8 +103,7 @@ class Child:
     async def _watch(self) -> None:
         """Tells the server whether a CPU is free, until this machine is no node of the cluster any more: a driver does
         not come back from that, though another cluster may be at the same address."""
-        here = self._ray.get_runtime_context().get_node_id()
-        while any(node.id == here for node in await asyncio.to_thread(nodes)):
+        while await asyncio.to_thread(is_node):
             is_free = self._needs.fit(Node("", "", await asyncio.to_thread(self._ray.available_resources)))
             messages.send(self._server, busy="" if is_free else f"no CPU is free for a task of {self._needs}")
             await asyncio.sleep(TICK_S)
