@@ -110,7 +110,7 @@ class Story:
         path.write_text(text.replace("alias: fables", "max_tokens: 400000000\n      alias: fables"), encoding="utf-8")
         self.project.page("Change the mixture", 1)
         revisions = self.project.shell("tokenloom mixture show http://127.0.0.1:8080")
-        assert "fewer fables" in revisions, revisions
+        assert "fewer-fables" in revisions, revisions
 
     def backup(self) -> str:
         """the ledger is backed up, checked and restored"""
