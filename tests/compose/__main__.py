@@ -22,13 +22,13 @@ import httpx
 import trustme
 from chaos.checker import check
 from chaos.corpus import write_corpus, write_mixture
-from chaos.world import reference
+from chaos.world import RUN, reference
 from support.ports import free_port
 from support.s3_server import BUCKET, s3_server
 from support.waiting import wait_for
 from tokenloom import ConnectionOptions, NumpyDataset
 
-from compose.job import RUN, Job
+from compose.job import Job
 from compose.project import ROOT, ComposeFailed, Project, run
 
 #: Of the first 200 samples of examples/compose, as in .ci/installs.py.
