@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import secrets
 import shutil
 import tempfile
@@ -46,6 +45,7 @@ LIST_COMMANDS = (
     "for f in pathlib.Path(r).rglob(n)]))"
 )
 CONNECT = "import socket; socket.socket(socket.AF_UNIX).connect('/run/redis/redis.sock')"
+CHECK_LEDGER = ("ledger", "check", "unix:///run/redis/redis.sock")
 UP = ("up", "--detach", "--wait")
 
 
@@ -85,7 +85,8 @@ class Story:
     def image(self) -> str:
         """the image has neither pip nor other packages' commands and tests; the slim one is small"""
         slim = f"{self.project.image}-slim"
-        run("docker", "build", "--quiet", "--build-arg", "PACKAGES=image-slim", "--tag", slim, self.project.folder)
+        options = ("--build-arg", "PACKAGES=image-slim", "--label", f"compose-test={self.project.name}", "--tag", slim)
+        run("docker", "build", "--quiet", *options, self.project.folder)
         assert not (foreign := {*json.loads(self.project.python(LIST_COMMANDS))} - COMMANDS), foreign
         sizes = [
             int(run("docker", "image", "inspect", "--format", "{{.Size}}", name)) / 1e6
@@ -228,13 +229,13 @@ class Story:
     def recount(self) -> str:
         """the job ends in order; the ledger is checked, and every sample recounted"""
         index = self.job.finish()
-        said = self.project.compose(
-            *("run", "--rm", "--no-deps", "server", "ledger", "check", "unix:///run/redis/redis.sock")
-        )
+        self.project.shell("docker compose down\nunset COMPOSE_FILE\ndocker compose up --detach --wait")
+        self.project.compose("run", "--rm", "--no-deps", "server", *CHECK_LEDGER)
+        stats = json.loads(self.project.shell("tokenloom stats http://127.0.0.1:8080 --json"))
         reference(self.job.folder, self.mixture, max(launch.reach() for launch in self.job.launches))
         found = check(self.job.folder, None)
         found.raise_if_wrong()
-        assert re.search(rf"{RUN}\b.*sample {index:,}\b", said), f"{said}: expected sample {index:,}"
+        assert stats["sample_index"] == index, f"{stats}; expected sample {index}"
         counts = f"{found.attempts} launches, {found.delivered:,} samples delivered, {found.distinct:,} distinct"
         return f"{counts}, all recounted; the ledger is at sample {index:,}"
 
