@@ -85,7 +85,14 @@ class Story:
     def image(self) -> str:
         """the image has neither pip nor other packages' commands and tests; the slim one is small"""
         slim = f"{self.project.image}-slim"
-        options = ("--build-arg", "PACKAGES=image-slim", "--label", f"compose-test={self.project.name}", "--tag", slim)
+        options = (
+            "--build-arg",
+            "PACKAGES=image-slim",
+            "--label",
+            f"compose-test-image={self.project.name}",
+            "--tag",
+            slim,
+        )
         run("docker", "build", "--quiet", *options, self.project.folder)
         assert not (foreign := {*json.loads(self.project.python(LIST_COMMANDS))} - COMMANDS), foreign
         sizes = [

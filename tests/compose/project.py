@@ -70,7 +70,7 @@ class Project:
             shutil.copy(ROOT / path, self.folder / path)
         for path in ("Dockerfile", "docker-compose.yml"):
             text = (self.folder / path).read_text(encoding="utf-8").replace("tokenloom:local", self.image)
-            text = text.replace("context: .", f"context: .\n      labels: [compose-test={name}]")
+            text = text.replace("context: .", f"context: .\n      labels: [compose-test-image={name}]")
             # A stand-in has the name of a base, and not its digest.
             text = re.sub(r"@sha256:\w+", "", text) if stand_ins else text
             (self.folder / path).write_text(text, encoding="utf-8")
@@ -129,5 +129,5 @@ class Project:
         files = "COMPOSE_FILE=docker-compose.yml:examples/compose/standby.yaml TOKENLOOM_TOKEN=none"
         self.shell(
             f"{files} docker compose down --volumes --timeout 5 --remove-orphans\n"
-            f"docker images --all --quiet --filter label=compose-test={self.name} | sort -u | xargs -r docker rmi -f"
+            f"docker images --all --quiet --filter label=compose-test-image={self.name} | sort -u | xargs -r docker rmi -f"
         )
