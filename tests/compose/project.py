@@ -126,8 +126,9 @@ class Project:
 
     def remove(self) -> None:
         """Networks, volumes, images and containers of this project."""
+        mine = f"label=compose-test-image={self.name}"
         files = "COMPOSE_FILE=docker-compose.yml:examples/compose/standby.yaml TOKENLOOM_TOKEN=none"
         self.shell(
             f"{files} docker compose down --volumes --timeout 5 --remove-orphans\n"
-            f"docker images --all --quiet --filter label=compose-test-image={self.name} | sort -u | xargs -r docker rmi -f"
+            f"docker images --all --quiet --filter {mine} | sort -u | xargs -r docker rmi -f"
         )
