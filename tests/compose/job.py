@@ -12,7 +12,7 @@ from pathlib import Path
 
 from chaos.corpus import WINDOW_STEPS
 from chaos.trainer import RankPlan
-from chaos.world import Launch
+from chaos.world import RUN, Launch
 from support.waiting import wait_for
 
 from compose.project import ROOT, Project, run
@@ -21,7 +21,6 @@ WORLD_SIZE = 2
 BATCH_SIZE = 4
 #: A machine at a load of ten goes on within this time after a fault, a lease that lapses included, seconds.
 LIVENESS_S = 300.0
-RUN = "compose"
 TRAIN = ("-W", "error", "-c", "from chaos.trainer import main; main()")
 
 

@@ -70,6 +70,7 @@ class Project:
             shutil.copy(ROOT / path, self.folder / path)
         for path in ("Dockerfile", "docker-compose.yml"):
             text = (self.folder / path).read_text(encoding="utf-8").replace("tokenloom:local", self.image)
+            text = text.replace("context: .", f"context: .\n      labels: [compose-test-image={name}]")
             # A stand-in has the name of a base, and not its digest.
             text = re.sub(r"@sha256:\w+", "", text) if stand_ins else text
             (self.folder / path).write_text(text, encoding="utf-8")
@@ -125,8 +126,9 @@ class Project:
 
     def remove(self) -> None:
         """Networks, volumes, images and containers of this project."""
+        mine = f"label=compose-test-image={self.name}"
         files = "COMPOSE_FILE=docker-compose.yml:examples/compose/standby.yaml TOKENLOOM_TOKEN=none"
         self.shell(
             f"{files} docker compose down --volumes --timeout 5 --remove-orphans\n"
-            f"docker images --quiet --filter 'reference={self.image}*' | xargs -r docker rmi --force"
+            f"docker images --all --quiet --filter {mine} | sort -u | xargs -r docker rmi -f"
         )
