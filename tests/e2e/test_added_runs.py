@@ -163,13 +163,14 @@ def test_files_that_are_renamed_doubled_or_not_to_be_read_leave_every_run_served
 
         middle, loop = corpus.mixture("middle"), folder / "loop.yaml"
         loop.symlink_to(loop)
-        os.mkfifo(folder / "pipe.yaml")
+        pipe = folder / "pipe.yaml"
+        os.mkfifo(pipe)
         others = [folder / f"a-{name}.yaml" for name in ("bad", "folder", "link", "worse")]
         others[1].mkdir()
         others[2].symlink_to("nothing")
         for path in (others[0], others[3]):
             path.write_text(BROKEN)
-        assert taken() == (["middle"], [*map(str, others), str(loop)])
+        assert taken() == (["middle"], [*map(str, others), str(loop), str(pipe)])
         assert ["Is a directory" in str(each.error) for each in runs.problems()].count(True) == 1
         # All at once, and one that was written to right before that.
         others[3].write_text("run: [")
@@ -177,21 +178,21 @@ def test_files_that_are_renamed_doubled_or_not_to_be_read_leave_every_run_served
         others[1].rmdir()
         for path in (others[0], *others[2:]):
             path.unlink()
-        assert taken() == (["middle"], [str(loop)])
+        assert taken() == (["middle"], [str(loop), str(pipe)])
         first, last = folder / "first.yaml", folder / "zlast.yaml"
         middle.rename(first)
-        assert taken() == (["middle"], [str(loop)])
+        assert taken() == (["middle"], [str(loop), str(pipe)])
         shutil.copy(first, last)
-        assert taken() == (["middle"], [str(loop), str(last)])
+        assert taken() == (["middle"], [str(loop), str(last), str(pipe)])
         first.unlink()
-        assert taken() == (["middle"], [str(loop)])
+        assert taken() == (["middle"], [str(loop), str(pipe)])
         odd = Path(os.fsdecode(os.fsencode(folder) + b"/odd\xff.yaml"))
         last.rename(odd)
         # It goes before the other one, which could be it, comes.
-        assert taken() == ([], [str(loop), f"{folder}/odd\\udcff.yaml"])
-        assert [problem.run for problem in runs.problems()] == ["loop", "odd\\udcff"]
+        assert taken() == ([], [str(loop), f"{folder}/odd\\udcff.yaml", str(pipe)])
+        assert [problem.run for problem in runs.problems()] == ["loop", "odd\\udcff", "pipe"]
         odd.rename(last)
-        assert taken() == (["middle"], [str(loop)])
+        assert taken() == (["middle"], [str(loop), str(pipe)])
         away = folder.rename(folder.with_name("away"))
         with pytest.raises(ConfigError, match="cannot be read"):
             follower.step()
@@ -201,7 +202,7 @@ def test_files_that_are_renamed_doubled_or_not_to_be_read_leave_every_run_served
                 follower.step()
         folder.rmdir()
         away.rename(folder)
-        assert taken() == (["middle"], [str(loop)])
+        assert taken() == (["middle"], [str(loop), str(pipe)])
         runs.stop()
 
 

@@ -138,17 +138,16 @@ class RunFolder(Watched):
                 self._followed |= {each: _AGAIN for each in self._followed if each in broken}
 
     def _look(self, folder: Path) -> dict[Path, FileVersion]:
-        versions: dict[Path, FileVersion | None] = {}
+        files: dict[Path, FileVersion] = {}
         try:
             status = folder.stat()
             for path in folder.iterdir():
                 if path.suffix == ".yaml" and not path.name.startswith("."):
-                    versions[path] = _version(path)
+                    files[path] = _version(path)
         except OSError as error:
             raise ConfigError(
                 f"--runs-dir {folder}: cannot be read ({errors.reason(error)}); expected a folder of mixture files"
             ) from None
-        files = {path: version for path, version in versions.items() if version is not None}
         is_another = (status.st_dev, status.st_ino) != self._identity
         if is_another and self._seen and not files:
             raise ConfigError(
@@ -159,13 +158,10 @@ class RunFolder(Watched):
         return files
 
 
-def _version(path: Path) -> FileVersion | None:
-    """None for a pipe or a device, whose reading would not end. A folder, a link that leads nowhere, and what cannot be
-    looked at is there, and reading it says why it is no mixture."""
+def _version(path: Path) -> FileVersion:
+    """The same for all that is no regular file, or cannot be looked at: to read it says why it is no mixture."""
     try:
         status = path.stat()
     except OSError:
         return 0, 0, 0
-    if stat.S_ISDIR(status.st_mode):
-        return 0, 0, 0
-    return (status.st_mtime_ns, status.st_size, status.st_ino) if stat.S_ISREG(status.st_mode) else None
+    return (status.st_mtime_ns, status.st_size, status.st_ino) if stat.S_ISREG(status.st_mode) else (0, 0, 0)
