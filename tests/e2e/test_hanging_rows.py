@@ -83,7 +83,7 @@ def hang(server: ServerProcess, trainers: ExitStack) -> set[int]:
     """Has all three hang; gives what the server has started, and what that has."""
     Path("asleep").unlink(missing_ok=True)
     for run in HANGS:
-        trainers.enter_context(World(server.url(run), 1, 16)).steps(1)
+        trainers.enter_context(World(server.url(run), 1, 16, resume="fresh")).steps(1)
     wait_for(Path("asleep").exists, "the function")
     children = {pid for pid, parent, _ in processes() if parent == server.pid}
     wait_for(lambda: any(pid in children and ticks > 300 for pid, _, ticks in processes()), "the template")

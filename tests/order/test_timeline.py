@@ -122,7 +122,10 @@ def test_a_longer_context_begins_where_its_phase_does(folder: Path) -> None:
         ({"add": [{"child": {"source": CODE}}]}, "is in the mixture already"),
         ({"add": [{"child": {"source": EXTRA}, "to": "code"}]}, "'code' is a source"),
         ({"add": [{"child": {"source": EXTRA, "wieght": 1}}]}, "add.0.child.*wieght|wieght"),
-        ({"exclude": {"file": "nothing.jsonl"}}, r"exclude.file: 'nothing.jsonl' cannot be read \(no such file\)"),
+        (
+            {"exclude": {"file": "nothing.jsonl"}},
+            r"exclude.file: 'nothing.jsonl' cannot be read \(No such",
+        ),
         ({"exclude": {"file": "/dev/stdin"}}, "exclude.file: '/dev/stdin' cannot be read"),
         ({"exclude": {"file": "a\x00b"}}, r"exclude.file: 'a\\x00b' cannot be read"),
         ({"exclude": {"file": "data/code-0.parquet"}}, "'data/code-0.parquet' cannot be read as JSON lines"),

@@ -11,11 +11,13 @@ import sys
 import threading
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from tokenloom_proto.credentials import CONTROL_VARIABLE
+from tokenloom_proto.threads import Background
 
 from tokenloom_server.cli.command import add_command
 from tokenloom_server.cli.common import LogFormat, logs_json, set_up_logging
@@ -377,14 +379,12 @@ def _end_in_time() -> None:
         os.read(reading, 1)
         faulthandler.dump_traceback_later(END_S, exit=True)
 
-    threading.Thread(target=watch, name="end", daemon=True).start()
+    Background("end", watch).start()
 
 
 def _leave_soon() -> None:
     """Does not let Python wait, as it ends, for threads that are at a row."""
-    leave = threading.Timer(ROW_S, os._exit, (0,))
-    leave.daemon = True
-    leave.start()
+    Background("leave", partial(os._exit, 0), after_s=ROW_S).start()
 
 
 add_command(app, serve, **SETTINGS)

@@ -9,13 +9,14 @@ import os
 import queue
 import signal
 import subprocess
-import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import IO, Any
 
 import pyarrow as pa
+from tokenloom_proto.threads import Background
 
 from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.sources import transform_worker
@@ -120,10 +121,9 @@ class _Worker:
         self._seconds = float(arguments[1])
         pipe = subprocess.PIPE
         self._process = ChildProcess(transform_worker.__name__, *arguments, stdin=pipe, stdout=pipe, stderr=pipe)
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None and self._process.stdout is not None and self._process.stderr is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        printed = (arguments[0], self._process.stderr)
-        threading.Thread(target=_log_printed, args=printed, name="transform-log", daemon=True).start()
+        Background("transform-log", partial(_log_printed, arguments[0], self._process.stderr)).start()
 
     def ask(self, batch: Any) -> tuple[Any, Mapping[str, Any]]:
         """The texts made of a batch, and what is said of them; first of None, for which the code of the function is
