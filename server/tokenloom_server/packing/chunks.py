@@ -33,17 +33,15 @@ def take_chunks(
 class Chunks:
     """Chunks that lie in several arrays, to be taken in another order; none is copied before it is taken."""
 
-    def __init__(self, parts: Sequence[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]], dtype: np.dtype[Any]) -> None:
-        """Of each part the values, contiguous, and [chunks] where each chunk ends in them. They must stay as they are;
-        where they are of several dtypes, all become ``dtype``. Raises ``ValueError`` where the ends do not ascend up to
-        the values' end."""
-        kinds = {values.dtype for values, _ in parts}
-        self.dtype = kinds.pop() if len(kinds) == 1 else dtype
-        self._values = [values.astype(self.dtype, copy=False) for values, _ in parts]
+    def __init__(self, parts: Sequence[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]]) -> None:
+        """Of each part the values, contiguous and of the same dtype in all, and [chunks] where each chunk ends in them.
+        They must stay as they are. Raises ``ValueError`` where the ends do not ascend up to the values' end."""
+        self._values = [values for values, _ in parts]
+        self.dtype = self._values[0].dtype
         begins, ends = [], []
-        for values, (_, ends_here) in zip(self._values, parts, strict=True):
+        for values, ends_here in parts:
             edges = np.append(np.int64(0), ends_here)
-            if edges[-1] != len(values) or bool((edges[1:] < edges[:-1]).any()):
+            if edges[-1] != len(values) or bool((edges[1:] < edges[:-1]).any()) or values.dtype != self.dtype:
                 raise ValueError("chunks that do not lie one after the other in their values")
             edges = values.ctypes.data + edges * values.itemsize
             begins.append(edges[:-1])

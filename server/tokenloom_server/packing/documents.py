@@ -285,8 +285,7 @@ class Documents:
                 order = windows.permutation(epoch, window, number, count)
                 begun_row = int(order[skipped]) if begun and first <= row else None
                 tokenized = self._tokenize_portion(epoch, mark_excluded, begun_row, portion)
-                narrow = tokenized[0].ids.dtype if self._late is None else self._late.dtype
-                ids = Chunks([(each.ids, each.ends) for each in tokenized], narrow)
+                ids = Chunks([(each.ids, each.ends) for each in tokenized])
                 listed = TokenizedRows.listed(tokenized)._replace(part=window)
                 del tokenized
                 order = order[skipped:] if end is None else order[skipped : end - first]

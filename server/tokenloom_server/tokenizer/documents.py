@@ -80,7 +80,7 @@ class DocumentEncoder:
         return Documents(*self.bounded(documents.values, documents.ends), documents.bad)
 
     def unbounded(self, column: pa.Array, first_row: int, shard: int) -> Documents:
-        """As ``encode``, but without begin- and end-of-text ids, and of ids in the column's own dtype: not copied."""
+        """As ``encode``, but without begin- and end-of-text ids: ids of the narrow dtype are not copied."""
         if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
             encoded = self._tokenised(column, first_row)
         elif _is_id_list(column.type):
@@ -92,7 +92,7 @@ class DocumentEncoder:
             raise TokenizerError(bad[0].reason, bad[0].position)
         if bad:
             encoded = _without(encoded, bad)
-        return Documents(*encoded, bad)
+        return Documents(encoded.values.astype(self.dtype, copy=False), encoded.ends, bad)
 
     def _mark(self, value: int | None) -> pa.LargeBinaryScalar | None:
         if value is None:
@@ -137,8 +137,7 @@ class DocumentEncoder:
         )
 
     def bounded(self, values: Ids, ends: Ends) -> Encoded:
-        """Rows of ``unbounded`` in the narrow dtype and with begin- and end-of-text ids."""
-        values = values.astype(self.dtype, copy=False)
+        """Rows of ``unbounded`` with begin- and end-of-text ids."""
         if (self._bos is None and self._eot is None) or not len(ends):
             return Encoded(values, ends)
         filled = np.empty(len(ends), np.bool_)
