@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -14,9 +15,10 @@ from support.served import PATIENCE_S, RUN, SCHEDULE, FaultyLedger, Place, Train
 from support.waiting import wait_for
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.api.service import Runs
-from tokenloom_server.errors import LedgerUnavailable, RunBusy
+from tokenloom_server.errors import LedgerUnavailable, RunBusy, SourceError
 from tokenloom_server.ledger import commands
 from tokenloom_server.ledger.sqlite import SqliteLedger
+from tokenloom_server.order.pipeline import Pipeline
 from tokenloom_server.run.delivery import EndOfData
 from tokenloom_server.run.sizing import batch_plans_of
 from tokenloom_server.run.timeouts import Timeouts
@@ -180,3 +182,27 @@ def test_dates_are_the_wall_clocks_where_that_was_set_or_the_machine_slept_since
         age_s = served.stats.read().ledger.last_commit_age_s
         assert age_s is not None
         assert age_s < 60
+
+
+@pytest.mark.parametrize("error", [OSError("no more descriptors"), KeyboardInterrupt("of a library")])
+def test_a_fault_that_nobody_expects_ends_the_launch_and_no_sample_is_lost(
+    served: ServedRun, trainer: Trainer, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = sequence(served)
+    trainer.train(2)
+    fill, faults = Pipeline.fill, iter([SourceError("a row is bad"), error])
+
+    def fails(pipeline: Pipeline, *arguments: Any) -> None:
+        fill(pipeline, *arguments)  # which has moved it on
+        if threading.current_thread().name.endswith("producer") and (fault := next(faults, None)) is not None:
+            raise fault
+
+    monkeypatch.setattr(Pipeline, "fill", fails)
+    with pytest.raises(SourceError, match=f"producing samples failed: {type(error).__name__}: "):
+        trainer.take(1000)
+    assert trainer.taken() == part(samples, 0, trainer.index)
+    again = Trainer(served, state=trainer.state(), takeover=True)
+    begin = trainer.index
+    again.train(1000)
+    assert again.taken() == part(samples, begin, again.index)
+    assert again.index > begin

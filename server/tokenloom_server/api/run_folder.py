@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 import threading
@@ -57,8 +58,11 @@ class RunFolder(Watched):
         assert self.folder is not None
         with self._lock:
             before, self._seen = self._seen, self._look(self.folder)
-            self._follow(before)
-            self._good_at = monotonic()
+            self._good_at = math.inf  # to open a run may take minutes
+            try:
+                self._follow(before)
+            finally:
+                self._good_at = monotonic()
 
     def end(self) -> None:
         self._watcher.ending.set()

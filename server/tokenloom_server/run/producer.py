@@ -47,7 +47,10 @@ class Producer(Loop):
         """Waits until micro-steps are wanted, and produces one burst of them; False where the server stops."""
         task = self._coordinator.production_task()
         if task is not None:
-            self._produce(task)
+            try:
+                self._produce(task)
+            except BaseException as error:  # a library's panic among them
+                self._unexpected(task, error)
         return task is not None
 
     def _produce(self, task: ProductionTask) -> None:
@@ -66,20 +69,6 @@ class Producer(Loop):
                 self._step_back(task)
         except TokenloomError as error:
             self._give_up(task, error)
-        except Exception as error:
-            if coordinator.stopping:
-                return  # the interpreter ends: it lets nothing more be read ahead
-            if isinstance(error, RuntimeError) and "cannot schedule new futures" in str(error):
-                # The same, of a process that has the run within it and did not close it: nobody's fault. Only a thread
-                # of its own that trains on has to hear of it.
-                ending = SourceError(
-                    "this process ends with its main thread, so no more samples are read: let that wait for the one "
-                    "that trains"
-                )
-                self._give_up(task, ending, logging.INFO)
-                return
-            _log.exception("%s: producing failed", coordinator.name)
-            self._give_up(task, SourceError(f"producing samples failed: {type(error).__name__}: {error}"))
         else:
             coordinator.publish(task, group, pipeline.ended, pipeline.dropped_samples)
             if task.active is not self._compared:
@@ -123,6 +112,24 @@ class Producer(Loop):
             self._pipeline = self._timeline.pipeline(state)
         except TokenloomError as error:
             self._give_up(task, error)
+
+    def _unexpected(self, task: ProductionTask, error: BaseException) -> None:
+        """Ends the launch for what nobody expects: what is under way may lack samples, so nothing goes on from it."""
+        coordinator = self._coordinator
+        if coordinator.stopping:
+            self._active = None
+            return  # the interpreter ends: it lets nothing more be read ahead
+        if isinstance(error, RuntimeError) and "cannot schedule new futures" in str(error):
+            # The same, of a process that has the run within it and did not close it: nobody's fault. Only a thread
+            # of its own that trains on has to hear of it.
+            ending = SourceError(
+                "this process ends with its main thread, so no more samples are read: let that wait for the one "
+                "that trains"
+            )
+            self._give_up(task, ending, logging.INFO)
+            return
+        _log.error("%s: producing failed", coordinator.name, exc_info=error)
+        self._give_up(task, SourceError(f"producing samples failed: {type(error).__name__}: {error}"))
 
     def _give_up(self, task: ProductionTask, error: TokenloomError, level: int = logging.ERROR) -> None:
         self._active = None

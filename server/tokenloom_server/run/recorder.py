@@ -87,6 +87,8 @@ class Recorder(Loop):
         self._noted: deque[Event] = deque(maxlen=MAX_NOTED)
         # None until this server leads, and once another one does.
         self._stored: _Stored | None = None
+        #: The run and server epoch whose data do not end where that found them.
+        self._sought: tuple[str, int] | None = None
         # Points that are not written yet, numbered when they are.
         self._points: list[_Point] = []
         self._reported: object = None
@@ -153,8 +155,10 @@ class Recorder(Loop):
         stored, stats, noted = self._stored, self._stats.read(), list(self._noted)
         if stored is None or stored.run != (coordinator.uid, epoch):
             stored = self._stored = _Stored(store, *of_run, epoch)
-            if stats.generation and stats.ended is None and stored.last != (stats.generation, stats.sample_index):
+            is_known = stored.last == (stats.generation, stats.sample_index) or self._sought == stored.run
+            if stats.generation and stats.ended is None and not is_known:
                 stats = self._with_end(stats)
+                self._sought = stored.run if stats.ended is None else None
         seen, events = compared(stored.seen, self._look_at(stats, stored))
         points, last = self._points, self._point(stats)
         if last.place != (points[-1].place if points else stored.last):
@@ -194,10 +198,11 @@ class Recorder(Loop):
         do. Its ranks may have left, so that nothing is produced any more that would tell."""
         view = self._coordinator.view()
         timeline, index, generation = view.timeline, view.commit.sample_index, view.generation
-        pads = timeline.at(index).config.last_micro_step == "pad"
+        config = timeline.at(index).config
+        pads = config.last_micro_step == "pad"
         replay = Replay(timeline, timeline.decode(view.commit.state))
         with suppress(TokenloomError):
-            replay.forward(index + (1 if pads else generation.world_size * generation.batch_size))
+            replay.forward(index + (config.pick_samples if pads else generation.world_size * generation.batch_size))
         ended = {"ended": replay.ended, "produced_index": index}
         return stats.model_copy(update=ended if replay.ended else {})
 

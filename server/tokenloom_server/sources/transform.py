@@ -51,7 +51,7 @@ class Transform:
         self._arguments = (name, str(seconds), str(memory_mb), *(["one_each"] if one_each else []))
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._at_work: set[_Worker] = set()
-        weakref.finalize(self, _end_all, self._idle, self._at_work)
+        weakref.finalize(self, _end_all, self._idle, self._at_work, os.getpid())
         #: ``name``, ``distribution`` and ``version`` (None outside an installed one), and ``digest`` of its source.
         self.code: Mapping[str, str | None] = {}
         self._idle.put(self._started())
@@ -87,7 +87,7 @@ class Transform:
 
     def close(self) -> None:
         """Ends all workers. Whoever waits for one gets ``TransformFailed``."""
-        _end_all(self._idle, self._at_work)
+        _end_all(self._idle, self._at_work, os.getpid())
 
     def _started(self) -> _Worker:
         worker = _Worker(self._arguments)
@@ -102,11 +102,15 @@ class Transform:
         return worker
 
 
-def _end_all(idle: queue.SimpleQueue[_Worker], at_work: set[_Worker]) -> None:
+def _end_all(idle: queue.SimpleQueue[_Worker], at_work: set[_Worker], owner: int) -> None:
+    """``owner``: the process that started them; one that was forked from it leaves them alone."""
+    if os.getpid() != owner:
+        return
     for worker in tuple(at_work):
         worker.kill()
-    while not idle.empty():
-        idle.get().end()
+    with contextlib.suppress(queue.Empty):  # another thread may take the last one
+        while True:
+            idle.get_nowait().end()
 
 
 def rows_named(first: int, last: int) -> str:

@@ -276,10 +276,12 @@ class _Opened(NamedTuple):
 
 
 def _opened(files: Any, url: str) -> _Opened:
-    """A handle without a cache of its own, and the object's description, which opening asked for. Web servers have no
-    versions that a handle could hold on to, and opening one would ask twice."""
+    """A handle without a cache of its own, and the object's description, which opening asked for. A web server is
+    asked before: its handle keeps no signature, and asks for nothing where it is told the size."""
     if protocol(url) in ("http", "https"):
-        return _Opened(files, None, _entry_at(url, files.info(url)))
+        entry = _entry_at(url, files.info(url))
+        handle = files.open(url, "rb", cache_type="none", size=entry.size) if entry.size else None
+        return _Opened(files, handle, entry)
     handle = files.open(url, "rb", cache_type="none")
     details: Any = getattr(handle, "details", None)
     is_signed = isinstance(details, Mapping) and any(_signatures(details))
