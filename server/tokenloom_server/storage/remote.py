@@ -277,7 +277,7 @@ class _Opened(NamedTuple):
 
 def _opened(files: Any, url: str) -> _Opened:
     """A handle without a cache of its own, and the object's description, which opening asked for. A web server is
-    asked before: its handle keeps no signature, and asks for nothing where it is told the size."""
+    asked before: its handle keeps no signature, and asks for nothing where it gets the size."""
     if protocol(url) in ("http", "https"):
         entry = _entry_at(url, files.info(url))
         handle = files.open(url, "rb", cache_type="none", size=entry.size) if entry.size else None
