@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks import mixer, ranks, scale, throughput
 from benchmarks.results import FOLDER, Result, from_root, show
-from benchmarks.workloads import BATCH_SIZE, HEADLINES, RANKS, VARIANTS, WORKLOADS
+from benchmarks.workloads import BATCH_SIZE, HEADLINES, RANKS, REALISTIC, REALISTIC_REMOTE, VARIANTS, WORKLOADS
 
 #: Tokens per second that both ranks together take where they are paced: less than every workload has ready.
 PACE = 20e6
@@ -50,6 +50,14 @@ def variants(effort: Effort) -> None:
     """The same for short sequences, 200 sources, a vocabulary of 128k, and the ledger in Redis."""
     result = Result.begin("variants", f"{RANKS} ranks, batch {BATCH_SIZE}, saturated")
     result.rows += throughput.run(VARIANTS, effort.runs, effort.seconds)
+    _keep(result, effort, throughput.COLUMNS)
+
+
+def realistic(effort: Effort) -> None:
+    """What large runs look like: 40 sources, shuffled, best_fit, 8 ranks, from this disk and over http."""
+    result = Result.begin("realistic", f"{REALISTIC.ranks} ranks, batch {BATCH_SIZE}, saturated")
+    # Each source packs windows of 4 M tokens: a short span would count whole windows, or none.
+    result.rows += throughput.run([REALISTIC, REALISTIC_REMOTE], effort.runs, 5 * effort.seconds)
     _keep(result, effort, throughput.COLUMNS)
 
 
@@ -110,6 +118,7 @@ def client(effort: Effort) -> None:
 SECTIONS: dict[str, Callable[[Effort], None]] = {
     "throughput": headlines,
     "variants": variants,
+    "realistic": realistic,
     "paced": paced,
     "ranks": rank_scaling,
     "mixer": mixing,

@@ -4,25 +4,16 @@ asked for.
     python -m benchmarks.remote                                   # ids, 40 sources of ids, and text, with 20 and 50 ms
     python -m benchmarks.remote --workload text --delay-ms 20 --seconds 5
 
-The server is a process of its own and waits before each answer, as a store far away does; its bandwidth is this
-machine's. Each run begins with nothing read and nothing cached; the time until its first samples is shown apart.
+The server (`benchmarks.late_server`) is a process of its own. Each run begins with nothing read and nothing cached;
+the time until its first samples is shown apart.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
-import os
-import re
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, BinaryIO
 
 from tokenloom_server.catalog import open_catalog
 from tokenloom_server.config import mixture_file
@@ -31,6 +22,7 @@ from tokenloom_server.order.pipeline import Pipeline
 from tokenloom_server.order.steps import BatchPlan
 
 from benchmarks import corpora
+from benchmarks.late_server import late_server
 from benchmarks.results import Figures, Result, Row, show
 from benchmarks.workloads import WORKLOADS, Workload
 
@@ -43,64 +35,7 @@ COLUMNS = {
     "KB each": "KB a request",
 }
 CASES = ("parquet", "parquet-40", "text")
-
-
-class Late(SimpleHTTPRequestHandler):
-    """Files of a folder by ranges, each answer late; what was sent is written to standard error."""
-
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    delay_s = 0.0
-
-    def send_head(self) -> Any:
-        time.sleep(self.delay_s)
-        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        path = Path(self.translate_path(self.path))
-        if asked is None or not path.is_file():
-            return super().send_head()
-        size = path.stat().st_size
-        begin, end = int(asked[1]), min(int(asked[2]) + 1, size)
-        self.send_response(206)
-        self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{size}")
-        self.send_header("Content-Length", str(end - begin))
-        self.send_header("ETag", f'"{path.stat().st_mtime_ns}"')
-        self.end_headers()
-        with path.open("rb") as file:
-            return io.BytesIO(os.pread(file.fileno(), end - begin, begin))
-
-    def end_headers(self) -> None:
-        self.send_header("Accept-Ranges", "bytes")
-        super().end_headers()
-
-    def copyfile(self, source: Any, outputfile: Any) -> None:
-        data = source.read()
-        outputfile.write(data)
-        os.write(sys.stderr.fileno(), b"%d\n" % len(data))  # whole, whichever thread answers beside
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-def answer(folder: str, delay_s: float) -> None:
-    """Serves a folder until it is ended; its first line of standard output is the port."""
-    Late.delay_s = delay_s
-    os.chdir(folder)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Late) as server:
-        server.daemon_threads = True
-        print(server.server_port, flush=True)
-        server.serve_forever()
-
-
-@contextmanager
-def late_server(folder: Path, delay_s: float, log: BinaryIO) -> Iterator[str]:
-    """The address of a folder behind a delay. ``log`` gets the bytes of each answer, a line each."""
-    command = [sys.executable, "-m", "benchmarks.remote", "--answer", str(folder), "--delay-ms", str(delay_s * 1e3)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield f"http://127.0.0.1:{process.stdout.readline().strip()}"
-        finally:
-            process.terminate()
+MORE = ("realistic",)
 
 
 def measure(workload: Workload, delay_s: float, seconds: float) -> Figures:
@@ -108,9 +43,7 @@ def measure(workload: Workload, delay_s: float, seconds: float) -> Figures:
     folder = corpora.folder_of(workload.corpus)
     with tempfile.TemporaryDirectory() as scratch, (Path(scratch) / "log").open("w+b") as log:
         with late_server(folder, delay_s, log) as url:
-            path = workload.write(Path(scratch))
-            path.write_text(path.read_text().replace(f"parquet:{folder}", f"parquet:{url}"))
-            config = mixture_file.load(path, open_catalog())
+            config = mixture_file.load(workload.write(Path(scratch), url), open_catalog())
             order = builder.create(config, Path(scratch), Path(scratch) / "index")
             pipeline = order.pipeline(order.initial())
             opened = time.monotonic()
@@ -140,16 +73,12 @@ def advance(pipeline: Pipeline, start: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", choices=CASES, action="append", help="all if not given")
+    parser.add_argument("--workload", choices=CASES + MORE, action="append", help="all if not given")
     parser.add_argument("--delay-ms", type=float, action="append", help="20 and 50 if not given")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each run (default: %(default)s)")
     parser.add_argument("--runs", type=int, default=3, help="of each case, in turn (default: %(default)s)")
-    parser.add_argument("--answer", help=argparse.SUPPRESS)
     options = parser.parse_args()
     delays = options.delay_ms or [20.0, 50.0]
-    if options.answer:
-        answer(options.answer, delays[0] / 1e3)
-        return
     kept = Result.begin("remote", "Parquet over http, pipeline alone")
     cases = {(name, delay): Row(name=f"{name}, {delay:g} ms") for name in options.workload or CASES for delay in delays}
     for _ in range(options.runs):

@@ -3,9 +3,10 @@
     python -m benchmarks.throughput --workload arrow --seconds 5 --runs 5
     python -m benchmarks.throughput --workload text --pace 20e6        # a trainer that takes 20 M tokens/s
 
-Two ranks read from one server over loopback: batch 8 per rank, sequence length 2,048 unless the workload says
-otherwise, page cache warm. Without ``--pace`` the ranks take all that comes (saturation); with it each takes its
-share at a steady pace, and its waits in ``next()`` are those of a trainer whose data are ready.
+Two ranks (eight of the realistic workloads) read from one server over loopback: batch 8 per rank, sequence length
+2,048 unless the workload says otherwise, page cache warm. Without ``--pace`` the ranks take all that comes
+(saturation); with it each takes its share at a steady pace, and its waits in ``next()`` are those of a trainer whose
+data are ready.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import corpora, prototype, tokeniser
+from benchmarks.late_server import late_server
 from benchmarks.processes import Processes, Window, redis, serve
 from benchmarks.results import Figures, Result, Row, show
 from benchmarks.workloads import BATCH_SIZE, HEADLINES, RANKS, WORKLOADS, Form, Workload
@@ -41,15 +43,16 @@ COLUMNS = {
 
 
 def measure(workload: Workload, seconds: float, pace: float = 0.0) -> Figures:
-    """One run: a new server, two new ranks, their steady state. ``pace``: tokens/s of both ranks, 0 for all."""
+    """One run: a new server, new ranks, their steady state. ``pace``: tokens/s of all ranks together, 0 for all."""
     step_tokens = BATCH_SIZE * workload.sequence_length
-    with Processes(RANKS) as processes, _ledger(workload, processes) as ledger:
-        served = serve(processes, workload.write(processes.folder), ledger)
-        waits = [processes.folder / f"waits-{rank}.npy" for rank in range(RANKS)]
-        for rank in range(RANKS):
+    ranks = workload.ranks
+    with Processes(ranks) as processes, _ledger(workload, processes) as ledger, _place(workload, processes) as place:
+        served = serve(processes, workload.write(processes.folder, place), ledger)
+        waits = [processes.folder / f"waits-{rank}.npy" for rank in range(ranks)]
+        for rank in range(ranks):
             command = [sys.executable, "-m", "benchmarks.trainer", "--url", f"grpc://{served.grpc}/{workload.name}"]
-            command += ["--rank", str(rank), "--world-size", str(RANKS), "--attempt", "bench"]
-            command += ["--batch-size", str(BATCH_SIZE), "--pace", str(pace / RANKS)]
+            command += ["--rank", str(rank), "--world-size", str(ranks), "--attempt", "bench"]
+            command += ["--batch-size", str(BATCH_SIZE), "--pace", str(pace / ranks)]
             command += ["--board", str(processes.board.path), "--waits", str(waits[rank])]
             processes.start("client", command)
         window = processes.window(WARM_UP_TOKENS // step_tokens, seconds)
@@ -108,6 +111,17 @@ def _ledger(workload: Workload, processes: Processes) -> Iterator[str | None]:
             yield url
     else:
         yield None
+
+
+@contextlib.contextmanager
+def _place(workload: Workload, processes: Processes) -> Iterator[str | None]:
+    """The URL where a workload's corpus is, if it is not on this machine."""
+    if workload.delay_ms is None:
+        yield None
+        return
+    folder = corpora.folder_of(workload.corpus)
+    with (processes.folder / "late").open("wb") as log, late_server(folder, workload.delay_ms / 1e3, log) as url:
+        yield url
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,14 +31,22 @@ class Workload:
     form: Form | OwnedForm = "parquet"
     sequence_length: int = SEQUENCE_LENGTH
     ledger: Literal["sqlite", "redis"] = "sqlite"
+    ranks: int = RANKS
+    packing: Literal["concat", "best_fit"] = "concat"
+    shuffle: Literal["none", "rows"] = "none"
+    #: The files lie behind a web server that waits so long before each answer; None: on this machine's disk.
+    delay_ms: float | None = None
 
     @property
     def reads_once(self) -> bool:
         """Text that was seen before is encoded faster than new text: such a run ends with its data."""
         return isinstance(self.corpus, TextCorpus)
 
-    def document(self) -> dict[str, Any]:
-        """The mixture, its sources' paths absolute. Many sources get weights from 1 to 20, from a fixed seed."""
+    def document(self, place: str | None = None) -> dict[str, Any]:
+        """The mixture, its sources' paths absolute. Many sources get weights from 1 to 20, from a fixed seed.
+
+        ``place``: a URL where the corpus's folder is served.
+        """
         folder = corpora.folder_of(self.corpus)
         if isinstance(self.corpus, TextCorpus):
             column, weights = "text", list(WEIGHTS)
@@ -50,16 +59,18 @@ class Workload:
         files = {"parquet": f"/*.parquet:{column}", "arrow": f":{column}", "megatron": "/*", "npy": "/*.npy"}
         children = [
             {
-                "source": f"{self.form}:{folder}/{self.form}/{source}{files[self.form]}",
+                "source": f"{self.form}:{place or folder}/{self.form}/{source}{files[self.form]}",
                 "alias": f"source-{source}",
                 "weight": weight,
                 "epochs": 1 if self.reads_once else float("inf"),
+                "shuffle": self.shuffle,
             }
             for source, weight in enumerate(weights)
         ]
         return {
             "run": self.name,
             "sequence_length": self.sequence_length,
+            "packing": self.packing,
             "mixture": {
                 "policy": "least_consumed",
                 "on_exhausted": "stop" if self.reads_once else "drop",
@@ -68,10 +79,10 @@ class Workload:
             **fields,
         }
 
-    def write(self, folder: Path) -> Path:
-        """Writes the mixture file into a folder, and returns its path."""
+    def write(self, folder: Path, place: str | None = None) -> Path:
+        """Writes the mixture file into a folder, and returns its path. ``place`` as for ``document``."""
         path = folder / f"{self.name}.yaml"
-        path.write_text(yaml.safe_dump(self.document()), encoding="utf-8")
+        path.write_text(yaml.safe_dump(self.document(place)), encoding="utf-8")
         return path
 
 
@@ -99,4 +110,17 @@ VARIANTS: tuple[Workload, ...] = (
     Workload(name="npy", about="W1, flat .npy files", corpus=W1_OWNED, form="npy"),
     *_ids("-redis", ", ledger in Redis", ledger="redis"),
 )
-WORKLOADS = {workload.name: workload for workload in (*HEADLINES, *VARIANTS)}
+#: What large runs look like: many sources, shuffled, packed without cuts, from a store that is not near.
+REALISTIC = Workload(
+    name="realistic",
+    about="40 sources of int32 ids, `shuffle: rows`, `best_fit`, sequences of 4,096, 128k vocabulary, 8 ranks",
+    corpus=W1_40,
+    sequence_length=4_096,
+    ranks=8,
+    packing="best_fit",
+    shuffle="rows",
+)
+REALISTIC_REMOTE = dataclasses.replace(
+    REALISTIC, name="realistic-http", about="the same over http, each answer 20 ms late", delay_ms=20.0
+)
+WORKLOADS = {workload.name: workload for workload in (*HEADLINES, *VARIANTS, REALISTIC, REALISTIC_REMOTE)}
