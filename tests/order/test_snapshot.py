@@ -215,13 +215,6 @@ def test_how_a_source_is_read_is_never_offered_as_a_revision(case: Case, folder:
     assert "revision" not in str(refused.value)
 
 
-def test_of_joined_documents_another_count_is_the_same_order(case: Case, folder: Path) -> None:
-    record = order_of(folder, mixture(count="positions")).record
-    assert record.template("", "train", 0)["config_digest"] != case.template["config_digest"]
-    point = snapshot.parse(case.text, record.template("", "train", 0), lambda *_: record.shape, record.config)
-    assert point.base == case.base
-
-
 # --- torn ------------------------------------------------------------------------------------------
 
 
@@ -307,7 +300,7 @@ SWAPPED = [
     ("stream", "eval", "the snapshot's stream is 'eval', this run's is 'train'"),
     ("seed", 8, "the snapshot's seed is 8, this run's is 7: restore the seed"),
     ("seed", 7.0, "seed: "),
-    ("order_version", 1, "the snapshot's order_version is 1, this run's is 3: where its run's ledger is gone, give"),
+    ("order_version", 1, "the snapshot's order_version is 1, this run's is 3: restore it with the Tokenloom"),
     ("config_digest", "0" * 64, "restore the mixture file that the run began with"),
     ("config", {}, "config: expected JSON, compressed by bzip2, in base 64"),
     ("config", "e30", "config: "),

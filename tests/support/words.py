@@ -25,8 +25,6 @@ REPLACED = {
     "fates": "row_status",
     "Opener": "JoinHandler",
     "Regime": "MixWeights",
-    "Extent": "SizeEstimate",
-    "extents": "size estimates",
     "Passage": "RowRange",
     "Traffic": "IoStats",
     "Patience": "RetryPolicy",
@@ -36,7 +34,7 @@ REPLACED = {
 #: Where an old word is the field's own (a server behind a proxy), or what an older ledger has for its successor.
 STANDARD = re.compile(
     r"behind (?:a|an|the|its|another) (?:reverse |TLS |load )?(?:proxy|balancer|network|firewall|ingress)"
-    r"|COLUMN ramp|\"ramp\":|\"extents\"",
+    r"|COLUMN ramp|\"ramp\":",
     re.I,
 )
 #: Local names that say nothing of their value.

@@ -14,11 +14,9 @@ from typing import Any
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.config.differences import changed_beside, differences, refuse
-from tokenloom_server.config.order_fields import digest_of
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import ChildState, Imported, Skip, SourceState, State, digest_hex
 from tokenloom_server.errors import SnapshotInvalid
-from tokenloom_server.order import mended
 from tokenloom_server.order.snapshot_checks import (
     check_lanes,
     check_mixture,
@@ -84,15 +82,9 @@ def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt, con
         theirs, ours = getattr(snapshot, field), template.get(field)
         if field == "tokenizer" and _gives_the_same(snapshot, template):
             continue
-        if field == "order_version" and theirs is not None:
-            if mended.is_same_order(config, theirs, template[field]):
-                continue
-            remedy = mended.refusal(config, theirs) or remedy
         if theirs is not None and theirs != ours:
             if field == "config_digest":
                 refuse(config, differences(config, snapshot.config), SnapshotInvalid)
-                if theirs == digest_of(snapshot.config.get("config")):
-                    continue  # it counts otherwise, which makes no difference
             raise SnapshotInvalid(f"the snapshot's {field} is {theirs!r}, this run's is {ours!r}: {remedy}")
     if snapshot.resume_state is None:
         if snapshot.sample_index or int(snapshot.digest, 16) or snapshot.total_tokens:
@@ -134,8 +126,7 @@ def _gives_the_same(snapshot: SnapshotDocument, template: Mapping[str, Any]) -> 
 _REMEDIES = {
     "run": "load it into that run",
     "stream": "load it into that stream",
-    "order_version": "where its run's ledger is gone, give a new run of that name this order_version in the "
-    "mixture file, or serve it with the Tokenloom release that wrote it",
+    "order_version": "restore it with the Tokenloom release that wrote it",
     "seed": "restore the seed in the mixture file, or start a new run under another name",
     "tokenizer": "restore that tokeniser and engine version, or start a new run under another name",
     "config_digest": "restore the mixture file that the run began with, or start a new run under another name",
