@@ -291,10 +291,12 @@ def put(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
 DATASET = "resume_state.datasets.0"
 SWAPPED = [
     ("format", "other/snapshot", "format is 'other/snapshot', expected 'tokenloom/snapshot'"),
-    ("version", 3, "format version 3, this server reads 1 and 2: restore it with the Tokenloom release that wrote it"),
+    ("version", 1, "format version 1, this release has 2: restore it with the Tokenloom release that wrote it"),
+    ("version", 3, "format version 3"),
+    ("resume_state.version", 1, "resume_state.version: Input should be 2; found '1'"),
     ("version", 0, "format version 0"),
     ("version", "1", "format version '1'"),
-    ("version", True, "version: "),
+    ("version", True, "format version True"),
     ("version", None, "format version None"),
     ("run", "other", "the snapshot's run is 'other', this run's is 'test': load it into that run"),
     ("stream", "eval", "the snapshot's stream is 'eval', this run's is 'train'"),
@@ -389,6 +391,7 @@ def test_a_swapped_field_is_refused_by_name(case: Case, path: str, value: Any, s
     [
         *("format", "version", "run", "stream", "sample_index", "digest", "total_tokens", "run_uid", "generation"),
         *("seed", "order_version", "config_digest", "manifest_digest", "tokenizer", "resume_state"),
+        *("counts", "real_tokens", "resume_state.version", "resume_state.mixture"),
         *(f"resume_state.{field}" for field in ("sample_index", "digest", "total_tokens", "datasets", "nodes")),
         *("resume_state.datasets.1.shard", "resume_state.datasets.1.rows"),
     ],

@@ -52,7 +52,7 @@ class RunRecord:
     has_loss_mask: bool
     """Whether samples have room for a loss mask, as when the run began."""
     engine_ids: EngineIds | None = None
-    """What the engine gave when the run began; None where that was not recorded, and for bytes."""
+    """What the engine gave when the run began; None for bytes."""
     substitute_engine: EngineRecord | None = None
     """What encodes text here in place of ``engine``, which is not installed; it gives the same ids."""
     excluded: Exclusions = NOTHING_EXCLUDED

@@ -49,7 +49,7 @@ class ResumePoint:
     #: The run and generation it was taken in; None and 0 for a state from before the first join.
     run_uid: str | None = None
     generation: int = 0
-    #: What the snapshot says that each source has given, by spec; None where it does not say it.
+    #: What the snapshot says that each source has given, by spec; None for one from before the first join.
     counts: Mapping[str, Mapping[str, int]] | None = None
     #: (sample index, samples) of what its line passed over before it.
     passed: tuple[tuple[int, int], ...] = ()
@@ -67,7 +67,7 @@ class ResumePoint:
 
 def decode_state(resume_state: str, shape_at: ShapeAt) -> State:
     """Reads ``encode_state`` back. Raises ``SnapshotInvalid`` naming the field that does not fit the run."""
-    return _state(read_resume_state(resume_state, shape_at), shape_at)
+    return _state(read_resume_state(resume_state), shape_at)
 
 
 def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt, config: RunConfig) -> ResumePoint:
@@ -77,7 +77,7 @@ def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt, con
     caller's to compare); ``config`` is the run's. Raises ``SnapshotInvalid``, naming the field, both values and the
     remedy.
     """
-    snapshot = read_document(text, shape_at)
+    snapshot = read_document(text)
     for field, remedy in _REMEDIES.items():
         theirs, ours = getattr(snapshot, field), template.get(field)
         if field == "tokenizer" and _gives_the_same(snapshot, template):
@@ -91,7 +91,7 @@ def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt, con
             raise SnapshotInvalid(f"resume_state is missing, and sample_index is {snapshot.sample_index}, not 0")
         base, passed = None, dict[int, int]()
     else:
-        needed = (*_REMEDIES, "run_uid", "generation")
+        needed = (*_REMEDIES, "run_uid", "generation", "counts", "real_tokens")
         missing = [field for field in needed if getattr(snapshot, field) is None]
         if missing:
             raise SnapshotInvalid(f"{', '.join(missing)} missing: they must be there beside resume_state")
@@ -236,7 +236,7 @@ class ForeignSnapshot(SnapshotDocument):
 
     def at(self, state: State, shape: Shape) -> ForeignSnapshot:
         """The snapshot with a state of its run that lies after that of ``resume_state``."""
-        resume_state = read_resume_state(encode_state(state, shape), lambda *_: shape)
+        resume_state = read_resume_state(encode_state(state, shape))
         return self.model_copy(update={"resume_state": resume_state})
 
 
