@@ -104,8 +104,8 @@ def _launches(look: Look) -> Iterator[Event]:
             text = f"the run begins where run {origin.run} stood at sample {origin.sample_index:,}"
             yield look.event("fork", text, start, number, opening.opened_at)
         came_to = look.reached.get(number - 1, 0)
-        if opening.branched_at < came_to:
-            text = f"generation {number} goes back from sample {came_to:,} to {opening.branched_at:,}"
+        if start < came_to:
+            text = f"generation {number} goes back from sample {came_to:,} to {start:,}"
             yield look.event("rewind", text, start, number, opening.opened_at)
         text = (
             f"generation {number} begins at sample {start:,} with {opening.world_size:,} ranks and batches of "
