@@ -531,7 +531,7 @@ def test_a_new_setting_has_to_be_placed_on_one_side_of_the_digest() -> None:
 
 
 def test_the_digest_is_what_it_was() -> None:
-    # A run's record is compared with this: when it fails, every run of an earlier release would be refused.
+    # A run's record is compared with this: when it fails, every run of an earlier build would be refused.
     assert order_fields(parsed(mixture())) == {
         "seed": 7,
         "sequence_length": 8,

@@ -31,10 +31,9 @@ REPLACED = {
     "leash": "parent death",
     "ramp": "batch schedule",
 }
-#: Where an old word is the field's own (a server behind a proxy), or what an older ledger has for its successor.
+#: Where an old word is the field's own: a server behind a proxy.
 STANDARD = re.compile(
-    r"behind (?:a|an|the|its|another) (?:reverse |TLS |load )?(?:proxy|balancer|network|firewall|ingress)"
-    r"|COLUMN ramp|\"ramp\":",
+    r"behind (?:a|an|the|its|another) (?:reverse |TLS |load )?(?:proxy|balancer|network|firewall|ingress)",
     re.I,
 )
 #: Local names that say nothing of their value.

@@ -97,7 +97,7 @@ def mixture_order_fields(node: NodeConfig, run: RunConfig) -> dict[str, Any]:
     }
     if node.epochs != 1.0:
         fields["epochs"] = _number(node.epochs)
-    # These came later: where they have their default, a record reads as it did without them.
+    # Only where they do not have their default, as with the fields of a source.
     for key in ("max_tokens", "unit", "interpolate"):
         if getattr(node, key) != NodeConfig.model_fields[key].default:
             fields[key] = getattr(node, key)

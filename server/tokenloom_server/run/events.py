@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tokenloom_server.ledger.records import Opening
 from tokenloom_server.order.origin import Origin
@@ -37,8 +37,7 @@ class Seen(NamedTuple):
     @classmethod
     def read(cls, text: str) -> Seen:
         """Reads ``text`` back."""
-        fields: dict[str, Any] = json.loads(text)
-        return cls(**{name: value for name, value in fields.items() if name in cls._fields})
+        return cls(**json.loads(text))
 
     @property
     def text(self) -> str:
