@@ -19,7 +19,6 @@ import numpy as np
 from tokenloom_server.catalog import open_catalog
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.mixing.mixer import Mixer, initial_nodes
 
@@ -73,9 +72,7 @@ def measure(policy: str, sources: int, nested: bool, seconds: float) -> Figures:
     found = mixture(policy, sources, nested)
     # Ten to twenty million samples each, in rows of 700 tokens.
     strata = {source: (3 * 10**7 + 10**5 * source) // 64 for source in found.measured_sources}
-    size_estimates = {
-        source: SizeEstimate.of(TokenCurve.of([(rows, 700 * rows)] * 64)) for source, rows in strata.items()
-    }
+    size_estimates = {source: TokenCurve.of([(rows, 700 * rows)] * 64) for source, rows in strata.items()}
     mixer = Mixer(found, initial_nodes(found), size_estimates)
     given = np.zeros(sources, np.int64)
 

@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from tokenloom_proto.errors import SnapshotInvalid
 from tokenloom_proto.resume import KEY as KEY
@@ -58,8 +58,7 @@ class Loaded:
     sample_index: int
     total_tokens: int
     digest: str
-    #: None in a snapshot of a release that did not count them.
-    real_tokens: int | None
+    real_tokens: int
 
     @classmethod
     def read(cls, state: Mapping[str, Any]) -> Loaded | Older:
@@ -95,7 +94,7 @@ class Loaded:
                 "a snapshot has the integers sample_index and total_tokens and the string digest; "
                 f"this one has sample_index={index!r}, total_tokens={tokens!r}, digest={digest!r}"
             )
-        return cls(text, index, tokens, digest, document.get("real_tokens"))
+        return cls(text, index, tokens, digest, document.get("real_tokens", 0))
 
     def leads_to(self, start: Point) -> bool:
         """Whether a server that starts there begins at this state."""
@@ -114,7 +113,6 @@ class Older:
     """What an older data loader saved: where it stands in the run's order, the server finds out at the Join."""
 
     text: str
-    real_tokens: ClassVar[None] = None
 
     @property
     def sample_index(self) -> int:
@@ -123,6 +121,10 @@ class Older:
     @property
     def total_tokens(self) -> int:
         raise self._unknown("total_tokens")
+
+    @property
+    def real_tokens(self) -> int:
+        raise self._unknown("real_tokens")
 
     @property
     def digest(self) -> str:
@@ -154,12 +156,8 @@ class Positioned:
 
     @property
     def real_tokens(self) -> int:
-        """Documents' tokens of these, without padding. Raises ``RuntimeError`` before the Join where the loaded state
-        does not say it."""
-        real = self._position.real_tokens
-        if real is None:
-            raise RuntimeError("real_tokens: only known once the run is joined: call iter() on the dataset first")
-        return real
+        """Documents' tokens of these, without padding."""
+        return self._position.real_tokens
 
     @property
     def digest(self) -> str:

@@ -96,6 +96,7 @@ class FakeServer(DataLoaderServicer):
             vocab_size=65536,
             sources=[wire.Source(id=0, spec=SPECS[0], alias="a"), wire.Source(id=1, spec=SPECS[1])],
             group_micro_steps=script.group_micro_steps,
+            batch_size=request.batch_size,
             snapshot_template=json.dumps(template(request.run, request.stream)).encode(),
             base=base_at(start),
             skips=script.skips,

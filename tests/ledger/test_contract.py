@@ -223,23 +223,21 @@ def test_opening_sets_the_generation_the_committed_state_and_the_first_journal_e
     assert server.committed == commit_at(12)
     assert server.run.committed_at is not None
     assert ledger.openings(UID, STREAM) == [opening]
-    assert (opening.skipped, opening.parent_run, opening.batch_plans) == (0, "", "")
+    assert (opening.parent_run, opening.batch_plans) == ("", "")
     entry = ledger.journal(UID, STREAM, 1, 12)
     assert entry is not None
     assert (entry.generation, entry.sample_index, entry.state) == (1, 12, commit_at(12).state)
     assert ledger.journal_size(UID, STREAM) == (1, len(commit_at(12).state.encode()))
 
 
-def test_an_opening_tells_what_it_jumped_over_which_run_it_was_forked_from_and_its_batch_plans(ledger: Ledger) -> None:
+def test_an_opening_tells_which_run_it_was_forked_from_and_its_batch_plans(ledger: Ledger) -> None:
     server = lead(ledger)
-    opening = replace(
-        opening_of(1, commit_at(12)), skipped=5, parent_run='{"name":"\u00fc"}', batch_plans='{"accumulate":2}'
-    )
+    opening = replace(opening_of(1, commit_at(12)), parent_run='{"name":"\u00fc"}', batch_plans='{"accumulate":2}')
     for _ in range(2):
         ledger.execute(commands.Open(UID, STREAM, server.epoch, opening, commit_at(12)))
     assert server.run.opening == opening
     assert list(ledger.openings(UID, STREAM)) == [opening]
-    for other in (replace(opening, skipped=4), replace(opening, parent_run=""), replace(opening, batch_plans="")):
+    for other in (replace(opening, parent_run=""), replace(opening, batch_plans="")):
         with pytest.raises(AttemptUsed):
             ledger.execute(commands.Open(UID, STREAM, server.epoch, other, commit_at(12)))
 

@@ -11,15 +11,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ledger_data import commit_at, opening_of, revision_of
+from support.ledger_data import commit_at, opening_of
 from tokenloom_server.errors import ConfigError, LeaseHeld, LedgerError, LedgerRolledBack, LedgerUnavailable, NotLeader
 from tokenloom_server.ledger import boot_clock, sqlite_file
-from tokenloom_server.ledger.commands import Acquire, Commit, Open, Pin, Revise
+from tokenloom_server.ledger.commands import Acquire, Commit, Open, Pin
 from tokenloom_server.ledger.open import open_ledger
 from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.tools.ledger_backup import back_up, saved_runs
@@ -87,13 +86,16 @@ def test_another_programs_database_is_refused_and_left_as_it_is(tmp_path: Path) 
     assert (path.read_bytes(), path.stat().st_mode & 0o777) == (before, 0o644)
 
 
-def test_a_newer_schema_is_refused_by_its_number(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 10, 12])
+def test_another_schema_is_refused_by_its_number_and_left_as_it_is(tmp_path: Path, version: int) -> None:
     path = tmp_path / "tokenloom.db"
     SqliteLedger(path).close()
     with closing(sqlite3.connect(path)) as connection:
-        connection.execute(f"PRAGMA user_version = {sqlite_file.SCHEMA_VERSION + 1}")
-    with pytest.raises(LedgerError, match=f"schema version {sqlite_file.SCHEMA_VERSION + 1}.*Upgrade"):
+        connection.execute(f"PRAGMA user_version = {version}")
+    before = path.read_bytes()
+    with pytest.raises(LedgerError, match=f"has schema version {version}, this release has 11: .* or give another"):
         SqliteLedger(path)
+    assert path.read_bytes() == before
 
 
 def test_a_damaged_file_is_an_error_and_not_an_empty_ledger(tmp_path: Path) -> None:
@@ -233,46 +235,6 @@ def test_of_two_server_processes_on_one_file_the_later_one_commits_alone(tmp_pat
                 ledger.execute(Commit("uid", "train", epoch - 1, 1, commit_at(10**6), False))
             after = commit_at(before.committed.sample_index + 1)
             assert ledger.execute(Commit("uid", "train", epoch, 1, after, False)) == after.sample_index
-
-
-@pytest.mark.parametrize("version", range(1, sqlite_file.SCHEMA_VERSION))
-def test_a_file_of_an_older_layout_is_brought_up_to_date(tmp_path: Path, version: int) -> None:
-    path = tmp_path / "ledger.db"
-    with closing(SqliteLedger(path)) as ledger:
-        ledger.create_run("run", "train", "uid", "{}")
-        epoch = ledger.execute(Acquire("uid", "train", "a", 0.0))
-        ledger.execute(Open("uid", "train", epoch, opening_of(1, commit_at(4)), commit_at(4)))
-    with closing(sqlite3.connect(path)) as connection:
-        if version < 3:
-            connection.execute("DROP TABLE revisions")
-        connection.execute("ALTER TABLE runs DROP COLUMN elsewhere")
-        if version < 9:
-            connection.execute("DROP TABLE boots")
-        if version < 8:
-            connection.execute("ALTER TABLE openings DROP COLUMN process")
-        if version < 7:
-            connection.execute("ALTER TABLE runs DROP COLUMN closed_generation")
-        if version < 6:
-            connection.execute("ALTER TABLE runs DROP COLUMN revision_changes")
-        if version < 5:
-            connection.execute("ALTER TABLE openings RENAME COLUMN group_micro_steps TO group_steps")
-            connection.execute("ALTER TABLE openings RENAME COLUMN batch_plans TO ramp")
-        for column in (*(("ramp",) if version < 4 else ()), *(("skipped", "parent_run") if version < 3 else ())):
-            connection.execute(f"ALTER TABLE openings DROP COLUMN {column}")
-        if version < 2:
-            connection.execute("DROP TABLE leases")
-        connection.execute(f"PRAGMA user_version = {version}")
-    with closing(SqliteLedger(path)) as ledger:
-        assert ledger.execute(Acquire("uid", "train", "a", 5.0)) == epoch + 1
-        assert list(ledger.openings("uid", "train")) == [opening_of(1, commit_at(4))]
-        ledger.execute(Revise("uid", "train", epoch + 1, revision_of(1, 8)))
-        later = replace(opening_of(2, commit_at(4)), skipped=3, parent_run="{}", batch_plans='{"accumulate":2}')
-        ledger.execute(Open("uid", "train", epoch + 1, later, commit_at(4)))
-    with closing(SqliteLedger(path)) as ledger:
-        assert list(ledger.revisions("uid", "train")) == [revision_of(1, 8)]
-        assert list(ledger.openings("uid", "train")) == [opening_of(1, commit_at(4)), later]
-    with closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("PRAGMA user_version").fetchone() == (sqlite_file.SCHEMA_VERSION,)
 
 
 def test_a_commit_waits_for_another_process_that_writes(tmp_path: Path) -> None:

@@ -53,10 +53,11 @@ def test_size_estimates_are_in_the_record_where_a_policy_needs_them_and_are_kept
     record = json.loads(order.record.to_json())
     assert len(record["size_estimates"]) == 3
     record["size_estimates"] = {
-        key: [2 * rows, tokens] for key, (rows, tokens, _, _) in record["size_estimates"].items()
+        key: [2 * rows, round(500 * tokens[-1] / rows), [0, 2 * rows], [0, tokens[-1]]]
+        for key, (rows, _, _, tokens) in record["size_estimates"].items()
     }
     again = builder.load(order.config, folder, None, json.dumps(record))
-    assert [estimate.rows for estimate in again.record.size_estimates.values()] == [
+    assert [estimate.epoch_rows for estimate in again.record.size_estimates.values()] == [
         2 * rows for rows, _ in SIZES.values()
     ]
     assert json.loads(again.record.to_json()) == record

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.mixing import Walk, config_of, node
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.core.size_estimate import SizeEstimate
+from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.mixing.balance_remaining import BalanceRemaining
 from tokenloom_server.mixing.catalog import policies
 from tokenloom_server.mixing.mixer import Mixer, initial_nodes, target_shares
@@ -93,7 +94,7 @@ def test_a_child_that_goes_out_between_updates_leaves_its_share_at_once() -> Non
     walk.mixer = Mixer(
         walk.config,
         initial_nodes(walk.config),
-        {0: SizeEstimate(240, 8000), 1: SizeEstimate(400, 8000), 2: SizeEstimate(400, 8000)},
+        {i: TokenCurve.of([(rows, 8 * rows)]) for i, rows in enumerate((240, 400, 400))},
     )
     found = walk.leap(200)
     assert found[:60] == [0] * 60
@@ -101,18 +102,17 @@ def test_a_child_that_goes_out_between_updates_leaves_its_share_at_once() -> Non
     assert [child.total for child in walk.present()[0]] == [60, 400, 400]
 
 
-def test_totals_are_what_the_rows_that_were_picked_say() -> None:
-    total = SourceTotal(rows=1000, tokens=50_000, max_tokens=None, pick_tokens=8)
-    # Before the first row is at its end, as measured.
-    assert total.at(0, 0, 0, 0) == 1000 * 50 // 8
+def test_totals_are_what_the_rows_to_come_say() -> None:
+    # Half of the rows is a fifth of the tokens.
+    curve = TokenCurve.of([(500, 10_000), (500, 40_000)])
+    total = SourceTotal(curve=curve, end=50_000, max_tokens=None, pick_tokens=8)
+    assert total.at(0, 0, 0, 0) == 50_000 // 8
     assert total.at(3, 24, 0, 24) == 3 + (50_000 - 24) // 8
-    # 10 rows of 20 tokens, and 8 of the next.
-    assert total.at(26, 208, 10, 8) == 26 + (20_000 - 208) // 8
+    assert total.at(1250, 10_000, 500, 0) == total.at(1251, 10_008, 500, 8) == 6250
     # The last row is not at its end: a live source has one sample left, whatever was estimated.
     assert total.at(2500, 20_000, 1000, 0) == 2501
-    limited = SourceTotal(rows=1000, tokens=50_000, max_tokens=801, pick_tokens=8)
-    assert limited.at(0, 0, 0, 0) == 100
-    endless = SourceTotal(rows=None, tokens=0, max_tokens=801, pick_tokens=8)
+    assert replace(total, max_tokens=801).at(0, 0, 0, 0) == 100
+    endless = SourceTotal(curve=None, end=0, max_tokens=801, pick_tokens=8)
     assert endless.at(90, 720, 7, 0) == 100
 
 
@@ -125,12 +125,11 @@ def test_epochs_and_limits_of_nodes_decide_what_their_sources_have_left() -> Non
     config = config_of("balance_remaining", {}, node("weighted", {"epochs": 0.5}, epochs=3), limited, epochs=2)
     assert config.epochs == (2, 3, float("inf"))
     assert config.measured_sources == (0, 1)
-    mixer = Mixer(config, initial_nodes(config), {0: SizeEstimate(100, 8000), 1: SizeEstimate(10, 8000)})
+    sizes = {i: TokenCurve.of([(rows, 8 * rows)]) for i, rows in enumerate((100, 10))}
+    mixer = Mixer(config, initial_nodes(config), sizes)
     mixer.update_weights(0, 0, lambda _: (0, 0))
     assert [child.total for child in mixer.states(mixer.mix_weights, [0, 0, 0], [0, 0, 0])[0]] == [200, 30, 11]
-    assert target_shares(
-        config, initial_state(config), {0: SizeEstimate(100, 8000), 1: SizeEstimate(10, 8000)}
-    ) == pytest.approx((200 / 241, 30 / 241, 11 / 241))
+    assert target_shares(config, initial_state(config), sizes) == pytest.approx((200 / 241, 30 / 241, 11 / 241))
 
 
 def test_a_schedule_is_linear_between_its_points_and_constant_outside() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -17,15 +16,11 @@ from support import corpora
 from support.corpora import advanced, reread
 from tokenloom_proto.seal import canonical
 from tokenloom_server.config.mixture_change import Addition, MixtureChange
-from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import State
-from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.errors import SourceError
 from tokenloom_server.ledger.records import StoredRevision
-from tokenloom_server.mixing.totals import SourceTotal
 from tokenloom_server.order import builder, size_estimates
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.record import estimates_from_json, estimates_to_json
 from tokenloom_server.order.revision_content import revise
 from tokenloom_server.order.segments import measured_ahead
 from tokenloom_server.order.timeline import Timeline
@@ -149,14 +144,13 @@ def test_shuffled_sources_end_together(tmp_path: Path, shuffle: str) -> None:
         children.append({"source": f"parquet:{i}-*.parquet:ids", "shuffle": shuffle, "epochs": 2})
     mixture = {"policy": "balance_remaining", "children": children}
     order = corpora.order_of(tmp_path, corpora.mixture(mixture=mixture, sequence_length=LENGTH))
-    strata = [len(estimate.curve.rows) - 1 for estimate in order.record.size_estimates.values() if estimate.curve]
+    strata = [len(estimate.rows) - 1 for estimate in order.record.size_estimates.values()]
     # Of shuffled files the curve is in the order of the last epoch; a shuffle of rows mixes them.
     assert strata == ([60] * 3 if shuffle == "shards" else [1] * 3)
     states = gone_through(order, 4)
     assert apart(states) <= NEARLY
     if shuffle == "shards":
-        end = order.record.size_estimates[0].curve
-        assert end is not None
+        end = order.record.size_estimates[0]
         # The first file of the last epoch, by its rows of 4 to 11 or of 33 to 39 tokens, is what the curve begins with.
         first = order.readers.reading(0, order.readers.open(0)).parts(1)[0]
         written = int(np.array_split(lengths("rising", 9_000, 1), 5)[first].sum()) + 1_800
@@ -176,8 +170,7 @@ def test_much_text_is_measured_all_over_a_file(tmp_path: Path, monkeypatch: pyte
     order = builder.create(corpora.parsed(document), tmp_path, tmp_path / "index")
     assert not list((tmp_path / "index").glob("lines-*"))
     for estimate in order.record.size_estimates.values():
-        assert estimate.curve is not None
-        assert (len(estimate.curve.rows), estimate.rows) == (65, pytest.approx(20_000, rel=0.01))
+        assert (len(estimate.rows), estimate.epoch_rows) == (65, pytest.approx(20_000, rel=0.01))
     states = gone_through(order, 4)
     # How many rows there are is an estimate, too.
     assert apart(states) <= 0.01 * states[-1].sample_index
@@ -191,7 +184,7 @@ def test_a_bad_line_amid_much_text_is_named_by_the_run_that_reads_it(
     lines = (tmp_path / "a.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "a.jsonl").write_text("".join([*lines[:1_200], "{\n", *lines[1_200:]]))
     order = corpora.order_of(tmp_path, corpora.flat(["jsonl:a.jsonl:text"], "balance_remaining"))
-    assert order.record.size_estimates[0].rows == pytest.approx(2_001, rel=0.01)
+    assert order.record.size_estimates[0].epoch_rows == pytest.approx(2_001, rel=0.01)
     with pytest.raises(SourceError, match=r"'a\.jsonl': line 1201 "):
         gone_through(order, 64)
 
@@ -226,9 +219,7 @@ def test_what_a_revision_adds_is_measured_once_and_kept_in_it(tmp_path: Path, mo
         number=1, sample_index=2_000, made_at=0.0, author="", reason="test", content=canonical(content)
     )
     timeline = timeline.with_revisions([revision])
-    assert {i: one.curve is not None for i, one in timeline.at(2_000).record.size_estimates.items()} == dict.fromkeys(
-        range(3), True
-    )
+    assert timeline.at(2_000).record.size_estimates.keys() == {0, 1, 2}
     pipeline, states = timeline.pipeline(timeline.initial()), [timeline.initial()]
     while pipeline.ended is None:
         pipeline.advance(4)
@@ -245,9 +236,7 @@ def reads_of(order: PipelineFactory, monkeypatch: pytest.MonkeyPatch) -> list[in
         return read(source, shard, row)
 
     monkeypatch.setattr(ParquetSource, "read", counted)
-    found = size_estimates.measure(order, 0)
-    assert found.curve is not None
-    assert len(found.curve.rows) == 65
+    assert len(size_estimates.measure(order, 0).rows) == 65
     return reads
 
 
@@ -265,21 +254,6 @@ def test_no_block_of_a_large_source_is_begun_twice(
     order = corpora.order_of(tmp_path, corpora.flat(["parquet:0.parquet:ids"]))
     begun = reads_of(order, monkeypatch)
     assert (len(set(begun)), [row % group for row in begun]) == (reads, [0] * reads)
-
-
-def test_a_record_without_strata_goes_by_the_rows_that_were_picked() -> None:
-    old = estimates_from_json({"size_estimates": {"3": [1000, 50_000]}})
-    assert old == {3: SizeEstimate(1000, 50_000)}
-    assert estimates_to_json(old) == {"size_estimates": {"3": [1000, 50_000]}}
-    curve = TokenCurve.of([(500, 10_000), (500, 40_000)])
-    new = {3: SizeEstimate.of(curve)}
-    assert estimates_from_json(json.loads(canonical(estimates_to_json(new)))) == new
-    picked = {"picks": 1250, "tokens": 10_000, "rows": 500, "offset": 0}
-    total = {"rows": 1000, "tokens": 50_000, "max_tokens": None, "pick_tokens": 8}
-    assert SourceTotal(**total).at(**picked) == 2500
-    # Half of the rows is a fifth of the tokens.
-    assert SourceTotal(**total, curve=curve).at(**picked) == 6250
-    assert SourceTotal(**total, curve=curve).at(1251, 10_008, 500, 8) == 6250
 
 
 @pytest.mark.parametrize("begins_with", [["rising", "falling"], ["rising", "flat"]])

@@ -23,7 +23,6 @@ from support.corpora import (
     flat,
     mixture,
     order_of,
-    order_under,
     reread,
     write_corpus,
 )
@@ -34,7 +33,6 @@ from tokenloom_server.cluster.readers.link import RayReaders, ReaderOptions
 from tokenloom_server.core.hashing import slice_rotation
 from tokenloom_server.core.state import (
     ORDER_VERSION,
-    ORDER_VERSIONS,
     SHARE_UNIT,
     Cursor,
     EpochCursor,
@@ -44,7 +42,6 @@ from tokenloom_server.core.state import (
     State,
     WindowCursor,
 )
-from tokenloom_server.errors import ConfigError
 from tokenloom_server.mixing.weights import MAX_SUM
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.steps import BatchPlan, StepGroup
@@ -342,10 +339,6 @@ GOLDEN_CONFIGS = CONFIGS | {
 }
 
 
-#: Those that a run of an earlier order version cannot go on with.
-MENDED = [name for name, document in GOLDEN_ROWS.items() if '"template": "chat"' in json.dumps(document)]
-
-
 def place(cursor: Cursor | None) -> tuple[int, int, int, int]:
     """Epoch, shard or window, row, and tokens of it or samples of the rows packed from there on."""
     match cursor:
@@ -384,33 +377,17 @@ def fingerprint(order: PipelineFactory) -> dict[str, Any]:
     return {"samples": step.state.sample_index, "digest": f"{step.state.digest:032x}", "sha256": hashed.hexdigest()}
 
 
-def golden_orders(version: int = ORDER_VERSION) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((GOLDEN / f"order_v{version}.json").read_text())
+def golden_orders() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((GOLDEN / f"order_v{ORDER_VERSION}.json").read_text())
     return found
 
 
-@pytest.mark.parametrize("version", ORDER_VERSIONS)
-def test_the_order_is_what_it_was(folder: Path, version: int) -> None:
+def test_the_order_is_what_it_was(folder: Path) -> None:
     # The values in the file: {name: fingerprint(...)} of GOLDEN_CONFIGS, as computed here.
     # When this fails, ORDER_VERSION must change (and the file of the new version be written beside the old):
     # a run that was begun by an earlier release would go on with other samples, or refuse its own checkpoints.
-    golden = golden_orders(version)
-    assert golden.keys() == GOLDEN_CONFIGS.keys()
-    for name in MENDED if version < ORDER_VERSION else ():
-        with pytest.raises(ConfigError, match=f"its order_version is {version}: "):
-            order_under(version, folder, GOLDEN_CONFIGS[name])
-        del golden[name]
-    orders = {name: order_under(version, folder, GOLDEN_CONFIGS[name]) for name in golden}
-    assert {order.record.order_version for order in orders.values()} == {version}
-    assert {name: fingerprint(order) for name, order in orders.items()} == golden
-
-
-def test_a_version_that_mends_a_fault_moves_only_what_has_it() -> None:
-    now, before = golden_orders(3), golden_orders(2)
-    assert {name for name in now if now[name] != before[name]} == {
-        "conversations whose turns end with characters of several tokens",
-        "conversations with JSON in them",
-    }
+    orders = {name: order_of(folder, document) for name, document in GOLDEN_CONFIGS.items()}
+    assert {name: fingerprint(order) for name, order in orders.items()} == golden_orders()
 
 
 @pytest.mark.parametrize("readers", [1, 4])

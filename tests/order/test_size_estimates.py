@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import corpora
 from support.corpora import advanced
-from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.order import size_estimates
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.packing.documents import Documents
@@ -25,15 +23,10 @@ def counted(order: PipelineFactory, source_id: int) -> tuple[int, int]:
     return sum(len(piece.ends) for piece in pieces), sum(len(piece.ids) for piece in pieces)
 
 
-def measured(order: PipelineFactory, source_id: int = 0) -> SizeEstimate:
-    """What both measures find, without the curve of the one; it has the same rows and tokens."""
+def measured(order: PipelineFactory, source_id: int = 0) -> tuple[int, int]:
+    """Rows and tokens of one epoch, as measured."""
     found = size_estimates.measure(order, source_id)
-    assert found.curve is not None
-    assert (found.curve.epoch_rows, found.tokens) == (
-        found.rows,
-        pytest.approx(found.curve.epoch_tokens, rel=1e-4, abs=1),
-    )
-    return replace(found, curve=None)
+    return found.epoch_rows, found.epoch_tokens
 
 
 def order_over(folder: Path, *specs: str) -> PipelineFactory:
@@ -47,9 +40,7 @@ def long_rows(count: int, salt: int, low: int, high: int) -> list[str]:
 def test_a_source_that_is_read_whole_is_counted_exactly(tmp_path: Path) -> None:
     order = corpora.order_of(corpora.write_corpus(tmp_path))
     for source_id in range(len(order.record.specs)):
-        rows, tokens = counted(order, source_id)
-        assert measured(order, source_id) == SizeEstimate(rows, round(1000 * tokens / rows))
-        assert size_estimates.measure(order, source_id, by_strata=False) == measured(order, source_id)
+        assert measured(order, source_id) == counted(order, source_id)
 
 
 def test_begin_and_end_of_text_ids_are_counted_as_the_packer_puts_them(tmp_path: Path) -> None:
@@ -58,16 +49,14 @@ def test_begin_and_end_of_text_ids_are_counted_as_the_packer_puts_them(tmp_path:
     spec = "parquet:a.parquet:ids"
     for add_bos, add_eot, tokens in ((False, False, 5), (False, True, 7), (True, True, 9), (True, "auto", 8)):
         order = corpora.order_of(tmp_path, corpora.flat([spec], add_bos=add_bos, add_eot=add_eot, **fields))
-        assert measured(order) == SizeEstimate(4, 250 * tokens)
-        assert measured(order).tokens == tokens
+        assert measured(order) == (4, tokens)
 
 
 def test_small_shards_of_very_different_size_are_all_looked_at(tmp_path: Path) -> None:
     for shard in range(70):
         corpora.write_txt(tmp_path / f"{shard:02}.txt", ["x" * (100_000 if shard in (7, 33) else 10)] * 8)
     order = order_over(tmp_path, "txt:*.txt:text")
-    rows, tokens = counted(order, 0)
-    assert measured(order) == SizeEstimate(rows, round(1000 * tokens / rows))
+    assert measured(order) == counted(order, 0)
 
 
 def test_long_rows_are_not_left_out_at_the_end_of_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +68,7 @@ def test_long_rows_are_not_left_out_at_the_end_of_a_place(tmp_path: Path, monkey
     order = order_over(tmp_path, "txt:a.txt:text")
     _, tokens = counted(order, 0)
     # Eight places of one or two rows each: their mean is right within its own error, and never far below.
-    assert size_estimates.measure(order, 0).tokens == pytest.approx(tokens, rel=0.6)
+    assert size_estimates.measure(order, 0).epoch_tokens == pytest.approx(tokens, rel=0.6)
 
 
 def test_only_a_part_of_what_tells_the_length_of_rows_is_encoded(
@@ -103,7 +92,7 @@ def test_only_a_part_of_what_tells_the_length_of_rows_is_encoded(
     found = measured(order)
     assert encoded < 1.2 * 80_000 < tokens / 10
     # All lengths were looked at; only the ids that end a text are estimated.
-    assert found == SizeEstimate(rows, pytest.approx(1000 * tokens / rows, rel=0.002))
+    assert found == (rows, pytest.approx(tokens, rel=0.002))
 
 
 def test_the_head_of_a_file_of_lines_is_measured_with_its_ends(tmp_path: Path) -> None:
@@ -130,4 +119,4 @@ def test_a_source_that_is_read_whole_has_the_tokens_that_its_samples_count(
     found = size_estimates.measure(order, 0)
     given = advanced(order, order.initial(), 10_000).total_tokens
     # To a thousandth of a row's tokens; where windows of the sample lie otherwise, a few samples differ.
-    assert found.tokens == pytest.approx(given, rel=0.04 if packing["packing"] == "best_fit" else 1e-3)
+    assert found.epoch_tokens == pytest.approx(given, rel=0.04 if packing["packing"] == "best_fit" else 1e-3)

@@ -226,7 +226,7 @@ def test_a_run_that_is_over_is_planned_as_over(tmp_path: Any, on_exhausted: str)
     root = node("sequential", node("round_robin", leaf("0"), leaf("1"), on_exhausted=on_exhausted))
     order = corpora.order_of(tmp_path, corpora.mixture(mixture=root))
     reached = advanced(order, order.initial(), 10**6)
-    plan = forecast([Part(config=order.config, curves=[measure(order, i).curve for i in range(2)])], reached)
+    plan = forecast([Part(config=order.config, curves=[measure(order, i) for i in range(2)])], reached)
     assert plan.ends
     assert plan.until_sample_index == plan.from_sample_index == reached.sample_index
     assert (plan.segments, plan.endings) == ([], [])

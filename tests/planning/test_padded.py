@@ -110,7 +110,7 @@ def test_a_plan_ends_where_the_run_does(folder: Path, name: str, packing: str) -
 @pytest.mark.parametrize("name", [name for name in STOPS if name != "rising and falling"])
 def test_mean_shares_end_where_the_runs_own_choices_do(folder: Path, name: str) -> None:
     order = order_of(folder, document(STOPS[name]))
-    curves = [measure(order, source).curve for source in range(len(order.record.specs))]
+    curves = [measure(order, source) for source in range(len(order.record.specs))]
     part = Part(config=order.config, curves=curves, size_estimates=order.record.size_estimates)
     check(forecast([part], order.initial(), exact_picks=0), run_out(order, order.initial()), 0.02)
 
@@ -118,6 +118,6 @@ def test_mean_shares_end_where_the_runs_own_choices_do(folder: Path, name: str) 
 @pytest.mark.parametrize("exact_picks", [0, 10**6])
 def test_a_source_without_tokens_is_out_at_its_first_turn(folder: Path, exact_picks: int) -> None:
     order = order_of(folder, document(node(leaf(SHORT), leaf(LONG))))
-    part = Part(config=order.config, curves=[TokenCurve((0, 400), (0, 0), (0, 0)), measure(order, 1).curve])
+    part = Part(config=order.config, curves=[TokenCurve((0, 400), (0, 0), (0, 0)), measure(order, 1)])
     plan = forecast([part], order.initial(), exact_picks=exact_picks)
     assert [source.tokens for source in plan.sources] == [0, 400 * LENGTH]

@@ -102,7 +102,7 @@ def order_of(folder: Path, root: dict[str, Any], seed: int) -> PipelineFactory:
 
 
 def plan_of(order: PipelineFactory, state: State, exact_picks: int = EXACT_PICKS) -> RunPlan:
-    curves = [measure(order, i).curve for i in range(len(order.record.specs))]
+    curves = [measure(order, i) for i in range(len(order.record.specs))]
     part = Part(config=order.config, curves=curves, size_estimates=order.record.size_estimates)
     return forecast([part], state, exact_picks=exact_picks)
 

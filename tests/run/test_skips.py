@@ -14,7 +14,6 @@ from support.served import RUN, Place, Sample, Trainer, call_of, part, recount, 
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.core.state import SourceState
 from tokenloom_server.errors import BeyondHorizon, ConfigError, JoinRefused, LimitExceeded, NotFound, SnapshotInvalid
-from tokenloom_server.ledger.commands import Pin
 from tokenloom_server.ledger.records import Opening
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.run.pins import PinnedPoint
@@ -40,9 +39,8 @@ def test_every_launch_passes_over_the_range_until_a_state_without_it_takes_it_ba
     with pytest.raises(ConfigError, match=r"names one of .*, but 0 are given"):
         served.start_points.restore()
     early, checkpoint, between, late = map(trainer.state, (12, 20, 24, 36))
-    run, pin = served.coordinator, {"revisions": [], "skipped": 7, "snapshot": checkpoint.decode(), "start": "…"}
-    # As releases of before pinned it; the present generation goes on.
-    run.ledger.execute(Pin(run.uid, run.stream, run.lease.epoch, json.dumps(pin)))
+    # The present generation goes on.
+    served.start_points.restore(text=checkpoint.decode(), skip_samples=7)
     assert trainer.take(1) == part(samples, 40, 44)
     given = without(samples, (20, 27))
     for state, index, world_size, batch_size in ((checkpoint, 20, 2, 2), (early, 12, 3, 1), (early, 12, 1, 5)):

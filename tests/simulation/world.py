@@ -538,8 +538,8 @@ class World(Scheduler):
         if text is None or coordinator is None:
             return
         try:
-            server.served.past_states.forward(server.served.past_states.parse(text))
-            coordinator.ledger.execute(Pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, text))
+            pin = server.served.past_states.pin(text).text
+            coordinator.ledger.execute(Pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, pin))
         except SnapshotInvalid as error:
             self.checker.fail(f"its own snapshot is refused: {error}")
         except (LedgerError, NotFound) as error:

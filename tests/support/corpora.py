@@ -151,13 +151,6 @@ def order_of(folder: Path, document: dict[str, Any] | None = None) -> PipelineFa
     return builder.create(parsed(document or mixture()), folder, None)
 
 
-def order_under(version: int, folder: Path, document: dict[str, Any] | None = None) -> PipelineFactory:
-    """The order of a run that began under an order version, from its record."""
-    document = document or mixture()
-    record = order_of(folder, document | {"order_version": version}).record.to_json()
-    return builder.load(parsed(document), folder, None, record)
-
-
 def random_tree(rng: random.Random, depth: int, specs: Iterator[str]) -> dict[str, Any]:
     """A random node: up to ``depth`` levels, every policy and option; limits hold samples of 8 tokens."""
     policy = rng.choice(list(policies()))

@@ -321,7 +321,6 @@ def _story(ledger: Ledger) -> None:
     ledger.execute(commands.Pin(*run, epoch, '{"sample_index":16}'))
     second = replace(
         opening_of(2, commit_at(16)),
-        skipped=4,
         parent_run='{"run":"parent"}',
         batch_plans='{"sizes":[[0,4]],"accumulate":2}',
     )

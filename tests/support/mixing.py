@@ -8,8 +8,8 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import ChildState, SourceState, State
+from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.mixing.mixer import Mixer, initial_nodes
 from tokenloom_server.mixing.node import NOTHING
 from tokenloom_server.mixing.policy import Children, NodeShape, NodeStart
@@ -89,9 +89,10 @@ class Walk:
         self.mixer = Mixer(config, nodes, size_estimates, lengths or None)
         self.before = list(self.given)
 
-    def _extent(self, source: int) -> SizeEstimate:
+    def _extent(self, source: int) -> TokenCurve:
         tokens = self.capacity[source] * self.config.sequence_length
-        return SizeEstimate(max(1, round(tokens / ROW / self.config.epochs[source])), 1000 * ROW)
+        rows = max(1, round(tokens / ROW / self.config.epochs[source]))
+        return TokenCurve.of([(rows, rows * ROW)])
 
     def rows_picked(self, source: int) -> tuple[int, int]:
         return divmod(self.given[source] * self.config.sequence_length, ROW)

@@ -25,18 +25,15 @@ REPLACED = {
     "fates": "row_status",
     "Opener": "JoinHandler",
     "Regime": "MixWeights",
-    "Extent": "SizeEstimate",
-    "extents": "size estimates",
     "Passage": "RowRange",
     "Traffic": "IoStats",
     "Patience": "RetryPolicy",
     "leash": "parent death",
     "ramp": "batch schedule",
 }
-#: Where an old word is the field's own (a server behind a proxy), or what an older ledger has for its successor.
+#: Where an old word is the field's own: a server behind a proxy.
 STANDARD = re.compile(
-    r"behind (?:a|an|the|its|another) (?:reverse |TLS |load )?(?:proxy|balancer|network|firewall|ingress)"
-    r"|COLUMN ramp|\"ramp\":|\"extents\"",
+    r"behind (?:a|an|the|its|another) (?:reverse |TLS |load )?(?:proxy|balancer|network|firewall|ingress)",
     re.I,
 )
 #: Local names that say nothing of their value.

@@ -190,7 +190,7 @@ def test_the_ids_of_a_folder_are_those_of_transformers_whatever_stands_in_it(
         files = drawn(tokenizer, MADE[name][1], draw)
         files["tokenizer_config"] |= SPACE_BEFORE.get(name, {})
         folder = write(tmp_path / str(number), made[name], files)
-        changed += same_as_transformers(folder).has_more_tokens
+        changed += json.loads(same_as_transformers(folder).content) != json.loads(made[name])
     assert changed > 10
 
 
@@ -214,7 +214,6 @@ def test_a_folder_that_says_nothing_more_keeps_its_digest(
     whole = same_as_transformers(write(tmp_path, made[name], files))
 
     assert whole.digest == find_tokenizer("alone.json", tmp_path).digest
-    assert not whole.has_more_tokens
 
 
 def test_tokens_that_only_the_config_has_are_one_id_in_each_engine(made: dict[str, str], tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenloom_proto.seal import seal
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
-from tokenloom_server.reports.receipt import Range
 from tokenloom_server.tools.verify.compare import compare
 from tokenloom_server.tools.verify.digests import DigestPoint, DigestSource, open_source
 from tokenloom_server.tools.verify.text import document, explain
@@ -26,7 +25,6 @@ class Known:
     samples: str
     first: int = 0
     indices: tuple[int, ...] | None = None
-    skips: tuple[Range, ...] | None = ()
     decides: dict[str, object] = field(default_factory=lambda: {"seed": 7})
     revisions: tuple[tuple[int, str], ...] | None = ()
     asked: list[int] = field(default_factory=list)
@@ -50,14 +48,11 @@ class Known:
         assert self.indices is None or index in self.indices
         self.asked.append(index)
         known = self.samples[:index]
-        skips = None if self.skips is None else tuple(skip for skip in self.skips if skip.first < index)
         return DigestPoint(
             index=index,
             digest=known,
             tokens=TOKENS * index,
             samples={letter: known.count(letter) for letter in "abc"},
-            skipped=sum(skip.end - skip.first for skip in skips or ()),
-            skips=skips,
         )
 
 
@@ -94,7 +89,7 @@ def test_what_files_tell_is_never_more_than_they_know(
 ) -> None:
     known = tuple(sorted({min(index, len(a)) for index in some}))
     theirs = None if others is None else tuple(sorted({min(index, len(b)) for index in others}))
-    verdict = compare(*both(Known(a, indices=known, skips=None), Known(b, indices=theirs, skips=None)))
+    verdict = compare(*both(Known(a, indices=known), Known(b, indices=theirs)))
     equal = equal_samples(a, b)
     assert verdict.same_samples <= equal
     shared = {index for index in known if index <= len(b) and (theirs is None or index in theirs)}
@@ -118,17 +113,6 @@ def test_nothing_is_proven_of_what_neither_ledger_holds() -> None:
     assert "the first sample that differs is one of 0 to 3" in "\n".join(explain(verdict, *both(late, other)))
     beginning = Known("")
     assert compare(*both(beginning, early)).status == 2
-
-
-def test_what_one_run_skipped_and_the_other_had_is_a_difference() -> None:
-    skip = Range(first=3, end=5)
-    a, b = Known("abcabcab", skips=(skip,)), Known("abcabcab")
-    verdict = compare(*both(a, b))
-    assert (verdict.outcome, verdict.same_samples) == ("differ", 3)
-    elsewhere = Known("abcabcab", skips=(Range(first=4, end=6),))
-    assert compare(*both(a, elsewhere)).outcome == "differ"
-    assert compare(*both(a, Known("abcabcab", skips=(skip,)))).outcome == "same"
-    assert "of which 2 samples were skipped" in explain(verdict, *both(a, b))[0]
 
 
 def test_what_decides_about_the_order_is_named_where_it_differs() -> None:

@@ -236,7 +236,7 @@ def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
     # The state there counts what sources gave; a run or an evaluation from its beginning has had nothing.
     state = json.loads(answer.base.resume_state) if answer.start_tokens else None
     counts = counts_at(state, answer.start_index, answer.start_tokens) if state else {}
-    first = BatchPlan(answer.start_index, answer.batch_size or request.batch_size, answer.group_micro_steps)
+    first = BatchPlan(answer.start_index, answer.batch_size, answer.group_micro_steps)
     plans = [BatchPlan(plan.begin_index, plan.batch_size, plan.group_micro_steps) for plan in answer.batch_plans]
     return Opening(
         run_uid=answer.run_uid,

@@ -37,7 +37,6 @@ def describe(order: PipelineFactory) -> str:
             "has_chats": record.tokenizer is not None and record.tokenizer.chat_template is not None,
             "engines": [asdict(engine) if engine is not None else None for engine in engines],
             "has_loss_mask": record.has_loss_mask,
-            "order_version": record.order_version,
             "stream": record.stream,
             "gives_held_out": record.gives_held_out,
         }
@@ -74,7 +73,6 @@ def rebuild(text: str, index_dir: Path | None = None) -> PipelineFactory:
         engine=engine,
         substitute_engine=substitute,
         has_loss_mask=fields["has_loss_mask"],
-        order_version=fields["order_version"],
         stream=fields["stream"],
         gives_held_out=fields["gives_held_out"],
     )

@@ -16,7 +16,7 @@ ALL_COLUMNS = "*"
 #: The fields of a run that mean something with ``batching``; the others keep their defaults.
 RUN_FIELDS = {
     *("run", "seed", "batching", "global_batch_size", "sequence_length", "window_micro_steps", "new_source_baseline"),
-    *("mixture", "phases", "order_version"),
+    *("mixture", "phases"),
 }
 #: The same of its sources.
 SOURCE_FIELDS = {

@@ -27,7 +27,7 @@ _POSITIONS = {"count": "positions"}
 def differences(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, str]:
     """By field, how a mixture file differs from a run's record, both values named; empty for an empty record."""
     before = _POSITIONS | recorded.get("config", {})
-    file = _POSITIONS | json.loads(canonical(order_fields(config.counting(before["count"]))))
+    file = _POSITIONS | json.loads(canonical(order_fields(config)))
     both = changes(before, file, default_of=_default_of) if recorded else ()
     return {path: f"the run began with {shown(old)}, the file has {shown(new)}" for path, old, new in both}
 
@@ -35,7 +35,7 @@ def differences(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, str
 def changed_beside(config: RunConfig, recorded: Mapping[str, Any]) -> tuple[str, ...]:
     """The fields beside the order that have other values than in a record; none where that does not have them."""
     new = fields_beside(config)
-    old = {"max_row_mib": 256} | recorded.get("beside", new)  # as without the field
+    old = recorded.get("beside", new)
     paths = [path for path in sorted(old | new) if old.get(path) != new.get(path)]
     return tuple(f"{path}: was {shown(old.get(path))}, the file has {shown(new.get(path))} now" for path in paths)
 
@@ -86,8 +86,9 @@ def began_with(config: RunConfig, record: str) -> RunConfig:
 
     # What a record leaves out has its default, not the file's value.
     outside = config.model_dump(include=set(OUTSIDE_THE_ORDER))
+    count = _POSITIONS if config.batching is None else {}
     return RunConfig.model_validate(
-        {**fields, **outside, "mixture": named(fields["mixture"], config.mixture)}, context=config.catalog
+        {**count, **fields, **outside, "mixture": named(fields["mixture"], config.mixture)}, context=config.catalog
     )
 
 

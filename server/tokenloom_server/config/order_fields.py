@@ -17,9 +17,9 @@ BESIDE_THE_ORDER = (
     # Where a bad row ends a run, no order follows it; so the run may be resumed with another answer.
     *("on_bad_row", "max_bad_rows", "max_row_mib"),
 )
-#: These, and those that are compared in other ways: the record names its order version itself, the content of the
-#: tokeniser has a digest of its own, and each stream with a mixture of its own has its own record.
-OUTSIDE_THE_ORDER = ("order_version", "run", "tokenizer", "streams", *BESIDE_THE_ORDER)
+#: These, and those that are compared in other ways: the content of the tokeniser has a digest of its own, and each
+#: stream with a mixture of its own has its own record.
+OUTSIDE_THE_ORDER = ("run", "tokenizer", "streams", *BESIDE_THE_ORDER)
 
 #: Fields of a source that the order does not depend on.
 SOURCE_OUTSIDE_THE_ORDER = ("alias", "on_bad_row", "max_bad_rows", "on_blank_line", "commit")
@@ -52,9 +52,9 @@ def order_fields(run: RunConfig) -> dict[str, Any]:
     fields["sequence_length"] = run.sequence_length
     if run.batching is not None:
         del fields["sequence_length"]
-    if run.count == "positions":
-        # As in the records that were written when nothing else was counted.
-        del fields["count"]
+    fields.pop("count", None)
+    if run.batching is None and (run.count == "real" or run.packing == "concat"):
+        fields["count"] = "real"
     # The root has no siblings, so its weight decides nothing.
     fields["mixture"] = mixture_order_fields(run.mixture, run)
     for phase, phase_fields in zip(run.phases, fields.get("phases", []), strict=True):
@@ -97,7 +97,7 @@ def mixture_order_fields(node: NodeConfig, run: RunConfig) -> dict[str, Any]:
     }
     if node.epochs != 1.0:
         fields["epochs"] = _number(node.epochs)
-    # These came later: where they have their default, a record reads as it did without them.
+    # Only where they do not have their default, as with the fields of a source.
     for key in ("max_tokens", "unit", "interpolate"):
         if getattr(node, key) != NodeConfig.model_fields[key].default:
             fields[key] = getattr(node, key)

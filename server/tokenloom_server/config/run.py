@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 from functools import cached_property
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import PrivateAttr, model_validator
 
@@ -52,12 +52,6 @@ class RunConfig(RunFields):
     def pick_tokens(self) -> int:
         """Their tokens."""
         return self.sequence_length * self.pick_samples
-
-    def counting(self, count: Literal["real", "positions"]) -> Self:
-        """The same run, in which balances count so where the mixture file does not say it, or it makes no difference:
-        of joined documents."""
-        is_said = self.count is not None and self.packing != "concat"
-        return self if is_said or self.batching else self.model_copy(update={"count": count})
 
     @property
     def balances_real(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
-from tokenloom_server.config.base import RUN_NAME, EndOfText, OnBadRow, PlainText, RowCount, Section, not_bool
+from tokenloom_server.config.base import RUN_NAME, EndOfText, OnBadRow, PlainText, RowCount, Section
 from tokenloom_server.config.batching import BatchingConfig
 from tokenloom_server.config.node import NodeConfig, walk
 from tokenloom_server.config.phase import PhaseConfig
@@ -40,9 +40,6 @@ class RunFields(Section):
     and underscores, 128 at most."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seeds every draw and every tie."""
-    order_version: Annotated[Literal[1, 2, 3], BeforeValidator(not_bool)] | None = None
-    """The order version of a new run; the newest if not given. 1 is for states of a run that began under it and whose
-    ledger is gone: a run that the ledger has goes on under its own. 2 is as 3, but not for conversations."""
     batching: BatchingConfig | None = None
     """For rows that are ready tensors: each micro-step is a batch from one bucket of one source. Nothing is tokenised
     or packed then."""
@@ -74,9 +71,8 @@ class RunFields(Section):
     """``best_fit``: tokens that are packed at once; a window ends with the row that reaches them."""
     long_rows: Literal["truncate", "split"] = "truncate"
     """``none``: what becomes of a row that is longer than a sample."""
-    count: Literal["real", "positions"] | None = None
-    """Which tokens of padded samples the mixture balances: documents' (``real``), or all. Not given: ``real`` in a new
-    run, and in a known one what its record says, which is ``positions`` where that says nothing."""
+    count: Literal["real", "positions"] = "real"
+    """Which tokens of padded samples the mixture balances: documents' (``real``), or all."""
     padding: Literal["right", "left"] = "right"
     """On which side of its documents a sample is padded."""
     pad_id: Annotated[int, Field(ge=0)] = 0

@@ -9,11 +9,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 #: Names the rules by which rows are read, rendered, encoded, packed, mixed, hashed and shuffled. A change to any of
-#: them is a new number.
+#: them is a new number, and no number is used again: what names another one is refused.
 ORDER_VERSION = 3
-#: Those that runs may have begun under. Each goes on under its own; which rules differ, the fields of its record say,
-#: and ``order/mended.py`` which runs are refused since a fault of their version was mended.
-ORDER_VERSIONS = (1, 2, ORDER_VERSION)
 
 #: Counters are refused above this: JSON and Lua readers hold integers in doubles.
 MAX_COUNTER = 2**53 - 1

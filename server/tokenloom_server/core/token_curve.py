@@ -1,4 +1,4 @@
-"""How the tokens of a source lie over its rows."""
+"""How much one epoch of a source has, as policies and plans know it: how its tokens lie over its rows."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ class TokenCurve:
     """One epoch in strata of consecutive rows. ``rows`` and ``tokens`` are those before the edge of each stratum, from
     0 up to all of them; between two edges rows are of one length. Rows and tokens may be counted over several epochs.
     ``real``: of the tokens, those of documents, where they are not all.
+
+    Tokens are as samples count them: with begin- and end-of-text ids and the padding that the packing makes, without
+    what it cuts off. All are estimates, unless the source is so small that all of it was read.
     """
 
     rows: tuple[int, ...]

@@ -32,8 +32,6 @@ class Opening:
     start_state: str
     #: Unix time in seconds, for people.
     opened_at: float
-    #: Samples of the order that were jumped over right before ``start_index``.
-    skipped: int = 0
     #: Canonical JSON about the run that this one was forked from; empty where it was not.
     parent_run: str = ""
     #: How the batch size changes, and micro-steps of an optimiser step, as JSON; empty where every micro-step has
@@ -41,11 +39,6 @@ class Opening:
     batch_plans: str = ""
     #: Rank 0's process, as its Join names it; empty where it does not say.
     process: str = ""
-
-    @property
-    def branched_at(self) -> int:
-        """The sample index at which it left the generation that it went on from."""
-        return self.start_index - self.skipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ What a plain client finds (``redis-cli``), for a run with the id ``U`` and the s
 ==================================  =======  ==================================================================
 key                                 type     holds
 ==================================  =======  ==================================================================
-``tokenloom:schema``                string   version of this layout; 1 where it is missing
+``tokenloom:schema``                string   version of this layout (``SCHEMA_VERSION``)
 ``tokenloom:runs``                  hash     ``name/stream`` → U
 ``tokenloom:uids``                  hash     ``uid/stream`` → U, for runs that took a uid from elsewhere (adopt)
 ``tokenloom:{U}:train``             hash     ``name stream uid record epoch pin journal_bytes revision_changes``
@@ -42,12 +42,14 @@ from tokenloom_server.ledger import commands, records, redis_rows, refusals, rul
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.commands import Command, LeaderCommand
 from tokenloom_server.ledger.history import HistoryStore
-from tokenloom_server.ledger.redis_client import SCHEMA, SCHEMA_VERSION, RedisClient
+from tokenloom_server.ledger.redis_client import RedisClient
 from tokenloom_server.ledger.redis_history import RedisHistory
 from tokenloom_server.ledger.redis_rows import json_of, keys_of, lease_of, member_of, paired, revision_of, snapshot_of
 from tokenloom_server.ledger.rules import Head, Writes, decide, refuse_integers, refuse_uid
 
-RUNS, UIDS = "tokenloom:runs", "tokenloom:uids"
+RUNS, UIDS, SCHEMA = "tokenloom:runs", "tokenloom:uids", "tokenloom:schema"
+#: Another layout takes the next number, and none is used again: a Redis of any other is refused.
+SCHEMA_VERSION = 2
 #: Fields of commands that every script gets, around its own arguments.
 _SENT_BY_ALL = ("uid", "stream", "epoch", "known_changes")
 #: Fields of a run that decide: integers and texts; 0 and empty where they were never written.
@@ -78,6 +80,9 @@ class RedisLedger(Ledger):
 
     def check(self) -> None:
         self._client.check()
+        (schema,), (has_runs,) = self._client.read(("GET", SCHEMA)), self._client.read(("EXISTS", RUNS))
+        if (schema or has_runs) and schema != str(SCHEMA_VERSION):
+            raise refusals.other_schema(self.description, schema or "none", SCHEMA_VERSION)
 
     def close(self) -> None:
         self._client.close()

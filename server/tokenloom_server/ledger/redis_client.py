@@ -18,12 +18,6 @@ from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
 from tokenloom_server.errors import LedgerError, LedgerUnavailable, LedgerUnsafe
-from tokenloom_server.ledger import refusals
-
-#: Where the version of the keys' layout stands (``redis.py`` has the layout); 1 where it does not. A release that
-#: changes the layout takes the next number.
-SCHEMA = "tokenloom:schema"
-SCHEMA_VERSION = 1
 
 _log = logging.getLogger(__name__)
 
@@ -159,8 +153,7 @@ class RedisClient:
             return list(cast("Any", self._redis.scan_iter(pattern, 1000)))
 
     def check(self) -> None:
-        """Raises ``LedgerUnavailable``, ``LedgerUnsafe`` where an acknowledged write could be lost, or ``LedgerError``
-        where a newer release laid the keys out."""
+        """Raises ``LedgerUnavailable``, or ``LedgerUnsafe`` where an acknowledged write could be lost."""
         with self._translated():
             settings = self._settings()
         for setting, expected, reason in _SAFE_SETTINGS:
@@ -176,9 +169,6 @@ class RedisClient:
                     f"Redis at {self.address} has {setting} {value}; expected {expected}: {reason}. {_REMEDY}."
                 )
         self._await_append_only_file()
-        version = int(self.read(("GET", SCHEMA))[0] or SCHEMA_VERSION)
-        if version > SCHEMA_VERSION:
-            raise refusals.newer_schema(self.description, version, SCHEMA_VERSION)
         self._warn_of_replicas()
 
     def _await_append_only_file(self) -> None:

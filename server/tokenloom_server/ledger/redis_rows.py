@@ -16,9 +16,6 @@ KEYS_OF_A_RUN = (
     ":revisions",
 )  # fmt: skip
 
-#: Fields of an opening by the names that they had up to version 1 of the wire protocol.
-_RENAMED = {"group_steps": "group_micro_steps", "ramp": "batch_plans"}
-
 #: Fields of a run's own key that a ``StoredRun`` has by the same names; empty ones are left out.
 _FIELDS = (
     *("name", "stream", "uid", "record", "epoch", "committed_at", "pin", "revision_changes", "closed_generation"),
@@ -34,9 +31,7 @@ def keys_of(home: str, stream: str) -> list[str]:
 
 
 def opening_of(text: str) -> records.Opening:
-    """Reads what ``json_of`` wrote, also before two of its fields had the names of today."""
-    fields = json.loads(text)
-    return records.Opening(**{_RENAMED.get(name, name): value for name, value in fields.items()})
+    return records.Opening(**json.loads(text))
 
 
 def openings_of(texts: Iterable[str]) -> list[records.Opening]:

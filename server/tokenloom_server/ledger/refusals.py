@@ -160,10 +160,11 @@ def uid_taken(uid: str, stream: str, name: str, holder: str) -> errors.LedgerErr
     )
 
 
-def newer_schema(description: str, version: int, known: int) -> errors.LedgerError:
+def other_schema(description: str, version: object, ours: int) -> errors.LedgerError:
     return errors.LedgerError(
-        f"The ledger {description} has schema version {version}, this server knows up to {known}: a newer Tokenloom "
-        f"wrote it, and it is left as it is. Upgrade this one, or give the ledger of its own release with --ledger."
+        f"The ledger {description} has schema version {version}, this release has {ours}: another Tokenloom wrote it, "
+        "and it is left as it is. Use the release that wrote it, or give another ledger with --ledger: in an empty one "
+        "a run goes on from a trainer's checkpoint."
     )
 
 

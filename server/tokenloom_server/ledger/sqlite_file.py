@@ -9,7 +9,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -27,15 +27,15 @@ BUSY_TIMEOUT_S = 5.0
 #: "TKLM": tells a ledger from other SQLite files.
 APPLICATION_ID = 0x544B4C4D
 
-#: What makes each version of the layout of the one before; a change to the layout is a further one. A file goes through
-#: those that it does not have yet. What a commit rewrites stands apart from the run's record, so that a commit writes
-#: few pages.
-_VERSIONS = (
-    """
+#: Another layout takes the next number, and none is used again: a file of any other is refused.
+SCHEMA_VERSION = 11
+#: What a commit rewrites stands apart from the run's record, so that a commit writes few pages.
+_TABLES = """
 CREATE TABLE runs (
     id INTEGER PRIMARY KEY, name TEXT NOT NULL, stream TEXT NOT NULL, uid TEXT NOT NULL, epoch INTEGER NOT NULL,
     generation INTEGER NOT NULL, opening_mark TEXT NOT NULL, pin TEXT, record TEXT NOT NULL,
-    UNIQUE (name, stream), UNIQUE (uid, stream));
+    revision_changes INTEGER NOT NULL DEFAULT 0, closed_generation INTEGER NOT NULL DEFAULT 0,
+    elsewhere TEXT NOT NULL DEFAULT '', UNIQUE (name, stream), UNIQUE (uid, stream));
 CREATE TABLE former_uids (
     uid TEXT NOT NULL, stream TEXT NOT NULL, run INTEGER NOT NULL, PRIMARY KEY (uid, stream)) WITHOUT ROWID;
 CREATE TABLE committed (
@@ -46,9 +46,9 @@ CREATE TABLE counters (
     PRIMARY KEY (run, spec)) WITHOUT ROWID;
 CREATE TABLE openings (
     run INTEGER NOT NULL, generation INTEGER NOT NULL, parent INTEGER NOT NULL, attempt TEXT NOT NULL,
-    world_size INTEGER NOT NULL, batch_size INTEGER NOT NULL, group_steps INTEGER NOT NULL,
-    start_index INTEGER NOT NULL, opened_at REAL NOT NULL, start_state TEXT NOT NULL,
-    PRIMARY KEY (run, generation), UNIQUE (run, attempt));
+    world_size INTEGER NOT NULL, batch_size INTEGER NOT NULL, group_micro_steps INTEGER NOT NULL,
+    start_index INTEGER NOT NULL, opened_at REAL NOT NULL, start_state TEXT NOT NULL, parent_run TEXT NOT NULL,
+    batch_plans TEXT NOT NULL, process TEXT NOT NULL, PRIMARY KEY (run, generation), UNIQUE (run, attempt));
 CREATE TABLE slots (
     run INTEGER NOT NULL, rank INTEGER NOT NULL, nonce TEXT NOT NULL, PRIMARY KEY (run, rank)) WITHOUT ROWID;
 CREATE TABLE journal (
@@ -57,31 +57,14 @@ CREATE TABLE journal (
 CREATE TABLE snapshots (
     run INTEGER NOT NULL, id TEXT NOT NULL, sample_index INTEGER NOT NULL, saved_at REAL NOT NULL, text TEXT NOT NULL,
     PRIMARY KEY (run, id));
-""",
-    """
 CREATE TABLE leases (
     run INTEGER PRIMARY KEY, holder TEXT NOT NULL, acquired_at REAL NOT NULL, lapses_at REAL NOT NULL,
     lasts_s REAL NOT NULL, heard_at REAL);
-""",
-    """
 CREATE TABLE revisions (
     run INTEGER NOT NULL, number INTEGER NOT NULL, sample_index INTEGER NOT NULL, made_at REAL NOT NULL,
     author TEXT NOT NULL, reason TEXT NOT NULL, content TEXT NOT NULL, PRIMARY KEY (run, number));
-ALTER TABLE openings ADD COLUMN skipped INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE openings ADD COLUMN parent_run TEXT NOT NULL DEFAULT '';
-""",
-    "ALTER TABLE openings ADD COLUMN ramp TEXT NOT NULL DEFAULT ''",
-    """
-ALTER TABLE openings RENAME COLUMN group_steps TO group_micro_steps;
-ALTER TABLE openings RENAME COLUMN ramp TO batch_plans;
-""",
-    "ALTER TABLE runs ADD COLUMN revision_changes INTEGER NOT NULL DEFAULT 0",
-    "ALTER TABLE runs ADD COLUMN closed_generation INTEGER NOT NULL DEFAULT 0",
-    "ALTER TABLE openings ADD COLUMN process TEXT NOT NULL DEFAULT ''",
-    "CREATE TABLE boots (id TEXT PRIMARY KEY, unix_s REAL NOT NULL)",
-    "ALTER TABLE runs ADD COLUMN elsewhere TEXT NOT NULL DEFAULT ''",
-)
-SCHEMA_VERSION = len(_VERSIONS)
+CREATE TABLE boots (id TEXT PRIMARY KEY, unix_s REAL NOT NULL)
+"""
 
 
 class Layout(NamedTuple):
@@ -89,13 +72,14 @@ class Layout(NamedTuple):
 
     name: str
     application_id: int
-    versions: Sequence[str]
+    version: int
+    tables: str
     synchronous: str
     #: How long a call waits for another process's transaction, seconds; ``BUSY_TIMEOUT_S`` at most.
     busy_timeout_s: float = math.inf
 
 
-LEDGER = Layout("ledger", APPLICATION_ID, _VERSIONS, "FULL")
+LEDGER = Layout("ledger", APPLICATION_ID, SCHEMA_VERSION, _TABLES, "FULL")
 
 
 class SqliteFile:
@@ -177,12 +161,11 @@ class SqliteFile:
         _keep_private(self.path.resolve())
         self._write_ahead()
         with self._transaction("BEGIN IMMEDIATE") as connection:
-            version = self._refuse_other_files()
-            for statements in self._layout.versions[version:]:
-                _run(connection, statements)
-            if version < len(self._layout.versions):  # on a full disk nothing can be written
+            if self._refuse_other_files():  # on a full disk nothing can be written
+                for statement in self._layout.tables.split(";"):
+                    connection.execute(statement)
                 connection.execute(f"PRAGMA application_id = {self._layout.application_id}")
-                connection.execute(f"PRAGMA user_version = {len(self._layout.versions)}")
+                connection.execute(f"PRAGMA user_version = {self._layout.version}")
             self.clock = self._fixed_clock or boot_clock(connection)
 
     def identity(self) -> tuple[int, ...]:
@@ -222,20 +205,20 @@ class SqliteFile:
         with self._lock:
             self._connection.close()
 
-    def _refuse_other_files(self) -> int:
-        """The version of the ledger's layout in the file, 0 for none yet; raises where it has something else's."""
+    def _refuse_other_files(self) -> bool:
+        """Whether nothing is in the file yet; raises where it has something else's, or another layout."""
         (application,) = self._connection.execute("PRAGMA application_id").fetchone()
         (version,) = self._connection.execute("PRAGMA user_version").fetchone()
         (tables,) = self._connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
         if (application, version, tables) == (0, 0, 0):
-            return 0
+            return True
         if application != self._layout.application_id:
             raise ConfigError(
                 f"{self.path} is a SQLite database, but not a {self._layout.name}. Give another path with --ledger."
             )
-        if version > len(self._layout.versions):
-            raise refusals.newer_schema(str(self.path), version, len(self._layout.versions))
-        return int(version)
+        if version != self._layout.version:
+            raise refusals.other_schema(str(self.path), version, self._layout.version)
+        return False
 
     def _write_ahead(self) -> None:
         """Two processes that make a file a write-ahead one at once may collide without SQLite's own
@@ -320,8 +303,3 @@ def _keep_private(path: Path) -> None:
             if mode & 0o077:
                 _log.warning("the ledger's file %s has mode %04o, so others may use it: it is made 0600", file, mode)
                 file.chmod(0o600)
-
-
-def _run(connection: sqlite3.Connection, statements: str) -> None:
-    for statement in statements.split(";"):
-        connection.execute(statement)

@@ -13,16 +13,14 @@ from collections.abc import Sequence
 from tokenloom_server.ledger.history import HistoryEntry, HistoryStore, Kind
 from tokenloom_server.ledger.sqlite_file import Layout, SqliteFile
 
-_VERSIONS = (
-    """
+_TABLES = """
 CREATE TABLE history (
     uid TEXT NOT NULL, stream TEXT NOT NULL, kind TEXT NOT NULL, number INTEGER NOT NULL, time REAL NOT NULL,
     text TEXT NOT NULL);
-CREATE UNIQUE INDEX entries ON history (uid, stream, kind, number, time);
-""",
-)
+CREATE UNIQUE INDEX entries ON history (uid, stream, kind, number, time)
+"""
 #: "TKLH". All runs wait in one line where another process holds the file: briefly, for what is lost may be lost.
-HISTORY = Layout("history", 0x544B4C48, _VERSIONS, "NORMAL", busy_timeout_s=0.1)
+HISTORY = Layout("history", 0x544B4C48, 1, _TABLES, "NORMAL", busy_timeout_s=0.1)
 _ENTRY = "uid = ? AND stream = ? AND kind = ? AND number = ? AND time = ?"
 
 

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import MAX_COUNTER, SHARE_UNIT, ChildState, State, tokens_in_row
+from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.mixing.leap import Leaps
 from tokenloom_server.mixing.node import NOTHING, Node, NodeWeights, Picks, RealLengths
 from tokenloom_server.mixing.policy import NodeShape, points_of
@@ -85,7 +85,7 @@ class Mixer:
         self,
         config: RunConfig,
         states: Sequence[Sequence[ChildState]],
-        size_estimates: Mapping[int, SizeEstimate] | None = None,
+        size_estimates: Mapping[int, TokenCurve] | None = None,
         lengths: Sequence[RealLengths] | None = None,
         *,
         clock_offset: int = 0,
@@ -320,7 +320,7 @@ def initial_nodes(config: RunConfig) -> tuple[tuple[ChildState, ...], ...]:
     return tuple((ChildState(),) * len(node.children) for node in config.nodes)
 
 
-def mixer_at(config: RunConfig, state: State, size_estimates: Mapping[int, SizeEstimate] | None = None) -> Mixer:
+def mixer_at(config: RunConfig, state: State, size_estimates: Mapping[int, TokenCurve] | None = None) -> Mixer:
     """The mixer that decides what follows a state, with the weights that hold there. ``size_estimates`` as for the
     ``Mixer``."""
     mixer = Mixer(config, state.nodes, size_estimates, clock_offset=state.clock_ahead)
@@ -335,7 +335,7 @@ def mixer_at(config: RunConfig, state: State, size_estimates: Mapping[int, SizeE
 
 
 def target_shares(
-    config: RunConfig, state: State, size_estimates: Mapping[int, SizeEstimate] | None = None
+    config: RunConfig, state: State, size_estimates: Mapping[int, TokenCurve] | None = None
 ) -> tuple[float, ...]:
     """Each source's share of the tokens that the weights in force at a state ask for, by source id; 0 for one that
     gives nothing more. ``size_estimates`` as for the ``Mixer``."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.mixing.node import Node
@@ -19,17 +18,15 @@ RowsPicked = Callable[[int], tuple[int, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceTotal:
-    """A source's total. ``rows``: those of all its epochs, None where they have no end; ``tokens``: what these have, as
-    measured; ``max_tokens``: its own.
+    """A source's total. ``curve``: None where its epochs have no end; ``end``: by it, the tokens of all of them;
+    ``max_tokens``: its own.
 
-    By its ``curve``, what is left follows from the rows to come alone: those that were picked say nothing about them. A
-    measure that is wrong by one factor all over a source moves its shares, and hardly its end, since less is given of
-    what seems less. Without a curve (order version 1) the rows that were picked stand for the others.
+    What is left follows from the rows to come alone: those that were picked say nothing about them. A measure that is
+    wrong by one factor all over a source moves its shares, and hardly its end, since less is given of what seems less.
     """
 
-    rows: int | None
-    tokens: int
-    curve: TokenCurve | None = None
+    curve: TokenCurve | None
+    end: int
     max_tokens: int | None
     pick_tokens: int
 
@@ -37,13 +34,8 @@ class SourceTotal:
         """In picks, at least one more than were picked; from what was picked since the run began, of which the
         last ``offset`` tokens belong to a row that is not at its end."""
         rest = MAX_COUNTER
-        if self.rows is not None:
-            if self.curve is not None:
-                rest = self.tokens - self.curve.tokens_before(rows) - offset
-            elif rows and tokens > offset:
-                rest = self.rows * (tokens - offset) // rows - tokens
-            else:
-                rest = self.tokens - tokens
+        if self.curve is not None:
+            rest = self.end - self.curve.tokens_before(rows) - offset
         if self.max_tokens is not None:
             rest = min(rest, self.max_tokens - tokens)
         return picks + max(1, rest // self.pick_tokens)
@@ -58,7 +50,7 @@ def rows_of(epoch_rows: int, epochs: float) -> int:
 class Totals:
     """The totals of all children from which a policy makes an estimate."""
 
-    def __init__(self, config: RunConfig, upwards: Sequence[Node], size_estimates: Mapping[int, SizeEstimate]) -> None:
+    def __init__(self, config: RunConfig, upwards: Sequence[Node], size_estimates: Mapping[int, TokenCurve]) -> None:
         """``upwards``: all nodes, children before parents. ``size_estimates``: those of the sources in
         ``RunConfig.measured_sources``, by id."""
         estimated = {below for node in upwards if node.policy.estimates for below in node.nodes()}
@@ -87,12 +79,10 @@ class Totals:
     def _source(self, source: int) -> SourceTotal:
         if source not in self._sources:
             config = self._config
-            estimate = self._size_estimates[source] if source in config.measured_sources else None
-            rows = rows_of(estimate.rows, config.epochs[source]) if estimate is not None else None
+            curve = self._size_estimates[source] if source in config.measured_sources else None
             self._sources[source] = SourceTotal(
-                rows=rows,
-                tokens=estimate.tokens_before(rows) if estimate is not None and rows is not None else 0,
-                curve=estimate.curve if estimate is not None else None,
+                curve=curve,
+                end=curve.tokens_before(rows_of(curve.epoch_rows, config.epochs[source])) if curve is not None else 0,
                 max_tokens=config.sources[source].max_tokens,
                 pick_tokens=config.pick_tokens,
             )

@@ -16,8 +16,7 @@ from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.differences import changed_beside, differences, refuse
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.core.size_estimate import SizeEstimate
-from tokenloom_server.core.state import ORDER_VERSION
+from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.errors import ConfigError, TokenizerError
 from tokenloom_server.order.exclusions import Exclusions
 from tokenloom_server.order.factory import PipelineFactory
@@ -52,7 +51,6 @@ def create(
 
     Raises ``SourceError``, ``TokenizerError`` and ``ConfigError``, naming the file or field.
     """
-    config = config.counting(config.count or ("positions" if config.order_version == 1 else "real"))
     resources = RunResources(base_dir, index_dir, roots, encoders=encoders)
     check_named(config, resources)
     manifest = build([source.spec for _, source in config.named_sources()], base_dir)
@@ -69,7 +67,6 @@ def create(
         engine=choice.record if choice is not None else None,
         engine_ids=choice.ids if choice is not None else None,
         has_loss_mask=config.masks_loss,
-        order_version=config.order_version or ORDER_VERSION,
     )
     factory = PipelineFactory(record, resources)
     factory.check_columns()
@@ -88,13 +85,7 @@ def load(
     both values; ``SourceChanged``; ``TokenizerError``; ``LedgerError`` for a record of another version.
     """
     recorded = recorded_fields(record, config.run)
-    version = recorded["order_version"]
-    if config.order_version not in (None, version):
-        raise ConfigError(
-            f"order_version: found {config.order_version}, but the run began under {version}: leave it out"
-        )
     refuse(config, differences(config, recorded))
-    config = config.counting(recorded["config"].get("count", "positions"))
     resources = RunResources(base_dir, index_dir, roots)
     resources.changed = changed_beside(config, recorded)
     check_named(config, resources)
@@ -115,7 +106,6 @@ def load(
         engine_ids=engine.ids,
         substitute_engine=engine.substitute,
         has_loss_mask=config.masks_loss,
-        order_version=version,
         size_estimates=estimates_from_json(recorded),
         phase_estimates=dict(estimates_by_name(recorded.get("phase_estimates", {}))),
     )
@@ -140,7 +130,7 @@ def under(
     config: RunConfig,
     manifest: Manifest,
     excluded: Exclusions,
-    size_estimates: Mapping[int, SizeEstimate] = MappingProxyType({}),
+    size_estimates: Mapping[int, TokenCurve] = MappingProxyType({}),
 ) -> PipelineFactory:
     """The same run under another config, with files and excluded rows of its own. ``size_estimates`` that are not given
     are those of before, or measured.
@@ -208,7 +198,6 @@ def aside(
         engine=run.engine,
         substitute_engine=run.substitute_engine,
         has_loss_mask=run.has_loss_mask,
-        order_version=run.order_version,
         stream=stream if manifest is not None else "",
         gives_held_out=manifest is None,
     )
@@ -279,10 +268,10 @@ def _find_tokenizer(config: RunConfig, base_dir: Path) -> TokenizerDefinition | 
     return find_tokenizer(config.tokenizer, base_dir, chat=config.has_chats) if config.tokenizer is not None else None
 
 
-def _with_estimates(factory: PipelineFactory, known: Mapping[int, SizeEstimate]) -> PipelineFactory:
+def _with_estimates(factory: PipelineFactory, known: Mapping[int, TokenCurve]) -> PipelineFactory:
     """The order with the ``known`` sizes of sources, and those of the others that a policy needs to know, measured."""
-    by_strata, missing = factory.record.order_version > 1, set(factory.config.measured_sources) - known.keys()
-    estimates = {**known, **{i: measure(factory, i, by_strata=by_strata) for i in sorted(missing)}}
+    missing = set(factory.config.measured_sources) - known.keys()
+    estimates = {**known, **{i: measure(factory, i) for i in sorted(missing)}}
     return factory.with_record(replace(factory.record, size_estimates=estimates))
 
 

@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.hashing import slice_rotation
-from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, MAX_COUNTER, SourceState, State
+from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.errors import ConfigError, CounterOverflow, JoinRefused
 from tokenloom_server.mixing.mixer import Mixer, MixWeights, initial_nodes
 from tokenloom_server.mixing.node import Picks
@@ -56,7 +56,7 @@ class Switch(NamedTuple):
     #: Why the data end here for the trainers of now, since later batches have another shape; None where they go on.
     end_reason: str | None
     #: Of the other config's ``measured_sources``, by id.
-    size_estimates: Mapping[int, SizeEstimate] = MappingProxyType({})
+    size_estimates: Mapping[int, TokenCurve] = MappingProxyType({})
 
 
 class Pipeline:
@@ -70,7 +70,7 @@ class Pipeline:
         *,
         sample_bytes: int,
         real: RealTokens,
-        size_estimates: Mapping[int, SizeEstimate] | None = None,
+        size_estimates: Mapping[int, TokenCurve] | None = None,
         switches: Sequence[Switch] = (),
     ) -> None:
         """``sample_bytes``: the size of a sample as it is sent. ``real`` counts the tokens of it that are documents'.
@@ -91,7 +91,7 @@ class Pipeline:
         self.dropped_samples = 0
 
     def _begin(
-        self, config: RunConfig, packers: PackerFactory, state: State, size_estimates: Mapping[int, SizeEstimate]
+        self, config: RunConfig, packers: PackerFactory, state: State, size_estimates: Mapping[int, TokenCurve]
     ) -> None:
         # Within a group a source's samples have consecutive numbers, so what is passed over has none.
         numbered = [replace(source, samples=source.number) for source in state.sources]

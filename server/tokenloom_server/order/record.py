@@ -9,7 +9,7 @@ import bz2
 import json
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -20,12 +20,11 @@ from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.order_fields import fields_beside, order_digest, order_fields, weight_text
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
-from tokenloom_server.core.size_estimate import SizeEstimate
-from tokenloom_server.core.state import ORDER_VERSION, ORDER_VERSIONS
+from tokenloom_server.core.state import ORDER_VERSION
 from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.errors import ConfigError, LedgerError
 from tokenloom_server.mixing.mixer import node_shape
-from tokenloom_server.order import mended, state_shape
+from tokenloom_server.order import state_shape
 from tokenloom_server.order.exclusions import NOTHING_EXCLUDED, Exclusions
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.manifest import Manifest
@@ -53,15 +52,13 @@ class RunRecord:
     has_loss_mask: bool
     """Whether samples have room for a loss mask, as when the run began."""
     engine_ids: EngineIds | None = None
-    """What the engine gave when the run began; None where that was not recorded, and for bytes."""
+    """What the engine gave when the run began; None for bytes."""
     substitute_engine: EngineRecord | None = None
     """What encodes text here in place of ``engine``, which is not installed; it gives the same ids."""
-    order_version: int = ORDER_VERSION
-    """Under which the run began."""
     excluded: Exclusions = NOTHING_EXCLUDED
-    size_estimates: Mapping[int, SizeEstimate] = field(default_factory=dict)
+    size_estimates: Mapping[int, TokenCurve] = field(default_factory=dict)
     """By source id, for those sources whose remaining size decides a policy's weights: measured once."""
-    phase_estimates: Mapping[str, SizeEstimate] = field(default_factory=dict)
+    phase_estimates: Mapping[str, TokenCurve] = field(default_factory=dict)
     """By spec, for those of which that is so in a later phase alone."""
     earlier_file_counts: Mapping[int, frozenset[int]] = field(default_factory=dict)
     """By source id, how many files it had before more were appended."""
@@ -72,9 +69,6 @@ class RunRecord:
 
     def __post_init__(self) -> None:
         config, _ = self.config, self.dtype
-        why = mended.refusal(config, self.order_version, self.tokenizer)
-        if why is not None:
-            raise ConfigError(f"run {self.name!r}: its order_version is {self.order_version}: {why}")
         if config.batching is None and config.pad_id >= self.vocab_size:
             raise ConfigError(f"pad_id: {config.pad_id} is not below the vocabulary size {self.vocab_size}")
         if config.masks_loss and not self.has_loss_mask:
@@ -168,7 +162,7 @@ class RunRecord:
         """Canonical JSON: what a restarted server compares itself with."""
         fields = {
             "format": FORMAT,
-            "order_version": self.order_version,
+            "order_version": ORDER_VERSION,
             **self._compared,
             "tokenizer": self.tokenizer_fields,
             **({"engine_ids": self.engine_ids._asdict()} if self.engine_ids is not None else {}),
@@ -206,7 +200,7 @@ class RunRecord:
             "version": SNAPSHOT_VERSION,
             "run": self.name,
             "seed": self.config.seed,
-            "order_version": self.order_version,
+            "order_version": ORDER_VERSION,
             "config_digest": order_digest(self.config),
             # The same bytes on every machine, which those of zlib are not.
             "config": b64encode(bz2.compress(canonical(self._compared).encode())).decode(),
@@ -219,39 +213,43 @@ class RunRecord:
 def recorded_fields(record: str, run: str) -> dict[str, Any]:
     """Reads ``RunRecord.to_json``. Raises ``LedgerError`` for a record of another version."""
     fields: dict[str, Any] = json.loads(record)
-    for name, honoured in (("format", (FORMAT,)), ("order_version", ORDER_VERSIONS)):
-        if fields.get(name) not in honoured:
-            versions = " and ".join(map(str, honoured))
-            raise LedgerError(
-                f"run {run!r}: its record has {name} {fields.get(name)!r}, this server honours {versions}: "
-                "serve it with the Tokenloom release that began it"
-            )
+    refuse_other_versions(fields, f"run {run!r}: its record")
     return fields
 
 
+def refuse_other_versions(fields: Mapping[str, Any], what: str) -> None:
+    """Raises ``LedgerError`` where a record is of another format or order version than this release's."""
+    for name, ours in (("format", FORMAT), ("order_version", ORDER_VERSION)):
+        if fields.get(name) != ours:
+            raise LedgerError(
+                f"{what} has {name} {fields.get(name)!r}, this release has {ours}: serve it with the Tokenloom release "
+                "that began it, or begin a new run under another name"
+            )
+
+
 def estimates_to_json(
-    estimates: Mapping[int, SizeEstimate] | Mapping[str, SizeEstimate], name: str = "size_estimates"
+    estimates: Mapping[int, TokenCurve] | Mapping[str, TokenCurve], name: str = "size_estimates"
 ) -> dict[str, dict[str, list[Any]]]:
     """As a field of a record or of a revision, where there are any: by source id as text, or by spec, the rows, and the
-    tokens of 1,000 rows; and of its curve the rows, tokens and real tokens before each edge, where it has them."""
-    by_source: dict[str, list[Any]] = {}
-    for source, one in estimates.items():
-        edges = (one.curve.rows, one.curve.tokens, one.curve.real) if one.curve else ()
-        by_source[str(source)] = [one.rows, one.tokens_per_1000_rows, *filter(None, edges)]
+    tokens of 1,000 rows; then the rows, tokens and real tokens before each edge, where it has them."""
+    by_source = {
+        str(source): [
+            one.epoch_rows, round(1000 * one.epoch_tokens / max(1, one.epoch_rows)), *filter(None, astuple(one))
+        ]
+        for source, one in estimates.items()
+    }  # fmt: skip
     return {name: by_source} if by_source else {}
 
 
-def estimates_from_json(fields: Mapping[str, Any]) -> dict[int, SizeEstimate]:
-    """Reads ``estimates_to_json`` out of a record or a revision, also of order version 1, where there is no curve;
-    those from before the first release have another name for it."""
-    by_source = fields.get("size_estimates", fields.get("extents", {}))
-    return {int(source): one for source, one in estimates_by_name(by_source)}
+def estimates_from_json(fields: Mapping[str, Any]) -> dict[int, TokenCurve]:
+    """Reads ``estimates_to_json`` out of a record or a revision."""
+    return {int(source): one for source, one in estimates_by_name(fields.get("size_estimates", {}))}
 
 
-def estimates_by_name(by_source: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, SizeEstimate]]:
+def estimates_by_name(by_source: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, TokenCurve]]:
     """Of each source as ``estimates_to_json`` names it: by id as text, or by spec."""
-    for source, (rows, per_1000, *curve) in by_source.items():
-        yield source, SizeEstimate(rows, per_1000, TokenCurve(*map(tuple, curve)) if curve else None)
+    for source, (_, _, *edges) in by_source.items():
+        yield source, TokenCurve(*map(tuple, edges))
 
 
 def end_of_text(config: RunConfig, definition: TokenizerDefinition | None) -> int | None:

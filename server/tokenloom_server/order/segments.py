@@ -198,7 +198,7 @@ def _refuse_unfilled(uses: Sequence[tuple[PipelineFactory, SourceConfig]]) -> No
     is_unknown = source.fim is not None or source.spec.is_remote
     if makes_any or is_unknown or math.isinf(epochs) or size > min(_SMALL_BYTES * length, ENCODED_BYTES):
         return
-    tokens = (factory.record.size_estimates.get(source.id) or measure(factory, source.id)).tokens
+    tokens = (factory.record.size_estimates.get(source.id) or measure(factory, source.id)).epoch_tokens
     if 0 < tokens * epochs < length:
         raise SourceError(
             f"{source.name}: it has {tokens:,} tokens and is read {epochs:g} times, and a sample takes {length:,} "

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.mixing.totals import rows_of
 from tokenloom_server.order.factory import PipelineFactory
@@ -142,50 +141,45 @@ class _Onwards(WrappedSource):
         return max(end, int(blocks[np.searchsorted(blocks, end)]) - 1)
 
 
-def measure(factory: PipelineFactory, source_id: int, *, by_strata: bool = True) -> SizeEstimate:
+def measure(factory: PipelineFactory, source_id: int) -> TokenCurve:
     """Measures one epoch of a source: its rows exactly with ``batching``, for Parquet and Arrow files and little text.
 
     Reads ``READ_BYTES`` from ``MOST_PLACES`` row groups at most, or a source that has no more, beside footers, headers
-    and ``COUNTED_BYTES`` of lines; encodes ``ENCODED_BYTES``. Without ``by_strata`` as order version 1 does: from fewer
-    places, and no curve. Raises ``SourceError`` and ``TokenizerError`` for a file, or a row of the sample, that is not
-    readable.
+    and ``COUNTED_BYTES`` of lines; encodes ``ENCODED_BYTES``. Raises ``SourceError`` and ``TokenizerError`` for a file,
+    or a row of the sample, that is not readable.
     """
     readers = factory.readers
     if factory.config.batching is not None:
         epochs = readers.bucket_epochs(source_id)
-        curve = TokenCurve.of([(epochs.batches * epochs.size,) * 2])
-        return SizeEstimate(curve.epoch_rows, 1000, curve if by_strata else None)
+        return TokenCurve.of([(epochs.batches * epochs.size,) * 2])
     reader = readers.open(source_id)
     encoder, kept = factory.encoder(source_id, reader), readers.kept(source_id, reader)
     total = sum(shard.size for shard in reader.shards)
     # Each place of a remote file costs requests.
     is_whole, is_remote = total <= READ_BYTES, factory.config.sources[source_id].spec.is_remote
-    places = MOST_PLACES if by_strata and (is_whole or not is_remote) else LEAST_PLACES
+    places = MOST_PLACES if is_whole or not is_remote else LEAST_PLACES
     if isinstance(reader, LinesSource) and total > COUNTED_BYTES:
-        samples, rows = _many_lines(reader, kept, encoder, places, by_strata)
-        return _estimate(factory, source_id, samples, rows, by_strata)
+        samples, rows = _many_lines(reader, kept, encoder, places)
+        return _estimate(factory, source_id, samples, rows)
     counts = readers.row_counts(source_id, reader)
     if not (filled := [shard for shard, rows in enumerate(counts) if rows]):
         raise no_rows(factory.config.sources[source_id].spec, reader.shards, "have none")
-    blocks = reader.blocks if by_strata and not is_whole else None
+    blocks = reader.blocks if not is_whole else None
     strata = list(_strata(filled if is_whole else _spread(filled), counts, places, blocks))
     budget, reading = _Budget.of(total, len(strata)), _Onwards(kept)
     samples = [(stratum, _sample(reading, encoder, stratum, budget)) for stratum in strata]
-    return _estimate(factory, source_id, samples, sum(counts), by_strata)
+    return _estimate(factory, source_id, samples, sum(counts))
 
 
 def _estimate(
-    factory: PipelineFactory, source_id: int, samples: list[tuple[_Stratum, _Sample]], rows: int, by_strata: bool
-) -> SizeEstimate:
+    factory: PipelineFactory, source_id: int, samples: list[tuple[_Stratum, _Sample]], rows: int
+) -> TokenCurve:
     """What so many ``rows`` have; those that were not looked at are as those that were."""
     config = factory.config
     parts = [(stratum, sample.all_tokens(factory) * stratum.rows / sample.rows, sample) for stratum, sample in samples]
     stood_for, tokens = sum(stratum.rows for stratum, _, _ in parts), sum((own for _, own, _ in parts), Fraction(0))
     every = np.concatenate([sample.lengths for _, sample in samples])
     sample_tokens = _scaled(factory, tokens, every) * _unseen_share(factory, source_id, rows)
-    per_1000 = round(1000 * sample_tokens / stood_for)
-    if not by_strata:
-        return SizeEstimate(rows, per_1000)
     order = _reading_order(factory, source_id)
     parts.sort(key=lambda part: order.index(part[0].shard) if order else 0)
     scale = sample_tokens / tokens * rows / stood_for if tokens else Fraction(0)
@@ -202,7 +196,7 @@ def _estimate(
         tuple(round(edge * scale) for edge in token_edges),
         tuple(round(edge * scale) for edge in real_edges),
     )
-    return SizeEstimate(rows, per_1000, curve if order else curve.straight())
+    return curve if order else curve.straight()
 
 
 def _unseen_share(factory: PipelineFactory, source_id: int, rows: int) -> Fraction:
@@ -227,7 +221,7 @@ def _reading_order(factory: PipelineFactory, source_id: int) -> Sequence[int]:
 
 
 def _many_lines(
-    reader: LinesSource, kept: Source, encoder: Encoder, places: int, by_strata: bool
+    reader: LinesSource, kept: Source, encoder: Encoder, places: int
 ) -> tuple[list[tuple[_Stratum, _Sample]], int]:
     """What was measured, at some bytes of some shards, of compressed ones at the head: to find lines by their numbers,
     whole files would have to be scanned. And about how many rows there are."""
@@ -245,9 +239,9 @@ def _many_lines(
             continue  # a compressed file may hold nothing
         # Rows and tokens by the bytes they take: how long lines are is what differs most from place to place.
         read = reader.bytes_of(part.shard, row, sample.rows)
-        rows = max(1, round(Fraction(part.rows * sample.rows, read))) if by_strata else sample.rows
+        rows = max(1, round(Fraction(part.rows * sample.rows, read)))
         samples.append((part._replace(rows=rows), sample))
-        size += part.rows if by_strata else read
+        size += part.rows
     return samples, max(1, round(Fraction(sum(sizes) * sum(stratum.rows for stratum, _ in samples), size)))
 
 

@@ -14,11 +14,9 @@ from typing import Any
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.config.differences import changed_beside, differences, refuse
-from tokenloom_server.config.order_fields import digest_of
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import ChildState, Imported, Skip, SourceState, State, digest_hex
 from tokenloom_server.errors import SnapshotInvalid
-from tokenloom_server.order import mended
 from tokenloom_server.order.snapshot_checks import (
     check_lanes,
     check_mixture,
@@ -51,7 +49,7 @@ class ResumePoint:
     #: The run and generation it was taken in; None and 0 for a state from before the first join.
     run_uid: str | None = None
     generation: int = 0
-    #: What the snapshot says that each source has given, by spec; None where it does not say it.
+    #: What the snapshot says that each source has given, by spec; None for one from before the first join.
     counts: Mapping[str, Mapping[str, int]] | None = None
     #: (sample index, samples) of what its line passed over before it.
     passed: tuple[tuple[int, int], ...] = ()
@@ -69,7 +67,7 @@ class ResumePoint:
 
 def decode_state(resume_state: str, shape_at: ShapeAt) -> State:
     """Reads ``encode_state`` back. Raises ``SnapshotInvalid`` naming the field that does not fit the run."""
-    return _state(read_resume_state(resume_state, shape_at), shape_at)
+    return _state(read_resume_state(resume_state), shape_at)
 
 
 def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt, config: RunConfig) -> ResumePoint:
@@ -79,27 +77,21 @@ def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt, con
     caller's to compare); ``config`` is the run's. Raises ``SnapshotInvalid``, naming the field, both values and the
     remedy.
     """
-    snapshot = read_document(text, shape_at)
+    snapshot = read_document(text)
     for field, remedy in _REMEDIES.items():
         theirs, ours = getattr(snapshot, field), template.get(field)
         if field == "tokenizer" and _gives_the_same(snapshot, template):
             continue
-        if field == "order_version" and theirs is not None:
-            if mended.is_same_order(config, theirs, template[field]):
-                continue
-            remedy = mended.refusal(config, theirs) or remedy
         if theirs is not None and theirs != ours:
             if field == "config_digest":
                 refuse(config, differences(config, snapshot.config), SnapshotInvalid)
-                if theirs == digest_of(snapshot.config.get("config")):
-                    continue  # it counts otherwise, which makes no difference
             raise SnapshotInvalid(f"the snapshot's {field} is {theirs!r}, this run's is {ours!r}: {remedy}")
     if snapshot.resume_state is None:
         if snapshot.sample_index or int(snapshot.digest, 16) or snapshot.total_tokens:
             raise SnapshotInvalid(f"resume_state is missing, and sample_index is {snapshot.sample_index}, not 0")
         base, passed = None, dict[int, int]()
     else:
-        needed = (*_REMEDIES, "run_uid", "generation")
+        needed = (*_REMEDIES, "run_uid", "generation", "counts", "real_tokens")
         missing = [field for field in needed if getattr(snapshot, field) is None]
         if missing:
             raise SnapshotInvalid(f"{', '.join(missing)} missing: they must be there beside resume_state")
@@ -134,8 +126,7 @@ def _gives_the_same(snapshot: SnapshotDocument, template: Mapping[str, Any]) -> 
 _REMEDIES = {
     "run": "load it into that run",
     "stream": "load it into that stream",
-    "order_version": "where its run's ledger is gone, give a new run of that name this order_version in the "
-    "mixture file, or serve it with the Tokenloom release that wrote it",
+    "order_version": "restore it with the Tokenloom release that wrote it",
     "seed": "restore the seed in the mixture file, or start a new run under another name",
     "tokenizer": "restore that tokeniser and engine version, or start a new run under another name",
     "config_digest": "restore the mixture file that the run began with, or start a new run under another name",
@@ -245,7 +236,7 @@ class ForeignSnapshot(SnapshotDocument):
 
     def at(self, state: State, shape: Shape) -> ForeignSnapshot:
         """The snapshot with a state of its run that lies after that of ``resume_state``."""
-        resume_state = read_resume_state(encode_state(state, shape), lambda *_: shape)
+        resume_state = read_resume_state(encode_state(state, shape))
         return self.model_copy(update={"resume_state": resume_state})
 
 

@@ -29,8 +29,6 @@ from tokenloom_server.order.state_shape import Shape
 
 def check_mixture(resume: ResumeStateDocument, shape: Shape) -> None:
     """Whether the state was made under the mixture that is in force there."""
-    if resume.mixture is None or not shape.mixture:
-        return
     theirs = [node.model_dump(exclude_none=True) for node in resume.mixture]
     for actual, expected in zip_longest(theirs, shape.mixture):
         # A name decides no order.

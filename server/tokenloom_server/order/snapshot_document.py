@@ -27,11 +27,6 @@ from tokenloom_server.core.state import (
 )
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.mixing.weights import MAX_SUM
-from tokenloom_server.order.snapshot_v1 import upgraded
-from tokenloom_server.order.state_shape import ShapeAt
-
-#: The versions of a snapshot that are read. (Its ``resume_state`` has a version of its own.)
-VERSIONS = (1, SNAPSHOT_VERSION)
 
 #: A snapshot of 200 sources has at most 96 KB; larger mixtures are larger, but nothing honest is above this.
 MAX_BYTES = 16 * 2**20
@@ -196,7 +191,7 @@ class KnownDataset(_Counters):
     skipped_tokens: int = Field(default=0, ge=0, le=MAX_COUNTER)
     skipped_padding_tokens: int = Field(default=0, ge=0, le=MAX_COUNTER)
     lanes: list[_AnyLane] = Field(default_factory=list)
-    #: Hexadecimal: more than readers hold in a number. States of before do not have it.
+    #: Hexadecimal: more than readers hold in a number.
     owed: str = Field(default="0", pattern=r"^-?[0-9a-f]{1,24}$")
 
     @property
@@ -283,8 +278,8 @@ class ResumeStateDocument(_Strict):
     clock_offset: int = Field(default=0, ge=-MAX_COUNTER, le=MAX_COUNTER)
     #: By node, as in ``mixture``, by child.
     nodes: list[list[_AnyChild]]
-    #: The mixture in force, by node id, for readers without the mixture file; states of before do not have it.
-    mixture: list[_Node] | None = None
+    #: The mixture in force, by node id, for readers without the mixture file.
+    mixture: list[_Node]
     #: What was passed over so far: sample index, samples and tokens.
     skips: list[tuple[_Natural, _Natural, _Natural]] = Field(default_factory=list)
     #: What is passed over (``skips``), the revision in force, and all that are to come.
@@ -319,21 +314,20 @@ class SnapshotDocument(_Strict):
     seed: int | None = None
     order_version: int | None = None
     config_digest: str | None = None
-    #: What has this digest (``config``), and what is ``beside`` the order. Older snapshots lack it.
+    #: What has this digest (``config``), and what is ``beside`` the order.
     config: Annotated[dict[str, dict[str, Any]], BeforeValidator(_unpacked)] = Field(default_factory=dict)
     manifest_digest: str | None = None
     tokenizer: dict[str, str] | None = None
-    #: Of what the engine gave when the run began; older snapshots lack it.
+    #: Of what the engine gave when the run began; None for bytes, and without text.
     engine_ids: str | None = None
     resume_state: ResumeStateDocument | None = None
-    #: By spec, what each source gave up to the sample index: samples, tokens, real_tokens. Older snapshots lack it.
+    #: By spec, what each source gave up to the sample index: samples, tokens, real_tokens.
     counts: dict[str, dict[str, _Natural]] | None = None
     real_tokens: int | None = None
 
 
-def read_document(text: str | bytes, shape_at: ShapeAt | None = None) -> SnapshotDocument:
-    """``shape_at``: of the run's states, where it is known; without it, a text of version 1 does not say where lanes
-    stand whose rows are packed by best fit."""
+def read_document(text: str | bytes) -> SnapshotDocument:
+    """Raises ``SnapshotInvalid`` naming the field."""
     if len(text) > MAX_BYTES:
         raise SnapshotInvalid(f"the snapshot has {len(text)} bytes; expected at most {MAX_BYTES}")
     try:
@@ -343,13 +337,11 @@ def read_document(text: str | bytes, shape_at: ShapeAt | None = None) -> Snapsho
     if document.get("format") != SNAPSHOT_FORMAT:
         raise SnapshotInvalid(f"format is {document.get('format')!r}, expected {SNAPSHOT_FORMAT!r}")
     version = document.get("version")
-    if version not in VERSIONS:
+    if version != SNAPSHOT_VERSION:
         raise SnapshotInvalid(
-            f"the snapshot has format version {version!r}, this server reads {' and '.join(map(str, VERSIONS))}: "
-            "restore it with the Tokenloom release that wrote it"
+            f"the snapshot has format version {version!r}, this release has {SNAPSHOT_VERSION}: restore it with the "
+            "Tokenloom release that wrote it"
         )
-    if document.get("resume_state") is not None:
-        document["resume_state"] = upgraded(document["resume_state"], shape_at)
     try:
         # As JSON, where a list is a tuple, and nothing else is converted.
         return SnapshotDocument.model_validate_json(canonical(document))
@@ -357,15 +349,10 @@ def read_document(text: str | bytes, shape_at: ShapeAt | None = None) -> Snapsho
         raise SnapshotInvalid(explain(error)) from None
 
 
-def read_resume_state(text: str, shape_at: ShapeAt) -> ResumeStateDocument:
+def read_resume_state(text: str) -> ResumeStateDocument:
     """Raises ``SnapshotInvalid`` naming the field."""
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SnapshotInvalid(f"resume_state: {error}") from None
-    newer = upgraded(document, shape_at)
-    try:
-        return ResumeStateDocument.model_validate_json(text if newer is document else canonical(newer))
+        return ResumeStateDocument.model_validate_json(text)
     except ValidationError as error:
         raise SnapshotInvalid(explain(error)) from None
 

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import MAX_COUNTER, FileCursor, State, passed_over
 from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.errors import ConfigError
@@ -35,7 +34,7 @@ class Part:
     #: By source id; None for one that was dropped.
     curves: Sequence[TokenCurve | None]
     #: What the run's policies go by, of the ``measured_sources``, by id; the curves' if not given.
-    size_estimates: Mapping[int, SizeEstimate] = field(default_factory=dict)
+    size_estimates: Mapping[int, TokenCurve] = field(default_factory=dict)
     #: The run's total tokens there.
     tokens: int = 0
     #: Sources that have more files than before.
@@ -146,9 +145,9 @@ class _Simulation:
         #: Picks that are left, by source (int64).
         self._left = np.array([supply.picks for supply in self._supplies], np.int64)
         estimates = {
-            source: part.size_estimates.get(source, supply.estimate)
+            source: curve
             for source, supply in enumerate(self._supplies)
-            if source in part.config.measured_sources
+            if (curve := part.size_estimates.get(source, supply.curve)) and source in part.config.measured_sources
         }
         lengths = self._supplies if part.config.balances_real else None
         self._mixer = Mixer(part.config, state.nodes, estimates, lengths, clock_offset=state.clock_ahead)

@@ -56,14 +56,11 @@ class Planner:
 
     def _curve(self, factory: PipelineFactory, source_id: int) -> TokenCurve:
         spec, files = factory.record.specs[source_id], factory.record.shard_paths[source_id]
-        recorded = factory.record.size_estimates.get(source_id)
-        curve = (recorded and recorded.curve) or self._measured.get((spec, files))
+        curve = factory.record.size_estimates.get(source_id) or self._measured.get((spec, files))
         if curve is None:
             if self._measuring is not None:
                 self._measuring(factory.config.sources[source_id].name)
-            curve = measure(factory, source_id).curve
-            assert curve is not None, "measured by strata"
-            self._measured[spec, files] = curve
+            curve = self._measured[spec, files] = measure(factory, source_id)
         # Rows that are left out are read as rows without tokens.
         excluded = factory.record.excluded.count(spec)
         return curve.scaled(Fraction(max(0, curve.epoch_rows - excluded), curve.epoch_rows)) if excluded else curve

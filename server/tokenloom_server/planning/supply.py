@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.core.size_estimate import SizeEstimate
 from tokenloom_server.core.state import MAX_COUNTER, SourceState, tokens_in_row
 from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.mixing.totals import rows_of
@@ -41,12 +40,6 @@ class Supply:
         needed = self._begin + (config.labels == "shifted" and self._cuts_rows)
         tokens = curve.tokens_before(rows_of(curve.epoch_rows, self.epochs)) - needed
         self.picks = min(MAX_COUNTER, max(0, tokens // self._pick_tokens))
-
-    @property
-    def estimate(self) -> SizeEstimate:
-        """What a policy goes by."""
-        assert self.curve is not None, "a source that was dropped is not measured"
-        return SizeEstimate.of(self.curve)
 
     @property
     def real_tokens(self) -> int:

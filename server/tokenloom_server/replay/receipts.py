@@ -71,7 +71,7 @@ class Receipts:
         state = self._state_at(view, index)
         specs = timeline.at(index).record.specs
         return Receipt(
-            **self._identity(state, kept),
+            **self._identity(state),
             samples={spec: source.samples for spec, source in zip(specs, state.sources, strict=True)},
             revisions=[
                 RevisionMark(
@@ -104,7 +104,7 @@ class Receipts:
         versions = {name: number for name in PACKAGES if (number := installed_version(name)) != "none"}
         return RunReport.of(
             config,
-            **self._identity(state, kept),
+            **self._identity(state),
             made_at=coordinator.wall_clock(),
             consumed_tokens=sum(source.tokens for source in sources),
             unique_tokens=sum(source.unique_tokens for source in sources),
@@ -129,7 +129,7 @@ class Receipts:
         """At hand for the committed index, unless the server was restarted, and has the boundary before it."""
         return view.state if view.state.sample_index == index else self._past.state_at(index)[1]
 
-    def _identity(self, state: State, kept: Sequence[Opening]) -> dict[str, Any]:
+    def _identity(self, state: State) -> dict[str, Any]:
         """What a receipt and the report both say: which run it is of, and where in its order."""
         coordinator = self._past.coordinator
         template = coordinator.template(coordinator.uid)
@@ -139,7 +139,6 @@ class Receipts:
             "sample_index": state.sample_index,
             "digest": digest_hex(state.digest),
             "total_tokens": state.total_tokens,
-            "skipped": skipped_before(kept, state.sample_index),
         }
 
 
@@ -197,12 +196,6 @@ def unique_tokens(figure: SourceStats, state: SourceState, *, steady: bool = Tru
     return Unique(min(estimate, consumed), False)
 
 
-def skipped_before(kept: Sequence[Opening], index: int) -> list[Range]:
-    """What was jumped over by restores, before a sample index."""
-    skips = [Range(first=opening.branched_at, end=min(opening.start_index, index)) for opening in kept]
-    return [skipped for skipped in skips if skipped.first < skipped.end]
-
-
 def revision_info(timeline: Timeline, revision: StoredRevision, committed: int) -> RevisionInfo:
     """A revision for people; ``committed`` is how far the run has come."""
     return RevisionInfo.of(
@@ -214,7 +207,7 @@ def revision_info(timeline: Timeline, revision: StoredRevision, committed: int) 
 
 
 def _generations(openings: Sequence[Opening], kept: Sequence[Opening], end: int) -> list[GenerationReport]:
-    ends = [*(after.branched_at for after in kept[1:]), end]
+    ends = [*(after.start_index for after in kept[1:]), end]
     ranges = {
         opening.generation: Range(first=opening.start_index, end=range_end)
         for opening, range_end in zip(kept, ends, strict=False)

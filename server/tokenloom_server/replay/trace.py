@@ -223,11 +223,7 @@ class Traces:
         return sample.model_copy(update=update)
 
     def _status(self, index: int, opening: Opening | None, openings: Sequence[Opening]) -> Status:
-        present = next((each for each in lineage(openings) if index >= each.branched_at), None)
-        if present is not None and index < present.start_index:
-            # What a generation jumped over lies right before its start.
-            return "skipped"
-        if present is not opening:
+        if covering(openings, index) is not opening:
             return "rewound"
         return "committed" if index < self._coordinator.committed_through else "produced"
 

@@ -18,9 +18,8 @@ def _summary(report: RunReport) -> Iterator[str]:
     yield f"## Training data of {_code(report.run)}"
     over = f", where the data end: {report.ended}" if report.ended is not None else ""
     parent = report.parent_run
-    samples = report.sample_index - sum(skipped.end - skipped.first for skipped in report.skipped)
     # Below 0 where the other run passed over samples.
-    samples -= max(0, parent["left_samples"]) if parent is not None else 0
+    samples = report.sample_index - (max(0, parent["left_samples"]) if parent is not None else 0)
     length = f"{report.sequence_length:,}"
     one = report.consumed_tokens == samples * report.sequence_length
     of_length = f"of {length}" if one else f"(of {length} tokens by now; phases before had others)"

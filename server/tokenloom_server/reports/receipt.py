@@ -44,8 +44,6 @@ class Receipt(RunDocument):
     """Tokens of all samples before ``sample_index``."""
     samples: dict[str, int]
     """Samples of each source before ``sample_index``, by spec; skipped ones, too."""
-    skipped: list[Range]
-    """Sample indices before that which no trainer was given: releases before 1.0 jumped over them."""
     revisions: list[RevisionMark]
     """The changes of the mixture before ``sample_index``, oldest first."""
     oldest_index: int
@@ -80,7 +78,7 @@ class SourceReport(Document):
     """Rows taken to their end, each as often as it was."""
     tokens: int
     skipped_tokens: int
-    """What restores jumped over, and no trainer got; not part of the others."""
+    """What was passed over, and no trainer got; not part of the others."""
     excluded_rows: int
     """Rows of each epoch that revisions take out."""
     share: float
@@ -195,8 +193,6 @@ class RunReport(RunDocument):
     generations: list[GenerationReport]
     parent_run: dict[str, Any] | None
     """About the run that this one was forked from; null where it was not."""
-    skipped: list[Range]
-    """Sample indices that no trainer was given: releases before 1.0 jumped over them."""
     revisions: list[RevisionInfo]
     """Those in force, oldest first."""
     exclusions: list[ExclusionReport]

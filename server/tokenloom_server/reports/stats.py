@@ -205,7 +205,7 @@ class RunStats(RunState):
     real_tokens: int
     """Of these, documents': without padding."""
     skipped_tokens: int
-    """Of samples that were passed over; the clock is without them, but for what releases before 1.0 skipped."""
+    """Of samples that were passed over; the clock is without them."""
     window_fill: float
     """Produced and not yet committed, as a fraction of the window (0 to 1)."""
     exhausted: bool

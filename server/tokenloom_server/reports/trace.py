@@ -7,9 +7,9 @@ from typing import Literal, TypeAlias
 from tokenloom_server.config.described import Document
 
 #: ``committed``: the run's present line has it, and the ledger counts it. ``produced``: made, and perhaps sent, but
-#: not committed yet. ``skipped``: a restore jumped over it. ``rewound``: of a generation that a later one took back.
+#: not committed yet. ``rewound``: of a generation that a later one took back.
 #: ``evaluated``: of a stream beside training.
-Status: TypeAlias = Literal["committed", "produced", "skipped", "rewound", "evaluated"]
+Status: TypeAlias = Literal["committed", "produced", "rewound", "evaluated"]
 
 
 class TracedPart(Document):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tokenloom_server.ledger.records import Opening
 from tokenloom_server.order.origin import Origin
@@ -37,8 +37,7 @@ class Seen(NamedTuple):
     @classmethod
     def read(cls, text: str) -> Seen:
         """Reads ``text`` back."""
-        fields: dict[str, Any] = json.loads(text)
-        return cls(**{name: value for name, value in fields.items() if name in cls._fields})
+        return cls(**json.loads(text))
 
     @property
     def text(self) -> str:
@@ -104,8 +103,8 @@ def _launches(look: Look) -> Iterator[Event]:
             text = f"the run begins where run {origin.run} stood at sample {origin.sample_index:,}"
             yield look.event("fork", text, start, number, opening.opened_at)
         came_to = look.reached.get(number - 1, 0)
-        if opening.branched_at < came_to:
-            text = f"generation {number} goes back from sample {came_to:,} to {opening.branched_at:,}"
+        if start < came_to:
+            text = f"generation {number} goes back from sample {came_to:,} to {start:,}"
             yield look.event("rewind", text, start, number, opening.opened_at)
         text = (
             f"generation {number} begins at sample {start:,} with {opening.world_size:,} ranks and batches of "

@@ -67,7 +67,7 @@ class HistoryReader:
         run, least, began = self._coordinator, float("inf"), {}
         for opening in reversed(run.ledger.openings(run.uid, run.stream)):
             began[opening.generation] = least
-            least = min(least, opening.branched_at)
+            least = min(least, opening.start_index)
         return lambda point: began.get(point["generation"], least) < point["sample_index"]
 
     def _sources(self, points: Sequence[dict[str, Any]]) -> list[SourceHistory]:

@@ -50,6 +50,6 @@ def with_samples(openings: Sequence[Opening]) -> list[Opening]:
     which nothing is left."""
     kept: list[Opening] = []
     for opening in lineage(openings):
-        if not kept or opening.start_index < kept[-1].branched_at:
+        if not kept or opening.start_index < kept[-1].start_index:
             kept.append(opening)
     return kept[::-1]

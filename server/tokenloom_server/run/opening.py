@@ -160,7 +160,7 @@ class GenerationOpener:
         """What rank 0 asked for; None where that is forgotten."""
         if self._newest is not None and self._newest[0] == call.attempt:
             return self._newest[1]
-        if not call.state or opening.skipped:
+        if not call.state:
             return None
         # Opened before a restart of the server: what rank 0 asked for is forgotten, where it led is not.
         start = self._coordinator.timeline.decode(opening.start_state)

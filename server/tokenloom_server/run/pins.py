@@ -27,11 +27,5 @@ class PinnedPoint(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> PinnedPoint:
-        """Reads ``text`` back, also what releases of before wrote: a snapshot by itself, or with ``skipped``."""
-        document = json.loads(text)
-        if "skips" in document:
-            return cls(**document)
-        snapshot = document.get("snapshot", text)
-        point = {"sample_index": 0, "digest": "", **json.loads(snapshot)}
-        skips = [(point["sample_index"], document["skipped"])] if "skipped" in document else None
-        return cls(snapshot, point["sample_index"], point["digest"], skips)
+        """Reads ``text`` back."""
+        return cls(**json.loads(text))

@@ -18,16 +18,15 @@ from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.order_fields import mixture_order_fields
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.stream import TRAIN
-from tokenloom_server.errors import ConfigError, LedgerError, NotFound
+from tokenloom_server.core.state import ORDER_VERSION
+from tokenloom_server.errors import ConfigError, NotFound
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.mixing.policy import policy_of
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
+from tokenloom_server.order.record import FORMAT, refuse_other_versions
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources.manifest import Manifest
-
-#: Version of a stream's record.
-FORMAT = 1
 
 
 class Streams:
@@ -37,7 +36,7 @@ class Streams:
         """``first`` is the order that the run began with, ``config`` the mixture file's; ``manifests``: the files of
         each stream that has a mixture of its own."""
         self._first = first
-        self._config = config.counting(first.config.count or "positions")
+        self._config = config
         self._manifests = manifests
         self.names = tuple(sorted({*config.streams, *first.config.stream_names}))
 
@@ -55,9 +54,9 @@ class Streams:
             stored = ledger.read_run(config.run, name)
             if stored is None:
                 files = builder.stream_files(first.resources, name, stream.mixture)
-                record = _record(first, config, stream.mixture, files)
+                record = _record(config, stream.mixture, files)
                 stored = ledger.create_run(config.run, name, uuid.uuid4().hex, record)
-            manifests[name] = _frozen(first, config, name, stream.mixture, stored.record)
+            manifests[name] = _frozen(config, name, stream.mixture, stored.record)
             builder.verify_files(first, manifests[name])
             first.resources.with_code(manifests[name], RunConfig.sources_of(stream.mixture))
         return cls(first, config, manifests)
@@ -147,25 +146,20 @@ def _with_mixture(config: RunConfig, mixture: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate(document, context=config.catalog)
 
 
-def _record(first: PipelineFactory, config: RunConfig, mixture: NodeConfig, manifest: Manifest) -> str:
+def _record(config: RunConfig, mixture: NodeConfig, manifest: Manifest) -> str:
     return canonical(
         {
             "format": FORMAT,
-            "order_version": first.record.order_version,
+            "order_version": ORDER_VERSION,
             "mixture": mixture_order_fields(mixture, config),
             "manifest": json.loads(manifest.to_json()),
         }
     )
 
 
-def _frozen(first: PipelineFactory, config: RunConfig, name: str, mixture: NodeConfig, record: str) -> Manifest:
+def _frozen(config: RunConfig, name: str, mixture: NodeConfig, record: str) -> Manifest:
     stored = json.loads(record)
-    for field, ours in (("format", FORMAT), ("order_version", first.record.order_version)):
-        if stored.get(field) != ours:
-            raise LedgerError(
-                f"run {config.run!r}: the record of stream {name!r} has {field} {stored.get(field)!r}, this server "
-                f"honours {ours!r}: serve it with the Tokenloom release that began it"
-            )
+    refuse_other_versions(stored, f"run {config.run!r}: the record of stream {name!r}")
     if stored["mixture"] != json.loads(canonical(mixture_order_fields(mixture, config))):
         raise ConfigError(
             f"streams.{name}: its mixture is not the one that it began with, and its samples would be others; put it "

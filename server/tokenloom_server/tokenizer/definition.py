@@ -65,8 +65,6 @@ class TokenizerDefinition:
     digest: str
     """SHA-256 of everything here that decides ids: the file, the tokens and the end and begin named beside it, and
     where there is a chat template that and what it may name."""
-    has_more_tokens: bool = False
-    """Whether tokens stand beside the file that it does not have."""
     vocab_size: int
     """Greatest id + 1, added tokens included."""
     added_tokens: tuple[AddedToken, ...]
@@ -128,7 +126,6 @@ def find_tokenizer(name: str, base_dir: Path, *, chat: bool = False) -> Tokenize
         name=name,
         content=content,
         digest=hashlib.sha256(hashlib.sha256(raw).digest() + sealed.encode()).hexdigest(),
-        has_more_tokens=whole.added_tokens is not None,
         vocab_size=greatest + 1,
         added_tokens=added,
         named_ids=named_ids,

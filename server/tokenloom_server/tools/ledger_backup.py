@@ -24,7 +24,7 @@ from tokenloom_server.ledger.records import RunContents, date_of
 from tokenloom_server.storage.drafts import draft_of, publish
 
 #: What the first line says.
-FORMAT, VERSION = "tokenloom ledger backup", 1
+FORMAT, VERSION = "tokenloom ledger backup", 2
 _RUN = TypeAdapter(RunContents)
 
 
@@ -98,8 +98,8 @@ def saved_runs(path: Path, run: str | None) -> Iterator[RunContents]:
         head = json.loads(first)
         if head["format"] != FORMAT or json.loads(last)["sha256"] != digest.hexdigest():
             raise ValueError("its checksum is another one")
-        if head["version"] > VERSION:
-            raise ValueError(f"it has version {head['version']}, this Tokenloom knows up to {VERSION}: upgrade it")
+        if head["version"] != VERSION:
+            raise ValueError(f"it has version {head['version']}, this release has {VERSION}: use the one that wrote it")
         with gzip.open(path) as file:
             saved = (_RUN.validate_json(line) for number, line in enumerate(file) if 0 < number < count)
             chosen = (contents for contents in saved if run in (None, contents.run.name))

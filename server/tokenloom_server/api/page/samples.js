@@ -11,7 +11,7 @@ import { View } from "./view.js";
 const CHARACTERS_SHOWN = 400000;
 const DOCUMENTS_SHOWN = 300;
 const CHARACTERS_OF_A_PART = 200; // what an element costs, beside its text
-const STATES = { committed: "good", produced: "wait", evaluated: "wait", rewound: "warn", skipped: "warn" };
+const STATES = { committed: "good", produced: "wait", evaluated: "wait", rewound: "warn" };
 const LARGEST = 2 ** 53 - 1;
 
 export class SamplesTab extends View {

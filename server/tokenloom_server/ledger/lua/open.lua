@@ -12,9 +12,7 @@ if ARGV[9] ~= '' then
   redis.call('HINCRBY', RUN, 'revision_changes', 1)
 end
 redis.call('HSET', RUN, 'generation', ARGV[3], 'opening_mark', ARGV[5], 'heard_at', '')
--- Beside the pin, what the opening itself says, which stood here, too, before the first release.
-redis.call('HDEL', RUN, 'pin', 'parent', 'attempt', 'world_size', 'batch_size', 'group_steps', 'group_micro_steps',
-  'start_index', 'opened_at')
+redis.call('HDEL', RUN, 'pin')
 redis.call('HSET', OPENINGS, ARGV[3], ARGV[6])
 redis.call('HSET', ATTEMPTS, ARGV[4], ARGV[3])
 redis.call('DEL', SLOTS)

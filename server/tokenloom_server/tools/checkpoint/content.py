@@ -17,7 +17,6 @@ from tokenloom_server.order import foreign_payload
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.foreign_checkpoint import resume_point
 from tokenloom_server.order.nested_state import as_resume_state, is_nested, listed
-from tokenloom_server.order.snapshot_v1 import upgraded
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.tools.checkpoint.file import DataState
 
@@ -220,8 +219,6 @@ def read(
     """
     document = state.document
     is_snapshot = "format" in document or state.damage is not None
-    if is_snapshot and "resume_state" in document:
-        document = {**document, "resume_state": upgraded(document["resume_state"], None)}
     nested = is_nested(document)
     resume = as_resume_state(document, mixture) if nested else _mapping(document.get("resume_state"))
     entries = [entry for entry in listed(resume.get("datasets")) if isinstance(entry, dict)]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tokenloom_proto.seal import SNAPSHOT_FORMAT
+from tokenloom_proto.seal import SNAPSHOT_FORMAT, SNAPSHOT_VERSION
 
 from tokenloom_server.core.state import MAX_COUNTER
-from tokenloom_server.order.snapshot_document import VERSIONS
 from tokenloom_server.tools.checkpoint.content import INDEX, NESTED, OLDER, SNAPSHOT, Child, Content, Node, Source
 from tokenloom_server.tools.checkpoint.probabilities import points, policy_of
 
@@ -48,8 +46,8 @@ def _of_document(content: Content) -> Iterator[str]:
         return
     if document.get("format") != SNAPSHOT_FORMAT:
         yield f"format: found {document.get('format')!r}, expected {SNAPSHOT_FORMAT!r}"
-    if document.get("version") not in VERSIONS:
-        yield f"version: found {document.get('version')!r}, expected {' or '.join(map(str, VERSIONS))}"
+    if document.get("version") != SNAPSHOT_VERSION:
+        yield f"version: found {document.get('version')!r}, expected {SNAPSHOT_VERSION}"
     resume = document.get("resume_state")
     needed = _NEEDED if resume is None else (*_NEEDED, *_NEEDED_WITH_STATE)
     missing = [field for field in needed if document.get(field) is None]
@@ -66,11 +64,7 @@ def _of_document(content: Content) -> Iterator[str]:
     ):
         yield f"resume_state.sample_index: {content.counted_at} lies after sample_index {content.sample_index}"
     if resume is not None and content.mixture != "checkpoint":
-        yield (
-            "resume_state.mixture: is missing, as in snapshots of older releases: "
-            + ("the mixture file says" if content.mixture else "--mixture FILE would say")
-            + " which child is which, and its weight"
-        )
+        yield "resume_state.mixture: is missing: nothing says which child is which, and its weight"
 
 
 def _of_sources(content: Content) -> Iterator[str]:
@@ -140,8 +134,6 @@ def _of_nodes(content: Content) -> Iterator[str]:
         yield f"resume_state.nodes: {len(counted)} nodes, but the mixture has {len(content.nodes)}"
     for node in content.nodes:
         yield from _of_node(content, node)
-    if not content.mixture:
-        yield from _of_unnamed(content)
     rows = [child for node in content.nodes for child in node.children]
     if content.counted_at and not any(child.samples or child.tokens for child in rows):
         yield f"resume_state.nodes: all counters are 0, though {content.counted_at} samples were taken"
@@ -191,23 +183,6 @@ def _of_node(content: Content, node: Node) -> Iterator[str]:
             yield f"{where}: {child.name}: credit: missing, or no integer of 64 bits"
         elif abs(child.credit) > MAX_COUNTER:
             yield f"{where}: {child.name}: credit: found {child.credit}, expected one within ±2^53"
-
-
-def _of_unnamed(content: Content) -> Iterator[str]:
-    """Without a mixture: every child's counters are those of some source or node, and every one of those is a child."""
-    children = Counter(_of_own(child) for node in content.nodes for child in node.children)
-    own = Counter(_of_own(source) for source in content.sources if not source.unknown)
-    own += Counter(_of_own(node) for node in content.nodes if node.id)
-    for counters in filter(None, children - own):
-        yield (
-            f"resume_state.nodes: a child counts {counters[0]} samples and {counters[1]} tokens, which no source or "
-            "node says itself: the counters of a nested node are missing, or do not add up"
-        )
-    for counters in filter(None, own - children):
-        yield (
-            f"resume_state.nodes: a source or node says {counters[0]} samples and {counters[1]} tokens, which no node "
-            "counts of a child"
-        )
 
 
 def _of_own(there: Node | Source | Child | None) -> tuple[int, int] | None:

@@ -70,7 +70,7 @@ def _search(a: DigestSource, b: DigestSource) -> tuple[int, int | None]:
     """(the last index at which both are known to be equal, the first at which they are known to differ, or None)."""
 
     def same(index: int) -> bool:
-        return a.point_at(index).equals(b.point_at(index))
+        return a.point_at(index).digest == b.point_at(index).digest
 
     if a.indices is not None or b.indices is not None:
         low = 0

@@ -10,7 +10,6 @@ from typing import Any
 
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
-from tokenloom_server.reports.receipt import Range
 from tokenloom_server.tools.checkpoint.file import find
 from tokenloom_server.tools.remote import Remote
 
@@ -27,16 +26,6 @@ class DigestPoint:
     tokens: int
     #: Samples by spec; None where not known.
     samples: Mapping[str, int] | None
-    #: Sample indices before it that releases before 1.0 jumped over.
-    skipped: int
-    #: Which these are; None where not known.
-    skips: tuple[Range, ...] | None
-
-    def equals(self, other: DigestPoint) -> bool:
-        """Whether both had the same samples before the index."""
-        if self.digest != other.digest or self.skipped != other.skipped:
-            return False
-        return self.skips is None or other.skips is None or self.skips == other.skips
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +61,6 @@ def of_server(remote: Remote, run: str, name: str) -> DigestSource:
             digest=receipt.digest,
             tokens=receipt.total_tokens,
             samples=receipt.samples,
-            skipped=sum(skip.end - skip.first for skip in receipt.skipped),
-            skips=tuple(receipt.skipped),
         )
 
     return DigestSource(
@@ -137,14 +124,5 @@ def open_source(
 
 
 def _point(state: Mapping[str, Any]) -> DigestPoint:
-    datasets = state.get("datasets") or (state.get("resume_state") or {}).get("datasets") or []
-    return DigestPoint(
-        index=state["sample_index"],
-        digest=state["digest"],
-        tokens=state["total_tokens"],
-        samples=None,
-        # Restores jump to where a generation begins, and that is a boundary: none lie between the two points.
-        skipped=sum(dataset.get("skipped_samples", 0) for dataset in datasets)
-        - sum(samples for _, samples, _ in (state.get("resume_state") or state).get("skips", ())),
-        skips=None,
-    )
+    index, digest, tokens = state["sample_index"], state["digest"], state["total_tokens"]
+    return DigestPoint(index=index, digest=digest, tokens=tokens, samples=None)

@@ -73,9 +73,7 @@ def document(verdict: Verdict, a: DigestSource, b: DigestSource) -> dict[str, An
 
 
 def _described(run: DigestSource, end: int) -> str:
-    point = run.point_at(end)
-    skipped = f", of which {point.skipped:,} samples were skipped" if point.skipped else ""
-    return f"{run.name}: run {run.run}, sample {end:,}, digest {point.digest}{skipped}"
+    return f"{run.name}: run {run.run}, sample {end:,}, digest {run.point_at(end).digest}"
 
 
 def _known(run: DigestSource) -> str:
