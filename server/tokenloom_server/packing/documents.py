@@ -249,8 +249,7 @@ class Documents:
                 tokenized, fault = self._tokenized(part.epoch, part.number, before, bounded=self._late is None), error
             del rows
             tokenized = self._leave_out_excluded(tokenized, part.mark_excluded, part.row if part.begun else None)
-            for chunk in tokenized.chunks(self._chunk_tokens):
-                yield self._bounded(chunk)
+            yield from map(self._bounded, tokenized.chunks(self._chunk_tokens))
             if fault is not None:
                 raise fault
 
@@ -296,8 +295,7 @@ class Documents:
                 listed = TokenizedRows.listed(tokenized)._replace(part=window)
                 del tokenized
                 order = order[skipped:] if end is None else order[skipped : end - first]
-                for rows in listed.reordered(order, first + skipped, ids, self._chunk_tokens):
-                    yield self._bounded(rows)
+                yield from map(self._bounded, listed.reordered(order, first + skipped, ids, self._chunk_tokens))
             first += count
 
     def _bounded(self, rows: TokenizedRows) -> TokenizedRows:
