@@ -249,7 +249,8 @@ class Documents:
                 tokenized, fault = self._tokenized(part.epoch, part.number, before, bounded=self._late is None), error
             del rows
             tokenized = self._leave_out_excluded(tokenized, part.mark_excluded, part.row if part.begun else None)
-            yield from map(self._bounded, tokenized.chunks(self._chunk_tokens))
+            chunks = [tokenized] if self._late is None else tokenized.chunks(self._chunk_tokens)
+            yield from map(self._bounded, chunks)
             if fault is not None:
                 raise fault
 
