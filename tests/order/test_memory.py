@@ -28,10 +28,14 @@ MIB = 2**20
 def bound(sources: int, form: str, shuffle: str) -> int:
     """Bytes: the formula of docs/limits.md, as it stands there, for ids."""
     held = STEPS * BATCH * (4 * LENGTH * ID_BYTES // 3 + 320)
-    chunk = min(2**18, 2**26 // sources) * ID_BYTES
+    all_ids = ROWS * ROW_IDS * ID_BYTES
     # Of Parquet a row group, or the window; of Arrow both are mapped.
-    ids = min(2 * MIB, ROWS * ROW_IDS * ID_BYTES) if form == "parquet" else 0
-    return held + 16 * MIB + sources * (MIB // 4 + 3 * chunk + ids + 64 * ROWS * (shuffle == "rows"))
+    decoded = min(2 * MIB, all_ids) if form == "parquet" else 0
+    if shuffle == "rows":
+        chunks, shuffled = 3 * min(2**18, 2**26 // sources) * ID_BYTES, 64 * ROWS
+    else:
+        chunks, shuffled = 2 * min(2**19 * ID_BYTES, 2**28 // sources * ID_BYTES, all_ids), 0
+    return held + 16 * MIB + sources * (MIB // 4 + chunks + decoded + shuffled)
 
 
 @pytest.mark.parametrize("shuffle", ["none", "rows"])
@@ -56,7 +60,7 @@ def test_sources_take_no_more_than_the_formula(sources: int, form: str, shuffle:
 
 
 def most_taken(folder: Path, sources: int, form: str, shuffle: str) -> int:
-    """Anonymous bytes that a run took at most, until each source has given two of its chunks."""
+    """Anonymous bytes that a run took at most, until each source has given its rows twice."""
     pattern = "{}/*:ids" if form == "parquet" else "{}:ids"
     specs = [f"{form}:{pattern.format(source)}" for source in range(sources)]
     document = {
@@ -72,7 +76,7 @@ def most_taken(folder: Path, sources: int, form: str, shuffle: str) -> int:
     order = builder.create(mixture_file.parse(document, where="memory", catalog=open_catalog()), folder, None)
     before, most = anonymous(), 0
     pipeline = order.pipeline(order.initial())
-    while pipeline.sample_index * LENGTH < 2 * sources * min(2**18, 2**26 // sources):
+    while pipeline.sample_index * LENGTH < 2 * sources * ROWS * ROW_IDS:
         plan = BatchPlan(start_index=pipeline.sample_index, world_size=1, batch_size=BATCH, group_micro_steps=STEPS)
         group = pipeline.begin_group(plan)
         pipeline.fill(group, STEPS)

@@ -27,7 +27,7 @@ from tokenloom_server.packing.fim import FillInMiddle
 from tokenloom_server.packing.lanes import LanesPacker, lane_state
 from tokenloom_server.packing.real_tokens import RealTokens
 from tokenloom_server.packing.samples import SampleFormat
-from tokenloom_server.packing.tokenized_rows import CHUNK_TOKENS, DocumentSpan
+from tokenloom_server.packing.tokenized_rows import DocumentSpan
 from tokenloom_server.packing.unpacked import UnpackedPacker
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.wrapped import SourceWithLossMask, TimedSource
@@ -46,8 +46,8 @@ from tokenloom_server.tokenizer.transformed import TransformEncoder
 JOINED_BYTES = 1 << 22
 ALL_JOINED_BYTES = 1 << 26
 
-#: Ids that all sources together have ready, about: each has its part of them as its block, of which samples are made.
-ALL_CHUNK_TOKENS = 1 << 26
+#: Ids that all sources together have ready at most, about: each has its part of them, of which samples are made.
+ALL_CHUNK_TOKENS = 1 << 28
 
 
 class PipelineFactory:
@@ -271,7 +271,7 @@ class PipelineFactory:
             may_be_empty=self.record.gives_held_out,
             left_out_first=with_seen(excluded, seen) if seen else None,
             joined_bytes=self._joined_bytes(source) if joined else 0,
-            chunk_tokens=min(CHUNK_TOKENS, ALL_CHUNK_TOKENS // self._lanes),
+            chunk_tokens=ALL_CHUNK_TOKENS // self._lanes,
             announce=ready.announce if ready is not None else None,
         )
 

@@ -18,7 +18,7 @@ from tokenloom_server.packing.chunks import Chunks
 from tokenloom_server.packing.fim import FillInMiddle
 from tokenloom_server.packing.reading import FileOrder, Reading, RowRange, Windows, begin_of, nth_row
 from tokenloom_server.packing.samples import Int64s
-from tokenloom_server.packing.tokenized_rows import BAD, CHUNK_TOKENS, FILTERED, DocumentSpan, TokenizedRows
+from tokenloom_server.packing.tokenized_rows import BAD, FILTERED, DocumentSpan, TokenizedRows
 from tokenloom_server.packing.window import FileRows, RangeReader, portions
 from tokenloom_server.sources import columns
 from tokenloom_server.sources.base import Content, Rows, Source
@@ -64,7 +64,7 @@ class Documents:
         left_out_first: Mapping[int, Int64s] | None = None,
         joined_bytes: int = 0,
         joins_at_once: bool = False,
-        chunk_tokens: int = CHUNK_TOKENS,
+        chunk_tokens: int = columns.PIECE_IDS,
         announce: Callable[[Iterator[RowRange]], None] | None = None,
     ) -> None:
         """``excluded``: by shard, ascending, the rows without tokens. ``reading``: in which order rows come; None: as
@@ -249,8 +249,10 @@ class Documents:
                 tokenized, fault = self._tokenized(part.epoch, part.number, before, bounded=self._late is None), error
             del rows
             tokenized = self._leave_out_excluded(tokenized, part.mark_excluded, part.row if part.begun else None)
-            chunks = [tokenized] if self._late is None else tokenized.chunks(self._chunk_tokens)
-            yield from map(self._bounded, chunks)
+            chunks = deque([tokenized] if self._late is None else tokenized.chunks(self._chunk_tokens))
+            del tokenized
+            while chunks:
+                yield self._bounded(chunks.popleft())
             if fault is not None:
                 raise fault
 
@@ -296,7 +298,8 @@ class Documents:
                 listed = TokenizedRows.listed(tokenized)._replace(part=window)
                 del tokenized
                 order = order[skipped:] if end is None else order[skipped : end - first]
-                yield from map(self._bounded, listed.reordered(order, first + skipped, ids, self._chunk_tokens))
+                # The window's ids are held beside them.
+                yield from map(self._bounded, listed.reordered(order, first + skipped, ids, self._chunk_tokens // 4))
             first += count
 
     def _bounded(self, rows: TokenizedRows) -> TokenizedRows:

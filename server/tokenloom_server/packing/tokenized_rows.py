@@ -16,7 +16,7 @@ from tokenloom_server.packing.samples import Flags, Ids, Int64s, Mask
 #: What may become of a row beside tokens: it did not decode, or did not pass the source's filter or is a blank line.
 BAD, FILTERED = 1, 2
 
-#: Tokens and rows that come at once, where few sources are read.
+#: Tokens of ``reordered`` rows, and rows, that come at once.
 CHUNK_TOKENS = 1 << 18
 CHUNK_ROWS = 1 << 16
 
@@ -160,17 +160,20 @@ class TokenizedRows(NamedTuple):
         return self._replace(ids=self.ids[tokens], ends=np.cumsum(lengths * kept), mask=mask)
 
     def chunks(self, tokens: int) -> Iterator[TokenizedRows]:
-        """The same rows, about so many tokens at a time."""
-        for first, end in _cuts(self.ends, tokens):
+        """The same rows, about so many tokens at a time at most; where they are more, half as many."""
+        if len(self.ids) <= tokens:
+            yield self
+            return
+        for first, end in _cuts(self.ends, tokens // 2):
             yield self.cut(end, first)
 
     def reordered(self, order: Int64s, first_row: int, ids: Chunks, tokens: int) -> Iterator[TokenizedRows]:
-        """The rows whose numbers ``order`` has, in that order, about so many ``tokens`` at a time. ``first_row``: of
-        the first one; ``ids``: those of all rows."""
+        """The rows whose numbers ``order`` has, in that order, some at a time, of at most about so many ``tokens``.
+        ``first_row``: of the first one; ``ids``: those of all rows."""
         starts = np.concatenate(([0], self.ends))
         ends = np.cumsum(np.diff(starts)[order])
         origins = self.row_origins
-        for first, end in _cuts(ends, tokens):
+        for first, end in _cuts(ends, min(tokens, CHUNK_TOKENS)):
             begin = int(ends[first - 1]) if first else 0
             rows, count = order[first:end], int(ends[end - 1]) - begin
             yield self._replace(
