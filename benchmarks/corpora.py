@@ -191,6 +191,7 @@ W1_128K = IdCorpus(
     vocabulary=128_256,
 )
 W1_200 = IdCorpus(name="ids-200", sources=(Documents(count=1_000),) * 200)
+W1_1000 = IdCorpus(name="ids-1000", sources=(Documents(count=400),) * 1_000)
 W1_40 = IdCorpus(name="ids-40", sources=(Documents(count=6_000),) * 40, vocabulary=128_256)
 W2 = TextCorpus(
     name="text",

@@ -74,7 +74,8 @@ def received(group: StepGroup, steps: int, rank: int, base: Base) -> tuple[int, 
             batches = read(data).batches
             assert batches is not None
             infos = list(batches.micro_steps)
-            columns = zip(*[(info.end_index, info.total_tokens, info.digest) for info in infos], strict=True)
+            places = [(info.end_index, info.total_tokens, info.real_tokens, info.digest) for info in infos]
+            columns = zip(*places, strict=True)
             counts = [zip(repeat(batches.counts), count(1), strict=False)] if COUNTS else []
             return list(map(Point, *columns, repeat(base), *counts))
 

@@ -11,7 +11,19 @@ import numpy as np
 import yaml
 
 from benchmarks import corpora
-from benchmarks.corpora import END_OF_TEXT, W1, W1_40, W1_128K, W1_200, W1_OWNED, W2, WEIGHTS, Corpus, TextCorpus
+from benchmarks.corpora import (
+    END_OF_TEXT,
+    W1,
+    W1_40,
+    W1_128K,
+    W1_200,
+    W1_1000,
+    W1_OWNED,
+    W2,
+    WEIGHTS,
+    Corpus,
+    TextCorpus,
+)
 
 #: As in the comparison with other loaders.
 SEQUENCE_LENGTH, BATCH_SIZE, RANKS = 2_048, 8, 2
@@ -30,6 +42,7 @@ class Workload:
     corpus: Corpus
     form: Form | OwnedForm = "parquet"
     sequence_length: int = SEQUENCE_LENGTH
+    shuffle: Literal["none", "rows"] = "none"
     ledger: Literal["sqlite", "redis"] = "sqlite"
     ranks: int = RANKS
     packing: Literal["concat", "best_fit"] = "concat"
@@ -62,6 +75,7 @@ class Workload:
                 "source": f"{self.form}:{place or folder}/{self.form}/{source}{files[self.form]}",
                 "alias": f"source-{source}",
                 "weight": weight,
+                "shuffle": self.shuffle,
                 "epochs": 1 if self.reads_once else float("inf"),
                 "shuffle": self.shuffle,
             }
@@ -104,6 +118,8 @@ VARIANTS: tuple[Workload, ...] = (
     *_ids("-512", ", sequences of 512", sequence_length=512),
     Workload(name="text-512", about="W2, sequences of 512", corpus=W2, sequence_length=512),
     *_ids("-200", ", 200 sources", corpus=W1_200),
+    *_ids("-1000", ", 1,000 sources", corpus=W1_1000),
+    *_ids("-1000-rows", ", 1,000 sources, rows shuffled", corpus=W1_1000, shuffle="rows"),
     *_ids("-40", ", 40 sources, vocabulary of 128k, sequences of 4,096", corpus=W1_40, sequence_length=4_096),
     *_ids("-128k", ", vocabulary of 128k", corpus=W1_128K),
     Workload(name="megatron", about="W1, Megatron-LM's indexed datasets", corpus=W1_OWNED, form="megatron"),

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from tokenloom_proto.errors import SnapshotInvalid
 from tokenloom_proto.resume import KEY as KEY
 from tokenloom_proto.resume import OLDER_KEYS, Given, counts_at, older_payload, real_tokens, unwrapped
-from tokenloom_proto.seal import CHECKSUM, SNAPSHOT_FORMAT, SNAPSHOT_VERSION, canonical, seal, unseal
+from tokenloom_proto.seal import CHECKSUM, SNAPSHOT_FORMAT, SNAPSHOT_VERSION, canonical, seal, seal_texts, unseal
 
 log = logging.getLogger("tokenloom")
 
@@ -243,4 +243,7 @@ class History:
             "real_tokens": real_tokens(point.total_tokens, counts),
             "digest": point.digest,
         }
-        return seal({**json.loads(self.template), **place, "resume_state": state, "counts": counts})
+        fields = {**json.loads(self.template), **place, "counts": counts}
+        # The state is canonical as it came: of many sources it is long, and is not written once more.
+        texts = {name: canonical(value) for name, value in fields.items()}
+        return seal_texts(texts | {"resume_state": point.base.resume_state.decode()})

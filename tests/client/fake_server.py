@@ -21,7 +21,7 @@ from tokenloom import ConnectionOptions
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderServicer, add_DataLoaderServicer_to_server
 from tokenloom_proto.errors import named
-from tokenloom_proto.seal import SNAPSHOT_FORMAT, SNAPSHOT_VERSION
+from tokenloom_proto.seal import SNAPSHOT_FORMAT, SNAPSHOT_VERSION, canonical
 
 SPECS = ["parquet:a:text", "txt:b:text"]
 RUN_UID = "uid-of-the-fake-run"
@@ -241,7 +241,7 @@ def template(run: str, stream: str) -> Mapping[str, Any]:
 def base_at(index: int) -> wire.Base:
     """The resume state at a boundary, which knows no source yet."""
     state = {"sample_index": index, "total_tokens": index * 8, "datasets": []}
-    return wire.Base(sample_index=index, resume_state=json.dumps(state).encode())
+    return wire.Base(sample_index=index, resume_state=canonical(state).encode())
 
 
 def given_since(boundary: int, index: int) -> list[int]:

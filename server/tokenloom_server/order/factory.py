@@ -46,6 +46,9 @@ from tokenloom_server.tokenizer.transformed import TransformEncoder
 JOINED_BYTES = 1 << 22
 ALL_JOINED_BYTES = 1 << 26
 
+#: Ids that all sources together have ready at most, about: each has its part of them, of which samples are made.
+ALL_CHUNK_TOKENS = 1 << 28
+
 
 class PipelineFactory:
     """Makes pipelines, and their parts, from one record. They are independent of each other."""
@@ -56,6 +59,8 @@ class PipelineFactory:
         self.readers = SourceReaders(record, resources)
         #: How samples travel.
         self.form = self._sample_format()
+        #: Lanes of all sources, each of which is read by itself.
+        self._lanes = sum(source.lanes for source in record.config.sources)
 
     @property
     def config(self) -> RunConfig:
@@ -266,6 +271,7 @@ class PipelineFactory:
             may_be_empty=self.record.gives_held_out,
             left_out_first=with_seen(excluded, seen) if seen else None,
             joined_bytes=self._joined_bytes(source) if joined else 0,
+            chunk_tokens=ALL_CHUNK_TOKENS // self._lanes,
             announce=ready.announce if ready is not None else None,
         )
 
@@ -286,7 +292,7 @@ class PipelineFactory:
         engine = self.record.serving_engine
         if source.transform is not None or source.is_chat or (engine and engine.engine == TokenizersEngine.name):
             return 0
-        return min(JOINED_BYTES, ALL_JOINED_BYTES // sum(each.lanes for each in self.config.sources))
+        return min(JOINED_BYTES, ALL_JOINED_BYTES // self._lanes)
 
     def _fim(self, source: SourceConfig) -> FillInMiddle | None:
         if source.fim is None:

@@ -64,6 +64,7 @@ class Documents:
         left_out_first: Mapping[int, Int64s] | None = None,
         joined_bytes: int = 0,
         joins_at_once: bool = False,
+        chunk_tokens: int = columns.PIECE_IDS,
         announce: Callable[[Iterator[RowRange]], None] | None = None,
     ) -> None:
         """``excluded``: by shard, ascending, the rows without tokens. ``reading``: in which order rows come; None: as
@@ -72,7 +73,8 @@ class Documents:
         may have for each epoch, None for any number. ``may_be_empty``: an epoch without a token is no error, but the
         end. ``left_out_first``: the rows that give none in the first epoch, where these are not the ``excluded`` alone.
         ``joined_bytes``: texts of consecutive rows are encoded together until they have so many, from one piece on
-        twice as much each time, or ``joins_at_once``. ``announce`` gets, at its beginning, the rows of an epoch."""
+        twice as much each time, or ``joins_at_once``. ``chunk_tokens``: ids are given so many at once, at most, but at
+        least a row. ``announce`` gets, at its beginning, the rows of an epoch."""
         self.name = name
         self._may_be_empty = may_be_empty
         self._bad_rows = bad_rows
@@ -82,10 +84,12 @@ class Documents:
         self._left_out_first = left_out_first
         self._joined_bytes = joined_bytes
         self._first_joined_bytes = joined_bytes if joins_at_once else 1
+        self._chunk_tokens = chunk_tokens
         self._announce = announce
         self._source = source
         self._encoder = encoder
-        #: What puts begin- and end-of-text ids around documents of a window, once these are in its order.
+        #: What puts begin- and end-of-text ids around documents of ids, once these are in their order and cut into
+        #: chunks: these ids alone are copied.
         self._late = encoder if isinstance(encoder, DocumentEncoder) and source.content is Content.IDS else None
         self._reading = reading or FileOrder(source)
         self._lane = lane
@@ -236,14 +240,19 @@ class Documents:
         for rows in self._rows(part.number, part.row, part.end):
             fault = None
             try:
-                tokenized = self._tokenized(part.epoch, part.number, rows)
+                tokenized = self._tokenized(part.epoch, part.number, rows, bounded=self._late is None)
             except TokenizerError as error:
                 if not error.at:
                     raise
                 # What lies before the row goes out, so that the run stops at one sample from wherever it is read.
-                tokenized, fault = self._tokenized(part.epoch, part.number, rows.cut(0, error.at)), error
+                before = rows.cut(0, error.at)
+                tokenized, fault = self._tokenized(part.epoch, part.number, before, bounded=self._late is None), error
             del rows
-            yield self._leave_out_excluded(tokenized, part.mark_excluded, part.row if part.begun else None)
+            tokenized = self._leave_out_excluded(tokenized, part.mark_excluded, part.row if part.begun else None)
+            chunks = deque([tokenized] if self._late is None else tokenized.chunks(self._chunk_tokens))
+            del tokenized
+            while chunks:
+                yield self._bounded(chunks.popleft())
             if fault is not None:
                 raise fault
 
@@ -289,12 +298,16 @@ class Documents:
                 listed = TokenizedRows.listed(tokenized)._replace(part=window)
                 del tokenized
                 order = order[skipped:] if end is None else order[skipped : end - first]
-                for rows in listed.reordered(order, first + skipped, ids):
-                    bounded = (
-                        self._late.bounded(rows.ids, rows.ends) if self._late is not None else (rows.ids, rows.ends)
-                    )
-                    yield rows._replace(ids=bounded[0], ends=bounded[1])
+                # The window's ids are held beside them.
+                yield from map(self._bounded, listed.reordered(order, first + skipped, ids, self._chunk_tokens // 4))
             first += count
+
+    def _bounded(self, rows: TokenizedRows) -> TokenizedRows:
+        """Rows with their begin- and end-of-text ids, where those are not there yet."""
+        if self._late is None:
+            return rows
+        ids, ends = self._late.bounded(rows.ids, rows.ends)
+        return rows._replace(ids=ids, ends=ends)
 
     def _tokenize_portion(
         self, epoch: int, mark_excluded: bool, begun: int | None, portion: deque[FileRows]

@@ -173,7 +173,9 @@ class Windows:
     def _blocks(self, epoch: int) -> tuple[Int64s, Int64s]:
         if self._epoch is None or self._epoch[0] != epoch:
             key = draw(self._seed, Purpose.BLOCKS, self._source_id, epoch)
-            order = Permutation(Purpose.BLOCKS, key, len(self._layout.rows)).all()
+            count = len(self._layout.rows)
+            # Of many small sources most are a block.
+            order = Permutation(Purpose.BLOCKS, key, count).all() if count > 1 else np.zeros(1, np.int64)
             starts = np.concatenate(([0], np.cumsum(self._layout.rows[order])))
             self._epoch = epoch, order, starts
         return self._epoch[1:]

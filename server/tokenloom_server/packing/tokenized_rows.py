@@ -16,7 +16,7 @@ from tokenloom_server.packing.samples import Flags, Ids, Int64s, Mask
 #: What may become of a row beside tokens: it did not decode, or did not pass the source's filter or is a blank line.
 BAD, FILTERED = 1, 2
 
-#: Tokens and rows of ``reordered`` rows that come at once.
+#: Tokens of ``reordered`` rows, and rows, that come at once.
 CHUNK_TOKENS = 1 << 18
 CHUNK_ROWS = 1 << 16
 
@@ -159,16 +159,22 @@ class TokenizedRows(NamedTuple):
         mask = self.mask[tokens] if self.mask is not None else None
         return self._replace(ids=self.ids[tokens], ends=np.cumsum(lengths * kept), mask=mask)
 
-    def reordered(self, order: Int64s, first_row: int, ids: Chunks) -> Iterator[TokenizedRows]:
-        """The rows whose numbers ``order`` has, in that order, some at a time. ``first_row``: of the first one;
-        ``ids``: those of all rows."""
+    def chunks(self, tokens: int) -> Iterator[TokenizedRows]:
+        """The same rows, about so many tokens at a time at most; where they are more, half as many."""
+        if len(self.ids) <= tokens:
+            yield self
+            return
+        for first, end in _cuts(self.ends, tokens // 2):
+            yield self.cut(end, first)
+
+    def reordered(self, order: Int64s, first_row: int, ids: Chunks, tokens: int) -> Iterator[TokenizedRows]:
+        """The rows whose numbers ``order`` has, in that order, some at a time, of at most about so many ``tokens``.
+        ``first_row``: of the first one; ``ids``: those of all rows."""
         starts = np.concatenate(([0], self.ends))
         ends = np.cumsum(np.diff(starts)[order])
-        origins, first = self.row_origins, 0
-        while first < len(order):
+        origins = self.row_origins
+        for first, end in _cuts(ends, min(tokens, CHUNK_TOKENS)):
             begin = int(ends[first - 1]) if first else 0
-            fitting = int(np.searchsorted(ends, begin + CHUNK_TOKENS, "right"))
-            end = min(max(fitting, first + 1), first + CHUNK_ROWS, len(order))
             rows, count = order[first:end], int(ends[end - 1]) - begin
             yield self._replace(
                 first_row=first_row + first,
@@ -179,7 +185,18 @@ class TokenizedRows(NamedTuple):
                 mask=None if self.mask is None else take_chunks(self.mask, starts, rows, count),
                 excluded=None if self.excluded is None else self.excluded[rows],
             )
-            first = end
+
+
+def _cuts(ends: Int64s, tokens: int) -> Iterator[tuple[int, int]]:
+    """Of rows that end at these tokens, the first and the one after the last of each chunk of at most so many tokens,
+    or of one row."""
+    first = 0
+    while first < len(ends):
+        begin = int(ends[first - 1]) if first else 0
+        fitting = int(np.searchsorted(ends, begin + tokens, "right"))
+        end = min(max(fitting, first + 1), first + CHUNK_ROWS, len(ends))
+        yield first, end
+        first = end
 
 
 def _joined_flags(

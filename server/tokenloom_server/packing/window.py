@@ -77,6 +77,8 @@ def portions(
                     if room <= 0:
                         yield held
                         held, room = deque(), most
+                # What was given is not held: it may be a whole row group, and sources many.
+                del rows
     except SourceError:
         if held:
             check(held)
