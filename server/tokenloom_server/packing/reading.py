@@ -109,11 +109,13 @@ class Layout(NamedTuple):
     @classmethod
     def of(cls, blocks: Iterable[Int64s]) -> Layout:
         """``blocks``: those of each file (``Source.blocks``)."""
-        tables = []
-        for shard, edges in enumerate(blocks):
-            table = np.stack((np.full(len(edges) - 1, shard, np.int64), edges[:-1], np.diff(edges)))
-            tables.append(table[:, table[2] > 0])
-        return cls(*np.concatenate(tables, axis=1))
+        edges = list(blocks)
+        counts = np.array([len(each) for each in edges])
+        first_row = np.concatenate(edges).astype(np.int64)
+        rows = np.diff(first_row, append=0)
+        rows[np.cumsum(counts) - 1] = 0  # where a file ends, no block begins
+        table = np.stack((np.repeat(np.arange(len(edges)), counts), first_row, rows))
+        return cls(*table[:, rows > 0])
 
     def counts(self, shards: int) -> list[int]:
         """The rows of each of so many files."""

@@ -153,7 +153,7 @@ def _record(first: PipelineFactory, config: RunConfig, mixture: NodeConfig, mani
             "format": FORMAT,
             "order_version": first.record.order_version,
             "mixture": mixture_order_fields(mixture, config),
-            "manifest": json.loads(manifest.to_json()),
+            "manifest": manifest.document(),
         }
     )
 
@@ -171,4 +171,4 @@ def _frozen(first: PipelineFactory, config: RunConfig, name: str, mixture: NodeC
             f"streams.{name}: its mixture is not the one that it began with, and its samples would be others; put it "
             f"back, or give the new one a name of its own. It began with {canonical(stored['mixture'])}"
         )
-    return Manifest.from_json(canonical(stored["manifest"]))
+    return Manifest.from_document(stored["manifest"])

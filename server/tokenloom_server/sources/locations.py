@@ -11,7 +11,6 @@ from urllib.parse import unquote
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.core.control_characters import escaped, refuse_control_characters
 from tokenloom_server.errors import SourceError, StorageError, reason
-from tokenloom_server.sources.files import in_threads
 from tokenloom_server.storage import listing
 from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.remote import Entry, stat
@@ -50,19 +49,25 @@ def matching_files(pattern: str, base_dir: Path) -> tuple[str, ...]:
     """The files that a pattern matches, sorted."""
     # Not Path.glob, which takes no absolute pattern. A set, since ** can meet a file twice.
     matches = sorted(set(glob.glob(pattern, root_dir=base_dir, recursive=True)))  # noqa: PTH207
+    if not glob.has_magic(pattern):
+        return tuple(match for match in matches if is_named(base_dir / match))
+    folders = {os.path.dirname(match) for match in matches}  # noqa: PTH120
     # It passes over folders that may not be entered, and their data would be absent without a word.
     for above in filter(glob.has_magic, map(str, Path(pattern).parents)):
         for folder in glob.iglob(f"{above}/", root_dir=base_dir, recursive=True):  # noqa: PTH207
             if Path(folder).name != "lost+found":  # root's alone, on every disk
-                with os.scandir(base_dir / folder):
-                    pass
-    are_files = in_threads(lambda match: is_named(base_dir / match), matches)
-    return tuple(match for match, is_file in zip(matches, are_files, strict=True) if is_file)
+                folders.add(folder.rstrip("/"))
+    # A listing says what is a file, where each would have to be asked.
+    found: set[str] = set()
+    for folder in folders:
+        with os.scandir(base_dir / folder) as entries:
+            found.update(os.path.join(folder, entry.name) for entry in entries if is_named(entry))  # noqa: PTH118
+    return tuple(match for match in matches if match in found)
 
 
-def is_named(path: Path) -> bool:
+def is_named(path: Path | os.DirEntry[str]) -> bool:
     """Whether there is a file, or a link that leads to nothing: who reads it says that."""
-    return path.is_file() or (path.is_symlink() and not path.exists())
+    return path.is_file() or (path.is_symlink() and not os.path.exists(path))  # noqa: PTH110
 
 
 def matching_entries(url: str, io_stats: IoStats) -> Sequence[Entry]:

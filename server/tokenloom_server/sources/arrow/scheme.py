@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,8 @@ class ArrowScheme(Scheme):
         if state.is_file():
             names = _names_in_state(where, str(state), read_file(state))
         else:
-            names = _data_files(path.name for path in folder.glob("*.arrow") if is_named(path))
+            with os.scandir(folder) as entries:
+                names = _data_files(each.name for each in entries if each.name.endswith(".arrow") and is_named(each))
         if not names:
             raise SourceError(
                 f"{where}: no Arrow file in {str(folder)!r}, expected state.json with data-*.arrow, or *.arrow files "
