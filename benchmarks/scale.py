@@ -106,7 +106,7 @@ def files(source: str, shuffle: str) -> Figures:
 def first_batch(served: Served, when: str) -> Figures:
     """A trainer without a checkpoint comes, and asks for its first batch."""
     cpu = cpu_s(served.process.pid)
-    with RemoteDataset(f"grpc://{served.grpc}/files", 8) as dataset:
+    with RemoteDataset(f"grpc://{served.grpc}/files", 8, resume="fresh") as dataset:
         began = time.monotonic()
         next(iter(dataset))
         found = {f"{when} batch s": time.monotonic() - began, f"{when} batch CPU s": cpu_s(served.process.pid) - cpu}

@@ -10,6 +10,7 @@ is kept but the cursor.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -76,10 +77,11 @@ class FileOrder:
         return self._counts
 
 
-def shuffled_files(count: int, seed: int, source_id: int, epoch: int) -> list[int]:
+@lru_cache(maxsize=8)  # who reads and who shows how far that is ask again and again, of 10^5 files perhaps
+def shuffled_files(count: int, seed: int, source_id: int, epoch: int) -> tuple[int, ...]:
     """So many files, sorted by a hash of each; by its number where two are equal."""
     key = draw(seed, Purpose.SHARDS, source_id, epoch)
-    return sorted(range(count), key=lambda shard: (draw(key, Purpose.SHARDS, shard, 0), shard))
+    return tuple(sorted(range(count), key=lambda shard: (draw(key, Purpose.SHARDS, shard, 0), shard)))
 
 
 class ShuffledFiles(FileOrder):
